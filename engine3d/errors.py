@@ -1,0 +1,11 @@
+"""Two kinds of failure: what the user can put right, and what broke while running."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Bad input. The message is one line: what was wrong, where, and what would be right."""
+
+
+class EngineError(RuntimeError):
+    """An engine failed while running. The message names the engine, the phase and the cause."""

@@ -1,0 +1,2 @@
+"""HybridFlow."""
+__version__ = "0.1.0"
