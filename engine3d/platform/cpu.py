@@ -1,0 +1,53 @@
+"""The CPU, where the same Megatron-Core and the same SGLang run over gloo."""
+
+from __future__ import annotations
+
+import os
+import resource
+from typing import Any
+
+import torch
+
+from engine3d.platform import megatron_cpu
+from engine3d.platform.interface import DeviceMemory, Platform
+
+
+class CpuPlatform(Platform):
+    device_type = "cpu"
+    collective_backend = "gloo"
+
+    def device(self, local_rank: int) -> torch.device:
+        return torch.device("cpu")
+
+    def prepare_training(self) -> None:
+        megatron_cpu.answer_for_cuda()
+
+    def synchronize(self) -> None:
+        """Nothing is queued on a CPU."""
+
+    def empty_cache(self) -> None:
+        """The CPU allocator keeps no cache of its own."""
+
+    def memory(self) -> DeviceMemory:
+        page = os.sysconf("SC_PAGE_SIZE")
+        with open("/proc/self/statm") as statm:
+            resident = int(statm.read().split()[1]) * page
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return DeviceMemory(allocated=resident, peak=peak, total=os.sysconf("SC_PHYS_PAGES") * page)
+
+    def device_count(self) -> int:
+        # A rank on a CPU is a process: as many as wanted share the cores.
+        return 1 << 16
+
+    def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+
+    def rollout_server_arguments(self) -> dict[str, Any]:
+        from engine3d.platform import sglang_cpu  # SGLang is slow to import, and only its workers need it
+
+        return sglang_cpu.server_arguments()
+
+    def rollout_environment(self, tp: int) -> dict[str, str]:
+        from engine3d.platform import sglang_cpu
+
+        return sglang_cpu.environment(tp)

@@ -1,0 +1,47 @@
+"""CUDA devices: everything is as the libraries expect it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine3d.platform.interface import DeviceMemory, Platform
+
+
+class CudaPlatform(Platform):
+    device_type = "cuda"
+    collective_backend = "nccl"
+
+    def device(self, local_rank: int) -> torch.device:
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+
+    def prepare_training(self) -> None:
+        """Nothing to do: Megatron-Core is at home here."""
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(
+            allocated=torch.cuda.memory_allocated(),
+            peak=torch.cuda.max_memory_allocated(),
+            total=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+        )
+
+    def device_count(self) -> int:
+        return torch.cuda.device_count()
+
+    def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+
+    def rollout_server_arguments(self) -> dict[str, Any]:
+        # Both would compile for minutes on their first start.
+        return {"disable_prefill_cuda_graph": True, "enforce_disable_flashinfer_allreduce_fusion": True}
+
+    def rollout_environment(self, tp: int) -> dict[str, str]:
+        return {}

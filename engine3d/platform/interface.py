@@ -1,0 +1,88 @@
+"""What differs between a CUDA machine and a CPU, as one interface."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of one device, as seen from this process."""
+
+    allocated: int
+    peak: int
+    total: int
+
+
+class Platform(ABC):
+    """Answers for one kind of device. `engine3d.platform.platform` is the one of this machine."""
+
+    device_type: str
+    collective_backend: str
+
+    @abstractmethod
+    def device(self, local_rank: int) -> torch.device:
+        """The device of a rank, made current for this process."""
+
+    @abstractmethod
+    def prepare_training(self) -> None:
+        """Make this process ready for Megatron-Core; called before any model is built. Idempotent."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for the work queued on the device."""
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Give memory that the allocator holds unused back to the device."""
+
+    @abstractmethod
+    def memory(self) -> DeviceMemory:
+        """Memory of this process's current device."""
+
+    @abstractmethod
+    def device_count(self) -> int:
+        """Devices on this machine that a rank can be given."""
+
+    @abstractmethod
+    def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:
+        """The environment in which a new process sees just these devices."""
+
+    @abstractmethod
+    def rollout_server_arguments(self) -> dict[str, Any]:
+        """SGLang engine arguments that this platform needs."""
+
+    @abstractmethod
+    def rollout_environment(self, tp: int) -> dict[str, str]:
+        """Environment that SGLang's processes need on this platform, for a tensor parallel size."""
+
+    @cached_property
+    def has_transformer_engine(self) -> bool:
+        """Whether layers are built from Transformer Engine."""
+        return self.device_type == "cuda" and importlib.util.find_spec("transformer_engine_torch") is not None
+
+    @cached_property
+    def has_fused_weight_gradient(self) -> bool:
+        """Whether apex's fused weight gradient accumulation is there for Megatron-Core's own linear layers."""
+        return self.device_type == "cuda" and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+    def libraries(self) -> dict[str, str]:
+        """The libraries found here that decide speed: distribution name to version, or "absent"."""
+        found = {name: _version(name) for name in ("torch", "megatron-core", "transformer-engine", "sglang", "ray")}
+        found["apex"] = "present" if importlib.util.find_spec("amp_C") else "absent"
+        found["flash-attn"] = _version("flash-attn") if importlib.util.find_spec("flash_attn") else "absent"
+        return found
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"

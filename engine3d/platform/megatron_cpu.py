@@ -1,0 +1,161 @@
+"""What Megatron-Core asks of CUDA, answered for a CPU.
+
+Megatron-Core's Python runs on any device; what ties it to CUDA are calls to `torch.cuda`, literal `device="cuda"`
+arguments, and tensor type names. `answer_for_cuda` answers them in this process. Streams and events exist so that work
+may overlap; on a CPU everything is done when a call returns, so they are empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, *args: Any) -> None:
+        pass
+
+    def wait(self, *args: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream(_Event):
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+
+_STREAM = _Stream()
+
+
+@contextlib.contextmanager
+def _stream_context(stream: Any) -> Iterator[Any]:
+    yield stream
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+# What each name of torch.cuda answers. The random state is the CPU generator's.
+_ANSWERS: dict[str, Any] = {
+    "current_device": lambda: _CPU,
+    "set_device": _nothing,
+    "device_count": lambda: 1,
+    "is_initialized": lambda: True,
+    "init": _nothing,
+    "_lazy_init": _nothing,
+    "_lazy_call": lambda call, **kwargs: call(),
+    "synchronize": _nothing,
+    "empty_cache": _nothing,
+    "Stream": _Stream,
+    "Event": _Event,
+    "stream": _stream_context,
+    "set_stream": _nothing,
+    "current_stream": lambda device=None: _STREAM,
+    "default_stream": lambda device=None: _STREAM,
+    "is_current_stream_capturing": lambda: False,
+    "manual_seed": torch.manual_seed,
+    "manual_seed_all": torch.manual_seed,
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+    "default_generators": (torch.default_generator,),
+    "memory_allocated": lambda device=None: 0,
+    "max_memory_allocated": lambda device=None: 0,
+    "memory_reserved": lambda device=None: 0,
+    "reset_peak_memory_stats": _nothing,
+}
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Maps the device "cuda" to the CPU, and a CPU tensor's type name to the CUDA one that Megatron-Core compares with."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.to:
+            args = tuple(_CPU if _is_cuda(argument) else argument for argument in args)
+        if _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _CPU}
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.partition(":")[0] == "cuda"
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _as_list(sizes: Any) -> list[int] | None:
+    return None if sizes is None else [int(size) for size in sizes]
+
+
+_installed: _CudaMeansCpu | None = None
+
+
+def answer_for_cuda() -> None:
+    """Answer Megatron-Core's CUDA calls in this process. Does nothing on a machine with a GPU, or a second time."""
+    global _installed
+    if _installed is not None or torch.cuda.is_available():
+        return
+    for name, answer in _ANSWERS.items():
+        setattr(torch.cuda, name, answer)
+    torch.cuda.random.get_rng_state = _ANSWERS["get_rng_state"]
+    torch.cuda.random.set_rng_state = _ANSWERS["set_rng_state"]
+    torch.cuda.nvtx.range_push = _nothing
+    torch.cuda.nvtx.range_pop = _nothing
+
+    # gloo wants split sizes as lists, where the all-to-all token dispatcher passes tensors.
+    all_to_all_single = torch.distributed.all_to_all_single
+
+    def all_to_all_with_lists(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        return all_to_all_single(
+            output, input, _as_list(output_split_sizes), _as_list(input_split_sizes), group=group, async_op=async_op
+        )
+
+    torch.distributed.all_to_all_single = all_to_all_with_lists
+
+    # Megatron-Core decorates small functions with torch.compile, which would start a C++ compiler for each.
+    torch._dynamo.config.disable = True
+
+    _installed = _CudaMeansCpu()
+    _installed.__enter__()
+
+    # Imported by name before the answers were there.
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    megatron_random._lazy_call = _ANSWERS["_lazy_call"]
+    megatron_random._lazy_init = _ANSWERS["_lazy_init"]
