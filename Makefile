@@ -1,0 +1,45 @@
+# `make demo` and `make test` are all that a newcomer needs; each makes the environment first if it is not there.
+#   VENV=/some/where   puts the environment elsewhere
+#   PYTHON=python3.12  names the interpreter to make it with
+#   ARGS="seed=2"      goes to the command: overrides of the recipe, or pytest arguments
+
+VENV ?= .venv
+ARGS ?=
+override VENV := $(abspath $(VENV))
+export PATH := $(VENV)/bin:$(PATH)
+
+.PHONY: help demo test lint format setup lock clean
+
+help:
+	@echo "make demo     train the demo: a tiny Qwen3-MoE learns arithmetic under Megatron-Core, SGLang and Ray"
+	@echo "make test     all tests, fast ones first"
+	@echo "make lint     ruff and mypy            make format  ruff, in place"
+	@echo "make setup    only the environment     make lock    resolve requirements.txt into requirements.lock"
+	@echo "make clean    remove caches and the environment, keep runs/"
+
+demo: setup
+	@hybridflow train launch/recipes/demo.yaml $(ARGS)
+
+test: setup
+	@python -m pytest $(ARGS)
+
+lint: setup
+	ruff check .
+	ruff format --check .
+	mypy
+
+format: setup
+	ruff check --fix .
+	ruff format .
+
+setup:
+	@launch/setup.sh $(VENV)
+
+# Only pins that requirements*.txt no longer allow move; delete requirements.lock first to renew everything.
+lock: setup
+	uv pip compile --quiet --python $(VENV)/bin/python requirements.txt requirements-dev.txt --no-header \
+	    --no-emit-index-url --no-emit-find-links --annotation-style line --output-file requirements.lock
+
+clean:
+	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
