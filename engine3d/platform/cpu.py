@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +31,7 @@ class CpuPlatform(Platform):
 
     def memory(self) -> DeviceMemory:
         page = os.sysconf("SC_PAGE_SIZE")
-        with open("/proc/self/statm") as statm:
-            resident = int(statm.read().split()[1]) * page
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * page
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return DeviceMemory(allocated=resident, peak=peak, total=os.sysconf("SC_PHYS_PAGES") * page)
 

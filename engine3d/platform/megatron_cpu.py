@@ -8,6 +8,7 @@ may overlap; on a CPU everything is done when a call returns, so they are empty.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,42 +55,43 @@ def _stream_context(stream: Any) -> Iterator[Any]:
     yield stream
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+def _nothing() -> Callable[..., None]:
+    """A new function that does nothing: torch's own tables refuse one object under two names."""
+    return lambda *args, **kwargs: None
 
 
 # What each name of torch.cuda answers. The random state is the CPU generator's.
 _ANSWERS: dict[str, Any] = {
     "current_device": lambda: _CPU,
-    "set_device": _nothing,
+    "set_device": _nothing(),
     "device_count": lambda: 1,
     "is_initialized": lambda: True,
-    "init": _nothing,
-    "_lazy_init": _nothing,
+    "init": _nothing(),
+    "_lazy_init": _nothing(),
     "_lazy_call": lambda call, **kwargs: call(),
-    "synchronize": _nothing,
-    "empty_cache": _nothing,
+    "synchronize": _nothing(),
+    "empty_cache": _nothing(),
     "Stream": _Stream,
     "Event": _Event,
     "stream": _stream_context,
-    "set_stream": _nothing,
+    "set_stream": _nothing(),
     "current_stream": lambda device=None: _STREAM,
     "default_stream": lambda device=None: _STREAM,
     "is_current_stream_capturing": lambda: False,
-    "manual_seed": torch.manual_seed,
-    "manual_seed_all": torch.manual_seed,
+    "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+    "manual_seed_all": lambda seed: None,
     "get_rng_state": lambda device=None: torch.get_rng_state(),
     "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
     "default_generators": (torch.default_generator,),
     "memory_allocated": lambda device=None: 0,
     "max_memory_allocated": lambda device=None: 0,
     "memory_reserved": lambda device=None: 0,
-    "reset_peak_memory_stats": _nothing,
+    "reset_peak_memory_stats": _nothing(),
 }
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Maps the device "cuda" to the CPU, and a CPU tensor's type name to the CUDA one that Megatron-Core compares with."""
+    """Maps the device "cuda" to the CPU, and a CPU tensor's type name to the CUDA one that Megatron-Core knows."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -124,12 +126,18 @@ def answer_for_cuda() -> None:
     global _installed
     if _installed is not None or torch.cuda.is_available():
         return
+    # Megatron-Core decorates small functions with torch.compile, which would start a C++ compiler for each.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # Imported before the answers are given: what it imports in turn asks torch.cuda at import, and needs the truth.
+    import megatron.core.models.gpt.gpt_model  # noqa: F401
+    import megatron.core.tensor_parallel.random as megatron_random
+
     for name, answer in _ANSWERS.items():
         setattr(torch.cuda, name, answer)
     torch.cuda.random.get_rng_state = _ANSWERS["get_rng_state"]
     torch.cuda.random.set_rng_state = _ANSWERS["set_rng_state"]
-    torch.cuda.nvtx.range_push = _nothing
-    torch.cuda.nvtx.range_pop = _nothing
+    torch.cuda.nvtx.range_push = _nothing()
+    torch.cuda.nvtx.range_pop = _nothing()
 
     # gloo wants split sizes as lists, where the all-to-all token dispatcher passes tensors.
     all_to_all_single = torch.distributed.all_to_all_single
@@ -148,14 +156,8 @@ def answer_for_cuda() -> None:
 
     torch.distributed.all_to_all_single = all_to_all_with_lists
 
-    # Megatron-Core decorates small functions with torch.compile, which would start a C++ compiler for each.
-    torch._dynamo.config.disable = True
-
     _installed = _CudaMeansCpu()
     _installed.__enter__()
-
-    # Imported by name before the answers were there.
-    import megatron.core.tensor_parallel.random as megatron_random
 
     megatron_random._lazy_call = _ANSWERS["_lazy_call"]
     megatron_random._lazy_init = _ANSWERS["_lazy_init"]
