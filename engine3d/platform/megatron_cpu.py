@@ -50,6 +50,13 @@ class _Stream(_Event):
 _STREAM = _Stream()
 
 
+class _Generators:
+    """The one generator, whichever device it is asked for."""
+
+    def __getitem__(self, device: Any) -> torch.Generator:
+        return torch.default_generator
+
+
 @contextlib.contextmanager
 def _stream_context(stream: Any) -> Iterator[Any]:
     yield stream
@@ -82,7 +89,7 @@ _ANSWERS: dict[str, Any] = {
     "manual_seed_all": lambda seed: None,
     "get_rng_state": lambda device=None: torch.get_rng_state(),
     "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-    "default_generators": (torch.default_generator,),
+    "default_generators": _Generators(),
     "memory_allocated": lambda device=None: 0,
     "max_memory_allocated": lambda device=None: 0,
     "memory_reserved": lambda device=None: 0,
