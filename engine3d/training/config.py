@@ -1,0 +1,72 @@
+"""Settings of a training engine."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from engine3d.layout import Layout
+from engine3d.settings import Settings
+
+
+class LayoutConfig(Settings):
+    """Parallel sizes; the data parallel size is what they leave of the ranks."""
+
+    tp: int = Field(1, ge=1)
+    pp: int = Field(1, ge=1)
+    ep: int = Field(1, ge=1)
+    etp: int = Field(1, ge=1)
+    cp: int = Field(1, ge=1)
+
+    def layout(self, world_size: int) -> Layout:
+        """The layout on world_size ranks; UserError where the sizes do not divide it."""
+        return Layout.of_world(world_size, tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp, cp=self.cp)
+
+
+class OptimizerConfig(Settings):
+    """Adam with decoupled weight decay, and its learning-rate schedule.
+
+    The rate rises linearly from 0 over `warmup_steps` updates to `lr`, then stays (constant) or falls to `min_lr` at
+    `decay_steps` updates along a straight line or half a cosine.
+    """
+
+    lr: float = Field(1e-6, gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    decay_steps: int | None = Field(None, gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_grad: float = Field(1.0, ge=0, description="largest gradient norm; 0 for no clipping")
+    precision_aware: bool = Field(
+        False, description="bf16 gradients and moments with fp32 masters (Transformer Engine's FusedAdam)"
+    )
+
+    @model_validator(mode="after")
+    def _schedule_is_whole(self) -> OptimizerConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}")
+        if self.schedule != "constant" and self.decay_steps is None:
+            raise ValueError(f"schedule={self.schedule} needs decay_steps, the update at which min_lr is reached")
+        if self.decay_steps is not None and self.warmup_steps >= self.decay_steps:
+            raise ValueError(f"warmup_steps={self.warmup_steps} must be below decay_steps={self.decay_steps}")
+        return self
+
+
+class TrainConfig(Settings):
+    """One model's training: how it is cut, in which precision, and how it is updated."""
+
+    layout: LayoutConfig = LayoutConfig()
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    optimizer: OptimizerConfig = OptimizerConfig()
+    micro_batch_tokens: int = Field(8192, ge=1, description="most tokens of a micro-batch; a longer sequence is alone")
+    packing: bool = Field(True, description="lay sequences end to end; otherwise pad each to the longest")
+    sequence_parallel: bool = Field(True, description="split activations over tp where tp is above 1")
+    recompute: Literal["none", "selective", "full"] = "none"
+    timeout_s: float = Field(600.0, gt=0, description="limit of any collective operation")
+    megatron: dict[str, Any] = Field(
+        default_factory=dict, description="further fields of Megatron-Core's TransformerConfig, as they are named there"
+    )

@@ -1,0 +1,291 @@
+"""One model on Megatron-Core: its log-probs and values, and updates of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.models import build_model, export_weights, load_model_spec, load_weights
+from engine3d.training import parallel
+from engine3d.training.config import TrainConfig
+from engine3d.training.optimizer import build_optimizer, wrap_for_training
+from engine3d.training.sequences import MicroBatch, Sequences, assign, micro_batch
+from engine3d.training.vocab_parallel import logprobs_and_entropy
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What the model says of each of T tokens. Figures of the first token of a sequence are 0.
+
+    Args:
+        logprobs: (T,) float32, or None for a model with a value head.
+        entropy: (T,) float32 in nats of the distribution that the token was drawn from, or None.
+        values: (T,) float32, or None for a language model.
+    """
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One optimizer step.
+
+    Args:
+        facts: what the loss function returned beside the loss, for each micro-batch of this rank; empty on ranks that
+            are not on the last pipeline stage.
+        grad_norm: global gradient norm before clipping.
+        learning_rate: the rate that the step used.
+        applied: False where the gradient was not finite and the weights were left alone.
+    """
+
+    facts: list[Any]
+    grad_norm: float
+    learning_rate: float
+    applied: bool
+
+
+LossFunction = Callable[[TokenOutputs, dict[str, Tensor]], tuple[Tensor, Any]]
+"""(figures of T tokens, columns of T tokens) -> (scalar loss, facts). The gradient is that of the sum of the losses
+over all micro-batches and data-parallel ranks: means are the caller's, by weights among the columns."""
+
+
+class TrainEngine:
+    """A Megatron-Core model on the ranks of a layout; every rank makes the same calls.
+
+    Args:
+        model_directory: HuggingFace directory with config.json and safetensors.
+        config: precision, micro-batches, optimizer.
+        layout: the cut over ranks; torchrun's variables say which rank this is.
+        value_head: a scalar head in place of the vocabulary.
+        trainable: without it there are neither gradients nor an optimizer.
+        seed: of this model's random states.
+
+    Raises:
+        UserError: a directory, layout or option that does not fit, in one line.
+    """
+
+    def __init__(
+        self,
+        model_directory: Path,
+        config: TrainConfig,
+        layout: Layout,
+        *,
+        value_head: bool = False,
+        trainable: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.config, self.layout, self.value_head = config, layout, value_head
+        self.spec = load_model_spec(model_directory)
+        self.spec.check_layout(layout)
+        self.coordinates = parallel.initialise(layout, seed=seed, timeout_s=config.timeout_s)
+        self.dtype = getattr(torch, config.dtype)
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.is_first_stage = parallel_state.is_pipeline_first_stage()
+        self.is_last_stage = parallel_state.is_pipeline_last_stage()
+        self._tp_group = parallel_state.get_tensor_model_parallel_group()
+        self._dp_group = parallel_state.get_data_parallel_group()
+        self._model_group = parallel_state.get_model_parallel_group()
+        module = build_model(self.spec, layout, self.dtype, value_head=value_head, overrides=self._megatron_settings())
+        load_weights(module, self.spec, layout, self.coordinates, model_directory)
+        self.device = next(module.parameters()).device
+        self._forward_backward = get_forward_backward_func()
+        self.optimizer: Any = None
+        if trainable:
+            self.model = wrap_for_training(module, config)
+            self.optimizer, self.scheduler = build_optimizer(self.model, config)
+        else:
+            self.model = module.eval().requires_grad_(False)
+
+    def _megatron_settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = {
+            "sequence_parallel": self.config.sequence_parallel and self.layout.tp > 1,
+            # Packed micro-batches differ in length, and so do the activations that go between stages.
+            "variable_seq_lengths": self.layout.pp > 1,
+            # Gradients are sums over micro-batches and ranks; see LossFunction.
+            "calculate_per_token_loss": True,
+        }
+        if self.config.recompute == "full":
+            settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        elif self.config.recompute == "selective":
+            settings |= {"recompute_granularity": "selective"}
+        return settings | self.config.megatron
+
+    # Forward ---------------------------------------------------------------------------------------------------------
+
+    def logprobs(
+        self, sequences: Sequences, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> TokenOutputs | None:
+        """Log-probs (and entropies) of every token of this data-parallel rank's sequences, without gradients.
+
+        Returns:
+            Outputs in the order of the sequences' tokens, on the CPU; None on ranks not on the last pipeline stage.
+        """
+        if self.value_head:
+            raise UserError("logprobs: this model has a value head in place of its vocabulary")
+        return self._forward(sequences, temperature, with_entropy)
+
+    def values(self, sequences: Sequences) -> TokenOutputs | None:
+        """Values of every token's state, without gradients; returned as `logprobs` does."""
+        if not self.value_head:
+            raise UserError("values: this model has no value head")
+        return self._forward(sequences, 1.0, False)
+
+    def _forward(self, sequences: Sequences, temperature: float, with_entropy: bool) -> TokenOutputs | None:
+        batches = self.micro_batches(sequences)
+
+        def collect(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, TokenOutputs]:
+            return torch.zeros((), device=self.device), outputs
+
+        with torch.no_grad():
+            results = self._run(batches, collect, temperature, with_entropy, forward_only=True)
+        if not self.is_last_stage:
+            return None
+        names = ("values",) if self.value_head else ("logprobs", "entropy") if with_entropy else ("logprobs",)
+        whole = {name: torch.zeros(sequences.tokens.numel()) for name in names}
+        for batch, outputs in zip(batches, results, strict=True):
+            for name, figures in whole.items():
+                figures[batch.flat] = getattr(outputs, name).float().cpu()
+        return TokenOutputs(**whole)
+
+    # Update ----------------------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        sequences: Sequences,
+        loss_function: LossFunction,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> UpdateResult:
+        """One optimizer step on this data-parallel rank's sequences, in as many micro-batches as they take.
+
+        A gradient that is not finite leaves weights, optimizer and schedule as they were.
+
+        Args:
+            sequences: with the columns that the loss function reads.
+            loss_function: see LossFunction; called on the last pipeline stage.
+            temperature: the logits are divided by it, as they were when the tokens were sampled.
+            with_entropy: compute entropies, with their gradient.
+        """
+        if self.optimizer is None:
+            raise UserError("update: this model was built with trainable=False")
+        from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        facts = self._run(self.micro_batches(sequences), loss_function, temperature, with_entropy, forward_only=False)
+        learning_rate = float(get_canonical_lr_for_logging(self.optimizer.param_groups))
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        applied = math.isfinite(grad_norm)
+        if applied:
+            self.optimizer.step()
+            self.scheduler.step(1)
+        return UpdateResult(facts, grad_norm, learning_rate, applied)
+
+    def micro_batches(self, sequences: Sequences) -> list[MicroBatch]:
+        """The sequences as micro-batches on this device: as many on every data-parallel rank."""
+        lengths = sequences.lengths.tolist()
+        batches = assign(lengths, self.config.micro_batch_tokens)
+        count = torch.tensor(len(batches), device=self.device)
+        dist.all_reduce(count, dist.ReduceOp.MAX, group=self._dp_group)
+        batches = assign(lengths, self.config.micro_batch_tokens, at_least=max(1, int(count)))
+        multiple = self.layout.tp if self.config.sequence_parallel else 1
+        return [micro_batch(sequences, indices, packed=self.config.packing, multiple=multiple) for indices in batches]
+
+    def _run(
+        self,
+        batches: list[MicroBatch],
+        loss_function: LossFunction,
+        temperature: float,
+        with_entropy: bool,
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """All micro-batches through Megatron-Core's pipeline schedule; the facts of each, on the last stage."""
+
+        def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            batch = _to_device(next(data), self.device)
+            output = model(batch.input_ids, batch.position_ids, None, packed_seq_params=_packed_parameters(batch))
+            return output, partial(self._loss, batch, loss_function, temperature, with_entropy)
+
+        return self._forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=[self.model],
+            num_microbatches=len(batches),
+            seq_length=batches[0].input_ids.shape[1],
+            micro_batch_size=batches[0].input_ids.shape[0],
+            forward_only=forward_only,
+        )
+
+    def _loss(
+        self, batch: MicroBatch, loss_function: LossFunction, temperature: float, with_entropy: bool, output: Tensor
+    ) -> tuple[Tensor, Tensor, Any]:
+        if self.value_head:
+            outputs = TokenOutputs(values=batch.figures(output.float()))
+        else:
+            logprobs, entropy = logprobs_and_entropy(
+                output.view(-1, output.shape[-1]),
+                batch.targets.view(-1),
+                vocabulary=self.spec.vocab_size,
+                group=self._tp_group,
+                temperature=temperature,
+                with_entropy=with_entropy,
+            )
+            outputs = TokenOutputs(batch.figures(logprobs), batch.figures(entropy) if with_entropy else None)
+        loss, facts = loss_function(outputs, batch.columns)
+        return loss, torch.zeros((), dtype=torch.int, device=self.device), facts
+
+    # Weights ---------------------------------------------------------------------------------------------------------
+
+    def export(self, directory: Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write the weights as a HuggingFace directory; every rank writes its own part, nothing is gathered."""
+        export_weights(
+            self._module, self.spec, self.layout, self.coordinates, Path(directory), dtype=dtype or self.dtype
+        )
+
+    @property
+    def _module(self) -> Any:
+        return self.model.module if self.optimizer is not None else self.model
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        parallel.finish()
+
+
+def _to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    moved = {
+        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+        for name, value in vars(batch).items()
+    }
+    moved["columns"] = {name: column.to(device, non_blocking=True) for name, column in batch.columns.items()}
+    return MicroBatch(**moved)
+
+
+def _packed_parameters(batch: MicroBatch) -> Any:
+    if batch.cu_seqlens is None:
+        return None
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        max_seqlen_q=batch.max_length,
+        max_seqlen_kv=batch.max_length,
+    )

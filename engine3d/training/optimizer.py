@@ -1,0 +1,87 @@
+"""Megatron-Core's distributed optimizer and learning-rate schedule from our settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine3d.errors import UserError
+from engine3d.platform import platform
+from engine3d.training.config import TrainConfig
+
+
+def wrap_for_training(module: Any, config: TrainConfig) -> Any:
+    """The module in Megatron-Core's DistributedDataParallel: gradients in contiguous buffers, summed over dp."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=not config.optimizer.precision_aware,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=False,
+        average_in_collective=False,
+    )
+    model = DistributedDataParallel(module.config, settings, module)
+
+    def finalise(chunks: list[Any], num_tokens: Any = None, **arguments: Any) -> None:
+        # The loss carries its own weights: no division by a number of tokens.
+        finalize_model_grads(chunks, None, **arguments)
+
+    module.config.finalize_model_grads_func = finalise
+    return model
+
+
+def build_optimizer(model: Any, config: TrainConfig) -> tuple[Any, Any]:
+    """Adam, its state split over data-parallel ranks, and the schedule of its learning rate."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    settings = config.optimizer
+    dtype = getattr(torch, config.dtype)
+    aware: dict[str, Any] = {}
+    if settings.precision_aware:
+        if not platform.has_transformer_engine:
+            raise UserError("train.optimizer.precision_aware=true needs Transformer Engine, which is absent here")
+        aware = {
+            "use_precision_aware_optimizer": True,
+            "main_grads_dtype": torch.bfloat16,
+            "exp_avg_dtype": torch.bfloat16,
+            "exp_avg_sq_dtype": torch.bfloat16,
+        }
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            clip_grad=settings.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+            **aware,
+        ),
+        [model],
+        use_gloo_process_groups=False,
+    )
+    decay_steps = settings.decay_steps or max(1, settings.warmup_steps + 1)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler

@@ -1,0 +1,60 @@
+"""Start and end Megatron-Core's process groups for a layout."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from engine3d.errors import UserError
+from engine3d.layout import Coordinates, Layout
+from engine3d.platform import platform
+
+
+def initialise(layout: Layout, *, seed: int, timeout_s: float) -> Coordinates:
+    """Join the world described by torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
+
+    Args:
+        layout: must have as many ranks as the world.
+        seed: of the random states; ranks that hold different weights draw differently.
+        timeout_s: limit of every collective operation, in seconds.
+
+    Returns:
+        This rank's coordinates.
+
+    Raises:
+        UserError: the layout has another number of ranks than the world.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if layout.world_size != world_size:
+        raise UserError(f"layout: {layout} has {layout.world_size} ranks, the world has {world_size}")
+    platform.prepare_training()
+    from megatron.core import parallel_state, tensor_parallel
+
+    device = platform.device(int(os.environ.get("LOCAL_RANK", "0")))
+    timeout = timedelta(seconds=timeout_s)
+    if not dist.is_initialized():
+        bound = {"device_id": device} if device.type == "cuda" else {}
+        dist.init_process_group(platform.collective_backend, timeout=timeout, **bound)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return layout.coordinates(dist.get_rank())
+
+
+def finish() -> None:
+    """Leave the world. Does nothing where there is none."""
+    if not dist.is_initialized():
+        return
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
