@@ -1,0 +1,64 @@
+"""Model families: a HuggingFace `config.json` as a Megatron-Core model, and its weights in both directions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engine3d.errors import UserError
+from engine3d.models.family import Family, ModelSpec
+from engine3d.models.hf_config import HFConfig
+from engine3d.models.llama import LLAMA
+from engine3d.models.qwen3 import QWEN3
+from engine3d.models.qwen3_moe import QWEN3_MOE
+from engine3d.models.rope import read_rope
+from engine3d.models.rules import Box, LocalParameter, Piece
+from engine3d.models.sizes import Sizes
+
+__all__ = [
+    "FAMILIES",
+    "Box",
+    "Family",
+    "LocalParameter",
+    "ModelSpec",
+    "Piece",
+    "Sizes",
+    "load_model_spec",
+    "model_spec",
+]
+
+FAMILIES = (QWEN3_MOE, QWEN3, LLAMA)
+
+
+def load_model_spec(directory: str | Path, *, value_head: bool = False) -> ModelSpec:
+    """What `directory/config.json` describes.
+
+    Args:
+        directory: a HuggingFace model directory.
+        value_head: a scalar head in place of the output layer, for a critic or a reward model.
+
+    Raises:
+        UserError: no such directory, no config.json, an architecture that is not supported, or a value that is
+            missing, of the wrong type or not supported.
+    """
+    directory = Path(directory)
+    return _spec(HFConfig.load(directory), directory, value_head)
+
+
+def model_spec(hf_config: dict[str, Any], *, value_head: bool = False) -> ModelSpec:
+    """What a parsed `config.json` describes. Raises UserError as `load_model_spec` does."""
+    return _spec(HFConfig(hf_config, "config"), None, value_head)
+
+
+def _spec(config: HFConfig, directory: Path | None, value_head: bool) -> ModelSpec:
+    architectures = config.get("architectures", [])
+    if not isinstance(architectures, list):
+        raise config.error("architectures", "a list of names")
+    for family in FAMILIES:
+        accepted = [family.architecture, family.value_architecture] if value_head else [family.architecture]
+        named = any(architecture in accepted for architecture in architectures)
+        if named or (not architectures and config.get("model_type") == family.name):
+            return ModelSpec(family, config, family.sizes(config), read_rope(config), directory, value_head)
+    supported = ", ".join(family.architecture for family in FAMILIES)
+    found = ", ".join(map(str, architectures)) or config.get("model_type", "none")
+    raise UserError(f"{config.source}: architecture {found} is not supported; supported are {supported}")

@@ -1,0 +1,194 @@
+"""What is known of a model before anything is built: its family, its sizes, its rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine3d.errors import UserError
+from engine3d.layout import Coordinates, Layout
+from engine3d.models import blocks
+from engine3d.models.hf_config import HFConfig
+from engine3d.models.rope import Rope
+from engine3d.models.rules import (
+    ExpertOrder,
+    HFTensor,
+    LocalParameter,
+    ModelRules,
+    Rule,
+    local_parameters,
+    padded_vocabulary,
+)
+from engine3d.models.sizes import Sizes
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: everything about it that is not common to all decoders.
+
+    Args:
+        name: as HuggingFace's model_type has it.
+        architecture: as a config's `architectures` has it.
+        sizes: reads and checks a config.
+        layer: the rules of one layer, by its number.
+        megatron: further arguments of Megatron's TransformerConfig.
+    """
+
+    name: str
+    architecture: str
+    sizes: Callable[[HFConfig], Sizes]
+    layer: Callable[[Sizes, int], tuple[Rule, ...]]
+    megatron: Callable[[Sizes], dict[str, Any]] = lambda sizes: {}
+
+    @property
+    def value_architecture(self) -> str:
+        """The same backbone with a scalar head."""
+        return self.architecture.replace("ForCausalLM", "ForSequenceClassification")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model as its config describes it.
+
+    Args:
+        family: the model's family.
+        config: its HuggingFace config.
+        sizes: what the family read from it.
+        rope: its rotary position embeddings.
+        directory: where it was read from, if from a directory.
+        value_head: whether a scalar head takes the place of the output layer, as in a critic or a reward model.
+        expert_order: how the experts of one rank are numbered.
+    """
+
+    family: Family
+    config: HFConfig
+    sizes: Sizes
+    rope: Rope
+    directory: Path | None = None
+    value_head: bool = False
+    expert_order: ExpertOrder = "ascending"
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        """The parsed `config.json`."""
+        return self.config.values
+
+    @cached_property
+    def rules(self) -> ModelRules:
+        """The model's weight rules, used in both directions."""
+        return ModelRules(
+            first=blocks.embedding(self.sizes),
+            layers=tuple(self.family.layer(self.sizes, number) for number in range(self.sizes.layers)),
+            last=blocks.head(self.sizes, self.value_head),
+            experts=self.sizes.experts,
+        )
+
+    @property
+    def hf_tensors(self) -> dict[str, HFTensor]:
+        """Every tensor of the HuggingFace model, by name, in the order of its files."""
+        return self.rules.hf_tensors
+
+    def hf_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor of the HuggingFace model."""
+        return self.hf_tensors[name].shape
+
+    def local_parameters(
+        self, layout: Layout, coordinates: Coordinates, *, transformer_engine: bool
+    ) -> list[LocalParameter]:
+        """Every parameter of a rank with its pieces, from shapes alone. The layout must pass `check_layout`."""
+        return local_parameters(
+            self.rules,
+            layout,
+            coordinates,
+            transformer_engine=transformer_engine,
+            expert_order=self.expert_order,
+        )
+
+    def padded_vocabulary(self, layout: Layout) -> int:
+        """Columns of the logits over all tp ranks. Those past `sizes.vocabulary` hold the dtype's lowest number."""
+        return padded_vocabulary(self.sizes.vocabulary, layout.tp)
+
+    def check_layout(self, layout: Layout) -> None:
+        """Refuse a layout that does not divide the model.
+
+        Raises:
+            UserError: names the size of the layout, its value, and what would be accepted.
+        """
+        sizes = self.sizes
+        _divides("pp", layout.pp, "num_hidden_layers", sizes.layers)
+        _divides("tp", layout.tp, "num_attention_heads", sizes.heads)
+        if sizes.groups % layout.tp and layout.tp % sizes.groups:
+            raise UserError(
+                f"layout: tp={layout.tp}: expected a divisor or a multiple of num_key_value_heads={sizes.groups}"
+            )
+        _divides("tp", layout.tp, "rows of q, k and v", (sizes.heads + 2 * sizes.groups) * sizes.head_dim)
+        if not all(sizes.sparse) or not sizes.sparse:
+            _divides("tp", layout.tp, "intermediate_size", sizes.ffn)
+        if sizes.experts:
+            _divides("ep", layout.ep, "num_experts", sizes.experts)
+            _divides("etp", layout.etp, "moe_intermediate_size", sizes.expert_ffn)
+        elif layout.ep * layout.etp > 1:
+            raise UserError(
+                f"layout: ep={layout.ep} etp={layout.etp}: expected 1 for both, "
+                f"because {self.family.architecture} has no experts"
+            )
+
+    def parameter_count(self) -> int:
+        """Parameters of the whole model; a tied output layer counts once."""
+        return sum(_elements(tensor) for tensor in self.hf_tensors.values())
+
+    def active_parameter_count(self) -> int:
+        """Parameters that a token is multiplied by: no embedding look-up, and only the experts it is routed to."""
+        sizes = self.sizes
+        total = self.parameter_count() - (0 if sizes.tied and not self.value_head else sizes.vocabulary * sizes.hidden)
+        expert = 3 * sizes.hidden * sizes.expert_ffn
+        return total - sum(sizes.sparse) * (sizes.experts - sizes.experts_per_token) * expert
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Floating point operations of one training step (forward and backward) for a token.
+
+        6 for each active parameter, and for causal attention 6 * layers * heads * head_dim * sequence_length: half the
+        score matrix counts. Recomputation is not counted. (Narayanan et al. 2021, "Efficient Large-Scale Language
+        Model Training on GPU Clusters", appendix; with the causal half that Megatron-LM counts today.)
+        """
+        sizes = self.sizes
+        attention = 6.0 * sizes.layers * sizes.heads * sizes.head_dim * sequence_length
+        return 6.0 * self.active_parameter_count() + attention
+
+    def transformer_config(self, layout: Layout, dtype: torch.dtype, **overrides: Any) -> TransformerConfig:
+        """Megatron's configuration of the model on this machine. `overrides` are TransformerConfig arguments.
+
+        Raises:
+            UserError: the layout does not divide the model, or Megatron refuses an argument.
+        """
+        from engine3d.models.megatron_config import transformer_config
+
+        return transformer_config(self, layout, dtype, **overrides)
+
+    def layer_spec(self, config: TransformerConfig) -> TransformerBlockSubmodules | ModuleSpec:
+        """Megatron's layers for this rank's stage: Transformer Engine where it is present, else Megatron's own."""
+        from engine3d.models.megatron_config import layer_spec
+
+        return layer_spec(self, config)
+
+
+def _elements(tensor: HFTensor) -> int:
+    count = 1
+    for size in tensor.shape:
+        count *= size
+    return count
+
+
+def _divides(key: str, value: int, what: str, size: int) -> None:
+    if size % value:
+        raise UserError(f"layout: {key}={value}: expected a divisor of {what}={size}")

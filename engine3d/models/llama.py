@@ -1,0 +1,23 @@
+"""Llama (2, 3, 3.1, 3.2 text models)."""
+
+from __future__ import annotations
+
+from engine3d.models import blocks
+from engine3d.models.family import Family
+from engine3d.models.hf_config import HFConfig
+from engine3d.models.rules import Rule
+from engine3d.models.sizes import Sizes, dense_sizes
+
+
+def sizes(config: HFConfig) -> Sizes:
+    mlp_bias = config.flag("mlp_bias")
+    if mlp_bias and not config.flag("attention_bias"):
+        raise config.error("mlp_bias", "false where attention_bias is false")
+    return dense_sizes(config, mlp_bias=mlp_bias)
+
+
+def layer(sizes: Sizes, number: int) -> tuple[Rule, ...]:
+    return blocks.layer_norms(sizes, sparse=False) + blocks.attention(sizes) + blocks.dense_mlp(sizes)
+
+
+LLAMA = Family("llama", "LlamaForCausalLM", sizes, layer)

@@ -1,0 +1,20 @@
+"""Qwen3, the dense models."""
+
+from __future__ import annotations
+
+from engine3d.models import blocks
+from engine3d.models.family import Family
+from engine3d.models.hf_config import HFConfig
+from engine3d.models.rules import Rule
+from engine3d.models.sizes import Sizes, dense_sizes
+
+
+def sizes(config: HFConfig) -> Sizes:
+    return dense_sizes(config, head_dim=128, qk_norm=True)
+
+
+def layer(sizes: Sizes, number: int) -> tuple[Rule, ...]:
+    return blocks.layer_norms(sizes, sparse=False) + blocks.attention(sizes) + blocks.dense_mlp(sizes)
+
+
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", sizes, layer)

@@ -1,0 +1,82 @@
+"""Rotary position embeddings: the frequencies that a HuggingFace config asks for.
+
+Megatron-Core's own scaling has Llama 3.1's constants built in, so the frequencies are computed here from the config and
+given to its module.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine3d.errors import UserError
+from engine3d.models.hf_config import HFConfig
+
+_KINDS = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embeddings of a model.
+
+    Args:
+        base: the base of the frequencies, HuggingFace's rope_theta.
+        kind: HuggingFace's rope_type: "default", "linear" or "llama3".
+        factor: by which low frequencies (all of them for "linear") are divided.
+        low_frequency_factor: "llama3": wavelengths longer than original_positions / this are divided.
+        high_frequency_factor: "llama3": wavelengths shorter than original_positions / this are kept.
+        original_positions: "llama3": sequence length before the extension, in tokens.
+    """
+
+    base: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_positions: int = 8192
+
+    def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
+        """Radians a position for each pair of elements: float32 [head_dim / 2] on the CPU.
+
+        "llama3" is the interpolation of the Llama 3.1 release: smooth between the two wavelength limits.
+        """
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+        frequencies = 1.0 / self.base**exponents
+        if self.kind == "default":
+            return frequencies
+        if self.kind == "linear":
+            return frequencies / self.factor
+        turns = self.original_positions * frequencies / (2 * math.pi)
+        span = self.high_frequency_factor - self.low_frequency_factor
+        keep = ((turns - self.low_frequency_factor) / span).clamp(0.0, 1.0)
+        return (1.0 - keep) * frequencies / self.factor + keep * frequencies
+
+
+def read_rope(config: HFConfig) -> Rope:
+    """The rotary embeddings of a HuggingFace config, in the form of transformers 5 or of its predecessors.
+
+    Raises:
+        UserError: a kind of scaling that is not supported, or one of its values is missing or not a number.
+    """
+    key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    values: Any = config.get(key, {})
+    if not isinstance(values, dict):
+        raise config.error(key, "an object with rope_type")
+    nested = HFConfig(values, f"{config.source}: {key}")
+    base = nested.number("rope_theta", config.number("rope_theta", 10000.0))
+    if nested.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise UserError(f"{config.source}: partial_rotary_factor: expected 1.0, which is the only one supported")
+    kind = nested.get("rope_type", nested.get("type", "default"))
+    if kind not in _KINDS:
+        raise config.error(key, f"rope_type {', '.join(_KINDS[:-1])} or {_KINDS[-1]}")
+    if kind == "default":
+        return Rope(base)
+    if kind == "linear":
+        return Rope(base, kind, nested.number("factor"))
+    low, high = nested.number("low_freq_factor"), nested.number("high_freq_factor")
+    if high <= low:
+        raise nested.error("high_freq_factor", f"a number above low_freq_factor={low}")
+    return Rope(base, kind, nested.number("factor"), low, high, nested.integer("original_max_position_embeddings"))

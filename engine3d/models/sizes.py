@@ -1,0 +1,102 @@
+"""The sizes and switches of a model, as its rules and its Megatron configuration need them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine3d.models.hf_config import HFConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes and switches read from a HuggingFace config.
+
+    Args:
+        layers: transformer layers.
+        hidden: width of the residual stream.
+        vocabulary: tokens, without padding.
+        heads: query heads.
+        groups: query groups, that is key and value heads.
+        head_dim: elements of a head.
+        ffn: intermediate size of a dense MLP.
+        max_positions: longest sequence that the model was made for, in tokens.
+        norm_epsilon: epsilon of every RMSNorm.
+        initializer_range: standard deviation of random weights.
+        tied: whether the output layer is the embedding.
+        qk_norm: whether each query and key head is normalised.
+        attention_bias: whether all four projections of attention have a bias.
+        mlp_bias: whether the linear layers of the MLP have a bias.
+        experts: routed experts of a sparse layer; 0 in a dense model.
+        experts_per_token: of which each token uses this many.
+        expert_ffn: intermediate size of one expert.
+        normalised_routing: whether the weights of a token's experts add up to one.
+        sparse: for each layer, whether its MLP is a mixture of experts.
+    """
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    heads: int
+    groups: int
+    head_dim: int
+    ffn: int
+    max_positions: int
+    norm_epsilon: float
+    initializer_range: float
+    tied: bool
+    qk_norm: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    normalised_routing: bool = False
+    sparse: tuple[bool, ...] = ()
+
+    def is_sparse(self, layer: int) -> bool:
+        return bool(self.sparse) and self.sparse[layer]
+
+
+def dense_sizes(config: HFConfig, *, head_dim: int | None = None, **switches: Any) -> Sizes:
+    """The sizes that every decoder with grouped-query attention and gated MLPs has.
+
+    Args:
+        config: the HuggingFace config.
+        head_dim: the architecture's own default; hidden size / heads where it has none.
+        switches: the other fields of `Sizes`.
+
+    Raises:
+        UserError: a size is missing, of the wrong type, or does not divide another that it must; or an option is set
+            that this project's layers do not have.
+    """
+    config.require("hidden_act", ("silu",), "silu")
+    config.require("attention_dropout", (0, 0.0), 0.0)
+    config.require("use_sliding_window", (False,), False)
+    if any(kind != "full_attention" for kind in config.get("layer_types", [])):
+        raise config.error("layer_types", 'only "full_attention"')
+    heads = config.integer("num_attention_heads")
+    groups = config.integer("num_key_value_heads", heads)
+    hidden = config.integer("hidden_size")
+    if heads % groups:
+        raise config.error("num_key_value_heads", f"a divisor of num_attention_heads={heads}")
+    if config.get("head_dim", head_dim) is None and hidden % heads:
+        raise config.error("hidden_size", f"a multiple of num_attention_heads={heads}, or head_dim beside it")
+    head_dim = config.integer("head_dim", head_dim or hidden // heads)
+    if head_dim % 2:
+        raise config.error("head_dim", "an even number, for rotary embeddings")
+    return Sizes(
+        layers=config.integer("num_hidden_layers"),
+        hidden=hidden,
+        vocabulary=config.integer("vocab_size"),
+        heads=heads,
+        groups=groups,
+        head_dim=head_dim,
+        ffn=config.integer("intermediate_size"),
+        max_positions=config.integer("max_position_embeddings"),
+        norm_epsilon=config.number("rms_norm_eps", 1e-6),
+        initializer_range=config.number("initializer_range", 0.02),
+        tied=config.flag("tie_word_embeddings"),
+        attention_bias=config.flag("attention_bias"),
+        **switches,
+    )
