@@ -1,0 +1,43 @@
+"""Advantages from rewards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+STD_EPSILON = 1e-6
+
+
+def group_relative_advantages(
+    rewards: Tensor, group_ids: Tensor, response_mask: Tensor, *, normalise_by_std: bool
+) -> Tensor:
+    """GRPO's advantages: each reward against the mean of its own group, the same for every token of a response.
+
+        A_i = (r_i - mean_g) / (std_g + 1e-6)    with normalise_by_std: DeepSeekMath, arXiv:2402.03300, section 4.1.2
+        A_i =  r_i - mean_g                      without: Dr. GRPO, arXiv:2503.20783
+
+    mean_g and std_g are taken over exactly the samples whose group id is that of i, wherever they stand in the batch;
+    std_g is the sample standard deviation (n - 1 below the line). A group in which all rewards are equal, and so every
+    group of one, says nothing about which response is better: its advantages are exactly 0.
+
+    `rewards` (B,) float32, `group_ids` (B,) int64, `response_mask` (B, S') bool. Returns (B, S') float32, 0 outside the
+    mask. Computed in float64. Raises ValueError for a reward that is not finite, naming its row.
+    """
+    bad = (~rewards.isfinite()).nonzero()
+    if len(bad):
+        row = int(bad[0])
+        raise ValueError(f"advantages: the reward of row {row} is {float(rewards[row])}, expected a finite number")
+    groups, member_of = group_ids.unique(return_inverse=True)
+    reward = rewards.to(torch.float64)
+    zeros = reward.new_zeros(len(groups))
+    counts = zeros.index_add(0, member_of, torch.ones_like(reward))
+    mean = zeros.index_add(0, member_of, reward) / counts
+    centred = reward - mean[member_of]
+    highest = zeros.scatter_reduce(0, member_of, reward, "amax", include_self=False)
+    lowest = zeros.scatter_reduce(0, member_of, reward, "amin", include_self=False)
+    # Rounding of the mean must not leave a trace where all rewards are equal: divided by STD_EPSILON it would count.
+    centred = centred.where((highest > lowest)[member_of], 0.0)
+    if normalise_by_std:
+        variance = zeros.index_add(0, member_of, centred.square()) / (counts - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + STD_EPSILON)[member_of]
+    return centred.to(torch.float32)[:, None] * response_mask

@@ -1,0 +1,75 @@
+"""Figures about an update that come out exactly the same however its tokens were cut into pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What one micro-batch on one rank contributes to the metrics. Every tensor is a detached float64 scalar.
+
+    Three kinds, because they reduce differently:
+    - `sums`: parts of a figure of one mini-batch, such as the loss under the weights of `token_weights`; they add up.
+    - `means`: pairs of numerator and denominator, each of which adds up; their quotient is the figure.
+    - `maxima`: the largest value counts.
+
+    Merge the micro-batches of a rank, then `all_reduce` over the ranks that hold different tokens (the data- and
+    context-parallel group of the last pipeline stage); the mini-batches of a step may be merged too, before `values`.
+    """
+
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    means: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def merge(pieces: Iterable[Statistics]) -> Statistics:
+        """All pieces as one. A name that only some pieces hold counts from those."""
+        sums: dict[str, Tensor] = {}
+        means: dict[str, tuple[Tensor, Tensor]] = {}
+        maxima: dict[str, Tensor] = {}
+        for piece in pieces:
+            for name, value in piece.sums.items():
+                sums[name] = sums[name] + value if name in sums else value
+            for name, (numerator, denominator) in piece.means.items():
+                if name in means:
+                    numerator, denominator = means[name][0] + numerator, means[name][1] + denominator
+                means[name] = (numerator, denominator)
+            for name, value in piece.maxima.items():
+                maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
+        return Statistics(sums, means, maxima)
+
+    def all_reduce(self, group: ProcessGroup | None = None) -> Statistics:
+        """The statistics over all ranks of `group`, on each of them. All must hold the same names in the same order."""
+        added = [*self.sums.values(), *(part for pair in self.means.values() for part in pair)]
+        total, highest = list(added), list(self.maxima.values())
+        if added:
+            stacked = torch.stack(added)
+            all_reduce(stacked, ReduceOp.SUM, group)
+            total = list(stacked.unbind())
+        if highest:
+            stacked = torch.stack(highest)
+            all_reduce(stacked, ReduceOp.MAX, group)
+            highest = list(stacked.unbind())
+        pairs = total[len(self.sums) :]
+        return Statistics(
+            dict(zip(self.sums, total, strict=False)),
+            dict(zip(self.means, zip(pairs[::2], pairs[1::2], strict=True), strict=True)),
+            dict(zip(self.maxima, highest, strict=True)),
+        )
+
+    def values(self, mini_batches: int = 1) -> dict[str, float]:
+        """The figures by name. `mini_batches` says how many were merged: sums become their mean over those.
+
+        A mean over nothing is left out.
+        """
+        figures = {name: value.item() / mini_batches for name, value in self.sums.items()}
+        for name, (numerator, denominator) in self.means.items():
+            if denominator.item():
+                figures[name] = numerator.item() / denominator.item()
+        return figures | {name: value.item() for name, value in self.maxima.items() if value.item() != -torch.inf}

@@ -1,0 +1,223 @@
+"""The sinks of `metrics.Metrics`: JSON lines, CSV, TensorBoard, console."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from engine3d.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+_RESUMED_PHASE = "train"
+
+
+@dataclass(frozen=True)
+class Record:
+    """The figures of one step of one phase."""
+
+    phase: str
+    step: int
+    values: dict[str, float]
+
+    def survives(self, resume_from_step: int) -> bool:
+        """Whether a run that resumes after that step keeps this record instead of making it again."""
+        return self.phase != _RESUMED_PHASE or self.step <= resume_from_step
+
+
+class Sink(Protocol):
+    """Somewhere to write records to."""
+
+    def write(self, record: Record) -> None:
+        """Write one record so that it survives the death of this process."""
+
+    def close(self) -> None:
+        """Release files."""
+
+
+def _replace_file(path: Path, text: str) -> None:
+    """Write a whole file at once: a kill leaves the old one or the new one."""
+    scratch = path.with_name(path.name + ".new")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)  # noqa: PTH105
+
+
+def _whole_lines(path: Path) -> str:
+    """The text of a file up to its last line break, so without a line that a kill left half written."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return text[: text.rfind("\n") + 1]
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists():
+        raise UserError(f"{path} already holds the metrics of a run: resume that run, or choose another run name")
+
+
+class JsonlSink:
+    """One JSON object a line: phase, step, then the metrics. nan and infinity, which JSON lacks, become strings."""
+
+    def __init__(self, path: Path, resume_from_step: int | None) -> None:
+        if resume_from_step is None:
+            _refuse_existing(path)
+        elif path.exists():
+            lines = _whole_lines(path).splitlines(keepends=True)
+            _replace_file(path, "".join(line for line in lines if self._parse(path, line).survives(resume_from_step)))
+        self._file = path.open("a", encoding="utf-8")
+
+    @staticmethod
+    def _parse(path: Path, line: str) -> Record:
+        try:
+            fields = json.loads(line)
+            return Record(fields.pop("phase"), fields.pop("step"), fields)
+        except (ValueError, KeyError, AttributeError):
+            raise UserError(f"{path} holds {line.strip()[:60]!r}, expected an object with phase and step") from None
+
+    def write(self, record: Record) -> None:
+        values = {name: value if math.isfinite(value) else str(value) for name, value in record.values.items()}
+        self._file.write(json.dumps({"phase": record.phase, "step": record.step} | values, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class CsvSink:
+    """One row a record: phase, step, then one column a metric, empty where a record lacks it.
+
+    Columns stand in the order in which their names first appeared. A record with a new name makes the file be written
+    anew with one more column, which happens in the first steps of a run and hardly ever after.
+    """
+
+    def __init__(self, path: Path, resume_from_step: int | None) -> None:
+        self._path = path
+        self._columns = ["phase", "step"]
+        if resume_from_step is None:
+            _refuse_existing(path)
+        elif path.exists():
+            rows = [row for row in self._read() if self._survives(row, resume_from_step)]
+            self._rewrite(rows)
+        self._file = path.open("a", encoding="utf-8", newline="")
+
+    def _read(self) -> list[dict[str, str]]:
+        reader = csv.DictReader(_whole_lines(self._path).splitlines())
+        rows = list(reader)
+        if reader.fieldnames:
+            self._columns = list(reader.fieldnames)
+        return rows
+
+    def _survives(self, row: dict[str, str], resume_from_step: int) -> bool:
+        try:
+            return Record(row["phase"], int(row["step"]), {}).survives(resume_from_step)
+        except (KeyError, ValueError, TypeError):
+            raise UserError(f"{self._path} has a row without phase and step, so the run cannot append to it") from None
+
+    def _rewrite(self, rows: Sequence[dict[str, str]]) -> None:
+        scratch = self._path.with_name(self._path.name + ".new")
+        with scratch.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, self._columns, restval="", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(scratch, self._path)  # noqa: PTH105
+
+    def write(self, record: Record) -> None:
+        new_columns = [name for name in record.values if name not in self._columns]
+        if new_columns or self._file.tell() == 0:
+            self._file.close()
+            rows = self._read()
+            self._columns = [*self._columns, *new_columns]
+            self._rewrite(rows)
+            self._file = self._path.open("a", encoding="utf-8", newline="")
+        row = {"phase": record.phase, "step": record.step} | record.values
+        csv.writer(self._file, lineterminator="\n").writerow([row.get(name, "") for name in self._columns])
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Event files, one TensorBoard run a phase, since each phase counts its own steps."""
+
+    def __init__(self, directory: Path, resume_from_step: int | None) -> None:
+        if resume_from_step is None:
+            _refuse_existing(directory)
+        self._directory = directory
+        self._resume_from_step = resume_from_step
+        self._writers: dict[str, SummaryWriter] = {}
+
+    def _writer(self, phase: str) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+
+        if phase not in self._writers:
+            resumed = self._resume_from_step is not None and phase == _RESUMED_PHASE
+            purge_step = self._resume_from_step + 1 if resumed and self._resume_from_step is not None else None
+            self._writers[phase] = SummaryWriter(str(self._directory / phase), purge_step=purge_step)
+        return self._writers[phase]
+
+    def write(self, record: Record) -> None:
+        writer = self._writer(record.phase)
+        for name, value in record.values.items():
+            writer.add_scalar(name, value, record.step)
+        writer.flush()
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+
+_CONSOLE_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("sft/loss", "loss", "{:.4f}".format),
+    ("eval/accuracy", "accuracy", "{:.3f}".format),
+    ("reward/mean", "reward", "{:.3f}".format),
+    ("train/loss", "loss", "{:+.4f}".format),
+    ("train/reference_kl", "kl", "{:.4f}".format),
+    ("train/entropy", "entropy", "{:.3f}".format),
+    ("train/gradient_norm", "gradient", "{:.3g}".format),
+    ("mismatch/logprob_abs_diff_mean", "mismatch", "{:.1e}".format),
+    ("rollout/throughput_tokens_per_sec", "tokens/s", "{:,.0f}".format),
+    ("train/step_time_ms", "step", lambda milliseconds: f"{milliseconds / 1000:.2f} s"),
+)
+
+
+class ConsoleSink:
+    """One line a record with the figures worth watching; on a terminal, a progress bar of phase "train" under them."""
+
+    def __init__(self, stream: TextIO, total_steps: int | None, first_step: int) -> None:
+        self._total = total_steps
+        self._console = Console(file=stream, soft_wrap=True, highlight=False, markup=False)
+        self._progress: Progress | None = None
+        if self._console.is_terminal and total_steps is not None:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._progress.add_task(_RESUMED_PHASE, total=total_steps, completed=first_step)
+            self._progress.start()
+
+    def write(self, record: Record) -> None:
+        of_total = f"/{self._total}" if self._total is not None and record.phase == _RESUMED_PHASE else ""
+        figures = [
+            f"{label} {form(record.values[name])}" for name, label, form in _CONSOLE_FIGURES if name in record.values
+        ]
+        self._console.print("  ".join([f"{record.phase} {record.step}{of_total}", *figures]))
+        self._console.file.flush()
+        if self._progress is not None and record.phase == _RESUMED_PHASE:
+            self._progress.update(self._task, completed=record.step)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()

@@ -1,0 +1,129 @@
+"""Metrics: their names, and where they are written.
+
+A name is `group/figure_unit`. A step is counted within its phase: "train", or another such as "sft" for a warm-up.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from engine3d.settings import Settings
+from hybridflow.metric_sinks import ConsoleSink, CsvSink, JsonlSink, Record, Sink, TensorBoardSink
+
+ROLLOUT_THROUGHPUT = "rollout/throughput_tokens_per_sec"
+ROLLOUT_TIME = "rollout/time_ms"
+ROLLOUT_RESPONSE_LENGTH = "rollout/response_length_mean"
+ROLLOUT_TRUNCATED = "rollout/truncated_fraction"
+REWARD_MEAN = "reward/mean"
+REWARD_STD = "reward/std"
+REWARD_LATENCY = "reward/latency_ms"
+TRAIN_STEP_TIME = "train/step_time_ms"
+TRAIN_UPDATE_TIME = "train/update_time_ms"
+TRAIN_LOSS = "train/loss"
+TRAIN_POLICY_LOSS = "train/policy_loss"
+TRAIN_RATIO = "train/ratio_mean"
+TRAIN_CLIP_FRACTION_LOW = "train/clip_fraction_low"
+TRAIN_CLIP_FRACTION_HIGH = "train/clip_fraction_high"
+TRAIN_CLIP_FRACTION_DUAL = "train/clip_fraction_dual"
+TRAIN_KL_K1 = "train/approx_kl_k1"
+TRAIN_KL_K3 = "train/approx_kl_k3"
+TRAIN_REFERENCE_KL = "train/reference_kl"
+TRAIN_ENTROPY = "train/entropy"
+TRAIN_GRADIENT_NORM = "train/gradient_norm"
+TRAIN_LEARNING_RATE = "train/learning_rate"
+MISMATCH_LOGPROB_MEAN = "mismatch/logprob_abs_diff_mean"
+MISMATCH_LOGPROB_MAX = "mismatch/logprob_abs_diff_max"
+SYNC_TIME = "sync/time_ms"
+ACTOR_GPU_MEMORY = "memory/actor_gpu_mem_mb"
+SFT_LOSS = "sft/loss"
+EVAL_ACCURACY = "eval/accuracy"
+
+
+class MetricsConfig(Settings):
+    """Which sinks a run writes to."""
+
+    console: bool = True
+    jsonl: bool = True
+    csv: bool = True
+    tensorboard: bool = True
+
+
+class Metrics:
+    """Writes metrics.jsonl, metrics.csv and tensorboard/<phase>/ under `directory`, and shows records on `stream`.
+
+    A record survives the death of the process as soon as `log` has returned. A fresh run (`resume_from_step` is None)
+    raises UserError if the directory already holds metrics. A run that resumes after step s of phase "train" appends,
+    once it has dropped the records of that phase past s, which it will make again, and any half-written last line.
+    """
+
+    def __init__(
+        self,
+        config: MetricsConfig,
+        directory: Path,
+        *,
+        total_steps: int | None = None,
+        resume_from_step: int | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._sinks: list[Sink] = []
+        if config.jsonl:
+            self._sinks.append(JsonlSink(directory / "metrics.jsonl", resume_from_step))
+        if config.csv:
+            self._sinks.append(CsvSink(directory / "metrics.csv", resume_from_step))
+        if config.tensorboard:
+            self._sinks.append(TensorBoardSink(directory / "tensorboard", resume_from_step))
+        if config.console:
+            self._sinks.append(
+                ConsoleSink(sys.stdout if stream is None else stream, total_steps, resume_from_step or 0)
+            )
+
+    def log(self, step: int, values: Mapping[str, float], *, phase: str = "train") -> None:
+        """Write one record. Raises ValueError for a value that is not a number (nan and infinity are numbers here)."""
+        for name, value in values.items():
+            if name in ("phase", "step"):
+                raise ValueError(f"metric name {name!r} is taken by the record itself")
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"metric {name!r} of step {step} is {value!r}, expected a number")
+        record = Record(phase, step, dict(values))
+        for sink in self._sinks:
+            sink.write(record)
+
+    def close(self) -> None:
+        """Close every sink. May be called twice."""
+        while self._sinks:
+            self._sinks.pop().close()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Timer:
+    """Measures a phase: `with Timer(values, TRAIN_STEP_TIME): ...` adds its wall milliseconds to values[name]."""
+
+    def __init__(self, values: dict[str, float], name: str) -> None:
+        self._values = values
+        self._name = name
+        self.milliseconds = math.nan
+        """Wall time of the phase, once it has ended."""
+
+    def __enter__(self) -> Timer:
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.milliseconds = (time.perf_counter() - self._start) * 1000
+        self._values[self._name] = self._values.get(self._name, 0.0) + self.milliseconds
