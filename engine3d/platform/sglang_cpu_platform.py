@@ -1,0 +1,54 @@
+"""SGLang's platform class for a CPU without AMX kernels: SGLang's native PyTorch code paths, on any x86 or ARM core."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+
+class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """An out-of-tree platform whose parts are all SGLang's own."""
+
+    _enum = PlatformEnum.OOT
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool
+
+    def get_mla_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+        return MLATokenToKVPool
+
+    def get_paged_allocator_cls(self) -> type:
+        return _token_allocator()
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        return False
+
+
+def _token_allocator() -> type:
+    from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+
+    class TokenAllocator(TokenToKVPoolAllocator):
+        """SGLang's allocator for pages of one token, which unlike its paged one needs no Triton kernels."""
+
+        def __init__(
+            self, size: int, page_size: int, dtype: torch.dtype, device: str, kvcache: Any, need_sort: bool
+        ) -> None:
+            if page_size != 1:
+                raise ValueError(f"page_size is {page_size}: SGLang on a CPU allocates pages of 1 token")
+            super().__init__(size, dtype, device, kvcache, need_sort)
+
+    return TokenAllocator

@@ -1,0 +1,267 @@
+"""The rollout engine as its client sees it: start, generate, load weights, shut down."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from engine3d.errors import EngineError, UserError
+from engine3d.rollout import launch
+from engine3d.rollout.config import RolloutConfig, SamplingConfig
+from engine3d.rollout.messages import Generation
+from engine3d.rollout.process import HostProcess
+from engine3d.rollout.weights import check_weights_fit
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class RolloutEngine:
+    """One SGLang engine in processes of its own. Methods may be called from several threads.
+
+    Every method that talks to the engine raises EngineError, in one line, when the engine fails, dies, or does not answer
+    in time; UserError when the arguments are wrong, before anything is sent.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        config: RolloutConfig,
+        devices: Sequence[int] = (),
+        log_path: str | Path | None = None,
+    ) -> None:
+        """Check everything that can be checked without starting anything.
+
+        `devices`: the devices to use, as CUDA_VISIBLE_DEVICES names them; empty for those that this process sees.
+        `log_path`: where all that the engine's processes print goes; a temporary file where None.
+        """
+        self.config = config
+        dummy = config.server_args.get("load_format") == "dummy"
+        self._model = launch.read_model(Path(model_dir).resolve(), weights_needed=not dummy)
+        self._context_length = launch.context_length(config, self._model)
+        self._devices = tuple(devices)
+        if self._devices and len(self._devices) != config.tp * config.dp:
+            raise UserError(f"{len(self._devices)} devices for a rollout engine of tp {config.tp} x dp {config.dp}")
+        self._log_path = Path(log_path) if log_path is not None else None
+        self._host: HostProcess | None = None
+        self._weight_version = 0
+        self._stale: str | None = None
+        self._sampled = 0
+
+    def start(self) -> Self:
+        """Start the engine and wait until it can generate. Raises EngineError after `start_timeout_s` at the latest."""
+        if self._host is not None:
+            raise UserError("the rollout engine was started already")
+        log_path = self._log_path or Path(tempfile.mkstemp(prefix="rollout-", suffix=".log")[1])
+        self._host = HostProcess(
+            launch.server_arguments(self.config, self._model),
+            launch.environment(self.config, self._model, self._devices),
+            log_path,
+        )
+        limits = self._host.wait_until_up(self.config.start_timeout_s)
+        self._context_length = min(self._context_length, limits.max_total_tokens - launch.RESERVED_TOKENS)
+        return self
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        samples_per_prompt: int = 1,
+        seeds: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[list[Generation]]:
+        """Responses to prompts given as token ids: for each prompt, in order, `samples_per_prompt` generations.
+
+        `seeds`, one for each prompt, make its samples repeatable wherever and in whatever company they are drawn; they need
+        `RolloutConfig.deterministic`. An engine so configured seeds samples by their number when none are given.
+
+        Raises UserError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no room for
+        `max_new_tokens` in the context; EngineError while the weights are not whole.
+        """
+        host = self._running()
+        if self._stale is not None:
+            raise EngineError(f"rollout engine's weights are not whole, load them again: {self._stale}")
+        self._check_prompts(prompts, sampling, samples_per_prompt, seeds)
+        if not prompts:
+            return []
+        parameters = _sampling_parameters(sampling)
+        samples = [parameters] * (len(prompts) * samples_per_prompt)
+        if self.config.deterministic:
+            first, self._sampled = self._sampled, self._sampled + len(prompts)
+            keys = seeds if seeds is not None else range(first, self._sampled)
+            samples = [
+                {**parameters, "sampling_seed": _sample_seed(self.config.seed, key, sample)}
+                for key in keys
+                for sample in range(samples_per_prompt)
+            ]
+        timeout_s = timeout_s if timeout_s is not None else self.config.request_timeout_s
+        result: list[list[Generation]] = host.call(
+            "generate",
+            "generate",
+            timeout_s,
+            prompts=[list(prompt) for prompt in prompts],
+            sampling=samples,
+            samples_per_prompt=samples_per_prompt,
+        )
+        return result
+
+    def load_weights(
+        self, directory: str | Path, version: int, flush_cache: bool = True, timeout_s: float | None = None
+    ) -> None:
+        """Load a directory of safetensors in HuggingFace names, as policy version `version`.
+
+        Waits for generations in progress, unless the engine is paused. `flush_cache=False` keeps the KV cache, computed with
+        the old weights. Raises UserError, with the engine as it was, when the tensors are not those of the model;
+        EngineError when loading fails, and then the engine generates nothing until a load has succeeded.
+        """
+        host = self._running()
+        directory = Path(directory).resolve()
+        if self._model.shapes is not None:
+            check_weights_fit(directory, self._model.shapes)
+        self._stale = f"loading version {version} from {directory} was not finished"
+        host.call(
+            f"load of weights version {version}",
+            "load_weights",
+            timeout_s if timeout_s is not None else self.config.request_timeout_s,
+            directory=str(directory),
+            version=version,
+            flush_cache=flush_cache,
+        )
+        self._weight_version, self._stale = version, None
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the last weights that were loaded whole; 0 for those of the model directory."""
+        return self._weight_version
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a load failed half way, so that the engine refuses to generate."""
+        return self._stale is not None
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that a prompt and its response may have together."""
+        return self._context_length
+
+    @property
+    def log_path(self) -> Path | None:
+        """Where the engine's processes print; None before `start` where no path was given."""
+        return self._host.log_path if self._host is not None else self._log_path
+
+    def flush_cache(self) -> None:
+        """Drop the KV cache. Raises EngineError while requests are running."""
+        self._call("flush of the cache", "flush_cache")
+
+    def pause(self, mode: PauseMode = "in_place") -> None:
+        """Stop generating; new requests wait for `resume`.
+
+        Those in progress end with what they have and finish reason "abort" (`abort`), go back to the queue without their KV
+        cache (`retract`), or stand still with it (`in_place`).
+        """
+        self._call("pause", "pause", mode=mode)
+
+    def resume(self) -> None:
+        """Generate again after `pause`."""
+        self._call("resume", "resume")
+
+    def release_memory(self) -> None:
+        """Give the device memory of weights and KV cache back; needs `RolloutConfig.memory_saver`. Weights become stale."""
+        self._check_memory_saver()
+        self._stale = "release_memory dropped them"
+        self._call("release of memory", "release_memory")
+
+    def restore_memory(self) -> None:
+        """Take the memory again. The weights' contents are gone: `load_weights` must follow."""
+        self._check_memory_saver()
+        self._call("restore of memory", "restore_memory")
+
+    def weight_checksums(self) -> list[dict[str, str]]:
+        """For each tensor parallel rank, a checksum of every parameter that SGLang holds, by SGLang's name."""
+        result: list[dict[str, str]] = self._call("checksum of weights", "weight_checksums")
+        return result
+
+    def is_alive(self) -> bool:
+        """Whether the engine's process runs. True too while it is busy or stuck."""
+        return self._host is not None and self._host.is_alive
+
+    def ping(self, timeout_s: float = 10) -> None:
+        """Raises EngineError when the engine's event loop does not answer in time. Answers during generation too."""
+        self._running().call("ping", "ping", timeout_s)
+
+    def shutdown(self) -> None:
+        """End the engine and everything that it started; by force after `shutdown_timeout_s`. Idempotent."""
+        if self._host is not None:
+            self._host.shutdown(self.config.shutdown_timeout_s)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _running(self) -> HostProcess:
+        if self._host is None:
+            raise EngineError("rollout engine was not started")
+        return self._host
+
+    def _call(self, phase: str, method: str, **arguments: object) -> object:
+        return self._running().call(phase, method, self.config.request_timeout_s, **arguments)
+
+    def _check_memory_saver(self) -> None:
+        if not self.config.memory_saver:
+            raise UserError("release and restore of memory need rollout.memory_saver=true when the engine is started")
+
+    def _check_prompts(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        samples_per_prompt: int,
+        seeds: Sequence[int] | None,
+    ) -> None:
+        if samples_per_prompt < 1:
+            raise UserError(f"samples_per_prompt is {samples_per_prompt} and must be at least 1")
+        if seeds is not None and not self.config.deterministic:
+            raise UserError("seeds need an engine with rollout.deterministic=true")
+        if seeds is not None and len(seeds) != len(prompts):
+            raise UserError(f"{len(seeds)} seeds for {len(prompts)} prompts")
+        if self.config.deterministic and sampling.min_p > 0:
+            raise UserError(f"min_p is {sampling.min_p}: SGLang cannot sample deterministically with min_p above 0")
+        longest = self._context_length - sampling.max_new_tokens
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise UserError(f"prompt {index} is empty")
+            if len(prompt) > longest:
+                raise UserError(
+                    f"prompt {index} has {len(prompt)} tokens; at most {max(longest, 0)} leave room for max_new_tokens "
+                    f"{sampling.max_new_tokens} in a context of {self._context_length}"
+                )
+            if min(prompt) < 0 or max(prompt) >= self._model.vocab_size:
+                wrong = next(token for token in prompt if not 0 <= token < self._model.vocab_size)
+                raise UserError(
+                    f"prompt {index} has token id {wrong}; the vocabulary is 0 to {self._model.vocab_size - 1}"
+                )
+
+
+def _sampling_parameters(sampling: SamplingConfig) -> dict[str, object]:
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_new_tokens": sampling.max_new_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "skip_special_tokens": False,
+    }
+
+
+def _sample_seed(engine_seed: int, key: int, sample: int) -> int:
+    """A seed of 31 bits for one sample. A hash, so that neighbours share nothing."""
+    digest = hashlib.blake2b(f"{engine_seed}/{key}/{sample}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,206 @@
+"""The process that owns an SGLang engine, for one client.
+
+It leads a session of its own, because SGLang kills the whole process tree of the parent of a process that fails. It lives
+as long as its client: when the connection ends or the client is gone, it kills its process group, itself included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from engine3d.rollout.messages import START_ID, Generation, Launch, Limits, Reply, Request
+
+_PARENT_POLL_S = 1.0
+
+
+class _Client:
+    """The connection to the client, watched from threads so that its end is seen whatever the main thread does."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._send_lock = threading.Lock()
+        self.launch: Launch = connection.recv()
+        self.deliver: Callable[[Request], Any] | None = None
+        # A forked child must not keep the connection open: its end is how the client sees that this process died.
+        os.register_at_fork(after_in_child=connection.close)
+        threading.Thread(target=self._receive, name="client connection", daemon=True).start()
+        threading.Thread(target=self._watch_parent, name="client watch", daemon=True).start()
+
+    def send(self, reply: Reply) -> None:
+        with self._send_lock:
+            self._connection.send(reply)
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                request = self._connection.recv()
+                if self.deliver is None:  # the client waits for the first reply before it asks anything
+                    raise RuntimeError(f"request {request.method} came before the engine was up")
+                self.deliver(request)
+        except (EOFError, OSError):
+            self.die()
+
+    def _watch_parent(self) -> None:
+        # Not prctl(PR_SET_PDEATHSIG), which fires when the client's *thread* that started us ends. And not the connection
+        # alone, which a forked child of the client may hold open.
+        while os.getppid() == self.launch.client_pid:
+            time.sleep(_PARENT_POLL_S)
+        self.die()
+
+    def die(self) -> None:
+        """Leave nothing behind: neither files nor any process of this group."""
+        shutil.rmtree(self.launch.run_directory, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+
+
+class _Server:
+    """Answers requests with an engine; each public method is one that the client can call by name."""
+
+    def __init__(self, engine: Any, client: _Client) -> None:
+        self._engine = engine
+        self._manager = engine.tokenizer_manager
+        self._client = client
+        self._updating = asyncio.Lock()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self) -> None:
+        """Answer requests, all at the same time, until the client goes."""
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[Request] = asyncio.Queue()
+        self._client.deliver = lambda request: loop.call_soon_threadsafe(inbox.put_nowait, request)
+        info = self._engine._scheduler_init_result.scheduler_infos[0]
+        vocab_size = self._manager.model_config.vocab_size
+        self._client.send(Reply(START_ID, Limits(int(info["max_total_num_tokens"]), int(vocab_size))))
+        while True:
+            request = await inbox.get()
+            task = asyncio.create_task(self._answer(request))
+            self._tasks[request.id] = task
+            task.add_done_callback(lambda _, id=request.id: self._tasks.pop(id))
+
+    async def _answer(self, request: Request) -> None:
+        try:
+            result = await getattr(self, request.method)(request.id, **request.arguments)
+        except asyncio.CancelledError:
+            reply = Reply(request.id, error=f"{request.method} was cancelled")
+        except Exception as error:
+            traceback.print_exc()
+            reply = Reply(request.id, error=f"{type(error).__name__}: {' '.join(str(error).split())}")
+        else:
+            reply = Reply(request.id, result)
+        self._client.send(reply)
+
+    async def ping(self, id: int) -> None:
+        """Say that the host's event loop runs."""
+
+    async def cancel(self, id: int, request_id: int) -> None:
+        """Give a request up: its generations are aborted in the scheduler."""
+        if task := self._tasks.get(request_id):
+            for name in [name for name in self._manager.rid_to_state if name.startswith(f"{request_id}-")]:
+                self._manager.abort_request(name)
+            task.cancel()
+
+    async def generate(
+        self, id: int, prompts: list[list[int]], sampling: list[dict[str, Any]], samples_per_prompt: int
+    ) -> list[list[Generation]]:
+        """`sampling` has one entry for each sample, prompt by prompt."""
+        outputs = await self._engine.async_generate(
+            input_ids=[prompt for prompt in prompts for _ in range(samples_per_prompt)],
+            sampling_params=sampling,
+            rid=[f"{id}-{index}" for index in range(len(sampling))],
+            return_logprob=True,
+        )
+        generations = [_generation(output) for output in outputs]
+        return [
+            generations[start : start + samples_per_prompt] for start in range(0, len(generations), samples_per_prompt)
+        ]
+
+    async def load_weights(self, id: int, directory: str, version: int, flush_cache: bool) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        async with self._updating:
+            success, message, _ = await self._manager.update_weights_from_disk(
+                UpdateWeightFromDiskReqInput(
+                    model_path=directory, load_format="auto", weight_version=str(version), flush_cache=flush_cache
+                )
+            )
+        if not success:
+            raise RuntimeError(message)
+
+    async def flush_cache(self, id: int) -> None:
+        result = await self._manager.flush_cache()
+        if not result.success:
+            raise RuntimeError("SGLang keeps its cache while requests run; wait for them, or pause with mode abort")
+
+    async def pause(self, id: int, mode: str) -> None:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
+
+    async def resume(self, id: int) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self._manager.continue_generation(ContinueGenerationReqInput())
+
+    async def release_memory(self, id: int) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
+
+    async def restore_memory(self, id: int) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
+
+    async def weight_checksums(self, id: int) -> list[dict[str, str]]:
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        success, message, ranks, _ = await self._manager.check_weights(CheckWeightsReqInput(action="checksum"))
+        if not success or ranks is None:
+            raise RuntimeError(message)
+        return [rank["checksums"] for rank in ranks]
+
+    async def shutdown(self, id: int) -> None:
+        """End SGLang's processes; the reply is the last thing that this process does."""
+        self._engine.shutdown()
+        shutil.rmtree(self._client.launch.run_directory, ignore_errors=True)
+        self._client.send(Reply(id))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _generation(output: dict[str, Any]) -> Generation:
+    meta = output["meta_info"]
+    drawn = meta.get("output_token_logprobs") or []
+    return Generation(
+        token_ids=[int(token) for _, token, _ in drawn],
+        logprobs=[float(logprob) for logprob, _, _ in drawn],
+        finish_reason=meta["finish_reason"]["type"],
+        weight_version=int(meta["weight_version"]),
+    )
+
+
+def main() -> None:
+    """`python -m engine3d.rollout.host FD`: serve the client at the other end of this inherited Unix socket."""
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    client = _Client(Connection(descriptor))
+    # Slow from here on: the client's end is watched already.
+    import sglang
+
+    engine = sglang.Engine(**client.launch.server_arguments)
+    engine.loop.run_until_complete(_Server(engine, client).serve())
+
+
+if __name__ == "__main__":
+    main()

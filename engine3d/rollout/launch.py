@@ -1,0 +1,122 @@
+"""What a rollout engine is started with: the facts of its model directory, SGLang's arguments, and the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine3d.errors import UserError
+from engine3d.platform import platform
+from engine3d.rollout.config import RolloutConfig
+from engine3d.rollout.server_arguments import sglang_directory
+from engine3d.rollout.sglang_plugin import WORKER_VARIABLE
+from engine3d.rollout.weights import Shapes, tensor_shapes
+
+# Of a launcher's own process group, which SGLang's processes are no part of.
+_LAUNCHER_VARIABLES = re.compile(
+    r"^(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)$"
+)
+
+# SGLang keeps some positions of a context for itself (managers/tp_worker.py, scheduler.py): this many more are asked for,
+# so that prompt and response together can really have `context_length` tokens.
+RESERVED_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the client needs to know of a HuggingFace model directory."""
+
+    directory: Path
+    architectures: tuple[str, ...]
+    vocab_size: int
+    max_positions: int
+    shapes: Shapes | None
+    """None where there are no weights, which is right for load_format dummy."""
+
+
+def read_model(directory: Path, weights_needed: bool) -> ModelFacts:
+    """Read a model directory's config.json and the headers of its weights. Raises UserError naming what is missing."""
+    config_path = directory / "config.json"
+    if not config_path.is_file():
+        raise UserError(f"model directory {directory} has no config.json")
+    try:
+        config = json.loads(config_path.read_text())
+        config = {**config, **config.get("text_config", {})}
+        vocab_size, max_positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
+        architectures = tuple(config["architectures"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{config_path} is not a model's configuration: {type(error).__name__} {error}") from error
+    has_weights = any(directory.glob("*.safetensors"))
+    if weights_needed and not has_weights:
+        raise UserError(f"model directory {directory} holds no *.safetensors")
+    shapes = tensor_shapes(directory) if has_weights else None
+    return ModelFacts(directory, architectures, vocab_size, max_positions, shapes)
+
+
+def context_length(config: RolloutConfig, model: ModelFacts) -> int:
+    """Tokens of prompt and response together. Raises UserError when the model cannot have that many."""
+    if config.context_length is None:
+        return model.max_positions
+    if config.context_length > model.max_positions:
+        raise UserError(
+            f"context_length is {config.context_length}; the model in {model.directory} has {model.max_positions} positions"
+        )
+    return config.context_length
+
+
+def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]:
+    """Arguments of `sglang.Engine`: ours, then what the platform needs, then what the user gave for SGLang."""
+    arguments: dict[str, Any] = {
+        "model_path": str(model.directory),
+        "skip_tokenizer_init": True,
+        "tp_size": config.tp,
+        "ep_size": config.ep,
+        "dp_size": config.dp,
+        "dtype": config.dtype,
+        "context_length": context_length(config, model) + RESERVED_TOKENS,
+        "mem_fraction_static": config.mem_fraction_static,
+        "max_running_requests": config.max_running_requests,
+        "random_seed": config.seed,
+        "enable_deterministic_inference": config.deterministic,
+        "disable_cuda_graph": not config.cuda_graph,
+        "enable_memory_saver": config.memory_saver,
+        "weight_version": "0",
+        "grammar_backend": "none",
+        "skip_server_warmup": True,
+        "log_level": "info",
+    }
+    arguments |= platform.rollout_server_arguments()
+    if config.attention_backend is not None:
+        arguments["attention_backend"] = config.attention_backend
+    if config.max_total_tokens is not None:
+        arguments["max_total_tokens"] = config.max_total_tokens
+    return arguments | config.server_args
+
+
+def environment(config: RolloutConfig, model: ModelFacts, devices: tuple[int, ...]) -> dict[str, str]:
+    """The environment of the engine's processes."""
+    variables = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLES.match(name)}
+    variables |= platform.rollout_environment(config.tp)
+    if devices:
+        variables |= platform.visible_devices(devices)
+    return variables | {
+        WORKER_VARIABLE: "1",
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_model_modules(model.architectures)),
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for RESERVED_TOKENS; nobody's position is beyond the model's
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _other_model_modules(architectures: tuple[str, ...]) -> list[str]:
+    """SGLang's model modules that this model is not in: importing them all costs every start ten seconds.
+
+    A module that the model's own imports is imported all the same. None are left out for a model that SGLang has not.
+    """
+    modules = {path.stem: path.read_text() for path in (sglang_directory() / "srt" / "models").glob("*.py")}
+    classes = re.compile(rf"^class ({'|'.join(map(re.escape, architectures))})\b", re.MULTILINE)
+    needed = {name for name, text in modules.items() if classes.search(text)}
+    return sorted(modules.keys() - needed - {"__init__"}) if needed else []

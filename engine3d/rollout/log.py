@@ -1,0 +1,35 @@
+"""Find in an engine's log the line that says why it died."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_TAIL_BYTES = 1 << 20
+_MAX_LENGTH = 400
+
+# The last line of a Python traceback: an exception's name, dotted or not, and mostly its message.
+_EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Timeout)\b(?::.*)?$")
+_CRASH = re.compile(r"crashed with exit code|Segmentation fault|Out of memory|terminate called|Fatal Python error")
+# What other processes say when one has failed.
+_CONSEQUENCE = re.compile(
+    r"^(?:EOFError|BrokenPipeError|ConnectionResetError|KeyboardInterrupt|SystemExit)\b|see the error messages"
+)
+
+
+def root_cause(log_path: Path) -> str:
+    """The first exception in the last megabyte of a log that is not the consequence of another; "" where there is none."""
+    try:
+        with log_path.open("rb") as log:
+            log.seek(0, 2)
+            log.seek(max(0, log.tell() - _TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    exceptions = [line for line in lines if _EXCEPTION.match(line)]
+    causes = [line for line in exceptions if not _CONSEQUENCE.search(line)]
+    crashes = [line for line in lines if _CRASH.search(line)]
+    for found in (causes, crashes, exceptions):
+        if found:
+            return found[0].strip()[:_MAX_LENGTH]
+    return ""

@@ -1,0 +1,60 @@
+"""What the client and the engine's host process say to each other, pickled over one Unix socket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One response: its sampled tokens, why it ended, and which weights made it.
+
+    `logprobs[i]` is the natural log-probability, under the sampling temperature, of `token_ids[i]`; a stop token that was
+    sampled is part of both. `weight_version` is the version that was loaded when the response was finished.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The first message to the host: SGLang's engine arguments, and where its temporary files lie."""
+
+    server_arguments: dict[str, Any]
+    run_directory: str
+    client_pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the started engine accepts: positions in its KV cache, and token ids below `vocab_size`."""
+
+    max_total_tokens: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A call of one method of the host; every one is answered by one Reply of the same id, in any order."""
+
+    id: int
+    method: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to a Request: a result, or one line that says what failed."""
+
+    id: int
+    result: Any = None
+    error: str | None = None
+
+
+START_ID = 0  # the id of the Reply that says that the engine is up, with its Limits

@@ -1,0 +1,174 @@
+"""The client's side of the engine's host process: start it, call it, and see at once when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from engine3d.errors import EngineError
+from engine3d.rollout.log import root_cause
+from engine3d.rollout.messages import START_ID, Launch, Limits, Reply, Request
+
+_EXIT_GRACE_S = 5.0  # between the end of the connection and the end of the process
+_SEND_TIMEOUT_S = 60  # the host reads at once, unless it hangs
+
+
+class HostProcess:
+    """One host process and everything that it started, in a session of its own."""
+
+    def __init__(self, server_arguments: dict[str, Any], environment: dict[str, str], log_path: Path) -> None:
+        """Start the process. `wait_until_up` waits for its engine."""
+        self.log_path = log_path
+        # SGLang leaves sockets in its temporary directory when it is killed: it gets one of its own, which goes with it.
+        self._run_directory = tempfile.mkdtemp(prefix="engine3d-rollout-")
+        ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0))
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "engine3d.rollout.host", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**environment, "TMPDIR": self._run_directory},
+            )
+        self._connection = Connection(ours.detach())
+        self._send_lock = threading.Lock()
+        self._lock = threading.Lock()  # of what follows
+        self._ids = itertools.count(START_ID + 1)
+        self._up: Future[Any] = Future()
+        self._pending: dict[int, tuple[str, Future[Any]]] = {START_ID: ("start", self._up)}
+        self._death: str | None = None
+        self._ending = False
+        self._reader = threading.Thread(target=self._read, name="rollout host", daemon=True)
+        self._reader.start()
+        self._send(Launch(server_arguments, self._run_directory, os.getpid()))
+
+    @property
+    def is_alive(self) -> bool:
+        return self._death is None
+
+    @property
+    def pid(self) -> int:
+        """The host's process id, which is also the id of its process group."""
+        return self._process.pid
+
+    def wait_until_up(self, timeout_s: float) -> Limits:
+        """Wait for the engine. Raises EngineError when it does not come up, and leaves nothing behind."""
+        try:
+            limits: Limits = self._wait(self._up, "start", timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+        return limits
+
+    def call(self, phase: str, method: str, timeout_s: float, **arguments: Any) -> Any:
+        """Call a method of the host and wait for its result; `phase` names the call in errors, which are EngineErrors."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._death is not None:
+                raise EngineError(f"rollout engine is not running: {self._death}")
+            id = next(self._ids)
+            self._pending[id] = (phase, future)
+        self._send(Request(id, method, arguments))
+        try:
+            return self._wait(future, phase, timeout_s)
+        finally:
+            if not future.done():  # the time is over, or the caller was interrupted
+                self._send(Request(next(self._ids), "cancel", {"request_id": id}))
+
+    def shutdown(self, timeout_s: float) -> None:
+        """End the engine in order, or by force when that takes longer than `timeout_s`. Idempotent."""
+        self._ending = True
+        with contextlib.suppress(EngineError):  # what is left after an engine that does not answer, `kill` takes
+            self.call("shutdown", "shutdown", timeout_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the host and all of its group, and take its temporary files away. Idempotent."""
+        self._ending = True
+        if self.is_alive:
+            self._kill_group()
+            self._reader.join(2 * _EXIT_GRACE_S)
+
+    def _send(self, message: Launch | Request) -> None:
+        try:
+            with self._send_lock:
+                self._connection.send(message)
+        except OSError:
+            # Dead, or so stuck that it reads no more: the reader sees the end, and says why to all who wait.
+            if self.is_alive:
+                self._kill_group()
+
+    def _wait(self, future: Future[Any], phase: str, timeout_s: float) -> Any:
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            message = f"rollout engine: {phase} was not done within {timeout_s:g} s; log: {self.log_path}"
+            raise EngineError(message) from None
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._resolve(self._connection.recv())
+        except (EOFError, OSError):
+            self._bury()
+
+    def _resolve(self, reply: Reply) -> None:
+        with self._lock:
+            if reply.id not in self._pending:
+                return  # of a request that was cancelled, or of a cancellation
+            phase, future = self._pending.pop(reply.id)
+        if reply.error is None:
+            future.set_result(reply.result)
+        else:
+            future.set_exception(EngineError(f"rollout engine: {phase} failed: {reply.error}; log: {self.log_path}"))
+
+    def _bury(self) -> None:
+        """The connection ended: reap the host, kill what is left of its group, and fail every waiting call."""
+        self._await_exit()
+        # Before the host is reaped, so that the id of its process group is still its own.
+        self._kill_group()
+        exit_code = self._process.wait()
+        shutil.rmtree(self._run_directory, ignore_errors=True)
+        if self._ending:
+            death = "it was shut down"
+        else:
+            ended = f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with {exit_code}"
+            cause = root_cause(self.log_path)
+            death = f"its process {ended}{cause and f' after: {cause}'}; log: {self.log_path}"
+        with self._lock:
+            self._death = death
+            waiting, self._pending = self._pending, {}
+        for phase, future in waiting.values():
+            future.set_exception(EngineError(f"rollout engine died during {phase}: {death}"))
+        with self._send_lock:
+            self._connection.close()
+
+    def _await_exit(self) -> None:
+        """Wait for the host to end by itself, so that its exit code says how, but not for long."""
+        end = time.monotonic() + _EXIT_GRACE_S
+        while time.monotonic() < end:
+            if os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:
+                return
+            time.sleep(0.01)

@@ -1,0 +1,42 @@
+"""Our hooks in SGLang, found through the entry point group `sglang.srt.plugins` in every process that it starts.
+
+Nothing is hooked unless the engine's host process asked for it in the environment, so that SGLang started by anyone else
+is untouched.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+from engine3d.platform.sglang_cpu import START_METHOD_VARIABLE
+
+WORKER_VARIABLE = "ENGINE3D_ROLLOUT_WORKER"
+
+
+def register() -> None:
+    """Register our hooks with SGLang, in a process of a rollout engine."""
+    if os.environ.get(WORKER_VARIABLE) != "1":
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+    HookRegistry.register(f"{updater}.update_weights_from_disk", _report_failed_update, HookType.AROUND)
+    if START_METHOD_VARIABLE in os.environ:
+        HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _set_start_method, HookType.AFTER)
+
+
+def _report_failed_update(update: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any) -> tuple[bool, str]:
+    # SGLang answers a failed load by loading the same path again, and the second failure ends the scheduler. Reported
+    # instead, the engine stays up with weights that are not whole, and the next whole update heals it.
+    try:
+        return update(*args, **kwargs)
+    except Exception as error:
+        return False, f"{type(error).__name__}: {error}"
+
+
+def _set_start_method(result: Any, *args: Any, **kwargs: Any) -> None:
+    # SGLang sets "spawn" just before it starts its processes; the platform may know that another is right and faster.
+    multiprocessing.set_start_method(os.environ[START_METHOD_VARIABLE], force=True)
