@@ -17,7 +17,7 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import build_model, export_weights, load_model_spec, load_weights
 from engine3d.training import parallel
-from engine3d.training.config import TrainConfig
+from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.optimizer import build_optimizer, wrap_for_training
 from engine3d.training.sequences import MicroBatch, Sequences, assign, micro_batch
 from engine3d.training.vocab_parallel import logprobs_and_entropy
@@ -87,7 +87,7 @@ class TrainEngine:
         seed: int = 0,
     ) -> None:
         self.config, self.layout, self.value_head = config, layout, value_head
-        self.spec = load_model_spec(model_directory)
+        self.spec = load_model_spec(model_directory, value_head=value_head)
         self.spec.check_layout(layout)
         self.coordinates = parallel.initialise(layout, seed=seed, timeout_s=config.timeout_s)
         self.dtype = getattr(torch, config.dtype)
@@ -99,7 +99,7 @@ class TrainEngine:
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
         self._dp_group = parallel_state.get_data_parallel_group()
         self._model_group = parallel_state.get_model_parallel_group()
-        module = build_model(self.spec, layout, self.dtype, value_head=value_head, overrides=self._megatron_settings())
+        module = build_model(self.spec, layout, self.dtype, overrides=self._megatron_settings())
         load_weights(module, self.spec, layout, self.coordinates, model_directory)
         self.device = next(module.parameters()).device
         self._forward_backward = get_forward_backward_func()
@@ -250,6 +250,11 @@ class TrainEngine:
             outputs = TokenOutputs(batch.figures(logprobs), batch.figures(entropy) if with_entropy else None)
         loss, facts = loss_function(outputs, batch.columns)
         return loss, torch.zeros((), dtype=torch.int, device=self.device), facts
+
+    def reset_optimizer(self, settings: OptimizerConfig) -> None:
+        """Start the optimizer's moments and its learning-rate schedule afresh; the weights stay."""
+        self.config = self.config.model_copy(update={"optimizer": settings})
+        self.optimizer, self.scheduler = build_optimizer(self.model, self.config)
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
