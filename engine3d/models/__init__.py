@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError
 from engine3d.models.family import Family, ModelSpec
@@ -15,6 +16,11 @@ from engine3d.models.rope import read_rope
 from engine3d.models.rules import Box, LocalParameter, Piece
 from engine3d.models.sizes import Sizes
 
+if TYPE_CHECKING:
+    from engine3d.models.build import build_model
+    from engine3d.models.random_weights import initialise_random
+    from engine3d.models.weights import check_weights, export_weights, load_weights
+
 __all__ = [
     "FAMILIES",
     "Box",
@@ -23,9 +29,30 @@ __all__ = [
     "ModelSpec",
     "Piece",
     "Sizes",
+    "build_model",
+    "check_weights",
+    "export_weights",
+    "initialise_random",
     "load_model_spec",
+    "load_weights",
     "model_spec",
 ]
+
+# Imported when first asked for: rules and plans need neither Megatron nor safetensors.
+_LATER = {
+    "build_model": "build",
+    "check_weights": "weights",
+    "export_weights": "weights",
+    "initialise_random": "random_weights",
+    "load_weights": "weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(f"engine3d.models.{_LATER[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 FAMILIES = (QWEN3_MOE, QWEN3, LLAMA)
 

@@ -114,8 +114,16 @@ class ModelSpec:
             expert_order=self.expert_order,
         )
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary, without padding."""
+        return self.sizes.vocabulary
+
     def padded_vocabulary(self, layout: Layout) -> int:
-        """Columns of the logits over all tp ranks. Those past `sizes.vocabulary` hold the dtype's lowest number."""
+        """Columns of the logits over all tp ranks. Those past `vocab_size` belong to no token, and their weights are 0.
+
+        They must be left out of a softmax.
+        """
         return padded_vocabulary(self.sizes.vocabulary, layout.tp)
 
     def check_layout(self, layout: Layout) -> None:

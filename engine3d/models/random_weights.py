@@ -1,0 +1,61 @@
+"""A HuggingFace directory with random weights, for demonstrations and measurements."""
+
+from __future__ import annotations
+
+import zlib
+from math import prod
+from pathlib import Path
+
+import torch
+
+from engine3d.models.family import ModelSpec
+from engine3d.models.rules import HFTensor
+from engine3d.models.safetensors_files import ExportFiles, plan_export
+from engine3d.models.weights import begin_export, finish_export, write_index
+
+_ROWS_BYTES = 64 << 20
+
+
+def initialise_random(
+    spec: ModelSpec, directory: str | Path, seed: int, dtype: torch.dtype, *, max_shard_bytes: float = 5e9
+) -> None:
+    """Write config.json and safetensors files with random weights.
+
+    Weights are normal with the config's initializer_range, norms are one, biases zero. What a tensor holds depends on
+    the seed, its name and the dtype alone. At most 64 MiB of a tensor are in memory at a time.
+
+    Args:
+        spec: the model.
+        directory: where to write; must not exist.
+        seed: of the random numbers.
+        dtype: of the written tensors.
+        max_shard_bytes: largest file, unless a single tensor is larger.
+
+    Raises:
+        UserError: the directory exists already.
+    """
+    directory = Path(directory)
+    partial = directory.with_name(f".{directory.name}.partial")
+    plan = plan_export({name: tensor.shape for name, tensor in spec.hf_tensors.items()}, dtype, max_shard_bytes)
+    files = ExportFiles(plan, partial)
+    begin_export(directory, partial)
+    files.create()
+    for tensor in spec.hf_tensors.values():
+        _write_random(files, tensor, seed, spec.sizes.initializer_range)
+    files.close()
+    write_index(plan, partial)
+    finish_export(spec, dtype, partial, directory)
+
+
+def _write_random(files: ExportFiles, tensor: HFTensor, seed: int, deviation: float) -> None:
+    generator = torch.Generator("cpu").manual_seed((seed << 32) ^ zlib.crc32(tensor.name.encode()))
+    rest = tensor.shape[1:]
+    step = max(1, _ROWS_BYTES // (4 * max(1, prod(rest))))
+    for first in range(0, tensor.shape[0], step):
+        last = min(first + step, tensor.shape[0])
+        values = torch.empty((last - first, *rest), dtype=torch.float32, device="cpu")
+        if tensor.init == "normal":
+            values.normal_(0.0, deviation, generator=generator)
+        else:
+            values.fill_(1.0 if tensor.init == "ones" else 0.0)
+        files.write(tensor.name, ((first, last), *((0, size) for size in rest)), values)

@@ -1,0 +1,262 @@
+"""Safetensors files of a HuggingFace model: what they hold, slices of it, and files written by many ranks at once.
+
+Headers are read and written here, without the tensors: shapes can be checked before anything is built, and every rank
+knows where each element of an export lies without asking another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from engine3d.errors import UserError
+from engine3d.models.rules import Box
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_BUFFER_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file: its safetensors dtype name and its shape."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file, without reading them.
+
+    Raises:
+        UserError: the file does not exist, is not a safetensors file, or is shorter or longer than its header says.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > size - 8:
+            raise UserError(f"{path}: not a whole safetensors file: its header does not fit its {size} bytes")
+        try:
+            header = json.loads(file.read(length))
+            tensors = {
+                name: StoredTensor(path, str(entry["dtype"]), tuple(map(int, entry["shape"])))
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
+            ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise UserError(f"{path}: not a safetensors file: its header cannot be read ({error})") from error
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        raise UserError(f"{path}: damaged: expected {expected} bytes by its header, found {size}")
+    return tensors
+
+
+class TensorFiles:
+    """The safetensors files of a model directory, opened for slices.
+
+    Raises:
+        UserError: no weights, or a file that is missing, damaged or does not hold what the index says.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._open: dict[Path, Any] = {}
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.clear()
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Every tensor by name."""
+        index = self.directory / INDEX_FILE
+        if not index.is_file():
+            if not (self.directory / SINGLE_FILE).is_file():
+                raise UserError(f"model {self.directory}: has no weights; expected {SINGLE_FILE} or {INDEX_FILE}")
+            return read_header(self.directory / SINGLE_FILE)
+        try:
+            files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{index}: expected a JSON object with weight_map: {error}") from error
+        headers = {}
+        for name in sorted(set(map(str, files.values()))):
+            if not (self.directory / name).is_file():
+                raise UserError(f"{self.directory / name}: no such file, though {INDEX_FILE} names it")
+            headers[name] = read_header(self.directory / name)
+        for name, file in files.items():
+            if name not in headers[str(file)]:
+                raise UserError(f"tensor {name}: not in {self.directory / str(file)}, though {INDEX_FILE} says so")
+        return {name: headers[str(file)][name] for name, file in files.items()}
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuse a tensor that is missing, has another shape, or a dtype that cannot be read."""
+        if name not in self.tensors:
+            raise UserError(f"tensor {name}: missing in {self.directory}; expected with shape {list(shape)}")
+        stored = self.tensors[name]
+        if stored.shape != shape:
+            raise UserError(f"tensor {name} in {stored.path}: expected shape {list(shape)}, found {list(stored.shape)}")
+        if stored.dtype not in _DTYPES:
+            raise UserError(f"tensor {name} in {stored.path}: dtype {stored.dtype}, expected {', '.join(_DTYPES)}")
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """The elements `box` of a tensor, on the CPU, in the file's dtype."""
+        path = self.tensors[name].path
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt", device="cpu")
+        return self._open[path].get_slice(name)[tuple(slice(start, stop) for start, stop in box)]
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One file to write: its header, its size in bytes, and where in it each tensor starts."""
+
+    name: str
+    header: bytes
+    size: int
+    offsets: dict[str, int]
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """The files of an export, which every rank computes alike from shapes."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
+    files: tuple[FilePlan, ...]
+
+    @cached_property
+    def file_of(self) -> dict[str, FilePlan]:
+        return {name: file for file in self.files for name in file.offsets}
+
+    def index(self) -> dict[str, Any]:
+        """The contents of the index file."""
+        total = sum(prod(shape) for shape in self.shapes.values()) * self.dtype.itemsize
+        return {
+            "metadata": {"total_size": total},
+            "weight_map": {name: file.name for name, file in self.file_of.items()},
+        }
+
+
+def plan_export(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_shard_bytes: float) -> ExportPlan:
+    """Spread tensors over files of at most max_shard_bytes each, in order; a larger tensor has a file of its own.
+
+    Raises:
+        UserError: a dtype that the files cannot hold.
+    """
+    if dtype not in _DTYPE_NAMES:
+        raise UserError(f"export: dtype {dtype}: expected one of {', '.join(map(str, _DTYPE_NAMES))}")
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, shape in shapes.items():
+        size = prod(shape) * dtype.itemsize
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+    if len(shards) == 1:
+        names = [SINGLE_FILE]
+    files = tuple(_plan_file(name, shard, shapes, dtype) for name, shard in zip(names, shards, strict=True))
+    return ExportPlan(shapes, dtype, files)
+
+
+def _plan_file(name: str, tensors: list[str], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> FilePlan:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for tensor in tensors:
+        stop = start + prod(shapes[tensor]) * dtype.itemsize
+        header[tensor] = {
+            "dtype": _DTYPE_NAMES[dtype],
+            "shape": list(shapes[tensor]),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    data = 8 + len(text)
+    offsets = {tensor: data + header[tensor]["data_offsets"][0] for tensor in tensors}
+    return FilePlan(name, len(text).to_bytes(8, "little") + text, data + start, offsets)
+
+
+class ExportFiles:
+    """The files of an export, written box by box by any number of processes at once."""
+
+    def __init__(self, plan: ExportPlan, directory: Path) -> None:
+        self.plan = plan
+        self.directory = directory
+        self._open: dict[str, int] = {}
+
+    def create(self) -> None:
+        """Create the files with their headers, at full size. One process calls this before any other writes."""
+        for file in self.plan.files:
+            with (self.directory / file.name).open("wb") as created:
+                created.write(file.header)
+                created.truncate(file.size)
+
+    def write(self, name: str, box: Box, values: torch.Tensor) -> None:
+        """Write the elements `box` of a tensor. At most 64 MiB of them are copied at a time."""
+        file = self.plan.file_of[name]
+        if file.name not in self._open:
+            self._open[file.name] = os.open(self.directory / file.name, os.O_WRONLY)
+        descriptor = self._open[file.name]
+        itemsize = self.plan.dtype.itemsize
+        row = prod(values.shape[1:]) * itemsize
+        step = max(1, _BUFFER_BYTES // max(1, row))
+        for first in range(0, values.shape[0], step):
+            part = values[first : first + step].detach().to(device="cpu", dtype=self.plan.dtype).contiguous()
+            start = box[0][0] + first
+            part_box = ((start, start + part.shape[0]), *box[1:])
+            data = memoryview(part.view(-1).view(torch.uint8).numpy())
+            position = 0
+            for offset, length in _runs(self.plan.shapes[name], part_box):
+                end = position + length * itemsize
+                _write_all(descriptor, data[position:end], file.offsets[name] + offset * itemsize)
+                position = end
+
+    def close(self) -> None:
+        """Make what was written durable."""
+        for descriptor in self._open.values():
+            os.fsync(descriptor)
+            os.close(descriptor)
+        self._open.clear()
+
+
+def _runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
+    """The runs (first element, length) of a box in a row-major tensor, in the order of the box's own elements."""
+    split = len(shape) - 1
+    while split > 0 and box[split] == (0, shape[split]):
+        split -= 1
+    strides = [prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+    start, stop = box[split]
+    for leading in itertools.product(*(range(*box[dimension]) for dimension in range(split))):
+        offset = sum(index * stride for index, stride in zip(leading, strides, strict=False))
+        yield offset + start * strides[split], (stop - start) * strides[split]
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written

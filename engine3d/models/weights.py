@@ -1,0 +1,217 @@
+"""Weights between HuggingFace files and the ranks' parameters, by the rules: each rank reads and writes its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine3d.errors import EngineError, UserError
+from engine3d.layout import Coordinates, Layout
+from engine3d.models.family import ModelSpec
+from engine3d.models.rules import Box, LocalParameter
+from engine3d.models.safetensors_files import INDEX_FILE, ExportFiles, ExportPlan, TensorFiles, plan_export
+from engine3d.platform import platform
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+def check_weights(spec: ModelSpec, directory: str | Path) -> None:
+    """Check from the files' headers alone that every tensor of the model is there with its shape.
+
+    Raises:
+        UserError: names the tensor, the file, and the expected and the found shape.
+    """
+    with TensorFiles(Path(directory)) as files:
+        _check(spec, files)
+
+
+def load_weights(
+    model: torch.nn.Module, spec: ModelSpec, layout: Layout, coordinates: Coordinates, directory: str | Path
+) -> tuple[str, ...]:
+    """Fill a rank's parameters from safetensors files, reading only the slices that it holds.
+
+    Values are cast to each parameter's dtype. Rows that pad the vocabulary become zero.
+
+    Returns:
+        the HuggingFace names of tensors that the files lack and that were initialised instead: only a value head's.
+
+    Raises:
+        UserError: a tensor or file is missing, misshapen or damaged.
+    """
+    parameters = rank_parameters(model, spec, layout, coordinates)
+    initialised: list[str] = []
+    with TensorFiles(Path(directory)) as files, torch.no_grad():
+        _check(spec, files)
+        for local, parameter in parameters:
+            if sum(_elements(piece.local_box) for piece in local.pieces) < parameter.numel():
+                parameter.zero_()
+            for piece in local.pieces:
+                target = parameter[_slices(piece.local_box)]
+                if piece.hf_name in files.tensors:
+                    target.copy_(files.read(piece.hf_name, piece.hf_box))
+                else:
+                    target.fill_(1.0 if spec.hf_tensors[piece.hf_name].init == "ones" else 0.0)
+                    initialised.append(piece.hf_name)
+    return tuple(initialised)
+
+
+def export_weights(
+    model: torch.nn.Module,
+    spec: ModelSpec,
+    layout: Layout,
+    coordinates: Coordinates,
+    directory: str | Path,
+    dtype: torch.dtype,
+    *,
+    max_shard_bytes: float = 5e9,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write the model as a HuggingFace directory; every rank of the layout calls this together.
+
+    Nothing is gathered: the ranks write their own elements into the same files. They are written beside `directory` and
+    renamed at the end, so that a half-written export is never taken for a whole one.
+
+    Args:
+        model: the rank's model.
+        spec: what it is; config.json comes from it, and the tokenizer's files from the directory it was read from.
+        layout: how it is cut.
+        coordinates: this rank's place.
+        directory: where to write; must not exist.
+        dtype: of the written tensors.
+        max_shard_bytes: largest file, unless a single tensor is larger.
+        group: the ranks of the layout, if they are not all ranks.
+
+    Raises:
+        UserError: the directory exists already.
+        EngineError: writing failed, on this rank or on another.
+    """
+    directory = Path(directory)
+    partial = directory.with_name(f".{directory.name}.partial")
+    plan = plan_export({name: tensor.shape for name, tensor in spec.hf_tensors.items()}, dtype, max_shard_bytes)
+    files = ExportFiles(plan, partial)
+    leader = not dist.is_initialized() or dist.get_rank(group) == 0
+
+    def create() -> None:
+        if leader:
+            begin_export(directory, partial)
+            files.create()
+
+    def write() -> None:
+        for local, parameter in rank_parameters(model, spec, layout, coordinates):
+            for piece in local.pieces if local.owner else ():
+                files.write(piece.hf_name, piece.hf_box, parameter.data[_slices(piece.local_box)])
+        files.close()
+
+    def finish() -> None:
+        if leader:
+            write_index(plan, partial)
+            finish_export(spec, dtype, partial, directory)
+
+    for action in (create, write, finish):
+        _together(action, group)
+
+
+def rank_parameters(
+    model: torch.nn.Module, spec: ModelSpec, layout: Layout, coordinates: Coordinates
+) -> list[tuple[LocalParameter, torch.nn.Parameter]]:
+    """A rank's parameters, each with what its rule says of it. Wrappers around the model are looked through.
+
+    Raises:
+        EngineError: the model's parameters are not those of the rules.
+    """
+    while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
+        model = inner
+    built = dict(model.named_parameters())
+    expected = spec.local_parameters(layout, coordinates, transformer_engine=platform.has_transformer_engine)
+    if difference := sorted(built.keys() ^ {local.name for local in expected}):
+        raise EngineError(f"model {spec.family.name}: the rules and the built model differ in {', '.join(difference)}")
+    for local in expected:
+        if local.shape != tuple(built[local.name].shape):
+            found = list(built[local.name].shape)
+            raise EngineError(f"parameter {local.name}: the rules say shape {list(local.shape)}, the model has {found}")
+    return [(local, built[local.name]) for local in expected]
+
+
+def begin_export(directory: Path, partial: Path) -> None:
+    """Make the directory that an export is written to before it is renamed."""
+    if directory.exists():
+        raise UserError(f"export: {directory} exists already; expected a new directory")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+
+
+def write_index(plan: ExportPlan, partial: Path) -> None:
+    """Write the index of the files, where there are several."""
+    if len(plan.files) > 1:
+        (partial / INDEX_FILE).write_text(json.dumps(plan.index(), indent=2) + "\n")
+
+
+def finish_export(spec: ModelSpec, dtype: torch.dtype, partial: Path, directory: Path) -> None:
+    """Add config.json and the tokenizer's files, and give the directory its name."""
+    for name in TOKENIZER_FILES:
+        if spec.directory is not None and (spec.directory / name).is_file():
+            shutil.copyfile(spec.directory / name, partial / name)
+    (partial / "config.json").write_text(json.dumps(exported_config(spec, dtype), indent=2) + "\n")
+    partial.rename(directory)
+
+
+def exported_config(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of an export: the model's own, with the dtype and the kind of head that the files have."""
+    config = dict(spec.hf_config)
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    if spec.value_head:
+        labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        config |= {"architectures": [spec.family.value_architecture], **labels}
+    return config
+
+
+def _check(spec: ModelSpec, files: TensorFiles) -> None:
+    for name, tensor in spec.hf_tensors.items():
+        if not (tensor.optional and name not in files.tensors):
+            files.check(name, tensor.shape)
+
+
+def _together(action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+    """Run an action on every rank and wait for all; if it fails on one, it fails on all and nobody waits in vain."""
+    error: Exception | None = None
+    try:
+        action()
+    except (UserError, EngineError, OSError) as caught:
+        error = caught
+    if dist.is_initialized():
+        found: list[str | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, str(error) if error else None, group=group)
+        failed = [(rank, message) for rank, message in enumerate(found) if message]
+        if failed and error is None:
+            raise EngineError(f"export: rank {failed[0][0]} failed: {failed[0][1]}")
+    if isinstance(error, OSError):
+        raise EngineError(f"export: {error}") from error
+    if error is not None:
+        raise error
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def _elements(box: Box) -> int:
+    return prod(stop - start for start, stop in box)
