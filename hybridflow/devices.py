@@ -1,0 +1,175 @@
+"""Device maps: which devices a role runs on, as a recipe writes it, and what they are on a given set of nodes.
+
+    cuda:0-3     GPUs 0 to 3, counted over the nodes in order
+    cuda:0,2     GPUs 0 and 2
+    cpu:0-1      two CPU slots; a slot holds one rank and need not be a core of its own
+    node:2-3     every device of nodes 2 and 3: their GPUs, or their CPU slots where there is no GPU
+
+Nothing here starts anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from engine3d.errors import UserError
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine of a cluster."""
+
+    name: str
+    """How errors call it: its address, or "this machine"."""
+    gpus: int
+    cpu_slots: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Device:
+    """One device of a cluster."""
+
+    node: int
+    """Index of the node."""
+    kind: DeviceKind
+    index: int
+    """Counted on its node."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMap:
+    """A parsed device map."""
+
+    kind: Literal["cpu", "cuda", "node"]
+    indices: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceMap:
+        """Read a device map such as "cuda:0-3".
+
+        Raises:
+            UserError: unknown kind, empty or reversed range, or an index that stands twice.
+        """
+        example = 'expected such as "cuda:0-3", "cuda:0,2", "cpu:0-1" or "node:2-3"'
+        kind, colon, ranges = text.replace(" ", "").partition(":")
+        if kind not in ("cpu", "cuda", "node"):
+            raise UserError(f"device map {text!r}: the kind is {kind!r}, expected cpu, cuda or node")
+        if not colon or not ranges:
+            raise UserError(f"device map {text!r} names no device, {example}")
+        indices: list[int] = []
+        for part in ranges.split(","):
+            match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+            if not match:
+                raise UserError(f"device map {text!r}: {part!r} is not an index or a range, {example}")
+            first, last = int(match[1]), int(match[2] or match[1])
+            if last < first:
+                raise UserError(f"device map {text!r}: the range {part} is empty, expected {last}-{first}")
+            indices.extend(range(first, last + 1))
+        twice = [index for index in indices if indices.count(index) > 1]
+        if twice:
+            raise UserError(f"device map {text!r}: {kind}:{twice[0]} stands in it twice")
+        return cls(kind, tuple(indices))  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        runs: list[list[int]] = []
+        for index in self.indices:
+            if runs and index == runs[-1][-1] + 1:
+                runs[-1].append(index)
+            else:
+                runs.append([index])
+        return f"{self.kind}:" + ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+    def devices(self, nodes: Sequence[Node]) -> tuple[Device, ...]:
+        """The devices on a cluster, in the order of the map.
+
+        Raises:
+            UserError: an index beyond what the cluster has.
+        """
+        if self.kind == "node":
+            beyond = [index for index in self.indices if index >= len(nodes)]
+            if beyond:
+                raise UserError(f"device map {self}: there is no node {beyond[0]}, the cluster has {_nodes(nodes)}")
+            return tuple(device for index in self.indices for device in _all_devices(nodes[index], index))
+        available = [
+            Device(number, self.kind, index)
+            for number, node in enumerate(nodes)
+            for index in range(node.gpus if self.kind == "cuda" else node.cpu_slots)
+        ]
+        beyond = [index for index in self.indices if index >= len(available)]
+        if beyond:
+            what = "GPU" if self.kind == "cuda" else "CPU slot"
+            raise UserError(
+                f"device map {self}: there is no {self.kind}:{beyond[0]}, "
+                f"the cluster ({_nodes(nodes)}) has {_count(len(available), what)}"
+            )
+        return tuple(available[index] for index in self.indices)
+
+
+def pool_devices(
+    roles: Mapping[str, str], pools: Mapping[str, str], nodes: Sequence[Node]
+) -> dict[str, tuple[Device, ...]]:
+    """The devices of each role.
+
+    Args:
+        roles: role -> name of a pool, or a device map of its own. Roles whose devices overlap share them.
+        pools: name -> device map. Pools are apart from each other: no device is in two.
+        nodes: the cluster.
+
+    Raises:
+        UserError: a device map that is wrong or does not fit the cluster, or two pools with a device in common.
+    """
+    named = {name: _devices(f"placement.pools.{name}", text, nodes) for name, text in pools.items()}
+    owner: dict[Device, str] = {}
+    for name, devices in named.items():
+        for device in devices:
+            if device in owner:
+                shared = f"{device.kind} {device.index} of {nodes[device.node].name}"
+                raise UserError(
+                    f"placement.pools.{name}: {shared} is in pool {owner[device]} too; pools share no device "
+                    "(roles that name one pool do)"
+                )
+            owner[device] = name
+    return {
+        role: named[text] if text in named else _devices(f"placement.{role}", text, nodes, pools)
+        for role, text in roles.items()
+    }
+
+
+def highest_cpu_slot(texts: Sequence[str]) -> int:
+    """How many CPU slots a single machine must offer for these device maps.
+
+    Raises:
+        UserError: a device map that is wrong.
+    """
+    maps = [DeviceMap.parse(text) for text in texts]
+    return max((max(each.indices) + 1 for each in maps if each.kind == "cpu"), default=0)
+
+
+def _devices(key: str, text: str, nodes: Sequence[Node], pools: Mapping[str, str] | None = None) -> tuple[Device, ...]:
+    if pools and ":" not in text:
+        raise UserError(f"{key}: there is no pool {text!r}, expected {', '.join(pools)} or a device map")
+    try:
+        devices = DeviceMap.parse(text).devices(nodes)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
+    if len({device.kind for device in devices}) > 1:
+        raise UserError(f"{key}: {text} mixes nodes with GPUs and nodes without")
+    return devices
+
+
+def _all_devices(node: Node, number: int) -> list[Device]:
+    kind: DeviceKind = "cuda" if node.gpus else "cpu"
+    return [Device(number, kind, index) for index in range(node.gpus or node.cpu_slots)]
+
+
+def _nodes(nodes: Sequence[Node]) -> str:
+    return nodes[0].name if len(nodes) == 1 else f"{len(nodes)} nodes"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"

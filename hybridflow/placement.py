@@ -1,0 +1,219 @@
+"""Ray, and the devices that it holds for each role.
+
+A role runs on a `ResourcePool`: devices in order, one bundle of a Ray placement group each. Roles whose pools share
+devices share the bundles, and so the GPUs; the others run at the same time on their own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from engine3d.errors import EngineError, UserError
+from hybridflow.devices import Device, Node
+
+_DIRECTORY_PREFIX = "hf-ray-"
+# Beyond the slots that roles reserve: for tasks without a placement group, such as reward functions.
+_SPARE_SLOTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """One device as Ray holds it."""
+
+    device: Device
+    group: PlacementGroup
+    index: int
+    """Index of the bundle in its placement group."""
+    visible: str
+    """The device as CUDA_VISIBLE_DEVICES names it; empty for a CPU slot."""
+
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        """Schedules an actor or task onto this device."""
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class ResourcePool:
+    """The devices of a role, in the order of its ranks."""
+
+    name: str
+    bundles: tuple[Bundle, ...]
+    neighbours: tuple[Bundle, ...] = ()
+    """Every other device that the run holds."""
+
+    def __len__(self) -> int:
+        return len(self.bundles)
+
+    def visible_devices(self, node: int) -> str:
+        """CUDA_VISIBLE_DEVICES on `node`: the pool's GPUs there, then the run's others. Empty on CPU slots."""
+        if self.bundles[0].device.kind == "cpu":
+            return ""
+        return ",".join(
+            each.visible for each in (*self.bundles, *self.neighbours) if each.device.node == node and each.visible
+        )
+
+
+def start_ray(*, cpu_slots: int = 0, address: str | None = None, object_store_bytes: int | None = None) -> None:
+    """Start Ray on this machine, or attach to a cluster.
+
+    Locally it starts quietly: no dashboard, no usage statistics, no worker output on the console, its files in a
+    directory of its own that `stop_ray` removes. Everything it starts dies with this process, even by SIGKILL.
+
+    Args:
+        cpu_slots: how many CPU slots the recipe places roles on; more than there are cores is fine.
+        address: of a running cluster ("auto", "host:6379" or "ray://..."); None starts one.
+        object_store_bytes: shared memory for data between roles; Ray's own choice (30 % of memory) if None.
+
+    Raises:
+        UserError: no cluster at `address`.
+        EngineError: Ray did not start.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # What a killed worker had started (SGLang's own processes) is killed with it.
+    os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
+    # Bounds Ray's own start, in seconds.
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "60")
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address:
+        try:
+            ray.init(address=address, **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise UserError(f"no Ray cluster at {address}: {_first_line(error)}") from None
+        return
+    _remove_stale_directories()
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, cpu_slots) + _SPARE_SLOTS,
+            include_dashboard=False,
+            object_store_memory=object_store_bytes,
+            # Short: the path of a socket in it must stay below 108 characters.
+            _temp_dir=tempfile.mkdtemp(prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-", dir="/tmp"),
+            **options,
+        )
+    except Exception as error:
+        stop_ray()
+        raise EngineError(f"Ray did not start on this machine: {_first_line(error)}") from error
+
+
+def stop_ray() -> None:
+    """Stop what `start_ray` started, or leave the cluster that it attached to."""
+    ray.shutdown()
+    for directory in Path("/tmp").glob(f"{_DIRECTORY_PREFIX}{os.getpid()}-*"):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def cluster_nodes() -> list[Node]:
+    """The machines of the cluster, this one first and then by address."""
+    return [node for node, _ in _nodes()]
+
+
+def reserve(devices: Mapping[str, tuple[Device, ...]], timeout_s: float = 60.0) -> dict[str, ResourcePool]:
+    """Have Ray hold the devices of every role, each device once, and return the pool of each role.
+
+    On a Ray that this process started, GPU indices are the machine's own. In a cluster that others use too they count
+    the GPUs that Ray grants on the node.
+
+    Args:
+        devices: role -> devices, from `hybridflow.devices.pool_devices`.
+        timeout_s: how long Ray may take to find them free.
+
+    Raises:
+        EngineError: they are not free within `timeout_s`.
+    """
+    nodes = _nodes()
+    bundles: dict[Device, Bundle] = {}
+    groups: list[PlacementGroup] = []
+    wanted = sorted({device for each in devices.values() for device in each})
+    for number in sorted({device.node for device in wanted}):
+        here = [device for device in wanted if device.node == number]
+        node, resource = nodes[number]
+        needs = [{"CPU": 1.0} | ({"GPU": 1.0} if device.kind == "cuda" else {}) for device in here]
+        needs[0] = needs[0] | {resource: 0.001}
+        group = placement_group(needs, strategy="STRICT_PACK")
+        groups.append(group)
+        if not group.wait(timeout_s):
+            for each in groups:
+                remove_placement_group(each)
+            raise EngineError(
+                f"placement: {len(here)} devices of {node.name} were not free within {timeout_s:.0f} s: "
+                f"{_summary(needs)}; the cluster has {_summary([ray.available_resources()])} free"
+            )
+        for index, device in enumerate(here):
+            bundles[device] = Bundle(device, group, index, _visible(device, group, index, timeout_s))
+    return {
+        role: ResourcePool(
+            role,
+            tuple(bundles[device] for device in each),
+            tuple(bundle for device, bundle in bundles.items() if device not in each),
+        )
+        for role, each in devices.items()
+    }
+
+
+def release(pools: Mapping[str, ResourcePool]) -> None:
+    """Give the devices of the pools back to Ray."""
+    for group in {bundle.group.id: bundle.group for pool in pools.values() for bundle in pool.bundles}.values():
+        remove_placement_group(group)
+
+
+def _nodes() -> list[tuple[Node, str]]:
+    """Every living node, with the resource that pins work to it."""
+    here = ray.get_runtime_context().get_node_id()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]))
+    found = []
+    for each in alive:
+        resources, address = each["Resources"], each["NodeManagerAddress"]
+        slots = int(resources.get("CPU", 0)) - (_SPARE_SLOTS if _is_local() else 0)
+        name = "this machine" if _is_local() else address
+        found.append((Node(name, int(resources.get("GPU", 0)), slots), f"node:{address}"))
+    return found
+
+
+def _is_local() -> bool:
+    """Whether this process started the Ray that it uses."""
+    return any(Path("/tmp").glob(f"{_DIRECTORY_PREFIX}{os.getpid()}-*"))
+
+
+def _visible(device: Device, group: PlacementGroup, index: int, timeout_s: float) -> str:
+    """What CUDA_VISIBLE_DEVICES must name for a device."""
+    if device.kind == "cpu":
+        return ""
+    if _is_local():
+        inherited = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return inherited.split(",")[device.index].strip() if inherited else str(device.index)
+    granted = _granted_gpu.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
+    return ray.get(granted, timeout=timeout_s)
+
+
+@ray.remote(num_cpus=0, num_gpus=1)
+def _granted_gpu() -> str:
+    return str(ray.get_gpu_ids()[0])
+
+
+def _remove_stale_directories() -> None:
+    """Remove what a killed run could not: directories whose process is gone."""
+    for directory in Path("/tmp").glob(f"{_DIRECTORY_PREFIX}*-*"):
+        owner = directory.name.removeprefix(_DIRECTORY_PREFIX).split("-")[0]
+        if owner.isdigit() and not Path("/proc", owner).exists() and os.access(directory, os.W_OK):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _summary(resources: Sequence[Mapping[str, float]]) -> str:
+    total = {name: sum(each.get(name, 0) for each in resources) for name in ("CPU", "GPU")}
+    return " and ".join(f"{int(count)} {name}s" for name, count in total.items() if count) or "nothing"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,125 @@
+"""The process of one rank: a Ray actor that holds a role's worker and answers for it.
+
+Importing this module brings in neither torch nor an engine: the rank's environment is set before either is loaded.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine3d.errors import UserError
+from engine3d.layout import Coordinates, Layout
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""A rank that gets this signal writes the stacks of all its threads into its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """What a worker is told about itself; the first argument of its constructor."""
+
+    role: str
+    rank: int
+    local_rank: int
+    """Position among the role's ranks on this node."""
+    layout: Layout
+    coordinates: Coordinates
+    devices: tuple[int, ...]
+    """Indices of the rank's devices among those that its process sees; a rank of a training role has one."""
+    master_address: str
+    master_port: int
+    log_path: Path | None
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a call failed on one rank."""
+
+    role: str
+    rank: int
+    method: str
+    error: str
+    """The exception as one line: its type and message, or the message alone where the user can put it right."""
+    user_error: bool
+    time: float
+    """When it was caught, in seconds since the epoch."""
+    stack: str
+
+
+class RankProcess:
+    """Made a Ray actor by `WorkerGroup`: one a rank."""
+
+    def __init__(self, role: str, rank: int, environment: Mapping[str, str], log_path: Path | None) -> None:
+        self._role, self._rank = role, rank
+        self._worker: Any = None
+        os.environ.update(environment)
+        if log_path is not None:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        faulthandler.enable(file=2)
+        faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+
+    def identify(self) -> tuple[int, str, int]:
+        """Process id, address of the node, and a port that is free on it."""
+        import ray.util
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return os.getpid(), ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def construct(
+        self, factory: Callable[..., Any], context: WorkerContext, arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> Failure | None:
+        """Build the worker from positional and keyword arguments."""
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = context.master_address, str(context.master_port)
+        args, kwargs = arguments
+
+        def build() -> None:
+            self._worker = factory(context, *args, **kwargs)
+
+        return self._run("start", build)[0]
+
+    def call(self, method: str, keep: bool, *args: Any, **kwargs: Any) -> tuple[Failure | None, Any]:
+        """Run a method of the worker: a failure or None, and the result, or None where nobody wants it.
+
+        An argument that is itself a failure, of the call that was to make it, is passed on as this call's.
+        """
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Failure):
+                return value, value
+        failure, result = self._run(method, lambda: getattr(self._worker, method)(*args, **kwargs))
+        return failure, failure or (result if keep else None)
+
+    def close(self) -> None:
+        """Let the worker put its own processes and files away: its `shutdown()`, if it has one."""
+        if hasattr(self._worker, "shutdown"):
+            self._worker.shutdown()
+
+    def _run(self, method: str, action: Callable[[], Any]) -> tuple[Failure | None, Any]:
+        try:
+            return None, action()
+        except BaseException as error:  # also SystemExit, which Ray would take for an orderly end of the actor
+            stack = traceback.format_exc()
+            print(stack, file=sys.stderr, flush=True)
+            user_error = isinstance(error, UserError)
+            message = " ".join(str(error).split())
+            line = message if user_error else f"{type(error).__name__}: {message}".rstrip(": ")
+            return Failure(self._role, self._rank, method, line, user_error, time.time(), stack), None

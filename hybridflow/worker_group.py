@@ -1,0 +1,319 @@
+"""One handle for all ranks of a role.
+
+    class Actor:
+        def __init__(self, context: WorkerContext, config: TrainConfig) -> None: ...
+
+        @register(THREE_D_PROTO)
+        def update(self, batch: RolloutBatch) -> list[Statistics]: ...
+
+    group = WorkerGroup("actor", Actor, pool, layout, config)
+    future = group.update(batch)      # every rank works on its part; the caller goes on
+    statistics = future.result()
+
+A future may be passed as data to another group: each part goes from rank to rank, not through the caller, where both
+groups cut it into the same number of parts.
+
+When a rank fails, the group is killed at once and every later call raises the one error that says which rank failed
+first, in which method and why; errors of ranks that only lost their neighbour do not hide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from engine3d.errors import EngineError, UserError
+from engine3d.layout import Layout
+from hybridflow.failures import RankError, RankUserError, error_of, most_telling, silence, wait_for_statuses
+from hybridflow.placement import Bundle, ResourcePool
+from hybridflow.processes import find_process, kill_trees, write_stacks
+from hybridflow.protocols import Arguments, Grid, Protocol, Shards, concatenate, registrations
+from hybridflow.rank_process import RankProcess, WorkerContext
+
+__all__ = ["Future", "RankError", "RankUserError", "WorkerContext", "WorkerGroup"]
+
+
+class Future:
+    """The result of a call on a group, once all ranks have answered."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        method: str,
+        protocol: Protocol,
+        answers: Sequence[tuple[ray.ObjectRef, ray.ObjectRef]],
+        inputs: Sequence[Future] = (),
+    ) -> None:
+        self._group, self._method, self._protocol, self._inputs = group, method, protocol, inputs
+        self._answered = False
+        self._statuses = [status for status, _ in answers]
+        self._values = [answers[rank][1] for rank in protocol.collect(group.grid)]
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait for all ranks and return what the protocol makes of their results.
+
+        Args:
+            timeout_s: how long to wait, in seconds; the group's own limit if None.
+
+        Raises:
+            RankError: a rank failed, died, or did not answer in time; the group is dead.
+            RankUserError: a rank refused its input; the group is dead.
+        """
+        self.wait(timeout_s)
+        values = ray.get(self._values)
+        return concatenate(values) if self._protocol.concatenate else values
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for all ranks and leave the results where they are. Raises as `result` does."""
+        if not self._answered:
+            self._group._await(self._method, self._statuses, timeout_s, self._inputs)
+            self._answered = True
+
+    def done(self) -> bool:
+        """Whether every rank has answered or failed."""
+        ready, _ = ray.wait(self._statuses, num_returns=len(self._statuses), timeout=0)
+        return len(ready) == len(self._statuses)
+
+    def shards(self) -> Shards:
+        """The results as references, one a collected rank, to pass on without fetching them."""
+        return Shards(tuple(self._values))
+
+
+class WorkerGroup:
+    """The ranks of a role: one Ray actor each, started together.
+
+    Args:
+        role: names the group in errors and log files.
+        worker_class: built on every rank as `worker_class(context, *args, **kwargs)`. Its methods marked with
+            `@register` are methods of the group. A method `shutdown()` is called before the processes end.
+        pool: the devices; rank r has the r-th `devices_per_rank` of them.
+        layout: sizes and coordinates; its world size is the number of ranks.
+        devices_per_rank: devices of each rank, all on one node; for an engine that runs several devices itself.
+        generation: tensor and pipeline sizes while generating, for 3D_ALL_MICRO_DP.
+        log_dir: each rank's output goes to `<log_dir>/<role>-<rank>.log`; to Ray's own logs if None.
+        environment: further environment variables of the ranks.
+        call_timeout_s: limit of every call unless `Future.result` is given another, in seconds.
+        start_timeout_s: limit of starting the processes and building the workers, in seconds.
+
+    Raises:
+        UserError: the pool does not have as many devices as the layout needs.
+        RankError, RankUserError: a rank failed while it was built.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        worker_class: type,
+        pool: ResourcePool,
+        layout: Layout,
+        *args: Any,
+        devices_per_rank: int = 1,
+        generation: tuple[int, int] = (1, 1),
+        log_dir: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        call_timeout_s: float = 1800.0,
+        start_timeout_s: float = 600.0,
+        **kwargs: Any,
+    ) -> None:
+        self.role, self.layout, self.pool = role, layout, pool
+        self.grid = Grid(layout, *generation)
+        self._devices_per_rank, self._timeout_s = devices_per_rank, call_timeout_s
+        self._log_dir = log_dir.resolve() if log_dir else None
+        self._registrations = registrations(worker_class)
+        self._failure: RankError | RankUserError | None = None
+        self._actors: list[Any] = []  # of ActorHandle[RankProcess], which Ray makes without types
+        self._processes: list[psutil.Process] = []
+        if layout.world_size * devices_per_rank != len(pool):
+            each = f" of {devices_per_rank} devices each" if devices_per_rank > 1 else ""
+            raise UserError(
+                f"{role}: the layout ({layout}) has {layout.world_size} ranks{each}, "
+                f"and its pool has {len(pool)} devices; expected as many"
+            )
+        try:
+            self._start(worker_class, args, kwargs, environment or {}, start_timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        registration = self.__dict__.get("_registrations", {}).get(name)
+        if registration is None:
+            known = ", ".join(self.__dict__.get("_registrations", {})) or "none"
+            raise AttributeError(f"{self.__dict__.get('role')}: no registered method {name!r}; registered are {known}")
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            future = self._call(name, registration.protocol, args, kwargs)
+            return future.result() if registration.blocking else future
+
+        return method
+
+    def log_path(self, rank: int) -> Path | None:
+        """Where a rank's output goes."""
+        return self._log_dir / f"{self.role}-{rank}.log" if self._log_dir else None
+
+    def shutdown(self, timeout_s: float = 20.0) -> None:
+        """End the group: let each worker put its own things away, then end its process and all that it started."""
+        if self._actors and self._failure is None:
+            closing = [actor.close.remote() for actor in self._actors]
+            ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """End every process of the group now."""
+        actors, self._actors = self._actors, []
+        if ray.is_initialized():
+            for actor in actors:
+                ray.kill(actor)
+        processes, self._processes = self._processes, []
+        kill_trees(processes)
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _start(
+        self,
+        worker_class: type,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        environment: Mapping[str, str],
+        timeout_s: float,
+    ) -> None:
+        local_ranks = self._local_ranks()
+        actor_class: Any = ray.remote(num_cpus=0, max_restarts=0)(RankProcess)
+        for rank, local_rank in enumerate(local_ranks):
+            variables = self._environment(rank, local_rank) | dict(environment)
+            options = actor_class.options(scheduling_strategy=self._bundles(rank)[0].strategy())
+            self._actors.append(options.remote(self.role, rank, variables, self.log_path(rank)))
+        identifying = [actor.identify.remote() for actor in self._actors]
+        self._await("start", identifying, timeout_s)
+        identities: list[tuple[int, str, int]] = ray.get(identifying)
+        here = ray.util.get_node_ip_address()
+        local = [find_process(pid) for pid, address, _ in identities if address == here]
+        self._processes = [process for process in local if process is not None]
+
+        _, master_address, master_port = identities[0]
+        arguments = ray.put((args, kwargs))
+        constructing: list[ray.ObjectRef] = []
+        for rank, (actor, local_rank) in enumerate(zip(self._actors, local_ranks, strict=True)):
+            context = WorkerContext(
+                role=self.role,
+                rank=rank,
+                local_rank=local_rank,
+                layout=self.layout,
+                coordinates=self.layout.coordinates(rank),
+                devices=tuple(range(local_rank * self._devices_per_rank, (local_rank + 1) * self._devices_per_rank)),
+                master_address=master_address,
+                master_port=master_port,
+                log_path=self.log_path(rank),
+            )
+            constructing.append(actor.construct.remote(worker_class, context, arguments))
+        self._await("start", constructing, timeout_s)
+
+    def _bundles(self, rank: int) -> Sequence[Bundle]:
+        return self.pool.bundles[rank * self._devices_per_rank : (rank + 1) * self._devices_per_rank]
+
+    def _local_ranks(self) -> list[int]:
+        """Position of each rank among those of its node."""
+        seen: dict[int, int] = {}
+        positions = []
+        for rank in range(self.layout.world_size):
+            nodes = {bundle.device.node for bundle in self._bundles(rank)}
+            if len(nodes) > 1:
+                raise UserError(
+                    f"{self.role}: the {self._devices_per_rank} devices of rank {rank} are on several nodes"
+                )
+            node = nodes.pop()
+            positions.append(seen.get(node, 0))
+            seen[node] = positions[-1] + 1
+        return positions
+
+    def _environment(self, rank: int, local_rank: int) -> dict[str, str]:
+        """What torchrun would set, but for the master, which is known later.
+
+        Every rank sees the devices of its role on its node first and then the others that the run holds there, so that
+        it can map the memory of another's.
+        """
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.layout.world_size),
+            "LOCAL_RANK": str(local_rank),
+            "CUDA_VISIBLE_DEVICES": self.pool.visible_devices(self._bundles(rank)[0].device.node),
+        }
+
+    def _call(self, method: str, protocol: Protocol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future:
+        """Send a call to every rank."""
+        if self._failure is not None:
+            raise self._failure
+        if not self._actors:
+            raise EngineError(f"{self.role}.{method}: the group has been shut down")
+        inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Future)]
+        try:
+            given = Arguments(
+                tuple(self._data(value, protocol) for value in args),
+                {name: value.result() if isinstance(value, Future) else value for name, value in kwargs.items()},
+            )
+            spread = protocol.distribute(self.grid, given)
+        except UserError as error:
+            raise UserError(f"{self.role}.{method}: {error}") from None
+        wanted = set(protocol.collect(self.grid))
+        stored: dict[int, ray.ObjectRef] = {}
+
+        def store(value: Any) -> Any:
+            """Put a value into the object store once, however many ranks get it; leave small ones in the call."""
+            if value is None or isinstance(value, ray.ObjectRef | int | float | str):
+                return value
+            if id(value) not in stored:
+                stored[id(value)] = ray.put(value)
+            return stored[id(value)]
+
+        answers: list[tuple[ray.ObjectRef, ray.ObjectRef]] = []
+        for rank, (actor, arguments) in enumerate(zip(self._actors, spread, strict=True)):
+            positional = [store(value) for value in arguments.positional]
+            keyword = {name: store(value) for name, value in arguments.keyword.items()}
+            call = actor.call.options(num_returns=2)
+            status, result = call.remote(method, rank in wanted, *positional, **keyword)
+            answers.append((status, result))
+        return Future(self, method, protocol, answers, inputs)
+
+    def _data(self, value: Any, protocol: Protocol) -> Any:
+        """A future as data: its parts as they are where this call cuts into as many, else its result."""
+        if not isinstance(value, Future):
+            return value
+        if protocol.splits:
+            shards = value.shards()
+            try:
+                protocol.distribute(self.grid, Arguments((shards,)))
+                return shards
+            except UserError:
+                pass  # it cuts into another number of parts
+        return value.result()
+
+    def _await(
+        self, method: str, statuses: Sequence[ray.ObjectRef], timeout_s: float | None, inputs: Sequence[Future] = ()
+    ) -> None:
+        """Wait for a call's ranks; kill the group and raise the cause if one failed or did not answer."""
+        if self._failure is not None:
+            raise self._failure
+        if not self._actors:
+            raise EngineError(f"{self.role}.{method}: the group was shut down before it answered")
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        failures, silent = wait_for_statuses(self.role, method, statuses, self._actors, limit)
+        if not failures and not silent:
+            return
+        if failures:
+            failure = most_telling(failures)
+            self._failure = error_of(failure, self.log_path(failure.rank) if failure.role == self.role else None)
+        else:
+            write_stacks(self._processes)
+            self._failure = silence(self.role, method, silent, limit, self._log_dir)
+        self.kill()
+        for each in inputs:
+            each.wait()  # if making the input failed, that is the cause
+        raise self._failure
