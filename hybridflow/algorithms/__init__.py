@@ -1,0 +1,1 @@
+"""Algorithms: pure functions of tensors, one file a family."""

@@ -15,22 +15,22 @@ class AlgorithmConfig(Settings):
     """Which loss, and its constants. The defaults are those of GRPO with the token-mean loss."""
 
     name: Literal["grpo"] = "grpo"
-    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
     """The ratio is clipped from below at 1 - clip_low."""
-    clip_high: float = Field(0.2, gt=0)
+    clip_high: float = Field(default=0.2, gt=0)
     """The ratio is clipped from above at 1 + clip_high; larger than clip_low is DAPO's clip-higher."""
-    dual_clip: float | None = Field(None, gt=1)
+    dual_clip: float | None = Field(default=None, gt=1)
     """Bounds the loss of a token of negative advantage A at dual_clip * |A|; off when null."""
     normalise_advantages_by_std: bool = True
     """Divide by the standard deviation of the group's rewards; false is Dr. GRPO."""
     loss_aggregation: AggregationMode = "token-mean"
-    loss_normalising_length: int | None = Field(None, gt=0)
+    loss_normalising_length: int | None = Field(default=None, gt=0)
     """Tokens by which "seq-mean-token-sum-norm" divides; needed by that mode and by no other."""
-    kl_coef: float = Field(0.0, ge=0)
+    kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the reference policy; 0 needs no reference policy."""
     kl_estimator: KLEstimator = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
-    entropy_coef: float = Field(0.0, ge=0)
+    entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
 
     @property

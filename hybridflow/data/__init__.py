@@ -1,0 +1,1 @@
+"""Data: prompts and their answers, the order in which they are drawn, tokenizers."""

@@ -1,0 +1,1 @@
+"""Rewards: functions of the generated texts."""

@@ -1,0 +1,79 @@
+"""Settings of the data."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from engine3d.settings import Settings
+
+Operator = Literal["+", "-", "*"]
+
+
+class ArithmeticConfig(Settings):
+    """The arithmetic task: every problem `a<op>b=` with both operands in the range is one of its problem space."""
+
+    operators: tuple[Operator, ...] = ("+",)
+    smallest_operand: int = Field(default=0, ge=0)
+    largest_operand: int = Field(default=99, ge=0)
+    seed: int = 0
+    """Which problems there are in each split."""
+    eval_size: int = Field(default=256, ge=1)
+    sft_size: int = Field(default=1024, ge=0)
+    train_size: int = Field(default=2048, ge=1)
+
+    @property
+    def problems(self) -> int:
+        """Size of the problem space."""
+        return len(self.operators) * (self.largest_operand - self.smallest_operand + 1) ** 2
+
+    @model_validator(mode="after")
+    def _check(self) -> ArithmeticConfig:
+        if not self.operators or len(set(self.operators)) != len(self.operators):
+            raise ValueError(f"operators are {list(self.operators)}, expected at least one, each once")
+        if self.largest_operand < self.smallest_operand:
+            raise ValueError(f"largest_operand is {self.largest_operand}, expected at least {self.smallest_operand}")
+        wanted = self.eval_size + self.sft_size + self.train_size
+        if wanted > self.problems:
+            raise ValueError(
+                f"eval_size + sft_size + train_size is {wanted}, expected at most the {self.problems} problems "
+                f"of {len(self.operators)} operators and operands {self.smallest_operand} to {self.largest_operand}"
+            )
+        return self
+
+
+class JsonlConfig(Settings):
+    """Prompts from files of one JSON object a line."""
+
+    train_path: str
+    eval_path: str
+    sft_path: str | None = None
+    prompt_field: str = "prompt"
+    answer_field: str | None = "answer"
+    """Null where the rewards need no answers; supervised examples always need them."""
+
+    @model_validator(mode="after")
+    def _check(self) -> JsonlConfig:
+        if self.sft_path is not None and self.answer_field is None:
+            raise ValueError("answer_field is null with sft_path set, expected the field of the supervised answers")
+        return self
+
+
+class DataConfig(Settings):
+    """Where prompts come from, and the order in which they are drawn."""
+
+    source: Literal["arithmetic", "jsonl"] = "arithmetic"
+    arithmetic: ArithmeticConfig = ArithmeticConfig()
+    jsonl: JsonlConfig | None = None
+    seed: int = 0
+    """Of the order of the training prompts."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        if (self.source == "jsonl") != (self.jsonl is not None):
+            raise ValueError(
+                f"jsonl is {'missing' if self.jsonl is None else 'given'} with source {self.source!r}, "
+                "expected it with source 'jsonl' and with no other"
+            )
+        return self

@@ -1,0 +1,214 @@
+"""Tasks, prompt order and tokenizers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine3d.errors import UserError
+from hybridflow.data.config import ArithmeticConfig, DataConfig
+from hybridflow.data.sampler import PromptSampler
+from hybridflow.data.tasks import ARITHMETIC_CHARACTERS, Example, arithmetic_splits, load_splits, read_jsonl
+from hybridflow.data.tokenizer import encode_answers, encode_prompts, load_tokenizer, make_character_tokenizer
+
+# The arithmetic task
+
+
+def test_every_arithmetic_answer_is_right_and_within_the_settings() -> None:
+    sizes = {"train_size": 500, "sft_size": 300, "eval_size": 200}
+    config = ArithmeticConfig(operators=("+", "-", "*"), smallest_operand=5, largest_operand=30, seed=3, **sizes)
+    splits = arithmetic_splits(config)
+    seen = set()
+    for example in itertools.chain(splits.sft, splits.train, splits.evaluation):
+        expression = example.prompt.removesuffix("=")
+        operator = next(symbol for symbol in "+-*" if symbol in expression)
+        left, right = map(int, expression.split(operator))
+        assert 5 <= left <= 30
+        assert 5 <= right <= 30
+        assert str(eval(expression)) == example.answer
+        assert set(example.prompt + example.answer) <= set(ARITHMETIC_CHARACTERS)
+        seen.add(operator)
+    assert seen == {"+", "-", "*"}
+
+
+def test_splits_are_disjoint_and_take_the_whole_space_when_asked_to() -> None:
+    config = ArithmeticConfig(operators=("+", "*"), largest_operand=9, eval_size=50, sft_size=50, train_size=100)
+    assert config.problems == 200
+    splits = arithmetic_splits(config)
+    prompts = [example.prompt for example in itertools.chain(splits.sft, splits.train, splits.evaluation)]
+    assert len(prompts) == len(set(prompts)) == 200
+
+
+def test_splits_depend_on_the_seed_and_eval_problems_on_nothing_else() -> None:
+    config = ArithmeticConfig(eval_size=40, sft_size=30, train_size=50)
+    splits = arithmetic_splits(config)
+    assert arithmetic_splits(config) == splits
+    larger = arithmetic_splits(config.model_copy(update={"train_size": 500}))
+    assert larger.evaluation == splits.evaluation
+    assert larger.sft == splits.sft
+    assert larger.train[:50] == splits.train
+    assert arithmetic_splits(config.model_copy(update={"sft_size": 60})).evaluation == splits.evaluation
+    assert arithmetic_splits(config.model_copy(update={"seed": 1})).evaluation != splits.evaluation
+
+
+def test_problems_are_drawn_from_all_over_the_space() -> None:
+    lefts = [int(example.prompt.split("+")[0]) for example in arithmetic_splits(ArithmeticConfig()).train]
+    assert 45 < sum(lefts) / len(lefts) < 54
+    assert len(set(lefts)) == 100
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"largest_operand": 3, "eval_size": 10, "sft_size": 5, "train_size": 5}, "is 20, expected at most the 16"),
+        ({"smallest_operand": 10, "largest_operand": 3}, "largest_operand is 3, expected at least 10"),
+        ({"operators": []}, "expected at least one"),
+        ({"operators": ["/"]}, "operators"),
+    ],
+)
+def test_arithmetic_settings_that_cannot_be_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ArithmeticConfig.model_validate(settings)
+
+
+# JSON lines
+
+
+def test_jsonl_examples_in_order_with_the_named_fields(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"q": "eins\\u2028", "a": "1", "x": []}\n\n{"q": "zw\u00f6lf", "a": 12}\n', encoding="utf-8")
+    assert read_jsonl(path, prompt_field="q", answer_field="a") == [
+        Example("eins\u2028", "1"),
+        Example("zw\u00f6lf", "12"),
+    ]
+    assert read_jsonl(path, prompt_field="q", answer_field=None)[1] == Example("zw\u00f6lf", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a", "answer"', ":3: not JSON"),
+        ('["a", "b"]', ":3: a JSON list, expected an object with field 'prompt'"),
+        ('{"prompt": "a", "reply": "b"}', ":3: no field 'answer', only 'prompt', 'reply'"),
+        ('{"prompt": "", "answer": "b"}', ":3: field 'prompt' is '', expected a non-empty string"),
+        ('{"prompt": "a", "answer": [1]}', ":3: field 'answer' is [1], expected a string or an integer"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n\n' + line + "\n")
+    with pytest.raises(UserError) as error:
+        read_jsonl(path)
+    assert str(error.value).startswith(f"{path}{message}")
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_cannot_serve_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no\.jsonl: No such file or directory"):
+        read_jsonl(tmp_path / "no.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UserError, match=r"empty\.jsonl holds no prompts"):
+        read_jsonl(tmp_path / "empty.jsonl")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="it is not UTF-8 text"):
+        read_jsonl(tmp_path / "binary.jsonl")
+
+
+def test_load_splits_from_either_source(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n')
+    config = DataConfig.model_validate(
+        {"source": "jsonl", "jsonl": {"train_path": str(path), "eval_path": str(path), "sft_path": None}}
+    )
+    splits = load_splits(config)
+    assert (splits.train, splits.evaluation, splits.sft) == ([Example("a", "b")], [Example("a", "b")], [])
+    assert len(load_splits(DataConfig()).evaluation) == 256
+    with pytest.raises(ValueError, match="jsonl is missing with source 'jsonl'"):
+        DataConfig.model_validate({"source": "jsonl"})
+
+
+# The order of prompts
+
+
+def test_every_prompt_exactly_once_an_epoch_across_batch_boundaries() -> None:
+    sampler = PromptSampler(10, seed=5)
+    drawn = list(itertools.chain(*(sampler.next(size) for size in (3, 4, 7, 1, 15, 10))))
+    assert sampler.position == 40
+    assert sampler.epoch == 4
+    epochs = [drawn[start : start + 10] for start in range(0, 40, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert drawn == PromptSampler(10, seed=5).next(40)
+    assert drawn != PromptSampler(10, seed=6).next(40)
+
+
+def test_a_resumed_sampler_goes_on_exactly(tmp_path: Path) -> None:
+    whole = PromptSampler(13, seed=2).next(100)
+    for position in range(0, 60, 7):
+        before = PromptSampler(13, seed=2)
+        assert before.next(position) == whole[:position]
+        (tmp_path / "state.json").write_text(json.dumps(before.state_dict()))
+        after = PromptSampler(13, seed=2)
+        after.next(random.Random(position).randrange(50))
+        after.load_state_dict(json.loads((tmp_path / "state.json").read_text()))
+        assert after.next(100 - position) == whole[position:]
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    state = PromptSampler(13, seed=2).state_dict()
+    with pytest.raises(UserError, match="has count 13, this run's data 14"):
+        PromptSampler(14, seed=2).load_state_dict(state)
+    with pytest.raises(UserError, match="has seed 2, this run's data 3"):
+        PromptSampler(13, seed=3).load_state_dict(state)
+
+
+# Tokenizers
+
+
+def test_the_character_tokenizer_is_a_huggingface_directory(tmp_path: Path) -> None:
+    make_character_tokenizer(ARITHMETIC_CHARACTERS + " \n", tmp_path)
+    program = (
+        "import sys; from transformers import AutoTokenizer\n"
+        "t = AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "ids = t.encode('17+25= \\n4')\n"
+        "print(ids, [t.pad_token_id, t.bos_token_id, t.eos_token_id], len(t))\n"
+        "assert t.decode(ids + [t.eos_token_id, t.pad_token_id], skip_special_tokens=True) == '17+25= \\n4'\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        env={"PATH": "", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert answer.stdout.strip() == "[4, 10, 13, 5, 8, 16, 17, 18, 7] [0, 1, 2] 19"
+
+
+def test_encoding_prompts_and_answers(tmp_path: Path) -> None:
+    tokenizer = make_character_tokenizer(ARITHMETIC_CHARACTERS, tmp_path)
+    examples = [Example("1+2=", "3"), Example("10+2=", "12")]
+    assert encode_prompts(tokenizer, examples, max_tokens=5) == [[4, 13, 5, 16], [4, 3, 13, 5, 16]]
+    assert encode_answers(tokenizer, examples, max_tokens=3) == [[6, 2], [4, 5, 2]]
+    with pytest.raises(UserError, match=r"prompt 1 \('10\+2='\) has 5 tokens, expected 1 to 4"):
+        encode_prompts(tokenizer, examples, max_tokens=4)
+    with pytest.raises(UserError, match=r"answer 1 \('12'\) has 3 tokens, expected at most 2"):
+        encode_answers(tokenizer, examples, max_tokens=2)
+    with pytest.raises(UserError, match=r"prompt 0 \('1x2='\) cannot be encoded"):
+        encode_prompts(tokenizer, [Example("1x2=", "2")], max_tokens=9)
+
+
+def test_tokenizers_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="character '1' is given more than once"):
+        make_character_tokenizer("121", tmp_path)
+    with pytest.raises(UserError, match=r"no tokenizer in .*: expected tokenizer_config\.json"):
+        load_tokenizer(tmp_path / "nowhere")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(UserError, match="cannot load the tokenizer"):
+        load_tokenizer(tmp_path)
