@@ -48,9 +48,10 @@ def environment(tp: int) -> dict[str, str]:
         # NCCL's library is there but there is no device for it: a path to nothing makes SGLang's wrapper stand aside.
         "SGLANG_NCCL_SO_PATH": os.devnull,
         "CUDA_VISIBLE_DEVICES": "",
-        # Forked processes need not import SGLang once more each, which is most of a start. Without CUDA nothing forbids it.
+        # Forked processes need not import SGLang each once more, which is most of a start; only CUDA forbids that.
         START_METHOD_VARIABLE: "fork",
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // max(tp, 1))),
+        # As torchrun has it: threads that wait for one another are slow where processes share the cores.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
     if tp > 1:
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores_of_ranks(tp))

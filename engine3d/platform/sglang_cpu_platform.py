@@ -15,6 +15,20 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     _enum = PlatformEnum.OOT
 
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        from sglang.srt.server_args import (
+            DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+            add_deterministic_attention_backend_choices,
+        )
+
+        # PyTorch's attention runs sequence by sequence here, so that no result depends on the rest of the batch.
+        if "torch_native" not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
+            add_deterministic_attention_backend_choices(["torch_native"])
+
+    def init_backend(self) -> None:
+        # SGLang's weight checker waits for the device by this name, whatever the device is.
+        torch.cuda.synchronize = _nothing_to_wait_for
+
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
@@ -36,6 +50,10 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
+
+
+def _nothing_to_wait_for(device: Any = None) -> None:
+    """Work on a CPU is done when its call returns."""
 
 
 def _token_allocator() -> type:

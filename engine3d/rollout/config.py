@@ -16,8 +16,8 @@ class RolloutConfig(Settings):
     """How one SGLang engine is started.
 
     `context_length` counts prompt and response together; None takes the model's own. `max_total_tokens` is the size of
-    the KV cache in tokens; None lets SGLang fill `mem_fraction_static` of the device's memory. `server_args` goes to SGLang
-    verbatim, for what has no setting of its own here.
+    the KV cache in tokens; None lets SGLang fill `mem_fraction_static` of the device's memory. `server_args` goes to
+    SGLang verbatim, for what has no setting of its own here.
     """
 
     tp: int = Field(1, ge=1)
@@ -38,7 +38,7 @@ class RolloutConfig(Settings):
     start_timeout_s: Seconds = 600
     request_timeout_s: Seconds = 600
     shutdown_timeout_s: Seconds = 30
-    server_args: dict[str, Any] = {}
+    server_args: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:

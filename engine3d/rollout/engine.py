@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout import launch
@@ -22,8 +22,8 @@ PauseMode = Literal["abort", "retract", "in_place"]
 class RolloutEngine:
     """One SGLang engine in processes of its own. Methods may be called from several threads.
 
-    Every method that talks to the engine raises EngineError, in one line, when the engine fails, dies, or does not answer
-    in time; UserError when the arguments are wrong, before anything is sent.
+    Every method that talks to the engine raises EngineError, in one line, when the engine fails, dies, or does not
+    answer in time; UserError when the arguments are wrong, before anything is sent.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class RolloutEngine:
     ) -> list[list[Generation]]:
         """Responses to prompts given as token ids: for each prompt, in order, `samples_per_prompt` generations.
 
-        `seeds`, one for each prompt, make its samples repeatable wherever and in whatever company they are drawn; they need
-        `RolloutConfig.deterministic`. An engine so configured seeds samples by their number when none are given.
+        `seeds`, one for each prompt, make its samples repeatable wherever and in whatever company they are drawn; they
+        need `RolloutConfig.deterministic`. An engine so configured numbers its prompts when none are given.
 
         Raises UserError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no room for
         `max_new_tokens` in the context; EngineError while the weights are not whole.
@@ -113,8 +113,8 @@ class RolloutEngine:
     ) -> None:
         """Load a directory of safetensors in HuggingFace names, as policy version `version`.
 
-        Waits for generations in progress, unless the engine is paused. `flush_cache=False` keeps the KV cache, computed with
-        the old weights. Raises UserError, with the engine as it was, when the tensors are not those of the model;
+        Waits for generations in progress, unless the engine is paused. `flush_cache=False` keeps the KV cache, computed
+        with the old weights. Raises UserError, with the engine as it was, when the tensors are not those of the model;
         EngineError when loading fails, and then the engine generates nothing until a load has succeeded.
         """
         host = self._running()
@@ -159,8 +159,8 @@ class RolloutEngine:
     def pause(self, mode: PauseMode = "in_place") -> None:
         """Stop generating; new requests wait for `resume`.
 
-        Those in progress end with what they have and finish reason "abort" (`abort`), go back to the queue without their KV
-        cache (`retract`), or stand still with it (`in_place`).
+        Those in progress end with what they have and finish reason "abort" (`abort`), go back to the queue without
+        their KV cache (`retract`), or stand still with it (`in_place`).
         """
         self._call("pause", "pause", mode=mode)
 
@@ -169,7 +169,7 @@ class RolloutEngine:
         self._call("resume", "resume")
 
     def release_memory(self) -> None:
-        """Give the device memory of weights and KV cache back; needs `RolloutConfig.memory_saver`. Weights become stale."""
+        """Give the memory of weights and KV cache back; needs `RolloutConfig.memory_saver`. Makes the weights stale."""
         self._check_memory_saver()
         self._stale = "release_memory dropped them"
         self._call("release of memory", "release_memory")
@@ -181,8 +181,8 @@ class RolloutEngine:
 
     def weight_checksums(self) -> list[dict[str, str]]:
         """For each tensor parallel rank, a checksum of every parameter that SGLang holds, by SGLang's name."""
-        result: list[dict[str, str]] = self._call("checksum of weights", "weight_checksums")
-        return result
+        checksums: list[dict[str, str]] = self._call("checksum of weights", "weight_checksums")
+        return checksums
 
     def is_alive(self) -> bool:
         """Whether the engine's process runs. True too while it is busy or stuck."""
@@ -210,7 +210,7 @@ class RolloutEngine:
             raise EngineError("rollout engine was not started")
         return self._host
 
-    def _call(self, phase: str, method: str, **arguments: object) -> object:
+    def _call(self, phase: str, method: str, **arguments: Any) -> Any:
         return self._running().call(phase, method, self.config.request_timeout_s, **arguments)
 
     def _check_memory_saver(self) -> None:
@@ -248,7 +248,7 @@ class RolloutEngine:
                 )
 
 
-def _sampling_parameters(sampling: SamplingConfig) -> dict[str, object]:
+def _sampling_parameters(sampling: SamplingConfig) -> dict[str, Any]:
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

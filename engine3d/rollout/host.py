@@ -1,12 +1,13 @@
 """The process that owns an SGLang engine, for one client.
 
-It leads a session of its own, because SGLang kills the whole process tree of the parent of a process that fails. It lives
-as long as its client: when the connection ends or the client is gone, it kills its process group, itself included.
+It leads a session of its own, because SGLang kills the whole process tree of the parent of a process that fails. It
+lives as long as its client: when the connection ends or the client is gone, it kills its process group and itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import shutil
 import signal
@@ -51,8 +52,8 @@ class _Client:
             self.die()
 
     def _watch_parent(self) -> None:
-        # Not prctl(PR_SET_PDEATHSIG), which fires when the client's *thread* that started us ends. And not the connection
-        # alone, which a forked child of the client may hold open.
+        # Not prctl(PR_SET_PDEATHSIG), which fires when the client's *thread* that started us ends. And not the
+        # connection alone, which a forked child of the client may hold open.
         while os.getppid() == self.launch.client_pid:
             time.sleep(_PARENT_POLL_S)
         self.die()
@@ -85,7 +86,10 @@ class _Server:
             request = await inbox.get()
             task = asyncio.create_task(self._answer(request))
             self._tasks[request.id] = task
-            task.add_done_callback(lambda _, id=request.id: self._tasks.pop(id))
+            task.add_done_callback(functools.partial(self._forget, request.id))
+
+    def _forget(self, id: int, task: asyncio.Task[None]) -> None:
+        del self._tasks[id]
 
     async def _answer(self, request: Request) -> None:
         try:

@@ -21,8 +21,8 @@ _LAUNCHER_VARIABLES = re.compile(
     r"^(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)$"
 )
 
-# SGLang keeps some positions of a context for itself (managers/tp_worker.py, scheduler.py): this many more are asked for,
-# so that prompt and response together can really have `context_length` tokens.
+# SGLang keeps some positions of a context for itself (managers/tp_worker.py, scheduler.py): this many more are asked
+# for, so that prompt and response together can really have `context_length` tokens.
 RESERVED_TOKENS = 8
 
 
@@ -63,7 +63,7 @@ def context_length(config: RolloutConfig, model: ModelFacts) -> int:
         return model.max_positions
     if config.context_length > model.max_positions:
         raise UserError(
-            f"context_length is {config.context_length}; the model in {model.directory} has {model.max_positions} positions"
+            f"context_length is {config.context_length}; {model.directory} has {model.max_positions} positions"
         )
     return config.context_length
 
@@ -106,7 +106,7 @@ def environment(config: RolloutConfig, model: ModelFacts, devices: tuple[int, ..
     return variables | {
         WORKER_VARIABLE: "1",
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_model_modules(model.architectures)),
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for RESERVED_TOKENS; nobody's position is beyond the model's
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for RESERVED_TOKENS: no position beyond the model's is used
         "PYTHONUNBUFFERED": "1",
     }
 

@@ -18,7 +18,7 @@ _CONSEQUENCE = re.compile(
 
 
 def root_cause(log_path: Path) -> str:
-    """The first exception in the last megabyte of a log that is not the consequence of another; "" where there is none."""
+    """The first exception in a log's last megabyte that is not the consequence of another; "" where there is none."""
     try:
         with log_path.open("rb") as log:
             log.seek(0, 2)

@@ -12,8 +12,8 @@ FinishReason = Literal["stop", "length", "abort"]
 class Generation:
     """One response: its sampled tokens, why it ended, and which weights made it.
 
-    `logprobs[i]` is the natural log-probability, under the sampling temperature, of `token_ids[i]`; a stop token that was
-    sampled is part of both. `weight_version` is the version that was loaded when the response was finished.
+    `logprobs[i]` is the natural log-probability, under the sampling temperature, of `token_ids[i]`; a stop token that
+    was sampled is part of both. `weight_version` is the version that was loaded when the response was finished.
     """
 
     token_ids: list[int]

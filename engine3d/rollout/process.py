@@ -33,7 +33,7 @@ class HostProcess:
     def __init__(self, server_arguments: dict[str, Any], environment: dict[str, str], log_path: Path) -> None:
         """Start the process. `wait_until_up` waits for its engine."""
         self.log_path = log_path
-        # SGLang leaves sockets in its temporary directory when it is killed: it gets one of its own, which goes with it.
+        # SGLang leaves sockets in its temporary directory when it is killed: it gets one of its own, which goes too.
         self._run_directory = tempfile.mkdtemp(prefix="engine3d-rollout-")
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0))
@@ -79,7 +79,7 @@ class HostProcess:
         return limits
 
     def call(self, phase: str, method: str, timeout_s: float, **arguments: Any) -> Any:
-        """Call a method of the host and wait for its result; `phase` names the call in errors, which are EngineErrors."""
+        """Call a method of the host and wait for its result. Raises EngineError; `phase` names the call there."""
         future: Future[Any] = Future()
         with self._lock:
             if self._death is not None:

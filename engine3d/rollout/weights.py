@@ -12,7 +12,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def tensor_shapes(directory: Path) -> Shapes:
-    """The shape of every tensor in a directory's *.safetensors. Reads headers only; raises UserError naming the file."""
+    """The shape of every tensor in a directory's *.safetensors, from their headers. Raises UserError naming a file."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise UserError(f"{directory} holds no *.safetensors")
@@ -36,8 +36,6 @@ def check_weights_fit(directory: Path, expected: Shapes) -> None:
         if name not in found:
             raise UserError(f"{directory} lacks the tensor {name} of shape {list(shape)}")
         if found[name] != shape:
-            raise UserError(
-                f"{directory}: tensor {name} has shape {list(found[name])}, the engine's model {list(shape)}"
-            )
+            raise UserError(f"{directory}: tensor {name} has shape {list(found[name])}; the engine has {list(shape)}")
     if extra := found.keys() - expected.keys():
         raise UserError(f"{directory} holds the tensor {min(extra)}, which the engine's model has not")

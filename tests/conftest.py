@@ -1,0 +1,39 @@
+"""What several test modules share: one real SGLang engine, since starting one takes most of a minute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine3d.rollout import RolloutConfig, RolloutEngine
+from tests.tiny_models import make_qwen3_moe
+
+TINY_ROLLOUT = RolloutConfig(
+    dtype="float32", context_length=64, max_total_tokens=8192, max_running_requests=64, mem_fraction_static=0.3
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two directories of one tiny Qwen3-MoE, with different random weights."""
+    directories = tuple(tmp_path_factory.mktemp("models") / f"qwen3-moe-{seed}" for seed in (0, 1))
+    for seed, directory in enumerate(directories):
+        make_qwen3_moe(directory, seed)
+    return directories[0], directories[1]
+
+
+@pytest.fixture(scope="session")
+def shared_engine(tiny_model_dirs: tuple[Path, Path]) -> Iterator[RolloutEngine]:
+    """The session's engine. Its weights are whatever the last test loaded: use `engine` to have the first model's."""
+    with RolloutEngine(tiny_model_dirs[0], TINY_ROLLOUT) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path]) -> RolloutEngine:
+    """The session's engine with the first tiny model's weights as version 0."""
+    if shared_engine.weight_version != 0 or shared_engine.is_stale:
+        shared_engine.load_weights(tiny_model_dirs[0], version=0)
+    return shared_engine

@@ -1,0 +1,67 @@
+"""What is wrong with an engine's settings or model is said before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from engine3d.errors import UserError
+from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
+from engine3d.rollout.log import root_cause
+
+
+def test_server_args_are_those_of_sglang() -> None:
+    assert RolloutConfig(server_args={"chunked_prefill_size": 512}).server_args == {"chunked_prefill_size": 512}
+    with pytest.raises(ValidationError, match=r"server_args\.chunked_prefil_size .* did you mean chunked_prefill_size"):
+        RolloutConfig(server_args={"chunked_prefil_size": 512})
+    with pytest.raises(ValidationError, match=r"server_args\.tp_size is not set here; set tp"):
+        RolloutConfig(server_args={"tp_size": 2})
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tp": 3, "ep": 2}, {"tp": 0}, {"dtype": "float8"}, {"start_timeout_s": 0}, {"unknown": 1}]
+)
+def test_wrong_rollout_settings_are_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        RolloutConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": -1}, {"top_p": 0}, {"top_k": 0}, {"min_p": 2}, {"max_new_tokens": 0}, {"stop_token_ids": [-1]}],
+)
+def test_wrong_sampling_settings_are_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        SamplingConfig(**settings)
+
+
+def test_a_model_directory_must_be_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        RolloutEngine(tmp_path, RolloutConfig())
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3MoeForCausalLM"]}')
+    with pytest.raises(UserError, match="not a model's configuration: KeyError 'vocab_size'"):
+        RolloutEngine(tmp_path, RolloutConfig())
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 8, "max_position_embeddings": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"holds no \*\.safetensors"):
+        RolloutEngine(tmp_path, RolloutConfig())
+    dummy = {"load_format": "dummy"}
+    with pytest.raises(UserError, match=r"context_length is 17; .* has 16 positions"):
+        RolloutEngine(tmp_path, RolloutConfig(context_length=17, server_args=dummy))
+    with pytest.raises(UserError, match="3 devices for a rollout engine of tp 2 x dp 1"):
+        RolloutEngine(tmp_path, RolloutConfig(tp=2, server_args=dummy), devices=(0, 1, 2))
+
+
+def test_the_root_cause_is_the_first_exception_that_is_not_a_consequence(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text(
+        "UserWarning: nothing\n[12:00:00] Scheduler hit an exception: Traceback (most recent call last):\n"
+        '  File "a.py", line 1\nEOFError\nValueError: heads 3 do not divide by 2\n'
+        "RuntimeError: Initialization failed. Please see the error messages above.\n"
+    )
+    assert root_cause(log) == "ValueError: heads 3 do not divide by 2"
+    log.write_text("all is well\n")
+    assert root_cause(log) == ""
