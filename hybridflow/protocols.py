@@ -23,8 +23,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 
@@ -121,6 +119,8 @@ def split(data: Any, parts: int) -> list[Any]:
     Raises:
         UserError: fewer rows than parts, shards of another number, or something that cannot be split.
     """
+    import torch  # here: every rank imports this module, and not every rank needs torch
+
     if isinstance(data, Shards):
         if len(data.parts) != parts:
             raise UserError(f"data comes in {len(data.parts)} shards, expected {parts}")
@@ -145,6 +145,8 @@ def split(data: Any, parts: int) -> list[Any]:
 
 def concatenate(results: Sequence[Any]) -> Any:
     """Join the results of ranks: rows of tensors, lists and batches; None of Nones; anything else stays a list."""
+    import torch
+
     first = results[0]
     if all(result is None for result in results):
         return None

@@ -1,0 +1,180 @@
+"""Worker groups on a real Ray: who gets which part of the data, and what a failing, dying or hanging rank leads to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from hybridflow.devices import pool_devices
+from hybridflow.placement import ResourcePool, cluster_nodes, release, reserve
+from hybridflow.worker_group import Future, RankError, RankUserError, WorkerGroup
+from tests.hybridflow.group_workers import Arithmetic, Failing
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def pools(ray_cluster: None) -> Iterator[dict[str, ResourcePool]]:
+    roles = {"four": "cpu:0-3", "two": "cpu:4-5", "shared": "cpu:2-3"}
+    reserved = reserve(pool_devices(roles, {}, cluster_nodes()))
+    yield reserved
+    release(reserved)
+
+
+@pytest.fixture(scope="module")
+def group(pools: dict[str, ResourcePool], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+    log_dir = tmp_path_factory.mktemp("logs")
+    layout = Layout(tp=2, dp=2)
+    with WorkerGroup("actor", Arithmetic, pools["four"], layout, 3, log_dir=log_dir, call_timeout_s=60) as group:
+        yield group
+
+
+@pytest.fixture
+def failing(pools: dict[str, ResourcePool], tmp_path: Path) -> Iterator[WorkerGroup]:
+    group = WorkerGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, call_timeout_s=30)
+    yield group
+    group.shutdown()
+
+
+def processes_of(group: WorkerGroup) -> list[psutil.Process]:
+    return list(group._processes)
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    return not [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_splits_over_dp_and_collects_one_rank_of_each_replica(group: WorkerGroup) -> None:
+    assert group.multiply([1, 2, 3, 4, 5], offset=1).result() == [4, 7, 10, 13, 16]
+    assert group.where([1, 2, 3, 4, 5]).result() == [(0, (1, 2)), (2, (3, 4, 5))]
+
+
+def test_blocking_methods_return_the_result(group: WorkerGroup) -> None:
+    rows = group.environment(["RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"])
+    assert rows == [[str(rank), "4", str(rank), ""] for rank in range(4)]
+    masters = group.environment(["MASTER_ADDR", "MASTER_PORT"])
+    assert len({tuple(master) for master in masters}) == 1
+    assert all(masters[0])
+
+
+def test_one_entry_a_rank(group: WorkerGroup) -> None:
+    assert group.echo([10, 11, 12, 13]).result() == [(0, 10), (1, 11), (2, 12), (3, 13)]
+
+
+def test_a_future_is_data_for_the_next_call(group: WorkerGroup) -> None:
+    first = group.multiply([1, 2, 3, 4])
+    assert isinstance(first, Future)
+    assert group.multiply(first).result() == [9, 18, 27, 36]
+    assert group.echo(group.multiply([0, 1, 2, 3])).result() == [(0, 0), (1, 3), (2, 6), (3, 9)]
+
+
+def test_output_goes_to_one_file_a_rank(group: WorkerGroup) -> None:
+    for rank in range(4):
+        path = group.log_path(rank)
+        assert path is not None
+        assert path.name == f"actor-{rank}.log"
+        assert f"rank {rank} speaks" in path.read_text()
+
+
+def test_data_that_cannot_be_split_is_refused_before_any_rank_sees_it(group: WorkerGroup) -> None:
+    with pytest.raises(UserError, match=r"actor\.multiply: cannot split 1 rows of data into 2 parts"):
+        group.multiply([1])
+    assert group.multiply([1, 2]).result() == [3, 6]
+
+
+def test_only_registered_methods_are_offered(group: WorkerGroup) -> None:
+    with pytest.raises(AttributeError, match="no registered method 'private'; registered are echo, environment"):
+        _ = group.private
+
+
+def test_a_pool_of_another_size_is_refused(pools: dict[str, ResourcePool]) -> None:
+    with pytest.raises(UserError, match=r"actor: the layout \(tp=2 dp=2\) has 4 ranks, and its pool has 2 devices"):
+        WorkerGroup("actor", Arithmetic, pools["two"], Layout(tp=2, dp=2), 3)
+
+
+def test_pipeline_stages_and_groups_that_share_devices(pools: dict[str, ResourcePool], group: WorkerGroup) -> None:
+    with WorkerGroup("reference", Arithmetic, pools["shared"], Layout(pp=2), 5, call_timeout_s=60) as other:
+        assert other.stage().result() == [0, 1]
+        assert other.where([1, 2]).result() == [(1, (1, 2))]
+        # dp 2 into dp 1: the caller joins what the ranks cannot pass on as it is
+        assert other.multiply(group.multiply([1, 2])).result() == [15, 30]
+        processes = processes_of(other)
+    assert all_gone(processes)
+
+
+def test_a_rank_that_raises_ends_the_group_at_once(failing: WorkerGroup) -> None:
+    processes, start = processes_of(failing), time.monotonic()
+    with pytest.raises(RankError) as caught:
+        failing.raise_on(1).result()
+    assert time.monotonic() - start < 20
+    line = str(caught.value)
+    assert line.startswith("critic rank 1, raise_on: ValueError: sample 17 has no response tokens (log: ")
+    assert "\n" not in line
+    assert caught.value.failure is not None
+    assert 'raise ValueError("sample 17' in caught.value.failure.stack
+    assert all_gone(processes)
+    with pytest.raises(RankError, match="critic rank 1, raise_on: ValueError"):
+        failing.identity([1])
+
+
+def test_a_user_error_stays_one_and_outranks_a_lost_neighbour(failing: WorkerGroup) -> None:
+    with pytest.raises(RankUserError) as caught:
+        failing.refuse_on(1).result()
+    assert str(caught.value) == "critic rank 1, refuse_on: prompt 3 has 40 tokens, the context holds 32"
+
+
+def test_a_killed_rank_is_the_cause_not_its_neighbours_gloo_error(failing: WorkerGroup) -> None:
+    processes = processes_of(failing)
+    with pytest.raises(RankError, match="critic rank 1, die_on: the process died"):
+        failing.die_on(1).result()
+    assert all_gone(processes)
+
+
+def test_a_rank_that_exits_and_what_it_had_started(failing: WorkerGroup) -> None:
+    children = [psutil.Process(pid) for pid in failing.start_child().result()]
+    processes = processes_of(failing)
+    with pytest.raises(RankError, match="critic rank 0, exit_on: the process died"):
+        failing.exit_on(0).result()
+    assert all_gone([*processes, *children])
+
+
+def test_a_rank_that_hangs_meets_the_limit_and_shows_its_stack(failing: WorkerGroup) -> None:
+    processes = processes_of(failing)
+    with pytest.raises(RankError) as caught:
+        failing.hang_on(1).result(timeout_s=2)
+    assert str(caught.value).startswith(
+        "critic rank 1, hang_on: no answer within 2 s; the stacks of its threads are in "
+    )
+    path = failing.log_path(1)
+    assert path is not None
+    assert "_wait_for_nobody" in path.read_text()
+    assert all_gone(processes)
+
+
+def test_a_failed_input_is_named_by_the_rank_that_should_have_made_it(pools: dict[str, ResourcePool]) -> None:
+    failing = WorkerGroup("critic", Failing, pools["two"], Layout(dp=2))
+    group = WorkerGroup("actor", Arithmetic, pools["shared"], Layout(dp=2), 3)
+    chained = group.multiply(failing.lose([1, 2]), offset=1)
+    with pytest.raises(RankError, match="critic rank 1, lose: ValueError: no number here"):
+        chained.result()
+
+
+def test_a_worker_that_cannot_be_built_is_named(pools: dict[str, ResourcePool]) -> None:
+    message = r"^critic rank 1, start: config\.json of model /no/such: no key hidden_size$"
+    with pytest.raises(RankUserError, match=message):
+        WorkerGroup("critic", Failing, pools["two"], Layout(dp=2), fail_at_start=1)
+
+
+def test_shutdown_leaves_no_process(pools: dict[str, ResourcePool]) -> None:
+    group = WorkerGroup("critic", Failing, pools["two"], Layout(dp=2))
+    children = [psutil.Process(pid) for pid in group.start_child().result()]
+    processes = processes_of(group)
+    group.shutdown()
+    assert all_gone([*processes, *children])
+    group.shutdown()
