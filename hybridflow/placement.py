@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ from hybridflow.devices import Device, Node
 _DIRECTORY_PREFIX = "hf-ray-"
 # Beyond the slots that roles reserve: for tasks without a placement group, such as reward functions.
 _SPARE_SLOTS = 2
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +90,36 @@ def start_ray(*, cpu_slots: int = 0, address: str | None = None, object_store_by
     os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
     # Bounds Ray's own start, in seconds.
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "60")
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    if address:
-        try:
-            ray.init(address=address, **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise UserError(f"no Ray cluster at {address}: {_first_line(error)}") from None
-        return
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        if address:
+            _attach(address)
+        else:
+            _start_here(max(os.cpu_count() or 1, cpu_slots) + _SPARE_SLOTS, object_store_bytes)
+    finally:
+        # Ray puts a handler of its own in place, which would end this process before it has put anything away.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_terminate)
+
+
+def _attach(address: str) -> None:
+    try:
+        ray.init(address=address, **_QUIET)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(f"no Ray cluster at {address}: {_first_line(error)}") from None
+
+
+def _start_here(cpus: int, object_store_bytes: int | None) -> None:
     _remove_stale_directories()
     try:
         ray.init(
             address="local",
-            num_cpus=max(os.cpu_count() or 1, cpu_slots) + _SPARE_SLOTS,
+            num_cpus=cpus,
             include_dashboard=False,
             object_store_memory=object_store_bytes,
             # Short: the path of a socket in it must stay below 108 characters.
             _temp_dir=tempfile.mkdtemp(prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-", dir="/tmp"),
-            **options,
+            **_QUIET,
         )
     except Exception as error:
         stop_ray()
