@@ -9,6 +9,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from engine3d.platform.sglang_cpu_sampling import murmur_hash32
+
 
 class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """An out-of-tree platform whose parts are all SGLang's own."""
@@ -26,8 +28,15 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
             add_deterministic_attention_backend_choices(["torch_native"])
 
     def init_backend(self) -> None:
+        from sglang.srt import batch_invariant_ops
+        from sglang.srt.layers import sampler
+
         # SGLang's weight checker waits for the device by this name, whatever the device is.
-        torch.cuda.synchronize = _nothing_to_wait_for
+        torch.cuda.synchronize = _nothing
+        # Its batch invariant kernels are Triton's. What deterministic inference is left with on a CPU: a seed for each
+        # sample, and PyTorch's operators, which give the same bits for the same batch.
+        batch_invariant_ops.enable_batch_invariant_mode = _nothing
+        sampler.murmur_hash32 = murmur_hash32
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
@@ -52,8 +61,8 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return False
 
 
-def _nothing_to_wait_for(device: Any = None) -> None:
-    """Work on a CPU is done when its call returns."""
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What has nothing to do on a CPU."""
 
 
 def _token_allocator() -> type:

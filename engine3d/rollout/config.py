@@ -30,7 +30,8 @@ class RolloutConfig(Settings):
     max_total_tokens: int | None = Field(None, ge=16)
     seed: int = Field(0, ge=0, lt=2**31)
     deterministic: bool = False
-    """Sample with a seed for each response and with kernels whose results do not depend on the batch."""
+    """Sample with a seed for each response, so that a run can be repeated; slower. On CUDA with kernels whose results
+    do not depend on the batch; on a CPU the same batch gives the same bits, another batch nearly the same log-probs."""
     cuda_graph: bool = True
     attention_backend: str | None = None
     memory_saver: bool = False

@@ -1,0 +1,58 @@
+"""The parts of SGLang's CPU platform that need no engine."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from engine3d.platform import sglang_cpu
+from engine3d.platform.sglang_cpu_sampling import murmur_hash32
+
+
+def reference_murmur3(data: bytes) -> int:
+    """MurmurHash3_x86_32 with seed 0, word by word in Python's integers."""
+    state = 0
+    for start in range(0, len(data), 4):
+        word = int.from_bytes(data[start : start + 4], "little") * 0xCC9E2D51 % 2**32
+        word = ((word << 15 | word >> 17) % 2**32) * 0x1B873593 % 2**32
+        state ^= word
+        state = ((state << 13 | state >> 19) % 2**32 * 5 + 0xE6546B64) % 2**32
+    state ^= len(data)
+    state = (state ^ state >> 16) * 0x85EBCA6B % 2**32
+    state = (state ^ state >> 13) * 0xC2B2AE35 % 2**32
+    return state ^ state >> 16
+
+
+def test_the_reference_gives_a_published_value() -> None:
+    assert reference_murmur3(b"test") == 0xBA6BD213
+
+
+def test_sampling_noise_is_murmur3_of_seed_position_and_column() -> None:
+    seeds = torch.tensor([0, 1, 2**31 - 1, 2**40 + 7], dtype=torch.uint64)
+    positions = torch.tensor([0, 5, 70000, 3])
+    columns = torch.arange(130)
+    hashed = murmur_hash32(seeds, positions, columns)
+    assert hashed.dtype == torch.uint32 and hashed.shape == (4, 130)
+    for row in range(4):
+        for column in (0, 1, 129):
+            words = int(seeds[row]).to_bytes(8, "little") + int(positions[row]).to_bytes(4, "little")
+            assert int(hashed[row, column]) == reference_murmur3(words + column.to_bytes(4, "little"))
+
+
+def test_every_rank_has_cores_of_its_own_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7, 8})
+    assert sglang_cpu.environment(2)["SGLANG_CPU_OMP_THREADS_BIND"] == "4,5|6,7"
+    assert sglang_cpu.environment(8)["SGLANG_CPU_OMP_THREADS_BIND"] == "4|5|6|7|8|4|5|6"
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in sglang_cpu.environment(1)
+
+
+def test_sglangs_own_cpu_engine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert sglang_cpu.activate() == "engine3d.platform.sglang_cpu_platform.NativeCpuPlatform"
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    assert sglang_cpu.activate() is None
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert sglang_cpu.activate() is None
