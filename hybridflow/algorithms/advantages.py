@@ -28,15 +28,13 @@ def group_relative_advantages(
         row = int(bad[0])
         raise ValueError(f"advantages: the reward of row {row} is {float(rewards[row])}, expected a finite number")
     groups, member_of = group_ids.unique(return_inverse=True)
+    # In float64 the sum of equal float32 rewards is exact, and so is their mean. A rounding error, divided by STD_EPSILON
+    # where the standard deviation is 0, would be an advantage.
     reward = rewards.to(torch.float64)
     zeros = reward.new_zeros(len(groups))
     counts = zeros.index_add(0, member_of, torch.ones_like(reward))
     mean = zeros.index_add(0, member_of, reward) / counts
     centred = reward - mean[member_of]
-    highest = zeros.scatter_reduce(0, member_of, reward, "amax", include_self=False)
-    lowest = zeros.scatter_reduce(0, member_of, reward, "amin", include_self=False)
-    # Rounding of the mean must not leave a trace where all rewards are equal: divided by STD_EPSILON it would count.
-    centred = centred.where((highest > lowest)[member_of], 0.0)
     if normalise_by_std:
         variance = zeros.index_add(0, member_of, centred.square()) / (counts - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + STD_EPSILON)[member_of]

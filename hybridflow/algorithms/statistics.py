@@ -44,6 +44,14 @@ class Statistics:
                 maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
         return Statistics(sums, means, maxima)
 
+    def cpu(self) -> Statistics:
+        """The same on the CPU."""
+        return Statistics(
+            {name: value.cpu() for name, value in self.sums.items()},
+            {name: (numerator.cpu(), denominator.cpu()) for name, (numerator, denominator) in self.means.items()},
+            {name: value.cpu() for name, value in self.maxima.items()},
+        )
+
     def all_reduce(self, group: ProcessGroup | None = None) -> Statistics:
         """The statistics over all ranks of `group`, on each of them. All must hold the same names in the same order."""
         added = [*self.sums.values(), *(part for pair in self.means.values() for part in pair)]

@@ -54,9 +54,12 @@ def test_group_advantages_by_hand() -> None:
     assert advantages(rewards, groups) == pytest.approx([a, b, -a, -b, a, -a], rel=1e-6)
 
 
-def test_groups_that_say_nothing_get_exactly_zero() -> None:
-    assert advantages([0.1, 0.1, 0.1, 7.0], [1, 1, 1, 2]) == [0.0, 0.0, 0.0, 0.0]
-    assert advantages([0.1, 0.1, 0.1, 7.0], [1, 1, 1, 2], std=False) == [0.0, 0.0, 0.0, 0.0]
+@pytest.mark.parametrize("std", [True, False])
+def test_groups_that_say_nothing_get_exactly_zero(std: bool) -> None:
+    assert advantages([0.1, 0.1, 0.1, 7.0], [1, 1, 1, 2], std=std) == [0.0, 0.0, 0.0, 0.0]
+    torch.manual_seed(0)
+    for size, reward in enumerate(torch.rand(40).tolist(), start=1):
+        assert advantages([reward] * size, [3] * size, std=std) == [0.0] * size
 
 
 def test_group_advantages_against_the_standard_library_in_any_order() -> None:
