@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ from megatron.core.models.gpt import GPTModel
 from engine3d.layout import Layout
 from engine3d.models.family import ModelSpec
 from engine3d.models.local_modules import ValueHead
+
+# It warns at every build that GPTModel will give way to HybridModel; the version is pinned.
+logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 
 def build_model(

@@ -48,7 +48,8 @@ def initialise_random(
 
 
 def _write_random(files: ExportFiles, tensor: HFTensor, seed: int, deviation: float) -> None:
-    generator = torch.Generator("cpu").manual_seed((seed << 32) ^ zlib.crc32(tensor.name.encode()))
+    # torch's CPU generator takes 32 bits of a seed.
+    generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{seed} {tensor.name}".encode()))
     rest = tensor.shape[1:]
     step = max(1, _ROWS_BYTES // (4 * max(1, prod(rest))))
     for first in range(0, tensor.shape[0], step):

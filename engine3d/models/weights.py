@@ -195,7 +195,7 @@ def _together(action: Callable[[], None], group: dist.ProcessGroup | None) -> No
     error: Exception | None = None
     try:
         action()
-    except (UserError, EngineError, OSError) as caught:
+    except Exception as caught:  # raised again below, once the other ranks know
         error = caught
     if dist.is_initialized():
         found: list[str | None] = [None] * dist.get_world_size(group)

@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-
 _PRELOADED = ("engine3d.models.build", "engine3d.models.weights", "engine3d.training.parallel", "transformers")
 
 

@@ -1,0 +1,82 @@
+"""Small models of every family, with every option that changes their weights or their arithmetic."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 97,  # no tp size divides it: the vocabulary is padded
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+
+
+def _config(architecture: str, model_type: str, **options: Any) -> dict[str, Any]:
+    return {"architectures": [architecture], "model_type": model_type, **_COMMON, **options}
+
+
+MOE = _config("Qwen3MoeForCausalLM", "qwen3_moe", **_EXPERTS, norm_topk_prob=True, mlp_only_layers=[1])
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": MOE,
+    "qwen3_moe-biases": _config(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        **_EXPERTS,
+        norm_topk_prob=False,
+        attention_bias=True,
+        decoder_sparse_step=2,
+        rope_theta=500.0,
+    ),
+    "qwen3-tied": _config("Qwen3ForCausalLM", "qwen3", tie_word_embeddings=True),
+    "qwen3-biases": _config("Qwen3ForCausalLM", "qwen3", attention_bias=True, num_key_value_heads=4),
+    "llama": _config("LlamaForCausalLM", "llama", head_dim=8, num_key_value_heads=1),
+    "llama-biases": _config(
+        "LlamaForCausalLM",
+        "llama",
+        attention_bias=True,
+        mlp_bias=True,
+        rope_theta=500.0,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "llama-linear": _config("LlamaForCausalLM", "llama", rope_scaling={"rope_type": "linear", "factor": 2.0}),
+}
+
+
+def make(name: str, directory: Path, *, value_head: bool = False) -> Any:
+    """Write a transformers model with random fp32 weights, norms and biases too; return it."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    options = {key: value for key, value in CONFIGS[name].items() if key not in ("architectures", "model_type")}
+    config = AutoConfig.for_model(CONFIGS[name]["model_type"], **options)
+    torch.manual_seed(sum(name.encode()))
+    if value_head:
+        config.num_labels = 1
+        model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+    else:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            parameter.normal_(0.0, 0.2)
+            if "norm" in parameter_name:
+                parameter.add_(1.0)
+    # Two shards, so that the index is read too.
+    model.float().eval().save_pretrained(directory, max_shard_size="100KB")
+    return model
