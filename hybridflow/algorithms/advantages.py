@@ -28,8 +28,8 @@ def group_relative_advantages(
         row = int(bad[0])
         raise ValueError(f"advantages: the reward of row {row} is {float(rewards[row])}, expected a finite number")
     groups, member_of = group_ids.unique(return_inverse=True)
-    # In float64 the sum of equal float32 rewards is exact, and so is their mean. A rounding error, divided by STD_EPSILON
-    # where the standard deviation is 0, would be an advantage.
+    # In float64 the sum of equal float32 rewards is exact, and so is their mean. An error of rounding, divided by
+    # STD_EPSILON where the standard deviation is 0, would be an advantage.
     reward = rewards.to(torch.float64)
     zeros = reward.new_zeros(len(groups))
     counts = zeros.index_add(0, member_of, torch.ones_like(reward))
