@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
@@ -30,8 +31,8 @@ class Record:
     step: int
     values: dict[str, float]
 
-    def survives(self, resume_from_step: int) -> bool:
-        """Whether a run that resumes after that step keeps this record instead of making it again."""
+    def before_resumption(self, resume_from_step: int) -> bool:
+        """False for a training step past the one that the run resumes after: it and all that follow are made again."""
         return self.phase != _RESUMED_PHASE or self.step <= resume_from_step
 
 
@@ -71,7 +72,8 @@ class JsonlSink:
             _refuse_existing(path)
         elif path.exists():
             lines = _whole_lines(path).splitlines(keepends=True)
-            _replace_file(path, "".join(line for line in lines if self._parse(path, line).survives(resume_from_step)))
+            kept = takewhile(lambda line: self._parse(path, line).before_resumption(resume_from_step), lines)
+            _replace_file(path, "".join(kept))
         self._file = path.open("a", encoding="utf-8")
 
     @staticmethod
@@ -104,8 +106,9 @@ class CsvSink:
         if resume_from_step is None:
             _refuse_existing(path)
         elif path.exists():
-            rows = [row for row in self._read() if self._survives(row, resume_from_step)]
-            self._rewrite(rows)
+            self._rewrite(
+                list(takewhile(lambda row: self._parse(row).before_resumption(resume_from_step), self._read()))
+            )
         self._file = path.open("a", encoding="utf-8", newline="")
 
     def _read(self) -> list[dict[str, str]]:
@@ -115,9 +118,9 @@ class CsvSink:
             self._columns = list(reader.fieldnames)
         return rows
 
-    def _survives(self, row: dict[str, str], resume_from_step: int) -> bool:
+    def _parse(self, row: dict[str, str]) -> Record:
         try:
-            return Record(row["phase"], int(row["step"]), {}).survives(resume_from_step)
+            return Record(row["phase"], int(row["step"]), {})
         except (KeyError, ValueError, TypeError):
             raise UserError(f"{self._path} has a row without phase and step, so the run cannot append to it") from None
 
@@ -146,7 +149,10 @@ class CsvSink:
 
 
 class TensorBoardSink:
-    """Event files, one TensorBoard run a phase, since each phase counts its own steps."""
+    """Event files, one TensorBoard run a phase, since a phase may count its own steps.
+
+    A phase that a resumed run writes to again is shown up to the step that the run resumed after, then from there.
+    """
 
     def __init__(self, directory: Path, resume_from_step: int | None) -> None:
         if resume_from_step is None:
@@ -159,8 +165,7 @@ class TensorBoardSink:
         from torch.utils.tensorboard import SummaryWriter
 
         if phase not in self._writers:
-            resumed = self._resume_from_step is not None and phase == _RESUMED_PHASE
-            purge_step = self._resume_from_step + 1 if resumed and self._resume_from_step is not None else None
+            purge_step = None if self._resume_from_step is None else self._resume_from_step + 1
             self._writers[phase] = SummaryWriter(str(self._directory / phase), purge_step=purge_step)
         return self._writers[phase]
 

@@ -37,6 +37,8 @@ TRAIN_REFERENCE_KL = "train/reference_kl"
 TRAIN_ENTROPY = "train/entropy"
 TRAIN_GRADIENT_NORM = "train/gradient_norm"
 TRAIN_LEARNING_RATE = "train/learning_rate"
+TRAIN_SKIPPED_UPDATES = "train/skipped_updates"
+INFERENCE_TIME = "inference/time_ms"
 MISMATCH_LOGPROB_MEAN = "mismatch/logprob_abs_diff_mean"
 MISMATCH_LOGPROB_MAX = "mismatch/logprob_abs_diff_max"
 SYNC_TIME = "sync/time_ms"
@@ -59,7 +61,8 @@ class Metrics:
 
     A record survives the death of the process as soon as `log` has returned. A fresh run (`resume_from_step` is None)
     raises UserError if the directory already holds metrics. A run that resumes after step s of phase "train" appends,
-    once it has dropped the records of that phase past s, which it will make again, and any half-written last line.
+    once it has dropped the first record of that phase past s with all that were written after it, whatever their phase,
+    since they will be made again, and any half-written last line.
     """
 
     def __init__(

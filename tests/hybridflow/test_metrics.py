@@ -69,19 +69,21 @@ def test_resumption_drops_what_will_be_made_again_and_a_half_written_line(tmp_pa
             log.log(step, {"sft/loss": 1.0 / step}, phase="sft")
         for step in range(1, 6):
             log.log(step, {"train/loss": float(step)})
+            log.log(step, {"eval/accuracy": 0.5}, phase="eval")
     for name in ("metrics.jsonl", "metrics.csv"):
         with (tmp_path / name).open("a") as file:
             file.write('{"phase": "train", "step": 3' if name.endswith("l") else "train,3")
     with Metrics(FILES, tmp_path, resume_from_step=3) as log:
         log.log(4, {"train/loss": 40.0, "new": 1.0})
         log.log(5, {"train/loss": 50.0})
-    expected = [("sft", step) for step in range(1, 9)] + [("train", step) for step in range(1, 6)]
+    expected = [("sft", step) for step in range(1, 9)]
+    expected += [(phase, step) for step in range(1, 4) for phase in ("train", "eval")] + [("train", 4), ("train", 5)]
     assert [(record["phase"], record["step"]) for record in records(tmp_path)] == expected
     assert [(row["phase"], int(row["step"])) for row in rows(tmp_path)] == expected
-    losses = [record["train/loss"] for record in records(tmp_path)[8:]]
+    losses = [record["train/loss"] for record in records(tmp_path) if record["phase"] == "train"]
     assert losses == [1.0, 2.0, 3.0, 40.0, 50.0]
-    assert [float(row["train/loss"]) for row in rows(tmp_path)[8:]] == losses
-    assert rows(tmp_path)[11]["new"] == "1.0"
+    assert [float(row["train/loss"]) for row in rows(tmp_path) if row["phase"] == "train"] == losses
+    assert rows(tmp_path)[-2]["new"] == "1.0"
 
 
 def test_resumption_where_no_metrics_are_starts_new_files(tmp_path: Path) -> None:
@@ -125,8 +127,10 @@ def test_tensorboard_reads_back_one_run_a_phase_without_the_dropped_steps(tmp_pa
         for step in range(1, 5):
             log.log(step, {"sft/loss": 9.0}, phase="sft")
             log.log(step, {"train/loss": float(step)})
+            log.log(step, {"eval/accuracy": float(step)}, phase="eval")
     with Metrics(config, tmp_path, resume_from_step=2) as log:
         log.log(3, {"train/loss": 30.0})
+        log.log(4, {"eval/accuracy": 40.0}, phase="eval")
 
     def scalars(phase: str, name: str) -> list[tuple[int, float]]:
         events = EventAccumulator(str(tmp_path / "tensorboard" / phase))
@@ -134,6 +138,7 @@ def test_tensorboard_reads_back_one_run_a_phase_without_the_dropped_steps(tmp_pa
         return [(event.step, event.value) for event in events.Scalars(name)]
 
     assert scalars("train", "train/loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert scalars("eval", "eval/accuracy") == [(1, 1.0), (2, 2.0), (4, 40.0)]
     assert [step for step, _ in scalars("sft", "sft/loss")] == [1, 2, 3, 4]
 
 
