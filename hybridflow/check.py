@@ -59,13 +59,14 @@ def local_devices(recipe: Recipe) -> dict[str, tuple[Device, ...]] | None:
     """
     roles = recipe.placement.roles(with_reference=recipe.algorithm.needs_reference)
     pools = recipe.placement.pools
-    maps = [text for text in (*roles.values(), *pools.values()) if text not in pools]
     if recipe.placement.cluster is not None:
-        for text in maps:
-            DeviceMap.parse(text)
+        for text in (*roles.values(), *pools.values()):
+            if text not in pools:
+                DeviceMap.parse(text)
         return None
     gpus = {platform.device_type: platform.device_count()}.get("cuda", 0)
-    return pool_devices(roles, pools, [Node("this machine", gpus=gpus, cpu_slots=highest_cpu_slot(maps))])
+    slots = highest_cpu_slot([*roles.values(), *pools.values()])
+    return pool_devices(roles, pools, [Node("this machine", gpus=gpus, cpu_slots=slots)])
 
 
 def check_layouts(recipe: Recipe, devices: dict[str, tuple[Device, ...]], spec: ModelSpec | None) -> None:

@@ -10,6 +10,7 @@ Nothing here starts anything.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -143,11 +144,14 @@ def pool_devices(
 def highest_cpu_slot(texts: Sequence[str]) -> int:
     """How many CPU slots a single machine must offer for these device maps.
 
-    Raises:
-        UserError: a device map that is wrong.
+    Names of pools, and maps that are wrong, count for nothing: `pool_devices` has the errors for those.
     """
-    maps = [DeviceMap.parse(text) for text in texts]
-    return max((max(each.indices) + 1 for each in maps if each.kind == "cpu"), default=0)
+    slots = 0
+    for text in texts:
+        with contextlib.suppress(UserError):
+            parsed = DeviceMap.parse(text)
+            slots = max(slots, max(parsed.indices) + 1 if parsed.kind == "cpu" else 0)
+    return slots
 
 
 def _devices(key: str, text: str, nodes: Sequence[Node], pools: Mapping[str, str] | None = None) -> tuple[Device, ...]:

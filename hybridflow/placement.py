@@ -7,13 +7,13 @@ devices share the bundles, and so the GPUs; the others run at the same time on t
 from __future__ import annotations
 
 import os
-import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 # Read by Ray when it is imported. What Ray would print about workers that died is dropped: a `WorkerGroup` says which
@@ -25,9 +25,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine3d.errors import EngineError, UserError
+from hybridflow import watchdog
 from hybridflow.devices import Device, Node
 
-_DIRECTORY_PREFIX = "hf-ray-"
+# In the environment of everything that a local Ray starts, and everything that starts in turn.
+_MARKER = "HYBRIDFLOW_RAY"
+_STOP_LIMIT_S = 30.0
+# The watchdog of the Ray that this process started; None where there is none, or a cluster's.
+_local: subprocess.Popen[bytes] | None = None
 # Beyond the slots that roles reserve: for tasks without a placement group, such as reward functions.
 _SPARE_SLOTS = 2
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -74,7 +79,8 @@ def start_ray(*, cpu_slots: int = 0, address: str | None = None, object_store_by
     """Start Ray on this machine, or attach to a cluster.
 
     Locally it starts quietly: no dashboard, no usage statistics, no worker output on the console, its files in a
-    directory of its own that `stop_ray` removes. Everything it starts dies with this process, even by SIGKILL.
+    directory of its own that goes when it stops. A watchdog ends all that it started when this process is gone, even by
+    SIGKILL.
 
     Args:
         cpu_slots: how many CPU slots the recipe places roles on; more than there are cores is fine.
@@ -110,27 +116,38 @@ def _attach(address: str) -> None:
 
 
 def _start_here(cpus: int, object_store_bytes: int | None) -> None:
-    _remove_stale_directories()
+    global _local
+    # Short: the path of a socket in it must stay below 108 characters.
+    directory = tempfile.mkdtemp(prefix="hf-ray-", dir="/tmp")
+    command = [sys.executable, "-I", watchdog.__file__, f"{_MARKER}={directory}", directory]
+    # A session of its own: Ctrl-C is not for the watchdog.
+    _local = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    os.environ[_MARKER] = directory
     try:
         ray.init(
             address="local",
             num_cpus=cpus,
             include_dashboard=False,
             object_store_memory=object_store_bytes,
-            # Short: the path of a socket in it must stay below 108 characters.
-            _temp_dir=tempfile.mkdtemp(prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-", dir="/tmp"),
+            _temp_dir=directory,
             **_QUIET,
         )
     except Exception as error:
         stop_ray()
         raise EngineError(f"Ray did not start on this machine: {_first_line(error)}") from error
+    except BaseException:
+        stop_ray()
+        raise
 
 
 def stop_ray() -> None:
-    """Stop what `start_ray` started, or leave the cluster that it attached to."""
+    """Stop what `start_ray` started, to the last process, or leave the cluster that it attached to."""
+    global _local
     ray.shutdown()
-    for directory in Path("/tmp").glob(f"{_DIRECTORY_PREFIX}{os.getpid()}-*"):
-        shutil.rmtree(directory, ignore_errors=True)
+    if _local is not None:
+        local, _local = _local, None
+        del os.environ[_MARKER]
+        local.communicate(timeout=_STOP_LIMIT_S)
 
 
 def cluster_nodes() -> list[Node]:
@@ -195,22 +212,17 @@ def _nodes() -> list[tuple[Node, str]]:
     found = []
     for each in alive:
         resources, address = each["Resources"], each["NodeManagerAddress"]
-        slots = int(resources.get("CPU", 0)) - (_SPARE_SLOTS if _is_local() else 0)
-        name = "this machine" if _is_local() else address
+        slots = int(resources.get("CPU", 0)) - (_SPARE_SLOTS if _local else 0)
+        name = "this machine" if _local else address
         found.append((Node(name, int(resources.get("GPU", 0)), slots), f"node:{address}"))
     return found
-
-
-def _is_local() -> bool:
-    """Whether this process started the Ray that it uses."""
-    return any(Path("/tmp").glob(f"{_DIRECTORY_PREFIX}{os.getpid()}-*"))
 
 
 def _visible(device: Device, group: PlacementGroup, index: int, timeout_s: float) -> str:
     """What CUDA_VISIBLE_DEVICES must name for a device."""
     if device.kind == "cpu":
         return ""
-    if _is_local():
+    if _local:
         inherited = os.environ.get("CUDA_VISIBLE_DEVICES")
         return inherited.split(",")[device.index].strip() if inherited else str(device.index)
     granted = _granted_gpu.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
@@ -220,14 +232,6 @@ def _visible(device: Device, group: PlacementGroup, index: int, timeout_s: float
 @ray.remote(num_cpus=0, num_gpus=1)
 def _granted_gpu() -> str:
     return str(ray.get_gpu_ids()[0])
-
-
-def _remove_stale_directories() -> None:
-    """Remove what a killed run could not: directories whose process is gone."""
-    for directory in Path("/tmp").glob(f"{_DIRECTORY_PREFIX}*-*"):
-        owner = directory.name.removeprefix(_DIRECTORY_PREFIX).split("-")[0]
-        if owner.isdigit() and not Path("/proc", owner).exists() and os.access(directory, os.W_OK):
-            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _summary(resources: Sequence[Mapping[str, float]]) -> str:

@@ -154,11 +154,12 @@ def _real_key(data: object, detail: ErrorDetails) -> Key:
 
 
 def _place(key: Key, places: Mapping[Key, str], source: str) -> str:
-    """Where a key was read, or else the group around it."""
-    for length in range(len(key), 0, -1):
-        if key[:length] in places:
-            return places[key[:length]]
-    return source
+    """Where a key was read, or else what is below it, or else the group around it."""
+    if key and key not in places:
+        below = (place for inner, place in places.items() if inner[: len(key)] == key)
+        around = (places[key[:length]] for length in range(len(key) - 1, 0, -1) if key[:length] in places)
+        return next(below, None) or next(around, source)
+    return places.get(key, source)
 
 
 def _short(value: object) -> str:

@@ -1,0 +1,68 @@
+"""Ends what a run has started once the run is gone, however it went: a program of its own, standard library only.
+
+    python watchdog.py MARKER DIRECTORY
+
+Waits until its standard input closes, which the death of the process at the other end does too. Then it kills every
+process that belongs to the run and removes DIRECTORY. To the run belongs who has MARKER (`NAME=value`) in its
+environment, who has a file or socket in DIRECTORY open (a process that sets its title overwrites what others can see of
+its environment), and who is in the process group of one of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+_LIMIT_S = 20.0
+
+
+def run_processes(marker: str, directory: str) -> list[int]:
+    """The processes of the run, but for the one that started it, which may be alive and have stopped Ray."""
+    spared = {os.getpid(), os.getppid()}
+    groups: dict[int, int] = {}
+    found = set()
+    for entry in Path("/proc").iterdir():
+        # Gone meanwhile, or another user's; a zombie has neither environment nor files.
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and int(entry.name) not in spared:
+                groups[int(entry.name)] = os.getpgid(int(entry.name))
+                marked = marker.encode() in (entry / "environ").read_bytes().split(b"\0")
+                if marked or _has_open(entry / "fd", directory):
+                    found.add(int(entry.name))
+    # Ray gives each worker a group of its own; the group of the daemons is that of the program which started the run.
+    leaders = {pid for pid in found if groups[pid] == pid}
+    return [pid for pid in groups if pid in found or groups[pid] in leaders]
+
+
+def _has_open(descriptors: Path, directory: str) -> bool:
+    for descriptor in descriptors.iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if str(descriptor.readlink()).startswith(f"{directory}/"):
+                return True
+    return False
+
+
+def kill_run(marker: str, directory: str) -> None:
+    """Kill them until none is left: one may have started another meanwhile."""
+    deadline = time.monotonic() + _LIMIT_S
+    while (pids := run_processes(marker, directory)) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def main() -> None:
+    marker, directory = sys.argv[1:]
+    sys.stdin.buffer.read()
+    kill_run(marker, directory)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The command as a user meets it: exit codes, and one clear line first on stderr."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hybridflow.cli import main
+
+ROOT = Path(__file__).parents[2]
+DEMO = str(ROOT / "launch/recipes/demo.yaml")
+
+
+def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
+    code = main(["check", *arguments])
+    return code, capsys.readouterr().err.splitlines()
+
+
+def test_a_recipe_with_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", DEMO, "--track_metrics", "seed=7"]) == 0
+    assert capsys.readouterr() == (f"{DEMO}: nothing wrong found\n", "")
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "train.layout.tpp=2",
+            "override train.layout.tpp=2: unknown key train.layout.tpp: did you mean train.layout.tp?",
+        ),
+        ("train.layout.tp=two", "override train.layout.tp=two: train.layout.tp = 'two': expected a whole number"),
+        (
+            "train.layout.tp=3",
+            "train.layout on placement.actor: layout: tp*pp*cp = 3*1*1 = 3 does not divide the 2 ranks",
+        ),
+        ("train.layout.ep=8", "train.layout on placement.actor: layout: etp*ep = 1*8 = 8 does not divide"),
+        ("placement.actor=gpu:0", "placement.actor: device map 'gpu:0': the kind is 'gpu', expected cpu, cuda or node"),
+        ("placement.rollout=cpu:0-2", "placement.rollout: 3 devices for 2 engines"),
+        ("rollout.sampling.max_new_tokens=64", "rollout.sampling.max_new_tokens=64 leaves no room for a prompt"),
+        ("rollout.engine.context_length=8", "prompt"),
+        ("model={path: /no/such/model}", "/no/such/model"),
+        ("model.path=/no/such/model", "expected one of path"),
+    ],
+)
+def test_what_check_finds(capsys: pytest.CaptureFixture[str], override: str, line: str) -> None:
+    overrides = [override]
+    if override == "placement.rollout=cpu:0-2":
+        overrides.append("rollout.engines=2")
+    code, lines = check(capsys, DEMO, *overrides)
+    assert code == 2
+    assert lines[0].startswith("hybridflow: ")
+    assert line in lines[0]
+
+
+def test_a_reward_function_that_cannot_be_imported(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = check(capsys, DEMO, 'reward.functions=[{name: mine, path: "no_such_module:reward"}]')
+    assert code == 2
+    assert "reward 'mine' (no_such_module:reward)" in lines[0]
+
+
+def test_all_errors_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = check(capsys, DEMO, "placement.rollout=cuda:9999", "rollout.sampling.max_new_tokens=64")
+    assert (code, len(lines)) == (2, 2)
+
+
+@pytest.mark.parametrize("arguments", [[], ["train"], ["fly", DEMO], ["check", DEMO, "--nothing"]])
+def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+DRIVER = """
+import os, sys, time
+from pathlib import Path
+from engine3d.layout import Layout
+from hybridflow.devices import pool_devices
+from hybridflow.placement import cluster_nodes, reserve, start_ray
+from hybridflow.worker_group import WorkerGroup
+from tests.hybridflow.group_workers import Failing
+
+start_ray(cpu_slots=2)
+pools = reserve(pool_devices({"two": "cpu:0-1"}, {}, cluster_nodes()))
+group = WorkerGroup("two", Failing, pools["two"], Layout(dp=2))
+print("children", os.environ["HYBRIDFLOW_RAY"], *group.start_child().result(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.processes
+def test_a_killed_driver_leaves_no_process() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+    )
+    try:
+        assert driver.stdout is not None
+        words = driver.stdout.readline().split()
+        assert words[:1] == ["children"]
+        directory = words[1]
+        grandchildren = [psutil.Process(int(pid)) for pid in words[2:]]
+        started = [*psutil.Process(driver.pid).children(recursive=True), *grandchildren]
+        assert any("raylet" in process.name() for process in started)
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.wait(timeout=10)
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert not [" ".join(process.cmdline()) for process in alive]
+    deadline = time.monotonic() + 10
+    while Path(directory).exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(directory).exists()
