@@ -42,6 +42,9 @@ class CpuPlatform(Platform):
     def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ""}
 
+    def training_environment(self, ranks: int) -> dict[str, str]:
+        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+
     def rollout_server_arguments(self) -> dict[str, Any]:
         from engine3d.platform import sglang_cpu  # SGLang is slow to import, and only its workers need it
 

@@ -39,6 +39,10 @@ class CudaPlatform(Platform):
     def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
 
+    def training_environment(self, ranks: int) -> dict[str, str]:
+        # Megatron-Core relies on kernels of one device being issued in order to overlap tensor-parallel traffic.
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
     def rollout_server_arguments(self) -> dict[str, Any]:
         # Both would compile for minutes on their first start.
         return {"disable_prefill_cuda_graph": True, "enforce_disable_flashinfer_allreduce_fusion": True}

@@ -56,6 +56,10 @@ class Platform(ABC):
         """The environment in which a new process sees just these devices."""
 
     @abstractmethod
+    def training_environment(self, ranks: int) -> dict[str, str]:
+        """Environment of a training process that shares its machine with `ranks` of them."""
+
+    @abstractmethod
     def rollout_server_arguments(self) -> dict[str, Any]:
         """SGLang engine arguments that this platform needs."""
 

@@ -125,6 +125,41 @@ def _as_list(sizes: Any) -> list[int] | None:
     return None if sizes is None else [int(size) for size in sizes]
 
 
+def _allowing_uneven_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo gathers tensors of one shape; expert tensor parallelism gathers as many tokens as each rank has."""
+
+    def gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({output.shape for output in outputs}) == 1:
+            return all_gather(outputs, tensor, group=group, async_op=async_op)
+        for source, output in enumerate(outputs):
+            part = tensor.contiguous() if source == torch.distributed.get_rank(group) else torch.empty_like(output)
+            torch.distributed.broadcast(part, group_src=source, group=group)
+            output.copy_(part)
+        return None
+
+    return gather
+
+
+def _allowing_uneven_scatter(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
+    def scatter(
+        output: torch.Tensor,
+        inputs: list[torch.Tensor],
+        op: Any = torch.distributed.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if len({tensor.shape for tensor in inputs}) == 1:
+            return reduce_scatter(output, inputs, op=op, group=group, async_op=async_op)
+        for target, tensor in enumerate(inputs):
+            part = tensor.clone()
+            torch.distributed.reduce(part, group_dst=target, op=op, group=group)
+            if target == torch.distributed.get_rank(group):
+                output.copy_(part)
+        return None
+
+    return scatter
+
+
 _installed: _CudaMeansCpu | None = None
 
 
@@ -162,6 +197,8 @@ def answer_for_cuda() -> None:
         )
 
     torch.distributed.all_to_all_single = all_to_all_with_lists
+    torch.distributed.all_gather = _allowing_uneven_gather(torch.distributed.all_gather)
+    torch.distributed.reduce_scatter = _allowing_uneven_scatter(torch.distributed.reduce_scatter)
 
     _installed = _CudaMeansCpu()
     _installed.__enter__()

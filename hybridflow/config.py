@@ -1,0 +1,127 @@
+"""A recipe: every setting of a run, typed and frozen, from a YAML file and `key=value` overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from engine3d.rollout.config import RolloutConfig, SamplingConfig
+from engine3d.settings import Settings
+from engine3d.training.config import OptimizerConfig, TrainConfig
+from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.data.config import DataConfig
+from hybridflow.metrics import MetricsConfig
+from hybridflow.rewards.config import RewardConfig
+from hybridflow.settings_file import load_settings
+
+
+class CreateModel(Settings):
+    """A model with random weights, made when the run starts."""
+
+    config: dict[str, Any]
+    """The HuggingFace `config.json`: `architectures` and the sizes."""
+    tokenizer: Literal["characters"] = "characters"
+    """One token a character of the arithmetic task."""
+    seed: int | None = None
+    """Of the weights; the run's seed if null."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class ModelConfig(Settings):
+    """The model to train: a HuggingFace directory, or one to be made."""
+
+    path: Path | None = None
+    create: CreateModel | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> ModelConfig:
+        if (self.path is None) == (self.create is None):
+            raise ValueError("expected one of path (a HuggingFace directory) and create (a config with random weights)")
+        return self
+
+
+class RolloutRole(Settings):
+    """The engines that generate, and what they generate for each prompt."""
+
+    engine: RolloutConfig = RolloutConfig()
+    engines: int | None = Field(None, ge=1)
+    """Engines side by side; as many as the role's devices hold if null."""
+    sampling: SamplingConfig = SamplingConfig()
+    samples_per_prompt: int = Field(8, ge=1)
+
+
+class WarmupConfig(Settings):
+    """A supervised phase before the first rollout, on the data's supervised examples."""
+
+    steps: int = Field(100, ge=1)
+    batch_size: int = Field(64, ge=1)
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
+
+
+class TrainerConfig(Settings):
+    """The loop."""
+
+    steps: int = Field(100, ge=1)
+    prompts_per_step: int = Field(64, ge=1)
+    mini_batches: int = Field(1, ge=1)
+    """Optimizer steps that one rollout is divided into."""
+    epochs: int = Field(1, ge=1)
+    """Passes over each rollout."""
+    eval_interval: int | None = Field(None, ge=1)
+    """Steps between evaluations; only before the first and after the last if null."""
+    eval_prompts: int | None = Field(None, ge=1)
+    """Held-out prompts of an evaluation; all of them if null."""
+    export: bool = True
+    """Write the trained model as a HuggingFace directory at the end."""
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.mini_batches * self.epochs
+
+
+class PlacementConfig(Settings):
+    """Which devices each role runs on: a device map such as "cuda:0-3", or the name of a pool."""
+
+    pools: dict[str, str] = Field(default_factory=dict)
+    """Pools by name; they share no device."""
+    actor: str
+    rollout: str
+    reference: str | None = None
+    """Only where the algorithm needs a reference policy; the actor's devices if null."""
+    cluster: str | None = None
+    """Address of a running Ray cluster; one is started on this machine if null."""
+
+    def roles(self, *, with_reference: bool) -> dict[str, str]:
+        """The device map or pool of every role that runs."""
+        roles = {"actor": self.actor, "rollout": self.rollout}
+        return roles | ({"reference": self.reference or self.actor} if with_reference else {})
+
+
+class Recipe(Settings):
+    """Every setting of a run."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
+    seed: int = Field(0, ge=0, lt=2**31)
+    run_dir: Path = Path("runs")
+    model: ModelConfig
+    train: TrainConfig = TrainConfig()
+    rollout: RolloutRole = RolloutRole()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    warmup: WarmupConfig | None = None
+    trainer: TrainerConfig = TrainerConfig()
+    placement: PlacementConfig
+    metrics: MetricsConfig = MetricsConfig()
+
+
+def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file and apply `dotted.key=value` overrides.
+
+    Raises:
+        SettingsError: with one line for every error found.
+    """
+    return load_settings(Recipe, path, overrides)

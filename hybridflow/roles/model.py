@@ -1,0 +1,142 @@
+"""One rank of a Megatron-Core model, as a role of the dataflow."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from engine3d.platform import platform
+from engine3d.training.config import OptimizerConfig, TrainConfig
+from hybridflow import metrics
+from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.algorithms.grpo import grpo_loss
+from hybridflow.algorithms.sft import sft_loss
+from hybridflow.algorithms.statistics import Statistics
+from hybridflow.batch import RolloutBatch
+from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, register
+from hybridflow.rank_process import WorkerContext
+from hybridflow.roles.sequences import to_response_column, to_sequences
+
+if TYPE_CHECKING:
+    from engine3d.training.engine import TokenOutputs
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one data-parallel rank tells of one optimizer step."""
+
+    statistics: Statistics
+    grad_norm: float
+    learning_rate: float
+    applied: bool
+    seconds: float
+    peak_memory_bytes: int
+
+
+class ModelWorker:
+    """One rank of an actor or a reference policy.
+
+    Args:
+        context: the rank, its layout and its place in it.
+        directory: HuggingFace directory of the initial weights.
+        config: how the model is trained.
+        trainable: false for a reference policy.
+        seed: of the model's random states.
+    """
+
+    def __init__(
+        self, context: WorkerContext, directory: Path, config: TrainConfig, *, trainable: bool, seed: int
+    ) -> None:
+        self._layout, self._directory, self._config = context.layout, directory, config
+        self._trainable, self._seed = trainable, seed
+
+    @register(ONE_TO_ALL)
+    def start(self) -> dict[str, str]:
+        """Join the group's process groups, build the model and load its weights.
+
+        Returns:
+            The libraries that this rank found, by name.
+        """
+        from engine3d.training.engine import TrainEngine  # Megatron-Core is only imported where it runs
+
+        self._engine = TrainEngine(
+            self._directory, self._config, self._layout, trainable=self._trainable, seed=self._seed
+        )
+        return platform.libraries()
+
+    @register(THREE_D_PROTO)
+    def logprobs(self, batch: RolloutBatch, *, temperature: float) -> Tensor | None:
+        """(B, S') float32 log-probs of the response tokens, 0 on padding."""
+        outputs = self._engine.logprobs(to_sequences(batch), temperature=temperature)
+        if outputs is None or outputs.logprobs is None:
+            return None
+        return to_response_column(batch, outputs.logprobs)
+
+    @register(THREE_D_PROTO)
+    def update(self, batch: RolloutBatch, weights: Tensor, *, algorithm: AlgorithmConfig, temperature: float) -> Update:
+        """One optimizer step of policy optimization.
+
+        Args:
+            batch: with advantages, and old and reference log-probs where the algorithm needs them.
+            weights: (B, S') float32 of `token_weights` over the whole mini-batch.
+        """
+        columns = {"advantages": batch.advantages, "weights": weights, "rollout_logprobs": batch.logprobs}
+        columns |= {"old_logprobs": batch.old_logprobs, "ref_logprobs": batch.ref_logprobs}
+        sequences = to_sequences(batch, **{name: value for name, value in columns.items() if value is not None})
+
+        def loss(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, Statistics]:
+            assert outputs.logprobs is not None
+            return grpo_loss(outputs.logprobs, entropy=outputs.entropy, config=algorithm, **columns)
+
+        return self._update(sequences, loss, temperature=temperature, with_entropy=True)
+
+    @register(THREE_D_PROTO)
+    def supervise(self, batch: RolloutBatch, weights: Tensor) -> Update:
+        """One optimizer step towards the given responses. Arguments as in `update`."""
+
+        def loss(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, Statistics]:
+            assert outputs.logprobs is not None
+            return sft_loss(outputs.logprobs, **columns)
+
+        return self._update(to_sequences(batch, weights=weights), loss, temperature=1.0, with_entropy=False)
+
+    def _update(self, sequences: Any, loss: Any, *, temperature: float, with_entropy: bool) -> Update:
+        start = time.perf_counter()
+        result = self._engine.update(sequences, loss, temperature=temperature, with_entropy=with_entropy)
+        return Update(
+            statistics=Statistics.merge(result.facts).cpu(),
+            grad_norm=result.grad_norm,
+            learning_rate=result.learning_rate,
+            applied=result.applied,
+            seconds=time.perf_counter() - start,
+            peak_memory_bytes=platform.memory().peak,
+        )
+
+    @register(ONE_TO_ALL)
+    def reset_optimizer(self, config: OptimizerConfig) -> None:
+        """Start the optimizer and its schedule afresh, with other settings."""
+        self._engine.reset_optimizer(config)
+
+    @register(ONE_TO_ALL)
+    def export(self, directory: Path) -> None:
+        """Write the weights as a HuggingFace directory; every rank writes its own part."""
+        self._engine.export(directory)
+
+
+def update_metrics(updates: list[list[Update]]) -> dict[str, float]:
+    """The figures of a step.
+
+    Args:
+        updates: for each optimizer step of the step, one entry a data-parallel rank.
+    """
+    every = [update for ranks in updates for update in ranks]
+    values = Statistics.merge(update.statistics for update in every).values(mini_batches=len(updates))
+    values[metrics.TRAIN_GRADIENT_NORM] = sum(ranks[0].grad_norm for ranks in updates) / len(updates)
+    values[metrics.TRAIN_LEARNING_RATE] = updates[-1][0].learning_rate
+    values[metrics.TRAIN_SKIPPED_UPDATES] = sum(not ranks[0].applied for ranks in updates)
+    values[metrics.ACTOR_GPU_MEMORY] = max(update.peak_memory_bytes for update in every) / 2**20
+    return values

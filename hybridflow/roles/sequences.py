@@ -1,0 +1,49 @@
+"""Between the padded rows of a RolloutBatch and the flat sequences that a training engine reads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine3d.training.sequences import Sequences
+from hybridflow.batch import RolloutBatch
+
+
+def to_sequences(batch: RolloutBatch, **columns: Tensor) -> Sequences:
+    """Each sample as prompt and response, end to end.
+
+    Args:
+        columns: name to (B, S') figures of response tokens; prompt tokens get 0.
+    """
+    lengths = batch.sequence_lengths
+    at = _response_positions(batch)
+    within = _within_responses(batch)
+    tokens = torch.empty(int(lengths.sum()), dtype=torch.int64)
+    is_response = torch.zeros(len(tokens), dtype=torch.bool)
+    is_response[at] = True
+    tokens[~is_response] = batch.input_ids[batch.attention_mask]
+    tokens[at] = batch.generated_ids[within]
+    flat = {}
+    for name, column in columns.items():
+        flat[name] = torch.zeros(len(tokens), dtype=column.dtype)
+        flat[name][at] = column[within]
+    return Sequences(tokens, lengths, flat)
+
+
+def to_response_column(batch: RolloutBatch, figures: Tensor) -> Tensor:
+    """(T,) figures of all tokens of `to_sequences(batch)` -> (B, S') float32 of the response tokens, 0 on padding."""
+    column = torch.zeros(batch.generated_ids.shape, dtype=torch.float32)
+    column[_within_responses(batch)] = figures[_response_positions(batch)].float()
+    return column
+
+
+def _within_responses(batch: RolloutBatch) -> Tensor:
+    """(B, S') bool: which positions of `generated_ids` hold a token."""
+    return torch.arange(batch.generated_ids.shape[1]) < batch.response_lengths[:, None]
+
+
+def _response_positions(batch: RolloutBatch) -> Tensor:
+    """Flat positions of all response tokens, sample by sample."""
+    starts = batch.sequence_lengths.cumsum(0) - batch.sequence_lengths + batch.prompt_lengths
+    width = torch.arange(batch.generated_ids.shape[1])
+    return (starts[:, None] + width)[_within_responses(batch)]

@@ -1,0 +1,121 @@
+"""What a run stands on: its directory, its model and tokenizer, and its examples as tokens."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from transformers import PreTrainedTokenizerBase
+
+from engine3d.errors import UserError
+from engine3d.models import ModelSpec, initialise_random, load_model_spec, model_spec
+from hybridflow.config import Recipe
+from hybridflow.data.tasks import ARITHMETIC_CHARACTERS, Example, load_splits
+from hybridflow.data.tokenizer import encode_answers, encode_prompts, load_tokenizer, make_character_tokenizer
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Examples of one phase with their prompts as token ids."""
+
+    examples: list[Example]
+    tokens: list[list[int]]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The unchanging facts of a run.
+
+    Args:
+        directory: `<run_dir>/<name>`: logs, metrics and the exported model.
+        model_directory: HuggingFace directory of the initial weights.
+        answers: response token ids of the supervised examples.
+    """
+
+    directory: Path
+    model_directory: Path
+    tokenizer: PreTrainedTokenizerBase
+    train: Prompts
+    evaluation: Prompts
+    sft: Prompts
+    answers: list[list[int]]
+
+    @property
+    def log_directory(self) -> Path:
+        return self.directory / "logs"
+
+
+def prepare(recipe: Recipe) -> Run:
+    """Make the run's directory and model, and encode its examples.
+
+    Raises:
+        UserError: the directory holds a run already, or model, tokenizer or examples do not fit.
+    """
+    directory = (recipe.run_dir / recipe.name).absolute()
+    if directory.exists() and any(directory.iterdir()):
+        raise UserError(f"run_dir/name: {directory} holds a run already; choose another name or remove it")
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+    model_directory = recipe.model.path or directory / "initial"
+    if recipe.model.create is not None:
+        create_model(recipe, model_directory)
+    tokenizer = load_tokenizer(model_directory)
+    return Run(directory, model_directory, tokenizer, *encode(recipe, tokenizer, prompt_limit(recipe)))
+
+
+def initial_spec(recipe: Recipe) -> ModelSpec:
+    """The model that the recipe names, from its configuration alone."""
+    if recipe.model.path is not None:
+        return load_model_spec(recipe.model.path)
+    assert recipe.model.create is not None
+    return model_spec(recipe.model.create.config)
+
+
+def prompt_limit(recipe: Recipe) -> int:
+    """Most tokens of a prompt: what the context leaves beside the response.
+
+    Raises:
+        UserError: the response alone fills the context.
+    """
+    context = recipe.rollout.engine.context_length or initial_spec(recipe).sizes.max_positions
+    response = recipe.rollout.sampling.max_new_tokens
+    if response >= context:
+        raise UserError(
+            f"rollout.sampling.max_new_tokens={response} leaves no room for a prompt in a context of {context} tokens"
+        )
+    return context - response
+
+
+def create_model(recipe: Recipe, directory: Path) -> None:
+    """Write the recipe's random model and its tokenizer."""
+    create = recipe.model.create
+    assert create is not None
+    seed = recipe.seed if create.seed is None else create.seed
+    shutil.rmtree(directory, ignore_errors=True)
+    initialise_random(model_spec(create.config), directory, seed, getattr(torch, create.dtype))
+    make_character_tokenizer(ARITHMETIC_CHARACTERS, directory)
+
+
+def encode(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int
+) -> tuple[Prompts, Prompts, Prompts, list[list[int]]]:
+    """Training, evaluation and supervised prompts, and the supervised answers, as tokens.
+
+    Raises:
+        UserError: naming the prompt that cannot be encoded or is longer than `limit` tokens.
+    """
+    splits = load_splits(recipe.data)
+    evaluation = splits.evaluation[: recipe.trainer.eval_prompts]
+    sft = splits.sft if recipe.warmup is not None else []
+    phases = [
+        Prompts(list(examples), encode_prompts(tokenizer, examples, max_tokens=limit))
+        for examples in (splits.train, evaluation, sft)
+    ]
+    answers = encode_answers(tokenizer, sft, max_tokens=recipe.rollout.sampling.max_new_tokens)
+    return phases[0], phases[1], phases[2], answers
