@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def init_backend(self) -> None:
         from sglang.srt import batch_invariant_ops
         from sglang.srt.layers import sampler
+        from sglang.srt.layers.moe import fused_moe_native
+        from sglang.srt.model_executor import model_runner
 
         # SGLang's weight checker waits for the device by this name, whatever the device is.
         torch.cuda.synchronize = _nothing
@@ -37,6 +40,9 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # sample, and PyTorch's operators, which give the same bits for the same batch.
         batch_invariant_ops.enable_batch_invariant_mode = _nothing
         sampler.murmur_hash32 = murmur_hash32
+        # Its AMX kernels need weights padded to multiples of 32 on every rank; PyTorch's do not.
+        model_runner.adjust_config_with_unaligned_cpu_tp = _as_it_is
+        fused_moe_native.moe_forward_native = _with_local_experts(fused_moe_native.moe_forward_native)
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
@@ -63,6 +69,30 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """What has nothing to do on a CPU."""
+
+
+def _as_it_is(model_config: Any, load_config: Any, tp_size: int) -> Any:
+    return model_config
+
+
+def _with_local_experts(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """SGLang's native experts, for expert parallel ranks too: an expert of another rank has the id -1 there."""
+
+    def forward_local(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
+        local = topk_output.topk_ids >= 0
+        if local.all():
+            return forward(layer, x, topk_output, config)
+        # Each pair of a token and a local expert as a token of its own, with one expert.
+        tokens = local.nonzero()[:, 0]
+        pairs = topk_output._replace(
+            topk_ids=topk_output.topk_ids[local].unsqueeze(1), topk_weights=topk_output.topk_weights[local].unsqueeze(1)
+        )
+        output = torch.zeros_like(x)
+        if len(tokens):
+            output.index_add_(0, tokens, forward(layer, x[tokens], pairs, config))
+        return output
+
+    return forward_local
 
 
 def _token_allocator() -> type:

@@ -36,7 +36,8 @@ class RolloutEngine:
         """Check everything that can be checked without starting anything.
 
         `devices`: the devices to use, as CUDA_VISIBLE_DEVICES names them; empty for those that this process sees.
-        `log_path`: where all that the engine's processes print goes; a temporary file where None.
+        `log_path`: where all that the engine's processes print goes; where None a temporary file, kept when the engine
+        dies.
         """
         self.config = config
         dummy = config.server_args.get("load_format") == "dummy"
@@ -194,8 +195,11 @@ class RolloutEngine:
 
     def shutdown(self) -> None:
         """End the engine and everything that it started; by force after `shutdown_timeout_s`. Idempotent."""
-        if self._host is not None:
-            self._host.shutdown(self.config.shutdown_timeout_s)
+        if self._host is None or not self._host.is_alive:
+            return
+        self._host.shutdown(self.config.shutdown_timeout_s)
+        if self._log_path is None:
+            self._host.log_path.unlink(missing_ok=True)  # nothing went wrong that it could tell of
 
     def __enter__(self) -> Self:
         return self.start()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from engine3d.rollout.messages import START_ID, Generation, Launch, Limits, Reply, Request
+from engine3d.rollout.run_files import remove_run_files
 
 _PARENT_POLL_S = 1.0
 
@@ -60,7 +61,7 @@ class _Client:
 
     def die(self) -> None:
         """Leave nothing behind: neither files nor any process of this group."""
-        shutil.rmtree(self.launch.run_directory, ignore_errors=True)
+        remove_run_files(self.launch.run_directory)
         os.killpg(0, signal.SIGKILL)
 
 
@@ -176,7 +177,8 @@ class _Server:
     async def shutdown(self, id: int) -> None:
         """End SGLang's processes; the reply is the last thing that this process does."""
         self._engine.shutdown()
-        shutil.rmtree(self._client.launch.run_directory, ignore_errors=True)
+        multiprocessing.active_children()  # reaps them
+        remove_run_files(self._client.launch.run_directory)
         self._client.send(Reply(id))
         sys.stdout.flush()
         sys.stderr.flush()

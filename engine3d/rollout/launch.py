@@ -13,7 +13,6 @@ from engine3d.errors import UserError
 from engine3d.platform import platform
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.server_arguments import sglang_directory
-from engine3d.rollout.sglang_plugin import WORKER_VARIABLE
 from engine3d.rollout.weights import Shapes, tensor_shapes
 
 # Of a launcher's own process group, which SGLang's processes are no part of.
@@ -104,7 +103,6 @@ def environment(config: RolloutConfig, model: ModelFacts, devices: tuple[int, ..
     if devices:
         variables |= platform.visible_devices(devices)
     return variables | {
-        WORKER_VARIABLE: "1",
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_model_modules(model.architectures)),
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for RESERVED_TOKENS: no position beyond the model's is used
         "PYTHONUNBUFFERED": "1",

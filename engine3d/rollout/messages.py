@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -27,7 +28,7 @@ class Launch:
     """The first message to the host: SGLang's engine arguments, and where its temporary files lie."""
 
     server_arguments: dict[str, Any]
-    run_directory: str
+    run_directory: Path
     client_pid: int
 
 

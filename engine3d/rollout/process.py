@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import Future
@@ -22,6 +20,8 @@ from typing import Any
 from engine3d.errors import EngineError
 from engine3d.rollout.log import root_cause
 from engine3d.rollout.messages import START_ID, Launch, Limits, Reply, Request
+from engine3d.rollout.run_files import make_run_directory, remove_run_files
+from engine3d.rollout.sglang_plugin import RUN_DIRECTORY_VARIABLE
 
 _EXIT_GRACE_S = 5.0  # between the end of the connection and the end of the process
 _SEND_TIMEOUT_S = 60  # the host reads at once, unless it hangs
@@ -33,8 +33,7 @@ class HostProcess:
     def __init__(self, server_arguments: dict[str, Any], environment: dict[str, str], log_path: Path) -> None:
         """Start the process. `wait_until_up` waits for its engine."""
         self.log_path = log_path
-        # SGLang leaves sockets in its temporary directory when it is killed: it gets one of its own, which goes too.
-        self._run_directory = tempfile.mkdtemp(prefix="engine3d-rollout-")
+        self._run_directory = make_run_directory()
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0))
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +45,11 @@ class HostProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**environment, "TMPDIR": self._run_directory},
+                env={
+                    **environment,
+                    "TMPDIR": str(self._run_directory),
+                    RUN_DIRECTORY_VARIABLE: str(self._run_directory),
+                },
             )
         self._connection = Connection(ours.detach())
         self._send_lock = threading.Lock()
@@ -94,7 +97,7 @@ class HostProcess:
                 self._send(Request(next(self._ids), "cancel", {"request_id": id}))
 
     def shutdown(self, timeout_s: float) -> None:
-        """End the engine in order, or by force when that takes longer than `timeout_s`. Idempotent."""
+        """End the engine in order, or by force when that takes longer than `timeout_s`."""
         self._ending = True
         with contextlib.suppress(EngineError):  # what is left after an engine that does not answer, `kill` takes
             self.call("shutdown", "shutdown", timeout_s)
@@ -150,7 +153,7 @@ class HostProcess:
         # Before the host is reaped, so that the id of its process group is still its own.
         self._kill_group()
         exit_code = self._process.wait()
-        shutil.rmtree(self._run_directory, ignore_errors=True)
+        remove_run_files(self._run_directory)
         if self._ending:
             death = "it was shut down"
         else:

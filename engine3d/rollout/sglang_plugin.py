@@ -10,16 +10,19 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from engine3d.platform.sglang_cpu import START_METHOD_VARIABLE
+from engine3d.rollout.run_files import segment_name
 
-WORKER_VARIABLE = "ENGINE3D_ROLLOUT_WORKER"
+# The run directory of the engine that this process belongs to.
+RUN_DIRECTORY_VARIABLE = "ENGINE3D_ROLLOUT_RUN_DIRECTORY"
 
 
 def register() -> None:
     """Register our hooks with SGLang, in a process of a rollout engine."""
-    if os.environ.get(WORKER_VARIABLE) != "1":
+    if RUN_DIRECTORY_VARIABLE not in os.environ:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -27,6 +30,8 @@ def register() -> None:
     sys.modules.setdefault("megatron.core", None)  # type: ignore[arg-type]
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}.update_weights_from_disk", _report_failed_update, HookType.AROUND)
+    for name in ("managers.load_snapshot.shm_path_for", "utils.stale_shm_cleanup.make_shm_name"):
+        HookRegistry.register(f"sglang.srt.{name}", _name_segment, HookType.AROUND)
     if START_METHOD_VARIABLE in os.environ:
         HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _set_start_method, HookType.AFTER)
 
@@ -38,6 +43,11 @@ def _report_failed_update(update: Callable[..., tuple[bool, str]], *args: Any, *
         return update(*args, **kwargs)
     except Exception as error:
         return False, f"{type(error).__name__}: {error}"
+
+
+def _name_segment(name: Callable[[str], str], kind: str) -> str:
+    # SGLang unlinks its shared memory when it ends in order, and sometimes not then: its name says whose it is.
+    return segment_name(name(kind), Path(os.environ[RUN_DIRECTORY_VARIABLE]))
 
 
 def _set_start_method(result: Any, *args: Any, **kwargs: Any) -> None:

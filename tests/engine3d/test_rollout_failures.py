@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -39,7 +38,7 @@ engine = RolloutEngine(sys.argv[1], failures.SEEDED)
 threading.Thread(target=engine.start, daemon=True).start()
 while engine._host is None:
     time.sleep(0.01)
-print(json.dumps([engine._host.pid, engine._host._run_directory]), flush=True)
+print(json.dumps([engine._host.pid, str(engine._host._run_directory)]), flush=True)
 engine._host.wait_until_up(300)
 print(json.dumps(failures.drawn(engine)), flush=True)
 time.sleep(300)
@@ -72,9 +71,10 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20) 
         time.sleep(0.05)
 
 
-def assert_nothing_left(group: int, run_directory: str) -> None:
+def assert_nothing_left(group: int, run_directory: Path) -> None:
     wait_until(lambda: not running(group), f"the end of process group {group}")
-    wait_until(lambda: not Path(run_directory).exists(), f"the removal of {run_directory}")
+    wait_until(lambda: not run_directory.exists(), f"the removal of {run_directory}")
+    assert not [path for path in Path("/dev/shm").iterdir() if run_directory.name in path.name]
 
 
 def one_line(error: pytest.ExceptionInfo[EngineError]) -> str:
@@ -112,7 +112,7 @@ def test_seeded_samples_repeat_and_every_death_cleans_up(tiny_model_dirs: tuple[
         assert not engine.is_alive()
         with pytest.raises(EngineError, match="rollout engine is not running: its process was killed"):
             engine.generate(PROMPTS, SAMPLED)
-        assert_nothing_left(group, run_directory)
+        assert_nothing_left(group, Path(run_directory))
 
     client = start_client(tiny_model_dirs[0])
     assert client.stdout is not None
@@ -121,7 +121,7 @@ def test_seeded_samples_repeat_and_every_death_cleans_up(tiny_model_dirs: tuple[
     assert len(running(group)) >= 3
     client.kill()
     client.wait()
-    assert_nothing_left(group, run_directory)
+    assert_nothing_left(group, Path(run_directory))
 
 
 def start_client(model: Path) -> subprocess.Popen[str]:
@@ -143,7 +143,7 @@ def test_a_client_killed_during_start_leaves_nothing(tiny_model_dirs: tuple[Path
     assert running(group)
     client.kill()
     client.wait()
-    assert_nothing_left(group, run_directory)
+    assert_nothing_left(group, Path(run_directory))
 
 
 def test_a_host_killed_during_start_is_seen_at_once(tiny_model_dirs: tuple[Path, Path]) -> None:
@@ -178,7 +178,6 @@ def test_a_start_that_fails_names_its_cause(tiny_model_dirs: tuple[Path, Path], 
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"hidden_size": 96}))
     log = tmp_path / "logs" / "rollout.log"
-    before = set(Path(tempfile.gettempdir()).iterdir())
     engine = RolloutEngine(tmp_path / "model", TINY_ROLLOUT, log_path=log)
     with pytest.raises(EngineError, match=r"died during start: its process was killed by SIG.* after: ") as death:
         engine.start()
@@ -186,5 +185,3 @@ def test_a_start_that_fails_names_its_cause(tiny_model_dirs: tuple[Path, Path], 
     assert "64" in message and "96" in message and message.endswith(f"log: {log}")
     assert engine._host is not None
     assert_nothing_left(engine._host.pid, engine._host._run_directory)
-    left = {path.name for path in set(Path(tempfile.gettempdir()).iterdir()) - before}
-    assert not any("sglang" in name for name in left)
