@@ -10,6 +10,7 @@ SIGTERM. The first line on stderr says what was wrong.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -40,10 +41,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parsed = _parser().parse_intermixed_args(arguments)
-    # Libraries' warnings would stand before the one line that matters; PYTHONWARNINGS brings them back.
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.warnoptions:  # PYTHONWARNINGS brings them back
+        _silence_libraries()
     try:
         recipe = _checked_recipe(parsed)
         if parsed.command == "check":
@@ -56,6 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say("hybridflow: interrupted", 130)
     except _Terminated:
         return _say("hybridflow: terminated", 143)
+
+
+def _silence_libraries() -> None:
+    """Keep libraries' warnings in this process from standing before the one line that matters."""
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # Says on import that a machine without a GPU has none.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def _checked_recipe(parsed: argparse.Namespace) -> Recipe:

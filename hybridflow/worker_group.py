@@ -174,8 +174,9 @@ class WorkerGroup:
     def __enter__(self) -> WorkerGroup:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Shut down; after an exception, without waiting for what the ranks are at."""
+        self.shutdown() if error is None else self.kill()
 
     def _start(
         self,
