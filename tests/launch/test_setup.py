@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -30,7 +31,7 @@ def test_the_lock_holds_every_direct_pin(name: str) -> None:
 @pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt", "requirements-gpu.txt"])
 def test_every_direct_dependency_has_a_reason(name: str) -> None:
     lines = (ROOT / name).read_text().splitlines()
-    for above, line in zip(lines, lines[1:], strict=False):
+    for above, line in itertools.pairwise(lines):
         if "==" in line and not line.startswith("#"):
             assert above.startswith("# "), f"{name}: {line} has no comment above it"
 
