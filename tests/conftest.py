@@ -1,23 +1,25 @@
-"""What several test modules share: one real SGLang engine, since starting one takes most of a minute."""
+"""What several test modules share: one real SGLang engine, since starting one takes most of a minute.
+
+Imports are inside the fixtures, so that tests which need no engine do not wait for PyTorch and transformers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from engine3d.rollout import RolloutConfig, RolloutEngine
-from tests.tiny_models import make_qwen3_moe
-
-TINY_ROLLOUT = RolloutConfig(
-    dtype="float32", context_length=64, max_total_tokens=8192, max_running_requests=64, mem_fraction_static=0.3
-)
+if TYPE_CHECKING:
+    from engine3d.rollout import RolloutEngine
 
 
 @pytest.fixture(scope="session")
 def tiny_model_dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two directories of one tiny Qwen3-MoE, with different random weights."""
+    from tests.tiny_models import make_qwen3_moe
+
     directories = tuple(tmp_path_factory.mktemp("models") / f"qwen3-moe-{seed}" for seed in (0, 1))
     for seed, directory in enumerate(directories):
         make_qwen3_moe(directory, seed)
@@ -27,6 +29,9 @@ def tiny_model_dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pat
 @pytest.fixture(scope="session")
 def shared_engine(tiny_model_dirs: tuple[Path, Path]) -> Iterator[RolloutEngine]:
     """The session's engine. Its weights are whatever the last test loaded: use `engine` to have the first model's."""
+    from engine3d.rollout import RolloutEngine
+    from tests.tiny_rollout import TINY_ROLLOUT
+
     with RolloutEngine(tiny_model_dirs[0], TINY_ROLLOUT) as engine:
         yield engine
 

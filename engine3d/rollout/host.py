@@ -61,6 +61,8 @@ class _Client:
 
     def die(self) -> None:
         """Leave nothing behind: neither files nor any process of this group."""
+        sys.stdout.flush()
+        sys.stderr.flush()
         remove_run_files(self.launch.run_directory)
         os.killpg(0, signal.SIGKILL)
 
@@ -80,6 +82,9 @@ class _Server:
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[Request] = asyncio.Queue()
         self._client.deliver = lambda request: loop.call_soon_threadsafe(inbox.put_nowait, request)
+        # SGLang signals SIGQUIT when one of its processes has failed; its own handler would wait five seconds first.
+        self._manager.auto_create_handle_loop()
+        loop.add_signal_handler(signal.SIGQUIT, self._client.die)
         info = self._engine._scheduler_init_result.scheduler_infos[0]
         vocab_size = self._manager.model_config.vocab_size
         self._client.send(Reply(START_ID, Limits(int(info["max_total_num_tokens"]), int(vocab_size))))

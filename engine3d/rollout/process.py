@@ -33,7 +33,7 @@ class HostProcess:
     def __init__(self, server_arguments: dict[str, Any], environment: dict[str, str], log_path: Path) -> None:
         """Start the process. `wait_until_up` waits for its engine."""
         self.log_path = log_path
-        self._run_directory = make_run_directory()
+        self._run_directory, self._run_lock = make_run_directory()
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0))
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,6 +154,7 @@ class HostProcess:
         self._kill_group()
         exit_code = self._process.wait()
         remove_run_files(self._run_directory)
+        self._run_lock.close()
         if self._ending:
             death = "it was shut down"
         else:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import tempfile
 from pathlib import Path
+from typing import IO
 
 _SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "engine3d-rollout-"
+_OWNER = "owner"
 
 
-def make_run_directory() -> Path:
-    """A new temporary directory for the processes of one engine."""
-    return Path(tempfile.mkdtemp(prefix="engine3d-rollout-"))
+def make_run_directory() -> tuple[Path, IO[bytes]]:
+    """A new temporary directory for the processes of one engine, and the lock by which this process owns it.
+
+    Directories whose owner is gone, and everything of their runs, are removed first: where client and host were killed
+    together, nobody was left to do it.
+    """
+    for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        _remove_if_orphan(old)
+    new = Path(tempfile.mkdtemp(prefix=f"new-{_PREFIX}"))
+    lock = (new / _OWNER).open("wb")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return new.rename(new.with_name(new.name.removeprefix("new-"))), lock
 
 
 def segment_name(name: str, run_directory: Path) -> str:
@@ -21,6 +34,15 @@ def segment_name(name: str, run_directory: Path) -> str:
 
 def remove_run_files(run_directory: Path) -> None:
     """Remove the run's directory and its segments. Processes that have them open keep what they have."""
-    shutil.rmtree(run_directory, ignore_errors=True)
     for segment in _SHARED_MEMORY.glob(f"*-{run_directory.name}*"):
         segment.unlink(missing_ok=True)
+    shutil.rmtree(run_directory, ignore_errors=True)
+
+
+def _remove_if_orphan(run_directory: Path) -> None:
+    try:
+        with (run_directory / _OWNER).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_run_files(run_directory)
+    except OSError:
+        pass  # it has an owner, is another user's, or is being removed at this moment

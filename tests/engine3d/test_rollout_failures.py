@@ -17,7 +17,7 @@ import pytest
 
 from engine3d.errors import EngineError
 from engine3d.rollout import RolloutEngine, SamplingConfig
-from tests.conftest import TINY_ROLLOUT
+from tests.tiny_rollout import TINY_ROLLOUT
 
 pytestmark = pytest.mark.processes
 
@@ -31,10 +31,10 @@ LONG = SamplingConfig(max_new_tokens=60, ignore_eos=True)
 CLIENT = """
 import json, sys, threading, time
 from engine3d.rollout import RolloutEngine
-from tests.conftest import TINY_ROLLOUT
+from tests.tiny_rollout import TINY_ROLLOUT
 from tests.engine3d import test_rollout_failures as failures
 
-engine = RolloutEngine(sys.argv[1], failures.SEEDED)
+engine = RolloutEngine(sys.argv[1], failures.SEEDED, log_path=sys.argv[2])
 threading.Thread(target=engine.start, daemon=True).start()
 while engine._host is None:
     time.sleep(0.01)
@@ -90,9 +90,9 @@ def scheduler_of(group: int) -> int:
     raise AssertionError(f"no scheduler in process group {group}")
 
 
-def test_seeded_samples_repeat_and_every_death_cleans_up(tiny_model_dirs: tuple[Path, Path]) -> None:
+def test_seeded_samples_repeat_and_every_death_cleans_up(tiny_model_dirs: tuple[Path, Path], tmp_path: Path) -> None:
     """Two engines, since starting one is slow: same seeds, same bits; then one's scheduler and one's client die."""
-    with RolloutEngine(tiny_model_dirs[0], SEEDED) as engine:
+    with RolloutEngine(tiny_model_dirs[0], SEEDED, log_path=tmp_path / "rollout.log") as engine:
         assert engine._host is not None
         group, run_directory = engine._host.pid, engine._host._run_directory
         first = drawn(engine)
@@ -114,7 +114,7 @@ def test_seeded_samples_repeat_and_every_death_cleans_up(tiny_model_dirs: tuple[
             engine.generate(PROMPTS, SAMPLED)
         assert_nothing_left(group, Path(run_directory))
 
-    client = start_client(tiny_model_dirs[0])
+    client = start_client(tiny_model_dirs[0], tmp_path / "rollout.log")
     assert client.stdout is not None
     group, run_directory = json.loads(client.stdout.readline())
     assert json.loads(client.stdout.readline()) == first
@@ -124,10 +124,10 @@ def test_seeded_samples_repeat_and_every_death_cleans_up(tiny_model_dirs: tuple[
     assert_nothing_left(group, Path(run_directory))
 
 
-def start_client(model: Path) -> subprocess.Popen[str]:
+def start_client(model: Path, log_path: Path) -> subprocess.Popen[str]:
     root = Path(__file__).parents[2]
     return subprocess.Popen(
-        [sys.executable, "-c", CLIENT, str(model)],
+        [sys.executable, "-c", CLIENT, str(model), str(log_path)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=root,
@@ -135,8 +135,8 @@ def start_client(model: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_a_client_killed_during_start_leaves_nothing(tiny_model_dirs: tuple[Path, Path]) -> None:
-    client = start_client(tiny_model_dirs[0])
+def test_a_client_killed_during_start_leaves_nothing(tiny_model_dirs: tuple[Path, Path], tmp_path: Path) -> None:
+    client = start_client(tiny_model_dirs[0], tmp_path / "rollout.log")
     assert client.stdout is not None
     group, run_directory = json.loads(client.stdout.readline())
     time.sleep(2)
@@ -146,8 +146,8 @@ def test_a_client_killed_during_start_leaves_nothing(tiny_model_dirs: tuple[Path
     assert_nothing_left(group, Path(run_directory))
 
 
-def test_a_host_killed_during_start_is_seen_at_once(tiny_model_dirs: tuple[Path, Path]) -> None:
-    engine = RolloutEngine(tiny_model_dirs[0], TINY_ROLLOUT)
+def test_a_host_killed_during_start_is_seen_at_once(tiny_model_dirs: tuple[Path, Path], tmp_path: Path) -> None:
+    engine = RolloutEngine(tiny_model_dirs[0], TINY_ROLLOUT, log_path=tmp_path / "rollout.log")
 
     def kill_host() -> None:
         wait_until(lambda: engine._host is not None, "the host")
@@ -165,8 +165,9 @@ def test_a_host_killed_during_start_is_seen_at_once(tiny_model_dirs: tuple[Path,
     assert_nothing_left(engine._host.pid, engine._host._run_directory)
 
 
-def test_a_start_that_takes_too_long_is_ended(tiny_model_dirs: tuple[Path, Path]) -> None:
-    engine = RolloutEngine(tiny_model_dirs[0], TINY_ROLLOUT.model_copy(update={"start_timeout_s": 1}))
+def test_a_start_that_takes_too_long_is_ended(tiny_model_dirs: tuple[Path, Path], tmp_path: Path) -> None:
+    config = TINY_ROLLOUT.model_copy(update={"start_timeout_s": 1})
+    engine = RolloutEngine(tiny_model_dirs[0], config, log_path=tmp_path / "rollout.log")
     with pytest.raises(EngineError, match="start was not done within 1 s; log: "):
         engine.start()
     assert engine._host is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine3d.rollout import RolloutEngine, SamplingConfig
-from tests.conftest import TINY_ROLLOUT
+from tests.tiny_rollout import TINY_ROLLOUT
 
 pytestmark = pytest.mark.processes
 

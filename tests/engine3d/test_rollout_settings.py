@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 from engine3d.errors import UserError
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
 from engine3d.rollout.log import root_cause
+from engine3d.rollout.run_files import make_run_directory, segment_name
 
 
 def test_server_args_are_those_of_sglang() -> None:
@@ -65,3 +67,17 @@ def test_the_root_cause_is_the_first_exception_that_is_not_a_consequence(tmp_pat
     assert root_cause(log) == "ValueError: heads 3 do not divide by 2"
     log.write_text("all is well\n")
     assert root_cause(log) == ""
+
+
+def test_the_next_run_removes_files_of_one_whose_owner_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    alive, alive_lock = make_run_directory()
+    gone, gone_lock = make_run_directory()
+    segment = Path("/dev/shm") / segment_name("test", gone)
+    segment.touch()
+    gone_lock.close()
+    newest, newest_lock = make_run_directory()
+    assert not gone.exists() and not segment.exists()
+    assert sorted(tmp_path.iterdir()) == sorted([alive, newest])
+    alive_lock.close()
+    newest_lock.close()
