@@ -1,2 +1,3 @@
 """HybridFlow."""
+
 __version__ = "0.1.0"

@@ -82,13 +82,14 @@ def check_layouts(recipe: Recipe, devices: dict[str, tuple[Device, ...]], spec: 
                 spec.check_layout(layout)
         except UserError as error:
             raise UserError(f"train.layout on placement.{role}: {error}") from None
-    engine, available = recipe.rollout.engine, len(devices["rollout"])
-    each = engine.tp * engine.dp
-    engines = recipe.rollout.engines or max(1, available // each)
-    if engines * each != available:
+    try:
+        engines = recipe.rollout.layout(len(devices["rollout"]))
+    except UserError as error:
+        raise UserError(f"placement.rollout: {error}") from None
+    if recipe.trainer.prompts_per_step < engines.dp:
         raise UserError(
-            f"placement.rollout: {available} devices for {engines} engines of tp*dp = {engine.tp}*{engine.dp} = {each} "
-            f"devices each, expected {engines * each}"
+            f"trainer.prompts_per_step={recipe.trainer.prompts_per_step} for {engines.dp} rollout engines, "
+            "expected at least one prompt each"
         )
 
 

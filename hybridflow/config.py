@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from engine3d.errors import UserError
+from engine3d.layout import Layout
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
 from engine3d.settings import Settings
 from engine3d.training.config import OptimizerConfig, TrainConfig
@@ -51,6 +53,25 @@ class RolloutRole(Settings):
     """Engines side by side; as many as the role's devices hold if null."""
     sampling: SamplingConfig = SamplingConfig()
     samples_per_prompt: int = Field(8, ge=1)
+
+    @property
+    def devices_per_engine(self) -> int:
+        return self.engine.tp * self.engine.dp
+
+    def layout(self, devices: int) -> Layout:
+        """Engines side by side, as the data-parallel ranks of a layout, on so many devices.
+
+        Raises:
+            UserError: the engines do not fill the devices.
+        """
+        each = self.devices_per_engine
+        engines = self.engines or max(1, devices // each)
+        if engines * each != devices:
+            raise UserError(
+                f"{devices} devices for {engines} engines of tp*dp = {self.engine.tp}*{self.engine.dp} = {each} "
+                f"devices each, expected {engines * each}"
+            )
+        return Layout(dp=engines)
 
 
 class WarmupConfig(Settings):

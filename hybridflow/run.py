@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import yaml
 from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError
@@ -15,6 +14,7 @@ from engine3d.models import ModelSpec, initialise_random, load_model_spec, model
 from hybridflow.config import Recipe
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS, Example, load_splits
 from hybridflow.data.tokenizer import encode_answers, encode_prompts, load_tokenizer, make_character_tokenizer
+from hybridflow.settings_file import settings_yaml
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def prepare(recipe: Recipe) -> Run:
     if directory.exists() and any(directory.iterdir()):
         raise UserError(f"run_dir/name: {directory} holds a run already; choose another name or remove it")
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+    (directory / "recipe.yaml").write_text(settings_yaml(recipe))
     model_directory = recipe.model.path or directory / "initial"
     if recipe.model.create is not None:
         create_model(recipe, model_directory)

@@ -219,7 +219,7 @@ class TrainEngine:
         """All micro-batches through Megatron-Core's pipeline schedule; the facts of each, on the last stage."""
 
         def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-            batch = _to_device(next(data), self.device)
+            batch = next(data).to(self.device)
             output = model(batch.input_ids, batch.position_ids, None, packed_seq_params=_packed_parameters(batch))
             return output, partial(self._loss, batch, loss_function, temperature, with_entropy)
 
@@ -271,15 +271,6 @@ class TrainEngine:
     def close(self) -> None:
         """Leave the process groups."""
         parallel.finish()
-
-
-def _to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    moved = {
-        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-        for name, value in vars(batch).items()
-    }
-    moved["columns"] = {name: column.to(device, non_blocking=True) for name, column in batch.columns.items()}
-    return MicroBatch(**moved)
 
 
 def _packed_parameters(batch: MicroBatch) -> Any:

@@ -35,8 +35,8 @@ def initialise(layout: Layout, *, seed: int, timeout_s: float) -> Coordinates:
     device = platform.device(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
-        bound = {"device_id": device} if device.type == "cuda" else {}
-        dist.init_process_group(platform.collective_backend, timeout=timeout, **bound)
+        bound = device if device.type == "cuda" else None
+        dist.init_process_group(platform.collective_backend, timeout=timeout, device_id=bound)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

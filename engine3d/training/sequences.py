@@ -78,6 +78,23 @@ class MicroBatch:
     flat: Tensor
     columns: dict[str, Tensor]
 
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on a device."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return MicroBatch(
+            input_ids=moved(self.input_ids),
+            position_ids=moved(self.position_ids),
+            targets=moved(self.targets),
+            cu_seqlens=None if self.cu_seqlens is None else moved(self.cu_seqlens),
+            max_length=self.max_length,
+            source=moved(self.source),
+            flat=self.flat,
+            columns={name: moved(column) for name, column in self.columns.items()},
+        )
+
     def figures(self, computed: Tensor) -> Tensor:
         """(B, S) figures of next tokens -> (T,) figures of the real tokens; 0 at first tokens, which have none."""
         taken = computed.reshape(-1)[self.source.clamp(min=0)]

@@ -62,7 +62,7 @@ class _LogProbs(torch.autograd.Function):
                 highest[piece] = logits[piece, :real].amax(dim=1).float() / temperature
         all_reduce(highest, ReduceOp.MAX, group)
         for piece in _pieces(count, width):
-            x = logits[piece, :real].float().div_(temperature).sub_(highest[piece, None])
+            x = logits[piece, :real].float().div(temperature).sub_(highest[piece, None])
             local = targets[piece] - first
             mine = (local >= 0) & (local < real)
             if real:
@@ -86,7 +86,7 @@ class _LogProbs(torch.autograd.Function):
         of_logprob, of_entropy = gradients
         result = torch.zeros_like(logits)
         for piece in _pieces(*logits.shape):
-            log_p = logits[piece, :real].float().div_(temperature).sub_(normaliser[piece, None])
+            log_p = logits[piece, :real].float().div(temperature).sub_(normaliser[piece, None])
             p = log_p.exp()
             if with_entropy:
                 # d entropy / d x_j = -p_j (log p_j + entropy)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from engine3d.layout import Layout
 from engine3d.platform import platform
 from hybridflow import placement
 from hybridflow.config import Recipe
-from hybridflow.devices import Device, highest_cpu_slot, pool_devices
+from hybridflow.devices import highest_cpu_slot, pool_devices
 from hybridflow.roles.model import ModelWorker
 from hybridflow.roles.rollout import RolloutWorker
 from hybridflow.run import Run
@@ -27,17 +26,6 @@ class Roles:
     reference: WorkerGroup | None
     starting: dict[str, Future]
     """The start of each role, which may still be under way."""
-
-
-def train_layout(recipe: Recipe, devices: Sequence[Device]) -> Layout:
-    """The cut of a Megatron role over its devices."""
-    return recipe.train.layout.layout(len(devices))
-
-
-def rollout_layout(recipe: Recipe, devices: Sequence[Device]) -> tuple[Layout, int]:
-    """Engines side by side, and the devices of each."""
-    each = recipe.rollout.engine.tp * recipe.rollout.engine.dp
-    return Layout(dp=recipe.rollout.engines or max(1, len(devices) // each)), each
 
 
 @contextmanager
@@ -62,7 +50,7 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
                 role,
                 ModelWorker,
                 resources[role],
-                train_layout(recipe, devices[role]),
+                recipe.train.layout.layout(len(devices[role])),
                 run.model_directory,
                 recipe.train,
                 trainable=trainable,
@@ -72,16 +60,15 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
             )
             return stack.enter_context(group)
 
-        engines, each = rollout_layout(recipe, devices["rollout"])
         rollout = stack.enter_context(
             WorkerGroup(
                 "rollout",
                 RolloutWorker,
                 resources["rollout"],
-                engines,
+                recipe.rollout.layout(len(devices["rollout"])),
                 run.model_directory,
                 recipe.rollout.engine,
-                devices_per_rank=each,
+                devices_per_rank=recipe.rollout.devices_per_engine,
                 log_dir=run.log_directory,
             )
         )

@@ -74,6 +74,6 @@ def test_an_empty_micro_batch_is_padding_only() -> None:
     ],
 )
 def test_sequences_that_do_not_fit_are_refused(make, words: str) -> None:
-    with pytest.raises(UserError, match=".*") as error:
+    with pytest.raises(UserError) as error:
         make()
     assert words in str(error.value)

@@ -1,0 +1,200 @@
+"""Updates and log-probs: the same on every layout, packed or padded, in however many micro-batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
+from engine3d.training.sequences import Sequences
+from tests.engine3d import tiny_models
+from tests.engine3d.distributed import run_distributed
+
+LAYOUTS = {
+    1: [{}],
+    2: [{"ep": 2}, {"tp": 2}, {"pp": 2}, {}],
+    4: [{"tp": 2, "pp": 2}, {"tp": 2, "ep": 2}, {"pp": 2, "ep": 2}, {"ep": 4}],
+}
+SETTINGS = OptimizerConfig(lr=1e-2, min_lr=1e-3, schedule="cosine", warmup_steps=2, decay_steps=8, clip_grad=0.5)
+
+
+def _samples() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 20, (11,), generator=generator).tolist()
+    return [torch.randint(0, 60, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _engine(directory: Path, sizes: dict[str, int], world_size: int, **settings: Any) -> Any:
+    from engine3d.training.engine import TrainEngine
+
+    arguments = {"dtype": "float32", "micro_batch_tokens": 48, "optimizer": SETTINGS} | settings
+    value_head = arguments.pop("value_head", False)
+    config = TrainConfig(layout=LayoutConfig(**sizes), **arguments)
+    return TrainEngine(directory, config, Layout.of_world(world_size, **sizes), value_head=value_head, seed=1)
+
+
+def _own(samples: list[list[int]], engine: Any) -> tuple[Sequences, list[int]]:
+    """This data-parallel rank's samples, weighted so that the loss is the mean over all tokens of all ranks."""
+    mine = list(range(engine.coordinates.dp, len(samples), engine.layout.dp))
+    count = sum(len(sample) - 1 for sample in samples)
+    weights = [weight for index in mine for weight in [0.0] + [1 / count] * (len(samples[index]) - 1)]
+    return Sequences.of([samples[index] for index in mine], weights=torch.tensor(weights)), mine
+
+
+def _loss(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = ((0.01 * outputs.entropy - outputs.logprobs) * columns["weights"]).sum()
+    return loss, loss.detach()
+
+
+def _train(directory: Path, sizes: dict[str, int], world_size: int, **settings: Any) -> dict[str, Any]:
+    """Three updates on one layout: what each rank saw of losses, gradient norms, rates and log-probs."""
+    engine = _engine(directory, sizes, world_size, **settings)
+    sequences, mine = _own(_samples(), engine)
+    seen: dict[str, Any] = {"losses": [], "norms": [], "rates": [], "mine": mine}
+    before = engine.logprobs(sequences, with_entropy=True)
+    for _ in range(3):
+        result = engine.update(sequences, _loss, with_entropy=True)
+        loss = torch.stack([torch.zeros(()), *result.facts]).sum()
+        dist.all_reduce(loss)
+        seen["losses"].append(float(loss) / engine.layout.tp)
+        seen["norms"].append(result.grad_norm)
+        seen["rates"].append(result.learning_rate)
+    after = engine.logprobs(sequences)
+    seen["before"], seen["after"] = (None if outputs is None else outputs.logprobs for outputs in (before, after))
+    engine.close()
+    return seen
+
+
+def _train_all(directory: Path, world_size: int) -> list[dict[str, Any]]:
+    return [_train(directory, sizes, world_size) for sizes in LAYOUTS[world_size]]
+
+
+def _by_sample(ranks: list[dict[str, Any]], name: str) -> dict[int, torch.Tensor]:
+    """Log-probs of each sample, from whichever last-stage rank had it."""
+    samples, found = _samples(), {}
+    for rank in ranks:
+        if rank[name] is not None:
+            pieces = rank[name].split([len(samples[index]) for index in rank["mine"]])
+            found |= dict(zip(rank["mine"], pieces, strict=True))
+    return found
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make("qwen3_moe", tmp_path_factory.mktemp("model") / "moe")
+
+
+@pytest.fixture(scope="module")
+def alone(directory: Path) -> dict[str, Any]:
+    """The reference: one rank, one micro-batch, padded rows."""
+    [result] = run_distributed(_train_alone, 1, directory, timeout_s=240)
+    return result
+
+
+def _train_alone(directory: Path) -> dict[str, Any]:
+    return _train(directory, {}, 1, micro_batch_tokens=10_000, packing=False)
+
+
+def test_one_rank_agrees_with_transformers(directory: Path, alone: dict[str, Any]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    logprobs = _by_sample([alone], "before")
+    for index, sample in enumerate(_samples()):
+        tokens = torch.tensor([sample])
+        with torch.no_grad():
+            every = model(tokens).logits.log_softmax(dim=-1)
+        expected = every[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
+        assert logprobs[index][0] == 0
+        torch.testing.assert_close(logprobs[index][1:], expected, atol=2e-5, rtol=1e-4)
+
+
+def test_schedule_and_progress(alone: dict[str, Any]) -> None:
+    assert alone["rates"] == pytest.approx([0.0, 0.005, 0.01])
+    assert alone["losses"][0] == pytest.approx(alone["losses"][1])  # the first rate is 0
+    assert alone["losses"][2] < alone["losses"][1] - 0.05
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_layout_updates_alike(directory: Path, alone: dict[str, Any], world_size: int) -> None:
+    ranks = run_distributed(_train_all, world_size, directory, world_size, timeout_s=400)
+    for number, sizes in enumerate(LAYOUTS[world_size]):
+        results = [rank[number] for rank in ranks]
+        for result in results:
+            assert result["losses"] == pytest.approx(alone["losses"], rel=2e-5), sizes
+            assert result["norms"] == pytest.approx(alone["norms"], rel=2e-4), sizes
+        for name in ("before", "after"):
+            expected, found = _by_sample([alone], name), _by_sample(results, name)
+            assert found.keys() == expected.keys()
+            for index, logprobs in expected.items():
+                torch.testing.assert_close(found[index], logprobs, atol=2e-4, rtol=1e-3)
+
+
+def _not_finite(directory: Path) -> tuple[bool, bool, list[float]]:
+    engine = _engine(directory, {}, 1)
+    sequences, _ = _own(_samples(), engine)
+
+    def broken(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
+        return (outputs.logprobs * columns["weights"]).sum() * torch.nan, None
+
+    engine.update(sequences, _loss, with_entropy=True)
+    before = [parameter.detach().clone() for parameter in engine.model.parameters()]
+    result = engine.update(sequences, broken)
+    same = all(torch.equal(old, new) for old, new in zip(before, engine.model.parameters(), strict=True))
+    rates = [engine.update(sequences, _loss, with_entropy=True).learning_rate for _ in range(1)]
+    finite = all(bool(parameter.isfinite().all()) for parameter in engine.model.parameters())
+    engine.close()
+    return result.applied, same and finite, rates
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(directory: Path) -> None:
+    [(applied, untouched, rates)] = run_distributed(_not_finite, 1, directory, timeout_s=240)
+    assert not applied and untouched
+    assert rates == pytest.approx([0.005])  # the schedule did not count the refused step
+
+
+def _critic(directory: Path, world_size: int) -> list[tuple[list[float], torch.Tensor | None, list[int]]]:
+    seen = []
+    for sizes in LAYOUTS[world_size]:
+        engine = _engine(directory, sizes, world_size, value_head=True, optimizer=OptimizerConfig(lr=1e-2))
+        sequences, mine = _own(_samples(), engine)
+
+        def loss(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            total = ((outputs.values - 1.0) ** 2 * columns["weights"]).sum()
+            return total, total.detach()
+
+        losses = []
+        for _ in range(3):
+            total = torch.stack([torch.zeros(()), *engine.update(sequences, loss).facts]).sum()
+            dist.all_reduce(total)
+            losses.append(float(total) / engine.layout.tp)
+        outputs = engine.values(sequences)
+        seen.append((losses, None if outputs is None else outputs.values, mine))
+        engine.close()
+    return seen
+
+
+def test_a_critic_learns_alike_on_every_layout(directory: Path) -> None:
+    reference = run_distributed(_critic, 1, directory, 1, timeout_s=240)[0][0]
+    losses = reference[0]
+    assert losses[0] == pytest.approx(1.0) and losses[2] < 0.9  # a new head says 0
+    ranks = run_distributed(_critic, 2, directory, 2, timeout_s=240)
+    for number, sizes in enumerate(LAYOUTS[2]):
+        for rank in ranks:
+            assert rank[number][0] == pytest.approx(losses, rel=1e-4), sizes
+
+
+def _wrong_world(directory: Path) -> str:
+    with pytest.raises(UserError) as error:
+        _engine(directory, {"tp": 2}, 2)
+    return str(error.value)
+
+
+def test_a_layout_of_another_world_is_refused(directory: Path) -> None:
+    [message] = run_distributed(_wrong_world, 1, directory, timeout_s=120)
+    assert message == "layout: tp=2 has 2 ranks, the world has 1"
