@@ -269,8 +269,8 @@ class TrainEngine:
         return self.model.module if self.optimizer is not None else self.model
 
     def close(self) -> None:
-        """Leave the process groups."""
-        parallel.finish()
+        """End the model's process groups. Another engine may be built in this process after it."""
+        parallel.release()
 
 
 def _packed_parameters(batch: MicroBatch) -> Any:

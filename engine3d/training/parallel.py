@@ -50,11 +50,14 @@ def initialise(layout: Layout, *, seed: int, timeout_s: float) -> Coordinates:
     return layout.coordinates(dist.get_rank())
 
 
-def finish() -> None:
-    """Leave the world. Does nothing where there is none."""
-    if not dist.is_initialized():
-        return
+def release() -> None:
+    """End Megatron-Core's groups and stay in the world, so that another layout can be started."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+
+
+def leave() -> None:
+    """Leave the world; nothing can be started after it in this process. Does nothing where there is no world."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

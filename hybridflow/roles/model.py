@@ -126,6 +126,12 @@ class ModelWorker:
         """Write the weights as a HuggingFace directory; every rank writes its own part."""
         self._engine.export(directory)
 
+    def shutdown(self) -> None:
+        """Leave the process groups."""
+        from engine3d.training import parallel
+
+        parallel.leave()
+
 
 def update_metrics(updates: list[list[Update]]) -> dict[str, float]:
     """The figures of a step.

@@ -88,13 +88,15 @@ def _by_sample(ranks: list[dict[str, Any]], name: str) -> dict[int, torch.Tensor
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.make("qwen3_moe", tmp_path_factory.mktemp("model") / "moe")
+    directory = tmp_path_factory.mktemp("model") / "moe"
+    tiny_models.make("qwen3_moe", directory)
+    return directory
 
 
 @pytest.fixture(scope="module")
 def alone(directory: Path) -> dict[str, Any]:
     """The reference: one rank, one micro-batch, padded rows."""
-    [result] = run_distributed(_train_alone, 1, directory, timeout_s=240)
+    [result] = run_distributed(_train_alone, 1, directory, timeout_s=120)
     return result
 
 
@@ -122,7 +124,7 @@ def test_schedule_and_progress(alone: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_layout_updates_alike(directory: Path, alone: dict[str, Any], world_size: int) -> None:
-    ranks = run_distributed(_train_all, world_size, directory, world_size, timeout_s=400)
+    ranks = run_distributed(_train_all, world_size, directory, world_size, timeout_s=180)
     for number, sizes in enumerate(LAYOUTS[world_size]):
         results = [rank[number] for rank in ranks]
         for result in results:
@@ -153,7 +155,7 @@ def _not_finite(directory: Path) -> tuple[bool, bool, list[float]]:
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(directory: Path) -> None:
-    [(applied, untouched, rates)] = run_distributed(_not_finite, 1, directory, timeout_s=240)
+    [(applied, untouched, rates)] = run_distributed(_not_finite, 1, directory, timeout_s=120)
     assert not applied and untouched
     assert rates == pytest.approx([0.005])  # the schedule did not count the refused step
 
@@ -180,10 +182,10 @@ def _critic(directory: Path, world_size: int) -> list[tuple[list[float], torch.T
 
 
 def test_a_critic_learns_alike_on_every_layout(directory: Path) -> None:
-    reference = run_distributed(_critic, 1, directory, 1, timeout_s=240)[0][0]
+    reference = run_distributed(_critic, 1, directory, 1, timeout_s=120)[0][0]
     losses = reference[0]
     assert losses[0] == pytest.approx(1.0) and losses[2] < 0.9  # a new head says 0
-    ranks = run_distributed(_critic, 2, directory, 2, timeout_s=240)
+    ranks = run_distributed(_critic, 2, directory, 2, timeout_s=120)
     for number, sizes in enumerate(LAYOUTS[2]):
         for rank in ranks:
             assert rank[number][0] == pytest.approx(losses, rel=1e-4), sizes
