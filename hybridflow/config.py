@@ -125,7 +125,8 @@ class Recipe(Settings):
     """Every setting of a run."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
-    seed: int = Field(0, ge=0, lt=2**31)
+    seed: int = Field(0, ge=0, lt=2**30)
+    """Of everything that is drawn; the seeds of parts are added to it."""
     run_dir: Path = Path("runs")
     model: ModelConfig
     train: TrainConfig = TrainConfig()

@@ -50,7 +50,7 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, run: Run, roles: Roles, rewards: RewardFunctions, sinks: Metrics) -> None:
         self.recipe, self.facts, self.roles, self.rewards, self.sinks = recipe, run, roles, rewards, sinks
-        self.sampler = PromptSampler(len(run.train), recipe.data.seed)
+        self.sampler = PromptSampler(len(run.train), recipe.seed + recipe.data.seed)
         self.weights = WeightSync(roles.actor, roles.rollout, run.directory / "weights")
         self.version = 0
         self.samples_drawn = 0
@@ -165,7 +165,7 @@ class Trainer:
         assert settings is not None
         prompts, answers = self.facts.sft, self.facts.answers
         self.roles.actor.reset_optimizer(settings.optimizer).result()
-        sampler = PromptSampler(len(prompts), self.recipe.data.seed)
+        sampler = PromptSampler(len(prompts), self.recipe.seed + self.recipe.data.seed)
         for step in range(1, settings.steps + 1):
             wait_for(self.roles, "actor")
             values: dict[str, float] = {}

@@ -28,7 +28,7 @@ class RolloutConfig(Settings):
     mem_fraction_static: float = Field(0.7, gt=0, lt=1)
     max_running_requests: int = Field(256, ge=1)
     max_total_tokens: int | None = Field(None, ge=16)
-    seed: int = Field(0, ge=0, lt=2**31)
+    seed: int = Field(0, ge=0, lt=2**30)
     deterministic: bool = False
     """Sample with a seed for each response, so that a run can be repeated; slower. On CUDA with kernels whose results
     do not depend on the batch; on a CPU the same batch gives the same bits, another batch nearly the same log-probs."""

@@ -67,7 +67,7 @@ class DataConfig(Settings):
     arithmetic: ArithmeticConfig = ArithmeticConfig()
     jsonl: JsonlConfig | None = None
     seed: int = 0
-    """Of the order of the training prompts."""
+    """Of the order of the training prompts; added to the run's seed."""
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:

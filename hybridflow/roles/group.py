@@ -60,6 +60,8 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
             )
             return stack.enter_context(group)
 
+        engine = recipe.rollout.engine
+        engine = engine.model_copy(update={"seed": recipe.seed + engine.seed})
         rollout = stack.enter_context(
             WorkerGroup(
                 "rollout",
@@ -67,7 +69,7 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
                 resources["rollout"],
                 recipe.rollout.layout(len(devices["rollout"])),
                 run.model_directory,
-                recipe.rollout.engine,
+                engine,
                 devices_per_rank=recipe.rollout.devices_per_engine,
                 log_dir=run.log_directory,
             )

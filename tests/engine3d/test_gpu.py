@@ -1,0 +1,66 @@
+"""What only a GPU shows: Transformer Engine's layers hold the same model, and learn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine3d.layout import Layout
+from engine3d.platform import platform
+from engine3d.training.config import OptimizerConfig, TrainConfig
+from engine3d.training.sequences import Sequences
+from tests.engine3d import tiny_models
+from tests.engine3d.distributed import run_distributed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not platform.has_transformer_engine, reason="needs a GPU and Transformer Engine"),
+]
+
+
+def _samples() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 60, (24,), generator=generator).tolist()
+    return [torch.randint(0, 90, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _loss(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = -(outputs.logprobs * columns["weights"]).sum()
+    return loss, loss.detach()
+
+
+def _logprobs_and_losses(directory: Path, packing: bool) -> tuple[torch.Tensor, list[float]]:
+    from engine3d.training.engine import TrainEngine
+
+    config = TrainConfig(dtype="bfloat16", packing=packing, micro_batch_tokens=512, optimizer=OptimizerConfig(lr=1e-3))
+    engine = TrainEngine(directory, config, Layout())
+    samples = _samples()
+    count = sum(len(sample) - 1 for sample in samples)
+    weights = torch.tensor([weight for sample in samples for weight in [0.0] + [1 / count] * (len(sample) - 1)])
+    sequences = Sequences.of(samples, weights=weights)
+    outputs = engine.logprobs(sequences)
+    assert outputs is not None and outputs.logprobs is not None
+    losses = [float(sum(engine.update(sequences, _loss).facts)) for _ in range(4)]
+    engine.export(directory.with_name(f"exported-{packing}"))
+    engine.close()
+    return outputs.logprobs, losses
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3-tied", "llama"])
+def test_transformer_engine_holds_the_same_model(name: str, tmp_path: Path) -> None:
+    model = tiny_models.make(name, tmp_path / "model").to("cuda")
+    expected = []
+    for sample in _samples():
+        tokens = torch.tensor([sample], device="cuda")
+        with torch.no_grad():
+            every = model(tokens).logits.float().log_softmax(dim=-1)
+        expected.append(torch.cat([torch.zeros(1), every[0, :-1].gather(1, tokens[0, 1:, None])[:, 0].cpu()]))
+    reference = torch.cat(expected)
+    for packing in (True, False):
+        [(logprobs, losses)] = run_distributed(_logprobs_and_losses, 1, tmp_path / "model", packing, timeout_s=180)
+        difference = (logprobs - reference).abs()
+        assert difference.mean() < 0.05, f"packing={packing}: mean {difference.mean():.4f}, max {difference.max():.4f}"
+        assert losses[-1] < losses[0]
