@@ -8,7 +8,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -66,6 +65,7 @@ class RankProcess:
     def __init__(self, role: str, rank: int, environment: Mapping[str, str], log_path: Path | None) -> None:
         self._role, self._rank = role, rank
         self._worker: Any = None
+        self._store: Any = None  # a TCPStore, on rank 0
         os.environ.update(environment)
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,18 +78,26 @@ class RankProcess:
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
 
     def identify(self) -> tuple[int, str, int]:
-        """Process id, address of the node, and a port that is free on it."""
+        """Process id, address of the node, and on rank 0 the port of the store at which the ranks will meet.
+
+        The store listens from here on, so that no other process of the run can be given its port.
+        """
         import ray.util
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return os.getpid(), ray.util.get_node_ip_address(), probe.getsockname()[1]
+        address = ray.util.get_node_ip_address()
+        if self._rank == 0:
+            from torch.distributed import TCPStore
+
+            self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        return os.getpid(), address, self._store.port if self._store is not None else 0
 
     def construct(
         self, factory: Callable[..., Any], context: WorkerContext, arguments: tuple[tuple[Any, ...], dict[str, Any]]
     ) -> Failure | None:
         """Build the worker from positional and keyword arguments."""
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = context.master_address, str(context.master_port)
+        # As under torchrun: the store is there already, and every rank joins it as a client.
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"], os.environ["TORCHELASTIC_RESTART_COUNT"] = "True", "0"
         args, kwargs = arguments
 
         def build() -> None:

@@ -70,7 +70,11 @@ class Platform(ABC):
     @cached_property
     def has_transformer_engine(self) -> bool:
         """Whether layers are built from Transformer Engine."""
-        return self.device_type == "cuda" and importlib.util.find_spec("transformer_engine_torch") is not None
+        if self.device_type != "cuda" or importlib.util.find_spec("transformer_engine") is None:
+            return False
+        # The extension is a module of its own where it was built from source, and inside the package in a wheel.
+        built = importlib.util.find_spec("transformer_engine_torch") is not None
+        return built or _version("transformer_engine_torch") != "absent"
 
     @cached_property
     def has_fused_weight_gradient(self) -> bool:

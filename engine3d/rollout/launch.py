@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine3d.errors import UserError
+from engine3d.errors import EngineError, UserError
 from engine3d.platform import platform
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.server_arguments import sglang_directory
@@ -86,6 +88,7 @@ def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
         "weight_version": "0",
         "grammar_backend": "none",
         "skip_server_warmup": True,
+        "nccl_port": _unused_port(),
         "log_level": "info",
     }
     arguments |= platform.rollout_server_arguments()
@@ -94,6 +97,21 @@ def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
     if config.max_total_tokens is not None:
         arguments["max_total_tokens"] = config.max_total_tokens
     return arguments | config.server_args
+
+
+def _unused_port() -> int:
+    """A port at which the engine's ranks will meet: below those that the system hands out by itself.
+
+    Another process of the run, asking the system for any port, can then not be given it before SGLang listens.
+    """
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise EngineError("rollout engine: 100 ports between 20000 and 32000 are all in use on this machine")
 
 
 def environment(config: RolloutConfig, model: ModelFacts, devices: tuple[int, ...]) -> dict[str, str]:
