@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
+import torch
+
 _PRELOADED = ("engine3d.models.build", "engine3d.models.weights", "engine3d.training.parallel", "transformers")
 
 
@@ -34,7 +36,8 @@ def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, t
     Raises:
         RankFailedError: with the traceback of the first rank that failed, or the ranks that were late.
     """
-    context = multiprocessing.get_context("forkserver")
+    # A process forked from one that has used CUDA cannot use it.
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
     port = _free_port()
     processes: list[ForkServerProcess] = []
@@ -92,7 +95,6 @@ def _rank(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    import torch
 
     torch.set_num_threads(1)
     try:
