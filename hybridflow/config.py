@@ -95,6 +95,10 @@ class TrainerConfig(Settings):
     """Steps between evaluations; only before the first and after the last if null."""
     eval_prompts: int | None = Field(None, ge=1)
     """Held-out prompts of an evaluation; all of them if null."""
+    eval_samples: int = Field(1, ge=1)
+    """Responses to each held-out prompt; the accuracy is their mean reward."""
+    eval_temperature: float = Field(0.0, ge=0)
+    """Temperature of those responses; 0 takes the most likely token."""
     export: bool = True
     """Write the trained model as a HuggingFace directory at the end."""
 

@@ -179,10 +179,10 @@ class Trainer:
         self.roles.actor.reset_optimizer(self.recipe.train.optimizer).result()
 
     def evaluate(self, step: int) -> float:
-        """Mean reward of greedy responses to the held-out prompts."""
-        prompts = self.facts.evaluation
-        greedy = self.recipe.rollout.sampling.model_copy(update={"temperature": 0.0})
-        generations = self.sample(prompts.tokens, list(range(len(prompts))), greedy, 1)
+        """Mean reward of responses to the held-out prompts."""
+        settings, prompts = self.recipe.trainer, self.facts.evaluation
+        sampling = self.recipe.rollout.sampling.model_copy(update={"temperature": settings.eval_temperature})
+        generations = self.sample(prompts.tokens, list(range(len(prompts))), sampling, settings.eval_samples)
         batch = self.batch(prompts, range(len(prompts)), generations, 0)
         accuracy = float(self.score(prompts, batch).total.mean())
         self.sinks.log(step, {metrics.EVAL_ACCURACY: accuracy}, phase="eval")
