@@ -1,1 +1,1 @@
-"""3D engine."""
+"""The 3D-parallel engine: Megatron-Core models that train and SGLang engines that generate. Knows nothing of Ray."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -45,6 +48,8 @@ class Run:
     evaluation: Prompts
     sft: Prompts
     answers: list[list[int]]
+    lock: TextIO
+    """Held as long as the run goes on."""
 
     @property
     def log_directory(self) -> Path:
@@ -54,19 +59,48 @@ class Run:
 def prepare(recipe: Recipe) -> Run:
     """Make the run's directory and model, and encode its examples.
 
+    An earlier run of the same name is kept under another: `<name>.1` and so on.
+
     Raises:
-        UserError: the directory holds a run already, or model, tokenizer or examples do not fit.
+        UserError: a run of this name is going on, or model, tokenizer or examples do not fit.
     """
     directory = (recipe.run_dir / recipe.name).absolute()
-    if directory.exists() and any(directory.iterdir()):
-        raise UserError(f"run_dir/name: {directory} holds a run already; choose another name or remove it")
-    directory.mkdir(parents=True, exist_ok=True)
+    lock = claim(directory)
     (directory / "recipe.yaml").write_text(settings_yaml(recipe))
     model_directory = recipe.model.path or directory / "initial"
     if recipe.model.create is not None:
         create_model(recipe, model_directory)
     tokenizer = load_tokenizer(model_directory)
-    return Run(directory, model_directory, tokenizer, *encode(recipe, tokenizer, prompt_limit(recipe)))
+    return Run(directory, model_directory, tokenizer, *encode(recipe, tokenizer, prompt_limit(recipe)), lock)
+
+
+def claim(directory: Path) -> TextIO:
+    """Make an empty directory, with an earlier run's moved aside, and hold it until the returned file is closed.
+
+    Raises:
+        UserError: another process holds it, or it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = _lock(directory)
+        if len(list(directory.iterdir())) > 1:
+            number = next(n for n in itertools.count(1) if not directory.with_name(f"{directory.name}.{n}").exists())
+            directory.rename(directory.with_name(f"{directory.name}.{number}"))
+            directory.mkdir()
+            lock.close()
+            lock = _lock(directory)
+    except OSError as error:
+        raise UserError(f"run_dir/name: cannot make {directory}: {error.strerror}") from None
+    return lock
+
+
+def _lock(directory: Path) -> TextIO:
+    lock = (directory / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"run_dir/name: a run in {directory} is going on; choose another name") from None
+    return lock
 
 
 def initial_spec(recipe: Recipe) -> ModelSpec:

@@ -60,6 +60,8 @@ class Trainer:
         settings = self.recipe.trainer
         self.rewards.load()
         wait_for(self.roles, "actor")
+        found: dict[str, str] = self.roles.starting["actor"].result()[0]
+        print("  ".join(f"{name} {version}" for name, version in found.items()), flush=True)
         if self.recipe.warmup is not None:
             self.warm_up()
         wait_for(self.roles, *self.roles.starting)

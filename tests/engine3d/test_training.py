@@ -17,6 +17,8 @@ from engine3d.training.sequences import Sequences
 from tests.engine3d import tiny_models
 from tests.engine3d.distributed import run_distributed
 
+pytestmark = pytest.mark.processes
+
 LAYOUTS = {
     1: [{}],
     2: [{"ep": 2}, {"tp": 2}, {"pp": 2}, {}],

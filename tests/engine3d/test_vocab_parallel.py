@@ -11,6 +11,8 @@ import torch.distributed as dist
 from engine3d.training import vocab_parallel
 from tests.engine3d.distributed import run_distributed
 
+pytestmark = pytest.mark.processes
+
 TOKENS, VOCABULARY, PADDED = 7, 10, 12
 
 
