@@ -14,6 +14,7 @@ from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.sequences import Sequences
 from tests.engine3d import tiny_models
 from tests.engine3d.distributed import run_distributed
+from tests.engine3d.test_training import LAYOUTS, _train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,3 +65,21 @@ def test_transformer_engine_holds_the_same_model(name: str, tmp_path: Path) -> N
         difference = (logprobs - reference).abs()
         assert difference.mean() < 0.05, f"packing={packing}: mean {difference.mean():.4f}, max {difference.max():.4f}"
         assert losses[-1] < losses[0]
+
+
+def _train_all(directory: Path, world_size: int) -> list[dict[str, Any]]:
+    return [_train(directory, sizes, world_size, dtype="bfloat16") for sizes in LAYOUTS[world_size]]
+
+
+@pytest.mark.skipif(platform.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_layout_learns_alike_over_nccl(world_size: int, tmp_path: Path) -> None:
+    if platform.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    tiny_models.make("qwen3_moe", tmp_path / "model")
+    [[alone]] = run_distributed(_train_all, 1, tmp_path / "model", 1, timeout_s=180)
+    ranks = run_distributed(_train_all, world_size, tmp_path / "model", world_size, timeout_s=300)
+    for number, sizes in enumerate(LAYOUTS[world_size]):
+        for rank in ranks:
+            assert rank[number]["losses"] == pytest.approx(alone["losses"], rel=0.01), sizes
+            assert rank[number]["norms"] == pytest.approx(alone["norms"], rel=0.1), sizes

@@ -63,7 +63,7 @@ def _train(directory: Path, sizes: dict[str, int], world_size: int, **settings: 
     before = engine.logprobs(sequences, with_entropy=True)
     for _ in range(3):
         result = engine.update(sequences, _loss, with_entropy=True)
-        loss = torch.stack([torch.zeros(()), *result.facts]).sum()
+        loss = torch.stack([torch.zeros((), device=engine.device), *result.facts]).sum()
         dist.all_reduce(loss)
         seen["losses"].append(float(loss) / engine.layout.tp)
         seen["norms"].append(result.grad_norm)
