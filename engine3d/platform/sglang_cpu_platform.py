@@ -10,6 +10,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from engine3d.platform import sglang_cpu_attention
 from engine3d.platform.sglang_cpu_sampling import murmur_hash32
 
 
@@ -24,7 +25,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
             add_deterministic_attention_backend_choices,
         )
 
-        # PyTorch's attention runs sequence by sequence here, so that no result depends on the rest of the batch.
+        # PyTorch's attention treats each sequence alone here, so that no result depends on the rest of the batch.
         if "torch_native" not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
             add_deterministic_attention_backend_choices(["torch_native"])
 
@@ -42,6 +43,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         sampler.murmur_hash32 = murmur_hash32
         # Its AMX kernels need weights padded to multiples of 32 on every rank; PyTorch's do not.
         model_runner.adjust_config_with_unaligned_cpu_tp = _as_it_is
+        sglang_cpu_attention.install()
         fused_moe_native.moe_forward_native = _with_local_experts(fused_moe_native.moe_forward_native)
 
     def get_default_attention_backend(self) -> str:

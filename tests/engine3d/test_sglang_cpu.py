@@ -56,3 +56,32 @@ def test_sglangs_own_cpu_engine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert sglang_cpu.activate() is None
+
+
+@pytest.mark.parametrize("piece", [1 << 17, 8])
+def test_attention_by_length_equals_sglangs_loop(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
+
+    from engine3d.platform import sglang_cpu_attention as ours
+
+    monkeypatch.setattr(ours, "_GATHERED_TOKENS", piece)
+    generator = torch.Generator().manual_seed(0)
+    prefixes, news = torch.tensor([0, 3, 0, 0, 3, 1]), torch.tensor([4, 2, 4, 1, 2, 4])
+    lengths = prefixes + news
+    k_cache, v_cache = torch.randn(2, 64, 2, 8, generator=generator)
+    req_to_token = torch.randperm(64, generator=generator)[:56].view(7, 8)
+    requests = torch.tensor([6, 0, 3, 2, 5, 1])
+    common = (k_cache, v_cache, req_to_token, requests, lengths)
+    options = {"scaling": 0.3, "enable_gqa": True}
+
+    query = torch.randn(len(lengths), 4, 8, generator=generator)
+    loop, grouped = torch.empty(2, *query.shape)
+    Backend._run_sdpa_forward_decode(None, query, loop, *common, **options)
+    ours.decode(query, grouped, *common, **options)
+    torch.testing.assert_close(grouped, loop, atol=1e-6, rtol=1e-5)
+
+    query = torch.randn(int(news.sum()), 4, 8, generator=generator)
+    loop, grouped = torch.empty(2, *query.shape)
+    Backend._run_sdpa_forward_extend(None, query, loop, *common, prefixes, news, causal=True, **options)
+    ours.extend(query, grouped, *common, prefixes, news, causal=True, **options)
+    torch.testing.assert_close(grouped, loop, atol=1e-6, rtol=1e-5)

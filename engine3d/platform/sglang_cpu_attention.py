@@ -1,0 +1,119 @@
+"""SGLang's attention in plain PyTorch, with one call for all sequences of a length in place of one for each sequence.
+
+The numbers are those of SGLang's own loop: what one sequence gets does not depend on which others are beside it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+# Keys and values are gathered from the cache for this many tokens at a time.
+_GATHERED_TOKENS = 1 << 17
+
+
+def install() -> None:
+    """Give SGLang's native PyTorch backend the two functions of this module."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
+
+    Backend._run_sdpa_forward_decode = _by_length(decode, Backend._run_sdpa_forward_decode)
+    Backend._run_sdpa_forward_extend = _by_length(extend, Backend._run_sdpa_forward_extend)
+
+
+def _by_length(grouped: Callable[..., Tensor], loop: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`grouped` where it will do, SGLang's own loop for an encoder or a sliding window."""
+
+    def run(self: Any, *tensors: Any, is_cross_attn: bool, sliding_window_size: int | None, **options: Any) -> Tensor:
+        *of_every_call, encoder_lens = tensors
+        if is_cross_attn or encoder_lens is not None or sliding_window_size is not None:
+            options |= {"is_cross_attn": is_cross_attn, "sliding_window_size": sliding_window_size}
+            return loop(self, *tensors, **options)
+        return grouped(*of_every_call, **options)
+
+    return run
+
+
+def decode(
+    query: Tensor,
+    output: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    *,
+    scaling: float | None = None,
+    enable_gqa: bool = False,
+    causal: bool = False,
+) -> Tensor:
+    """One new token a sequence.
+
+    Args:
+        query, output: [sequences, heads, head_dim]; the output is filled in place.
+        k_cache, v_cache: [slots, groups, head_dim].
+        req_to_token: [requests, context] slot of each token of each request.
+        req_pool_indices: [sequences] row of each sequence in it.
+        seq_lens: [sequences] tokens, the new one included.
+    """
+    for (length,), rows in _groups(seq_lens):
+        slots = req_to_token[req_pool_indices[rows], :length]
+        attended = _attend(query[rows].unsqueeze(2), k_cache[slots], v_cache[slots], scaling, enable_gqa, causal)
+        output[rows] = attended.squeeze(2)
+    return output
+
+
+def extend(
+    query: Tensor,
+    output: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    extend_prefix_lens: Tensor,
+    extend_seq_lens: Tensor,
+    *,
+    scaling: float | None = None,
+    enable_gqa: bool = False,
+    causal: bool = False,
+) -> Tensor:
+    """Several new tokens a sequence, after a prefix that is in the cache.
+
+    Args:
+        query, output: [new tokens, heads, head_dim], sequence by sequence; the output is filled in place.
+        extend_prefix_lens, extend_seq_lens: [sequences] cached and new tokens; the others as for `decode`.
+    """
+    starts = extend_seq_lens.cumsum(0) - extend_seq_lens
+    for (length, prefix), rows in _groups(seq_lens, extend_prefix_lens):
+        places = starts[rows].unsqueeze(1) + torch.arange(length - prefix)
+        # The causal mask counts from the first key, so the prefix has queries too, whose results are dropped.
+        padded = query.new_zeros(len(rows), query.shape[1], length, query.shape[2])
+        padded[:, :, prefix:] = query[places].transpose(1, 2)
+        slots = req_to_token[req_pool_indices[rows], :length]
+        attended = _attend(padded, k_cache[slots], v_cache[slots], scaling, enable_gqa, causal)
+        output[places] = attended[:, :, prefix:].transpose(1, 2)
+    return output
+
+
+def _groups(*lengths: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Sequences with the same lengths, in groups whose tokens are not too many."""
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for row, key in enumerate(zip(*(each.tolist() for each in lengths), strict=True)):
+        groups[key].append(row)
+    for key, rows in groups.items():
+        step = max(1, _GATHERED_TOKENS // max(1, key[0]))
+        for first in range(0, len(rows), step):
+            yield key, torch.tensor(rows[first : first + step])
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float | None, enable_gqa: bool, causal: bool
+) -> Tensor:
+    """[n, heads, q, head_dim] against [n, k, groups, head_dim] -> as the query."""
+    keys, values = (each.transpose(1, 2).to(query.dtype) for each in (keys, values))
+    return scaled_dot_product_attention(query, keys, values, scale=scaling, enable_gqa=enable_gqa, is_causal=causal)
