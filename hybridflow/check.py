@@ -64,9 +64,8 @@ def local_devices(recipe: Recipe) -> dict[str, tuple[Device, ...]] | None:
             if text not in pools:
                 DeviceMap.parse(text)
         return None
-    gpus = {platform.device_type: platform.device_count()}.get("cuda", 0)
     slots = highest_cpu_slot([*roles.values(), *pools.values()])
-    return pool_devices(roles, pools, [Node("this machine", gpus=gpus, cpu_slots=slots)])
+    return pool_devices(roles, pools, [Node("this machine", gpus=platform.gpus, cpu_slots=slots)])
 
 
 def check_layouts(recipe: Recipe, devices: dict[str, tuple[Device, ...]], spec: ModelSpec | None) -> None:

@@ -16,6 +16,11 @@ from engine3d.platform.interface import DeviceMemory, Platform
 class CpuPlatform(Platform):
     device_type = "cpu"
     collective_backend = "gloo"
+    collectives_are_bound = False
+
+    @property
+    def gpus(self) -> int:
+        return 0
 
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")
@@ -34,10 +39,6 @@ class CpuPlatform(Platform):
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * page
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return DeviceMemory(allocated=resident, peak=peak, total=os.sysconf("SC_PHYS_PAGES") * page)
-
-    def device_count(self) -> int:
-        # A rank on a CPU is a process: as many as wanted share the cores.
-        return 1 << 16
 
     def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ""}

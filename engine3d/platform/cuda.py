@@ -12,6 +12,11 @@ from engine3d.platform.interface import DeviceMemory, Platform
 class CudaPlatform(Platform):
     device_type = "cuda"
     collective_backend = "nccl"
+    collectives_are_bound = True
+
+    @property
+    def gpus(self) -> int:
+        return torch.cuda.device_count()
 
     def device(self, local_rank: int) -> torch.device:
         torch.cuda.set_device(local_rank)
@@ -32,9 +37,6 @@ class CudaPlatform(Platform):
             peak=torch.cuda.max_memory_allocated(),
             total=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
         )
-
-    def device_count(self) -> int:
-        return torch.cuda.device_count()
 
     def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}

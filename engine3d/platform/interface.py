@@ -26,6 +26,13 @@ class Platform(ABC):
 
     device_type: str
     collective_backend: str
+    collectives_are_bound: bool
+    """Whether a process group belongs to one device of its process."""
+
+    @property
+    @abstractmethod
+    def gpus(self) -> int:
+        """GPUs that this process sees."""
 
     @abstractmethod
     def device(self, local_rank: int) -> torch.device:
@@ -46,10 +53,6 @@ class Platform(ABC):
     @abstractmethod
     def memory(self) -> DeviceMemory:
         """Memory of this process's current device."""
-
-    @abstractmethod
-    def device_count(self) -> int:
-        """Devices on this machine that a rank can be given."""
 
     @abstractmethod
     def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:

@@ -35,7 +35,7 @@ def initialise(layout: Layout, *, seed: int, timeout_s: float) -> Coordinates:
     device = platform.device(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
-        bound = device if device.type == "cuda" else None
+        bound = device if platform.collectives_are_bound else None
         dist.init_process_group(platform.collective_backend, timeout=timeout, device_id=bound)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,

@@ -22,6 +22,8 @@ class ArithmeticConfig(Settings):
     eval_size: int = Field(default=256, ge=1)
     sft_size: int = Field(default=1024, ge=0)
     train_size: int = Field(default=2048, ge=1)
+    sft_wrong: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the supervised examples whose answer is wrong, by one or by ten: demonstrations with errors in them."""
 
     @property
     def problems(self) -> int:

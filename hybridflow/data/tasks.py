@@ -58,9 +58,17 @@ def arithmetic_splits(config: ArithmeticConfig) -> Splits:
     wanted = config.eval_size + config.sft_size + config.train_size
     drawn = [_problem(config, index) for index in _permutation_head(config.problems, wanted, config.seed)]
     first_train = config.eval_size + config.sft_size
-    return Splits(
-        evaluation=drawn[: config.eval_size], sft=drawn[config.eval_size : first_train], train=drawn[first_train:]
-    )
+    generator = random.Random(f"{config.seed}:wrong")
+    supervised = [
+        _with_error(example, generator) if generator.random() < config.sft_wrong else example
+        for example in drawn[config.eval_size : first_train]
+    ]
+    return Splits(evaluation=drawn[: config.eval_size], sft=supervised, train=drawn[first_train:])
+
+
+def _with_error(example: Example, generator: random.Random) -> Example:
+    """The problem with an answer that is off by one or by ten."""
+    return Example(example.prompt, str(int(example.answer) + generator.choice((-10, -1, 1, 10))))
 
 
 def _problem(config: ArithmeticConfig, index: int) -> Example:

@@ -212,3 +212,13 @@ def test_tokenizers_that_cannot_be_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(UserError, match="cannot load the tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_a_share_of_the_supervised_answers_is_wrong_and_no_other() -> None:
+    right = arithmetic_splits(ArithmeticConfig(sft_size=1000, train_size=100))
+    some = arithmetic_splits(ArithmeticConfig(sft_size=1000, train_size=100, sft_wrong=0.3))
+    assert some.train == right.train and some.evaluation == right.evaluation
+    assert [example.prompt for example in some.sft] == [example.prompt for example in right.sft]
+    errors = [int(a.answer) - int(b.answer) for a, b in zip(some.sft, right.sft, strict=True)]
+    assert set(errors) == {-10, -1, 0, 1, 10}
+    assert 0.25 < sum(error != 0 for error in errors) / 1000 < 0.35
