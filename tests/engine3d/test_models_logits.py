@@ -15,6 +15,8 @@ from engine3d.layout import Layout
 from tests.engine3d.distributed import run_distributed
 from tests.engine3d.tiny_models import CONFIGS, make
 
+pytestmark = pytest.mark.processes
+
 LENGTHS = (5, 7, 4)
 BATCH, LENGTH = 2, 16
 TOLERANCE = 1e-4
@@ -124,7 +126,7 @@ def compare_all(models: Path, exports: Path) -> dict[tuple[str, str], dict[str, 
                 export = exports / f"{layout}-{name}".replace(" ", "-")
                 figures[str(layout), name] = compare(models / name, layout, coordinates, export)
         parallel_state.destroy_model_parallel()
-    parallel.finish()
+    parallel.leave()
     return figures
 
 
