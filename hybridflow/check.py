@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError
+from engine3d.layout import Layout
 from engine3d.models import ModelSpec, check_weights
 from engine3d.platform import platform
 from hybridflow.config import Recipe
@@ -45,6 +47,7 @@ def check_recipe(recipe: Recipe) -> None:
     if spec is not None:
         if recipe.model.path is not None:
             attempt(check_weights, spec, recipe.model.path)
+        attempt(check_engines, recipe, spec)
         attempt(check_prompts, recipe, spec)
     attempt(check_rewards, recipe)
     if errors:
@@ -74,22 +77,68 @@ def check_layouts(recipe: Recipe, devices: dict[str, tuple[Device, ...]], spec: 
     Raises:
         UserError: sizes that do not divide the devices or the model, or a rollout role of another number of devices.
     """
-    for role in devices.keys() - {"rollout"}:
+    layouts = {}
+    for role in sorted(devices.keys() - {"rollout"}):
         try:
-            layout = recipe.train.layout.layout(len(devices[role]))
+            layouts[role] = recipe.train.layout.layout(len(devices[role]))
             if spec is not None:
-                spec.check_layout(layout)
+                spec.check_layout(layouts[role])
         except UserError as error:
             raise UserError(f"train.layout on placement.{role}: {error}") from None
     try:
         engines = recipe.rollout.layout(len(devices["rollout"]))
     except UserError as error:
         raise UserError(f"placement.rollout: {error}") from None
-    if recipe.trainer.prompts_per_step < engines.dp:
+    check_batch_sizes(recipe, engines=engines.dp, replicas=layouts["actor"].dp)
+
+
+def check_batch_sizes(recipe: Recipe, *, engines: int, replicas: int) -> None:
+    """Every batch against those who share it: prompts among engines, samples among data-parallel replicas.
+
+    Raises:
+        UserError: naming the setting that leaves one of them without work.
+    """
+    trainer, warmup = recipe.trainer, recipe.warmup
+    samples = trainer.prompts_per_step * recipe.rollout.samples_per_prompt
+    wanted = [
+        ("trainer.prompts_per_step", trainer.prompts_per_step, engines, "a prompt for each rollout engine"),
+        (
+            "trainer.prompts_per_step * rollout.samples_per_prompt",
+            samples,
+            trainer.mini_batches * replicas,
+            "a sample for each data-parallel rank of each of trainer.mini_batches",
+        ),
+    ]
+    if trainer.eval_prompts is not None:
+        wanted.append(("trainer.eval_prompts", trainer.eval_prompts, engines, "a prompt for each rollout engine"))
+    if warmup is not None:
+        wanted.append(("warmup.batch_size", warmup.batch_size, replicas, "a sample for each data-parallel rank"))
+    for name, value, least, why in wanted:
+        if value < least:
+            raise UserError(f"{name} = {value}, expected at least {least}: {why}")
+
+
+def check_engines(recipe: Recipe, spec: ModelSpec) -> None:
+    """What SGLang and Megatron-Core would refuse of a model that fits otherwise.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    engine, sizes = recipe.rollout.engine, spec.sizes
+    if engine.context_length is not None and engine.context_length > sizes.max_positions:
         raise UserError(
-            f"trainer.prompts_per_step={recipe.trainer.prompts_per_step} for {engines.dp} rollout engines, "
-            "expected at least one prompt each"
+            f"rollout.engine.context_length={engine.context_length}, expected at most the model's "
+            f"{sizes.max_positions} positions"
         )
+    if sizes.heads % engine.tp:
+        raise UserError(
+            f"rollout.engine.tp={engine.tp} does not divide the model's {sizes.heads} attention heads "
+            "(num_attention_heads)"
+        )
+    if recipe.train.optimizer.precision_aware and not platform.has_transformer_engine:
+        raise UserError("train.optimizer.precision_aware=true needs Transformer Engine, which is absent here")
+    if recipe.train.megatron:  # only then, because Megatron-Core takes seconds to import
+        spec.transformer_config(Layout(), getattr(torch, recipe.train.dtype), **recipe.train.megatron)
 
 
 def check_prompts(recipe: Recipe, spec: ModelSpec) -> None:
@@ -105,7 +154,11 @@ def check_prompts(recipe: Recipe, spec: ModelSpec) -> None:
             f"model: the tokenizer has {len(tokenizer)} tokens and the model's vocab_size is {spec.vocab_size}; "
             "expected at least as many"
         )
-    encode(recipe, tokenizer, prompt_limit(recipe))
+    _, _, sft, _ = encode(recipe, tokenizer, prompt_limit(recipe))
+    if recipe.warmup is not None and not len(sft):
+        raise UserError(
+            "warmup: the data has no supervised examples; expected data.arithmetic.sft_size or jsonl.sft_path"
+        )
 
 
 def check_rewards(recipe: Recipe) -> None:

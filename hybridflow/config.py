@@ -54,6 +54,12 @@ class RolloutRole(Settings):
     sampling: SamplingConfig = SamplingConfig()
     samples_per_prompt: int = Field(8, ge=1)
 
+    @model_validator(mode="after")
+    def _samples(self) -> RolloutRole:
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature=0 samples nothing to learn from, expected above 0")
+        return self
+
     @property
     def devices_per_engine(self) -> int:
         return self.engine.tp * self.engine.dp
@@ -128,7 +134,7 @@ class PlacementConfig(Settings):
 class Recipe(Settings):
     """Every setting of a run."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = Field(0, ge=0, lt=2**30)
     """Of everything that is drawn; the seeds of parts are added to it."""
     run_dir: Path = Path("runs")

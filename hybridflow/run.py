@@ -56,6 +56,9 @@ class Run:
         return self.directory / "logs"
 
 
+_RECIPE = "recipe.yaml"
+
+
 def prepare(recipe: Recipe) -> Run:
     """Make the run's directory and model, and encode its examples.
 
@@ -65,9 +68,11 @@ def prepare(recipe: Recipe) -> Run:
         UserError: a run of this name is going on, or model, tokenizer or examples do not fit.
     """
     directory = (recipe.run_dir / recipe.name).absolute()
+    if recipe.model.path is not None and recipe.model.path.absolute().is_relative_to(directory):
+        raise UserError(f"model.path: {recipe.model.path} is in the directory of this run; choose another name")
     lock = claim(directory)
-    (directory / "recipe.yaml").write_text(settings_yaml(recipe))
-    model_directory = recipe.model.path or directory / "initial"
+    (directory / _RECIPE).write_text(settings_yaml(recipe))
+    model_directory = (recipe.model.path or directory / "initial").absolute()
     if recipe.model.create is not None:
         create_model(recipe, model_directory)
     tokenizer = load_tokenizer(model_directory)
@@ -83,12 +88,14 @@ def claim(directory: Path) -> TextIO:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = _lock(directory)
-        if len(list(directory.iterdir())) > 1:
+        if (directory / _RECIPE).exists():
             number = next(n for n in itertools.count(1) if not directory.with_name(f"{directory.name}.{n}").exists())
             directory.rename(directory.with_name(f"{directory.name}.{number}"))
             directory.mkdir()
             lock.close()
             lock = _lock(directory)
+        elif len(list(directory.iterdir())) > 1:
+            raise UserError(f"run_dir/name: {directory} holds files that are no run's; choose another name")
     except OSError as error:
         raise UserError(f"run_dir/name: cannot make {directory}: {error.strerror}") from None
     return lock

@@ -183,7 +183,9 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|True|
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?[0-9][0-9_]*$"), [*"-+0123456789"])
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"([-+]?([0-9][0-9_]*)?(\.[0-9_]*|(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf)|\.(nan|NaN))$"),
+    re.compile(
+        r"((?=[-+]?\.?[0-9])[-+]?([0-9][0-9_]*)?(\.[0-9_]*|(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf)|\.(nan|NaN))$"
+    ),
     [*"-+.0123456789"],
 )
 _Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"<<$"), ["<"])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from engine3d.errors import EngineError
 from engine3d.rollout.config import SamplingConfig
 from engine3d.rollout.messages import Generation
 from hybridflow import metrics
@@ -19,10 +20,12 @@ from hybridflow.data.sampler import PromptSampler
 from hybridflow.metrics import Metrics, Timer
 from hybridflow.protocols import Shards
 from hybridflow.rewards.functions import RewardFunctions, RewardResult
-from hybridflow.roles.group import Roles, start_roles, wait_for
+from hybridflow.roles.group import Roles, raise_failed_start, start_roles, wait_for
 from hybridflow.roles.model import Update, update_metrics
 from hybridflow.run import Prompts, Run, prepare
 from hybridflow.weight_sync import WeightSync
+
+_MOST_STEPS_WITHOUT_UPDATE = 3
 
 
 def train(recipe: Recipe) -> Path:
@@ -39,24 +42,35 @@ def train(recipe: Recipe) -> Path:
     with (
         start_roles(recipe, run) as roles,
         RewardFunctions(recipe.reward) as rewards,
+        WeightSync(roles.actor, roles.rollout, run.directory / "weights") as weights,
         Metrics(recipe.metrics, run.directory, total_steps=recipe.trainer.steps) as sinks,
     ):
-        Trainer(recipe, run, roles, rewards, sinks).run()
+        before, after = Trainer(recipe, run, roles, rewards, weights, sinks).run()
+    print(f"held-out accuracy: {before:.3f} -> {after:.3f} ({100 * (after - before):+.1f} points)", flush=True)
     return run.directory
 
 
 class Trainer:
     """One run's loop over its roles."""
 
-    def __init__(self, recipe: Recipe, run: Run, roles: Roles, rewards: RewardFunctions, sinks: Metrics) -> None:
-        self.recipe, self.facts, self.roles, self.rewards, self.sinks = recipe, run, roles, rewards, sinks
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: Run,
+        roles: Roles,
+        rewards: RewardFunctions,
+        weights: WeightSync,
+        sinks: Metrics,
+    ) -> None:
+        self.recipe, self.facts, self.roles = recipe, run, roles
+        self.rewards, self.weights, self.sinks = rewards, weights, sinks
         self.sampler = PromptSampler(len(run.train), recipe.seed + recipe.data.seed)
-        self.weights = WeightSync(roles.actor, roles.rollout, run.directory / "weights")
         self.version = 0
         self.samples_drawn = 0
+        self.steps_without_update = 0
 
-    def run(self) -> None:
-        """Warm up, train, and say what it brought on the held-out prompts."""
+    def run(self) -> tuple[float, float]:
+        """Warm up and train; the accuracy on the held-out prompts before and after the training steps."""
         settings = self.recipe.trainer
         self.rewards.load()
         wait_for(self.roles, "actor")
@@ -74,8 +88,7 @@ class Trainer:
                 after = self.evaluate(step)
         if settings.export:
             self.roles.actor.export(self.facts.directory / "model").result()
-        self.weights.close()
-        print(f"held-out accuracy: {before:.3f} -> {after:.3f} ({100 * (after - before):+.1f} points)", flush=True)
+        return before, after
 
     def step(self, number: int) -> None:
         """One step of the algorithm: the dataflow of GRPO."""
@@ -152,6 +165,13 @@ class Trainer:
                         ).result()
                     )
         values |= update_metrics(updates)
+        applied = any(ranks[0].applied for ranks in updates)
+        self.steps_without_update = 0 if applied else self.steps_without_update + 1
+        if self.steps_without_update == _MOST_STEPS_WITHOUT_UPDATE:
+            raise EngineError(
+                f"actor: the gradient was not finite in all updates of {_MOST_STEPS_WITHOUT_UPDATE} steps in a row; "
+                "nothing is learned"
+            )
 
     def synchronise(self, values: dict[str, float]) -> None:
         """Bring the rollout engines to the actor's weights."""
@@ -169,7 +189,7 @@ class Trainer:
         self.roles.actor.reset_optimizer(settings.optimizer).result()
         sampler = PromptSampler(len(prompts), self.recipe.seed + self.recipe.data.seed)
         for step in range(1, settings.steps + 1):
-            wait_for(self.roles, "actor")
+            raise_failed_start(self.roles)
             values: dict[str, float] = {}
             indices = sampler.next(settings.batch_size)
             given = [[Generation(answers[index], [0.0] * len(answers[index]), "stop", 0)] for index in indices]

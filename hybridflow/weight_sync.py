@@ -12,7 +12,7 @@ class WeightSync:
     """Brings every rollout engine to the actor's weights, as one numbered version.
 
     The actor's ranks write their parts of one HuggingFace directory side by side and the engines read it: nothing is
-    gathered, and `directory` must be seen by all nodes.
+    gathered, and `directory` must be seen by all nodes. It is removed at the end of the `with` block.
     """
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, directory: Path) -> None:
@@ -27,6 +27,8 @@ class WeightSync:
         self._rollout.load_weights(weights, version).result()
         shutil.rmtree(weights)
 
-    def close(self) -> None:
-        """Remove what lies on disk."""
+    def __enter__(self) -> WeightSync:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -58,7 +58,8 @@ main() {
     fi
     rm -f "$stamp"
 
-    if ! is_python_312 "$venv/bin/python"; then
+    # An environment whose making was interrupted has an interpreter and no pip.
+    if ! is_python_312 "$venv/bin/python" || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         python=$(find_python)
         echo "set-up: making $venv with $("$python" -c 'import sys; print(sys.executable)')"
         "$python" -m venv --clear "$venv"

@@ -44,7 +44,8 @@ class CpuPlatform(Platform):
         return {"CUDA_VISIBLE_DEVICES": ""}
 
     def training_environment(self, ranks: int) -> dict[str, str]:
-        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+        cores = len(os.sched_getaffinity(0))
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))}
 
     def rollout_server_arguments(self) -> dict[str, Any]:
         from engine3d.platform import sglang_cpu  # SGLang is slow to import, and only its workers need it

@@ -19,6 +19,12 @@ class LayoutConfig(Settings):
     etp: int = Field(1, ge=1)
     cp: int = Field(1, ge=1)
 
+    @model_validator(mode="after")
+    def _whole_sequences(self) -> LayoutConfig:
+        if self.cp > 1:
+            raise ValueError(f"cp={self.cp}: expected 1, because training does not cut sequences over ranks yet")
+        return self
+
     def layout(self, world_size: int) -> Layout:
         """The layout on world_size ranks; UserError where the sizes do not divide it."""
         return Layout.of_world(world_size, tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp, cp=self.cp)
@@ -67,6 +73,7 @@ class TrainConfig(Settings):
     sequence_parallel: bool = Field(True, description="split activations over tp where tp is above 1")
     recompute: Literal["none", "selective", "full"] = "none"
     timeout_s: float = Field(600.0, gt=0, description="limit of any collective operation")
+    start_timeout_s: float = Field(1800.0, gt=0, description="limit of building the model and loading its weights")
     megatron: dict[str, Any] = Field(
         default_factory=dict, description="further fields of Megatron-Core's TransformerConfig, as they are named there"
     )

@@ -189,6 +189,7 @@ class TrainEngine:
         self.optimizer.zero_grad()
         facts = self._run(self.micro_batches(sequences), loss_function, temperature, with_entropy, forward_only=False)
         learning_rate = float(get_canonical_lr_for_logging(self.optimizer.param_groups))
+        # Looked at before `step`, which would write a gradient that is not finite into the weights.
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         applied = math.isfinite(grad_norm)
@@ -254,6 +255,7 @@ class TrainEngine:
     def reset_optimizer(self, settings: OptimizerConfig) -> None:
         """Start the optimizer's moments and its learning-rate schedule afresh; the weights stay."""
         self.config = self.config.model_copy(update={"optimizer": settings})
+        self.optimizer = None  # its memory, before the new one takes its own
         self.optimizer, self.scheduler = build_optimizer(self.model, self.config)
 
     # Weights ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ def initialise(layout: Layout, *, seed: int, timeout_s: float) -> Coordinates:
     Args:
         layout: must have as many ranks as the world.
         seed: of the random states; ranks that hold different weights draw differently.
-        timeout_s: limit of every collective operation, in seconds.
+        timeout_s: limit of every collective operation, in seconds; Megatron-Core's groups count in whole minutes.
 
     Returns:
         This rank's coordinates.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from engine3d.platform import platform
 from hybridflow import placement
@@ -14,7 +15,10 @@ from hybridflow.devices import highest_cpu_slot, pool_devices
 from hybridflow.roles.model import ModelWorker
 from hybridflow.roles.rollout import RolloutWorker
 from hybridflow.run import Run
-from hybridflow.worker_group import Future, WorkerGroup
+from hybridflow.worker_group import WorkerGroup
+
+# An engine says itself that it did not start in time; its rank is given a little longer.
+_MARGIN_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class Roles:
     actor: WorkerGroup
     rollout: WorkerGroup
     reference: WorkerGroup | None
-    starting: dict[str, Future]
+    starting: dict[str, Future[Any]]
     """The start of each role, which may still be under way."""
 
 
@@ -37,6 +41,8 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
     wanted = recipe.placement.roles(with_reference=recipe.algorithm.needs_reference)
     pools = recipe.placement.pools
     with ExitStack() as stack:
+        # Entered first and so left last: when the groups are gone, nobody waits for them any more.
+        waiters = stack.enter_context(ThreadPoolExecutor(thread_name_prefix="start"))
         placement.start_ray(
             cpu_slots=highest_cpu_slot([*wanted.values(), *pools.values()]), address=recipe.placement.cluster
         )
@@ -74,21 +80,27 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
                 log_dir=run.log_directory,
             )
         )
-        starting = {"rollout": rollout.start()}
+        starting = {"rollout": waiters.submit(rollout.start().result, engine.start_timeout_s + _MARGIN_S)}
         actor = model("actor", trainable=True)
-        starting["actor"] = actor.start()
+        starting["actor"] = waiters.submit(actor.start().result, recipe.train.start_timeout_s)
         reference = model("reference", trainable=False) if "reference" in wanted else None
         if reference is not None:
-            starting["reference"] = reference.start()
+            starting["reference"] = waiters.submit(reference.start().result, recipe.train.start_timeout_s)
         yield Roles(actor, rollout, reference, starting)
 
 
 def wait_for(roles: Roles, *names: str) -> None:
-    """Wait until the named roles have started; raise at once when any role fails to."""
-    while True:
-        for future in roles.starting.values():
-            if future.done():
-                future.result()
-        if all(roles.starting[name].done() for name in names):
-            return
-        time.sleep(0.05)
+    """Wait until the named roles have started, each within its limit; raise at once when any role fails to."""
+    pending = {roles.starting[name] for name in names}
+    while pending:
+        done, _ = wait(roles.starting.values(), timeout=1.0, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        pending -= done
+
+
+def raise_failed_start(roles: Roles) -> None:
+    """Raise if a role has failed to start; do not wait for those that still start."""
+    for future in roles.starting.values():
+        if future.done():
+            future.result()

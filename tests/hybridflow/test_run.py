@@ -14,6 +14,7 @@ from hybridflow.run import claim, prepare, prompt_limit
 def test_an_earlier_run_is_kept_under_another_name(tmp_path: Path) -> None:
     for number in range(3):
         with claim(tmp_path / "run"):
+            (tmp_path / "run" / "recipe.yaml").write_text("")
             (tmp_path / "run" / "metrics.jsonl").write_text(str(number))
     kept = {path.name: (path / "metrics.jsonl").read_text() for path in tmp_path.iterdir()}
     assert kept == {"run.1": "0", "run.2": "1", "run": "2"}
@@ -22,6 +23,13 @@ def test_an_earlier_run_is_kept_under_another_name(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_is_left_alone(tmp_path: Path) -> None:
     with claim(tmp_path / "run"), pytest.raises(UserError, match="is going on; choose another name"):
         claim(tmp_path / "run")
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds files that are no run's"):
+        claim(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -45,9 +45,9 @@ def _processes(directory: Path) -> list[psutil.Process]:
         try:
             environment, command = process.environ(), " ".join(process.cmdline())
             files = [file.path for file in process.open_files()]
+            own = process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE
         except psutil.Error:
             continue
-        own = process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE
         marked = environment.get("TEST_RUN_MARK") == str(directory) or str(directory) in command
         if not own and (marked or any(path.startswith(str(directory)) for path in files)):
             found.append(process)
@@ -109,6 +109,14 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path, victim: str) ->
             env=_mark(tmp_path),
             start_new_session=True,
         )
+    try:
+        _kill_and_look(tmp_path, log, run, victim)
+    finally:
+        run.kill()
+        run.wait()
+
+
+def _kill_and_look(tmp_path: Path, log: Path, run: subprocess.Popen[bytes], victim: str) -> None:
     deadline = time.monotonic() + 240
     while "train 2/500" not in log.read_text():
         assert run.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
