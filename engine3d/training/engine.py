@@ -94,11 +94,9 @@ class TrainEngine:
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        self.is_first_stage = parallel_state.is_pipeline_first_stage()
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
         self._dp_group = parallel_state.get_data_parallel_group()
-        self._model_group = parallel_state.get_model_parallel_group()
         module = build_model(self.spec, layout, self.dtype, overrides=self._megatron_settings())
         load_weights(module, self.spec, layout, self.coordinates, model_directory)
         self.device = next(module.parameters()).device

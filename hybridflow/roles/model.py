@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,6 @@ class Update:
     grad_norm: float
     learning_rate: float
     applied: bool
-    seconds: float
     peak_memory_bytes: int
 
 
@@ -105,14 +103,12 @@ class ModelWorker:
         return self._update(to_sequences(batch, weights=weights), loss, temperature=1.0, with_entropy=False)
 
     def _update(self, sequences: Any, loss: Any, *, temperature: float, with_entropy: bool) -> Update:
-        start = time.perf_counter()
         result = self._engine.update(sequences, loss, temperature=temperature, with_entropy=with_entropy)
         return Update(
             statistics=Statistics.merge(result.facts).cpu(),
             grad_norm=result.grad_norm,
             learning_rate=result.learning_rate,
             applied=result.applied,
-            seconds=time.perf_counter() - start,
             peak_memory_bytes=platform.memory().peak,
         )
 
