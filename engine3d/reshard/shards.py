@@ -1,0 +1,110 @@
+"""What both sides of a weight transfer say of themselves: which elements of the model lie where in their memory.
+
+Offsets, strides and lengths are in elements of the buffer's dtype, never in bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from engine3d.models.rules import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank's memory is: a node, and a device that has no other of its name on the node."""
+
+    node: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.device} of {self.node}"
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One contiguous stretch of a rank's memory.
+
+    Args:
+        name: of the parameter or parameter buffer that it is; errors name it.
+        dtype: of its elements, such as "bfloat16".
+        shape: of the contiguous tensor that it is.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return getattr(torch, self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A box of a HuggingFace tensor lies in a buffer.
+
+    The element at index i of the tensor, with box[d][0] <= i[d] < box[d][1], is the buffer's element
+    `offset + sum((i[d] - box[d][0]) * strides[d])`.
+
+    Args:
+        tensor: the HuggingFace name.
+        box: a range for each of the tensor's dimensions.
+        buffer: index of the buffer.
+        offset: of the box's first element in the buffer.
+        strides: one for each of the tensor's dimensions.
+    """
+
+    tensor: str
+    box: Box
+    buffer: int
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A whole buffer of an engine rank is memory of a trainer's rank, seen with strides.
+
+    Args:
+        target_buffer: index of the engine rank's buffer, whose element at index i (of its shape) is the source
+            buffer's element `offset + sum(i[d] * strides[d])`.
+        source_rank: the trainer's rank.
+        source_buffer: index of that rank's buffer.
+        offset: of the first element.
+        strides: one for each dimension of the target buffer's shape.
+    """
+
+    target_buffer: int
+    source_rank: int
+    source_buffer: int
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The part of a model that one rank holds, of the trainer (a source) or of an engine (a target).
+
+    Args:
+        name: how errors call the rank, such as "actor rank 3" or "engine 0 rank 1".
+        rank: its number among the sources, or among the targets counted over all engines.
+        place: where its memory is.
+        buffers: its memory. All of a target's elements that SGLang loads are in its holdings.
+        holdings: what lies in the buffers. No two of a target overlap in memory.
+        aliases: of a target: buffers that are bound to a trainer's memory. Nothing moves for them.
+    """
+
+    name: str
+    rank: int
+    place: Place
+    buffers: tuple[Buffer, ...]
+    holdings: tuple[Holding, ...]
+    aliases: tuple[Alias, ...] = ()
