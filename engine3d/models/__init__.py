@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError
+from engine3d.models.deepseek_v3 import DEEPSEEK_V3
 from engine3d.models.family import Family, ModelSpec
 from engine3d.models.hf_config import HFConfig
 from engine3d.models.llama import LLAMA
@@ -54,7 +55,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-FAMILIES = (QWEN3_MOE, QWEN3, LLAMA)
+FAMILIES = (QWEN3_MOE, QWEN3, LLAMA, DEEPSEEK_V3)
 
 
 def load_model_spec(directory: str | Path, *, value_head: bool = False) -> ModelSpec:
@@ -85,7 +86,8 @@ def _spec(config: HFConfig, directory: Path | None, value_head: bool) -> ModelSp
         accepted = [family.architecture, family.value_architecture] if value_head else [family.architecture]
         named = any(architecture in accepted for architecture in architectures)
         if named or (not architectures and config.get("model_type") == family.name):
-            return ModelSpec(family, config, family.sizes(config), read_rope(config), directory, value_head)
+            rope = read_rope(config, family.ropes)
+            return ModelSpec(family, config, family.sizes(config), rope, directory, value_head)
     supported = ", ".join(family.architecture for family in FAMILIES)
     found = ", ".join(map(str, architectures)) or config.get("model_type", "none")
     raise UserError(f"{config.source}: architecture {found} is not supported; supported are {supported}")

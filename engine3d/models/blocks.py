@@ -1,4 +1,4 @@
-"""The rules that model families share: embedding and head, grouped-query attention, gated MLP, routed experts.
+"""The rules that model families share: embedding and head, attention, gated MLP, routed and shared experts.
 
 In names, `{layer}` is the layer's number in the HuggingFace model on one side and in the pipeline stage on the other,
 and `{expert}` the expert's number in the HuggingFace model on one side and on the rank on the other.
@@ -7,6 +7,7 @@ and `{expert}` the expert's number in the HuggingFace model on one side and on t
 from __future__ import annotations
 
 from engine3d.models.rules import (
+    Column,
     ExpertRows,
     GateUp,
     HFTensor,
@@ -16,7 +17,7 @@ from engine3d.models.rules import (
     Rule,
     Vocabulary,
 )
-from engine3d.models.sizes import Sizes
+from engine3d.models.sizes import Latent, Sizes
 
 MEGATRON = "decoder.layers.{layer}."
 HF = "model.layers.{layer}."
@@ -40,14 +41,17 @@ def head(sizes: Sizes, value_head: bool) -> tuple[Rule, ...]:
 
 
 def layer_norms(sizes: Sizes, sparse: bool) -> tuple[Rule, ...]:
-    """The norms before attention and MLP. Transformer Engine puts a norm into the linear layer that follows it."""
+    """The norms before attention and MLP.
+
+    Transformer Engine puts a norm into the linear layer that follows it, unless it is followed by several.
+    """
     qkv_norm, fc1_norm = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
     return (
         norm(
             MEGATRON + "input_layernorm.weight",
             HF + "input_layernorm.weight",
             sizes.hidden,
-            transformer_engine=MEGATRON + qkv_norm,
+            transformer_engine=None if sizes.latent else MEGATRON + qkv_norm,
         ),
         norm(
             MEGATRON + "pre_mlp_layernorm.weight",
@@ -90,6 +94,44 @@ def attention(sizes: Sizes) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
+def latent_attention(sizes: Sizes, latent: Latent) -> tuple[Rule, ...]:
+    """Multi-head latent attention.
+
+    The projections to the latent elements, whose norm needs all of them, are whole on every rank with Transformer
+    Engine. Megatron-Core's own layers cut their rows and gather what comes out.
+    """
+    megatron, hf = MEGATRON + "self_attention.", HF + "self_attn."
+    queries, values = sizes.heads * sizes.head_dim, sizes.heads * sizes.value_dim
+    keys_and_values = sizes.heads * (sizes.head_dim - latent.rotary_dim) + values
+
+    def down(name: str, hf_name: str, rows: int) -> Rule:
+        tensor = HFTensor(f"{hf}{hf_name}.weight", (rows, sizes.hidden))
+        return Rule(f"{megatron}{name}.weight", Column(tensor), transformer_engine_cut=Replicated(tensor))
+
+    def up(name: str, hf_name: str, rows: int, columns: int) -> Rule:
+        return Rule(f"{megatron}{name}.weight", Column(HFTensor(f"{hf}{hf_name}.weight", (rows, columns))))
+
+    def latent_norm(name: str, hf_name: str, length: int, linear: str) -> Rule:
+        fused = f"{megatron}{linear}.layer_norm_weight"
+        return norm(f"{megatron}{name}.weight", f"{hf}{hf_name}.weight", length, transformer_engine=fused)
+
+    if latent.query_rank is None:
+        query_rules: tuple[Rule, ...] = (up("linear_q_proj", "q_proj", queries, sizes.hidden),)
+    else:
+        query_rules = (
+            down("linear_q_down_proj", "q_a_proj", latent.query_rank),
+            latent_norm("q_layernorm", "q_a_layernorm", latent.query_rank, "linear_q_up_proj"),
+            up("linear_q_up_proj", "q_b_proj", queries, latent.query_rank),
+        )
+    return (
+        *query_rules,
+        down("linear_kv_down_proj", "kv_a_proj_with_mqa", latent.key_value_rank + latent.rotary_dim),
+        latent_norm("kv_layernorm", "kv_a_layernorm", latent.key_value_rank, "linear_kv_up_proj"),
+        up("linear_kv_up_proj", "kv_b_proj", keys_and_values, latent.key_value_rank),
+        Rule(megatron + "linear_proj.weight", Row(HFTensor(hf + "o_proj.weight", (sizes.hidden, values)))),
+    )
+
+
 def dense_mlp(sizes: Sizes) -> tuple[Rule, ...]:
     """A gated MLP."""
     megatron, hf = MEGATRON + "mlp.", HF + "mlp."
@@ -119,6 +161,19 @@ def routed_experts(sizes: Sizes) -> tuple[Rule, ...]:
             fc2_transformer_engine=megatron + "experts.linear_fc2.weight{expert}",
         ),
     )
+
+
+def expert_bias(sizes: Sizes) -> tuple[Rule, ...]:
+    """What is added to the experts' scores when a token's experts are chosen, and not to their weights."""
+    bias = HFTensor(HF + "mlp.gate.e_score_correction_bias", (sizes.experts,), buffer=True)
+    return (Rule(MEGATRON + "mlp.router.expert_bias", ExpertRows(bias)),)
+
+
+def shared_expert(sizes: Sizes) -> tuple[Rule, ...]:
+    """A gated MLP beside the routed experts, cut over tp as a dense one."""
+    megatron, hf = MEGATRON + "mlp.shared_experts.", HF + "mlp.shared_experts."
+    fc1, fc2 = megatron + "linear_fc1.weight", megatron + "linear_fc2.weight"
+    return _gated(fc1, fc2, hf, sizes.hidden, sizes.shared_ffn)
 
 
 def norm(name: str, hf_name: str, length: int, transformer_engine: str | None = None) -> Rule:

@@ -57,8 +57,9 @@ def build_model(
         position_embedding_type="rope",
         rotary_base=spec.rope.base,
     )
-    frequencies = model.rotary_pos_emb.inv_freq
-    model.rotary_pos_emb.inv_freq = spec.rope.inverse_frequencies(spec.sizes.head_dim).to(frequencies.device)
+    if spec.sizes.latent is None:
+        frequencies = model.rotary_pos_emb.inv_freq
+        model.rotary_pos_emb.inv_freq = spec.rope.inverse_frequencies(spec.sizes.head_dim).to(frequencies.device)
     if spec.value_head and post_process:
         model.output_layer = ValueHead(config, parallel_state.get_tensor_model_parallel_group())
     return model

@@ -14,7 +14,7 @@ from engine3d.errors import UserError
 from engine3d.layout import Coordinates, Layout
 from engine3d.models import blocks
 from engine3d.models.hf_config import HFConfig
-from engine3d.models.rope import Rope
+from engine3d.models.rope import KINDS, Rope
 from engine3d.models.rules import (
     ExpertOrder,
     HFTensor,
@@ -42,6 +42,7 @@ class Family:
         sizes: reads and checks a config.
         layer: the rules of one layer, by its number.
         megatron: further arguments of Megatron's TransformerConfig.
+        ropes: the kinds of rotary embeddings that it may have.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Family:
     sizes: Callable[[HFConfig], Sizes]
     layer: Callable[[Sizes, int], tuple[Rule, ...]]
     megatron: Callable[[Sizes], dict[str, Any]] = lambda sizes: {}
+    ropes: tuple[str, ...] = KINDS
 
     @property
     def value_architecture(self) -> str:
@@ -140,6 +142,12 @@ class ModelSpec:
                 f"layout: tp={layout.tp}: expected a divisor or a multiple of num_key_value_heads={sizes.groups}"
             )
         _divides("tp", layout.tp, "rows of q, k and v", (sizes.heads + 2 * sizes.groups) * sizes.head_dim)
+        if sizes.latent is not None:
+            if sizes.latent.query_rank is not None:
+                _divides("tp", layout.tp, "q_lora_rank", sizes.latent.query_rank)
+            rows = sizes.latent.key_value_rank + sizes.latent.rotary_dim
+            _divides("tp", layout.tp, "kv_lora_rank + qk_rope_head_dim", rows)
+        _divides("tp", layout.tp, "intermediate size of the shared expert", sizes.shared_ffn)
         if not all(sizes.sparse) or not sizes.sparse:
             _divides("tp", layout.tp, "intermediate_size", sizes.ffn)
         if sizes.experts:
@@ -151,9 +159,14 @@ class ModelSpec:
                 f"because {self.family.architecture} has no experts"
             )
 
+    def experts_may_descend(self, layout: Layout) -> bool:
+        """Whether the experts of a rank may be numbered from the last to the first: groups of experts stay whole."""
+        per_rank, per_group = self.sizes.experts // layout.ep, self.sizes.experts // self.sizes.expert_groups
+        return self.sizes.expert_groups == 1 or per_rank % per_group == 0 or per_group % per_rank == 0
+
     def parameter_count(self) -> int:
-        """Parameters of the whole model; a tied output layer counts once."""
-        return sum(_elements(tensor) for tensor in self.hf_tensors.values())
+        """Parameters of the whole model; a tied output layer counts once, and buffers do not."""
+        return sum(_elements(tensor) for tensor in self.hf_tensors.values() if not tensor.buffer)
 
     def active_parameter_count(self) -> int:
         """Parameters that a token is multiplied by: no embedding look-up, and only the experts it is routed to."""
@@ -165,12 +178,13 @@ class ModelSpec:
     def flops_per_token(self, sequence_length: int) -> float:
         """Floating point operations of one training step (forward and backward) for a token.
 
-        6 for each active parameter, and for causal attention 6 * layers * heads * head_dim * sequence_length: half the
-        score matrix counts. Recomputation is not counted. (Narayanan et al. 2021, "Efficient Large-Scale Language
-        Model Training on GPU Clusters", appendix; with the causal half that Megatron-LM counts today.)
+        6 for each active parameter, and for causal attention 3 * layers * heads * (query and value elements of a head)
+        * sequence_length: half the score matrix counts. Recomputation is not counted. (Narayanan et al. 2021,
+        "Efficient Large-Scale Language Model Training on GPU Clusters", appendix; with the causal half that Megatron-LM
+        counts today.)
         """
         sizes = self.sizes
-        attention = 6.0 * sizes.layers * sizes.heads * sizes.head_dim * sequence_length
+        attention = 3.0 * sizes.layers * sizes.heads * (sizes.head_dim + sizes.value_dim) * sequence_length
         return 6.0 * self.active_parameter_count() + attention
 
     def transformer_config(self, layout: Layout, dtype: torch.dtype, **overrides: Any) -> TransformerConfig:

@@ -1,15 +1,24 @@
-"""Modules for layers without Transformer Engine, where Megatron-Core's own refuse sequence parallelism or packing."""
+"""Modules in place of Megatron-Core's own, where those refuse sequence parallelism, packing, or a model's layers."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+_LATENT_MODULES = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
 
 
 class RMSNorm(torch.nn.Module):
@@ -50,6 +59,8 @@ class CoreAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
@@ -72,12 +83,12 @@ class CoreAttention(MegatronModule):
 
         Args:
             query: [s, b, heads, head_dim], or packed [t, heads, head_dim].
-            key: [s, b, groups, head_dim], or packed [t, groups, head_dim]; `value` likewise.
+            key: [s, b, groups, head_dim], or packed [t, groups, head_dim]; `value` likewise, with its own head_dim.
             attention_mask: not looked at, the mask is causal; `attn_mask_type` and `attention_bias` likewise.
             packed_seq_params: where the packed sequences begin and end.
 
         Returns:
-            [s, b, heads * head_dim], or packed [t, heads * head_dim].
+            [s, b, heads * head_dim], or packed [t, heads * head_dim], of the value's head_dim.
         """
         if packed_seq_params is None:
             batch_first = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
@@ -94,10 +105,36 @@ class CoreAttention(MegatronModule):
         return torch.cat(outputs)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[..., heads, s, head_dim] with key and value [..., groups, s, head_dim] -> as the query."""
+        """[..., heads, s, head_dim] with key and value [..., groups, s, head_dim] -> as the query, of value's width."""
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
         )
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron-Core's latent attention, with the modules that its specification names and with whole gradients.
+
+    Megatron-Core's own puts a norm before the query projection where there are no latent queries. And where the
+    projection to latent keys and values is cut over tp ranks, it loses what the other ranks' heads add to the gradient
+    of the rotary part of the keys.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        return {name: getattr(submodules, name) for name in _LATENT_MODULES}
+
+    def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """[s / tp, b, hidden] -> latent queries (or the hidden state) and latent keys and values, [s / tp, b, ...].
+
+        Without sequence parallelism the first dimension is s. Keys and values have all their elements, as they do where
+        the projection is not cut: then Megatron-Core gathers the rotary part over the sequence, and on the way back
+        sums its gradient over ranks.
+        """
+        queries, keys_and_values = super()._qkv_down_projection(hidden_states)
+        if keys_and_values.size(-1) != self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:
+            keys_and_values = gather_from_tensor_model_parallel_region(keys_and_values, group=self.tp_group)
+            if self.config.sequence_parallel:
+                keys_and_values = scatter_to_sequence_parallel_region(keys_and_values, group=self.tp_group)
+        return queries, keys_and_values
 
 
 class ValueHead(torch.nn.Module):

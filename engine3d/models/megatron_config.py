@@ -12,12 +12,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models.family import ModelSpec
-from engine3d.models.local_modules import CoreAttention, RMSNorm
+from engine3d.models.local_modules import CoreAttention, LatentAttention, RMSNorm
+from engine3d.models.sizes import Latent
 from engine3d.platform import platform
 
 
@@ -30,9 +31,13 @@ def transformer_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype, **ov
     spec.check_layout(layout)
     if layout.cp > 1 and not platform.has_transformer_engine:
         raise UserError(f"layout: cp={layout.cp}: expected 1, because context parallelism needs Transformer Engine")
-    arguments = {**_model(spec), **_experts(spec), **_parallel(layout, dtype), **_kernels(), **overrides}
+    arguments = {**_model(spec), **_experts(spec), **_parallel(layout, dtype), **_kernels()}
+    config_class = TransformerConfig
+    if spec.sizes.latent is not None:
+        config_class = MLATransformerConfig
+        arguments |= _latent(spec, spec.sizes.latent)
     try:
-        return TransformerConfig(**arguments)
+        return config_class(**arguments | overrides)
     except (TypeError, ValueError, AssertionError) as error:
         raise UserError(f"model: Megatron-Core refuses the configuration: {' '.join(str(error).split())}") from error
 
@@ -58,6 +63,29 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
         "init_method_std": sizes.initializer_range,
         # Weights come from files: load_weights fills every parameter.
         "perform_initialization": False,
+    }
+
+
+def _latent(spec: ModelSpec, latent: Latent) -> dict[str, Any]:
+    rope = spec.rope
+    return {
+        "qk_layernorm": True,
+        "kv_channels": latent.value_dim,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_head_dim": spec.sizes.head_dim - latent.rotary_dim,
+        "qk_pos_emb_head_dim": latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+        "rope_type": "yarn" if rope.kind == "yarn" else "rope",
+        "rotary_base": rope.base,
+        "rotary_scaling_factor": rope.factor,
+        "original_max_position_embeddings": rope.original_positions,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        "mscale": rope.mscale,
+        "mscale_all_dim": rope.mscale_all_dim,
+        # Megatron-Core's fused kernel knows yarn alone, and takes sine and cosine in the model's dtype.
+        "apply_rope_fusion": False,
     }
 
 
@@ -113,6 +141,8 @@ def layer_spec(spec: ModelSpec, config: TransformerConfig) -> TransformerBlockSu
         config, use_transformer_engine=platform.has_transformer_engine, normalization="RMSNorm"
     )
     layers = block.layer_specs
+    if spec.sizes.latent is not None:
+        layers = [_with_attention(layer, module=LatentAttention) for layer in layers]
     if not platform.has_transformer_engine:
         layers = [_with_local_modules(layer) for layer in layers]
         block = replace(block, layer_norm=RMSNorm)
@@ -124,18 +154,19 @@ def layer_spec(spec: ModelSpec, config: TransformerConfig) -> TransformerBlockSu
 def _with_local_modules(layer: ModuleSpec) -> ModuleSpec:
     attention = layer.submodules.self_attention
     norms = {
-        name: RMSNorm if norm not in (None, IdentityOp) else norm
-        for name in ("q_layernorm", "k_layernorm")
-        for norm in (getattr(attention.submodules, name),)
+        name: norm if norm is IdentityOp else RMSNorm
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm")
+        if (norm := getattr(attention.submodules, name, None)) is not None
     }
     modules = replace(attention.submodules, core_attention=CoreAttention, **norms)
-    submodules = replace(
-        layer.submodules,
-        input_layernorm=RMSNorm,
-        pre_mlp_layernorm=RMSNorm,
-        self_attention=replace(attention, submodules=modules),
-    )
+    layer = _with_attention(layer, submodules=modules)
+    submodules = replace(layer.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm)
     return replace(layer, submodules=submodules)
+
+
+def _with_attention(layer: ModuleSpec, **changes: Any) -> ModuleSpec:
+    attention = replace(layer.submodules.self_attention, **changes)
+    return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
 
 
 def _with_output_bias(layer: ModuleSpec) -> ModuleSpec:
@@ -146,6 +177,4 @@ def _with_output_bias(layer: ModuleSpec) -> ModuleSpec:
     def biased(*args: Any, **kwargs: Any) -> Any:
         return linear(*args, **{**kwargs, "bias": True})
 
-    modules = replace(attention.submodules, linear_proj=biased)
-    submodules = replace(layer.submodules, self_attention=replace(attention, submodules=modules))
-    return replace(layer, submodules=submodules)
+    return _with_attention(layer, submodules=replace(attention.submodules, linear_proj=biased))

@@ -10,8 +10,8 @@ import torch
 
 from engine3d.models.family import ModelSpec
 from engine3d.models.rules import HFTensor
-from engine3d.models.safetensors_files import ExportFiles, plan_export
-from engine3d.models.weights import begin_export, finish_export, write_index
+from engine3d.models.safetensors_files import ExportFiles
+from engine3d.models.weights import begin_export, finish_export, plan_model_export, write_index
 
 _ROWS_BYTES = 64 << 20
 
@@ -21,8 +21,8 @@ def initialise_random(
 ) -> None:
     """Write config.json and safetensors files with random weights.
 
-    Weights are normal with the config's initializer_range, norms are one, biases zero. What a tensor holds depends on
-    the seed, its name and the dtype alone. At most 64 MiB of a tensor are in memory at a time.
+    Weights are normal with the config's initializer_range, norms are one, biases of linear layers zero. What a tensor
+    holds depends on the seed, its name and the dtype alone. At most 64 MiB of a tensor are in memory at a time.
 
     Args:
         spec: the model.
@@ -36,7 +36,7 @@ def initialise_random(
     """
     directory = Path(directory)
     partial = directory.with_name(f".{directory.name}.partial")
-    plan = plan_export({name: tensor.shape for name, tensor in spec.hf_tensors.items()}, dtype, max_shard_bytes)
+    plan = plan_model_export(spec, dtype, max_shard_bytes)
     files = ExportFiles(plan, partial)
     begin_export(directory, partial)
     files.create()

@@ -1,7 +1,7 @@
 """Rotary position embeddings: the frequencies that a HuggingFace config asks for.
 
 Megatron-Core's own scaling has Llama 3.1's constants built in, so the frequencies are computed here from the config and
-given to its module.
+given to its module. In latent attention, where each layer has its own module, Megatron-Core computes them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from engine3d.errors import UserError
 from engine3d.models.hf_config import HFConfig
 
-_KINDS = ("default", "linear", "llama3")
+KINDS = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,16 @@ class Rope:
 
     Args:
         base: the base of the frequencies, HuggingFace's rope_theta.
-        kind: HuggingFace's rope_type: "default", "linear" or "llama3".
+        kind: HuggingFace's rope_type: "default", "linear", "llama3" or "yarn".
         factor: by which low frequencies (all of them for "linear") are divided.
         low_frequency_factor: "llama3": wavelengths longer than original_positions / this are divided.
         high_frequency_factor: "llama3": wavelengths shorter than original_positions / this are kept.
-        original_positions: "llama3": sequence length before the extension, in tokens.
+        original_positions: "llama3" and "yarn": sequence length before the extension, in tokens.
+        beta_fast: "yarn": frequencies with more turns than this over the original positions are kept.
+        beta_slow: "yarn": those with fewer turns than this are divided.
+        mscale: "yarn": sine and cosine are multiplied by m(mscale) / m(mscale_all_dim), where
+            m(x) = 0.1 * x * ln(factor) + 1.
+        mscale_all_dim: "yarn": attention scores are multiplied by m(mscale_all_dim) squared.
     """
 
     base: float
@@ -37,11 +42,16 @@ class Rope:
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
 
     def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
         """Radians a position for each pair of elements: float32 [head_dim / 2] on the CPU.
 
-        "llama3" is the interpolation of the Llama 3.1 release: smooth between the two wavelength limits.
+        "llama3" is the interpolation of the Llama 3.1 release: smooth between the two wavelength limits. Not for
+        "yarn", which Megatron-Core computes itself.
         """
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         frequencies = 1.0 / self.base**exponents
@@ -55,8 +65,12 @@ class Rope:
         return (1.0 - keep) * frequencies / self.factor + keep * frequencies
 
 
-def read_rope(config: HFConfig) -> Rope:
+def read_rope(config: HFConfig, kinds: tuple[str, ...] = KINDS) -> Rope:
     """The rotary embeddings of a HuggingFace config, in the form of transformers 5 or of its predecessors.
+
+    Args:
+        config: the HuggingFace config.
+        kinds: those that the architecture may have here.
 
     Raises:
         UserError: a kind of scaling that is not supported, or one of its values is missing or not a number.
@@ -70,13 +84,34 @@ def read_rope(config: HFConfig) -> Rope:
     if nested.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError(f"{config.source}: partial_rotary_factor: expected 1.0, which is the only one supported")
     kind = nested.get("rope_type", nested.get("type", "default"))
-    if kind not in _KINDS:
-        raise config.error(key, f"rope_type {', '.join(_KINDS[:-1])} or {_KINDS[-1]}")
+    if kind not in kinds:
+        raise config.error(key, f"rope_type {', '.join(kinds[:-1])} or {kinds[-1]}")
     if kind == "default":
         return Rope(base)
     if kind == "linear":
         return Rope(base, kind, nested.number("factor"))
+    if kind == "yarn":
+        return _read_yarn(nested, base)
     low, high = nested.number("low_freq_factor"), nested.number("high_freq_factor")
     if high <= low:
         raise nested.error("high_freq_factor", f"a number above low_freq_factor={low}")
     return Rope(base, kind, nested.number("factor"), low, high, nested.integer("original_max_position_embeddings"))
+
+
+def _read_yarn(values: HFConfig, base: float) -> Rope:
+    # With only one of the two, transformers and SGLang compute different models.
+    if (values.get("mscale") is None) != (values.get("mscale_all_dim") is None):
+        raise values.error("mscale_all_dim", "a number above 0 beside mscale, or neither")
+    values.require("attention_factor", (None,))
+    values.require("truncate", (True,), True)
+    scaled = values.get("mscale") is not None
+    return Rope(
+        base,
+        "yarn",
+        values.number("factor"),
+        original_positions=values.integer("original_max_position_embeddings"),
+        beta_fast=values.number("beta_fast", 32.0),
+        beta_slow=values.number("beta_slow", 1.0),
+        mscale=values.number("mscale") if scaled else 1.0,
+        mscale_all_dim=values.number("mscale_all_dim") if scaled else 0.0,
+    )

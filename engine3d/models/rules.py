@@ -32,12 +32,15 @@ class HFTensor:
         shape: its shape.
         init: how random weights fill it.
         optional: whether files may lack it; `init` then fills it.
+        buffer: whether it is a buffer of the model and not a parameter: never trained by the optimizer, and float32 in
+            every model and file, whatever the dtype of the rest.
     """
 
     name: str
     shape: tuple[int, ...]
     init: Literal["normal", "ones", "zeros"] = "normal"
     optional: bool = False
+    buffer: bool = False
 
     def at(self, layer: int, expert: int) -> HFTensor:
         """The tensor of one layer and one expert, numbered as in the HuggingFace model."""
@@ -246,6 +249,7 @@ class Rule:
         name: the parameter's name in a model built from Megatron-Core's own layers.
         cut: what it is made of. Cut over tp, or over etp where the name contains `{expert}`.
         transformer_engine: its name in a model built from Transformer Engine's layers, where that differs.
+        transformer_engine_cut: its cut in such a model, where that differs.
         shared: it holds the same tensor as another rule's parameter: present only where the two lie on different
             pipeline stages, and never written out.
     """
@@ -253,7 +257,12 @@ class Rule:
     name: str
     cut: Cut
     transformer_engine: str | None = None
+    transformer_engine_cut: Cut | None = None
     shared: bool = False
+
+    @property
+    def buffer(self) -> bool:
+        return self.cut.tensors[0].buffer
 
     @property
     def per_expert(self) -> bool:
@@ -262,6 +271,9 @@ class Rule:
     def local_name(self, transformer_engine: bool, layer: int, expert: int) -> str:
         name = self.transformer_engine if transformer_engine and self.transformer_engine else self.name
         return name.format(layer=layer, expert=expert)
+
+    def local_cut(self, transformer_engine: bool) -> Cut:
+        return self.transformer_engine_cut if transformer_engine and self.transformer_engine_cut else self.cut
 
 
 @dataclass(frozen=True)
@@ -293,19 +305,21 @@ class ModelRules:
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """A parameter of one rank.
+    """A parameter of one rank, or a buffer that is part of the model.
 
     Args:
         name: its name in the rank's Megatron model.
         shape: its local shape.
         pieces: where its elements lie in the HuggingFace model. Elements in no piece are padding.
         owner: whether this rank, of all that hold the same elements, is the one that writes them out.
+        buffer: whether it is a float32 buffer and not a parameter.
     """
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     owner: bool
+    buffer: bool = False
 
 
 def local_parameters(
@@ -325,16 +339,17 @@ def local_parameters(
 
     def add(rule: Rule, hf_layer: int = 0, local_layer: int = 0) -> None:
         shard = expert if rule.per_expert else dense
-        shape = rule.cut.local_shape(shard.count)
+        cut = rule.local_cut(transformer_engine)
+        shape = cut.local_shape(shard.count)
         copy, copies = (coordinates.edp, layout.edp) if rule.per_expert else (dense_copy, dense_copies)
         for index in range(experts.per_rank if rule.per_expert else 1):
             hf_expert = experts.hf(coordinates.ep * experts.per_rank + index)
             name = rule.local_name(transformer_engine, local_layer, index)
             # The copies share the writing: a parameter's name says which of them writes it.
             writes = not rule.shared and zlib.crc32(name.encode()) % copies == copy
-            owner = writes and not (rule.cut.replicated and shard.rank)
-            pieces = tuple(_piece(rule.cut, shape, span, hf_layer, hf_expert) for span in rule.cut.spans(shard))
-            found.append(LocalParameter(name, shape, pieces, owner))
+            owner = writes and not (cut.replicated and shard.rank)
+            pieces = tuple(_piece(cut, shape, span, hf_layer, hf_expert) for span in cut.spans(shard))
+            found.append(LocalParameter(name, shape, pieces, owner, rule.buffer))
 
     last = coordinates.pp == layout.pp - 1
     if coordinates.pp == 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -118,7 +118,11 @@ class TensorFiles:
         if stored.shape != shape:
             raise UserError(f"tensor {name} in {stored.path}: expected shape {list(shape)}, found {list(stored.shape)}")
         if stored.dtype not in _DTYPES:
-            raise UserError(f"tensor {name} in {stored.path}: dtype {stored.dtype}, expected {', '.join(_DTYPES)}")
+            accepted = ", ".join(_DTYPES)
+            raise UserError(
+                f"tensor {name} in {stored.path}: dtype {stored.dtype}, expected {accepted}; "
+                "quantised weights must be converted first"
+            )
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The elements `box` of a tensor, on the CPU, in the file's dtype."""
@@ -143,7 +147,7 @@ class ExportPlan:
     """The files of an export, which every rank computes alike from shapes."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    dtype: torch.dtype
+    dtypes: Mapping[str, torch.dtype]
     files: tuple[FilePlan, ...]
 
     @cached_property
@@ -152,25 +156,37 @@ class ExportPlan:
 
     def index(self) -> dict[str, Any]:
         """The contents of the index file."""
-        total = sum(prod(shape) for shape in self.shapes.values()) * self.dtype.itemsize
+        total = sum(prod(shape) * self.dtypes[name].itemsize for name, shape in self.shapes.items())
         return {
             "metadata": {"total_size": total},
             "weight_map": {name: file.name for name, file in self.file_of.items()},
         }
 
 
-def plan_export(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_shard_bytes: float) -> ExportPlan:
+def plan_export(
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    max_shard_bytes: float,
+    float32: Collection[str] = (),
+) -> ExportPlan:
     """Spread tensors over files of at most max_shard_bytes each, in order; a larger tensor has a file of its own.
+
+    Args:
+        shapes: of the tensors, by name.
+        dtype: of all tensors but those of `float32`.
+        max_shard_bytes: largest file.
+        float32: names of the tensors that are float32 whatever the others are.
 
     Raises:
         UserError: a dtype that the files cannot hold.
     """
     if dtype not in _DTYPE_NAMES:
         raise UserError(f"export: dtype {dtype}: expected one of {', '.join(map(str, _DTYPE_NAMES))}")
+    dtypes = {name: torch.float32 if name in float32 else dtype for name in shapes}
     shards: list[list[str]] = [[]]
     filled = 0
     for name, shape in shapes.items():
-        size = prod(shape) * dtype.itemsize
+        size = prod(shape) * dtypes[name].itemsize
         if shards[-1] and filled + size > max_shard_bytes:
             shards.append([])
             filled = 0
@@ -179,17 +195,19 @@ def plan_export(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_s
     names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
     if len(shards) == 1:
         names = [SINGLE_FILE]
-    files = tuple(_plan_file(name, shard, shapes, dtype) for name, shard in zip(names, shards, strict=True))
-    return ExportPlan(shapes, dtype, files)
+    files = tuple(_plan_file(name, shard, shapes, dtypes) for name, shard in zip(names, shards, strict=True))
+    return ExportPlan(shapes, dtypes, files)
 
 
-def _plan_file(name: str, tensors: list[str], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> FilePlan:
+def _plan_file(
+    name: str, tensors: list[str], shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+) -> FilePlan:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for tensor in tensors:
-        stop = start + prod(shapes[tensor]) * dtype.itemsize
+        stop = start + prod(shapes[tensor]) * dtypes[tensor].itemsize
         header[tensor] = {
-            "dtype": _DTYPE_NAMES[dtype],
+            "dtype": _DTYPE_NAMES[dtypes[tensor]],
             "shape": list(shapes[tensor]),
             "data_offsets": [start, stop],
         }
@@ -222,11 +240,12 @@ class ExportFiles:
         if file.name not in self._open:
             self._open[file.name] = os.open(self.directory / file.name, os.O_WRONLY)
         descriptor = self._open[file.name]
-        itemsize = self.plan.dtype.itemsize
+        dtype = self.plan.dtypes[name]
+        itemsize = dtype.itemsize
         row = prod(values.shape[1:]) * itemsize
         step = max(1, _BUFFER_BYTES // max(1, row))
         for first in range(0, values.shape[0], step):
-            part = values[first : first + step].detach().to(device="cpu", dtype=self.plan.dtype).contiguous()
+            part = values[first : first + step].detach().to(device="cpu", dtype=dtype).contiguous()
             start = box[0][0] + first
             part_box = ((start, start + part.shape[0]), *box[1:])
             data = memoryview(part.view(-1).view(torch.uint8).numpy())

@@ -9,6 +9,23 @@ from engine3d.models.hf_config import HFConfig
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """Sizes of multi-head latent attention.
+
+    Args:
+        query_rank: elements that a token's queries are made from; None where they are made from its hidden state.
+        key_value_rank: elements that a token's keys and values are made from.
+        rotary_dim: elements of a query and key head that turn with the position; the key's are common to all heads.
+        value_dim: elements of a value head.
+    """
+
+    query_rank: int | None
+    key_value_rank: int
+    rotary_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes and switches read from a HuggingFace config.
 
@@ -18,7 +35,7 @@ class Sizes:
         vocabulary: tokens, without padding.
         heads: query heads.
         groups: query groups, that is key and value heads.
-        head_dim: elements of a head.
+        head_dim: elements of a query and key head, and without latent attention of a value head.
         ffn: intermediate size of a dense MLP.
         max_positions: longest sequence that the model was made for, in tokens.
         norm_epsilon: epsilon of every RMSNorm.
@@ -30,8 +47,13 @@ class Sizes:
         experts: routed experts of a sparse layer; 0 in a dense model.
         experts_per_token: of which each token uses this many.
         expert_ffn: intermediate size of one expert.
-        normalised_routing: whether the weights of a token's experts add up to one.
+        shared_ffn: intermediate size of the expert that every token is given to; 0 where there is none.
+        expert_groups: groups of experts, of which a token's experts come from `groups_per_token`.
+        groups_per_token: as many as there are groups where the choice is free.
+        routing_scale: by which the weights of a token's experts are multiplied.
+        normalised_routing: whether the weights of a token's experts add up to one, before the scale.
         sparse: for each layer, whether its MLP is a mixture of experts.
+        latent: of latent attention; None for attention with grouped queries.
     """
 
     layers: int
@@ -51,8 +73,18 @@ class Sizes:
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
+    shared_ffn: int = 0
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    routing_scale: float = 1.0
     normalised_routing: bool = False
     sparse: tuple[bool, ...] = ()
+    latent: Latent | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a value head."""
+        return self.latent.value_dim if self.latent else self.head_dim
 
     def is_sparse(self, layer: int) -> bool:
         return bool(self.sparse) and self.sparse[layer]
@@ -70,11 +102,6 @@ def dense_sizes(config: HFConfig, *, head_dim: int | None = None, **switches: An
         UserError: a size is missing, of the wrong type, or does not divide another that it must; or an option is set
             that this project's layers do not have.
     """
-    config.require("hidden_act", ("silu",), "silu")
-    config.require("attention_dropout", (0, 0.0), 0.0)
-    config.require("use_sliding_window", (False,), False)
-    if any(kind != "full_attention" for kind in config.get("layer_types", [])):
-        raise config.error("layer_types", 'only "full_attention"')
     heads = config.integer("num_attention_heads")
     groups = config.integer("num_key_value_heads", heads)
     hidden = config.integer("hidden_size")
@@ -85,18 +112,25 @@ def dense_sizes(config: HFConfig, *, head_dim: int | None = None, **switches: An
     head_dim = config.integer("head_dim", head_dim or hidden // heads)
     if head_dim % 2:
         raise config.error("head_dim", "an even number, for rotary embeddings")
+    return decoder_sizes(config, heads=heads, groups=groups, head_dim=head_dim, **switches)
+
+
+def decoder_sizes(config: HFConfig, **others: Any) -> Sizes:
+    """The sizes that every decoder with gated MLPs has, and `others`. Raises UserError as `dense_sizes` does."""
+    config.require("hidden_act", ("silu",), "silu")
+    config.require("attention_dropout", (0, 0.0), 0.0)
+    config.require("use_sliding_window", (False,), False)
+    if any(kind != "full_attention" for kind in config.get("layer_types", [])):
+        raise config.error("layer_types", 'only "full_attention"')
     return Sizes(
         layers=config.integer("num_hidden_layers"),
-        hidden=hidden,
+        hidden=config.integer("hidden_size"),
         vocabulary=config.integer("vocab_size"),
-        heads=heads,
-        groups=groups,
-        head_dim=head_dim,
         ffn=config.integer("intermediate_size"),
         max_positions=config.integer("max_position_embeddings"),
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
         initializer_range=config.number("initializer_range", 0.02),
         tied=config.flag("tie_word_embeddings"),
         attention_bias=config.flag("attention_bias"),
-        **switches,
+        **others,
     )

@@ -105,7 +105,7 @@ def export_weights(
     """
     directory = Path(directory)
     partial = directory.with_name(f".{directory.name}.partial")
-    plan = plan_export({name: tensor.shape for name, tensor in spec.hf_tensors.items()}, dtype, max_shard_bytes)
+    plan = plan_model_export(spec, dtype, max_shard_bytes)
     files = ExportFiles(plan, partial)
     leader = not dist.is_initialized() or dist.get_rank(group) == 0
 
@@ -131,16 +131,20 @@ def export_weights(
 
 def rank_parameters(
     model: torch.nn.Module, spec: ModelSpec, layout: Layout, coordinates: Coordinates
-) -> list[tuple[LocalParameter, torch.nn.Parameter]]:
-    """A rank's parameters, each with what its rule says of it. Wrappers around the model are looked through.
+) -> list[tuple[LocalParameter, torch.Tensor]]:
+    """A rank's parameters, each with what its rule says of it, and the buffers that have a rule.
+
+    Wrappers around the model are looked through.
 
     Raises:
         EngineError: the model's parameters are not those of the rules.
     """
     while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
         model = inner
-    built = dict(model.named_parameters())
     expected = spec.local_parameters(layout, coordinates, transformer_engine=platform.has_transformer_engine)
+    buffers = {local.name for local in expected if local.buffer}
+    built: dict[str, torch.Tensor] = dict(model.named_parameters())
+    built |= {name: buffer for name, buffer in model.named_buffers() if name in buffers}
     if difference := sorted(built.keys() ^ {local.name for local in expected}):
         raise EngineError(f"model {spec.family.name}: the rules and the built model differ in {', '.join(difference)}")
     for local in expected:
@@ -148,6 +152,13 @@ def rank_parameters(
             found = list(built[local.name].shape)
             raise EngineError(f"parameter {local.name}: the rules say shape {list(local.shape)}, the model has {found}")
     return [(local, built[local.name]) for local in expected]
+
+
+def plan_model_export(spec: ModelSpec, dtype: torch.dtype, max_shard_bytes: float) -> ExportPlan:
+    """The files of a whole model."""
+    tensors = spec.hf_tensors
+    float32 = [name for name, tensor in tensors.items() if tensor.buffer]
+    return plan_export({name: tensor.shape for name, tensor in tensors.items()}, dtype, max_shard_bytes, float32)
 
 
 def begin_export(directory: Path, partial: Path) -> None:
@@ -175,8 +186,12 @@ def finish_export(spec: ModelSpec, dtype: torch.dtype, partial: Path, directory:
 
 
 def exported_config(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of an export: the model's own, with the dtype and the kind of head that the files have."""
-    config = dict(spec.hf_config)
+    """The config.json of an export: the model's own, with the dtype and the kind of head that the files have.
+
+    Exports are not quantised, and have no layers for multi-token prediction.
+    """
+    absent = ("quantization_config", "num_nextn_predict_layers")
+    config = {key: value for key, value in spec.hf_config.items() if key not in absent}
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     if spec.value_head:
         labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

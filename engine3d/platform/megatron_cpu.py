@@ -173,6 +173,9 @@ def answer_for_cuda() -> None:
     # Imported before the answers are given: what it imports in turn asks torch.cuda at import, and needs the truth.
     import megatron.core.models.gpt.gpt_model  # noqa: F401
     import megatron.core.tensor_parallel.random as megatron_random
+    import torch._dynamo.config as dynamo
+
+    dynamo.disable = True  # the variable is only for processes that have not imported it yet
 
     for name, answer in _ANSWERS.items():
         setattr(torch.cuda, name, answer)

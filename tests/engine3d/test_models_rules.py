@@ -25,7 +25,7 @@ from engine3d.models.rules import (
     Vocabulary,
     local_parameters,
 )
-from tests.engine3d.tiny_models import CONFIGS, MOE
+from tests.engine3d.tiny_models import CONFIGS, DEEPSEEK, MOE, has_experts
 
 LAYOUTS = [
     Layout(),
@@ -63,12 +63,7 @@ def slices(box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
 @pytest.mark.parametrize("transformer_engine", [False, True])
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [
-        (name, layout)
-        for name, config in CONFIGS.items()
-        for layout in LAYOUTS
-        if "num_experts" in config or layout.ep * layout.etp == 1
-    ],
+    [(name, layout) for name in CONFIGS for layout in LAYOUTS if has_experts(name) or layout.ep * layout.etp == 1],
     ids=str,
 )
 def test_owners_write_every_element_once(
@@ -102,14 +97,15 @@ def test_owners_write_every_element_once(
         assert (count == 1).all(), tensor
 
 
+@pytest.mark.parametrize("config", [MOE, DEEPSEEK], ids=["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_copies_hold_the_same_pieces(layout: Layout) -> None:
-    spec = model_spec(MOE)
+def test_copies_hold_the_same_pieces(layout: Layout, config: dict[str, Any]) -> None:
+    spec = model_spec(config)
     held: dict[Any, Any] = {}
     for _, at in layout.ranks():
         found = spec.local_parameters(layout, at, transformer_engine=True)
-        dense = [(local.name, local.pieces) for local in found if "experts" not in local.name]
-        experts = [(local.name, local.pieces) for local in found if "experts" in local.name]
+        dense = [(local.name, local.pieces) for local in found if ".experts." not in local.name]
+        experts = [(local.name, local.pieces) for local in found if ".experts." in local.name]
         assert held.setdefault(("dense", at.tp, at.pp), dense) == dense
         assert held.setdefault(("experts", at.etp, at.ep, at.pp), experts) == experts
 

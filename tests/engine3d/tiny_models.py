@@ -26,6 +26,42 @@ def _config(architecture: str, model_type: str, **options: Any) -> dict[str, Any
 
 
 MOE = _config("Qwen3MoeForCausalLM", "qwen3_moe", **_EXPERTS, norm_topk_prob=True, mlp_only_layers=[1])
+DEEPSEEK = _config(
+    "DeepseekV3ForCausalLM",
+    "deepseek_v3",
+    num_key_value_heads=4,
+    head_dim=8,
+    # transformers has this one fixed in the norms of the latent elements.
+    rms_norm_eps=1e-6,
+    q_lora_rank=32,
+    kv_lora_rank=16,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    first_k_dense_replace=1,
+    n_routed_experts=8,
+    num_experts_per_tok=4,
+    moe_intermediate_size=24,
+    n_shared_experts=2,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    norm_topk_prob=True,
+    # Of these three, which published configs have, transformers knows nothing, and SGLang needs them.
+    moe_layer_freq=1,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+    rope_scaling={
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 32,
+    },
+)
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": MOE,
     "qwen3_moe-biases": _config(
@@ -54,12 +90,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     ),
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3-queries": {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": None},
     "llama-linear": _config("LlamaForCausalLM", "llama", rope_scaling={"rope_type": "linear", "factor": 2.0}),
 }
 
 
+def has_experts(name: str) -> bool:
+    return "num_experts" in CONFIGS[name] or "n_routed_experts" in CONFIGS[name]
+
+
 def make(name: str, directory: Path, *, value_head: bool = False) -> Any:
-    """Write a transformers model with random fp32 weights, norms and biases too; return it."""
+    """Write a transformers model with random fp32 weights, norms, biases and buffers too; return it."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -77,6 +119,9 @@ def make(name: str, directory: Path, *, value_head: bool = False) -> Any:
             parameter.normal_(0.0, 0.2)
             if "norm" in parameter_name:
                 parameter.add_(1.0)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     # Two shards, so that the index is read too.
     model.float().eval().save_pretrained(directory, max_shard_size="100KB")
     return model
