@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from engine3d.platform import megatron_cpu
+from engine3d.platform import cpu_memory, megatron_cpu
+from engine3d.platform.copies import Copies, CopyMethod, RunCopies
 from engine3d.platform.interface import DeviceMemory, Platform
+from engine3d.platform.memory_handles import MemoryHandle
 
 
 class CpuPlatform(Platform):
@@ -56,3 +58,25 @@ class CpuPlatform(Platform):
         from engine3d.platform import sglang_cpu
 
         return sglang_cpu.environment(tp)
+
+    def device_name(self, slot: int) -> str:
+        return f"cpu:{slot}"
+
+    def share_memory(self, storage: torch.UntypedStorage) -> MemoryHandle:
+        return cpu_memory.share(storage)
+
+    def map_memory(self, handle: MemoryHandle) -> torch.UntypedStorage:
+        return cpu_memory.map_shared(handle)
+
+    def copy_runner(self, copies: Copies, method: CopyMethod | None = None) -> RunCopies:
+        targets, sources = copies.simplified().views()
+
+        def run() -> None:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
+
+        return run if targets else _nothing
+
+
+def _nothing() -> None:
+    """There is nothing to copy."""

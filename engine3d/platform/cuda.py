@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
+from engine3d.platform import cuda_memory
+from engine3d.platform.copies import Copies, CopyMethod, RunCopies
 from engine3d.platform.interface import DeviceMemory, Platform
+from engine3d.platform.memory_handles import MemoryHandle
 
 
 class CudaPlatform(Platform):
@@ -51,3 +54,17 @@ class CudaPlatform(Platform):
 
     def rollout_environment(self, tp: int) -> dict[str, str]:
         return {}
+
+    def device_name(self, slot: int) -> str:
+        return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+    def share_memory(self, storage: torch.UntypedStorage) -> MemoryHandle:
+        return cuda_memory.share(storage)
+
+    def map_memory(self, handle: MemoryHandle) -> torch.UntypedStorage:
+        return cuda_memory.map_shared(handle)
+
+    def copy_runner(self, copies: Copies, method: CopyMethod | None = None) -> RunCopies:
+        from engine3d.platform import cuda_copy  # Triton is slow to import, and only transfers need it
+
+        return cuda_copy.runner(copies, method or "kernel")

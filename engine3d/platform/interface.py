@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import socket
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from engine3d.platform.copies import Copies, CopyMethod, RunCopies
+from engine3d.platform.memory_handles import MemoryHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,46 @@ class Platform(ABC):
     @abstractmethod
     def rollout_environment(self, tp: int) -> dict[str, str]:
         """Environment that SGLang's processes need on this platform, for a tensor parallel size."""
+
+    @abstractmethod
+    def device_name(self, slot: int) -> str:
+        """What no other device of the node is called, in any process.
+
+        Args:
+            slot: tells the ranks of a node apart where they have no device of their own, as on a CPU.
+        """
+
+    @abstractmethod
+    def share_memory(self, storage: torch.UntypedStorage) -> MemoryHandle:
+        """Let other processes of the node map a storage, for as long as it lives. Twice gives the same handle.
+
+        Raises:
+            EngineError: there is no room for it, or its memory is of a kind that cannot be shared.
+        """
+
+    @abstractmethod
+    def map_memory(self, handle: MemoryHandle) -> torch.UntypedStorage:
+        """Memory that another process shares, on this process's current device. What it shared itself is itself.
+
+        Raises:
+            EngineError: the process is gone, or its memory cannot be reached.
+        """
+
+    @abstractmethod
+    def copy_runner(self, copies: Copies, method: CopyMethod | None = None) -> RunCopies:
+        """What runs many copies at once, as often as wanted. It works on the current device.
+
+        Args:
+            copies: between memory that this process reaches. They have to be kept for as long as they may run.
+            method: how a GPU copies, instead of the way that was measured to be the fastest.
+        """
+
+    @cached_property
+    def node(self) -> str:
+        """What no other node is called: two machines may have one host name, and containers of one machine share the
+        other half."""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()}-{boot[:8]}"
 
     @cached_property
     def has_transformer_engine(self) -> bool:

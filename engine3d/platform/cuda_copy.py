@@ -1,0 +1,127 @@
+"""Copies of one GPU, to and from all memory that it reaches: its own, its peers', and what other processes share."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from engine3d.platform.copies import TILE_COLUMNS, Copies, CopyMethod, RunCopies
+
+_BLOCK = 1024
+"""Words that a program has in flight."""
+_WARPS = 8
+_PROGRAMS_PER_SM = 4
+_TILE_BYTES = (16 << 10, 128 << 10)
+"""The least and the most; between them such that every program gets several tiles."""
+_TILES_PER_PROGRAM = 8
+_GRAPH_STREAMS = 4
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def copy_tiles(table, tiles, COLUMNS: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy each tile of a table of `Copies.tiles`, which is [tiles, COLUMNS] int64, in words of WORD bytes."""
+    # A word of 16 bytes is two elements of 8, which the compiler joins into one access.
+    ELEMENTS: tl.constexpr = 2 if WORD == 16 else 1
+    if WORD == 1:
+        element = tl.int8
+    elif WORD == 2:
+        element = tl.int16
+    elif WORD == 4:
+        element = tl.int32
+    else:
+        element = tl.int64
+    lane = tl.arange(0, BLOCK)
+    part = tl.arange(0, ELEMENTS)[None, :]
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        entry = table + tile * COLUMNS
+        source = tl.multiple_of(tl.load(entry).to(tl.pointer_type(element)), WORD)
+        target = tl.multiple_of(tl.load(entry + 1).to(tl.pointer_type(element)), WORD)
+        source_stride = tl.load(entry + 2)
+        target_stride = tl.load(entry + 3)
+        width = tl.load(entry + 5).to(tl.int32)
+        words = tl.load(entry + 4).to(tl.int32) * width
+        for first in range(0, words, BLOCK):
+            word = first + lane
+            inside = (word < words)[:, None]
+            if words == width:
+                run = word[:, None] * ELEMENTS + part
+                # Past the first-level cache: nothing is read twice.
+                value = tl.load(source + run, mask=inside, cache_modifier=".cg")
+                tl.store(target + run, value, mask=inside)
+            else:
+                row = (word // width).to(tl.int64)
+                column = word % width
+                read = (row * source_stride + column)[:, None] * ELEMENTS + part
+                write = (row * target_stride + column)[:, None] * ELEMENTS + part
+                value = tl.load(source + read, mask=inside, cache_modifier=".cg")
+                tl.store(target + write, value, mask=inside)
+
+
+def runner(copies: Copies, method: CopyMethod, programs_per_sm: int = _PROGRAMS_PER_SM) -> RunCopies:
+    """What enqueues the copies on the current stream of the current device, which is the one it is made on.
+
+    Args:
+        copies: whose memory the current device reaches.
+        method: of copies that do not cast; a graph of torch's kernels casts.
+        programs_per_sm: of the kernel.
+    """
+    copies = copies.simplified().interleaved()
+    casts = copies.casts()
+    runs: list[RunCopies] = []
+    if method == "kernel":
+        runs += _kernels(copies[~casts], programs_per_sm)
+        captured = copies[casts]
+    else:
+        captured = copies
+    if len(captured):
+        runs.append(_graph(captured).replay)
+
+    def run() -> None:
+        for each in runs:
+            each()
+
+    return run
+
+
+def _kernels(copies: Copies, programs_per_sm: int) -> list[RunCopies]:
+    programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count * programs_per_sm
+    least, most = _TILE_BYTES
+    wanted = copies.nbytes // (programs * _TILES_PER_PROGRAM)
+    tile_bytes = min(most, max(least, wanted // least * least))
+    runs: list[RunCopies] = []
+    for word, rows in copies.tiles(tile_bytes).items():
+        table = torch.from_numpy(rows).cuda()
+        launch(table, 0, word, 1)  # compiles
+
+        def run(table: torch.Tensor = table, word: int = word) -> None:
+            launch(table, len(table), word, min(programs, len(table)))
+
+        runs.append(run)
+    return runs
+
+
+def launch(table: torch.Tensor, tiles: int, word: int, programs: int) -> None:
+    """Enqueue the copies of the first `tiles` rows of a table."""
+    copy_tiles[(programs,)](table, tiles, COLUMNS=TILE_COLUMNS, WORD=word, BLOCK=_BLOCK, num_warps=_WARPS)
+
+
+def _graph(copies: Copies) -> torch.cuda.CUDAGraph:
+    """Runs become nodes of the copy engines, rows with strides and casts become kernels of torch."""
+    targets, sources = copies.views()
+    graph = torch.cuda.CUDAGraph()
+    main = torch.cuda.Stream()
+    streams = [main, *(torch.cuda.Stream() for _ in range(_GRAPH_STREAMS - 1))]
+    # Other threads of this process, such as a watchdog of NCCL, may use CUDA meanwhile.
+    with torch.no_grad(), torch.cuda.graph(graph, stream=main, capture_error_mode="thread_local"):
+        for stream in streams[1:]:
+            stream.wait_stream(main)
+        for number, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                for target, source in zip(
+                    targets[number::_GRAPH_STREAMS], sources[number::_GRAPH_STREAMS], strict=True
+                ):
+                    target.copy_(source, non_blocking=True)
+        for stream in streams[1:]:
+            main.wait_stream(stream)
+    return graph

@@ -1,0 +1,92 @@
+"""All copies that one rank makes to other ranks' memory, built once and run for every transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine3d.platform import platform
+from engine3d.platform.copies import Copies, CopyMethod
+from engine3d.reshard.pieces import Pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Pieces, and the memory that they go between.
+
+    Args:
+        pieces: what goes.
+        sources: for each source buffer a flat tensor of its elements.
+        targets: for each target buffer a flat tensor of its elements.
+    """
+
+    pieces: Pieces
+    sources: Sequence[torch.Tensor]
+    targets: Sequence[torch.Tensor]
+
+
+def flat(storage: torch.UntypedStorage, dtype: torch.dtype, offset_bytes: int, elements: int) -> torch.Tensor:
+    """Part of a storage as the flat tensor of a buffer. It shares the storage's memory.
+
+    Args:
+        storage: own, or mapped from another process.
+        dtype: of the elements.
+        offset_bytes: of the first, a multiple of the element size.
+        elements: how many.
+    """
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset_bytes // dtype.itemsize, (elements,), (1,))
+
+
+class CopyProgram:
+    """Copies the pieces of several routes at once, cast to the targets' dtypes.
+
+    All routes advance together, so that all links between a rank and its targets are busy from the first byte to the
+    last. A program keeps the memory of its routes alive.
+
+    Args:
+        routes: usually one for each target rank. No two pieces write the same memory.
+        method: how a GPU copies; a CPU has one way. The default is the platform's.
+    """
+
+    def __init__(self, routes: Sequence[Route], method: CopyMethod | None = None) -> None:
+        copies = _joined(routes)
+        self.nbytes = copies.nbytes
+        self._memory = (copies.sources, copies.targets)
+        self._run = platform.copy_runner(copies, method)
+
+    def run(self) -> None:
+        """Copy everything: on a GPU enqueued on the current stream, on a CPU done when this returns."""
+        self._run()
+
+
+def _joined(routes: Sequence[Route]) -> Copies:
+    """The pieces of all routes, with the indices of buffers counted over all of them."""
+    sources: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    columns: list[list[np.ndarray]] = [[] for _ in range(9)]
+    for number, route in enumerate(routes):
+        pieces = route.pieces
+        for column, values in zip(
+            columns,
+            (
+                np.full(len(pieces), number),
+                pieces.source_buffer + len(sources),
+                pieces.source_offset,
+                pieces.source_stride,
+                pieces.target_buffer + len(targets),
+                pieces.target_offset,
+                pieces.target_stride,
+                pieces.rows,
+                pieces.length,
+            ),
+            strict=True,
+        ):
+            column.append(values)
+        sources += route.sources
+        targets += route.targets
+    empty = np.empty(0, dtype=np.int64)
+    return Copies(sources, targets, *(np.concatenate([empty, *column]) for column in columns))
