@@ -1,0 +1,393 @@
+"""What sources offer and targets need as columns of numbers, and where the two meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine3d.errors import EngineError, UserError
+from engine3d.reshard.pieces import Pieces
+from engine3d.reshard.runs import Copies, Integers, as_pieces
+from engine3d.reshard.shards import Holding, Shards
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Holdings as columns, one entry a holding; start, stop and strides are [holdings, dimensions].
+
+    Tensors with fewer dimensions have further ones of size 1 and stride 0.
+    """
+
+    tensor: Integers
+    start: Integers
+    stop: Integers
+    buffer: Integers
+    offset: Integers
+    strides: Integers
+
+    @property
+    def elements(self) -> Integers:
+        return (self.stop - self.start).prod(axis=1)
+
+
+@dataclass(frozen=True)
+class Offers:
+    """The distinct boxes that sources hold, and where each source has them.
+
+    Args:
+        tensors: number of each tensor that targets need.
+        dimensions: of every box.
+        boxes: one entry a distinct box, sorted by tensor; buffer, offset and strides are the first holder's.
+        first_box: [tensors + 1], where each tensor's boxes begin.
+        holders: one entry a box and source, sorted by box, then source: where the source has the box.
+        first_holder: [boxes + 1], where each box's holders begin.
+        groups: number of the set of sources that hold the box, one a box.
+        candidates: the sources of each group, ascending.
+    """
+
+    tensors: dict[str, int]
+    dimensions: int
+    boxes: Columns
+    first_box: Integers
+    holders: Columns
+    first_holder: Integers
+    groups: Integers
+    candidates: tuple[Integers, ...]
+
+    @cached_property
+    def layouts(self) -> tuple[dict[int, int], ...]:
+        """For each group, the number of each source's memory layout: equal numbers, equal places in memory."""
+        memory = np.column_stack([self.holders.buffer, self.holders.offset, self.holders.strides])
+        order = np.argsort(self.groups, kind="stable")
+        bounds = np.searchsorted(self.groups[order], np.arange(len(self.candidates) + 1))
+        found = []
+        for group, sources in enumerate(self.candidates):
+            first = self.first_holder[order[bounds[group] : bounds[group + 1]]]
+            seen: dict[bytes, int] = {}
+            found.append(
+                {
+                    int(source): seen.setdefault(memory[first + position].tobytes(), len(seen))
+                    for position, source in enumerate(sources)
+                }
+            )
+        return tuple(found)
+
+
+def offers_of(sources: Sequence[Shards], targets: Sequence[Shards], shapes: Shapes) -> Offers:
+    """Everything that the sources hold of the tensors that the targets need."""
+    wanted = _wanted(targets, shapes)
+    dimensions = max((len(shapes[name]) for name in wanted), default=1)
+    box_numbers: dict[tuple[str, object], int] = {}
+    box_of, source_of, columns = [], [], []
+    known: dict[int, tuple[list[int], Columns]] = {}
+    for number, source in enumerate(sources):
+        if id(source.holdings) not in known:
+            held = [holding for holding in source.holdings if holding.tensor in wanted]
+            boxes = [box_numbers.setdefault((holding.tensor, holding.box), len(box_numbers)) for holding in held]
+            known[id(source.holdings)] = boxes, _columns(source, held, wanted, shapes, dimensions)
+        boxes, held_columns = known[id(source.holdings)]
+        box_of.append(np.array(boxes, dtype=np.int64))
+        source_of.append(np.full(len(boxes), number, dtype=np.int64))
+        columns.append(held_columns)
+    holders = _concatenated(columns, dimensions)
+    box, source = np.concatenate([*box_of, _NONE]), np.concatenate([*source_of, _NONE])
+    # Sorted by tensor, box, source; a source that has a box twice offers the first.
+    order = np.lexsort((source, box, holders.tensor))
+    twice = (np.diff(box[order], prepend=-1) == 0) & (np.diff(source[order], prepend=-1) == 0)
+    order = order[~twice]
+    holders, box, source = _take(holders, order), box[order], source[order]
+    first_holder = np.flatnonzero(np.diff(box, prepend=-1))
+    distinct = _take(holders, first_holder)
+    first_box = np.searchsorted(distinct.tensor, np.arange(len(wanted) + 1))
+    _check_disjoint(distinct, first_box, list(wanted))
+    first_holder = np.append(first_holder, len(box))
+    groups, candidates = _groups(source, first_holder)
+    return Offers(wanted, dimensions, distinct, first_box, holders, first_holder, groups, candidates)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one target needs, or several equal ones: parts, each the intersection of a holding with an offered box.
+
+    Args:
+        box: the offered box, one entry a part; parts are sorted by target buffer and offset.
+        start: [parts, dimensions], the first element in the HuggingFace tensor.
+        sizes: [parts, dimensions].
+        buffer: the target's.
+        offset: of the first element in it.
+        strides: [parts, dimensions], in it.
+        part_bytes: of the target's dtype.
+        nbytes: of all parts.
+        nbytes_aliased: of the holdings in aliased buffers, which are in no part.
+        groups: for each group of boxes, its parts.
+    """
+
+    box: Integers
+    start: Integers
+    sizes: Integers
+    buffer: Integers
+    offset: Integers
+    strides: Integers
+    part_bytes: Integers
+    nbytes: int
+    nbytes_aliased: int
+    groups: dict[int, Integers]
+    _pieces: dict[tuple[int, int, int, int], Pieces] = field(default_factory=dict)
+
+    def group_bytes(self, group: int, start: int = 0, stop: int | None = None) -> int:
+        """Bytes of a group's parts from start to stop."""
+        return int(self.part_bytes[self.groups[group][start:stop]].sum())
+
+    def cuts(self, group: int, count: int) -> list[int]:
+        """Where to cut a group's parts into at most `count` shares of about as many bytes, first and last end included.
+
+        Between two buffers where one ends near enough: the parts of a buffer merge best when they have one source.
+        """
+        parts = self.groups[group]
+        upto = np.concatenate([[0], np.cumsum(self.part_bytes[parts])])
+        wanted = upto[-1] * np.arange(1, count) // count
+        buffer_ends = np.flatnonzero(np.diff(self.buffer[parts], prepend=-1, append=-1))
+        at_part, at_buffer = _closest(upto, wanted), buffer_ends[_closest(upto[buffer_ends], wanted)]
+        near = 2 * np.abs(upto[at_buffer] - wanted) * count <= upto[-1]
+        return sorted({0, len(parts), *np.where(near, at_buffer, at_part).tolist()})
+
+    def pieces(self, offers: Offers, group: int, start: int, stop: int, source: int) -> Pieces:
+        """The group's parts from start to stop as pieces from one source to the target."""
+        key = (group, start, stop, offers.layouts[group][source])
+        if key not in self._pieces:
+            parts = self.groups[group][start:stop]
+            position = int(np.searchsorted(offers.candidates[group], source))
+            holder = offers.first_holder[self.box[parts]] + position
+            held = offers.holders
+            strides = held.strides[holder]
+            copies = Copies(
+                source_buffer=held.buffer[holder],
+                source_offset=held.offset[holder] + ((self.start[parts] - held.start[holder]) * strides).sum(axis=1),
+                source_strides=strides,
+                target_buffer=self.buffer[parts],
+                target_offset=self.offset[parts],
+                target_strides=self.strides[parts],
+                sizes=self.sizes[parts],
+            )
+            self._pieces[key] = as_pieces(copies)
+        return self._pieces[key]
+
+
+def needs_of(targets: Sequence[Shards], offers: Offers, shapes: Shapes) -> list[Needs]:
+    """What each target needs. Targets with equal buffers and holdings share one answer."""
+    by_identity: dict[tuple[int, int], int] = {}
+    by_value: dict[tuple[object, object], int] = {}
+    wholes: list[Needs] = []
+    found: dict[tuple[int, frozenset[int]], Needs] = {}
+    needs = []
+    for target in targets:
+        identity = id(target.buffers), id(target.holdings)
+        if identity not in by_identity:
+            number = by_value.setdefault((target.buffers, target.holdings), len(wholes))
+            if number == len(wholes):
+                wholes.append(_needs(target, offers, shapes))
+            by_identity[identity] = number
+        number = by_identity[identity]
+        aliased = frozenset(alias.target_buffer for alias in target.aliases)
+        if (number, aliased) not in found:
+            found[number, aliased] = _without(wholes[number], aliased, offers)
+        needs.append(found[number, aliased])
+    return needs
+
+
+_NONE = np.zeros(0, dtype=np.int64)
+
+
+def _wanted(targets: Sequence[Shards], shapes: Shapes) -> dict[str, int]:
+    """Every tensor that a target needs, numbered in the order of the model."""
+    names: set[str] = set()
+    for holdings in {id(target.holdings): target.holdings for target in targets}.values():
+        names.update(holding.tensor for holding in holdings)
+    unknown = min(names - shapes.keys(), default=None)
+    if unknown is not None:
+        target = next(target for target in targets if any(holding.tensor == unknown for holding in target.holdings))
+        raise UserError(f"reshard: {target.name} needs {unknown}, which is not a tensor of the model")
+    return {name: number for number, name in enumerate(name for name in shapes if name in names)}
+
+
+def _columns(
+    rank: Shards, held: Sequence[Holding], tensors: dict[str, int], shapes: Shapes, dimensions: int
+) -> Columns:
+    for holding in held:
+        if not len(holding.box) == len(holding.strides) == len(shapes[holding.tensor]):
+            raise _outside(rank, holding, shapes)
+    more = [((0, 1),) * count for count in range(dimensions + 1)]
+    spans = chain.from_iterable((*holding.box, *more[dimensions - len(holding.box)]) for holding in held)
+    box = np.fromiter(chain.from_iterable(spans), dtype=np.int64).reshape(len(held), dimensions, 2)
+    zeros = [(0,) * count for count in range(dimensions + 1)]
+    flat = chain.from_iterable((*holding.strides, *zeros[dimensions - len(holding.strides)]) for holding in held)
+    columns = Columns(
+        tensor=np.array([tensors[holding.tensor] for holding in held], dtype=np.int64),
+        start=box[:, :, 0],
+        stop=box[:, :, 1],
+        buffer=np.array([holding.buffer for holding in held], dtype=np.int64),
+        offset=np.array([holding.offset for holding in held], dtype=np.int64),
+        strides=np.fromiter(flat, dtype=np.int64).reshape(len(held), dimensions),
+    )
+    sizes = np.array([(*shapes[name], *(1,) * (dimensions - len(shapes[name]))) for name in tensors], dtype=np.int64)
+    if held:
+        within = (columns.start >= 0) & (columns.start < columns.stop) & (columns.stop <= sizes[columns.tensor])
+        if not within.all():
+            raise _outside(rank, held[int((~within.all(axis=1)).argmax())], shapes)
+    _check_memory(rank, held, columns)
+    return columns
+
+
+def _outside(rank: Shards, holding: Holding, shapes: Shapes) -> UserError:
+    return UserError(
+        f"reshard: {rank.name} holds {_text(holding.box)} of {holding.tensor}, "
+        f"which does not lie within its shape {list(shapes[holding.tensor])}"
+    )
+
+
+def _check_memory(rank: Shards, held: Sequence[Holding], columns: Columns) -> None:
+    elements = np.array([buffer.elements for buffer in rank.buffers], dtype=np.int64)
+    known = (columns.buffer >= 0) & (columns.buffer < len(elements))
+    last = columns.offset + ((columns.stop - columns.start - 1) * columns.strides).sum(axis=1)
+    fits = known & (columns.offset >= 0) & (columns.strides >= 0).all(axis=1)
+    fits &= last < np.append(elements, 0)[np.where(known, columns.buffer, -1)]
+    if not fits.all():
+        holding = held[int((~fits).argmax())]
+        name = rank.buffers[holding.buffer].name if 0 <= holding.buffer < len(elements) else holding.buffer
+        raise EngineError(f"reshard: {rank.name}: {holding.tensor} reaches outside its buffer {name}")
+
+
+def _text(box: object) -> str:
+    assert isinstance(box, tuple)
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
+def _take(columns: Columns, index: Integers) -> Columns:
+    return Columns(
+        columns.tensor[index],
+        columns.start[index],
+        columns.stop[index],
+        columns.buffer[index],
+        columns.offset[index],
+        columns.strides[index],
+    )
+
+
+def _concatenated(parts: list[Columns], dimensions: int) -> Columns:
+    none = np.zeros((0, dimensions), dtype=np.int64)
+    parts = [*parts, Columns(_NONE, none, none, _NONE, _NONE, none)]
+    return Columns(
+        np.concatenate([part.tensor for part in parts]),
+        np.concatenate([part.start for part in parts]),
+        np.concatenate([part.stop for part in parts]),
+        np.concatenate([part.buffer for part in parts]),
+        np.concatenate([part.offset for part in parts]),
+        np.concatenate([part.strides for part in parts]),
+    )
+
+
+def _check_disjoint(boxes: Columns, first_box: Integers, names: list[str]) -> None:
+    """Refuse distinct boxes of one tensor that share elements."""
+    for tensor in np.flatnonzero(np.diff(first_box) > 1).tolist():
+        begin, end = int(first_box[tensor]), int(first_box[tensor + 1])
+        start, stop = boxes.start[begin:end], boxes.stop[begin:end]
+        for index in range(end - begin - 1):
+            shared = ((start[index] < stop[index + 1 :]) & (start[index + 1 :] < stop[index])).all(axis=1)
+            if shared.any():
+                pair = (index, index + 1 + int(shared.argmax()))
+                one, other = (_text(tuple(zip(start[at].tolist(), stop[at].tolist(), strict=True))) for at in pair)
+                raise EngineError(f"reshard: sources hold boxes of {names[tensor]} that overlap: {one} and {other}")
+
+
+def _groups(source: Integers, first_holder: Integers) -> tuple[Integers, tuple[Integers, ...]]:
+    numbers: dict[bytes, int] = {}
+    candidates: list[Integers] = []
+    groups = np.empty(len(first_holder) - 1, dtype=np.int64)
+    bounds = first_holder.tolist()
+    for box, (start, stop) in enumerate(pairwise(bounds)):
+        sources = source[start:stop]
+        group = numbers.setdefault(sources.tobytes(), len(candidates))
+        if group == len(candidates):
+            candidates.append(sources)
+        groups[box] = group
+    return groups, tuple(candidates)
+
+
+def _needs(target: Shards, offers: Offers, shapes: Shapes) -> Needs:
+    columns = _columns(target, target.holdings, offers.tensors, shapes, offers.dimensions)
+    counts = np.diff(offers.first_box)[columns.tensor]
+    holding = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(len(holding)) - np.repeat(np.cumsum(counts) - counts, counts)
+    box = offers.first_box[columns.tensor][holding] + within
+    start = np.maximum(columns.start[holding], offers.boxes.start[box])
+    stop = np.minimum(columns.stop[holding], offers.boxes.stop[box])
+    meet = (start < stop).all(axis=1)
+    holding, box, start, sizes = holding[meet], box[meet], start[meet], (stop - start)[meet]
+    elements = sizes.prod(axis=1)
+    _check_covered(target, columns, holding, elements, counts, shapes)
+    buffer, strides = columns.buffer[holding], columns.strides[holding]
+    offset = columns.offset[holding] + ((start - columns.start[holding]) * strides).sum(axis=1)
+    itemsize = np.array([each.itemsize for each in target.buffers], dtype=np.int64)
+    order = np.lexsort((offset, buffer))
+    part_bytes = elements * itemsize[buffer] if len(buffer) else elements
+    return Needs(
+        box=box[order],
+        start=start[order],
+        sizes=sizes[order],
+        buffer=buffer[order],
+        offset=offset[order],
+        strides=strides[order],
+        part_bytes=part_bytes[order],
+        nbytes=int(part_bytes.sum()),
+        nbytes_aliased=0,
+        groups={},
+    )
+
+
+def _check_covered(
+    target: Shards, columns: Columns, holding: Integers, elements: Integers, counts: Integers, shapes: Shapes
+) -> None:
+    covered = np.zeros(len(columns.tensor), dtype=np.int64)
+    np.add.at(covered, holding, elements)
+    missing = columns.elements - covered
+    if missing.any():
+        index = int((missing != 0).argmax())
+        held = target.holdings[index]
+        what = f"{_text(held.box)} of {held.tensor}, which has shape {list(shapes[held.tensor])}"
+        lack = f"{missing[index]} of these elements" if counts[index] else "the tensor"
+        raise UserError(f"reshard: {target.name} needs {what}, and no source holds {lack}")
+
+
+def _without(whole: Needs, aliased: frozenset[int], offers: Offers) -> Needs:
+    """The needs without those of aliased buffers, and with what is left in groups."""
+    free = ~np.isin(whole.buffer, list(aliased))
+    parts = np.flatnonzero(free)
+    group_of = offers.groups[whole.box[parts]] if len(parts) else parts
+    order = np.argsort(group_of, kind="stable")
+    groups, first = np.unique(group_of[order], return_index=True)
+    nbytes = int(whole.part_bytes[parts].sum())
+    return Needs(
+        whole.box,
+        whole.start,
+        whole.sizes,
+        whole.buffer,
+        whole.offset,
+        whole.strides,
+        whole.part_bytes,
+        nbytes,
+        whole.nbytes - nbytes,
+        dict(zip(groups.tolist(), np.split(parts[order], first[1:]), strict=True)) if len(parts) else {},
+    )
+
+
+def _closest(ascending: Integers, wanted: Integers) -> NDArray[np.int64]:
+    """Index of the entry closest to each wanted value."""
+    after = np.clip(np.searchsorted(ascending, wanted), 1, len(ascending) - 1)
+    return after - (wanted - ascending[after - 1] < ascending[after] - wanted)
