@@ -161,7 +161,7 @@ def _views(
     tensors: Sequence[torch.Tensor], index: Column, offset: Column, stride: Column, rows: list[int], length: list[int]
 ) -> list[torch.Tensor]:
     bases = [tensor.detach() for tensor in tensors]
-    start = (_each(bases, torch.Tensor.storage_offset)[index] + offset).tolist()
+    start = (_each(bases, lambda base: int(base.storage_offset()))[index] + offset).tolist()
     return [
         bases[i].as_strided((c,), (1,), o) if r == 1 else bases[i].as_strided((r, c), (s, 1), o)
         for i, o, s, r, c in zip(index.tolist(), start, stride.tolist(), rows, length, strict=True)
