@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine3d.errors import EngineError, UserError
+from engine3d.models.rules import Box
 from engine3d.reshard.pieces import Pieces
 from engine3d.reshard.runs import Copies, Integers, as_pieces
 from engine3d.reshard.shards import Holding, Shards
@@ -37,26 +38,95 @@ class Columns:
         return (self.stop - self.start).prod(axis=1)
 
 
+class Table:
+    """Distinct holdings as rows of one set of columns.
+
+    Copies of a dense layer, or the ranks of several engines, hold the same: only what is distinct is worked on. Equal
+    rows are equal boxes of a tensor at equal places in memory.
+    """
+
+    def __init__(self, tensors: dict[str, int], shapes: Shapes) -> None:
+        self._tensors = tensors
+        self._shapes = shapes
+        self._by_identity: dict[int, int] = {}
+        self._by_value: dict[Holding, int] = {}
+
+    def rows(self, rank: Shards) -> Integers:
+        """The rows of a rank's holdings, without those of tensors that have no number."""
+        found = list(map(self._by_identity.get, map(id, rank.holdings)))
+        if None in found:
+            found = [
+                self._row(rank, holding) if row is None else row
+                for row, holding in zip(found, rank.holdings, strict=True)
+            ]
+        rows = np.array(found, dtype=np.int64)
+        return rows[rows >= 0]
+
+    def _row(self, rank: Shards, holding: Holding) -> int:
+        if holding.tensor not in self._tensors:
+            row = -1
+        else:
+            if not len(holding.box) == len(holding.strides) == len(self._shapes[holding.tensor]):
+                raise _outside(rank, holding, self._shapes)
+            row = self._by_value.setdefault(holding, len(self._by_value))
+        self._by_identity[id(holding)] = row
+        return row
+
+    @property
+    def holdings(self) -> list[Holding]:
+        return list(self._by_value)
+
+    def columns(self, ranks: Sequence[Shards], rows: Sequence[Integers]) -> Columns:
+        """All rows as columns, after a check that they lie within their tensors and their ranks' memory."""
+        held, dimensions = self.holdings, max(map(len, (self._shapes[name] for name in self._tensors)), default=1)
+        more = [((0, 1),) * count for count in range(dimensions + 1)]
+        spans = chain.from_iterable((*holding.box, *more[dimensions - len(holding.box)]) for holding in held)
+        box = np.fromiter(chain.from_iterable(spans), dtype=np.int64).reshape(len(held), dimensions, 2)
+        none = [(0,) * count for count in range(dimensions + 1)]
+        strides = chain.from_iterable((*each.strides, *none[dimensions - len(each.strides)]) for each in held)
+        columns = Columns(
+            tensor=np.array([self._tensors[holding.tensor] for holding in held], dtype=np.int64),
+            start=np.ascontiguousarray(box[:, :, 0]),
+            stop=np.ascontiguousarray(box[:, :, 1]),
+            buffer=np.array([holding.buffer for holding in held], dtype=np.int64),
+            offset=np.array([holding.offset for holding in held], dtype=np.int64),
+            strides=np.fromiter(strides, dtype=np.int64).reshape(len(held), dimensions),
+        )
+        sizes = np.ones((len(self._tensors), dimensions), dtype=np.int64)
+        for number, name in enumerate(self._tensors):
+            sizes[number, : len(self._shapes[name])] = self._shapes[name]
+        within = (columns.start >= 0) & (columns.start < columns.stop)
+        outside = ~(within & (columns.stop <= sizes[columns.tensor])).all(axis=1)
+        end = columns.offset + ((columns.stop - columns.start - 1) * columns.strides).sum(axis=1)
+        # Memory is read and written upwards from a holding's offset.
+        end[(columns.offset < 0) | (columns.strides < 0).any(axis=1)] = np.iinfo(np.int64).max
+        for rank, own in zip(ranks, rows, strict=True):
+            if outside[own].any():
+                raise _outside(rank, held[own[outside[own].argmax()]], self._shapes)
+            _check_memory(rank, held, own, columns.buffer[own], end[own])
+        return columns
+
+
 @dataclass(frozen=True)
 class Offers:
     """The distinct boxes that sources hold, and where each source has them.
 
     Args:
         tensors: number of each tensor that targets need.
-        dimensions: of every box.
-        boxes: one entry a distinct box, sorted by tensor; buffer, offset and strides are the first holder's.
+        table: what the sources hold.
+        box_row: a row of the table for each box; boxes are sorted by tensor.
         first_box: [tensors + 1], where each tensor's boxes begin.
-        holders: one entry a box and source, sorted by box, then source: where the source has the box.
+        holder_row: the table's row, one entry a box and a source that holds it, sorted by box, then source.
         first_holder: [boxes + 1], where each box's holders begin.
         groups: number of the set of sources that hold the box, one a box.
         candidates: the sources of each group, ascending.
     """
 
     tensors: dict[str, int]
-    dimensions: int
-    boxes: Columns
+    table: Columns
+    box_row: Integers
     first_box: Integers
-    holders: Columns
+    holder_row: Integers
     first_holder: Integers
     groups: Integers
     candidates: tuple[Integers, ...]
@@ -64,52 +134,45 @@ class Offers:
     @cached_property
     def layouts(self) -> tuple[dict[int, int], ...]:
         """For each group, the number of each source's memory layout: equal numbers, equal places in memory."""
-        memory = np.column_stack([self.holders.buffer, self.holders.offset, self.holders.strides])
         order = np.argsort(self.groups, kind="stable")
         bounds = np.searchsorted(self.groups[order], np.arange(len(self.candidates) + 1))
         found = []
         for group, sources in enumerate(self.candidates):
             first = self.first_holder[order[bounds[group] : bounds[group + 1]]]
             seen: dict[bytes, int] = {}
-            found.append(
-                {
-                    int(source): seen.setdefault(memory[first + position].tobytes(), len(seen))
-                    for position, source in enumerate(sources)
-                }
-            )
+            layouts = [self.holder_row[first + position].tobytes() for position in range(len(sources))]
+            numbers = [seen.setdefault(layout, len(seen)) for layout in layouts]
+            found.append(dict(zip(sources.tolist(), numbers, strict=True)))
         return tuple(found)
 
 
 def offers_of(sources: Sequence[Shards], targets: Sequence[Shards], shapes: Shapes) -> Offers:
     """Everything that the sources hold of the tensors that the targets need."""
-    wanted = _wanted(targets, shapes)
-    dimensions = max((len(shapes[name]) for name in wanted), default=1)
-    box_numbers: dict[tuple[str, object], int] = {}
-    box_of, source_of, columns = [], [], []
-    known: dict[int, tuple[list[int], Columns]] = {}
-    for number, source in enumerate(sources):
-        if id(source.holdings) not in known:
-            held = [holding for holding in source.holdings if holding.tensor in wanted]
-            boxes = [box_numbers.setdefault((holding.tensor, holding.box), len(box_numbers)) for holding in held]
-            known[id(source.holdings)] = boxes, _columns(source, held, wanted, shapes, dimensions)
-        boxes, held_columns = known[id(source.holdings)]
-        box_of.append(np.array(boxes, dtype=np.int64))
-        source_of.append(np.full(len(boxes), number, dtype=np.int64))
-        columns.append(held_columns)
-    holders = _concatenated(columns, dimensions)
-    box, source = np.concatenate([*box_of, _NONE]), np.concatenate([*source_of, _NONE])
-    # Sorted by tensor, box, source; a source that has a box twice offers the first.
-    order = np.lexsort((source, box, holders.tensor))
-    twice = (np.diff(box[order], prepend=-1) == 0) & (np.diff(source[order], prepend=-1) == 0)
-    order = order[~twice]
-    holders, box, source = _take(holders, order), box[order], source[order]
-    first_holder = np.flatnonzero(np.diff(box, prepend=-1))
-    distinct = _take(holders, first_holder)
-    first_box = np.searchsorted(distinct.tensor, np.arange(len(wanted) + 1))
-    _check_disjoint(distinct, first_box, list(wanted))
-    first_holder = np.append(first_holder, len(box))
+    tensors = _wanted(targets, shapes)
+    collected = Table(tensors, shapes)
+    rows = [collected.rows(source) for source in sources]
+    table = collected.columns(sources, rows)
+    # Boxes are numbered by tensor, then as they come.
+    numbers: dict[tuple[str, Box], int] = {}
+    named = [numbers.setdefault((held.tensor, held.box), len(numbers)) for held in collected.holdings]
+    box_of_row = np.array(named, dtype=np.int64)
+    box_row = np.zeros(len(numbers), dtype=np.int64)
+    box_row[box_of_row[::-1]] = np.arange(len(named))[::-1]
+    by_tensor = np.argsort(table.tensor[box_row], kind="stable")
+    box_row = box_row[by_tensor]
+    place = np.empty_like(by_tensor)
+    place[by_tensor] = np.arange(len(by_tensor))
+    first_box = np.searchsorted(table.tensor[box_row], np.arange(len(tensors) + 1))
+    _check_disjoint(_take(table, box_row), first_box, list(tensors))
+
+    holder_row = np.concatenate([*rows, _NONE])
+    source = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
+    # A source that has a box twice offers the first.
+    key, first = np.unique(place[box_of_row[holder_row]] * max(1, len(rows)) + source, return_index=True)
+    box, source = np.divmod(key, max(1, len(rows)))
+    first_holder = np.searchsorted(box, np.arange(len(box_row) + 1))
     groups, candidates = _groups(source, first_holder)
-    return Offers(wanted, dimensions, distinct, first_box, holders, first_holder, groups, candidates)
+    return Offers(tensors, table, box_row, first_box, holder_row[first], first_holder, groups, candidates)
 
 
 @dataclass(frozen=True)
@@ -164,12 +227,12 @@ class Needs:
         if key not in self._pieces:
             parts = self.groups[group][start:stop]
             position = int(np.searchsorted(offers.candidates[group], source))
-            holder = offers.first_holder[self.box[parts]] + position
-            held = offers.holders
-            strides = held.strides[holder]
+            row = offers.holder_row[offers.first_holder[self.box[parts]] + position]
+            held = offers.table
+            strides = held.strides[row]
             copies = Copies(
-                source_buffer=held.buffer[holder],
-                source_offset=held.offset[holder] + ((self.start[parts] - held.start[holder]) * strides).sum(axis=1),
+                source_buffer=held.buffer[row],
+                source_offset=held.offset[row] + ((self.start[parts] - held.start[row]) * strides).sum(axis=1),
                 source_strides=strides,
                 target_buffer=self.buffer[parts],
                 target_offset=self.offset[parts],
@@ -184,21 +247,26 @@ def needs_of(targets: Sequence[Shards], offers: Offers, shapes: Shapes) -> list[
     """What each target needs. Targets with equal buffers and holdings share one answer."""
     by_identity: dict[tuple[int, int], int] = {}
     by_value: dict[tuple[object, object], int] = {}
-    wholes: list[Needs] = []
-    found: dict[tuple[int, frozenset[int]], Needs] = {}
-    needs = []
+    distinct: list[Shards] = []
+    numbers = []
     for target in targets:
         identity = id(target.buffers), id(target.holdings)
         if identity not in by_identity:
-            number = by_value.setdefault((target.buffers, target.holdings), len(wholes))
-            if number == len(wholes):
-                wholes.append(_needs(target, offers, shapes))
-            by_identity[identity] = number
-        number = by_identity[identity]
-        aliased = frozenset(alias.target_buffer for alias in target.aliases)
-        if (number, aliased) not in found:
-            found[number, aliased] = _without(wholes[number], aliased, offers)
-        needs.append(found[number, aliased])
+            by_identity[identity] = by_value.setdefault((target.buffers, target.holdings), len(distinct))
+            if by_identity[identity] == len(distinct):
+                distinct.append(target)
+        numbers.append(by_identity[identity])
+    collected = Table(offers.tensors, shapes)
+    rows = [collected.rows(target) for target in distinct]
+    table = collected.columns(distinct, rows)
+    wholes = [_needs(target, _take(table, own), offers, shapes) for target, own in zip(distinct, rows, strict=True)]
+    found: dict[tuple[int, frozenset[int]], Needs] = {}
+    needs = []
+    for number, target in zip(numbers, targets, strict=True):
+        key = number, frozenset(alias.target_buffer for alias in target.aliases)
+        if key not in found:
+            found[key] = _without(wholes[number], key[1], offers)
+        needs.append(found[key])
     return needs
 
 
@@ -217,34 +285,6 @@ def _wanted(targets: Sequence[Shards], shapes: Shapes) -> dict[str, int]:
     return {name: number for number, name in enumerate(name for name in shapes if name in names)}
 
 
-def _columns(
-    rank: Shards, held: Sequence[Holding], tensors: dict[str, int], shapes: Shapes, dimensions: int
-) -> Columns:
-    for holding in held:
-        if not len(holding.box) == len(holding.strides) == len(shapes[holding.tensor]):
-            raise _outside(rank, holding, shapes)
-    more = [((0, 1),) * count for count in range(dimensions + 1)]
-    spans = chain.from_iterable((*holding.box, *more[dimensions - len(holding.box)]) for holding in held)
-    box = np.fromiter(chain.from_iterable(spans), dtype=np.int64).reshape(len(held), dimensions, 2)
-    zeros = [(0,) * count for count in range(dimensions + 1)]
-    flat = chain.from_iterable((*holding.strides, *zeros[dimensions - len(holding.strides)]) for holding in held)
-    columns = Columns(
-        tensor=np.array([tensors[holding.tensor] for holding in held], dtype=np.int64),
-        start=box[:, :, 0],
-        stop=box[:, :, 1],
-        buffer=np.array([holding.buffer for holding in held], dtype=np.int64),
-        offset=np.array([holding.offset for holding in held], dtype=np.int64),
-        strides=np.fromiter(flat, dtype=np.int64).reshape(len(held), dimensions),
-    )
-    sizes = np.array([(*shapes[name], *(1,) * (dimensions - len(shapes[name]))) for name in tensors], dtype=np.int64)
-    if held:
-        within = (columns.start >= 0) & (columns.start < columns.stop) & (columns.stop <= sizes[columns.tensor])
-        if not within.all():
-            raise _outside(rank, held[int((~within.all(axis=1)).argmax())], shapes)
-    _check_memory(rank, held, columns)
-    return columns
-
-
 def _outside(rank: Shards, holding: Holding, shapes: Shapes) -> UserError:
     return UserError(
         f"reshard: {rank.name} holds {_text(holding.box)} of {holding.tensor}, "
@@ -252,14 +292,13 @@ def _outside(rank: Shards, holding: Holding, shapes: Shapes) -> UserError:
     )
 
 
-def _check_memory(rank: Shards, held: Sequence[Holding], columns: Columns) -> None:
-    elements = np.array([buffer.elements for buffer in rank.buffers], dtype=np.int64)
-    known = (columns.buffer >= 0) & (columns.buffer < len(elements))
-    last = columns.offset + ((columns.stop - columns.start - 1) * columns.strides).sum(axis=1)
-    fits = known & (columns.offset >= 0) & (columns.strides >= 0).all(axis=1)
-    fits &= last < np.append(elements, 0)[np.where(known, columns.buffer, -1)]
+def _check_memory(rank: Shards, held: list[Holding], rows: Integers, buffer: Integers, end: Integers) -> None:
+    """Refuse holdings whose last element, `end`, is not in the buffer."""
+    elements = np.array([each.elements for each in rank.buffers], dtype=np.int64)
+    known = (buffer >= 0) & (buffer < len(elements))
+    fits = end < np.append(elements, 0)[np.where(known, buffer, -1)]
     if not fits.all():
-        holding = held[int((~fits).argmax())]
+        holding = held[rows[fits.argmin()]]
         name = rank.buffers[holding.buffer].name if 0 <= holding.buffer < len(elements) else holding.buffer
         raise EngineError(f"reshard: {rank.name}: {holding.tensor} reaches outside its buffer {name}")
 
@@ -277,19 +316,6 @@ def _take(columns: Columns, index: Integers) -> Columns:
         columns.buffer[index],
         columns.offset[index],
         columns.strides[index],
-    )
-
-
-def _concatenated(parts: list[Columns], dimensions: int) -> Columns:
-    none = np.zeros((0, dimensions), dtype=np.int64)
-    parts = [*parts, Columns(_NONE, none, none, _NONE, _NONE, none)]
-    return Columns(
-        np.concatenate([part.tensor for part in parts]),
-        np.concatenate([part.start for part in parts]),
-        np.concatenate([part.stop for part in parts]),
-        np.concatenate([part.buffer for part in parts]),
-        np.concatenate([part.offset for part in parts]),
-        np.concatenate([part.strides for part in parts]),
     )
 
 
@@ -320,14 +346,14 @@ def _groups(source: Integers, first_holder: Integers) -> tuple[Integers, tuple[I
     return groups, tuple(candidates)
 
 
-def _needs(target: Shards, offers: Offers, shapes: Shapes) -> Needs:
-    columns = _columns(target, target.holdings, offers.tensors, shapes, offers.dimensions)
+def _needs(target: Shards, columns: Columns, offers: Offers, shapes: Shapes) -> Needs:
     counts = np.diff(offers.first_box)[columns.tensor]
     holding = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(len(holding)) - np.repeat(np.cumsum(counts) - counts, counts)
     box = offers.first_box[columns.tensor][holding] + within
-    start = np.maximum(columns.start[holding], offers.boxes.start[box])
-    stop = np.minimum(columns.stop[holding], offers.boxes.stop[box])
+    offered = offers.box_row[box]
+    start = np.maximum(columns.start[holding], offers.table.start[offered])
+    stop = np.minimum(columns.stop[holding], offers.table.stop[offered])
     meet = (start < stop).all(axis=1)
     holding, box, start, sizes = holding[meet], box[meet], start[meet], (stop - start)[meet]
     elements = sizes.prod(axis=1)

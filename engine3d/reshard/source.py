@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, prod
 
 import torch
 
-from engine3d.layout import Layout
+from engine3d.layout import Coordinates, Layout
 from engine3d.models.family import ModelSpec
-from engine3d.models.rules import LocalParameter
+from engine3d.models.rules import LocalParameter, ModelRules, local_parameters
 from engine3d.reshard.shards import Buffer, Holding, Place, Shards
 
 _PARAMETER_ALIGNMENT = 64
@@ -54,46 +54,78 @@ _ORDER = {name: number for number, name in enumerate(_REGISTERED)}
 _NUMBERED = re.compile(r"(weight|bias|)(\d+)")
 
 
-def planned_shards(
-    spec: ModelSpec, layout: Layout, rank: int, place: Place, dtype: torch.dtype, *, transformer_engine: bool = True
-) -> Shards:
-    """The shards of a trainer's rank, without a model.
+class PlannedTrainer:
+    """The shards of every rank of a trainer, without a model.
 
     Memory is that of Megatron-Core's distributed optimizer (DistributedOptimizer._compute_per_buffer_param_layout, one
     bucket a buffer): dense parameters in one buffer, with expert parallelism those of experts in another, the last
     registered first, each on a multiple of 64 elements. What is no parameter has memory of its own.
 
+    Ranks that hold the same share what says so, which makes shards and plans of hundreds of ranks a matter of seconds.
+
     Args:
-        spec: the model; its expert order is that of the rank's experts.
+        spec: the model; its expert order is that of a rank's experts.
         layout: of the trainer. It must pass the model's `check_layout`.
-        rank: in the layout.
-        place: of the rank's memory.
         dtype: of the parameters.
         transformer_engine: whether the model is built from Transformer Engine's layers.
     """
-    coordinates = layout.coordinates(rank)
-    held = spec.local_parameters(layout, coordinates, transformer_engine=transformer_engine)
-    separate_experts = layout.ep > 1 or layout.etp != layout.tp
-    dense = [local for local in held if not local.buffer and not (separate_experts and is_expert(local.name))]
-    experts = [local for local in held if not local.buffer and separate_experts and is_expert(local.name)]
-    tied = spec.sizes.tied and not spec.value_head and layout.pp > 1
-    buffers: list[Buffer] = []
-    holdings: list[Holding] = []
-    for name, parameters, copies in (
-        ("dense parameters", dense, layout.dp * layout.cp),
-        ("expert parameters", experts, layout.edp),
-    ):
-        if parameters:
-            parameters.sort(key=lambda local: registration_order(local.name))
-            laid_out = _laid_out(parameters, lcm(copies, _BUCKET_ALIGNMENT), tied)
-            for local, offset in laid_out.places:
-                holdings += _holdings(local, len(buffers), offset, _contiguous(local.shape))
-            buffers.append(Buffer(name, _name(dtype), (laid_out.elements,)))
-    for local in held:
-        if local.buffer:
-            holdings += _holdings(local, len(buffers), 0, _contiguous(local.shape))
-            buffers.append(Buffer(local.name, "float32", local.shape))
-    return Shards(f"trainer rank {rank}", rank, place, tuple(buffers), tuple(holdings))
+
+    def __init__(self, spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, transformer_engine: bool = True) -> None:
+        self._spec = spec
+        self._layout = layout
+        self._dtype = dtype
+        self._transformer_engine = transformer_engine
+        self._tied = spec.sizes.tied and not spec.value_head and layout.pp > 1
+        self._dense: ModelRules = spec.rules
+        self._experts: ModelRules | None = None
+        if layout.ep > 1 or layout.etp != layout.tp:
+            self._dense, self._experts = _split(spec.rules)
+        self._dense_parts: dict[tuple[int, int], _Part] = {}
+        self._expert_parts: dict[tuple[int, int, int], _Part] = {}
+
+    def shards(self, rank: int, place: Place) -> Shards:
+        """The shards of one rank."""
+        at = self._layout.coordinates(rank)
+        if (at.tp, at.pp) not in self._dense_parts:
+            copies = self._layout.dp * self._layout.cp
+            self._dense_parts[at.tp, at.pp] = self._part("dense parameters", self._dense, at, copies, 0)
+        part = self._dense_parts[at.tp, at.pp]
+        if self._experts is not None:
+            key = at.etp, at.ep, at.pp
+            if key not in self._expert_parts:
+                first = len(part.buffers)
+                own = self._part("expert parameters", self._experts, at, self._layout.edp, first)
+                self._expert_parts[key] = own
+            part += self._expert_parts[key]
+        return Shards(f"trainer rank {rank}", rank, place, part.buffers, part.holdings)
+
+    def _part(self, name: str, rules: ModelRules, at: Coordinates, copies: int, first: int) -> _Part:
+        """What a rank holds by some of the rules: parameters in one buffer, and others. Buffers count from `first`."""
+        held = local_parameters(
+            rules,
+            self._layout,
+            at,
+            transformer_engine=self._transformer_engine,
+            expert_order=self._spec.expert_order,
+        )
+        parameters = sorted((each for each in held if not each.buffer), key=lambda each: registration_order(each.name))
+        places, elements = _laid_out(parameters, lcm(copies, _BUCKET_ALIGNMENT), self._tied)
+        buffers = [Buffer(name, _name(self._dtype), (elements,))] if parameters else []
+        holdings: list[Holding] = []
+        for local, offset in places:
+            holdings += _holdings(local, first, offset, _contiguous(local.shape))
+        for local in held:
+            if local.buffer:
+                holdings += _holdings(local, first + len(buffers), 0, _contiguous(local.shape))
+                buffers.append(Buffer(local.name, "float32", local.shape))
+        return _Part(tuple(buffers), tuple(holdings))
+
+
+def planned_shards(
+    spec: ModelSpec, layout: Layout, rank: int, place: Place, dtype: torch.dtype, *, transformer_engine: bool = True
+) -> Shards:
+    """The shards of one rank of a trainer, as `PlannedTrainer` has them."""
+    return PlannedTrainer(spec, layout, dtype, transformer_engine=transformer_engine).shards(rank, place)
 
 
 def model_shards(
@@ -125,11 +157,6 @@ def model_shards(
     return Shards(name, rank, place, tuple(buffers), tuple(holdings)), storages
 
 
-def is_expert(name: str) -> bool:
-    """Whether a parameter is one of a routed expert's."""
-    return ".mlp.experts." in name
-
-
 def registration_order(name: str) -> tuple[int, ...]:
     """A key that sorts the names of a model's parameters as its `named_parameters` does."""
     key: list[int] = []
@@ -142,12 +169,26 @@ def registration_order(name: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _LaidOut:
-    places: list[tuple[LocalParameter, int]]
-    elements: int
+class _Part:
+    """Some of a rank's memory."""
+
+    buffers: tuple[Buffer, ...]
+    holdings: tuple[Holding, ...]
+
+    def __add__(self, other: _Part) -> _Part:
+        return _Part(self.buffers + other.buffers, self.holdings + other.holdings)
 
 
-def _laid_out(parameters: list[LocalParameter], bucket_alignment: int, tied: bool) -> _LaidOut:
+def _split(rules: ModelRules) -> tuple[ModelRules, ModelRules]:
+    """The rules of dense layers, and those of experts."""
+    dense = tuple(tuple(rule for rule in layer if not rule.per_expert) for layer in rules.layers)
+    experts = tuple(tuple(rule for rule in layer if rule.per_expert) for layer in rules.layers)
+    return replace(rules, layers=dense), replace(rules, first=(), layers=experts, last=())
+
+
+def _laid_out(
+    parameters: list[LocalParameter], bucket_alignment: int, tied: bool
+) -> tuple[list[tuple[LocalParameter, int]], int]:
     """Where each parameter starts in a buffer, given in order of registration, and the buffer's length in elements."""
     places: list[tuple[LocalParameter, int]] = []
     end = 0
@@ -161,7 +202,7 @@ def _laid_out(parameters: list[LocalParameter], bucket_alignment: int, tied: boo
         end += prod(local.shape)
         if alone:
             end = _up(end, bucket_alignment)
-    return _LaidOut(places, _up(end, bucket_alignment))
+    return places, _up(end, bucket_alignment)
 
 
 def _up(value: int, multiple: int) -> int:

@@ -15,7 +15,7 @@ from engine3d.models import ModelSpec
 from engine3d.models.rules import Box
 from engine3d.reshard.pieces import Plan
 from engine3d.reshard.shards import Alias, Buffer, Holding, Place, Shards
-from engine3d.reshard.source import planned_shards
+from engine3d.reshard.source import PlannedTrainer
 
 Memory = list[NDArray[np.float64]]
 
@@ -28,17 +28,8 @@ def place(rank: int, gpus_per_node: int = 4, first_node: int = 0) -> Place:
 def trainer(
     spec: ModelSpec, layout: Layout, *, gpus_per_node: int = 4, transformer_engine: bool = True
 ) -> list[Shards]:
-    return [
-        planned_shards(
-            spec,
-            layout,
-            rank,
-            place(rank, gpus_per_node),
-            torch.bfloat16,
-            transformer_engine=transformer_engine,
-        )
-        for rank in range(layout.world_size)
-    ]
+    planned = PlannedTrainer(spec, layout, torch.bfloat16, transformer_engine=transformer_engine)
+    return [planned.shards(rank, place(rank, gpus_per_node)) for rank in range(layout.world_size)]
 
 
 def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
