@@ -42,6 +42,11 @@ class HFTensor:
     optional: bool = False
     buffer: bool = False
 
+    @property
+    def dtype(self) -> str | None:
+        """The dtype that it has whatever the others have; None where it has theirs."""
+        return "float32" if self.buffer else None
+
     def at(self, layer: int, expert: int) -> HFTensor:
         """The tensor of one layer and one expert, numbered as in the HuggingFace model."""
         return replace(self, name=self.name.format(layer=layer, expert=expert))

@@ -18,11 +18,24 @@ _GATHERED_TOKENS = 1 << 17
 
 
 def install() -> None:
-    """Give SGLang's native PyTorch backend the two functions of this module."""
+    """Give SGLang's native PyTorch backend the functions of this module."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
 
     Backend._run_sdpa_forward_decode = _by_length(decode, Backend._run_sdpa_forward_decode)
     Backend._run_sdpa_forward_extend = _by_length(extend, Backend._run_sdpa_forward_extend)
+    _attend_to_latents()
+
+
+def _attend_to_latents() -> None:
+    """Let latent attention work on the cached latents in every forward pass, as it does when it decodes.
+
+    SGLang's default makes keys and values of a prompt, which its native PyTorch backend would not look at: that reads
+    everything from the cache.
+    """
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
 
 
 def _by_length(grouped: Callable[..., Tensor], loop: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -54,7 +67,8 @@ def decode(
     """One new token a sequence.
 
     Args:
-        query, output: [sequences, heads, head_dim]; the output is filled in place.
+        query, output: [sequences, heads, head_dim]; the output is filled in place. Values, and with them the output,
+            may have another head_dim than queries and keys.
         k_cache, v_cache: [slots, groups, head_dim].
         req_to_token: [requests, context] slot of each token of each request.
         req_pool_indices: [sequences] row of each sequence in it.

@@ -33,6 +33,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt import batch_invariant_ops
         from sglang.srt.layers import sampler
         from sglang.srt.layers.moe import fused_moe_native
+        from sglang.srt.layers.rotary_embedding import factory
         from sglang.srt.model_executor import model_runner
 
         # SGLang's weight checker waits for the device by this name, whatever the device is.
@@ -44,6 +45,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # Its AMX kernels need weights padded to multiples of 32 on every rank; PyTorch's do not.
         model_runner.adjust_config_with_unaligned_cpu_tp = _as_it_is
         sglang_cpu_attention.install()
+        factory.get_rope_cpu = _rope(factory.get_rope_cpu, factory.get_rope)
         fused_moe_native.moe_forward_native = _with_local_experts(fused_moe_native.moe_forward_native)
 
     def get_default_attention_backend(self) -> str:
@@ -55,9 +57,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return MHATokenToKVPool
 
     def get_mla_kv_pool_cls(self) -> type:
-        from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-
-        return MLATokenToKVPool
+        return _latent_pool()
 
     def get_paged_allocator_cls(self) -> type:
         return _token_allocator()
@@ -75,6 +75,25 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _as_it_is(model_config: Any, load_config: Any, tp_size: int) -> Any:
     return model_config
+
+
+def _rope(scaled: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """SGLang's rotary embeddings of latent attention on a CPU, which refuse models whose positions are not scaled."""
+
+    def rope(
+        head_size: int,
+        rotary_dim: int,
+        max_position: int,
+        base: int,
+        is_neox_style: bool,
+        rope_scaling: dict[str, Any] | None,
+        *others: Any,
+    ) -> Any:
+        if rope_scaling is None:
+            return plain(head_size, rotary_dim, max_position, base, is_neox_style)
+        return scaled(head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, *others)
+
+    return rope
 
 
 def _with_local_experts(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -95,6 +114,20 @@ def _with_local_experts(forward: Callable[..., torch.Tensor]) -> Callable[..., t
         return output
 
     return forward_local
+
+
+def _latent_pool() -> type:
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    class LatentPool(MLATokenToKVPool):
+        """SGLang's cache of latent keys and values, which of a platform's class it expects one more argument."""
+
+        def __init__(self, *args: Any, index_head_dim: int | None, **kwargs: Any) -> None:
+            if index_head_dim is not None:
+                raise ValueError("sparse attention over latent keys has no CPU implementation in SGLang")
+            super().__init__(*args, **kwargs)
+
+    return LatentPool
 
 
 def _token_allocator() -> type:

@@ -50,7 +50,7 @@ def _logprobs_and_losses(directory: Path, packing: bool) -> tuple[torch.Tensor, 
     return outputs.logprobs, losses
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3-tied", "llama"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3-tied", "llama", "deepseek_v3", "deepseek_v3-queries"])
 def test_transformer_engine_holds_the_same_model(name: str, tmp_path: Path) -> None:
     model = tiny_models.make(name, tmp_path / "model").to("cuda")
     expected = []

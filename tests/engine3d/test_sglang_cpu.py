@@ -59,7 +59,8 @@ def test_sglangs_own_cpu_engine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("piece", [1 << 17, 8])
-def test_attention_by_length_equals_sglangs_loop(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("latent", [False, True])
+def test_attention_by_length_equals_sglangs_loop(piece: int, latent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
 
     from engine3d.platform import sglang_cpu_attention as ours
@@ -69,19 +70,21 @@ def test_attention_by_length_equals_sglangs_loop(piece: int, monkeypatch: pytest
     prefixes, news = torch.tensor([0, 3, 0, 0, 3, 1]), torch.tensor([4, 2, 4, 1, 2, 4])
     lengths = prefixes + news
     k_cache, v_cache = torch.randn(2, 64, 2, 8, generator=generator)
+    if latent:  # one key for all heads, of which the value is a part
+        k_cache, v_cache = k_cache[:, :1], k_cache[:, :1, :6]
     req_to_token = torch.randperm(64, generator=generator)[:56].view(7, 8)
     requests = torch.tensor([6, 0, 3, 2, 5, 1])
     common = (k_cache, v_cache, req_to_token, requests, lengths)
     options = {"scaling": 0.3, "enable_gqa": True}
 
     query = torch.randn(len(lengths), 4, 8, generator=generator)
-    loop, grouped = torch.empty(2, *query.shape)
+    loop, grouped = torch.empty(2, *query.shape[:-1], v_cache.shape[-1])
     Backend._run_sdpa_forward_decode(None, query, loop, *common, **options)
     ours.decode(query, grouped, *common, **options)
     torch.testing.assert_close(grouped, loop, atol=1e-6, rtol=1e-5)
 
     query = torch.randn(int(news.sum()), 4, 8, generator=generator)
-    loop, grouped = torch.empty(2, *query.shape)
+    loop, grouped = torch.empty(2, *query.shape[:-1], v_cache.shape[-1])
     Backend._run_sdpa_forward_extend(None, query, loop, *common, prefixes, news, causal=True, **options)
     ours.extend(query, grouped, *common, prefixes, news, causal=True, **options)
     torch.testing.assert_close(grouped, loop, atol=1e-6, rtol=1e-5)

@@ -100,7 +100,7 @@ def has_experts(name: str) -> bool:
     return "num_experts" in CONFIGS[name] or "n_routed_experts" in CONFIGS[name]
 
 
-def make(name: str, directory: Path, *, value_head: bool = False) -> Any:
+def make(name: str, directory: Path, *, value_head: bool = False, seed: int = 0) -> Any:
     """Write a transformers model with random fp32 weights, norms, biases and buffers too; return it."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     import torch
@@ -108,7 +108,7 @@ def make(name: str, directory: Path, *, value_head: bool = False) -> Any:
 
     options = {key: value for key, value in CONFIGS[name].items() if key not in ("architectures", "model_type")}
     config = AutoConfig.for_model(CONFIGS[name]["model_type"], **options)
-    torch.manual_seed(sum(name.encode()))
+    torch.manual_seed(sum(name.encode()) + seed)
     if value_head:
         config.num_labels = 1
         model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
