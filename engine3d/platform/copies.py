@@ -60,7 +60,11 @@ class Copies:
     @property
     def nbytes(self) -> int:
         """Bytes that are written."""
-        return int((self.rows * self.length * _each(self.targets, _itemsize)[self.target]).sum())
+        return int((self.rows * self.length * self.itemsizes()).sum())
+
+    def itemsizes(self) -> Column:
+        """Bytes of an element of each copy's target."""
+        return _each(self.targets, _itemsize)[self.target]
 
     def simplified(self) -> Copies:
         """The same copies, without empty ones and with rows that are neighbours on both sides joined.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,9 @@ _TILE_BYTES = (16 << 10, 128 << 10)
 """The least and the most; between them such that every program gets several tiles."""
 _TILES_PER_PROGRAM = 8
 _GRAPH_STREAMS = 4
+_ENGINE_BYTES = 16 << 20
+"""Runs from here on are left to the copy engines, which are faster between GPUs (388 against 357 GB/s from each of four
+H200 to all others) but take about 10 us for each run, however short."""
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -70,7 +75,10 @@ def runner(copies: Copies, method: CopyMethod, programs_per_sm: int = _PROGRAMS_
     casts = copies.casts()
     runs: list[RunCopies] = []
     if method == "kernel":
-        runs += _kernels(copies[~casts], programs_per_sm)
+        long = ~casts & (copies.rows == 1) & (copies.length * copies.itemsizes() >= _ENGINE_BYTES)
+        engines = _CopyEngines(copies[long])
+        # Begun first and waited for last, so that the kernels run beside them.
+        runs += [engines.start, *_kernels(copies[~casts & ~long], programs_per_sm), engines.wait]
         captured = copies[casts]
     else:
         captured = copies
@@ -82,6 +90,34 @@ def runner(copies: Copies, method: CopyMethod, programs_per_sm: int = _PROGRAMS_
             each()
 
     return run
+
+
+class _CopyEngines:
+    """Leaves copies to the copy engines: those of different routes at the same time."""
+
+    def __init__(self, copies: Copies) -> None:
+        targets, sources = copies.views()
+        routes: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for route, target, source in zip(copies.route.tolist(), targets, sources, strict=True):
+            routes.setdefault(route, []).append((target, source))
+        self._streams = [torch.cuda.Stream() for _ in routes]
+        # In turn over the routes, so that all are busy while the host still enqueues.
+        self._turns = list(zip_longest(*routes.values()))
+
+    def start(self) -> None:
+        current = torch.cuda.current_stream()
+        for stream in self._streams:
+            stream.wait_stream(current)
+        for turn in self._turns:
+            for stream, copy in zip(self._streams, turn, strict=True):
+                if copy is not None:
+                    with torch.cuda.stream(stream):
+                        copy[0].copy_(copy[1], non_blocking=True)
+
+    def wait(self) -> None:
+        current = torch.cuda.current_stream()
+        for stream in self._streams:
+            current.wait_stream(stream)
 
 
 def _kernels(copies: Copies, programs_per_sm: int) -> list[RunCopies]:
