@@ -135,7 +135,8 @@ class ModelSpec:
             UserError: names the size of the layout, its value, and what would be accepted.
         """
         sizes = self.sizes
-        _divides("pp", layout.pp, "num_hidden_layers", sizes.layers)
+        if layout.pp > sizes.layers:
+            raise UserError(f"layout: pp={layout.pp}: expected at most num_hidden_layers={sizes.layers}")
         _divides("tp", layout.tp, "num_attention_heads", sizes.heads)
         if sizes.groups % layout.tp and layout.tp % sizes.groups:
             raise UserError(

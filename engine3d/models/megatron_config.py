@@ -31,7 +31,7 @@ def transformer_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype, **ov
     spec.check_layout(layout)
     if layout.cp > 1 and not platform.has_transformer_engine:
         raise UserError(f"layout: cp={layout.cp}: expected 1, because context parallelism needs Transformer Engine")
-    arguments = {**_model(spec), **_experts(spec), **_parallel(layout, dtype), **_kernels()}
+    arguments = {**_model(spec), **_experts(spec), **_parallel(layout, dtype), **_stages(spec, layout), **_kernels()}
     config_class = TransformerConfig
     if spec.sizes.latent is not None:
         config_class = MLATransformerConfig
@@ -119,6 +119,14 @@ def _parallel(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
     }
+
+
+def _stages(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
+    """Which stage has which layers, where Megatron-Core cannot cut them evenly."""
+    if spec.sizes.layers % layout.pp == 0:
+        return {}
+    stages = [["decoder"] * len(spec.rules.stage_layers(layout, pp)) for pp in range(layout.pp)]
+    return {"pipeline_model_parallel_layout": [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]}
 
 
 def _kernels() -> dict[str, Any]:

@@ -303,9 +303,19 @@ class ModelRules:
         return found
 
     def stage_layers(self, layout: Layout, pp: int) -> range:
-        """The layers of a pipeline stage."""
-        per_stage = len(self.layers) // layout.pp
-        return range(pp * per_stage, (pp + 1) * per_stage)
+        """The layers of a pipeline stage: as many in each as in any other, or one fewer.
+
+        Stages with one fewer are, as far as there are any, the last, which has the output layer, the first, which has
+        the embedding, and then those before the last. Megatron-Core builds uneven stages by an explicit
+        `pipeline_model_parallel_layout`; its `account_for_embedding_in_pipeline_split` and
+        `account_for_loss_in_pipeline_split` spare the same two stages, but only where a layer fewer in these makes
+        the rest divide.
+        """
+        larger, spare = divmod(len(self.layers), layout.pp)
+        larger += spare > 0
+        fewer = [layout.pp - 1, 0, *range(layout.pp - 2, 0, -1)][: layout.pp * larger - len(self.layers)]
+        counts = [larger - (stage in fewer) for stage in range(pp + 1)]
+        return range(sum(counts) - counts[pp], sum(counts))
 
 
 @dataclass(frozen=True, slots=True)

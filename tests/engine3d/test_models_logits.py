@@ -30,6 +30,7 @@ LAYOUTS = {
         Layout(tp=2, ep=2),
         Layout(tp=2, etp=2),
     ],
+    3: [Layout(pp=3)],
     4: [
         Layout(tp=4),
         Layout(pp=4),
@@ -95,7 +96,7 @@ def hf_gradients(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_logits_and_files_equal_transformers(models: Path, world_size: int, tmp_path: Path) -> None:
     results = run_distributed(compare_all, world_size, models, tmp_path, timeout_s=300)
     layouts = LAYOUTS[world_size]

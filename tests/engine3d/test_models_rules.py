@@ -32,6 +32,7 @@ LAYOUTS = [
     Layout(tp=2, dp=2),
     Layout(tp=4, cp=2),
     Layout(pp=2, dp=3),
+    Layout(pp=3),
     Layout(tp=2, pp=4),
     Layout(ep=4, dp=8),
     Layout(tp=2, ep=2, dp=4),
@@ -203,7 +204,7 @@ def test_figures_of_a_model() -> None:
     ("sizes", "message"),
     [
         ({"tp": 3}, "tp=3: expected a divisor of num_attention_heads=4"),
-        ({"pp": 3}, "pp=3: expected a divisor of num_hidden_layers=4"),
+        ({"pp": 5}, "pp=5: expected at most num_hidden_layers=4"),
         ({"ep": 3, "dp": 3}, "ep=3: expected a divisor of num_experts=8"),
         ({"etp": 5, "dp": 5}, "etp=5: expected a divisor of moe_intermediate_size=24"),
     ],
@@ -211,6 +212,25 @@ def test_figures_of_a_model() -> None:
 def test_layouts_that_do_not_divide_the_model(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=f"^layout: {message}$"):
         model_spec(MOE).check_layout(Layout(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "counts"),
+    [
+        (61, 16, [3, *[4] * 13, 3, 3]),
+        (63, 16, [4] * 15 + [3]),
+        (62, 16, [3, *[4] * 14, 3]),
+        (64, 16, [4] * 16),
+        (3, 2, [2, 1]),
+        (4, 3, [1, 2, 1]),
+        (94, 4, [23, 24, 24, 23]),
+    ],
+)
+def test_uneven_stages(layers: int, pp: int, counts: list[int]) -> None:
+    rules = model_spec({**CONFIGS["llama"], "num_hidden_layers": layers}).rules
+    stages = [rules.stage_layers(Layout(pp=pp), stage) for stage in range(pp)]
+    assert [len(stage) for stage in stages] == counts
+    assert [layer for stage in stages for layer in stage] == list(range(layers))
 
 
 def test_layouts_that_do_not_divide_groups_or_mlp() -> None:
