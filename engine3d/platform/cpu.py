@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import Store
 
 from engine3d.platform import cpu_memory, megatron_cpu
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
+from engine3d.platform.cpu_wire import GlooWire
 from engine3d.platform.interface import DeviceMemory, Platform
 from engine3d.platform.memory_handles import MemoryHandle
+from engine3d.platform.wire import Wire
 
 
 class CpuPlatform(Platform):
@@ -76,6 +80,9 @@ class CpuPlatform(Platform):
                 torch._foreach_copy_(targets, sources)
 
         return run if targets else _nothing
+
+    def wire(self, store: Store, names: Sequence[str], rank: int, timeout_s: float) -> Wire:
+        return GlooWire(store, names, rank, timeout_s)
 
 
 def _nothing() -> None:

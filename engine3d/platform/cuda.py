@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed import Store
 
 from engine3d.platform import cuda_memory
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
+from engine3d.platform.cuda_wire import NcclWire
 from engine3d.platform.interface import DeviceMemory, Platform
 from engine3d.platform.memory_handles import MemoryHandle
+from engine3d.platform.wire import Wire
 
 
 class CudaPlatform(Platform):
@@ -68,3 +72,6 @@ class CudaPlatform(Platform):
         from engine3d.platform import cuda_copy  # Triton is slow to import, and only transfers need it
 
         return cuda_copy.runner(copies, method or "kernel")
+
+    def wire(self, store: Store, names: Sequence[str], rank: int, timeout_s: float) -> Wire:
+        return NcclWire(store, names, rank, timeout_s)

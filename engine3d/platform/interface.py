@@ -6,15 +6,18 @@ import importlib.metadata
 import importlib.util
 import socket
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import Store
 
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
 from engine3d.platform.memory_handles import MemoryHandle
+from engine3d.platform.wire import Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +111,24 @@ class Platform(ABC):
             method: how a GPU copies, instead of the way that was measured to be the fastest.
         """
 
+    @abstractmethod
+    def wire(self, store: Store, names: Sequence[str], rank: int, timeout_s: float) -> Wire:
+        """Connect the participants of transfers; a group apart from any that the processes have.
+
+        Args:
+            store: that all of them reach, used by no other group.
+            names: how errors call them.
+            rank: this one's index among them.
+            timeout_s: of each wait.
+
+        Raises:
+            WireError: not all of them came in time; the message names those who did not.
+        """
+
     @cached_property
     def node(self) -> str:
-        """What no other node is called: two machines may have one host name, and containers of one machine share the
-        other half."""
+        """What no other node is called. Containers of one machine differ in it, because they map no shared memory."""
+        # Two machines may have the same host name.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()}-{boot[:8]}"
 

@@ -1,0 +1,98 @@
+"""Messages through NCCL."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import AllToAllOptions, ErrorType
+from torch.distributed import ProcessGroupNCCL, Store, Work
+
+from engine3d.platform.wire import Exchange, Wire, meet
+
+_POLL_S = 50e-6
+_NEVER = timedelta(days=365)
+"""The limits are kept here: torch's own would end the process."""
+
+
+class NcclWire(Wire):
+    """See `Wire`. The current device is the one whose memory is sent and received.
+
+    Raises:
+        WireError: not all participants came in time.
+    """
+
+    def __init__(self, store: Store, names: Sequence[str], rank: int, timeout_s: float) -> None:
+        super().__init__(names, rank, timeout_s)
+        device = torch.device("cuda", torch.cuda.current_device())
+        connections = meet(store, names, rank, timeout_s)
+        options = ProcessGroupNCCL.Options()
+        options._timeout = _NEVER
+        with _errors_left_to_us():
+            # torch's stubs leave out what a backend can do.
+            self._group: Any = ProcessGroupNCCL(connections, rank, len(names), options)
+        # Sets up the communicator, for which NCCL has no limit; all participants are here by now.
+        self._group.eager_connect_single_device(device)
+        self._stream = torch.cuda.Stream(device)
+
+    def _exchange(
+        self, outgoing: torch.Tensor, incoming: torch.Tensor, outgoing_sizes: list[int], incoming_sizes: list[int]
+    ) -> Exchange:
+        sent, received = outgoing[: sum(outgoing_sizes)], incoming[: sum(incoming_sizes)]
+        try:
+            work = self._group.alltoall_base(received, sent, incoming_sizes, outgoing_sizes, AllToAllOptions())
+        except RuntimeError as error:
+            raise self.fail(f"NCCL: {str(error).splitlines()[0]}") from error
+        peers = [peer for peer, sizes in enumerate(zip(outgoing_sizes, incoming_sizes, strict=True)) if any(sizes)]
+        return _NcclExchange(self, work, peers, self._stream)
+
+    def error(self) -> str | None:
+        """What NCCL has noticed by itself, such as a broken connection to another host."""
+        kind = self._group.get_error()
+        return None if kind == ErrorType.SUCCESS else str(kind)
+
+    def _abort(self) -> None:
+        self._group.abort()
+
+
+class _NcclExchange(Exchange):
+    def __init__(self, wire: NcclWire, work: Work, peers: list[int], stream: torch.cuda.Stream) -> None:
+        self._wire = wire
+        self._work = work
+        self._peers = peers
+        # An event of our own: a work of NCCL that failed calls itself completed.
+        self._done = torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            work.wait()
+            self._done.record()
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + self._wire.timeout_s
+        while not self._done.query():
+            if time.monotonic() > deadline:
+                raise self._wire.fail(self._wire.late(self._peers))
+            error = self._wire.error()
+            if error is not None:
+                raise self._wire.fail(f"one of {self._wire.called(self._peers)} is gone (NCCL: {error})")
+            time.sleep(_POLL_S)
+        self._work.wait()
+
+
+@contextmanager
+def _errors_left_to_us() -> Iterator[None]:
+    """torch's watchdog would end the process when a peer is gone. It reads this when a group is made."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,114 @@
+"""Messages between the processes of a transfer, whichever hosts they are on."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore, Store
+
+from engine3d.errors import EngineError
+
+
+class WireError(EngineError):
+    """Messages did not arrive. The message names the peers; the wire cannot be used any more."""
+
+
+class Exchange(ABC):
+    """Messages under way. The tensors belong to the wire until they have been waited for."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when all are sent and received; what is enqueued on the device afterwards sees them.
+
+        Raises:
+            WireError: a peer is gone, or did not answer in time.
+        """
+
+
+class Wire(ABC):
+    """A group of participants, apart from any group that their processes have.
+
+    Args:
+        names: how errors call the participants.
+        rank: of this one.
+        timeout_s: of each wait.
+    """
+
+    def __init__(self, names: Sequence[str], rank: int, timeout_s: float) -> None:
+        self.names = tuple(names)
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self._failure: str | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.names)
+
+    def exchange(
+        self, outgoing: torch.Tensor, incoming: torch.Tensor, outgoing_sizes: list[int], incoming_sizes: list[int]
+    ) -> Exchange:
+        """Begin to send to and receive from every participant. All participants call it equally often.
+
+        Args:
+            outgoing: bytes, for participant 0, then 1, and so on.
+            incoming: where the bytes of participant 0 go, then those of 1, and so on.
+            outgoing_sizes, incoming_sizes: bytes for and from each participant; none for this one itself.
+
+        Raises:
+            WireError: a peer is gone, or the wire failed before.
+        """
+        if self._failure is not None:
+            raise WireError(f"the connection failed before: {self._failure}")
+        return self._exchange(outgoing, incoming, outgoing_sizes, incoming_sizes)
+
+    def close(self) -> None:
+        """Let go of all connections, which the others notice. What is under way fails."""
+        if self._failure is None:
+            self._failure = "it was closed"
+            self._abort()
+
+    def fail(self, message: str) -> WireError:
+        """The error to raise, after which nothing works any more."""
+        if self._failure is None:
+            self._failure = message
+            self._abort()
+        return WireError(message)
+
+    def late(self, peers: Sequence[int]) -> str:
+        return f"{self.called(peers)} did not answer within {self.timeout_s:g} s"
+
+    def called(self, peers: Sequence[int]) -> str:
+        return ", ".join(self.names[peer] for peer in peers)
+
+    @abstractmethod
+    def _exchange(
+        self, outgoing: torch.Tensor, incoming: torch.Tensor, outgoing_sizes: list[int], incoming_sizes: list[int]
+    ) -> Exchange:
+        """As `exchange`."""
+
+    @abstractmethod
+    def _abort(self) -> None:
+        """Break all connections at once."""
+
+
+def meet(store: Store, names: Sequence[str], rank: int, timeout_s: float) -> Store:
+    """Wait until all participants have come, and return the part of the store that is for making connections.
+
+    Raises:
+        WireError: with the names of those who have not come in time.
+    """
+    here = [f"here/{number}" for number in range(len(names))]
+    store.set(here[rank], "")
+    deadline = time.monotonic() + timeout_s
+    try:
+        store.wait(here, timedelta(seconds=timeout_s))
+    except RuntimeError:
+        if time.monotonic() < deadline:
+            raise
+        missing = [name for name, key in zip(names, here, strict=True) if not store.check([key])]
+        raise WireError(f"{', '.join(missing)} did not come within {timeout_s:g} s") from None
+    return PrefixStore("connections", store)

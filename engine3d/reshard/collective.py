@@ -1,0 +1,241 @@
+"""Transfers between hosts: packed into messages that go through staging buffers of a bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from engine3d.errors import EngineError
+from engine3d.platform import platform
+from engine3d.platform.copies import Copies, RunCopies
+from engine3d.platform.wire import Exchange, Wire, WireError
+from engine3d.reshard.pieces import Pieces
+from engine3d.reshard.rounds import Column, count_rounds, fragments, message_sizes
+
+STAGING_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """What this participant sends to another.
+
+    Args:
+        receiver: the other's index among the participants.
+        pieces: what goes.
+        sources: for each source buffer a flat tensor of its elements.
+        dtypes: of each target buffer. Elements are cast before they are sent.
+    """
+
+    receiver: int
+    pieces: Pieces
+    sources: Sequence[torch.Tensor]
+    dtypes: Sequence[torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """What this participant receives from another.
+
+    Args:
+        sender: the other's index among the participants.
+        pieces: what comes, the same as the sender's.
+        targets: for each target buffer a flat tensor of its elements.
+    """
+
+    sender: int
+    pieces: Pieces
+    targets: Sequence[torch.Tensor]
+
+
+class CollectiveTransfer:
+    """One participant's part of a transfer, built once and run for every version.
+
+    While a round's messages are on the wire the next round's are packed.
+
+    Args:
+        wire: between the participants; each of them builds the transfer over it with the same sizes.
+        sizes: (sender, receiver) -> bytes of the target's dtypes, of all pairs of participants.
+        outgoing, incoming: of this participant.
+        device: of the memory.
+        staging_bytes: the most that this participant's four message buffers take together.
+
+    Raises:
+        EngineError: the staging is too small for the number of peers.
+        ValueError: the sizes are not those of the pieces.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        sizes: Mapping[tuple[int, int], int],
+        outgoing: Sequence[Outgoing],
+        incoming: Sequence[Incoming],
+        device: torch.device,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        self._wire = wire
+        self.rounds = count_rounds(sizes, staging_bytes)
+        parts: dict[Literal["pack", "unpack"], list[_Part]] = {
+            "pack": [_Part(each.receiver, each.pieces, each.sources, each.dtypes) for each in outgoing],
+            "unpack": [
+                _Part(each.sender, each.pieces, each.targets, [target.dtype for target in each.targets])
+                for each in incoming
+            ],
+        }
+        for way, some in parts.items():
+            for part in some:
+                pair = (wire.rank, part.peer) if way == "pack" else (part.peer, wire.rank)
+                if part.nbytes != sizes.get(pair, 0):
+                    raise ValueError(f"pieces of {part.nbytes} bytes between {pair}, whose size is {sizes.get(pair)}")
+        self._sent = _Staging(parts["pack"], "pack", self.rounds, wire.size, device)
+        self._received = _Staging(parts["unpack"], "unpack", self.rounds, wire.size, device)
+        self.nbytes = sum(part.nbytes for part in parts["pack"])
+        self.staged_bytes = self._sent.nbytes + self._received.nbytes
+
+    def run(self, version: int) -> None:
+        """Send and receive everything. All participants call it equally often.
+
+        On a GPU the last copies are enqueued on the current stream when this returns.
+
+        Args:
+            version: of the weights, for errors.
+
+        Raises:
+            EngineError: a peer is gone or was late, in this or an earlier run. The targets then hold parts of two
+                versions.
+        """
+        under_way: Exchange | None = None
+        for number in range(self.rounds + 1):
+            current = number
+            try:
+                following = self._begin(number) if number < self.rounds else None
+                current = number - 1
+                if under_way is not None:
+                    under_way.wait()
+                    self._received.copy(current)
+            except WireError as error:
+                me = self._wire.names[self._wire.rank]
+                doing = f"round {current + 1} of {self.rounds}"
+                raise EngineError(f"{me}: weights of version {version}, {doing}: {error}") from error
+            under_way = following
+
+    def _begin(self, number: int) -> Exchange:
+        self._sent.copy(number)
+        return self._wire.exchange(
+            self._sent.buffers[number % 2],
+            self._received.buffers[number % 2],
+            self._sent.sizes[number].tolist(),
+            self._received.sizes[number].tolist(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Pieces to or from one peer, and the memory at this end."""
+
+    peer: int
+    pieces: Pieces
+    memory: Sequence[torch.Tensor]
+    dtypes: Sequence[torch.dtype]
+
+    @property
+    def itemsize(self) -> Column:
+        """Of each piece's elements on the wire."""
+        sizes = np.array([dtype.itemsize for dtype in self.dtypes], dtype=np.int64)
+        return sizes[self.pieces.target_buffer]
+
+    @property
+    def nbytes(self) -> int:
+        return int((self.pieces.rows * self.pieces.length * self.itemsize).sum())
+
+
+class _Staging:
+    """Two message buffers of one direction, and the copies of each round between them and the weights.
+
+    Attributes:
+        sizes: [rounds, participants] bytes of each message.
+        buffers: the two, used in turn.
+        nbytes: of both.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[_Part],
+        way: Literal["pack", "unpack"],
+        rounds: int,
+        participants: int,
+        device: torch.device,
+    ) -> None:
+        self.sizes = np.zeros((rounds, participants), dtype=np.int64)
+        for part in parts:
+            self.sizes[:, part.peer] = message_sizes(part.nbytes, rounds)
+        longest = int(self.sizes.sum(axis=1).max(initial=0))
+        self.buffers = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.nbytes = 2 * longest
+        self._copies = self._rounds(parts, way, rounds) if parts else [_nothing] * rounds
+
+    def copy(self, number: int) -> None:
+        """Pack or unpack the messages of a round."""
+        self._copies[number]()
+
+    def _rounds(self, parts: Sequence[_Part], way: Literal["pack", "unpack"], rounds: int) -> list[RunCopies]:
+        dtypes = sorted({dtype for part in parts for dtype in part.dtypes}, key=str)
+        memory: list[torch.Tensor] = []
+        columns: list[tuple[Column, ...]] = []
+        starts = np.cumsum(self.sizes, axis=1) - self.sizes
+        for route, part in enumerate(parts):
+            columns.append(_columns(part, way, rounds, route, len(memory), dtypes, starts[:, part.peer]))
+            memory += part.memory
+        table = [np.concatenate(column) for column in zip(*columns, strict=True)]
+        order = np.argsort(table[0], kind="stable")
+        number, route_of, buffer, offset, stride, dtype, staged, rows, length = (column[order] for column in table)
+        ends = np.searchsorted(number, np.arange(rounds + 1))
+        views = [[each.view(dtype) for dtype in dtypes] for each in self.buffers]
+        runs = []
+        for index in range(rounds):
+            which = slice(ends[index], ends[index + 1])
+            weights = (memory, (buffer[which], offset[which], stride[which]))
+            staging = (views[index % 2], (dtype[which], staged[which], length[which]))
+            source, target = (weights, staging) if way == "pack" else (staging, weights)
+            copies = Copies(
+                source[0], target[0], route_of[which], *source[1], *target[1], rows=rows[which], length=length[which]
+            )
+            runs.append(platform.copy_runner(copies))
+        return runs
+
+
+def _columns(
+    part: _Part,
+    way: Literal["pack", "unpack"],
+    rounds: int,
+    route: int,
+    first_buffer: int,
+    dtypes: list[torch.dtype],
+    starts: Column,
+) -> tuple[Column, ...]:
+    """Of every fragment: its round and route, where it lies in the weights and in the staging, rows and length."""
+    pieces, some = part.pieces, fragments(part.pieces, part.itemsize, rounds)
+    if way == "pack":
+        buffer, offset, stride = pieces.source_buffer, pieces.source_offset, pieces.source_stride
+    else:
+        buffer, offset, stride = pieces.target_buffer, pieces.target_offset, pieces.target_stride
+    dtype = np.array([dtypes.index(dtype) for dtype in part.dtypes], dtype=np.int64)
+    return (
+        some.round,
+        np.full(len(some.piece), route, dtype=np.int64),
+        buffer[some.piece] + first_buffer,
+        offset[some.piece] + some.row * stride[some.piece] + some.column,
+        stride[some.piece],
+        dtype[pieces.target_buffer[some.piece]],
+        (starts[some.round] + some.offset) // part.itemsize[some.piece],
+        some.rows,
+        some.length,
+    )
+
+
+def _nothing() -> None:
+    """No messages in this direction."""
