@@ -45,6 +45,21 @@ class ModelConfig(Settings):
         return self
 
 
+class WeightsConfig(Settings):
+    """How weights get from the actor to the engines."""
+
+    share: bool = True
+    """Let an engine on the actor's devices use the actor's memory for parameters whose bytes are the same."""
+    transport: Literal["auto", "collective"] = "auto"
+    """Write into the engine's memory where it can be reached; or send everything over a process group."""
+    staging_mb: int = Field(256, ge=2)
+    """Most memory of a rank, in MiB, through which weights pass on their way to other nodes."""
+    flush_cache: bool = True
+    """Drop the KV cache, which the old weights made, with every new version."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Limit of one transfer."""
+
+
 class RolloutRole(Settings):
     """The engines that generate, and what they generate for each prompt."""
 
@@ -53,6 +68,9 @@ class RolloutRole(Settings):
     """Engines side by side; as many as the role's devices hold if null."""
     sampling: SamplingConfig = SamplingConfig()
     samples_per_prompt: int = Field(8, ge=1)
+    weights: WeightsConfig = WeightsConfig()
+    verify_weights: bool = False
+    """After every transfer, compare all engines bit for bit with what SGLang loads from an export of the actor."""
 
     @model_validator(mode="after")
     def _samples(self) -> RolloutRole:

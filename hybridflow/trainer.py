@@ -22,7 +22,7 @@ from hybridflow.protocols import Shards
 from hybridflow.rewards.functions import RewardFunctions, RewardResult
 from hybridflow.roles.group import Roles, raise_failed_start, start_roles, wait_for
 from hybridflow.roles.model import Update, update_metrics
-from hybridflow.run import Prompts, Run, prepare
+from hybridflow.run import Prompts, Run, initial_spec, prepare
 from hybridflow.weight_sync import WeightSync
 
 _MOST_STEPS_WITHOUT_UPDATE = 3
@@ -42,7 +42,9 @@ def train(recipe: Recipe) -> Path:
     with (
         start_roles(recipe, run) as roles,
         RewardFunctions(recipe.reward) as rewards,
-        WeightSync(roles.actor, roles.rollout, run.directory / "weights") as weights,
+        WeightSync(
+            roles.actor, roles.rollout, initial_spec(recipe), recipe.rollout, run.directory / "weights"
+        ) as weights,
         Metrics(recipe.metrics, run.directory, total_steps=recipe.trainer.steps) as sinks,
     ):
         before, after = Trainer(recipe, run, roles, rewards, weights, sinks).run()
@@ -149,6 +151,7 @@ class Trainer:
         """The optimizer steps of one rollout."""
         algorithm = self.recipe.algorithm
         updates: list[list[Update]] = []
+        self.weights.before_update(self.version + 1)
         with Timer(values, metrics.TRAIN_UPDATE_TIME):
             for _ in range(self.recipe.trainer.epochs):
                 for mini_batch in batch.split(self.recipe.trainer.mini_batches):
@@ -177,7 +180,7 @@ class Trainer:
         """Bring the rollout engines to the actor's weights."""
         with Timer(values, metrics.SYNC_TIME):
             self.version += 1
-            self.weights.sync_weights(self.version)
+            values |= self.weights.sync_weights(self.version)
 
     # Phases beside the steps
 

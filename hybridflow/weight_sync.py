@@ -1,34 +1,125 @@
-"""Weights from the actor to the rollout engines."""
+"""Weights from the actor to the rollout engines, as numbered versions."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+import ray.util
+from torch.distributed import TCPStore
+
+from engine3d.errors import EngineError
+from engine3d.models import ModelSpec
+from engine3d.reshard.coordinate import coordinate
+from engine3d.reshard.memory import SharedShards
+from engine3d.reshard.pieces import Plan
+from engine3d.reshard.sender import Sent
+from hybridflow import metrics
+from hybridflow.config import RolloutRole
 from hybridflow.worker_group import WorkerGroup
 
 
 class WeightSync:
-    """Brings every rollout engine to the actor's weights, as one numbered version.
+    """Brings every rollout engine to the actor's weights; a version is served by all engines or by none.
 
-    The actor's ranks write their parts of one HuggingFace directory side by side and the engines read it: nothing is
-    gathered, and `directory` must be seen by all nodes. It is removed at the end of the `with` block.
+    Args:
+        actor: the ranks that train.
+        rollout: the engines.
+        spec: the model.
+        config: how weights are transferred, and whether that is verified.
+        directory: where an export lies while `verify` compares the engines with it; seen by all nodes.
     """
 
-    def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, directory: Path) -> None:
-        self._actor, self._rollout, self._directory = actor, rollout, directory
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
+    def __init__(
+        self, actor: WorkerGroup, rollout: WorkerGroup, spec: ModelSpec, config: RolloutRole, directory: Path
+    ) -> None:
+        self._actor, self._rollout, self._spec = actor, rollout, spec
+        self._config, self._verify, self._directory = config.weights, config.verify_weights, directory
+        self._plan: Plan | None = None
+        self._engines_receive = False
+        self._store: TCPStore | None = None
 
-    def sync_weights(self, version: int) -> None:
-        """Every engine serves `version` when this returns; one whose transfer failed refuses to generate."""
+    def before_update(self, version: int) -> None:
+        """The actor's weights are about to change into `version`: engines that share their memory stop serving it."""
+        if self._plan is not None and self._plan.bytes_aliased:
+            self._rollout.begin_weights(version).result()
+
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Every engine serves `version` when this returns; after an error none does, nor any other version.
+
+        Returns:
+            Bytes and times of the transfer, by metric name.
+        """
+        if self._plan is None:
+            self._plan = self._connect()
+        self._rollout.begin_weights(version).result()
+        receiving = self._rollout.receive_weights(version) if self._engines_receive else None
+        sent = self._actor.send_weights(version).result()
+        if receiving is not None:
+            receiving.result()
+        self._rollout.seal_weights(version).result()
+        if self._verify:
+            self.verify(version)
+        self._rollout.commit_weights(version, flush_cache=self._config.flush_cache).result()
+        return _figures(self._plan, sent)
+
+    def verify(self, version: int) -> None:
+        """Prove that every engine holds what SGLang's loader makes of an export of the actor's weights.
+
+        Raises:
+            EngineError: it does not; names engine, rank, parameter and tensor.
+        """
         weights = self._directory / f"version-{version}"
+        self._directory.mkdir(parents=True, exist_ok=True)
         self._actor.export(weights).result()
-        self._rollout.load_weights(weights, version).result()
+        found = self._rollout.verify_weights(weights).result()
         shutil.rmtree(weights)
+        for engine, ranks in enumerate(found):
+            for rank, differences in enumerate(ranks):
+                if differences:
+                    more = f", and {len(differences) - 1} more" if len(differences) > 1 else ""
+                    raise EngineError(
+                        f"weights version {version}: rollout engine {engine} rank {rank} does not hold what SGLang "
+                        f"makes of the actor's export: {differences[0]}{more}"
+                    )
+
+    def _connect(self) -> Plan:
+        sources: list[SharedShards] = self._actor.share_weights().result()
+        engines: list[list[SharedShards]] = self._rollout.share_weights().result()
+        address = ray.util.get_node_ip_address()
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        orders = coordinate(
+            sources,
+            list(itertools.chain.from_iterable(engines)),
+            {name: tensor.shape for name, tensor in self._spec.hf_tensors.items()},
+            transport=self._config.transport,
+            store=(address, self._store.port),
+            staging_bytes=self._config.staging_mb << 20,
+            timeout_s=self._config.timeout_s,
+        )
+        ranks = len(engines[0])
+        connecting = [self._actor.connect_weights(orders.send)]
+        self._engines_receive = orders.engines_receive
+        if orders.engines_receive:
+            per_engine = [list(orders.receive[first : first + ranks]) for first in range(0, len(orders.receive), ranks)]
+            connecting.append(self._rollout.connect_weights(per_engine))
+        for future in connecting:
+            future.result()
+        return orders.plan
 
     def __enter__(self) -> WeightSync:
         return self
 
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _figures(plan: Plan, sent: Sequence[dict[str, Sent]]) -> dict[str, float]:
+    values: dict[str, float] = {metrics.SYNC_BYTES_ALIASED: plan.bytes_aliased, metrics.SYNC_BYTES_MOVED: plan.bytes_moved}
+    for transport in dict.fromkeys(name for rank in sent for name in rank):
+        figures = [rank[transport] for rank in sent if transport in rank]
+        values[f"sync/{transport}_bytes"] = sum(each.nbytes for each in figures)
+        values[f"sync/{transport}_ms"] = 1000 * max(each.seconds for each in figures)
+    return values

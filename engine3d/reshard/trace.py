@@ -81,10 +81,10 @@ def refresh_derived(model: nn.Module) -> None:
     """
     if not hasattr(model, "post_load_weights"):
         return
-    before = _derived_tensors(model)
+    before = derived_tensors(model)
     with torch.no_grad():
         cast(Any, model).post_load_weights()
-    after = _derived_tensors(model)
+    after = derived_tensors(model)
     for name, tensor in before.items():
         if name not in after or after[name].data_ptr() != tensor.data_ptr():
             raise EngineError(
@@ -122,7 +122,7 @@ def check_same_model(traces: Sequence[LoadTrace], tensors: Tensors) -> None:
             raise UserError(f"tensor {name} of shape {list(shape)}: the engine's model takes only {used} of it")
 
 
-def _derived_tensors(model: nn.Module) -> dict[str, Tensor]:
+def derived_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Tensors that modules keep as plain attributes, neither parameters nor registered buffers."""
     return {
         f"{prefix}.{name}": value

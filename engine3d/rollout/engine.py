@@ -7,14 +7,20 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout import launch
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
 from engine3d.rollout.messages import Generation
 from engine3d.rollout.process import HostProcess
+from engine3d.rollout.rank import Call
 from engine3d.rollout.weights import check_weights_fit
+
+if TYPE_CHECKING:
+    from engine3d.reshard.memory import SharedShards
+    from engine3d.reshard.shards import Place
+    from engine3d.reshard.verify import Difference
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -32,12 +38,16 @@ class RolloutEngine:
         config: RolloutConfig,
         devices: Sequence[int] = (),
         log_path: str | Path | None = None,
+        weight_sources: Sequence[Path | None] = (),
     ) -> None:
         """Check everything that can be checked without starting anything.
 
         `devices`: the devices to use, as CUDA_VISIBLE_DEVICES names them; empty for those that this process sees.
         `log_path`: where all that the engine's processes print goes; where None a temporary file, kept when the engine
         dies.
+        `weight_sources`: for each tensor parallel rank, the file in which the trainer's rank on the same device says
+        where its weights lie (`WeightSource.publish`), or None. Parameters with the same bytes become the trainer's
+        memory before CUDA graphs are captured; the start waits for the files.
         """
         self.config = config
         dummy = config.server_args.get("load_format") == "dummy"
@@ -46,11 +56,15 @@ class RolloutEngine:
         self._devices = tuple(devices)
         if self._devices and len(self._devices) != config.tp * config.dp:
             raise UserError(f"{len(self._devices)} devices for a rollout engine of tp {config.tp} x dp {config.dp}")
+        if weight_sources and len(weight_sources) != config.tp:
+            raise UserError(f"{len(weight_sources)} weight sources for a rollout engine of tp {config.tp}")
+        self._weight_sources = tuple(weight_sources)
         self._log_path = Path(log_path) if log_path is not None else None
         self._host: HostProcess | None = None
         self._weight_version = 0
         self._stale: str | None = None
         self._sampled = 0
+        self._aliased = False
 
     def start(self) -> Self:
         """Start the engine and wait until it can generate. Raises EngineError after `start_timeout_s` at the latest."""
@@ -59,7 +73,7 @@ class RolloutEngine:
         log_path = self._log_path or Path(tempfile.mkstemp(prefix="rollout-", suffix=".log")[1])
         self._host = HostProcess(
             launch.server_arguments(self.config, self._model),
-            launch.environment(self.config, self._model, self._devices),
+            launch.environment(self.config, self._model, self._devices, self._weight_sources),
             log_path,
         )
         limits = self._host.wait_until_up(self.config.start_timeout_s)
@@ -84,7 +98,7 @@ class RolloutEngine:
         """
         host = self._running()
         if self._stale is not None:
-            raise EngineError(f"rollout engine's weights are not whole, load them again: {self._stale}")
+            raise EngineError(f"rollout engine's weights are not whole, transfer or load them again: {self._stale}")
         self._check_prompts(prompts, sampling, samples_per_prompt, seeds)
         if not prompts:
             return []
@@ -119,6 +133,8 @@ class RolloutEngine:
         EngineError when loading fails, and then the engine generates nothing until a load has succeeded.
         """
         host = self._running()
+        if self._aliased:
+            raise UserError("load_weights would write into the trainer's memory, which this engine's parameters are")
         directory = Path(directory).resolve()
         if self._model.shapes is not None:
             check_weights_fit(directory, self._model.shapes)
@@ -132,6 +148,56 @@ class RolloutEngine:
             flush_cache=flush_cache,
         )
         self._weight_version, self._stale = version, None
+
+    def share_weights(
+        self, name: str = "engine", first_rank: int = 0, places: Sequence[Place] | None = None
+    ) -> list[SharedShards]:
+        """For each rank, which elements of the model its memory holds, and handles by which trainers can map it.
+
+        `name`: how errors call the engine. `first_rank`: of its ranks among those of all engines. `places`: where each
+        rank's memory is, where the platform cannot know.
+        """
+        shards: list[SharedShards] = self.call_ranks(
+            "description of weights", "share", name=name, first_rank=first_rank, places=places
+        )
+        self._aliased = any(shared.shards.aliases for shared in shards)
+        return shards
+
+    def begin_weights(self, version: int, timeout_s: float | None = None) -> None:
+        """Begin a transfer: wait for generations in progress, unless the engine is paused, and refuse new ones.
+
+        Until `commit_weights` the engine's memory may be written, and nothing is generated. A transfer that was never
+        committed may be begun again.
+        """
+        host = self._running()
+        timeout_s = timeout_s if timeout_s is not None else self.config.request_timeout_s
+        host.call(f"begin of weights version {version}", "begin_weights", timeout_s)
+        self._stale = f"the transfer of version {version} was not committed"
+
+    def seal_weights(self, version: int) -> None:
+        """Every element of `version` has been written: derive from it what SGLang computes after a load."""
+        if self._stale is None:
+            raise UserError(f"version {version} was never begun")
+        self.call_ranks(f"seal of weights version {version}", "seal")
+
+    def commit_weights(self, version: int, flush_cache: bool = True) -> None:
+        """Serve what was sealed as `version`. `flush_cache=False` keeps the KV cache of the old weights."""
+        self._call(f"commit of weights version {version}", "commit_weights", version=version, flush_cache=flush_cache)
+        self._weight_version, self._stale = version, None
+
+    def verify_weights(self, directory: str | Path) -> list[list[Difference]]:
+        """For each rank, what differs between its memory and what SGLang's loader makes of a HuggingFace directory.
+
+        Empty lists prove that all bits are equal, what SGLang derives from its parameters included.
+        """
+        if self._model.shapes is not None:
+            check_weights_fit(Path(directory), self._model.shapes)
+        return self.call_ranks("verification of weights", "verify", directory=str(Path(directory).resolve()))
+
+    def call_ranks(self, phase: str, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of `EngineRank` on every rank; their results in order of rank. Errors name the phase."""
+        results: list[Any] = self._call(phase, "call_ranks", call=Call(method, arguments))
+        return results
 
     @property
     def weight_version(self) -> int:

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -19,10 +20,14 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from engine3d.errors import EngineError
 from engine3d.rollout.messages import START_ID, Generation, Launch, Limits, Reply, Request
+from engine3d.rollout.rank import Answer, Call, answer_path
 from engine3d.rollout.run_files import remove_run_files
+from engine3d.rollout.sglang_plugin import ANSWER_METHOD
 
 _PARENT_POLL_S = 1.0
+_IDLE_TIMEOUT_S = 10.0  # between the last response and a scheduler that has cleared up after it
 
 
 class _Client:
@@ -75,6 +80,9 @@ class _Server:
         self._manager = engine.tokenizer_manager
         self._client = client
         self._updating = asyncio.Lock()
+        self._calling = asyncio.Lock()  # SGLang has one socket for calls of all ranks
+        self._writing = False
+        self._locked = False
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
@@ -104,7 +112,8 @@ class _Server:
             reply = Reply(request.id, error=f"{request.method} was cancelled")
         except Exception as error:
             traceback.print_exc()
-            reply = Reply(request.id, error=f"{type(error).__name__}: {' '.join(str(error).split())}")
+            line = " ".join(str(error).split())
+            reply = Reply(request.id, error=line if isinstance(error, EngineError) else f"{type(error).__name__}: {line}")
         else:
             reply = Reply(request.id, result)
         self._client.send(reply)
@@ -123,13 +132,14 @@ class _Server:
         self, id: int, prompts: list[list[int]], sampling: list[dict[str, Any]], samples_per_prompt: int
     ) -> list[list[Generation]]:
         """`sampling` has one entry for each sample, prompt by prompt."""
+        version = self._version
         outputs = await self._engine.async_generate(
             input_ids=[prompt for prompt in prompts for _ in range(samples_per_prompt)],
             sampling_params=sampling,
             rid=[f"{id}-{index}" for index in range(len(sampling))],
             return_logprob=True,
         )
-        generations = [_generation(output) for output in outputs]
+        generations = [_generation(output, version) for output in outputs]
         return [
             generations[start : start + samples_per_prompt] for start in range(0, len(generations), samples_per_prompt)
         ]
@@ -137,6 +147,8 @@ class _Server:
     async def load_weights(self, id: int, directory: str, version: int, flush_cache: bool) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
+        if self._writing:
+            await self._end_writing()  # a whole load heals what a broken transfer left
         async with self._updating:
             success, message, _ = await self._manager.update_weights_from_disk(
                 UpdateWeightFromDiskReqInput(
@@ -146,10 +158,67 @@ class _Server:
         if not success:
             raise RuntimeError(message)
 
+    @property
+    def _version(self) -> int:
+        return int(self._manager.server_args.weight_version)
+
+    async def begin_weights(self, id: int) -> None:
+        """Wait until no generation runs, unless the engine is paused, and let none begin until `commit_weights`."""
+        if self._writing:
+            return  # the last transfer was not committed: this one takes over from it
+        if not self._manager.is_pause:
+            lock = self._manager.model_update_lock
+            try:
+                await lock.acquire_writer()
+            except asyncio.CancelledError:
+                await lock.acquire_reader()  # whose release wakes those who wait behind us
+                await lock.release_reader()
+                raise
+            self._locked = True
+        self._writing = True
+
+    async def commit_weights(self, id: int, version: int, flush_cache: bool) -> None:
+        """Serve the weights that are there as this version."""
+        if not self._writing:
+            raise EngineError(f"version {version} was never begun")
+        if flush_cache:
+            await self._flush(_IDLE_TIMEOUT_S)
+        self._manager._update_weight_version_if_provided(str(version))
+        await self._end_writing()
+
+    async def _end_writing(self) -> None:
+        self._writing = False
+        if self._locked:
+            self._locked = False
+            await self._manager.model_update_lock.release_writer()
+
+    async def call_ranks(self, id: int, call: Call) -> list[Any]:
+        """Call a method of EngineRank on every rank; their results in order of rank."""
+        path = self._client.launch.run_directory / f"call-{id}"
+        path.write_bytes(pickle.dumps(call))
+        async with self._calling:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(None, functools.partial(self._engine.collective_rpc, ANSWER_METHOD, path=str(path)))
+        path.unlink()
+        results, errors = [], []
+        for rank in range(self._manager.server_args.tp_size):
+            file = answer_path(path, rank)
+            answer: Answer = pickle.loads(file.read_bytes()) if file.exists() else Answer(error="it gave no answer")
+            file.unlink(missing_ok=True)
+            results.append(answer.result)
+            if answer.error is not None:
+                errors.append(f"rank {rank}: {answer.error}")
+        if errors:
+            raise EngineError("; ".join(dict.fromkeys(errors)))
+        return results
+
     async def flush_cache(self, id: int) -> None:
-        result = await self._manager.flush_cache()
+        await self._flush(None)
+
+    async def _flush(self, timeout_s: float | None) -> None:
+        result = await self._manager.flush_cache(timeout_s)
         if not result.success:
-            raise RuntimeError("SGLang keeps its cache while requests run; wait for them, or pause with mode abort")
+            raise EngineError("SGLang keeps its cache while requests run; wait for them, or pause with mode abort")
 
     async def pause(self, id: int, mode: str) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -157,6 +226,8 @@ class _Server:
         await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
 
     async def resume(self, id: int) -> None:
+        if self._writing:
+            raise EngineError("weights are being written; commit them first")
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         await self._manager.continue_generation(ContinueGenerationReqInput())
@@ -190,7 +261,7 @@ class _Server:
         os._exit(0)
 
 
-def _generation(output: dict[str, Any]) -> Generation:
+def _generation(output: dict[str, Any], first_version: int) -> Generation:
     meta = output["meta_info"]
     drawn = meta.get("output_token_logprobs") or []
     return Generation(
@@ -198,6 +269,7 @@ def _generation(output: dict[str, Any]) -> Generation:
         logprobs=[float(logprob) for logprob, _, _ in drawn],
         finish_reason=meta["finish_reason"]["type"],
         weight_version=int(meta["weight_version"]),
+        first_weight_version=first_version,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from engine3d.errors import EngineError, UserError
 from engine3d.platform import platform
 from engine3d.rollout.config import RolloutConfig
+from engine3d.rollout.rank import SOURCES_TIMEOUT_VARIABLE, SOURCES_VARIABLE
 from engine3d.rollout.server_arguments import sglang_directory
 from engine3d.rollout.weights import Shapes, tensor_shapes
 
@@ -114,12 +115,17 @@ def _unused_port() -> int:
     raise EngineError("rollout engine: 100 ports between 20000 and 32000 are all in use on this machine")
 
 
-def environment(config: RolloutConfig, model: ModelFacts, devices: tuple[int, ...]) -> dict[str, str]:
+def environment(
+    config: RolloutConfig, model: ModelFacts, devices: tuple[int, ...], weight_sources: tuple[Path | None, ...] = ()
+) -> dict[str, str]:
     """The environment of the engine's processes."""
     variables = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLES.match(name)}
     variables |= platform.rollout_environment(config.tp)
     if devices:
         variables |= platform.visible_devices(devices)
+    if weight_sources:
+        variables[SOURCES_VARIABLE] = os.pathsep.join(str(source or "") for source in weight_sources)
+        variables[SOURCES_TIMEOUT_VARIABLE] = str(config.start_timeout_s)
     return variables | {
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_model_modules(model.architectures)),
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for RESERVED_TOKENS: no position beyond the model's is used

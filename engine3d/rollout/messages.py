@@ -14,13 +14,15 @@ class Generation:
     """One response: its sampled tokens, why it ended, and which weights made it.
 
     `logprobs[i]` is the natural log-probability, under the sampling temperature, of `token_ids[i]`; a stop token that
-    was sampled is part of both. `weight_version` is the version that was loaded when the response was finished.
+    was sampled is part of both. `weight_version` is the version that was served when the response was finished, and
+    `first_weight_version` the one when it was asked for; they differ only where the engine was paused in between.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     weight_version: int
+    first_weight_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

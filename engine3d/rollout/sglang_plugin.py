@@ -19,6 +19,9 @@ from engine3d.rollout.run_files import segment_name
 # The run directory of the engine that this process belongs to.
 RUN_DIRECTORY_VARIABLE = "ENGINE3D_ROLLOUT_RUN_DIRECTORY"
 
+# The method of SGLang's scheduler by which a Call reaches the ranks.
+ANSWER_METHOD = "engine3d_answer"
+
 
 def register() -> None:
     """Register our hooks with SGLang, in a process of a rollout engine."""
@@ -30,6 +33,10 @@ def register() -> None:
     sys.modules.setdefault("megatron.core", None)  # type: ignore[arg-type]
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}.update_weights_from_disk", _report_failed_update, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model", _keep_rank, HookType.AFTER
+    )
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _add_answer, HookType.AFTER)
     for name in ("managers.load_snapshot.shm_path_for", "utils.stale_shm_cleanup.make_shm_name"):
         HookRegistry.register(f"sglang.srt.{name}", _name_segment, HookType.AROUND)
     if START_METHOD_VARIABLE in os.environ:
@@ -43,6 +50,18 @@ def _report_failed_update(update: Callable[..., tuple[bool, str]], *args: Any, *
         return update(*args, **kwargs)
     except Exception as error:
         return False, f"{type(error).__name__}: {error}"
+
+
+def _keep_rank(result: Any, runner: Any) -> None:
+    from engine3d.rollout.rank import EngineRank
+
+    if not runner.is_draft_worker:
+        runner.engine3d_rank = EngineRank(runner)
+
+
+def _add_answer(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    # SGLang's collective_rpc calls a scheduler's method by its name.
+    setattr(scheduler, ANSWER_METHOD, scheduler.tp_worker.model_runner.engine3d_rank.answer)
 
 
 def _name_segment(name: Callable[[str], str], kind: str) -> str:

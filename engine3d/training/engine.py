@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,16 @@ from torch import Tensor
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import build_model, export_weights, load_model_spec, load_weights
+from engine3d.models.weights import rank_parameters
 from engine3d.training import parallel
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.optimizer import build_optimizer, wrap_for_training
 from engine3d.training.sequences import MicroBatch, Sequences, assign, micro_batch
 from engine3d.training.vocab_parallel import logprobs_and_entropy
+
+if TYPE_CHECKING:
+    from engine3d.reshard.sender import WeightSender
+    from engine3d.reshard.shards import Place
 
 
 @dataclass(frozen=True)
@@ -87,8 +92,10 @@ class TrainEngine:
         seed: int = 0,
     ) -> None:
         self.config, self.layout, self.value_head = config, layout, value_head
-        self.spec = load_model_spec(model_directory, value_head=value_head)
-        self.spec.check_layout(layout)
+        spec = load_model_spec(model_directory, value_head=value_head)
+        spec.check_layout(layout)
+        # Megatron's parameter buffers are filled from the last parameter to the first.
+        self.spec = replace(spec, expert_order="descending" if spec.experts_may_descend(layout) else "ascending")
         self.coordinates = parallel.initialise(layout, seed=seed, timeout_s=config.timeout_s)
         self.dtype = getattr(torch, config.dtype)
         from megatron.core import parallel_state
@@ -263,6 +270,23 @@ class TrainEngine:
         export_weights(
             self._module, self.spec, self.layout, self.coordinates, Path(directory), dtype=dtype or self.dtype
         )
+
+    def weight_sender(self, name: str, rank: int, place: Place) -> WeightSender:
+        """This rank's side of transfers to rollout engines, over the memory that the optimizer writes.
+
+        Args:
+            name: how errors call the rank.
+            rank: its number among those that send.
+            place: where its memory is.
+        """
+        from engine3d.reshard.sender import WeightSender
+        from engine3d.reshard.source import model_shards
+
+        held = [
+            (local, tensor.data)
+            for local, tensor in rank_parameters(self._module, self.spec, self.layout, self.coordinates)
+        ]
+        return WeightSender(*model_shards(held, name, rank, place))
 
     @property
     def _module(self) -> Any:

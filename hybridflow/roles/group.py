@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from engine3d.platform import platform
+from engine3d.reshard.shards import Place
 from hybridflow import placement
 from hybridflow.config import Recipe
-from hybridflow.devices import highest_cpu_slot, pool_devices
+from hybridflow.devices import Device, Node, highest_cpu_slot, pool_devices
 from hybridflow.roles.model import ModelWorker
 from hybridflow.roles.rollout import RolloutWorker
 from hybridflow.run import Run
@@ -47,7 +48,12 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
             cpu_slots=highest_cpu_slot([*wanted.values(), *pools.values()]), address=recipe.placement.cluster
         )
         stack.callback(placement.stop_ray)
-        devices = pool_devices(wanted, pools, placement.cluster_nodes())
+        nodes = placement.cluster_nodes()
+        devices = pool_devices(wanted, pools, nodes)
+        places = {role: [_place(device, nodes) for device in held] for role, held in devices.items()}
+        published = [run.directory / "shards" / f"actor-{rank}" for rank in range(len(devices["actor"]))]
+        sharing = recipe.rollout.weights.share and not recipe.rollout.engine.memory_saver
+        sources = dict(zip(devices["actor"], published, strict=True)) if sharing else {}
         resources = placement.reserve(devices)
         stack.callback(placement.release, resources)
 
@@ -61,6 +67,8 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
                 recipe.train,
                 trainable=trainable,
                 seed=recipe.seed,
+                places=places[role],
+                publish=published if role == "actor" else (),
                 log_dir=run.log_directory,
                 environment=platform.training_environment(len(devices[role])),
             )
@@ -76,6 +84,8 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
                 recipe.rollout.layout(len(devices["rollout"])),
                 run.model_directory,
                 engine,
+                places=places["rollout"],
+                weight_sources=[sources.get(device) for device in devices["rollout"]],
                 devices_per_rank=recipe.rollout.devices_per_engine,
                 log_dir=run.log_directory,
             )
@@ -87,6 +97,10 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
         if reference is not None:
             starting["reference"] = waiters.submit(reference.start().result, recipe.train.start_timeout_s)
         yield Roles(actor, rollout, reference, starting)
+
+
+def _place(device: Device, nodes: Sequence[Node]) -> Place:
+    return Place(f"node {device.node} ({nodes[device.node].name})", f"{device.kind}:{device.index}")
 
 
 def wait_for(roles: Roles, *names: str) -> None:

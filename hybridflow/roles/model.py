@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from engine3d.platform import platform
+from engine3d.reshard.coordinate import SendOrder
+from engine3d.reshard.memory import SharedShards
+from engine3d.reshard.sender import Sent
+from engine3d.reshard.shards import Place
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from hybridflow import metrics
 from hybridflow.algorithms.config import AlgorithmConfig
@@ -16,7 +21,7 @@ from hybridflow.algorithms.grpo import grpo_loss
 from hybridflow.algorithms.sft import sft_loss
 from hybridflow.algorithms.statistics import Statistics
 from hybridflow.batch import RolloutBatch
-from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, register
+from hybridflow.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PROTO, register
 from hybridflow.rank_process import WorkerContext
 from hybridflow.roles.sequences import to_response_column, to_sequences
 
@@ -44,13 +49,25 @@ class ModelWorker:
         config: how the model is trained.
         trainable: false for a reference policy.
         seed: of the model's random states.
+        places: where the memory of every rank is.
+        publish: for every rank, the file in which it says where its weights lie, for engines that share them.
     """
 
     def __init__(
-        self, context: WorkerContext, directory: Path, config: TrainConfig, *, trainable: bool, seed: int
+        self,
+        context: WorkerContext,
+        directory: Path,
+        config: TrainConfig,
+        *,
+        trainable: bool,
+        seed: int,
+        places: Sequence[Place],
+        publish: Sequence[Path] = (),
     ) -> None:
         self._layout, self._directory, self._config = context.layout, directory, config
         self._trainable, self._seed = trainable, seed
+        self._name, self._rank, self._place = f"{context.role} rank {context.rank}", context.rank, places[context.rank]
+        self._publish = publish[context.rank] if publish else None
 
     @register(ONE_TO_ALL)
     def start(self) -> dict[str, str]:
@@ -64,6 +81,9 @@ class ModelWorker:
         self._engine = TrainEngine(
             self._directory, self._config, self._layout, trainable=self._trainable, seed=self._seed
         )
+        if self._publish is not None:
+            self._sender = self._engine.weight_sender(self._name, self._rank, self._place)
+            self._sender.publish(self._publish)
         return platform.libraries()
 
     @register(THREE_D_PROTO)
@@ -116,6 +136,21 @@ class ModelWorker:
     def reset_optimizer(self, config: OptimizerConfig) -> None:
         """Start the optimizer and its schedule afresh, with other settings."""
         self._engine.reset_optimizer(config)
+
+    @register(ONE_TO_ALL)
+    def share_weights(self) -> SharedShards:
+        """Which elements of the model this rank's memory holds, and how to reach it."""
+        return self._sender.share()
+
+    @register(ALL_TO_ALL)
+    def connect_weights(self, order: SendOrder) -> None:
+        """Make ready to send."""
+        self._sender.connect(order)
+
+    @register(ONE_TO_ALL)
+    def send_weights(self, version: int) -> dict[str, Sent]:
+        """Send this rank's part of every engine's weights; what went over each transport."""
+        return self._sender.send(version)
 
     @register(ONE_TO_ALL)
     def export(self, directory: Path) -> None:

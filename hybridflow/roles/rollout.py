@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from engine3d.reshard.coordinate import ReceiveOrder
+from engine3d.reshard.memory import SharedShards
+from engine3d.reshard.shards import Place
+from engine3d.reshard.verify import Difference
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
 from engine3d.rollout.engine import RolloutEngine
 from engine3d.rollout.messages import Generation
-from hybridflow.protocols import DP_PROTO, ONE_TO_ALL, register
+from hybridflow.protocols import ALL_TO_ALL, DP_PROTO, ONE_TO_ALL, register
 from hybridflow.rank_process import WorkerContext
 
 
@@ -17,11 +22,24 @@ class RolloutWorker:
     Args:
         directory: HuggingFace directory of the initial weights.
         config: of every engine.
+        places: where the memory of every rank of every engine is, engine by engine.
+        weight_sources: for every rank of every engine, where the actor's rank on its device says where its weights
+            lie, if the engine is to share them.
     """
 
-    def __init__(self, context: WorkerContext, directory: Path, config: RolloutConfig) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        directory: Path,
+        config: RolloutConfig,
+        *,
+        places: Sequence[Place],
+        weight_sources: Sequence[Path | None],
+    ) -> None:
         log_path = context.log_path.with_name(f"sglang-{context.rank}.log") if context.log_path else None
-        self._engine = RolloutEngine(directory, config, context.devices, log_path)
+        ranks = slice(context.rank * config.tp, (context.rank + 1) * config.tp)
+        self._rank, self._ranks, self._places = context.rank, ranks, places[ranks]
+        self._engine = RolloutEngine(directory, config, context.devices, log_path, weight_sources[ranks])
 
     @register(ONE_TO_ALL)
     def start(self) -> None:
@@ -45,9 +63,39 @@ class RolloutWorker:
         return self._engine.generate(prompts, sampling, samples_per_prompt, keys)
 
     @register(ONE_TO_ALL)
-    def load_weights(self, directory: Path, version: int) -> None:
-        """Load a HuggingFace directory as policy version `version`; the KV cache is dropped."""
-        self._engine.load_weights(directory, version)
+    def share_weights(self) -> list[SharedShards]:
+        """Which elements of the model the memory of each of this engine's ranks holds, and how to reach it."""
+        return self._engine.share_weights(f"rollout engine {self._rank}", self._ranks.start, self._places)
+
+    @register(ALL_TO_ALL)
+    def connect_weights(self, orders: list[ReceiveOrder]) -> None:
+        """Make ready for what comes from other nodes. `orders`: one for each of this engine's ranks."""
+        self._engine.call_ranks("connection for weights", "connect", orders=orders)
+
+    @register(ONE_TO_ALL)
+    def begin_weights(self, version: int) -> None:
+        """Let no generation begin until `version` is committed; wait for those that run."""
+        self._engine.begin_weights(version)
+
+    @register(ONE_TO_ALL)
+    def receive_weights(self, version: int) -> None:
+        """Take what comes from other nodes; return when it is all there."""
+        self._engine.call_ranks(f"transfer of weights version {version}", "receive", version=version)
+
+    @register(ONE_TO_ALL)
+    def seal_weights(self, version: int) -> None:
+        """All of `version` is written: derive from it what SGLang computes after a load."""
+        self._engine.seal_weights(version)
+
+    @register(ONE_TO_ALL)
+    def verify_weights(self, directory: Path) -> list[list[Difference]]:
+        """For each rank of this engine, what differs from what SGLang's loader makes of a HuggingFace directory."""
+        return self._engine.verify_weights(directory)
+
+    @register(ONE_TO_ALL)
+    def commit_weights(self, version: int, *, flush_cache: bool) -> None:
+        """Serve `version`."""
+        self._engine.commit_weights(version, flush_cache)
 
     def shutdown(self) -> None:
         """End the engine's processes."""

@@ -1,0 +1,192 @@
+"""The plan of a weight transfer between a trainer and engines of any size, made on this machine, in figures."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.models import ModelSpec, load_model_spec
+from engine3d.reshard.aliases import find_aliases
+from engine3d.reshard.figures import figures_of
+from engine3d.reshard.plan import make_plan
+from engine3d.reshard.shards import Buffer, Holding, Place, Shards
+from engine3d.reshard.source import PlannedTrainer
+
+MODELS = Path(__file__).parent / "models"
+"""Configs of published models, without weights."""
+
+Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+EngineRanks = list[tuple[tuple[Buffer, ...], tuple[Holding, ...]]]
+"""What each rank of one engine holds."""
+
+Trace = Callable[[dict[str, Any], Tensors, int, int], EngineRanks]
+"""From a model's config, its tensors, tp and ep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Engines of tp ranks each, with the experts cut over ep groups of them."""
+
+    tp: int = 1
+    ep: int = 1
+    engines: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.tp, self.ep, self.engines) < 1 or self.tp % self.ep:
+            raise UserError(
+                f"--rollout: tp={self.tp},ep={self.ep},engines={self.engines}: "
+                "expected numbers of at least 1, with ep a divisor of tp"
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.engines
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which GPU has which rank.
+
+    Args:
+        gpus_per_node: of every node.
+        colocated: the engines' ranks are on the trainer's GPUs in order; else on the nodes after the trainer's.
+    """
+
+    gpus_per_node: int = 8
+    colocated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gpus_per_node < 1:
+            raise UserError(f"--gpus-per-node: expected a whole number of at least 1, found {self.gpus_per_node}")
+
+    def trainer(self, rank: int) -> Place:
+        return self._place(0, rank)
+
+    def engine(self, rank: int, trainer_ranks: int) -> Place:
+        nodes = -(-trainer_ranks // self.gpus_per_node)
+        return self._place(0 if self.colocated else nodes, rank)
+
+    def _place(self, first_node: int, rank: int) -> Place:
+        node, gpu = divmod(rank, self.gpus_per_node)
+        return Place(f"node {first_node + node}", f"gpu {gpu}")
+
+
+def named_model(name: str) -> ModelSpec:
+    """A model of `benchmarks/models` by name, or of a directory with a config.json.
+
+    Raises:
+        UserError: neither is there.
+    """
+    known = sorted(path.parent.name for path in MODELS.glob("*/config.json"))
+    if name in known:
+        return load_model_spec(MODELS / name)
+    path = Path(name)
+    directory = path.parent if path.name == "config.json" else path
+    if not (directory / "config.json").is_file():
+        raise UserError(f"--model: {name} is neither a directory with a config.json nor one of {', '.join(known)}")
+    return load_model_spec(directory)
+
+
+def parse_layout(text: str) -> Layout:
+    """A trainer's layout from such as "tp=1,pp=16,ep=32,dp=32"."""
+    return Layout(**_sizes("--train", text, ("tp", "pp", "ep", "etp", "cp", "dp")))
+
+
+def parse_rollout(text: str) -> Rollout:
+    """Engines from such as "tp=32,ep=32,engines=8"."""
+    return Rollout(**_sizes("--rollout", text, ("tp", "ep", "engines")))
+
+
+def _sizes(option: str, text: str, names: tuple[str, ...]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in names or name in found or not value.isdecimal():
+            raise UserError(
+                f"{option}: found {part!r}, expected name=number with each name once, of {', '.join(names)}"
+            )
+        found[name] = int(value)
+    return found
+
+
+def trace_with_sglang(hf_config: dict[str, Any], tensors: Tensors, tp: int, ep: int) -> EngineRanks:
+    """What SGLang's own loader would put where."""
+    from engine3d.reshard.simulate import trace_engine_layout
+
+    traces = trace_engine_layout(hf_config, tensors, tp, ep, torch.bfloat16)
+    return [(trace.buffers, trace.holdings) for trace in traces]
+
+
+def import_sglang(hf_config: dict[str, Any]) -> None:
+    """Import all that a trace of the model needs, which takes longer than the trace: one layer of it is built."""
+    import sglang.srt.layers.sampler  # noqa: F401  before `engine_rank` makes torch's logger ask for a rank
+
+    from engine3d.reshard.simulate import build_model, engine_rank
+
+    with engine_rank(1, 1, 0):
+        build_model({**hf_config, "num_hidden_layers": 1}, torch.bfloat16, "meta")
+
+
+def plan_figures(
+    spec: ModelSpec, layout: Layout, rollout: Rollout, placement: Placement, trace: Trace = trace_with_sglang
+) -> dict[str, Any]:
+    """The figures of a plan for bf16 weights, with the CPU seconds that making it took, imports not counted.
+
+    Raises:
+        UserError: the layouts do not fit the model, or the engines have more ranks than the trainer whose GPUs they
+            share.
+    """
+    spec.check_layout(layout)
+    if placement.colocated and rollout.ranks > layout.world_size:
+        raise UserError(
+            f"--colocated: the engines' {rollout.tp}*{rollout.engines} = {rollout.ranks} ranks are more than "
+            f"the trainer's {layout.world_size}"
+        )
+    if trace is trace_with_sglang:
+        import_sglang(spec.hf_config)
+    started = time.process_time()
+    # From the last to the first, a rank's experts ascend in Megatron-Core's memory, as they do in SGLang's.
+    spec = replace(spec, expert_order="descending")
+    tensors = {
+        name: (tensor.shape, torch.float32 if tensor.buffer else torch.bfloat16)
+        for name, tensor in spec.hf_tensors.items()
+    }
+    planned = PlannedTrainer(spec, layout, torch.bfloat16)
+    sources = [planned.shards(rank, placement.trainer(rank)) for rank in range(layout.world_size)]
+    shards_done = time.process_time()
+    ranks = trace(spec.hf_config, tensors, rollout.tp, rollout.ep)
+    trace_done = time.process_time()
+    targets = []
+    for number in range(rollout.ranks):
+        engine, rank = divmod(number, rollout.tp)
+        place = placement.engine(number, layout.world_size)
+        target = Shards(f"engine {engine} rank {rank}", number, place, *ranks[rank])
+        targets.append(replace(target, aliases=find_aliases(sources, target)))
+    aliases_done = time.process_time()
+    plan = make_plan(sources, targets, {name: shape for name, (shape, _) in tensors.items()})
+    done = time.process_time()
+    return {
+        "parameters": spec.parameter_count(),
+        "train_ranks": layout.world_size,
+        "rollout_ranks": rollout.ranks,
+        **figures_of(plan, sources, targets, tensors),
+        "plan_seconds": round(done - started, 3),
+        "plan_seconds_of_shards": round(shards_done - started, 3),
+        "plan_seconds_of_trace": round(trace_done - shards_done, 3),
+        "plan_seconds_of_aliases": round(aliases_done - trace_done, 3),
+        "plan_seconds_of_plan": round(done - aliases_done, 3),
+    }
+
+
+def versions() -> dict[str, str]:
+    packages = ("torch", "megatron-core", "sglang", "transformers", "numpy")
+    return {"python": platform.python_version(), **{package: version(package) for package in packages}}

@@ -1,0 +1,340 @@
+"""Transfers of a whole model from Megatron-Core to SGLang, measured: every transport, and what other systems do.
+
+The same model is built in both, with random weights on the trainer's side; what arrives is compared once for each
+transport, bit for bit, with what SGLang's loader makes of an export.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from benchmarks.reshard_trainer import Trainer
+from engine3d.errors import EngineError
+from engine3d.layout import Layout
+from engine3d.models import load_model_spec
+from engine3d.platform import platform
+from engine3d.reshard.coordinate import Orders, coordinate
+from engine3d.reshard.memory import SharedShards
+from engine3d.reshard.pieces import Link, Plan
+from engine3d.reshard.shards import Place
+from engine3d.rollout import RolloutConfig, RolloutEngine
+
+STAGING_BYTES = 256 << 20
+BUCKET_BYTES = 512 << 20
+SCRATCH_BYTES = 8 << 30
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Args:
+        model: directory with config.json.
+        train: layout of the trainer, on the first devices.
+        tp, ep, engines: of the rollout.
+        colocated: whether the engines are on the trainer's devices, or on those after them.
+        ways: of "share" (engines use the trainer's memory where they can), "one_sided", "graph" (one-sided by copy
+            nodes of a CUDA graph), "collective" and "baseline".
+        repeats, warm_ups: transfers of each way.
+        dtype: of the weights.
+    """
+
+    model: Path
+    train: Layout
+    tp: int
+    ep: int
+    engines: int
+    colocated: bool
+    ways: tuple[str, ...]
+    repeats: int
+    warm_ups: int
+    dtype: str
+    scratch: Path
+    verify: bool
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Start trainer and engines, and measure every way. Everything is gone when this returns."""
+    case.scratch.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        directory = Path(tempfile.mkdtemp(prefix="reshard-", dir=case.scratch))
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        return _Run(case, directory, stack).measure()
+
+
+class _Run:
+    def __init__(self, case: Case, directory: Path, stack: contextlib.ExitStack) -> None:
+        self.case, self.directory = case, directory
+        self.logs = Path.cwd() / "runs" / "reshard-logs"
+        shutil.rmtree(self.logs, ignore_errors=True)
+        self.logs.mkdir(parents=True)
+        self.trainer = Trainer(case.model, case.train, case.dtype, self.logs)
+        stack.callback(self.trainer.end)
+        self.stack = stack
+        self.version = 0
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.pool = stack.enter_context(ThreadPoolExecutor(16))
+
+    def measure(self) -> dict[str, Any]:
+        case = self.case
+        with _timed("trainer") as timer:
+            self.trainer.call("start")
+            self.trainer.call("fill", 1)
+        result: dict[str, Any] = {"trainer_start_s": timer()}
+        empty = self.trainer.call("memory")
+        if platform.device_type == "cuda":
+            result["nvlink_copy_gb_s"] = self.copy_rate()
+        published = [self.directory / f"shards-{rank}" for rank in range(case.train.world_size)]
+        self.trainer.call("publish", each=[(path,) for path in published])
+        with _timed("engines") as timer:
+            self.engines = self.start_engines(published if "share" in case.ways else [])
+        result["engines_start_s"] = timer()
+        loaded = self.trainer.call("memory")
+        result["device_bytes"] = {
+            "trainer_parameters": [each["allocated_bytes"] for each in empty],
+            "used_before_engines": [each["device_used_bytes"] for each in empty],
+            "used_with_engines": [each["device_used_bytes"] for each in loaded],
+        }
+        if case.verify:
+            with _timed("export") as timer:
+                self.trainer.call("export", self.directory / "export")
+            result["export_s"] = timer()
+        result["ways"] = {way: self.measure_way(way) for way in case.ways}
+        self.trainer.call("close")
+        baseline = result["ways"].get("baseline")
+        for way, figures in result["ways"].items():
+            if baseline is not None and way != "baseline":
+                figures["times_faster_than_baseline"] = baseline["transaction_ms"] / figures["transaction_ms"]
+        return result
+
+    def start_engines(self, published: list[Path]) -> list[RolloutEngine]:
+        case = self.case
+        cuda = platform.device_type == "cuda"
+        config = RolloutConfig(
+            tp=case.tp,
+            ep=case.ep,
+            dtype=case.dtype,
+            context_length=min(2048, load_model_spec(case.model).sizes.max_positions),
+            max_total_tokens=16384,
+            max_running_requests=16,
+            mem_fraction_static=0.85 if cuda else 0.3,
+            start_timeout_s=420,
+            server_args={"load_format": "dummy"} | ({"cuda_graph_max_bs": 8} if cuda else {}),
+        )
+        engines = []
+        for number in range(case.engines):
+            first = number * case.tp + (0 if case.colocated else case.train.world_size)
+            ranks = range(first, first + case.tp)
+            engine = RolloutEngine(
+                case.model,
+                config,
+                devices=tuple(ranks) if cuda else (),
+                log_path=self.logs / f"engine-{number}.log",
+                weight_sources=[published[rank] for rank in ranks] if published and case.colocated else (),
+            )
+            self.stack.callback(engine.shutdown)
+            engines.append(engine)
+        list(self.pool.map(lambda engine: engine.start(), engines))
+        return engines
+
+    def measure_way(self, way: str) -> dict[str, Any]:
+        _say(f"{way}: connecting")
+        if way == "baseline":
+            transfer: Callable[[], dict[str, Any]] = self.baseline
+            figures: dict[str, Any] = {}
+        else:
+            plan, figures = self.connect(way)
+            transfer = self.transfer
+        if self.case.verify:
+            self.on_engines(lambda engine: engine.call_ranks("poison", "poison"))
+        runs = []
+        for number in range(self.case.warm_ups + self.case.repeats):
+            self.trainer.call("peak_since")
+            runs.append(transfer())
+            if number in (0, 1):
+                figures["peak_extra_bytes"] = max(self.trainer.call("peak_since"))
+            if number == 0 and self.case.verify:
+                figures["verified"] = self.verify()
+        runs = runs[self.case.warm_ups :]
+        for name in runs[0]:
+            figures[name] = statistics.median(run[name] for run in runs)
+        figures["all_transaction_ms"] = [round(run["transaction_ms"], 3) for run in runs]
+        if way != "baseline":
+            figures |= _rates(plan, figures, self.case.train.world_size)
+        _say(f"{way}: {json.dumps(figures)}")
+        return figures
+
+    def connect(self, way: str) -> tuple[Plan, dict[str, Any]]:
+        sources: list[SharedShards] = self.trainer.call("share")
+        places = self.places()
+        shared = self.on_engines(
+            lambda engine, number: engine.share_weights(f"engine {number}", number * self.case.tp, places[number])
+        )
+        tensors = {name: tensor.shape for name, tensor in load_model_spec(self.case.model).hf_tensors.items()}
+        start = time.perf_counter()
+        orders: Orders = coordinate(
+            sources,
+            list(itertools.chain.from_iterable(shared)),
+            tensors,
+            transport="collective" if way == "collective" else "auto",
+            store=("127.0.0.1", self.store.port),
+            group=way,
+            staging_bytes=STAGING_BYTES,
+            timeout_s=120.0,
+        )
+        plan_seconds = time.perf_counter() - start
+        method = "graph" if way == "graph" else None
+        self.trainer.start_call("connect", each=[(order, method) for order in orders.send])
+        tp = self.case.tp
+        self.receivers = orders.engines_receive
+        if self.receivers:
+            self.on_engines(
+                lambda engine, number: engine.call_ranks(
+                    "connect", "connect", orders=orders.receive[number * tp : (number + 1) * tp]
+                )
+            )
+        connected = self.trainer.results()
+        plan = orders.plan
+        return plan, {
+            "plan_s": plan_seconds,
+            "connect_s": max(each["connect_s"] for each in connected),
+            "bytes_needed": plan.bytes_needed,
+            "bytes_moved": plan.bytes_moved,
+            "bytes_aliased": plan.bytes_aliased,
+            "moved_over_needed": plan.bytes_moved / plan.bytes_needed if plan.bytes_needed else 1.0,
+            "pieces": sum(len(transfer.pieces) for transfer in plan.transfers),
+        }
+
+    def places(self) -> list[list[Place] | None]:
+        """Of each engine's ranks, where the platform cannot know: CPU slots."""
+        if platform.device_type == "cuda":
+            return [None] * self.case.engines
+        first = 0 if self.case.colocated else self.case.train.world_size
+        tp = self.case.tp
+        return [
+            [Place(platform.node, f"cpu:{first + number * tp + rank}") for rank in range(tp)]
+            for number in range(self.case.engines)
+        ]
+
+    def transfer(self) -> dict[str, Any]:
+        """One transaction: every engine serves a new version at its end."""
+        self.version += 1
+        start = time.perf_counter()
+        self.on_engines(lambda engine: engine.begin_weights(self.version))
+        begun = time.perf_counter()
+        self.trainer.start_call("send", self.version)
+        if self.receivers:
+            self.on_engines(lambda engine: engine.call_ranks("receive", "receive", version=self.version))
+        sent = self.trainer.results()
+        written = time.perf_counter()
+        self.on_engines(lambda engine: engine.seal_weights(self.version))
+        sealed = time.perf_counter()
+        self.on_engines(lambda engine: engine.commit_weights(self.version))
+        end = time.perf_counter()
+        return {
+            "transfer_ms": 1000 * max(seconds for seconds, _ in sent),
+            "begin_ms": 1000 * (begun - start),
+            "send_call_ms": 1000 * (written - begun),
+            "seal_ms": 1000 * (sealed - written),
+            "commit_ms": 1000 * (end - sealed),
+            "transaction_ms": 1000 * (end - start),
+        }
+
+    def baseline(self) -> dict[str, Any]:
+        """The whole model gathered, converted and handed over in buckets."""
+        tp = self.case.tp
+        self.version += 1
+        start = time.perf_counter()
+        self.on_engines(lambda engine: engine.begin_weights(self.version))
+        self.trainer.call("begin_baseline", BUCKET_BYTES)
+        buckets = 0
+        gathering = 0.0
+        while True:
+            before = time.perf_counter()
+            payloads = self.trainer.call("next_bucket")
+            gathering += time.perf_counter() - before
+            if payloads[0] is None:
+                break
+            buckets += 1
+            self.on_engines(
+                lambda engine, number, payloads=payloads: engine.update_weights_from_tensor(
+                    payloads[number * tp : (number + 1) * tp]
+                )
+            )
+        self.on_engines(lambda engine: engine.seal_weights(self.version))
+        self.on_engines(lambda engine: engine.commit_weights(self.version))
+        seconds = time.perf_counter() - start
+        return {
+            "transaction_ms": 1000 * seconds,
+            "transfer_ms": 1000 * seconds,
+            "gather_and_convert_ms": 1000 * gathering,
+            "buckets": buckets,
+        }
+
+    def verify(self) -> bool:
+        """Raises EngineError where an engine does not hold the export."""
+        for number, ranks in enumerate(self.on_engines(lambda e: e.verify_weights(self.directory / "export"))):
+            for rank, found in enumerate(ranks):
+                if found:
+                    raise EngineError(f"engine {number} rank {rank}: {found[0]} and {len(found) - 1} more")
+        return True
+
+    def copy_rate(self) -> float:
+        """GB/s of one large copy from every GPU to the next, all at the same time: the median over runs, then ranks."""
+        handles = self.trainer.call("share_scratch", SCRATCH_BYTES)
+        runs = self.trainer.call("copy_rate", handles)
+        self.trainer.call("drop_scratch")
+        slowest = [max(seconds) for seconds in zip(*runs, strict=True)]
+        return SCRATCH_BYTES / 2 / statistics.median(slowest[2:]) / 1e9
+
+    def on_engines(self, action: Callable[..., Any]) -> list[Any]:
+        """Do something with all engines at the same time; `action` takes the engine, and its number if it wants."""
+        takes_number = action.__code__.co_argcount - len(action.__defaults__ or ()) > 1
+        return list(
+            self.pool.map(
+                lambda pair: action(pair[1], pair[0]) if takes_number else action(pair[1]), enumerate(self.engines)
+            )
+        )
+
+
+def _rates(plan: Plan, figures: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Bytes by link, and the rate at which the busiest rank sent to other devices."""
+    by_link = {link.value: 0 for link in Link if link is not Link.MEMORY}
+    crossing: dict[int, int] = {}
+    arriving: dict[int, int] = {}
+    for transfer in plan.transfers:
+        by_link[transfer.link.value] += transfer.nbytes
+        if transfer.link is not Link.DEVICE:
+            crossing[transfer.source] = crossing.get(transfer.source, 0) + transfer.nbytes
+            arriving[transfer.target] = arriving.get(transfer.target, 0) + transfer.nbytes
+    busiest = max([0, *crossing.values(), *arriving.values()])
+    return {
+        "bytes_by_link": by_link,
+        "busiest_rank_crossing_bytes": busiest,
+        "crossing_gb_s": busiest / figures["transfer_ms"] / 1e6,
+    }
+
+
+@contextlib.contextmanager
+def _timed(what: str) -> Iterator[Callable[[], float]]:
+    start = time.perf_counter()
+    yield lambda: round(time.perf_counter() - start, 3)
+    _say(f"{what}: {time.perf_counter() - start:.1f} s")
+
+
+def _say(line: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,107 @@
+"""One process's end of the collective transport."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import numpy as np
+import torch
+from torch.distributed import PrefixStore, TCPStore
+
+from engine3d.platform import platform
+from engine3d.platform.wire import Wire
+from engine3d.reshard.collective import CollectiveTransfer, Incoming, Outgoing
+from engine3d.reshard.coordinate import CollectiveOrder, Message
+from engine3d.reshard.pieces import Pieces
+
+
+class Participant:
+    """A rank that sends or receives over the process group; it meets the others when it is made.
+
+    Args:
+        order: its part.
+        device: of its memory.
+        sources: for each buffer of a trainer's rank a flat tensor of its elements.
+        targets: for each target that it receives for, by index among the targets, the same of the target's buffers.
+
+    Raises:
+        EngineError: another participant did not come in time, or the staging is too small for the number of peers.
+    """
+
+    def __init__(
+        self,
+        order: CollectiveOrder,
+        device: torch.device,
+        sources: Sequence[torch.Tensor],
+        targets: Mapping[int, Sequence[torch.Tensor]],
+    ) -> None:
+        host, port = order.store
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=order.timeout_s))
+        self._wire: Wire = platform.wire(PrefixStore(order.group, store), order.names, order.index, order.timeout_s)
+        outgoing = [
+            Outgoing(
+                message.receiver,
+                _joined(message),
+                sources,
+                [getattr(torch, dtype) for dtypes in message.dtypes for dtype in dtypes],
+            )
+            for message in order.outgoing
+        ]
+        incoming = [
+            Incoming(
+                message.sender,
+                _joined(message),
+                [buffer for transfer in message.transfers for buffer in targets[transfer.target]],
+            )
+            for message in order.incoming
+        ]
+        self._transfer = CollectiveTransfer(self._wire, order.sizes, outgoing, incoming, device, order.staging_bytes)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this participant sends for a version."""
+        return self._transfer.nbytes
+
+    @property
+    def staged_bytes(self) -> int:
+        """Memory that it takes for messages."""
+        return self._transfer.staged_bytes
+
+    def run(self, version: int) -> None:
+        """Send and receive a version; return when this participant's part is done.
+
+        Raises:
+            EngineError: another participant is gone or was late; targets may hold a mixture of versions.
+        """
+        self._transfer.run(version)
+        platform.synchronize()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._wire.close()
+
+
+def _joined(message: Message) -> Pieces:
+    """The pieces of all transfers of a message, with the buffers of all its targets counted through."""
+    columns: list[list[np.ndarray]] = [[] for _ in range(8)]
+    base = 0
+    for transfer, dtypes in zip(message.transfers, message.dtypes, strict=True):
+        pieces = transfer.pieces
+        for column, values in zip(
+            columns,
+            (
+                pieces.source_buffer,
+                pieces.source_offset,
+                pieces.source_stride,
+                pieces.target_buffer + base,
+                pieces.target_offset,
+                pieces.target_stride,
+                pieces.rows,
+                pieces.length,
+            ),
+            strict=True,
+        ):
+            column.append(values)
+        base += len(dtypes)
+    return Pieces(*(np.concatenate(column) for column in columns))

@@ -1,0 +1,111 @@
+"""The proof: what an engine's rank holds is, bit for bit, what SGLang's own loader makes of an export."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine3d.errors import UserError
+from engine3d.models.safetensors_files import TensorFiles
+from engine3d.reshard.shards import Holding
+from engine3d.reshard.trace import LoadTrace, derived_tensors
+
+_LAYER = re.compile(r"\.layers\.\d+\.")
+_POISON = 0xA5
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A buffer of a rank that is not what the loader makes of the export.
+
+    Args:
+        buffer: SGLang's name of the parameter, or of what it derives from one.
+        tensor: the first HuggingFace tensor whose elements differ; None where they are of no tensor.
+        elements: how many differ.
+        of: how many there are.
+    """
+
+    buffer: str
+    tensor: str | None
+    elements: int
+    of: int
+
+    def __str__(self) -> str:
+        tensor = f" (tensor {self.tensor})" if self.tensor else ""
+        return f"{self.buffer}{tensor}: {self.elements} of {self.of} elements differ"
+
+
+def differences(model: torch.nn.Module, trace: LoadTrace, directory: Path) -> list[Difference]:
+    """Compare a rank's memory with what `model.load_weights` makes of a HuggingFace directory.
+
+    Layer by layer, the parameters are given other memory full of a pattern, the loader fills it, and the bits are
+    compared; then they get their own memory back. The rank's own memory is only read, except that what SGLang derives
+    from parameters is derived anew, from the export. Takes the memory of one layer.
+
+    Raises:
+        UserError: the directory lacks a tensor that the loader reads.
+    """
+    by_group: dict[str, list[Holding]] = {}
+    for holding in trace.holdings:
+        match = _LAYER.search(holding.tensor)
+        by_group.setdefault(match[0] if match else "", []).append(holding)
+    derived = {name: tensor.clone() for name, tensor in derived_tensors(model).items()}
+    found: list[Difference] = []
+    with TensorFiles(directory) as files, torch.no_grad():
+        for holdings in by_group.values():
+            found += _compare(model, trace, holdings, files)
+    for name, tensor in derived_tensors(model).items():
+        if count := int((_bits(tensor) != _bits(derived[name])).sum()):
+            found.append(Difference(name, None, count, tensor.numel()))
+    return found
+
+
+def _compare(
+    model: torch.nn.Module, trace: LoadTrace, holdings: list[Holding], files: TensorFiles
+) -> Iterator[Difference]:
+    indices = sorted({holding.buffer for holding in holdings})
+    names = dict.fromkeys(holding.tensor for holding in holdings)
+    memory = loadable_memory(model)
+    tensors = {index: memory[trace.buffers[index].name] for index in indices}
+    own = {index: tensor.data for index, tensor in tensors.items()}
+    loaded: dict[int, torch.Tensor] = {}
+    try:
+        for index in indices:
+            loaded[index] = torch.empty(trace.buffers[index].shape, dtype=own[index].dtype, device=own[index].device)
+            loaded[index].view(torch.uint8).fill_(_POISON)
+            tensors[index].data = loaded[index]
+        model.load_weights(_read(files, list(names)))
+    finally:
+        for index in indices:
+            tensors[index].data = own[index]
+    for index in indices:
+        differ = _bits(own[index]) != _bits(loaded[index])
+        if count := int(differ.sum()):
+            tensor = next((h.tensor for h in holdings if h.buffer == index and _within(differ, h).any()), None)
+            yield Difference(trace.buffers[index].name, tensor, count, differ.numel())
+
+
+def loadable_memory(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's parameters and registered buffers as they are now, by name."""
+    return {**dict(model.named_buffers()), **dict(model.named_parameters())}
+
+
+def _read(files: TensorFiles, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in names:
+        if name not in files.tensors:
+            raise UserError(f"tensor {name}: missing in {files.directory}")
+        yield name, files.read(name, tuple((0, size) for size in files.tensors[name].shape))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def _within(differ: torch.Tensor, holding: Holding) -> torch.Tensor:
+    sizes = [stop - start for start, stop in holding.box]
+    return differ.contiguous().as_strided(sizes, holding.strides, holding.offset)

@@ -1,0 +1,222 @@
+"""One rank of an engine, inside SGLang's scheduler process: it says where its weights lie and lets them be written.
+
+The client reaches it through SGLang's `collective_rpc`, which calls a method of the scheduler by name on every rank but
+brings no results back: calls and results go through files of the engine's run directory.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine3d.errors import EngineError, UserError
+from engine3d.platform import platform
+
+if TYPE_CHECKING:
+    from engine3d.reshard.coordinate import ReceiveOrder
+    from engine3d.reshard.memory import SharedShards
+    from engine3d.reshard.participant import Participant
+    from engine3d.reshard.shards import Place, Shards
+    from engine3d.reshard.trace import LoadTrace
+    from engine3d.reshard.verify import Difference
+
+# The files in which trainer's ranks say where their weights lie: for each of the engine's ranks one path, or nothing
+# between two os.pathsep.
+SOURCES_VARIABLE = "ENGINE3D_ROLLOUT_WEIGHT_SOURCES"
+SOURCES_TIMEOUT_VARIABLE = "ENGINE3D_ROLLOUT_WEIGHT_SOURCES_TIMEOUT_S"
+
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of one method of EngineRank on every rank."""
+
+    method: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one rank answered: a result, or one line that says what failed."""
+
+    result: Any = None
+    error: str | None = None
+    user_error: bool = False
+
+
+def answer_path(call: Path, rank: int) -> Path:
+    """Where a rank puts its pickled Answer to the pickled Call at `call`."""
+    return call.with_suffix(f".{rank}")
+
+
+class EngineRank:
+    """The weights of one rank, made after SGLang has loaded its model and before it captures CUDA graphs."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._aliased: dict[int, Any] = {}
+        self._trace: LoadTrace | None = None
+        self._shards: Shards | None = None
+        self._participant: Participant | None = None
+        sources = os.environ.get(SOURCES_VARIABLE, "").split(os.pathsep)
+        source = sources[self.rank] if self.rank < len(sources) else ""
+        if source:
+            self.bind(_wait_for(Path(source), float(os.environ[SOURCES_TIMEOUT_VARIABLE])))
+
+    @property
+    def rank(self) -> int:
+        return int(self._runner.ps.tp_rank)
+
+    def answer(self, path: str) -> None:
+        """Make the Call at `path` and leave the Answer beside it."""
+        call: Call = pickle.loads(Path(path).read_bytes())
+        try:
+            answer = Answer(getattr(self, call.method)(**call.arguments))
+        except Exception as error:  # told to the client, which knows what to do about it
+            traceback.print_exc()
+            user_error = isinstance(error, UserError)
+            line = " ".join(str(error).split())
+            known = user_error or isinstance(error, EngineError)
+            answer = Answer(error=line if known else f"{type(error).__name__}: {line}", user_error=user_error)
+        Path(answer_path(Path(path), self.rank)).write_bytes(pickle.dumps(answer))
+
+    # What a Call may name
+
+    def share(self, name: str, first_rank: int, places: Sequence[Place] | None) -> SharedShards:
+        """The rank's shards, with handles by which other processes of the node can map their memory.
+
+        Args:
+            name: how errors call the engine.
+            first_rank: number of the engine's first rank among the ranks of all engines.
+            places: where each rank of the engine is, where the platform cannot know.
+        """
+        from engine3d.reshard.memory import SharedShards
+        from engine3d.reshard.shards import Place, Shards
+
+        trace = self._traced()
+        aliases = tuple(self._aliased.values())
+        place = places[self.rank] if places else Place(*platform.place())
+        name, rank = f"{name} rank {self.rank}", first_rank + self.rank
+        self._shards = Shards(name, rank, place, trace.buffers, trace.holdings, aliases)
+        handles = tuple(
+            None if index in self._aliased else platform.share_memory(tensor.untyped_storage())
+            for index, tensor in enumerate(self._memory())
+        )
+        return SharedShards(self._shards, handles)
+
+    def bind(self, source: SharedShards) -> tuple[str, ...]:
+        """Let parameters whose bytes are the trainer's be the trainer's memory; give the memory they had back.
+
+        Returns:
+            The names of the parameters.
+        """
+        from engine3d.reshard.aliases import find_aliases
+        from engine3d.reshard.shards import Shards
+
+        self.unbind()
+        trace = self._traced()
+        target = Shards("engine", self.rank, source.shards.place, trace.buffers, trace.holdings)
+        storages: dict[int, torch.UntypedStorage] = {}
+        memory = self._memory()
+        for alias in find_aliases([source.shards], target):
+            if alias.source_buffer not in storages:
+                handle = source.handles[alias.source_buffer]
+                assert handle is not None
+                storages[alias.source_buffer] = platform.map_memory(handle)
+            parameter = memory[alias.target_buffer]
+            shape = trace.buffers[alias.target_buffer].shape
+            view = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            view.set_(storages[alias.source_buffer], alias.offset, shape, alias.strides)
+            parameter.data = view
+            self._aliased[alias.target_buffer] = alias
+        platform.empty_cache()
+        return tuple(trace.buffers[index].name for index in self._aliased)
+
+    def unbind(self) -> None:
+        """Give every parameter memory of its own again, with the same contents."""
+        memory = self._memory() if self._aliased else []
+        for index in self._aliased:
+            parameter = memory[index]
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        self._aliased = {}
+
+    def connect(self, orders: Sequence[ReceiveOrder]) -> None:
+        """Make ready for what comes over the collective transport. `orders`: one for each rank of the engine."""
+        from engine3d.reshard.participant import Participant
+
+        assert self._shards is not None, "share comes first"
+        if self._participant is not None:
+            self._participant.close()
+            self._participant = None
+        order, memory = orders[self.rank].collective, self._memory()
+        if order is not None:
+            targets = {self._shards.rank: [tensor.data.view(-1) for tensor in memory]}
+            self._participant = Participant(order, memory[0].device, (), targets)
+
+    def receive(self, version: int) -> None:
+        """Take this rank's part of a version; return when all of it is there."""
+        if self._participant is not None:
+            self._participant.run(version)
+
+    def seal(self) -> None:
+        """All weights are written: bring what SGLang derives from them up to date."""
+        from engine3d.reshard.trace import refresh_derived
+
+        platform.synchronize()
+        refresh_derived(self._runner.model)
+        platform.synchronize()
+
+    def poison(self) -> None:
+        """Overwrite all weights that are this rank's own memory, so that what is not transferred shows."""
+        for index, tensor in enumerate(self._memory()):
+            if index not in self._aliased:
+                tensor.data.view(-1).view(torch.uint8).fill_(0xA5)
+
+    def verify(self, directory: str) -> list[Difference]:
+        """Compare what this rank holds with what SGLang's loader makes of a HuggingFace directory, bit for bit."""
+        from engine3d.reshard.verify import differences
+
+        return differences(self._runner.model, self._traced(), Path(directory))
+
+    # What they stand on
+
+    def _memory(self) -> list[torch.Tensor]:
+        """The memory of each buffer of the trace, as it is now."""
+        from engine3d.reshard.verify import loadable_memory
+
+        memory = loadable_memory(self._runner.model)
+        return [memory[buffer.name] for buffer in self._traced().buffers]
+
+    def _traced(self) -> LoadTrace:
+        if self._trace is None:
+            from engine3d.models import load_model_spec
+            from engine3d.reshard.trace import trace_load
+
+            spec = load_model_spec(self._runner.model_config.model_path)
+            tensors = {
+                name: (tensor.shape, torch.float32 if tensor.buffer else self._runner.dtype)
+                for name, tensor in spec.hf_tensors.items()
+            }
+            # Without the tensors, which would keep memory that a parameter gives up when it is bound to the trainer's.
+            self._trace = replace(trace_load(self._runner.model, tensors), tensors=())
+        return self._trace
+
+
+def _wait_for(path: Path, timeout_s: float) -> SharedShards:
+    """What a trainer's rank wrote of its memory, as soon as it has."""
+    end = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > end:
+            raise EngineError(f"the trainer did not say within {timeout_s:g} s where its weights lie ({path})")
+        time.sleep(_POLL_S)
+    shared: SharedShards = pickle.loads(path.read_bytes())
+    return shared
