@@ -4,10 +4,10 @@ SGLang's own model is built on the meta device, with SGLang's own process groups
 own loader is traced. SGLang 0.5.16 cuts the dense part of a model over all tp ranks. The experts are cut over ep groups
 of tp / ep neighbouring ranks, and each expert over the ranks of its group (`moe_tp`).
 
-Data parallel attention (`enable_dp_attention`) changes the cut: attention, embedding and output head are then cut over
-tp / dp ranks. Engines with it are not simulated here. What SGLang decides by the machine it runs on, it decides here by
-this machine: DeepSeek's shared expert is one more expert of `w13_weight` on a GPU with ep=1, and a module of its own
-elsewhere.
+Data parallel attention (`enable_dp_attention`) changes the cut: attention and, as the model has it, embedding and
+output head are then cut over tp / dp ranks. SGLang's `initialize_model_parallel` takes that size too; engines with it
+are not simulated here. What SGLang decides by the machine it runs on, it decides here by this machine: on a GPU, with
+ep=1, DeepSeek-V3's shared expert is one more of its experts (`enforce_shared_experts_fusion` says so on any machine).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import importlib
 import linecache
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,11 +34,19 @@ from engine3d.rollout.server_arguments import sglang_directory
 
 # Of sglang.srt.distributed.parallel_state: one for each kind of process group.
 _GROUPS = ("_WORLD", "_TP", "_ATTN_TP", "_ATTN_CP", "_DCP", "_MOE_DP", "_MOE_EP", "_MOE_TP", "_PP")
+# Arguments of SGLang's by which an engine is cut in further ways.
+_OTHER_CUTS = {"enable_dp_attention", "dp_size", "pp_size", "attn_cp_size", "moe_dp_size", "dcp_size"}
+_NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def trace_engine_layout(
-    hf_config: dict[str, Any], tensors: Tensors, tp: int, ep: int, dtype: torch.dtype | None = None
+    hf_config: dict[str, Any],
+    tensors: Tensors,
+    tp: int,
+    ep: int,
+    dtype: torch.dtype | None = None,
+    server_args: Mapping[str, Any] = _NO_ARGUMENTS,
 ) -> list[LoadTrace]:
     """What each tp rank of an engine holds, as `trace_load` would find it inside that engine, in order of rank.
 
@@ -50,21 +59,28 @@ def trace_engine_layout(
         tp: tensor parallel size: the engine's number of ranks.
         ep: expert parallel size, which divides tp.
         dtype: the engine's; None for what SGLang's dtype "auto" makes of the config's.
+        server_args: further arguments of SGLang's that the engine has, such as enforce_shared_experts_fusion.
 
     Raises:
         UserError: SGLang refuses the layout, or the tensors are another model's.
     """
     pattern = _Pattern.of(hf_config, tensors, dtype)
-    traces = [pattern.trace(tp, ep, rank) for rank in range(tp)]
+    traces = [pattern.trace(tp, ep, rank, server_args) for rank in range(tp)]
     check_same_model(traces, tensors)
     return traces
 
 
 def trace_engine(
-    hf_config: dict[str, Any], tensors: Tensors, tp: int, ep: int, rank: int, dtype: torch.dtype | None = None
+    hf_config: dict[str, Any],
+    tensors: Tensors,
+    tp: int,
+    ep: int,
+    rank: int,
+    dtype: torch.dtype | None = None,
+    server_args: Mapping[str, Any] = _NO_ARGUMENTS,
 ) -> LoadTrace:
     """What one tp rank of an engine holds: one of `trace_engine_layout`, unchecked against the other ranks."""
-    return _Pattern.of(hf_config, tensors, dtype).trace(tp, ep, rank)
+    return _Pattern.of(hf_config, tensors, dtype).trace(tp, ep, rank, server_args)
 
 
 def auto_dtype(hf_config: dict[str, Any]) -> torch.dtype:
@@ -75,13 +91,20 @@ def auto_dtype(hf_config: dict[str, Any]) -> torch.dtype:
 
 
 @contextmanager
-def engine_rank(tp: int, ep: int, rank: int, ropes: dict[Any, Any] | None = None) -> Iterator[None]:
+def engine_rank(
+    tp: int,
+    ep: int,
+    rank: int,
+    server_args: Mapping[str, Any] = _NO_ARGUMENTS,
+    ropes: dict[Any, Any] | None = None,
+) -> Iterator[None]:
     """Within it, SGLang's modules are built as on one rank of an engine. Not for several threads at a time.
 
     Args:
         tp: tensor parallel size.
         ep: expert parallel size.
         rank: tp rank.
+        server_args: further arguments of SGLang's.
         ropes: the rotary embeddings that were built before. SGLang keeps one for all models of a process, where one
             on the meta device would be of no use to others.
 
@@ -90,9 +113,14 @@ def engine_rank(tp: int, ep: int, rank: int, ropes: dict[Any, Any] | None = None
     """
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers import dp_attention
+    from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.runtime_context import get_context
 
+    if other := sorted(_OTHER_CUTS & server_args.keys()):
+        raise UserError(
+            f"server_args.{other[0]}: engines that are cut in other ways than by tp and ep are not simulated"
+        )
     if tp < 1 or ep < 1 or tp % ep:
         raise UserError(f"engine layout tp={tp} ep={ep}: SGLang cuts an expert over tp / ep ranks: ep must divide tp")
 
@@ -106,8 +134,10 @@ def engine_rank(tp: int, ep: int, rank: int, ropes: dict[Any, Any] | None = None
         stack.enter_context(_changed(dp_attention, _ATTN_DP_RANK=0, _ATTN_DP_SIZE=1))
         stack.enter_context(_changed(factory, _ROPE_DICT={} if ropes is None else ropes))
         stack.enter_context(context.flags.dp.override(enabled=False))
-        stack.enter_context(context.override_server_args(tp_size=tp, ep_size=ep))
+        stack.enter_context(context.flags.moe.override(**vars(context.flags.moe)))
+        stack.enter_context(context.resources.override(expert_location_metadata=None))
         stack.enter_context(_refusals(tp, ep))
+        initialize_moe_config(stack.enter_context(context.override_server_args(tp_size=tp, ep_size=ep, **server_args)))
         with (
             _changed(parallel_state, init_model_parallel_group=group_of_rank),
             _changed(torch.distributed, is_initialized=lambda: True, get_world_size=lambda: tp),
@@ -227,8 +257,8 @@ class _Pattern:
         few = {name: tensor for name, tensor in tensors.items() if (_layer_of(name) or 0) < built}
         return cls(_with_layers(hf_config, built), few, kinds, dtype or auto_dtype(hf_config), {})
 
-    def trace(self, tp: int, ep: int, rank: int) -> LoadTrace:
-        with engine_rank(tp, ep, rank, self.ropes):
+    def trace(self, tp: int, ep: int, rank: int, server_args: Mapping[str, Any]) -> LoadTrace:
+        with engine_rank(tp, ep, rank, server_args, self.ropes):
             return _for_all_layers(
                 trace_load(build_model(self.hf_config, self.dtype, "meta"), self.tensors), self.kinds
             )

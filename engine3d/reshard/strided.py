@@ -77,6 +77,13 @@ def boxes_of_view(
         return []
     own = contiguous_strides(shape)
     starts = [offset // stride % size for stride, size in zip(own, shape, strict=True)]
+    leading = len(shape) - len(sizes)
+    if leading >= 0 and tuple(strides) == own[leading:]:
+        box = tuple((start, start + length) for start, length in zip(starts, (*(1,) * leading, *sizes), strict=True))
+        if all(stop <= size for (_, stop), size in zip(box, shape, strict=True)):
+            # One box, as most views are: what follows would find the same, more slowly.
+            others = (0 if size == 1 else stride for size, stride in zip(sizes, other_strides, strict=True))
+            return [BoxOfView(box, other_offset, (*(0,) * leading, *others))]
     axes: list[list[_Axis]] = [[] for _ in shape]
     for size, stride, other in zip(sizes, strides, other_strides, strict=True):
         _place_axis(axes, shape, own, starts, size, stride, other)

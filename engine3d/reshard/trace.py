@@ -56,8 +56,10 @@ def trace_load(model: nn.Module, tensors: Tensors) -> LoadTrace:
 
     Raises:
         UserError: the loader refuses a tensor, such as one of another shape than the model's.
-        EngineError: the loader does what cannot be followed, or leaves elements of a parameter unwritten.
+        EngineError: the loader does what cannot be followed, or leaves elements of a parameter unwritten; or SGLang
+            keeps the parameters in another form than its loader leaves them in.
     """
+    _check_as_loaded(model)
     recorder = _Recorder(model)
     with torch.no_grad(), _without_post_load(model), _PlainWrites(recorder):
         try:
@@ -130,6 +132,23 @@ def derived_tensors(model: nn.Module) -> dict[str, Tensor]:
         for name, value in vars(module).items()
         if isinstance(value, Tensor)
     }
+
+
+# Attributes of SGLang's layers, and what is done to their weights after loading where they are true.
+_REARRANGED = {
+    "use_flashinfer_trtllm_moe": "moe_runner_backend=flashinfer_trtllm permutes the experts' weights",
+    "use_intel_amx_backend": "the AMX backend packs weights",
+}
+
+
+def _check_as_loaded(model: nn.Module) -> None:
+    """Refuse models whose weights are rearranged after loading: values written where the loader puts them are lost."""
+    if getattr(model, "quant_config", None) is not None:
+        raise EngineError("SGLang's model is quantized: its parameters are not what its loader is given")
+    for name, module in model.named_modules():
+        for attribute, reason in _REARRANGED.items():
+            if getattr(module, attribute, False):
+                raise EngineError(f"module {name} of SGLang's model is not kept as it is loaded: {reason}")
 
 
 @contextmanager

@@ -163,6 +163,13 @@ def test_a_layout_that_sglang_refuses(name: str, tp: int, ep: int, message: str)
     assert "\n" not in str(raised.value)
 
 
+def test_other_cuts_are_refused() -> None:
+    with pytest.raises(UserError, match=r"server_args.enable_dp_attention: .* not simulated"):
+        trace_engine_layout(
+            MODELS["llama"], hf_tensors(MODELS["llama"]), 2, 1, server_args={"enable_dp_attention": True}
+        )
+
+
 def test_models_that_sglang_would_serve_without_some_of_their_weights() -> None:
     with pytest.raises(UserError, match=r"layers.0.mlp.gate_proj.bias of shape \[48\]: the engine's model has no such"):
         trace_engine_layout(CONFIGS["llama-biases"], hf_tensors(CONFIGS["llama-biases"]), 1, 1)

@@ -93,6 +93,27 @@ def test_the_trace_leaves_the_model_as_it_was() -> None:
     assert "post_load_weights" not in vars(model)
 
 
+def test_a_shared_expert_may_be_one_of_the_experts() -> None:
+    config = {**MODELS["deepseek_v3"], "n_shared_experts": 1}
+    values = random_tensors(hf_tensors(config))
+    with engine_rank(2, 1, 1, {"enforce_shared_experts_fusion": True}):
+        model = build_model(config, torch.bfloat16, "cpu")
+        trace = trace_load(model, hf_tensors(config))
+        written = [tensor.clone() for tensor in trace.tensors]
+        write_holdings(written, trace.holdings, values)
+        model.load_weights(iter(values.items()))
+    assert all(map(torch.equal, written, trace.tensors))
+    shapes = {buffer.name: buffer.shape for buffer in trace.buffers}
+    assert shapes["model.layers.1.mlp.experts.w2_weight"] == (9, 32, 12)
+
+
+def test_weights_that_are_rearranged_after_loading_are_refused() -> None:
+    with engine_rank(1, 1, 0, {"moe_runner_backend": "flashinfer_trtllm"}):
+        model = build_model(MODELS["qwen3_moe"], torch.bfloat16, "cpu")
+        with pytest.raises(EngineError, match=r"layers.0.mlp.experts.*flashinfer_trtllm permutes"):
+            trace_load(model, hf_tensors(MODELS["qwen3_moe"]))
+
+
 def test_a_tied_head_is_one_buffer() -> None:
     names = [buffer.name for buffer in traced("llama-tied", 2, 1, 0).buffers]
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
