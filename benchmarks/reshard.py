@@ -4,7 +4,10 @@
         --rollout tp=32,ep=32,engines=8
 
 prints one JSON object on stdout: the figures of the plan (engine3d/reshard/figures.py says what each is), made from
-shapes alone.
+shapes alone. Without --plan-only the transfers are made, on the GPUs of this machine or on CPU slots:
+
+    python benchmarks/reshard.py --model qwen3-30b-a3b --train tp=2,pp=2,ep=2 --rollout tp=4,engines=1 --colocated \
+        --ways one_sided,collective,baseline
 """
 
 from __future__ import annotations
@@ -14,19 +17,23 @@ import json
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.reshard_plan import (
     Placement,
+    Rollout,
     named_model,
     parse_layout,
     parse_rollout,
     plan_figures,
     versions,
 )
+from benchmarks.reshard_run import WAYS, Case, measure
 from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.models import ModelSpec
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,15 +51,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rollout", required=True, help="sizes of the engines, such as tp=32,ep=32,engines=8")
     parser.add_argument("--colocated", action="store_true", help="the engines are on the trainer's GPUs")
     parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument(
-        "--plan-only", action="store_true", required=True, help="figures of the plan, from shapes alone"
-    )
+    parser.add_argument("--plan-only", action="store_true", help="figures of the plan, from shapes alone")
+    parser.add_argument("--ways", default="one_sided,collective,baseline", help=f"some of {', '.join(WAYS)}")
+    parser.add_argument("--repeats", type=int, default=10, help="transfers of each way; the median counts")
+    parser.add_argument("--warm-ups", type=int, default=2, help="transfers of each way before those")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm"), help="where the export for the proof lies")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare what arrives with an export")
     try:
         options = parser.parse_args(arguments)
         placement = Placement(options.gpus_per_node, options.colocated)
         layout, rollout = parse_layout(options.train), parse_rollout(options.rollout)
+        spec = named_model(options.model)
         with redirect_stdout(sys.stderr):
-            figures = plan_figures(named_model(options.model), layout, rollout, placement)
+            if options.plan_only:
+                figures = plan_figures(spec, layout, rollout, placement)
+            else:
+                figures = _measured(options, spec, layout, rollout)
     except UserError as error:
         print(f"reshard.py: {error}", file=sys.stderr)
         return 2
@@ -65,6 +80,28 @@ def main(arguments: list[str] | None = None) -> int:
     }
     print(json.dumps(described | figures | {"versions": versions()}, indent=2))
     return 0
+
+
+def _measured(options: argparse.Namespace, spec: ModelSpec, layout: Layout, rollout: Rollout) -> dict[str, Any]:
+    ways = tuple(options.ways.split(","))
+    if unknown := [way for way in ways if way not in WAYS]:
+        raise UserError(f"--ways: {unknown[0]} is not one of {', '.join(WAYS)}")
+    assert spec.directory is not None
+    case = Case(
+        model=spec.directory.resolve(),
+        train=layout,
+        tp=rollout.tp,
+        ep=rollout.ep,
+        engines=rollout.engines,
+        colocated=options.colocated,
+        ways=ways,
+        repeats=options.repeats,
+        warm_ups=options.warm_ups,
+        dtype=options.dtype,
+        scratch=options.scratch,
+        verify=not options.no_verify,
+    )
+    return measure(case)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,97 +14,8 @@ from engine3d.errors import EngineError, UserError
 from engine3d.models.rules import Box
 from engine3d.reshard.pieces import Pieces
 from engine3d.reshard.runs import Copies, Integers, as_pieces
-from engine3d.reshard.shards import Holding, Shards
-
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Holdings as columns, one entry a holding; start, stop and strides are [holdings, dimensions].
-
-    Tensors with fewer dimensions have further ones of size 1 and stride 0.
-    """
-
-    tensor: Integers
-    start: Integers
-    stop: Integers
-    buffer: Integers
-    offset: Integers
-    strides: Integers
-
-    @property
-    def elements(self) -> Integers:
-        return (self.stop - self.start).prod(axis=1)
-
-
-class Table:
-    """Distinct holdings as rows of one set of columns.
-
-    Copies of a dense layer, or the ranks of several engines, hold the same: only what is distinct is worked on. Equal
-    rows are equal boxes of a tensor at equal places in memory.
-    """
-
-    def __init__(self, tensors: dict[str, int], shapes: Shapes) -> None:
-        self._tensors = tensors
-        self._shapes = shapes
-        self._by_identity: dict[int, int] = {}
-        self._by_value: dict[Holding, int] = {}
-
-    def rows(self, rank: Shards) -> Integers:
-        """The rows of a rank's holdings, without those of tensors that have no number."""
-        found = list(map(self._by_identity.get, map(id, rank.holdings)))
-        if None in found:
-            found = [
-                self._row(rank, holding) if row is None else row
-                for row, holding in zip(found, rank.holdings, strict=True)
-            ]
-        rows = np.array(found, dtype=np.int64)
-        return rows[rows >= 0]
-
-    def _row(self, rank: Shards, holding: Holding) -> int:
-        if holding.tensor not in self._tensors:
-            row = -1
-        else:
-            if not len(holding.box) == len(holding.strides) == len(self._shapes[holding.tensor]):
-                raise _outside(rank, holding, self._shapes)
-            row = self._by_value.setdefault(holding, len(self._by_value))
-        self._by_identity[id(holding)] = row
-        return row
-
-    @property
-    def holdings(self) -> list[Holding]:
-        return list(self._by_value)
-
-    def columns(self, ranks: Sequence[Shards], rows: Sequence[Integers]) -> Columns:
-        """All rows as columns, after a check that they lie within their tensors and their ranks' memory."""
-        held, dimensions = self.holdings, max(map(len, (self._shapes[name] for name in self._tensors)), default=1)
-        more = [((0, 1),) * count for count in range(dimensions + 1)]
-        spans = chain.from_iterable((*holding.box, *more[dimensions - len(holding.box)]) for holding in held)
-        box = np.fromiter(chain.from_iterable(spans), dtype=np.int64).reshape(len(held), dimensions, 2)
-        none = [(0,) * count for count in range(dimensions + 1)]
-        strides = chain.from_iterable((*each.strides, *none[dimensions - len(each.strides)]) for each in held)
-        columns = Columns(
-            tensor=np.array([self._tensors[holding.tensor] for holding in held], dtype=np.int64),
-            start=np.ascontiguousarray(box[:, :, 0]),
-            stop=np.ascontiguousarray(box[:, :, 1]),
-            buffer=np.array([holding.buffer for holding in held], dtype=np.int64),
-            offset=np.array([holding.offset for holding in held], dtype=np.int64),
-            strides=np.fromiter(strides, dtype=np.int64).reshape(len(held), dimensions),
-        )
-        sizes = np.ones((len(self._tensors), dimensions), dtype=np.int64)
-        for number, name in enumerate(self._tensors):
-            sizes[number, : len(self._shapes[name])] = self._shapes[name]
-        within = (columns.start >= 0) & (columns.start < columns.stop)
-        outside = ~(within & (columns.stop <= sizes[columns.tensor])).all(axis=1)
-        end = columns.offset + ((columns.stop - columns.start - 1) * columns.strides).sum(axis=1)
-        # Memory is read and written upwards from a holding's offset.
-        end[(columns.offset < 0) | (columns.strides < 0).any(axis=1)] = np.iinfo(np.int64).max
-        for rank, own in zip(ranks, rows, strict=True):
-            if outside[own].any():
-                raise _outside(rank, held[own[outside[own].argmax()]], self._shapes)
-            _check_memory(rank, held, own, columns.buffer[own], end[own])
-        return columns
+from engine3d.reshard.shards import Shards
+from engine3d.reshard.table import Columns, Shapes, Table, box_text
 
 
 @dataclass(frozen=True)
@@ -163,7 +74,7 @@ def offers_of(sources: Sequence[Shards], targets: Sequence[Shards], shapes: Shap
     place = np.empty_like(by_tensor)
     place[by_tensor] = np.arange(len(by_tensor))
     first_box = np.searchsorted(table.tensor[box_row], np.arange(len(tensors) + 1))
-    _check_disjoint(_take(table, box_row), first_box, list(tensors))
+    _check_disjoint(table.take(box_row), first_box, list(tensors))
 
     holder_row = np.concatenate([*rows, _NONE])
     source = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
@@ -190,6 +101,7 @@ class Needs:
         nbytes: of all parts.
         nbytes_aliased: of the holdings in aliased buffers, which are in no part.
         groups: for each group of boxes, its parts.
+        _pieces: what was worked out, shared by targets that differ in their aliases alone.
     """
 
     box: Integers
@@ -202,7 +114,7 @@ class Needs:
     nbytes: int
     nbytes_aliased: int
     groups: dict[int, Integers]
-    _pieces: dict[tuple[int, int, int, int], Pieces] = field(default_factory=dict)
+    _pieces: dict[tuple[int, int, bytes], Pieces] = field(default_factory=dict)
 
     def group_bytes(self, group: int, start: int = 0, stop: int | None = None) -> int:
         """Bytes of a group's parts from start to stop."""
@@ -223,9 +135,9 @@ class Needs:
 
     def pieces(self, offers: Offers, group: int, start: int, stop: int, source: int) -> Pieces:
         """The group's parts from start to stop as pieces from one source to the target."""
-        key = (group, start, stop, offers.layouts[group][source])
+        parts = self.groups[group][start:stop]
+        key = group, offers.layouts[group][source], parts.tobytes()
         if key not in self._pieces:
-            parts = self.groups[group][start:stop]
             position = int(np.searchsorted(offers.candidates[group], source))
             row = offers.holder_row[offers.first_holder[self.box[parts]] + position]
             held = offers.table
@@ -259,7 +171,7 @@ def needs_of(targets: Sequence[Shards], offers: Offers, shapes: Shapes) -> list[
     collected = Table(offers.tensors, shapes)
     rows = [collected.rows(target) for target in distinct]
     table = collected.columns(distinct, rows)
-    wholes = [_needs(target, _take(table, own), offers, shapes) for target, own in zip(distinct, rows, strict=True)]
+    wholes = [_needs(target, table.take(own), offers, shapes) for target, own in zip(distinct, rows, strict=True)]
     found: dict[tuple[int, frozenset[int]], Needs] = {}
     needs = []
     for number, target in zip(numbers, targets, strict=True):
@@ -285,40 +197,6 @@ def _wanted(targets: Sequence[Shards], shapes: Shapes) -> dict[str, int]:
     return {name: number for number, name in enumerate(name for name in shapes if name in names)}
 
 
-def _outside(rank: Shards, holding: Holding, shapes: Shapes) -> UserError:
-    return UserError(
-        f"reshard: {rank.name} holds {_text(holding.box)} of {holding.tensor}, "
-        f"which does not lie within its shape {list(shapes[holding.tensor])}"
-    )
-
-
-def _check_memory(rank: Shards, held: list[Holding], rows: Integers, buffer: Integers, end: Integers) -> None:
-    """Refuse holdings whose last element, `end`, is not in the buffer."""
-    elements = np.array([each.elements for each in rank.buffers], dtype=np.int64)
-    known = (buffer >= 0) & (buffer < len(elements))
-    fits = end < np.append(elements, 0)[np.where(known, buffer, -1)]
-    if not fits.all():
-        holding = held[rows[fits.argmin()]]
-        name = rank.buffers[holding.buffer].name if 0 <= holding.buffer < len(elements) else holding.buffer
-        raise EngineError(f"reshard: {rank.name}: {holding.tensor} reaches outside its buffer {name}")
-
-
-def _text(box: object) -> str:
-    assert isinstance(box, tuple)
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
-
-
-def _take(columns: Columns, index: Integers) -> Columns:
-    return Columns(
-        columns.tensor[index],
-        columns.start[index],
-        columns.stop[index],
-        columns.buffer[index],
-        columns.offset[index],
-        columns.strides[index],
-    )
-
-
 def _check_disjoint(boxes: Columns, first_box: Integers, names: list[str]) -> None:
     """Refuse distinct boxes of one tensor that share elements."""
     for tensor in np.flatnonzero(np.diff(first_box) > 1).tolist():
@@ -328,7 +206,7 @@ def _check_disjoint(boxes: Columns, first_box: Integers, names: list[str]) -> No
             shared = ((start[index] < stop[index + 1 :]) & (start[index + 1 :] < stop[index])).all(axis=1)
             if shared.any():
                 pair = (index, index + 1 + int(shared.argmax()))
-                one, other = (_text(tuple(zip(start[at].tolist(), stop[at].tolist(), strict=True))) for at in pair)
+                one, other = (box_text(tuple(zip(start[at].tolist(), stop[at].tolist(), strict=True))) for at in pair)
                 raise EngineError(f"reshard: sources hold boxes of {names[tensor]} that overlap: {one} and {other}")
 
 
@@ -386,30 +264,27 @@ def _check_covered(
     if missing.any():
         index = int((missing != 0).argmax())
         held = target.holdings[index]
-        what = f"{_text(held.box)} of {held.tensor}, which has shape {list(shapes[held.tensor])}"
+        what = f"{box_text(held.box)} of {held.tensor}, which has shape {list(shapes[held.tensor])}"
         lack = f"{missing[index]} of these elements" if counts[index] else "the tensor"
         raise UserError(f"reshard: {target.name} needs {what}, and no source holds {lack}")
 
 
 def _without(whole: Needs, aliased: frozenset[int], offers: Offers) -> Needs:
     """The needs without those of aliased buffers, and with what is left in groups."""
-    free = ~np.isin(whole.buffer, list(aliased))
+    bound = np.zeros(whole.buffer.max(initial=-1) + 1, dtype=np.bool_)
+    bound[[buffer for buffer in aliased if buffer < len(bound)]] = True
+    free = ~bound[whole.buffer]
     parts = np.flatnonzero(free)
     group_of = offers.groups[whole.box[parts]] if len(parts) else parts
     order = np.argsort(group_of, kind="stable")
     groups, first = np.unique(group_of[order], return_index=True)
     nbytes = int(whole.part_bytes[parts].sum())
-    return Needs(
-        whole.box,
-        whole.start,
-        whole.sizes,
-        whole.buffer,
-        whole.offset,
-        whole.strides,
-        whole.part_bytes,
-        nbytes,
-        whole.nbytes - nbytes,
-        dict(zip(groups.tolist(), np.split(parts[order], first[1:]), strict=True)) if len(parts) else {},
+    split = np.split(parts[order], first[1:]) if len(parts) else []
+    return replace(
+        whole,
+        nbytes=nbytes,
+        nbytes_aliased=whole.nbytes - nbytes,
+        groups=dict(zip(groups.tolist(), split, strict=True)),
     )
 
 
