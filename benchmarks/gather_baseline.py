@@ -121,7 +121,8 @@ def serialized(bucket: list[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tenso
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-    monkey_patch_torch_reductions()
+    if bucket[0][1].is_cuda:
+        monkey_patch_torch_reductions()  # so that the engine finds the GPU under whatever number it has there
     flattened = FlattenedTensorBucket(named_tensors=bucket)
     memory = flattened.get_flattened_tensor()
     payload = {"flattened_tensor": memory, "metadata": flattened.get_metadata()}

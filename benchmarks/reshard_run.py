@@ -67,6 +67,9 @@ class Case:
     verify: bool
 
 
+WAYS = ("share", "one_sided", "graph", "collective", "baseline")
+
+
 def measure(case: Case) -> dict[str, Any]:
     """Start trainer and engines, and measure every way. Everything is gone when this returns."""
     case.scratch.mkdir(parents=True, exist_ok=True)
@@ -257,9 +260,7 @@ class _Run:
     def baseline(self) -> dict[str, Any]:
         """The whole model gathered, converted and handed over in buckets."""
         tp = self.case.tp
-        self.version += 1
         start = time.perf_counter()
-        self.on_engines(lambda engine: engine.begin_weights(self.version))
         self.trainer.call("begin_baseline", BUCKET_BYTES)
         buckets = 0
         gathering = 0.0
@@ -275,8 +276,7 @@ class _Run:
                     payloads[number * tp : (number + 1) * tp]
                 )
             )
-        self.on_engines(lambda engine: engine.seal_weights(self.version))
-        self.on_engines(lambda engine: engine.commit_weights(self.version))
+        self.on_engines(lambda engine: engine.flush_cache())
         seconds = time.perf_counter() - start
         return {
             "transaction_ms": 1000 * seconds,

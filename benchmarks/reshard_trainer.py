@@ -57,7 +57,7 @@ class TrainerRank:
         self._sender = WeightSender(*model_shards(self._held, f"trainer rank {self.rank}", self.rank, self.place()))
 
     def place(self) -> Place:
-        return Place(platform.node, platform.place()[1] if platform.device_type == "cuda" else f"cpu:{self.rank}")
+        return Place(platform.node, platform.device_name(self.rank))
 
     def fill(self, seed: int) -> None:
         """Random weights, alike on all ranks that hold the same elements."""
@@ -226,6 +226,8 @@ def _serve(
     os.dup2(descriptor, 2)
     if platform.device_type == "cpu":
         torch.set_num_threads(1)
+        # The other way asks for a key that only relatives of this process have.
+        torch.multiprocessing.set_sharing_strategy("file_system")
     rank: TrainerRank | None = None
     while True:
         try:

@@ -194,6 +194,13 @@ class RolloutEngine:
             check_weights_fit(Path(directory), self._model.shapes)
         return self.call_ranks("verification of weights", "verify", directory=str(Path(directory).resolve()))
 
+    def update_weights_from_tensor(self, payloads: Sequence[str]) -> None:
+        """SGLang's own way to take HuggingFace tensors from another process: no transaction, and no version.
+
+        `payloads`: for each rank a flattened bucket, as SGLang's MultiprocessingSerializer makes it.
+        """
+        self._call("update of weights from tensors", "update_weights_from_tensor", payloads=list(payloads))
+
     def call_ranks(self, phase: str, method: str, **arguments: Any) -> list[Any]:
         """Call a method of `EngineRank` on every rank; their results in order of rank. Errors name the phase."""
         results: list[Any] = self._call(phase, "call_ranks", call=Call(method, arguments))

@@ -212,6 +212,17 @@ class _Server:
             raise EngineError("; ".join(dict.fromkeys(errors)))
         return results
 
+    async def update_weights_from_tensor(self, id: int, payloads: list[str]) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        success, message = await self._manager.update_weights_from_tensor(
+            UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=payloads, load_format="flattened_bucket", flush_cache=False
+            )
+        )
+        if not success:
+            raise RuntimeError(message)
+
     async def flush_cache(self, id: int) -> None:
         await self._flush(None)
 

@@ -104,7 +104,7 @@ class EngineRank:
 
         trace = self._traced()
         aliases = tuple(self._aliased.values())
-        place = places[self.rank] if places else Place(*platform.place())
+        place = places[self.rank] if places else Place(platform.node, platform.device_name(self.rank))
         name, rank = f"{name} rank {self.rank}", first_rank + self.rank
         self._shards = Shards(name, rank, place, trace.buffers, trace.holdings, aliases)
         handles = tuple(
