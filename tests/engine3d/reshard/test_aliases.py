@@ -10,6 +10,7 @@ import pytest
 
 from engine3d.layout import Layout
 from engine3d.models import model_spec
+from engine3d.models.rules import Box
 from engine3d.reshard.aliases import find_aliases
 from engine3d.reshard.plan import make_plan
 from engine3d.reshard.shards import Alias, Buffer, Holding, Shards
@@ -76,6 +77,12 @@ def one(name: str, shape: tuple[int, ...], holdings: list[Holding], dtype: str =
     return Shards(name, 0, place(at), (Buffer("memory", dtype, shape),), tuple(holdings))
 
 
+def _spans(*places: tuple[int, int], end: int) -> list[tuple[Box, int]]:
+    """Boxes of a vector, each from its start to the next one's, with where it lies."""
+    starts = [start for start, _ in places]
+    return [(((start, stop),), at) for (start, at), stop in zip(places, [*starts[1:], end], strict=True)]
+
+
 WHOLE = Holding("a", ((0, 4), (0, 6)), 0, 0, (6, 1))
 SOURCE = one("source", (30,), [replace(WHOLE, offset=5)])
 
@@ -116,6 +123,14 @@ def test_what_can_be_bound() -> None:
         (  # rows in the opposite order
             one("source", (24,), [Holding("a", ((r, r + 1), (0, 6)), 0, (3 - r) * 6, (6, 1)) for r in range(4)]),
             one("target", (4, 6), [WHOLE]),
+        ),
+        (  # runs that start where they should, one of which goes on past the end of a row
+            one(
+                "source",
+                (40,),
+                [Holding("c", span, 0, at, (1,)) for span, at in _spans((0, 0), (6, 9), (14, 20), (18, 27), end=24)],
+            ),
+            one("target", (4, 6), [Holding("c", ((0, 24),), 0, 0, (1,))]),
         ),
         (SOURCE, one("target", (3, 8), [replace(WHOLE, tensor="b")])),
     ],

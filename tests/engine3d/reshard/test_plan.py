@@ -182,6 +182,17 @@ def test_columns_are_one_piece_and_halves_of_a_matrix_one_run() -> None:
     assert (len(piece), piece.rows[0], piece.length[0]) == (1, 1, 48)
 
 
+def test_runs_at_two_distances_are_pairs() -> None:
+    # Gate and up of three experts: each expert is as far from the next as its halves are not.
+    runs = [Holding("a", ((4 * run, 4 * run + 4),), 0, 6 * run + 8 * (run // 2), (1,)) for run in range(6)]
+    whole = Holding("a", ((0, 24),), 0, 0, (1,))
+    sources, targets = [one_buffer("source", 0, place(0), runs, 64)], [one_buffer("target", 0, place(1), [whole], 24)]
+    plan = make_plan(sources, targets, {"a": (24,)})
+    check(plan, sources, targets, {"a": (24,)})
+    pieces = plan.transfers[0].pieces
+    assert pieces.rows.tolist() == [2, 2, 2] and pieces.source_stride.tolist() == [6, 6, 6]
+
+
 def test_a_transposed_tensor_is_copied_element_by_element() -> None:
     source = one_buffer("source", 0, place(0), [Holding("a", ((0, 3), (0, 5)), 0, 0, (5, 1))], 15)
     target = one_buffer("target", 0, place(1), [Holding("a", ((0, 3), (0, 5)), 0, 0, (1, 3))], 15)
