@@ -206,7 +206,7 @@ def built(
     return runs, time.perf_counter() - started, most
 
 
-def kernel(programs_per_sm: int | None = None, method: CopyMethod = "kernel") -> Callable[[Copies], RunCopies]:
+def kernel(programs_per_sm: int | None = None, method: CopyMethod = "mixed") -> Callable[[Copies], RunCopies]:
     def build(copies: Copies) -> RunCopies:
         if programs_per_sm is None:
             return cuda_copy.runner(copies, method)
@@ -219,7 +219,7 @@ def ways(sweep: bool) -> Iterator[tuple[str, bool, Callable[[Copies], RunCopies]
     """Name, whether the target's GPU copies, and what builds it."""
     yield "push", False, kernel()
     yield "pull", True, kernel()
-    yield "graph", False, kernel(method="graph")
+    yield "graph", False, kernel(method="engines")
     if sweep:
         for programs_per_sm in (1, 2, 6):
             yield f"push, {programs_per_sm} programs an SM", False, kernel(programs_per_sm)

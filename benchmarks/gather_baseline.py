@@ -1,6 +1,7 @@
-"""What other systems do to bring weights from Megatron-Core to SGLang, as the alternative that `reshard.py` is measured
-against: every full tensor is gathered on every trainer's rank over its model-parallel groups, converted to HuggingFace
-tensors, and handed over in buckets through SGLang's `update_weights_from_tensor`, whose loader cuts each rank's part out.
+"""What other systems do with weights between Megatron-Core and SGLang: what reshard.py measures against.
+
+Every full tensor is gathered on every trainer's rank over its model-parallel groups, converted to HuggingFace tensors,
+and handed over in buckets through SGLang's `update_weights_from_tensor`, whose loader cuts each rank's part out.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class Case:
         train: layout of the trainer, on the first devices.
         tp, ep, engines: of the rollout.
         colocated: whether the engines are on the trainer's devices, or on those after them.
-        ways: of "share" (engines use the trainer's memory where they can), "one_sided", "graph" (one-sided by copy
-            nodes of a CUDA graph), "collective" and "baseline".
+        ways: of "share" (engines use the trainer's memory where they can), "one_sided", "engines" (one-sided, by the
+            copy engines alone), "collective" and "baseline".
         repeats, warm_ups: transfers of each way.
         dtype: of the weights.
     """
@@ -67,7 +67,7 @@ class Case:
     verify: bool
 
 
-WAYS = ("share", "one_sided", "graph", "collective", "baseline")
+WAYS = ("share", "one_sided", "engines", "collective", "baseline")
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class _Run:
             max_running_requests=16,
             mem_fraction_static=0.85 if cuda else 0.3,
             start_timeout_s=420,
-            server_args={"load_format": "dummy"} | ({"cuda_graph_max_bs": 8} if cuda else {}),
+            server_args={"load_format": "dummy"} | ({"cuda_graph_max_bs_decode": 8} if cuda else {}),
         )
         engines = []
         for number in range(case.engines):
@@ -200,7 +200,7 @@ class _Run:
             timeout_s=120.0,
         )
         plan_seconds = time.perf_counter() - start
-        method = "graph" if way == "graph" else None
+        method = "engines" if way == "engines" else None
         self.trainer.start_call("connect", each=[(order, method) for order in orders.send])
         tp = self.case.tp
         self.receivers = orders.engines_receive

@@ -15,7 +15,7 @@ from engine3d.models import ModelSpec
 from engine3d.reshard.coordinate import coordinate
 from engine3d.reshard.memory import SharedShards
 from engine3d.reshard.pieces import Plan
-from engine3d.reshard.sender import Sent
+from engine3d.reshard.sender import Sent, Transport
 from hybridflow import metrics
 from hybridflow.config import RolloutRole
 from hybridflow.worker_group import WorkerGroup
@@ -116,8 +116,11 @@ class WeightSync:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def _figures(plan: Plan, sent: Sequence[dict[str, Sent]]) -> dict[str, float]:
-    values: dict[str, float] = {metrics.SYNC_BYTES_ALIASED: plan.bytes_aliased, metrics.SYNC_BYTES_MOVED: plan.bytes_moved}
+def _figures(plan: Plan, sent: Sequence[dict[Transport, Sent]]) -> dict[str, float]:
+    values: dict[str, float] = {
+        metrics.SYNC_BYTES_ALIASED: plan.bytes_aliased,
+        metrics.SYNC_BYTES_MOVED: plan.bytes_moved,
+    }
     for transport in dict.fromkeys(name for rank in sent for name in rank):
         figures = [rank[transport] for rank in sent if transport in rank]
         values[f"sync/{transport}_bytes"] = sum(each.nbytes for each in figures)

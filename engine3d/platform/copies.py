@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 Column = NDArray[np.int64]
 
-CopyMethod = Literal["kernel", "graph"]
-"""How a GPU copies: its multiprocessors run one kernel over all pieces, or its copy engines a graph of them."""
+CopyMethod = Literal["mixed", "engines"]
+"""How a GPU copies: its copy engines the long runs and one kernel of its multiprocessors the rest, or its copy engines
+everything."""
 
 RunCopies = Callable[[], None]
 """Enqueues all copies on the device's current stream."""

@@ -71,7 +71,7 @@ class CudaPlatform(Platform):
     def copy_runner(self, copies: Copies, method: CopyMethod | None = None) -> RunCopies:
         from engine3d.platform import cuda_copy  # Triton is slow to import, and only transfers need it
 
-        return cuda_copy.runner(copies, method or "kernel")
+        return cuda_copy.runner(copies, method or "mixed")
 
     def wire(self, store: Store, names: Sequence[str], rank: int, timeout_s: float) -> Wire:
         return NcclWire(store, names, rank, timeout_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -17,7 +17,6 @@ _PROGRAMS_PER_SM = 4
 _TILE_BYTES = (16 << 10, 128 << 10)
 """The least and the most; between them such that every program gets several tiles."""
 _TILES_PER_PROGRAM = 8
-_GRAPH_STREAMS = 4
 _ENGINE_BYTES = 16 << 20
 """Runs from here on are left to the copy engines, which are faster between GPUs (388 against 357 GB/s from each of four
 H200 to all others) but take about 10 us for each run, however short."""
@@ -66,58 +65,30 @@ def copy_tiles(table, tiles, COLUMNS: tl.constexpr, WORD: tl.constexpr, BLOCK: t
 def runner(copies: Copies, method: CopyMethod, programs_per_sm: int = _PROGRAMS_PER_SM) -> RunCopies:
     """What enqueues the copies on the current stream of the current device, which is the one it is made on.
 
+    They are captured as one CUDA graph: what it begins at the same time does not depend on how many queues the process
+    has, which Megatron-Core wants to be one (CUDA_DEVICE_MAX_CONNECTIONS).
+
     Args:
         copies: whose memory the current device reaches.
-        method: of copies that do not cast; a graph of torch's kernels casts.
+        method: of copies that do not cast; torch's kernels cast.
         programs_per_sm: of the kernel.
     """
     copies = copies.simplified().interleaved()
-    casts = copies.casts()
-    runs: list[RunCopies] = []
-    if method == "kernel":
-        long = ~casts & (copies.rows == 1) & (copies.length * copies.itemsizes() >= _ENGINE_BYTES)
-        engines = _CopyEngines(copies[long])
-        # Begun first and waited for last, so that the kernels run beside them.
-        runs += [engines.start, *_kernels(copies[~casts & ~long], programs_per_sm), engines.wait]
-        captured = copies[casts]
+    if not len(copies):
+        return lambda: None
+    if method == "mixed":
+        casts = copies.casts()
+        by_engine = casts | ((copies.rows == 1) & (copies.length * copies.itemsizes() >= _ENGINE_BYTES))
+        kernels = _kernels(copies[~by_engine], programs_per_sm)
+        copies = copies[by_engine]
     else:
-        captured = copies
-    if len(captured):
-        runs.append(_graph(captured).replay)
+        kernels = []
+    graph = _captured(copies, kernels)
 
-    def run() -> None:
-        for each in runs:
-            each()
+    def run(kept: Sequence[RunCopies] = kernels) -> None:  # the graph reads their tables
+        graph.replay()
 
     return run
-
-
-class _CopyEngines:
-    """Leaves copies to the copy engines: those of different routes at the same time."""
-
-    def __init__(self, copies: Copies) -> None:
-        targets, sources = copies.views()
-        routes: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for route, target, source in zip(copies.route.tolist(), targets, sources, strict=True):
-            routes.setdefault(route, []).append((target, source))
-        self._streams = [torch.cuda.Stream() for _ in routes]
-        # In turn over the routes, so that all are busy while the host still enqueues.
-        self._turns = list(zip_longest(*routes.values()))
-
-    def start(self) -> None:
-        current = torch.cuda.current_stream()
-        for stream in self._streams:
-            stream.wait_stream(current)
-        for turn in self._turns:
-            for stream, copy in zip(self._streams, turn, strict=True):
-                if copy is not None:
-                    with torch.cuda.stream(stream):
-                        copy[0].copy_(copy[1], non_blocking=True)
-
-    def wait(self) -> None:
-        current = torch.cuda.current_stream()
-        for stream in self._streams:
-            current.wait_stream(stream)
 
 
 def _kernels(copies: Copies, programs_per_sm: int) -> list[RunCopies]:
@@ -142,22 +113,28 @@ def launch(table: torch.Tensor, tiles: int, word: int, programs: int) -> None:
     copy_tiles[(programs,)](table, tiles, COLUMNS=TILE_COLUMNS, WORD=word, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
-def _graph(copies: Copies) -> torch.cuda.CUDAGraph:
-    """Runs become nodes of the copy engines, rows with strides and casts become kernels of torch."""
+def _captured(copies: Copies, kernels: Sequence[RunCopies]) -> torch.cuda.CUDAGraph:
+    """Kernels beside copies by torch, those of different routes at the same time.
+
+    Of the copies, runs become nodes of the copy engines, and rows with strides and casts become kernels of torch.
+    """
     targets, sources = copies.views()
-    graph = torch.cuda.CUDAGraph()
-    main = torch.cuda.Stream()
-    streams = [main, *(torch.cuda.Stream() for _ in range(_GRAPH_STREAMS - 1))]
+    routes: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for route, target, source in zip(copies.route.tolist(), targets, sources, strict=True):
+        routes.setdefault(route, []).append((target, source))
+    torch.cuda.synchronize()  # the tables of the kernels are there
+    graph, main = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     # Other threads of this process, such as a watchdog of NCCL, may use CUDA meanwhile.
     with torch.no_grad(), torch.cuda.graph(graph, stream=main, capture_error_mode="thread_local"):
-        for stream in streams[1:]:
+        streams = [torch.cuda.Stream() for _ in routes]
+        for stream in streams:
             stream.wait_stream(main)
-        for number, stream in enumerate(streams):
+        for stream, pairs in zip(streams, routes.values(), strict=True):
             with torch.cuda.stream(stream):
-                for target, source in zip(
-                    targets[number::_GRAPH_STREAMS], sources[number::_GRAPH_STREAMS], strict=True
-                ):
+                for target, source in pairs:
                     target.copy_(source, non_blocking=True)
-        for stream in streams[1:]:
+        for run in kernels:
+            run()
+        for stream in streams:
             main.wait_stream(stream)
     return graph

@@ -14,8 +14,9 @@ def find_aliases(sources: Sequence[Shards], target: Shards) -> tuple[Alias, ...]
     """The target's buffers that can be bound to memory of one source rank at the target's place.
 
     A buffer can if all its elements are of the model (none is padding), all of them lie in one buffer of the source, of
-    the same dtype, and a stride for each dimension of its shape leads to them. The innermost stride is 1, the others
-    are what they are: experts may lie apart. Of several sources at the place the first that has a buffer is taken.
+    the same dtype, and a stride for each dimension of its shape leads to them. Matrices and vectors have to be
+    contiguous, because kernels that SGLang calls take their address and nothing else; those of three dimensions, the
+    experts, may lie apart. Of several sources at the place the first that has a buffer is taken.
 
     Args:
         sources: the trainer's ranks; those at other places are not looked at.
@@ -33,10 +34,18 @@ def find_aliases(sources: Sequence[Shards], target: Shards) -> tuple[Alias, ...]
     for number, buffer in enumerate(target.buffers):
         for source, offered in near:
             alias = _alias(number, buffer, of_buffer[number], source, offered)
-            if alias is not None:
+            if alias is not None and _is_usable(buffer.shape, alias.strides):
                 aliases.append(alias)
                 break
     return tuple(aliases)
+
+
+def _is_usable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    apart = 1 if len(shape) >= 3 else 0
+    dense = (prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
+    return all(
+        stride == wanted or size == 1 for size, stride, wanted in list(zip(shape, strides, dense, strict=True))[apart:]
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,10 @@ def coordinate(
             between.append(transfer)
         else:
             one_sided[transfer.source].append(transfer)
+    for source, transfers in enumerate(one_sided):
+        # Every source begins with another target: many that write to one device at a time would halve the rate.
+        first = source * len(targets) // len(sources)
+        transfers.sort(key=lambda transfer: (transfer.target - first) % len(targets))
     if between and store is None:
         raise EngineError("weights have to go between nodes, and no store was given at which the ranks can meet")
     collective = _collective(sources, targets, relays, between)
@@ -175,9 +179,7 @@ def coordinate(
 def _relays(sources: Sequence[SharedShards], targets: Sequence[SharedShards]) -> dict[int, int]:
     """For each target on a trainer's device, the trainer's rank there."""
     at_place = {each.shards.place: index for index, each in enumerate(sources)}
-    return {
-        index: at_place[each.shards.place] for index, each in enumerate(targets) if each.shards.place in at_place
-    }
+    return {index: at_place[each.shards.place] for index, each in enumerate(targets) if each.shards.place in at_place}
 
 
 @dataclass(frozen=True, slots=True)

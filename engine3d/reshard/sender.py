@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import time
 from collections.abc import Sequence
@@ -54,7 +53,7 @@ class WeightSender:
         partial = path.with_name(f".{path.name}.partial")
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(pickle.dumps(self.share()))
-        os.replace(partial, path)
+        partial.replace(path)
 
     def connect(self, order: SendOrder, method: CopyMethod | None = None) -> None:
         """Make ready to send: map the memory that is written, build the copies, join the collective transport's group.

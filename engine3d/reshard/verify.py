@@ -60,7 +60,7 @@ def differences(model: torch.nn.Module, trace: LoadTrace, directory: Path) -> li
         for holdings in by_group.values():
             found += _compare(model, trace, holdings, files)
     for name, tensor in derived_tensors(model).items():
-        if count := int((_bits(tensor) != _bits(derived[name])).sum()):
+        if count := int(torch.ne(_bits(tensor), _bits(derived[name])).sum()):
             found.append(Difference(name, None, count, tensor.numel()))
     return found
 

@@ -113,7 +113,9 @@ class _Server:
         except Exception as error:
             traceback.print_exc()
             line = " ".join(str(error).split())
-            reply = Reply(request.id, error=line if isinstance(error, EngineError) else f"{type(error).__name__}: {line}")
+            reply = Reply(
+                request.id, error=line if isinstance(error, EngineError) else f"{type(error).__name__}: {line}"
+            )
         else:
             reply = Reply(request.id, result)
         self._client.send(reply)
@@ -198,7 +200,9 @@ class _Server:
         path.write_bytes(pickle.dumps(call))
         async with self._calling:
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(None, functools.partial(self._engine.collective_rpc, ANSWER_METHOD, path=str(path)))
+            await loop.run_in_executor(
+                None, functools.partial(self._engine.collective_rpc, ANSWER_METHOD, path=str(path))
+            )
         path.unlink()
         results, errors = [], []
         for rank in range(self._manager.server_args.tp_size):

@@ -34,6 +34,7 @@ SOURCES_VARIABLE = "ENGINE3D_ROLLOUT_WEIGHT_SOURCES"
 SOURCES_TIMEOUT_VARIABLE = "ENGINE3D_ROLLOUT_WEIGHT_SOURCES_TIMEOUT_S"
 
 _POLL_S = 0.05
+_POISON = -123.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +177,12 @@ class EngineRank:
         platform.synchronize()
 
     def poison(self) -> None:
-        """Overwrite all weights that are this rank's own memory, so that what is not transferred shows."""
-        for index, tensor in enumerate(self._memory()):
-            if index not in self._aliased:
-                tensor.data.view(-1).view(torch.uint8).fill_(0xA5)
+        """Overwrite all weights in this rank's own memory, so that one which is not transferred shows."""
+        memory = self._memory()
+        for holding in self._traced().holdings:
+            if holding.buffer not in self._aliased:
+                sizes = [stop - start for start, stop in holding.box]
+                memory[holding.buffer].data.as_strided(sizes, holding.strides, holding.offset).fill_(_POISON)
 
     def verify(self, directory: str) -> list[Difference]:
         """Compare what this rank holds with what SGLang's loader makes of a HuggingFace directory, bit for bit."""

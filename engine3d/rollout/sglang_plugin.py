@@ -33,9 +33,7 @@ def register() -> None:
     sys.modules.setdefault("megatron.core", None)  # type: ignore[arg-type]
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}.update_weights_from_disk", _report_failed_update, HookType.AROUND)
-    HookRegistry.register(
-        "sglang.srt.model_executor.model_runner.ModelRunner.load_model", _keep_rank, HookType.AFTER
-    )
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _keep_rank, HookType.AFTER)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _add_answer, HookType.AFTER)
     for name in ("managers.load_snapshot.shm_path_for", "utils.stale_shm_cleanup.make_shm_name"):
         HookRegistry.register(f"sglang.srt.{name}", _name_segment, HookType.AROUND)

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine3d.platform import platform
 from engine3d.reshard.coordinate import SendOrder
 from engine3d.reshard.memory import SharedShards
-from engine3d.reshard.sender import Sent
+from engine3d.reshard.sender import Sent, Transport
 from engine3d.reshard.shards import Place
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from hybridflow import metrics
@@ -148,7 +148,7 @@ class ModelWorker:
         self._sender.connect(order)
 
     @register(ONE_TO_ALL)
-    def send_weights(self, version: int) -> dict[str, Sent]:
+    def send_weights(self, version: int) -> dict[Transport, Sent]:
         """Send this rank's part of every engine's weights; what went over each transport."""
         return self._sender.send(version)
 

@@ -53,8 +53,8 @@ def test_all_experts_are_bound_where_the_layouts_agree() -> None:
         for layer in (0, 2, 3):
             assert aliases[f"model.layers.{layer}.w13"].strides == (2 * 24 * 32, 32, 1)
             assert aliases[f"model.layers.{layer}.w2"].strides == (24 * 32, 24, 1)
-        # Columns of the trainer's whole matrix: rows lie further apart than in the engine's own memory.
-        assert aliases["model.layers.1.mlp.down"].strides == (48, 1)
+        # Columns of the trainer's whole matrix: rows would lie further apart than SGLang's kernels may expect.
+        assert "model.layers.1.mlp.down" not in aliases
         assert "model.norm.weight" in aliases
         # The last of four ranks has rows of padding, and the router's rows are in another order.
         assert ("embed_tokens" in aliases) == (rank < 3)
@@ -98,8 +98,9 @@ def test_what_can_be_bound() -> None:
     assert find_aliases([elsewhere, second], one("target", (4, 6), [WHOLE])) == (Alias(0, 1, 0, 5, (6, 1)),)
     rows = [Holding("a", ((row, row + 1), (0, 6)), 0, row * 9, (6, 1)) for row in range(4)]
     apart = one("source", (40,), rows)
-    assert find_aliases([apart], one("target", (4, 6), [WHOLE])) == (Alias(0, 0, 0, 0, (9, 1)),)
-    assert find_aliases([apart], one("target", (2, 2, 6), [WHOLE])) == (Alias(0, 0, 0, 0, (18, 9, 1)),)
+    assert find_aliases([apart], one("target", (4, 6), [WHOLE])) == ()
+    assert find_aliases([apart], one("target", (4, 1, 6), [WHOLE])) == (Alias(0, 0, 0, 0, (9, 6, 1)),)
+    assert find_aliases([apart], one("target", (2, 2, 6), [WHOLE])) == ()
 
 
 @pytest.mark.parametrize(
