@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,12 +75,13 @@ def _compare(
     tensors = {index: memory[trace.buffers[index].name] for index in indices}
     own = {index: tensor.data for index, tensor in tensors.items()}
     loaded: dict[int, torch.Tensor] = {}
+    loader: Any = model
     try:
         for index in indices:
             loaded[index] = torch.empty(trace.buffers[index].shape, dtype=own[index].dtype, device=own[index].device)
             loaded[index].view(torch.uint8).fill_(_POISON)
             tensors[index].data = loaded[index]
-        model.load_weights(_read(files, list(names)))
+        loader.load_weights(_read(files, list(names)))
     finally:
         for index in indices:
             tensors[index].data = own[index]
