@@ -31,11 +31,13 @@ from engine3d.reshard.coordinate import Orders, coordinate
 from engine3d.reshard.memory import SharedShards
 from engine3d.reshard.pieces import Link, Plan
 from engine3d.reshard.shards import Place
-from engine3d.rollout import RolloutConfig, RolloutEngine
+from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
 
 STAGING_BYTES = 256 << 20
 BUCKET_BYTES = 512 << 20
 SCRATCH_BYTES = 8 << 30
+PROMPT = [[11, 12, 13, 14, 15]]
+GREEDY = SamplingConfig(temperature=0, max_new_tokens=8, ignore_eos=True)
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class _Run:
             "trainer_parameters": [each["allocated_bytes"] for each in empty],
             "used_before_engines": [each["device_used_bytes"] for each in empty],
             "used_with_engines": [each["device_used_bytes"] for each in loaded],
+            "engine_processes": self.on_engines(lambda e: e.call_ranks("allocated memory", "allocated_bytes")),
         }
         if case.verify:
             with _timed("export") as timer:
@@ -172,6 +175,8 @@ class _Run:
                 figures["peak_extra_bytes"] = max(self.trainer.call("peak_since"))
             if number == 0 and self.case.verify:
                 figures["verified"] = self.verify()
+        if way != "baseline":
+            figures["serves_what_was_sent"] = self.serves_what_was_sent()
         runs = runs[self.case.warm_ups :]
         for name in runs[0]:
             figures[name] = statistics.median(run[name] for run in runs)
@@ -215,6 +220,7 @@ class _Run:
         return plan, {
             "plan_s": plan_seconds,
             "connect_s": max(each["connect_s"] for each in connected),
+            "staging_bytes": max(each["staging_bytes"] for each in connected),
             "bytes_needed": plan.bytes_needed,
             "bytes_moved": plan.bytes_moved,
             "bytes_aliased": plan.bytes_aliased,
@@ -284,6 +290,15 @@ class _Run:
             "gather_and_convert_ms": 1000 * gathering,
             "buckets": buckets,
         }
+
+    def serves_what_was_sent(self) -> bool:
+        """Whether other weights change what every engine generates, and the same weights bring it back."""
+        found = []
+        for seed in (1, 2, 1):
+            self.trainer.call("fill", seed)
+            self.transfer()
+            found.append(self.on_engines(lambda engine: engine.generate(PROMPT, GREEDY)[0][0].logprobs))
+        return all(first == third != second for first, second, third in zip(*found, strict=True))
 
     def verify(self) -> bool:
         """Raises EngineError where an engine does not hold the export."""

@@ -77,10 +77,10 @@ class TrainerRank:
         self._sender.publish(path)
 
     def connect(self, order: SendOrder, method: CopyMethod | None) -> dict[str, float]:
-        """Seconds to make ready, and what the device's memory then holds."""
+        """Seconds to make ready, and bytes that are taken for messages."""
         start = time.perf_counter()
         self._sender.connect(order, method)
-        return {"connect_s": time.perf_counter() - start}
+        return {"connect_s": time.perf_counter() - start, "staging_bytes": self._sender.staged_bytes}
 
     def send(self, version: int) -> tuple[float, dict[str, Sent]]:
         """One transfer, begun on all ranks together: seconds until this rank was done, and what it sent."""

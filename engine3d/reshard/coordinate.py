@@ -145,8 +145,9 @@ def coordinate(
         else:
             one_sided[transfer.source].append(transfer)
     for source, transfers in enumerate(one_sided):
-        # Every source begins with another target: many that write to one device at a time would halve the rate.
-        first = source * len(targets) // len(sources)
+        # Every source begins with another target, its own device's last: many that write to one device at the same
+        # time would halve the rate.
+        first = source * len(targets) // len(sources) + 1
         transfers.sort(key=lambda transfer: (transfer.target - first) % len(targets))
     if between and store is None:
         raise EngineError("weights have to go between nodes, and no store was given at which the ranks can meet")

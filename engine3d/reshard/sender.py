@@ -91,6 +91,11 @@ class WeightSender:
             sent["collective"] = Sent(self._participant.sent_bytes, time.perf_counter() - start)
         return sent
 
+    @property
+    def staged_bytes(self) -> int:
+        """Memory that the collective transport takes for messages."""
+        return self._participant.staged_bytes if self._participant is not None else 0
+
     def close(self) -> None:
         """Let go of the memory of others, and leave the collective transport's group."""
         self._program = None

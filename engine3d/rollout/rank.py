@@ -176,6 +176,10 @@ class EngineRank:
         refresh_derived(self._runner.model)
         platform.synchronize()
 
+    def allocated_bytes(self) -> int:
+        """Memory that this process has taken of its device: what it has of the trainer's does not count."""
+        return platform.memory().allocated
+
     def poison(self) -> None:
         """Overwrite all weights in this rank's own memory, so that one which is not transferred shows."""
         memory = self._memory()
