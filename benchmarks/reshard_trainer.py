@@ -90,6 +90,7 @@ class TrainerRank:
         return time.perf_counter() - start, sent
 
     def memory(self) -> dict[str, int]:
+        platform.empty_cache()
         memory = platform.memory()
         return {"allocated_bytes": memory.allocated, "device_used_bytes": device_used_bytes()}
 

@@ -37,6 +37,7 @@ class Copies:
         sources, targets: flat tensors with stride 1.
         route: which copies belong together; copies of different routes are interleaved.
         source, target: index of the tensor.
+        near_routes: those whose targets lie on the copying device itself.
     """
 
     sources: Sequence[torch.Tensor]
@@ -50,13 +51,18 @@ class Copies:
     target_stride: Column
     rows: Column
     length: Column
+    near_routes: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, which: NDArray[np.bool_] | Column) -> Copies:
         columns = (getattr(self, name)[which] for name in _COLUMNS)
-        return Copies(self.sources, self.targets, *columns)
+        return Copies(self.sources, self.targets, *columns, near_routes=self.near_routes)
+
+    def near(self) -> NDArray[np.bool_]:
+        """Which copies stay on the copying device."""
+        return np.isin(self.route, list(self.near_routes))
 
     @property
     def nbytes(self) -> int:
@@ -96,6 +102,7 @@ class Copies:
             np.where(rows == 1, length, copies.target_stride),
             rows,
             length,
+            self.near_routes,
         )
 
     def interleaved(self) -> Copies:

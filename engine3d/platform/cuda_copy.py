@@ -78,7 +78,8 @@ def runner(copies: Copies, method: CopyMethod, programs_per_sm: int = _PROGRAMS_
         return lambda: None
     if method == "mixed":
         casts = copies.casts()
-        by_engine = casts | ((copies.rows == 1) & (copies.length * copies.itemsizes() >= _ENGINE_BYTES))
+        long = (copies.rows == 1) & (copies.length * copies.itemsizes() >= _ENGINE_BYTES)
+        by_engine = casts | (long & ~copies.near())
         kernels = _kernels(copies[~by_engine], programs_per_sm)
         copies = copies[by_engine]
     else:
@@ -129,9 +130,10 @@ def _captured(copies: Copies, kernels: Sequence[RunCopies]) -> torch.cuda.CUDAGr
         streams = [torch.cuda.Stream() for _ in routes]
         for stream in streams:
             stream.wait_stream(main)
-        for stream, pairs in zip(streams, routes.values(), strict=True):
+        # In order of their numbers, in which every rank begins with another device: the copy engines take them so.
+        for stream, route in zip(streams, sorted(routes), strict=True):
             with torch.cuda.stream(stream):
-                for target, source in pairs:
+                for target, source in routes[route]:
                     target.copy_(source, non_blocking=True)
         for run in kernels:
             run()

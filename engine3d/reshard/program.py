@@ -21,11 +21,13 @@ class Route:
         pieces: what goes.
         sources: for each source buffer a flat tensor of its elements.
         targets: for each target buffer a flat tensor of its elements.
+        near: whether the targets lie on the device that copies.
     """
 
     pieces: Pieces
     sources: Sequence[torch.Tensor]
     targets: Sequence[torch.Tensor]
+    near: bool = False
 
 
 def flat(storage: torch.UntypedStorage, dtype: torch.dtype, offset_bytes: int, elements: int) -> torch.Tensor:
@@ -89,4 +91,5 @@ def _joined(routes: Sequence[Route]) -> Copies:
         sources += route.sources
         targets += route.targets
     empty = np.empty(0, dtype=np.int64)
-    return Copies(sources, targets, *(np.concatenate([empty, *column]) for column in columns))
+    near = frozenset(number for number, route in enumerate(routes) if route.near)
+    return Copies(sources, targets, *(np.concatenate([empty, *column]) for column in columns), near_routes=near)

@@ -15,7 +15,8 @@ from engine3d.platform import platform
 from engine3d.platform.copies import CopyMethod
 from engine3d.reshard.coordinate import SendOrder
 from engine3d.reshard.memory import SharedShards
-from engine3d.reshard.participant import Participant
+from engine3d.reshard.participant import Held, Participant
+from engine3d.reshard.pieces import Link
 from engine3d.reshard.program import CopyProgram, Route, flat
 from engine3d.reshard.shards import Buffer, Shards
 
@@ -66,10 +67,17 @@ class WeightSender:
         sources = flat_buffers(self.shards.buffers, self._storages)
         targets = {index: _mapped(shared) for index, shared in order.targets.items()}
         self._program = CopyProgram(
-            [Route(transfer.pieces, sources, targets[transfer.target]) for transfer in order.one_sided], method
+            [
+                Route(transfer.pieces, sources, targets[transfer.target], near=transfer.link is Link.DEVICE)
+                for transfer in order.one_sided
+            ],
+            method,
         )
         if order.collective is not None:
-            self._participant = Participant(order.collective, self._storages[0].device, sources, targets)
+            held = {index: Held(shared.shards, targets[index]) for index, shared in order.targets.items()}
+            self._participant = Participant(
+                order.collective, self._storages[0].device, Held(self.shards, sources), held
+            )
 
     def send(self, version: int) -> dict[Transport, Sent]:
         """Write this rank's part of `version` into every engine; return when all of it is there.
