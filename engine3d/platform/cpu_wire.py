@@ -50,7 +50,7 @@ class GlooWire(Wire):
                     try:
                         works.append((peer, begin([tensor[end - size : end]], peer, self._exchanges)))
                     except RuntimeError as error:
-                        raise self.fail(f"{self.names[peer]} is gone ({_cause(error)})") from error
+                        raise self.fail(f"{self.names[peer]} is gone ({_cause(error)})", [peer]) from error
         return _GlooExchange(self, self._waiting, works)
 
     def _abort(self) -> None:
@@ -87,9 +87,10 @@ class _GlooExchange(Exchange):
             if not str(error).startswith(_CLOSED_HERE) and _TIMED_OUT not in str(error)
         }
         if gone:
-            return self._wire.fail(f"{self._wire.called(sorted(gone))} is gone ({next(iter(gone.values()))})")
+            peers = sorted(gone)
+            return self._wire.fail(f"{self._wire.called(peers)} is gone ({next(iter(gone.values()))})", peers)
         late = sorted({futures[future] for future in (*errors, *unfinished)})
-        return self._wire.fail(self._wire.late(late))
+        return self._wire.fail(self._wire.late(late), late)
 
 
 def _cause(error: BaseException) -> str:

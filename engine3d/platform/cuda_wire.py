@@ -44,11 +44,11 @@ class NcclWire(Wire):
         self, outgoing: torch.Tensor, incoming: torch.Tensor, outgoing_sizes: list[int], incoming_sizes: list[int]
     ) -> Exchange:
         sent, received = outgoing[: sum(outgoing_sizes)], incoming[: sum(incoming_sizes)]
+        peers = [peer for peer, sizes in enumerate(zip(outgoing_sizes, incoming_sizes, strict=True)) if any(sizes)]
         try:
             work = self._group.alltoall_base(received, sent, incoming_sizes, outgoing_sizes, AllToAllOptions())
         except RuntimeError as error:
-            raise self.fail(f"NCCL: {str(error).splitlines()[0]}") from error
-        peers = [peer for peer, sizes in enumerate(zip(outgoing_sizes, incoming_sizes, strict=True)) if any(sizes)]
+            raise self.fail(f"NCCL: {str(error).splitlines()[0]}", peers) from error
         return _NcclExchange(self, work, peers, self._stream)
 
     def error(self) -> str | None:
@@ -75,10 +75,11 @@ class _NcclExchange(Exchange):
         deadline = time.monotonic() + self._wire.timeout_s
         while not self._done.query():
             if time.monotonic() > deadline:
-                raise self._wire.fail(self._wire.late(self._peers))
+                raise self._wire.fail(self._wire.late(self._peers), self._peers)
             error = self._wire.error()
             if error is not None:
-                raise self._wire.fail(f"one of {self._wire.called(self._peers)} is gone (NCCL: {error})")
+                message = f"one of {self._wire.called(self._peers)} is gone (NCCL: {error})"
+                raise self._wire.fail(message, self._peers)
             time.sleep(_POLL_S)
         self._work.wait()
 

@@ -14,7 +14,16 @@ from engine3d.errors import EngineError
 
 
 class WireError(EngineError):
-    """Messages did not arrive. The message names the peers; the wire cannot be used any more."""
+    """Messages did not arrive. The message names the peers; the wire cannot be used any more.
+
+    Args:
+        message: what happened.
+        peers: whose messages did not come or go.
+    """
+
+    def __init__(self, message: str, peers: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.peers = tuple(peers)
 
 
 class Exchange(ABC):
@@ -71,12 +80,12 @@ class Wire(ABC):
             self._failure = "it was closed"
             self._abort()
 
-    def fail(self, message: str) -> WireError:
-        """The error to raise, after which nothing works any more."""
+    def fail(self, message: str, peers: Sequence[int]) -> WireError:
+        """The error to raise, after which nothing works any more. `peers`: whose messages are missing."""
         if self._failure is None:
             self._failure = message
             self._abort()
-        return WireError(message)
+        return WireError(message, peers)
 
     def late(self, peers: Sequence[int]) -> str:
         return f"{self.called(peers)} did not answer within {self.timeout_s:g} s"

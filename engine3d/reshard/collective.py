@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,11 @@ from engine3d.reshard.rounds import Column, count_rounds, fragments, message_siz
 STAGING_BYTES = 256 << 20
 
 
+Way = Literal["pack", "unpack"]
+TensorAt = Callable[[int, int], str | None]
+"""The HuggingFace tensor of an element of a buffer, by index of the buffer; for errors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outgoing:
     """What this participant sends to another.
@@ -28,12 +33,14 @@ class Outgoing:
         pieces: what goes.
         sources: for each source buffer a flat tensor of its elements.
         dtypes: of each target buffer. Elements are cast before they are sent.
+        tensor_at: of the source buffers.
     """
 
     receiver: int
     pieces: Pieces
     sources: Sequence[torch.Tensor]
     dtypes: Sequence[torch.dtype]
+    tensor_at: TensorAt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +51,13 @@ class Incoming:
         sender: the other's index among the participants.
         pieces: what comes, the same as the sender's.
         targets: for each target buffer a flat tensor of its elements.
+        tensor_at: of the target buffers.
     """
 
     sender: int
     pieces: Pieces
     targets: Sequence[torch.Tensor]
+    tensor_at: TensorAt | None = None
 
 
 class CollectiveTransfer:
@@ -79,21 +88,21 @@ class CollectiveTransfer:
     ) -> None:
         self._wire = wire
         self.rounds = count_rounds(sizes, staging_bytes)
-        parts: dict[Literal["pack", "unpack"], list[_Part]] = {
-            "pack": [_Part(each.receiver, each.pieces, each.sources, each.dtypes) for each in outgoing],
-            "unpack": [
-                _Part(each.sender, each.pieces, each.targets, [target.dtype for target in each.targets])
-                for each in incoming
-            ],
-        }
-        for way, some in parts.items():
-            for part in some:
-                pair = (wire.rank, part.peer) if way == "pack" else (part.peer, wire.rank)
-                if part.nbytes != sizes.get(pair, 0):
-                    raise ValueError(f"pieces of {part.nbytes} bytes between {pair}, whose size is {sizes.get(pair)}")
-        self._sent = _Staging(parts["pack"], "pack", self.rounds, wire.size, device)
-        self._received = _Staging(parts["unpack"], "unpack", self.rounds, wire.size, device)
-        self.nbytes = sum(part.nbytes for part in parts["pack"])
+        pack = [
+            _Part("pack", each.receiver, each.pieces, each.sources, each.dtypes, each.tensor_at) for each in outgoing
+        ]
+        unpack = [
+            _Part("unpack", each.sender, each.pieces, each.targets, [t.dtype for t in each.targets], each.tensor_at)
+            for each in incoming
+        ]
+        self._parts = (*unpack, *pack)
+        for part in self._parts:
+            pair = (wire.rank, part.peer) if part.way == "pack" else (part.peer, wire.rank)
+            if part.nbytes != sizes.get(pair, 0):
+                raise ValueError(f"pieces of {part.nbytes} bytes between {pair}, whose size is {sizes.get(pair)}")
+        self._sent = _Staging(pack, "pack", self.rounds, wire.size, device)
+        self._received = _Staging(unpack, "unpack", self.rounds, wire.size, device)
+        self.nbytes = sum(part.nbytes for part in pack)
         self.staged_bytes = self._sent.nbytes + self._received.nbytes
 
     def run(self, version: int) -> None:
@@ -119,9 +128,16 @@ class CollectiveTransfer:
                     self._received.copy(current)
             except WireError as error:
                 me = self._wire.names[self._wire.rank]
-                doing = f"round {current + 1} of {self.rounds}"
+                doing = f"round {current + 1} of {self.rounds}{self._tensor(current, error.peers)}"
                 raise EngineError(f"{me}: weights of version {version}, {doing}: {error}") from error
             under_way = following
+
+    def _tensor(self, number: int, peers: Sequence[int]) -> str:
+        """The first tensor of a round's messages with these peers, if it is known."""
+        for part in self._parts:
+            if part.peer in peers and (tensor := part.first_tensor(number, self.rounds)) is not None:
+                return f", {tensor}"
+        return ""
 
     def _begin(self, number: int) -> Exchange:
         self._sent.copy(number)
@@ -137,10 +153,12 @@ class CollectiveTransfer:
 class _Part:
     """Pieces to or from one peer, and the memory at this end."""
 
+    way: Way
     peer: int
     pieces: Pieces
     memory: Sequence[torch.Tensor]
     dtypes: Sequence[torch.dtype]
+    tensor_at: TensorAt | None
 
     @property
     def itemsize(self) -> Column:
@@ -151,6 +169,24 @@ class _Part:
     @property
     def nbytes(self) -> int:
         return int((self.pieces.rows * self.pieces.length * self.itemsize).sum())
+
+    @property
+    def places(self) -> tuple[Column, Column, Column]:
+        """Buffer, offset and stride of each piece at this end."""
+        pieces = self.pieces
+        if self.way == "pack":
+            return pieces.source_buffer, pieces.source_offset, pieces.source_stride
+        return pieces.target_buffer, pieces.target_offset, pieces.target_stride
+
+    def first_tensor(self, number: int, rounds: int) -> str | None:
+        """The HuggingFace tensor that a round's message begins with."""
+        some = fragments(self.pieces, self.itemsize, rounds)
+        of_round = np.flatnonzero(some.round == number)
+        if self.tensor_at is None or not len(of_round):
+            return None
+        first = of_round[some.offset[of_round].argmin()]
+        buffer, offset, stride = (column[some.piece[first]] for column in self.places)
+        return self.tensor_at(int(buffer), int(offset + some.row[first] * stride + some.column[first]))
 
 
 class _Staging:
@@ -165,7 +201,7 @@ class _Staging:
     def __init__(
         self,
         parts: Sequence[_Part],
-        way: Literal["pack", "unpack"],
+        way: Way,
         rounds: int,
         participants: int,
         device: torch.device,
@@ -182,13 +218,13 @@ class _Staging:
         """Pack or unpack the messages of a round."""
         self._copies[number]()
 
-    def _rounds(self, parts: Sequence[_Part], way: Literal["pack", "unpack"], rounds: int) -> list[RunCopies]:
+    def _rounds(self, parts: Sequence[_Part], way: Way, rounds: int) -> list[RunCopies]:
         dtypes = sorted({dtype for part in parts for dtype in part.dtypes}, key=str)
         memory: list[torch.Tensor] = []
         columns: list[tuple[Column, ...]] = []
         starts = np.cumsum(self.sizes, axis=1) - self.sizes
         for route, part in enumerate(parts):
-            columns.append(_columns(part, way, rounds, route, len(memory), dtypes, starts[:, part.peer]))
+            columns.append(_columns(part, rounds, route, len(memory), dtypes, starts[:, part.peer]))
             memory += part.memory
         table = [np.concatenate(column) for column in zip(*columns, strict=True)]
         order = np.argsort(table[0], kind="stable")
@@ -210,7 +246,6 @@ class _Staging:
 
 def _columns(
     part: _Part,
-    way: Literal["pack", "unpack"],
     rounds: int,
     route: int,
     first_buffer: int,
@@ -219,10 +254,7 @@ def _columns(
 ) -> tuple[Column, ...]:
     """Of every fragment: its round and route, where it lies in the weights and in the staging, rows and length."""
     pieces, some = part.pieces, fragments(part.pieces, part.itemsize, rounds)
-    if way == "pack":
-        buffer, offset, stride = pieces.source_buffer, pieces.source_offset, pieces.source_stride
-    else:
-        buffer, offset, stride = pieces.target_buffer, pieces.target_offset, pieces.target_stride
+    buffer, offset, stride = part.places
     dtype = np.array([dtypes.index(dtype) for dtype in part.dtypes], dtype=np.int64)
     return (
         some.round,

@@ -10,6 +10,8 @@ from engine3d.errors import EngineError
 from engine3d.reshard.memory import SharedShards
 from engine3d.reshard.pieces import Link, Plan, Transfer
 from engine3d.reshard.plan import make_plan
+from engine3d.reshard.same_model import check_same_model
+from engine3d.reshard.shards import Shards
 
 TransportChoice = Literal["auto", "collective"]
 
@@ -132,8 +134,13 @@ def coordinate(
         timeout_s: limit of every wait for another rank.
 
     Raises:
-        UserError: the engines need a tensor that the trainer does not have, or has with another shape.
+        UserError: a tensor that only the trainer or only an engine has, or that has different shapes.
     """
+    engines: dict[str, list[Shards]] = {}
+    for each in targets:
+        engines.setdefault(each.shards.owner, []).append(each.shards)
+    for name, ranks in engines.items():
+        check_same_model(ranks, tensors, name)
     plan = make_plan([each.shards for each in sources], [each.shards for each in targets], tensors)
     relays = _relays(sources, targets)
     one_sided: list[list[Transfer]] = [[] for _ in sources]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
@@ -14,6 +15,15 @@ from engine3d.platform.wire import Wire
 from engine3d.reshard.collective import CollectiveTransfer, Incoming, Outgoing
 from engine3d.reshard.coordinate import CollectiveOrder, Message
 from engine3d.reshard.pieces import Pieces
+from engine3d.reshard.shards import Shards
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A rank's memory in this process: its shards, and for each buffer a flat tensor of its elements."""
+
+    shards: Shards
+    tensors: Sequence[torch.Tensor]
 
 
 class Participant:
@@ -22,8 +32,8 @@ class Participant:
     Args:
         order: its part.
         device: of its memory.
-        sources: for each buffer of a trainer's rank a flat tensor of its elements.
-        targets: for each target that it receives for, by index among the targets, the same of the target's buffers.
+        source: what a trainer's rank sends from; None for an engine's rank.
+        targets: what it receives into, by index among the targets.
 
     Raises:
         EngineError: another participant did not come in time, or the staging is too small for the number of peers.
@@ -33,8 +43,8 @@ class Participant:
         self,
         order: CollectiveOrder,
         device: torch.device,
-        sources: Sequence[torch.Tensor],
-        targets: Mapping[int, Sequence[torch.Tensor]],
+        source: Held | None,
+        targets: Mapping[int, Held],
     ) -> None:
         host, port = order.store
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=order.timeout_s))
@@ -43,18 +53,15 @@ class Participant:
             Outgoing(
                 message.receiver,
                 _joined(message),
-                sources,
+                source.tensors,
                 [getattr(torch, dtype) for dtypes in message.dtypes for dtype in dtypes],
+                source.shards.tensor_at,
             )
             for message in order.outgoing
+            if source is not None
         ]
         incoming = [
-            Incoming(
-                message.sender,
-                _joined(message),
-                [buffer for transfer in message.transfers for buffer in targets[transfer.target]],
-            )
-            for message in order.incoming
+            _incoming(message, [targets[each.target] for each in message.transfers]) for message in order.incoming
         ]
         self._transfer = CollectiveTransfer(self._wire, order.sizes, outgoing, incoming, device, order.staging_bytes)
 
@@ -80,6 +87,16 @@ class Participant:
     def close(self) -> None:
         """Leave the group."""
         self._wire.close()
+
+
+def _incoming(message: Message, targets: Sequence[Held]) -> Incoming:
+    buffers = [(held, buffer) for held in targets for buffer in range(len(held.tensors))]
+
+    def tensor_at(joined: int, element: int) -> str | None:
+        held, buffer = buffers[joined]
+        return held.shards.tensor_at(buffer, element)
+
+    return Incoming(message.sender, _joined(message), [held.tensors[buffer] for held, buffer in buffers], tensor_at)
 
 
 def _joined(message: Message) -> Pieces:

@@ -68,6 +68,14 @@ class Holding:
     offset: int
     strides: tuple[int, ...]
 
+    def has(self, element: int) -> bool:
+        """Whether an element of the buffer is of the box."""
+        left = element - self.offset
+        for stride, (start, stop) in sorted(zip(self.strides, self.box, strict=True), reverse=True):
+            if stop - start > 1:
+                left -= stride * max(0, min(left // stride, stop - start - 1))
+        return left == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Alias:
@@ -100,6 +108,7 @@ class Shards:
         buffers: its memory. All of a target's elements that SGLang loads are in its holdings.
         holdings: what lies in the buffers. No two of a target overlap in memory.
         aliases: of a target: buffers that are bound to a trainer's memory. Nothing moves for them.
+        owner: how errors call the trainer or the engine that the rank is a part of.
     """
 
     name: str
@@ -108,3 +117,8 @@ class Shards:
     buffers: tuple[Buffer, ...]
     holdings: tuple[Holding, ...]
     aliases: tuple[Alias, ...] = ()
+    owner: str = "the engine"
+
+    def tensor_at(self, buffer: int, element: int) -> str | None:
+        """The HuggingFace tensor that an element of a buffer belongs to, if it is of any."""
+        return next((each.tensor for each in self.holdings if each.buffer == buffer and each.has(element)), None)

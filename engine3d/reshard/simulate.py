@@ -28,8 +28,9 @@ import torch
 from torch import nn
 
 from engine3d.errors import UserError
+from engine3d.reshard.same_model import check_same_model
 from engine3d.reshard.shards import Buffer, Holding
-from engine3d.reshard.trace import LoadTrace, Tensors, check_same_model, trace_load
+from engine3d.reshard.trace import LoadTrace, Tensors, trace_load
 from engine3d.rollout.server_arguments import sglang_directory
 
 # Of sglang.srt.distributed.parallel_state: one for each kind of process group.
@@ -66,7 +67,7 @@ def trace_engine_layout(
     """
     pattern = _Pattern.of(hf_config, tensors, dtype)
     traces = [pattern.trace(tp, ep, rank, server_args) for rank in range(tp)]
-    check_same_model(traces, tensors)
+    check_same_model(traces, {name: shape for name, (shape, _) in tensors.items()})
     return traces
 
 

@@ -11,16 +11,15 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine3d.errors import EngineError, UserError
 from engine3d.models.rules import Box
+from engine3d.reshard.grid import Grid
 from engine3d.reshard.shards import Buffer, Holding
 from engine3d.reshard.stand_in import SourceTensor, StandIn
 from engine3d.reshard.strided import NotABox, boxes_of_view
@@ -93,35 +92,6 @@ def refresh_derived(model: nn.Module) -> None:
                 f"SGLang's post_load_weights replaced {name} in place of writing into it: what CUDA graphs captured of "
                 f"the old one is out of date"
             )
-
-
-def check_same_model(traces: Sequence[LoadTrace], tensors: Tensors) -> None:
-    """Check that every element of every tensor is held by some rank of an engine.
-
-    SGLang's loaders pass over names that they do not know and take their part of tensors that are too large.
-
-    Args:
-        traces: of all ranks of one engine.
-        tensors: what the trainer has.
-
-    Raises:
-        UserError: naming a tensor that the engine's model does not have, or has with another shape.
-    """
-    boxes: dict[str, set[Box]] = {name: set() for name in tensors}
-    for trace in traces:
-        for holding in trace.holdings:
-            boxes[holding.tensor].add(holding.box)
-    for name, (shape, _) in tensors.items():
-        if not boxes[name]:
-            raise UserError(f"tensor {name} of shape {list(shape)}: the engine's model has no such tensor")
-        if tuple((0, size) for size in shape) in boxes[name]:
-            continue
-        grid = _Grid(list(boxes[name]), shape)
-        for box in boxes[name]:
-            grid.write(box, 0)
-        if grid.elements(-1):
-            used = [max(box[dimension][1] for box in boxes[name]) for dimension in range(len(shape))]
-            raise UserError(f"tensor {name} of shape {list(shape)}: the engine's model takes only {used} of it")
 
 
 def derived_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -313,36 +283,12 @@ class _PlainWrites(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Grid:
-    """A tensor's elements, in cells that no box cuts, each with a number: -1 at first."""
-
-    def __init__(self, boxes: Sequence[Box], shape: Sequence[int]) -> None:
-        cuts = [sorted({0, size, *(edge for box in boxes for edge in box[d])}) for d, size in enumerate(shape)]
-        self._cells = [{edge: cell for cell, edge in enumerate(edges)} for edges in cuts]
-        self._numbers = np.full([len(edges) - 1 for edges in cuts], -1, np.int64)
-        self._sizes = [np.diff(edges) for edges in cuts]
-
-    def _slices(self, box: Box) -> tuple[slice, ...]:
-        return tuple(slice(cells[start], cells[stop]) for cells, (start, stop) in zip(self._cells, box, strict=True))
-
-    def write(self, box: Box, number: int) -> None:
-        self._numbers[self._slices(box)] = number
-
-    def numbers(self, box: Box) -> set[int]:
-        return set(np.unique(self._numbers[self._slices(box)]).tolist())
-
-    def elements(self, number: int) -> int:
-        """How many elements have a number."""
-        cells = np.argwhere(self._numbers == number)
-        return sum(prod(int(sizes[i]) for sizes, i in zip(self._sizes, cell, strict=True)) for cell in cells)
-
-
 def _last_writes(target: _Target, writes: Sequence[_Write]) -> list[Holding]:
     """The holdings that are left when all writes are done. Raises EngineError if elements are written by none."""
     shape = tuple(target.tensor.shape)
     if len(writes) == 1 and writes[0].boxes == (tuple((0, size) for size in shape),):
         return list(writes[0].holdings)
-    grid = _Grid([box for write in writes for box in write.boxes], shape)
+    grid = Grid([box for write in writes for box in write.boxes], shape)
     for number, write in enumerate(writes):
         for box in write.boxes:
             grid.write(box, number)

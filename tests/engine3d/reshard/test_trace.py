@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from engine3d.errors import EngineError, UserError
+from engine3d.reshard.same_model import check_same_model
 from engine3d.reshard.shards import Buffer, Holding
 from engine3d.reshard.simulate import build_model, engine_rank
-from engine3d.reshard.trace import LoadTrace, Tensors, check_same_model, refresh_derived, trace_load
+from engine3d.reshard.trace import LoadTrace, Tensors, refresh_derived, trace_load
 from tests.engine3d.reshard.sglang_models import CASES, MODELS, hf_tensors, random_tensors, write_holdings
 
 POISON = 77.0
@@ -52,7 +53,7 @@ def test_what_is_traced_is_what_the_loader_makes(name: str, tp: int, ep: int) ->
         for buffer, found, expected in zip(trace.buffers, written, trace.tensors, strict=True):
             assert torch.equal(found, expected), buffer.name
         traces.append(trace)
-    check_same_model(traces, tensors)
+    check_same_model(traces, shapes(tensors))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -142,15 +143,30 @@ def test_a_shape_that_sglang_refuses(name: str, tensor: str, shape: tuple[int, .
     assert "\n" not in str(raised.value)
 
 
-def test_a_tensor_that_no_rank_takes() -> None:
+def shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, (shape, _) in tensors.items()}
+
+
+def test_tensors_that_only_one_of_trainer_and_engine_has() -> None:
     traces = [traced("qwen3_moe", 2, 2, rank) for rank in range(2)]
-    tensors = dict(hf_tensors(MODELS["qwen3_moe"]))
-    check_same_model(traces, tensors)
-    with pytest.raises(UserError, match=r"layers.0.mlp.shared.weight of shape \[3\].*has no such tensor"):
-        check_same_model(traces, tensors | {"model.layers.0.mlp.shared.weight": ((3,), torch.float32)})
-    large = {"model.layers.0.self_attn.q_proj.weight": ((99, 32), torch.float32)}
-    with pytest.raises(UserError, match=r"q_proj.weight of shape \[99, 32\].*takes only \[64, 32\]"):
-        check_same_model(traces, tensors | large)
+    right = shapes(hf_tensors(MODELS["qwen3_moe"]))
+    check_same_model(traces, right)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    less = {tensor: shape for tensor, shape in right.items() if tensor != name}
+    for trainers, message in (
+        (right | {"shared.weight": (3,)}, "tensor shared.weight: the trainer has it in shape [3], engine 4 has not"),
+        (less, f"tensor {name}: engine 4 has it in shape [64, 32], the trainer has not"),
+        (right | {name: (99, 32)}, f"tensor {name}: the trainer has it in shape [99, 32], engine 4 in [64, 32]"),
+        (right | {name: (63, 32)}, f"tensor {name}: the trainer has it in shape [63, 32], engine 4 in [64, 32]"),
+        (right | {name: (64, 32, 1)}, f"tensor {name}: the trainer has it in shape [64, 32, 1], engine 4 in [64, 32]"),
+    ):
+        with pytest.raises(UserError) as raised:
+            check_same_model(traces, trainers, "engine 4")
+        assert str(raised.value) == message
+    with pytest.raises(
+        UserError, match=r"embed_tokens.weight of shape \[97, 32\]: engine 4 has 2048 of its elements on no"
+    ):
+        check_same_model(traces[1:], right, "engine 4")
 
 
 # Loaders of all kinds, on a model of one parameter.
