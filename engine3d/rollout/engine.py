@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
+_BOUND = "they are the trainer's, who committed none yet"
+
 
 class RolloutEngine:
     """One SGLang engine in processes of its own. Methods may be called from several threads.
@@ -42,12 +44,13 @@ class RolloutEngine:
     ) -> None:
         """Check everything that can be checked without starting anything.
 
-        `devices`: the devices to use, as CUDA_VISIBLE_DEVICES names them; empty for those that this process sees.
+        `devices`: the devices to use, by index among those that this process sees; empty for all of them.
         `log_path`: where all that the engine's processes print goes; where None a temporary file, kept when the engine
         dies.
         `weight_sources`: for each tensor parallel rank, the file in which the trainer's rank on the same device says
-        where its weights lie (`WeightSource.publish`), or None. Parameters with the same bytes become the trainer's
-        memory before CUDA graphs are captured; the start waits for the files.
+        where its weights lie (`WeightSender.publish`), or None. Parameters with the same bytes become the trainer's
+        memory before CUDA graphs are captured; the start waits for the files. Such an engine generates nothing until
+        the first transfer was committed.
         """
         self.config = config
         dummy = config.server_args.get("load_format") == "dummy"
@@ -62,9 +65,13 @@ class RolloutEngine:
         self._log_path = Path(log_path) if log_path is not None else None
         self._host: HostProcess | None = None
         self._weight_version = 0
-        self._stale: str | None = None
+        # Memory that is the trainer's holds whatever the trainer is at.
+        self._stale: str | None = _BOUND if any(weight_sources) else None
+        self._released = False
         self._sampled = 0
-        self._aliased = False
+        self._aliased = any(source is not None for source in weight_sources)
+        self._begun: int | None = None
+        self._sealed = False
 
     def start(self) -> Self:
         """Start the engine and wait until it can generate. Raises EngineError after `start_timeout_s` at the latest."""
@@ -99,6 +106,8 @@ class RolloutEngine:
         host = self._running()
         if self._stale is not None:
             raise EngineError(f"rollout engine's weights are not whole, transfer or load them again: {self._stale}")
+        if self._released:
+            raise EngineError("rollout engine's KV cache was released: restore_memory comes first")
         self._check_prompts(prompts, sampling, samples_per_prompt, seeds)
         if not prompts:
             return []
@@ -136,9 +145,9 @@ class RolloutEngine:
         if self._aliased:
             raise UserError("load_weights would write into the trainer's memory, which this engine's parameters are")
         directory = Path(directory).resolve()
-        if self._model.shapes is not None:
-            check_weights_fit(directory, self._model.shapes)
-        self._stale = f"loading version {version} from {directory} was not finished"
+        if self._model.tensors is not None:
+            check_weights_fit(directory, self._model.tensors)
+        self._stale, self._begun = f"loading version {version} from {directory} was not finished", None
         host.call(
             f"load of weights version {version}",
             "load_weights",
@@ -163,35 +172,70 @@ class RolloutEngine:
         self._aliased = any(shared.shards.aliases for shared in shards)
         return shards
 
+    def bind_weights(self, sources: Sequence[SharedShards | None]) -> list[tuple[str, ...]]:
+        """Let parameters that hold the same bytes as the trainer's rank on their device be that rank's memory.
+
+        As `weight_sources` does for an engine that is started, and only where SGLang captured no CUDA graphs. Waits for
+        generations in progress, unless the engine is paused. Nothing is generated until weights were shared again
+        (`share_weights`) and a transfer was committed.
+
+        `sources`: for each rank of the engine, what the trainer's rank says (`WeightSender.share`), or None.
+
+        Returns, for each rank, SGLang's names of the parameters that are bound.
+        """
+        if len(sources) != self.config.tp:
+            raise UserError(f"{len(sources)} weight sources for a rollout engine of tp {self.config.tp}")
+        self._begin("binding of weights", None)
+        self._stale, self._aliased = _BOUND, True
+        names: list[tuple[str, ...]] = self.call_ranks("binding of weights", "bind", sources=list(sources))
+        self._aliased = any(names)
+        return names
+
+    def unbind_weights(self) -> None:
+        """Give all parameters memory of their own, with the same contents. Transfers need `share_weights` again."""
+        self.call_ranks("unbinding of weights", "unbind")
+        self._aliased = False
+
     def begin_weights(self, version: int, timeout_s: float | None = None) -> None:
         """Begin a transfer: wait for generations in progress, unless the engine is paused, and refuse new ones.
 
         Until `commit_weights` the engine's memory may be written, and nothing is generated. A transfer that was never
         committed may be begun again.
         """
-        host = self._running()
-        timeout_s = timeout_s if timeout_s is not None else self.config.request_timeout_s
-        host.call(f"begin of weights version {version}", "begin_weights", timeout_s)
+        self._begin(f"begin of weights version {version}", timeout_s)
         self._stale = f"the transfer of version {version} was not committed"
+        self._begun, self._sealed = version, False
+
+    def _begin(self, phase: str, timeout_s: float | None) -> None:
+        timeout_s = timeout_s if timeout_s is not None else self.config.request_timeout_s
+        self._running().call(phase, "begin_weights", timeout_s)
 
     def seal_weights(self, version: int) -> None:
         """Every element of `version` has been written: derive from it what SGLang computes after a load."""
-        if self._stale is None:
-            raise UserError(f"version {version} was never begun")
+        self._check_begun(version)
         self.call_ranks(f"seal of weights version {version}", "seal")
+        self._sealed = True
 
     def commit_weights(self, version: int, flush_cache: bool = True) -> None:
         """Serve what was sealed as `version`. `flush_cache=False` keeps the KV cache of the old weights."""
+        self._check_begun(version)
+        if not self._sealed:
+            raise UserError(f"weights version {version} was not sealed")
         self._call(f"commit of weights version {version}", "commit_weights", version=version, flush_cache=flush_cache)
-        self._weight_version, self._stale = version, None
+        self._weight_version, self._stale, self._begun = version, None, None
+
+    def _check_begun(self, version: int) -> None:
+        if self._begun != version:
+            begun = f", but version {self._begun}" if self._begun is not None else ""
+            raise UserError(f"the transfer of weights version {version} was not begun{begun}")
 
     def verify_weights(self, directory: str | Path) -> list[list[Difference]]:
         """For each rank, what differs between its memory and what SGLang's loader makes of a HuggingFace directory.
 
         Empty lists prove that all bits are equal, what SGLang derives from its parameters included.
         """
-        if self._model.shapes is not None:
-            check_weights_fit(Path(directory), self._model.shapes)
+        if self._model.tensors is not None:
+            check_weights_fit(Path(directory), self._model.tensors)
         return self.call_ranks("verification of weights", "verify", directory=str(Path(directory).resolve()))
 
     def update_weights_from_tensor(self, payloads: Sequence[str]) -> None:
@@ -213,7 +257,7 @@ class RolloutEngine:
 
     @property
     def is_stale(self) -> bool:
-        """Whether a load failed half way, so that the engine refuses to generate."""
+        """Whether the engine refuses to generate, because a load or transfer of weights was begun and not finished."""
         return self._stale is not None
 
     @property
@@ -243,15 +287,19 @@ class RolloutEngine:
         self._call("resume", "resume")
 
     def release_memory(self) -> None:
-        """Give the memory of weights and KV cache back; needs `RolloutConfig.memory_saver`. Makes the weights stale."""
+        """Give the KV cache's memory back and drop what it held; needs `RolloutConfig.memory_saver`. Weights stay.
+
+        Nothing is generated until `restore_memory`.
+        """
         self._check_memory_saver()
-        self._stale = "release_memory dropped them"
+        self._released = True
         self._call("release of memory", "release_memory")
 
     def restore_memory(self) -> None:
-        """Take the memory again. The weights' contents are gone: `load_weights` must follow."""
+        """Take the KV cache's memory again."""
         self._check_memory_saver()
         self._call("restore of memory", "restore_memory")
+        self._released = False
 
     def weight_checksums(self) -> list[dict[str, str]]:
         """For each tensor parallel rank, a checksum of every parameter that SGLang holds, by SGLang's name."""

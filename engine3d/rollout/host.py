@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from engine3d.errors import EngineError
@@ -27,6 +28,7 @@ from engine3d.rollout.run_files import remove_run_files
 from engine3d.rollout.sglang_plugin import ANSWER_METHOD
 
 _PARENT_POLL_S = 1.0
+_SAVED_MEMORY = ["kv_cache"]  # weights lie outside the memory saver, where trainers can map them
 _IDLE_TIMEOUT_S = 10.0  # between the last response and a scheduler that has cleared up after it
 
 
@@ -149,16 +151,15 @@ class _Server:
     async def load_weights(self, id: int, directory: str, version: int, flush_cache: bool) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
-        if self._writing:
-            await self._end_writing()  # a whole load heals what a broken transfer left
         async with self._updating:
-            success, message, _ = await self._manager.update_weights_from_disk(
-                UpdateWeightFromDiskReqInput(
-                    model_path=directory, load_format="auto", weight_version=str(version), flush_cache=flush_cache
-                )
+            # Not SGLang's own way, which would let waiting generations begin after a load that failed.
+            await self.begin_weights(id)
+            success, message, _ = await self._manager._wait_for_model_update_from_disk(
+                UpdateWeightFromDiskReqInput(model_path=directory, load_format="auto", flush_cache=flush_cache)
             )
-        if not success:
-            raise RuntimeError(message)
+            if not success:
+                raise RuntimeError(message)
+            await self._serve(version)
 
     @property
     def _version(self) -> int:
@@ -167,7 +168,7 @@ class _Server:
     async def begin_weights(self, id: int) -> None:
         """Wait until no generation runs, unless the engine is paused, and let none begin until `commit_weights`."""
         if self._writing:
-            return  # the last transfer was not committed: this one takes over from it
+            return  # the last transfer or load was not finished: this one takes over from it
         if not self._manager.is_pause:
             lock = self._manager.model_update_lock
             try:
@@ -185,10 +186,10 @@ class _Server:
             raise EngineError(f"version {version} was never begun")
         if flush_cache:
             await self._flush(_IDLE_TIMEOUT_S)
-        self._manager._update_weight_version_if_provided(str(version))
-        await self._end_writing()
+        await self._serve(version)
 
-    async def _end_writing(self) -> None:
+    async def _serve(self, version: int) -> None:
+        self._manager._update_weight_version_if_provided(str(version))
         self._writing = False
         if self._locked:
             self._locked = False
@@ -198,12 +199,8 @@ class _Server:
         """Call a method of EngineRank on every rank; their results in order of rank."""
         path = self._client.launch.run_directory / f"call-{id}"
         path.write_bytes(pickle.dumps(call))
-        async with self._calling:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(
-                None, functools.partial(self._engine.collective_rpc, ANSWER_METHOD, path=str(path))
-            )
-        path.unlink()
+        # To its end even where the request is given up: SGLang would take its answer for that of the next.
+        await asyncio.shield(asyncio.create_task(self._on_ranks(path)))
         results, errors = [], []
         for rank in range(self._manager.server_args.tp_size):
             file = answer_path(path, rank)
@@ -215,6 +212,14 @@ class _Server:
         if errors:
             raise EngineError("; ".join(dict.fromkeys(errors)))
         return results
+
+    async def _on_ranks(self, path: Path) -> None:
+        async with self._calling:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(
+                None, functools.partial(self._engine.collective_rpc, ANSWER_METHOD, path=str(path))
+            )
+        path.unlink()
 
     async def update_weights_from_tensor(self, id: int, payloads: list[str]) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
@@ -242,7 +247,7 @@ class _Server:
 
     async def resume(self, id: int) -> None:
         if self._writing:
-            raise EngineError("weights are being written; commit them first")
+            raise EngineError("its weights are not whole; commit a transfer or load them first")
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         await self._manager.continue_generation(ContinueGenerationReqInput())
@@ -250,12 +255,12 @@ class _Server:
     async def release_memory(self, id: int) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=_SAVED_MEMORY), None)
 
     async def restore_memory(self, id: int) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=_SAVED_MEMORY), None)
 
     async def weight_checksums(self, id: int) -> list[dict[str, str]]:
         from sglang.srt.managers.io_struct import CheckWeightsReqInput

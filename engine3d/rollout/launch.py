@@ -16,7 +16,7 @@ from engine3d.platform import platform
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.rank import SOURCES_TIMEOUT_VARIABLE, SOURCES_VARIABLE
 from engine3d.rollout.server_arguments import sglang_directory
-from engine3d.rollout.weights import Shapes, tensor_shapes
+from engine3d.rollout.weights import ModelTensors
 
 # Of a launcher's own process group, which SGLang's processes are no part of.
 _LAUNCHER_VARIABLES = re.compile(
@@ -36,7 +36,7 @@ class ModelFacts:
     architectures: tuple[str, ...]
     vocab_size: int
     max_positions: int
-    shapes: Shapes | None
+    tensors: ModelTensors | None
     """None where there are no weights, which is right for load_format dummy."""
 
 
@@ -55,8 +55,8 @@ def read_model(directory: Path, weights_needed: bool) -> ModelFacts:
     has_weights = any(directory.glob("*.safetensors"))
     if weights_needed and not has_weights:
         raise UserError(f"model directory {directory} holds no *.safetensors")
-    shapes = tensor_shapes(directory) if has_weights else None
-    return ModelFacts(directory, architectures, vocab_size, max_positions, shapes)
+    tensors = ModelTensors.of(directory, config) if has_weights else None
+    return ModelFacts(directory, architectures, vocab_size, max_positions, tensors)
 
 
 def context_length(config: RolloutConfig, model: ModelFacts) -> int:

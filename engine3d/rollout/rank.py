@@ -51,7 +51,6 @@ class Answer:
 
     result: Any = None
     error: str | None = None
-    user_error: bool = False
 
 
 def answer_path(call: Path, rank: int) -> Path:
@@ -68,10 +67,9 @@ class EngineRank:
         self._trace: LoadTrace | None = None
         self._shards: Shards | None = None
         self._participant: Participant | None = None
-        sources = os.environ.get(SOURCES_VARIABLE, "").split(os.pathsep)
-        source = sources[self.rank] if self.rank < len(sources) else ""
-        if source:
-            self.bind(_wait_for(Path(source), float(os.environ[SOURCES_TIMEOUT_VARIABLE])))
+        source = weight_source(self.rank)
+        if source is not None:
+            self._bind(source)
 
     @property
     def rank(self) -> int:
@@ -84,10 +82,9 @@ class EngineRank:
             answer = Answer(getattr(self, call.method)(**call.arguments))
         except Exception as error:  # told to the client, which knows what to do about it
             traceback.print_exc()
-            user_error = isinstance(error, UserError)
             line = " ".join(str(error).split())
-            known = user_error or isinstance(error, EngineError)
-            answer = Answer(error=line if known else f"{type(error).__name__}: {line}", user_error=user_error)
+            known = isinstance(error, (UserError, EngineError))
+            answer = Answer(error=line if known else f"{type(error).__name__}: {line}")
         Path(answer_path(Path(path), self.rank)).write_bytes(pickle.dumps(answer))
 
     # What a Call may name
@@ -106,62 +103,59 @@ class EngineRank:
         trace = self._traced()
         aliases = tuple(self._aliased.values())
         place = places[self.rank] if places else Place(platform.node, platform.device_name(self.rank))
-        name, rank = f"{name} rank {self.rank}", first_rank + self.rank
-        self._shards = Shards(name, rank, place, trace.buffers, trace.holdings, aliases)
+        rank = first_rank + self.rank
+        self._shards = Shards(
+            f"{name} rank {self.rank}", rank, place, trace.buffers, trace.holdings, aliases, owner=name
+        )
         handles = tuple(
             None if index in self._aliased else platform.share_memory(tensor.untyped_storage())
             for index, tensor in enumerate(self._memory())
         )
         return SharedShards(self._shards, handles)
 
-    def bind(self, source: SharedShards) -> tuple[str, ...]:
-        """Let parameters whose bytes are the trainer's be the trainer's memory; give the memory they had back.
+    def bind(self, sources: Sequence[SharedShards | None]) -> tuple[str, ...]:
+        """Let parameters whose bytes are the trainer's be the trainer's memory; give the memory that they had back.
+
+        Args:
+            sources: for each rank of the engine the trainer's rank on its device, or None.
 
         Returns:
             The names of the parameters.
-        """
-        from engine3d.reshard.aliases import find_aliases
-        from engine3d.reshard.shards import Shards
 
+        Raises:
+            UserError: CUDA graphs would go on with the memory that they were captured with.
+        """
         self.unbind()
-        trace = self._traced()
-        target = Shards("engine", self.rank, source.shards.place, trace.buffers, trace.holdings)
-        storages: dict[int, torch.UntypedStorage] = {}
-        memory = self._memory()
-        for alias in find_aliases([source.shards], target):
-            if alias.source_buffer not in storages:
-                handle = source.handles[alias.source_buffer]
-                assert handle is not None
-                storages[alias.source_buffer] = platform.map_memory(handle)
-            parameter = memory[alias.target_buffer]
-            shape = trace.buffers[alias.target_buffer].shape
-            view = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            view.set_(storages[alias.source_buffer], alias.offset, shape, alias.strides)
-            parameter.data = view
-            self._aliased[alias.target_buffer] = alias
-        platform.empty_cache()
-        return tuple(trace.buffers[index].name for index in self._aliased)
+        source = sources[self.rank]
+        return self._bind(source) if source is not None else ()
 
     def unbind(self) -> None:
-        """Give every parameter memory of its own again, with the same contents."""
+        """Give every parameter memory of its own again, with the same contents. Raises UserError as `bind` does."""
+        if not self._runner.server_args.disable_cuda_graph:
+            raise UserError("parameters cannot be bound to other memory after CUDA graphs were captured")
         memory = self._memory() if self._aliased else []
         for index in self._aliased:
             parameter = memory[index]
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         self._aliased = {}
+        self._disconnect()
 
     def connect(self, orders: Sequence[ReceiveOrder]) -> None:
         """Make ready for what comes over the collective transport. `orders`: one for each rank of the engine."""
-        from engine3d.reshard.participant import Participant
+        from engine3d.reshard.participant import Held, Participant
 
-        assert self._shards is not None, "share comes first"
+        shards = self._shared()
         if self._participant is not None:
             self._participant.close()
             self._participant = None
         order, memory = orders[self.rank].collective, self._memory()
         if order is not None:
-            targets = {self._shards.rank: [tensor.data.view(-1) for tensor in memory]}
-            self._participant = Participant(order, memory[0].device, (), targets)
+            # Nothing is received into what is bound, and that need not be contiguous.
+            flat = [
+                tensor.data.new_empty(0) if index in self._aliased else tensor.data.view(-1)
+                for index, tensor in enumerate(memory)
+            ]
+            self._participant = Participant(order, memory[0].device, None, {shards.rank: Held(shards, flat)})
 
     def receive(self, version: int) -> None:
         """Take this rank's part of a version; return when all of it is there."""
@@ -172,6 +166,7 @@ class EngineRank:
         """All weights are written: bring what SGLang derives from them up to date."""
         from engine3d.reshard.trace import refresh_derived
 
+        self._shared()
         platform.synchronize()
         refresh_derived(self._runner.model)
         platform.synchronize()
@@ -196,6 +191,39 @@ class EngineRank:
 
     # What they stand on
 
+    def _bind(self, source: SharedShards) -> tuple[str, ...]:
+        from engine3d.reshard.aliases import find_aliases
+        from engine3d.reshard.shards import Shards
+
+        trace, memory = self._traced(), self._memory()
+        target = Shards("engine", self.rank, source.shards.place, trace.buffers, trace.holdings)
+        storages: dict[int, torch.UntypedStorage] = {}
+        for alias in find_aliases([source.shards], target):
+            if alias.source_buffer not in storages:
+                handle = source.handles[alias.source_buffer]
+                assert handle is not None
+                storages[alias.source_buffer] = platform.map_memory(handle)
+            parameter = memory[alias.target_buffer]
+            shape = trace.buffers[alias.target_buffer].shape
+            view = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            view.set_(storages[alias.source_buffer], alias.offset, shape, alias.strides)
+            parameter.data = view
+            self._aliased[alias.target_buffer] = alias
+        platform.empty_cache()
+        return tuple(trace.buffers[index].name for index in self._aliased)
+
+    def _disconnect(self) -> None:
+        """Forget what was said of the memory: no transfer that was planned with it can be sealed."""
+        self._shards = None
+        if self._participant is not None:
+            self._participant.close()
+            self._participant = None
+
+    def _shared(self) -> Shards:
+        if self._shards is None:
+            raise EngineError("its weights were bound to other memory, or never shared: share them, and plan anew")
+        return self._shards
+
     def _memory(self) -> list[torch.Tensor]:
         """The memory of each buffer of the trace, as it is now."""
         from engine3d.reshard.verify import loadable_memory
@@ -218,8 +246,20 @@ class EngineRank:
         return self._trace
 
 
-def _wait_for(path: Path, timeout_s: float) -> SharedShards:
-    """What a trainer's rank wrote of its memory, as soon as it has."""
+def weight_source(rank: int) -> SharedShards | None:
+    """What the trainer's rank on the device of an engine's rank wrote of its memory, as soon as it has.
+
+    Returns:
+        None where there is no such rank, or nothing is to be shared with it.
+
+    Raises:
+        EngineError: it did not write in time.
+    """
+    sources = os.environ.get(SOURCES_VARIABLE, "").split(os.pathsep)
+    path = Path(sources[rank]) if rank < len(sources) and sources[rank] else None
+    if path is None:
+        return None
+    timeout_s = float(os.environ[SOURCES_TIMEOUT_VARIABLE])
     end = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > end:

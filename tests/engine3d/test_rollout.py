@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout import Generation, RolloutEngine, SamplingConfig
 from engine3d.rollout import engine as engine_module
+from engine3d.rollout.weights import ModelTensors
 from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.processes
@@ -137,7 +138,7 @@ def test_a_load_that_fails_half_way_is_healed_by_a_whole_one(
     second = tmp_path / "model-00002-of-00002.safetensors"
     check = engine_module.check_weights_fit
 
-    def check_then_cut(directory: Path, expected: dict[str, tuple[int, ...]]) -> None:
+    def check_then_cut(directory: Path, expected: ModelTensors) -> None:
         check(directory, expected)
         second.write_bytes(second.read_bytes()[:-1000])
 
