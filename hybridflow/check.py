@@ -14,6 +14,7 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec, check_weights
 from engine3d.platform import platform
+from engine3d.rollout.served import check_served
 from hybridflow.config import Recipe
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS
 from hybridflow.data.tokenizer import load_tokenizer, make_character_tokenizer
@@ -130,11 +131,7 @@ def check_engines(recipe: Recipe, spec: ModelSpec) -> None:
             f"rollout.engine.context_length={engine.context_length}, expected at most the model's "
             f"{sizes.max_positions} positions"
         )
-    if sizes.heads % engine.tp:
-        raise UserError(
-            f"rollout.engine.tp={engine.tp} does not divide the model's {sizes.heads} attention heads "
-            "(num_attention_heads)"
-        )
+    check_served(spec, engine)
     if recipe.train.optimizer.precision_aware and not platform.has_transformer_engine:
         raise UserError("train.optimizer.precision_aware=true needs Transformer Engine, which is absent here")
     if recipe.train.megatron:  # only then, because Megatron-Core takes seconds to import

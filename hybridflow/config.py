@@ -78,9 +78,14 @@ class RolloutRole(Settings):
             raise ValueError("sampling.temperature=0 samples nothing to learn from, expected above 0")
         return self
 
-    @property
-    def devices_per_engine(self) -> int:
-        return self.engine.tp * self.engine.dp
+    @model_validator(mode="after")
+    def _one_replica(self) -> RolloutRole:
+        if self.engine.dp > 1:
+            raise ValueError(
+                f"engine.dp={self.engine.dp}: weights are transferred to engines of one replica, expected 1; "
+                "engines is how many work side by side"
+            )
+        return self
 
     def layout(self, devices: int) -> Layout:
         """Engines side by side, as the data-parallel ranks of a layout, on so many devices.
@@ -88,12 +93,11 @@ class RolloutRole(Settings):
         Raises:
             UserError: the engines do not fill the devices.
         """
-        each = self.devices_per_engine
+        each = self.engine.tp
         engines = self.engines or max(1, devices // each)
         if engines * each != devices:
             raise UserError(
-                f"{devices} devices for {engines} engines of tp*dp = {self.engine.tp}*{self.engine.dp} = {each} "
-                f"devices each, expected {engines * each}"
+                f"{devices} devices for {engines} engines of tp = {each} devices each, expected {engines * each}"
             )
         return Layout(dp=engines)
 

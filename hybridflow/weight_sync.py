@@ -18,7 +18,14 @@ from engine3d.reshard.pieces import Plan
 from engine3d.reshard.sender import Sent, Transport
 from hybridflow import metrics
 from hybridflow.config import RolloutRole
+from hybridflow.metrics import Timer
 from hybridflow.worker_group import WorkerGroup
+
+_TRANSPORT_METRICS: dict[Transport, tuple[str, str]] = {
+    "one_sided": (metrics.SYNC_ONE_SIDED_BYTES, metrics.SYNC_ONE_SIDED_TIME),
+    "collective": (metrics.SYNC_COLLECTIVE_BYTES, metrics.SYNC_COLLECTIVE_TIME),
+}
+"""Bytes and time of what goes over each transport, by metric name."""
 
 
 class WeightSync:
@@ -54,16 +61,27 @@ class WeightSync:
         """
         if self._plan is None:
             self._plan = self._connect()
-        self._rollout.begin_weights(version).result()
+        values: dict[str, float] = {}
+        with Timer(values, metrics.SYNC_BEGIN_TIME):
+            self._rollout.begin_weights(version).result()
+        with Timer(values, metrics.SYNC_SEND_TIME):
+            sent = self._send(version)
+        with Timer(values, metrics.SYNC_SEAL_TIME):
+            self._rollout.seal_weights(version).result()
+        if self._verify:
+            with Timer(values, metrics.SYNC_VERIFY_TIME):
+                self.verify(version)
+        with Timer(values, metrics.SYNC_COMMIT_TIME):
+            self._rollout.commit_weights(version, flush_cache=self._config.flush_cache).result()
+        return values | _figures(self._plan, sent)
+
+    def _send(self, version: int) -> Sequence[dict[Transport, Sent]]:
+        """What each of the actor's ranks sent, once all of it is in the engines."""
         receiving = self._rollout.receive_weights(version) if self._engines_receive else None
-        sent = self._actor.send_weights(version).result()
+        sent: Sequence[dict[Transport, Sent]] = self._actor.send_weights(version).result()
         if receiving is not None:
             receiving.result()
-        self._rollout.seal_weights(version).result()
-        if self._verify:
-            self.verify(version)
-        self._rollout.commit_weights(version, flush_cache=self._config.flush_cache).result()
-        return _figures(self._plan, sent)
+        return sent
 
     def verify(self, version: int) -> None:
         """Prove that every engine holds what SGLang's loader makes of an export of the actor's weights.
@@ -121,8 +139,8 @@ def _figures(plan: Plan, sent: Sequence[dict[Transport, Sent]]) -> dict[str, flo
         metrics.SYNC_BYTES_ALIASED: plan.bytes_aliased,
         metrics.SYNC_BYTES_MOVED: plan.bytes_moved,
     }
-    for transport in dict.fromkeys(name for rank in sent for name in rank):
-        figures = [rank[transport] for rank in sent if transport in rank]
-        values[f"sync/{transport}_bytes"] = sum(each.nbytes for each in figures)
-        values[f"sync/{transport}_ms"] = 1000 * max(each.seconds for each in figures)
+    for transport, (nbytes, milliseconds) in _TRANSPORT_METRICS.items():
+        if figures := [rank[transport] for rank in sent if transport in rank]:
+            values[nbytes] = sum(each.nbytes for each in figures)
+            values[milliseconds] = 1000 * max(each.seconds for each in figures)
     return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +47,9 @@ class CudaPlatform(Platform):
         )
 
     def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(index) for index in range(max(devices) + 1)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(names[device].strip() for device in devices)}
 
     def training_environment(self, ranks: int) -> dict[str, str]:
         # Megatron-Core relies on kernels of one device being issued in order to overlap tensor-parallel traffic.

@@ -64,7 +64,7 @@ class Platform(ABC):
 
     @abstractmethod
     def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:
-        """The environment in which a new process sees just these devices."""
+        """The environment in which a new process sees just these of the devices that this process sees, by index."""
 
     @abstractmethod
     def training_environment(self, ranks: int) -> dict[str, str]:

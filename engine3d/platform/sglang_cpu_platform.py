@@ -65,6 +65,9 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_dispatch_key_name(self) -> str:
         return "native"
 
+    def empty_cache(self) -> None:
+        """There is no cache. SGLang's own collects garbage instead: half a second at every flush of the KV cache."""
+
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
 

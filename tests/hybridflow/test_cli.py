@@ -23,6 +23,20 @@ def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, lis
     return code, capsys.readouterr().err.splitlines()
 
 
+# What some overrides need beside them for their own error to be the only one.
+BESIDE = {
+    "placement.rollout=cpu:0-2": ("rollout.engines=2",),
+    "rollout.engine.tp=8": ("placement.rollout=cpu:0-7",),
+    "model.create.config.moe_intermediate_size=97": ("rollout.engine.tp=2", "placement.rollout=cpu:0-1"),
+    "model.create.config.num_experts=5": (
+        "rollout.engine.tp=2",
+        "rollout.engine.ep=2",
+        "placement.rollout=cpu:0-1",
+        "train.layout.ep=1",
+    ),
+}
+
+
 def test_a_recipe_with_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", DEMO, "--track_metrics", "seed=7"]) == 0
     assert capsys.readouterr() == (f"{DEMO}: nothing wrong found\n", "")
@@ -46,6 +60,18 @@ def test_a_recipe_with_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None
         ("rollout.sampling.max_new_tokens=64", "rollout.sampling.max_new_tokens=64 leaves no room for a prompt"),
         ("rollout.engine.context_length=8", "prompt"),
         ("rollout.engine.context_length=128", "rollout.engine.context_length=128, expected at most the model's 64"),
+        ("rollout.engine.dp=2", "engine.dp=2: weights are transferred to engines of one replica, expected 1"),
+        ("rollout.engine.tp=8", "rollout.engine.tp=8 does not divide the model's 4 attention heads"),
+        (
+            "model.create.config.moe_intermediate_size=97",
+            "rollout.engine.tp=2 ep=1: tp/ep = 2 does not divide the experts' intermediate size 97",
+        ),
+        ("model.create.config.num_experts=5", "rollout.engine.ep=2 does not divide the model's 5 experts"),
+        (
+            "model.create.config.mlp_only_layers=[0]",
+            "model: mlp_only_layers=[0]: SGLang builds experts in every layer of Qwen3MoeForCausalLM",
+        ),
+        ("model.create.config.decoder_sparse_step=2", "model: decoder_sparse_step=2: SGLang builds experts in every"),
         ("rollout.sampling.temperature=0", "sampling.temperature=0 samples nothing to learn from"),
         ("train.layout.cp=2", "cp=2: expected 1, because training does not cut sequences over ranks yet"),
         ("train.optimizer.precision_aware=true", "precision_aware=true needs Transformer Engine"),
@@ -58,13 +84,28 @@ def test_a_recipe_with_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_what_check_finds(capsys: pytest.CaptureFixture[str], override: str, line: str) -> None:
-    overrides = [override]
-    if override == "placement.rollout=cpu:0-2":
-        overrides.append("rollout.engines=2")
-    code, lines = check(capsys, DEMO, *overrides)
+    code, lines = check(capsys, DEMO, override, *BESIDE.get(override, ()))
     assert code == 2
     assert lines[0].startswith("hybridflow: ")
     assert line in lines[0]
+
+
+def test_a_model_that_sglang_would_build_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    config = "{architectures: [LlamaForCausalLM], vocab_size: 32, hidden_size: 32, intermediate_size: 64, "
+    config += "num_hidden_layers: 2, num_attention_heads: 4, max_position_embeddings: 64, "
+    code, lines = check(
+        capsys, DEMO, "train.layout.ep=1", f"model.create.config={config}attention_bias: true, mlp_bias: true}}"
+    )
+    assert (code, len(lines)) == (2, 1)
+    assert "model: mlp_bias=true: SGLang builds LlamaForCausalLM without biases in its MLPs" in lines[0]
+    code, lines = check(
+        capsys,
+        DEMO,
+        *("train.layout.ep=1", "rollout.engine.tp=2", "rollout.engine.ep=2", "placement.rollout=cpu:0-1"),
+        f"model.create.config={config}attention_bias: true}}",
+    )
+    assert (code, len(lines)) == (2, 1)
+    assert "rollout.engine.ep=2: expected 1, because LlamaForCausalLM has no experts" in lines[0]
 
 
 def test_a_reward_function_that_cannot_be_imported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,54 @@
+"""What SGLang refuses of a model after a minute of starting, or serves as another model without a word."""
+
+from __future__ import annotations
+
+from engine3d.errors import UserError
+from engine3d.models import ModelSpec
+from engine3d.rollout.config import RolloutConfig
+
+
+def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
+    """Refuse a model that an engine would not serve as it is, and a parallel layout that does not divide it.
+
+    Raises:
+        UserError: names the setting or the key of the model's config, its value, and what would be accepted.
+    """
+    _check_architecture(spec)
+    sizes, tp, ep = spec.sizes, config.tp, config.ep
+    _divides("tp", tp, "attention heads (num_attention_heads)", sizes.heads)
+    if sizes.latent is None and sizes.groups % tp and tp % sizes.groups:
+        raise UserError(
+            f"rollout.engine.tp={tp}: expected a divisor or a multiple of num_key_value_heads={sizes.groups}"
+        )
+    if not sizes.sparse or not all(sizes.sparse):
+        _divides("tp", tp, "intermediate size of a dense MLP (intermediate_size)", sizes.ffn)
+    _divides("tp", tp, "intermediate size of the shared expert", sizes.shared_ffn)
+    if sizes.experts:
+        _divides("ep", ep, "experts", sizes.experts)
+        if sizes.expert_ffn % (tp // ep):
+            raise UserError(
+                f"rollout.engine.tp={tp} ep={ep}: tp/ep = {tp // ep} does not divide the experts' intermediate size "
+                f"{sizes.expert_ffn} (moe_intermediate_size)"
+            )
+    elif ep > 1:
+        raise UserError(
+            f"rollout.engine.ep={ep}: expected 1, because {spec.family.architecture} has no experts to cut over ranks"
+        )
+
+
+def _check_architecture(spec: ModelSpec) -> None:
+    """SGLang's classes that pass over a key of the config which transformers and Megatron-Core obey."""
+    sizes, name = spec.sizes, spec.family.architecture
+    if spec.family.name == "qwen3_moe" and not all(sizes.sparse):
+        key = "mlp_only_layers" if spec.hf_config.get("mlp_only_layers") else "decoder_sparse_step"
+        raise UserError(
+            f"model: {key}={spec.hf_config.get(key)}: SGLang builds experts in every layer of {name}; "
+            "expected mlp_only_layers=[] and decoder_sparse_step=1"
+        )
+    if sizes.mlp_bias:
+        raise UserError(f"model: mlp_bias=true: SGLang builds {name} without biases in its MLPs; expected false")
+
+
+def _divides(key: str, value: int, what: str, size: int) -> None:
+    if size % value:
+        raise UserError(f"rollout.engine.{key}={value} does not divide the model's {size} {what}")
