@@ -35,7 +35,7 @@ class RolloutConfig(Settings):
     cuda_graph: bool = True
     attention_backend: str | None = None
     memory_saver: bool = False
-    """Let `release_memory` give the device memory of weights and KV cache back while the engine lives. CUDA only."""
+    """Let `release_memory` give the KV cache's memory back while the engine lives; weights stay. CUDA only."""
     start_timeout_s: Seconds = 600
     request_timeout_s: Seconds = 600
     shutdown_timeout_s: Seconds = 30

@@ -33,7 +33,11 @@ def register() -> None:
     sys.modules.setdefault("megatron.core", None)  # type: ignore[arg-type]
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}.update_weights_from_disk", _report_failed_update, HookType.AROUND)
-    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _keep_rank, HookType.AFTER)
+    runner = "sglang.srt.model_executor.model_runner.ModelRunner"
+    HookRegistry.register(f"{runner}.init_torch_distributed", _await_trainer, HookType.BEFORE)
+    HookRegistry.register(f"{runner}.load_model", _keep_rank, HookType.AFTER)
+    loading = "sglang.srt.model_executor.model_runner_components.load_model_utils.load_model_with_memory_saver"
+    HookRegistry.register(loading, _load_outside_memory_saver, HookType.AROUND)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _add_answer, HookType.AFTER)
     for name in ("managers.load_snapshot.shm_path_for", "utils.stale_shm_cleanup.make_shm_name"):
         HookRegistry.register(f"sglang.srt.{name}", _name_segment, HookType.AROUND)
@@ -48,6 +52,22 @@ def _report_failed_update(update: Callable[..., tuple[bool, str]], *args: Any, *
         return update(*args, **kwargs)
     except Exception as error:
         return False, f"{type(error).__name__}: {error}"
+
+
+def _await_trainer(runner: Any) -> None:
+    # SGLang notes here how much memory is free, and sizes the KV cache by it: a trainer that shares the device must
+    # have taken its part before.
+    from engine3d.rollout.rank import weight_source
+
+    if not runner.is_draft_worker:
+        weight_source(runner.ps.tp_rank)
+
+
+def _load_outside_memory_saver(load: Callable[..., Any], **arguments: Any) -> Any:
+    # The memory saver's memory cannot be mapped by a trainer. Weights lie outside it, so that it releases the KV cache.
+    from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
+    return load(**arguments | {"memory_saver_adapter": TorchMemorySaverAdapter.create(enable=False)})
 
 
 def _keep_rank(result: Any, runner: Any) -> None:

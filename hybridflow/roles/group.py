@@ -52,8 +52,7 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
         devices = pool_devices(wanted, pools, nodes)
         places = {role: [_place(device, nodes) for device in held] for role, held in devices.items()}
         published = [run.directory / "shards" / f"actor-{rank}" for rank in range(len(devices["actor"]))]
-        sharing = recipe.rollout.weights.share and not recipe.rollout.engine.memory_saver
-        sources = dict(zip(devices["actor"], published, strict=True)) if sharing else {}
+        sources = dict(zip(devices["actor"], published, strict=True)) if recipe.rollout.weights.share else {}
         resources = placement.reserve(devices)
         stack.callback(placement.release, resources)
 
@@ -86,7 +85,7 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
                 engine,
                 places=places["rollout"],
                 weight_sources=[sources.get(device) for device in devices["rollout"]],
-                devices_per_rank=recipe.rollout.devices_per_engine,
+                devices_per_rank=recipe.rollout.engine.tp,
                 log_dir=run.log_directory,
             )
         )
