@@ -150,11 +150,7 @@ class EngineRank:
             self._participant = None
         order, memory = orders[self.rank].collective, self._memory()
         if order is not None:
-            # Nothing is received into what is bound, and that need not be contiguous.
-            flat = [
-                tensor.data.new_empty(0) if index in self._aliased else tensor.data.view(-1)
-                for index, tensor in enumerate(memory)
-            ]
+            flat = [tensor.data.view(-1) for tensor in memory]
             self._participant = Participant(order, memory[0].device, None, {shards.rank: Held(shards, flat)})
 
     def receive(self, version: int) -> None:

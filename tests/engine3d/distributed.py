@@ -8,7 +8,7 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
@@ -22,7 +22,9 @@ class RankFailedError(AssertionError):
     """A rank raised, died or took too long. The message has its number and its traceback."""
 
 
-def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float) -> list[Any]:
+def run_distributed(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float, may_die: Collection[int] = ()
+) -> list[Any]:
     """Call `function(*args)` on `world_size` processes that see torchrun's variables, and return what each returned.
 
     All processes are gone when this returns. The libraries are imported once, in a server that the processes fork from.
@@ -32,6 +34,7 @@ def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, t
         world_size: processes.
         args: of the function.
         timeout_s: for everything, in seconds.
+        may_die: ranks that may be killed, and then return None.
 
     Raises:
         RankFailedError: with the traceback of the first rank that failed, or the ranks that were late.
@@ -47,7 +50,7 @@ def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, t
             process, connection = _start(context, function, args, rank, world_size, port)
             processes.append(process)
             waiting[connection] = rank
-        return _collect(waiting, world_size, time.monotonic() + timeout_s, timeout_s)
+        return _collect(waiting, world_size, time.monotonic() + timeout_s, timeout_s, may_die)
     finally:
         for process in processes:
             process.kill()
@@ -65,7 +68,9 @@ def _start(
     return process, receiver
 
 
-def _collect(waiting: dict[Connection, int], world_size: int, deadline: float, timeout_s: float) -> list[Any]:
+def _collect(
+    waiting: dict[Connection, int], world_size: int, deadline: float, timeout_s: float, may_die: Collection[int]
+) -> list[Any]:
     results: list[Any] = [None] * world_size
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -77,6 +82,8 @@ def _collect(waiting: dict[Connection, int], world_size: int, deadline: float, t
             try:
                 succeeded, result = pickle.loads(connection.recv_bytes())
             except EOFError:
+                if rank in may_die:
+                    continue
                 raise RankFailedError(f"rank {rank} died") from None
             if not succeeded:
                 raise RankFailedError(f"rank {rank} of {world_size}:\n{result}")

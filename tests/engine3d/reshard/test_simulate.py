@@ -171,7 +171,9 @@ def test_other_cuts_are_refused() -> None:
 
 
 def test_models_that_sglang_would_serve_without_some_of_their_weights() -> None:
-    with pytest.raises(UserError, match=r"layers.0.mlp.gate_proj.bias: the trainer has it in shape \[48\], the engine's model has"):
+    with pytest.raises(
+        UserError, match=r"layers.0.mlp.gate_proj.bias: the trainer has it .*, the engine's model has not"
+    ):
         trace_engine_layout(CONFIGS["llama-biases"], hf_tensors(CONFIGS["llama-biases"]), 1, 1)
     with pytest.raises(EngineError, match=r"layers.1.mlp.experts.w13_weight.*no tensor is loaded"):
         trace_engine_layout(CONFIGS["qwen3_moe"], hf_tensors(CONFIGS["qwen3_moe"]), 1, 1)
