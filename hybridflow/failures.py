@@ -15,12 +15,13 @@ from engine3d.errors import EngineError, UserError
 from hybridflow.rank_process import Failure
 
 # A lost neighbour often reaches the others before Ray knows of it: how long to wait for the rank that was first.
-_GRACE_S = 3.0
+GRACE_S = 3.0
 
 # What a rank reports whose neighbour went away in the middle of a collective.
 _LOST_NEIGHBOUR = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|gloo|nccl|process ?group|tcpstore|DistBackendError"
-    r"|DistNetworkError|socket (timeout|closed)|timed out waiting",
+    r"|DistNetworkError|socket (timeout|closed)|timed out waiting"
+    r"|\b(is gone|did not (answer|come) within)\b",
     re.IGNORECASE,
 )
 
@@ -70,7 +71,7 @@ def wait_for_statuses(
             failure = _outcome(role, rank, method, status, actors[rank])
             if failure is not None:
                 if not failures:
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
                 failures.append(failure)
                 if _kind(failure) == 0:
                     return failures, sorted(waiting.values())
@@ -80,6 +81,16 @@ def wait_for_statuses(
 def most_telling(failures: Sequence[Failure]) -> Failure:
     """The cause among failures: what a rank raised itself, else a death, else a lost neighbour; the first in time."""
     return min(failures, key=lambda failure: (_kind(failure), failure.time, failure.rank))
+
+
+def most_telling_error(errors: Sequence[BaseException]) -> BaseException:
+    """The same among the errors of several groups; one that came without a rank's report tells least."""
+
+    def order(error: BaseException) -> tuple[int, float]:
+        failure: Failure | None = getattr(error, "failure", None)
+        return (_kind(failure), failure.time) if failure is not None else (_SILENT, 0.0)
+
+    return min(errors, key=order)
 
 
 def error_of(failure: Failure, log_path: Path | None) -> RankError | RankUserError:
@@ -116,6 +127,7 @@ def _outcome(role: str, rank: int, method: str, status: ray.ObjectRef, actor: Ac
 
 
 _DIED = "the process died"
+_ENGINE_DIED = "EngineError: rollout engine died"  # whatever its last words were
 
 
 def _death(error: RayActorError) -> str:
@@ -125,7 +137,10 @@ def _death(error: RayActorError) -> str:
     return f"{_DIED} without a word, as by a signal, a crash or a lack of memory"
 
 
+_SILENT = 3
+
+
 def _kind(failure: Failure) -> int:
-    if failure.error.startswith(_DIED):
+    if failure.error.startswith((_DIED, _ENGINE_DIED)):
         return 1
     return 2 if not failure.user_error and _LOST_NEIGHBOUR.search(failure.error) else 0

@@ -19,7 +19,7 @@ from engine3d.reshard.sender import Sent, Transport
 from hybridflow import metrics
 from hybridflow.config import RolloutRole
 from hybridflow.metrics import Timer
-from hybridflow.worker_group import WorkerGroup
+from hybridflow.worker_group import WorkerGroup, wait_together
 
 _TRANSPORT_METRICS: dict[Transport, tuple[str, str]] = {
     "one_sided": (metrics.SYNC_ONE_SIDED_BYTES, metrics.SYNC_ONE_SIDED_TIME),
@@ -77,10 +77,10 @@ class WeightSync:
 
     def _send(self, version: int) -> Sequence[dict[Transport, Sent]]:
         """What each of the actor's ranks sent, once all of it is in the engines."""
-        receiving = self._rollout.receive_weights(version) if self._engines_receive else None
-        sent: Sequence[dict[Transport, Sent]] = self._actor.send_weights(version).result()
-        if receiving is not None:
-            receiving.result()
+        sending = self._actor.send_weights(version)
+        receiving = [self._rollout.receive_weights(version)] if self._engines_receive else []
+        wait_together(sending, *receiving)
+        sent: Sequence[dict[Transport, Sent]] = sending.result()
         return sent
 
     def verify(self, version: int) -> None:
@@ -123,8 +123,7 @@ class WeightSync:
         if orders.engines_receive:
             per_engine = [list(orders.receive[first : first + ranks]) for first in range(0, len(orders.receive), ranks)]
             connecting.append(self._rollout.connect_weights(per_engine))
-        for future in connecting:
-            future.result()
+        wait_together(*connecting)
         return orders.plan
 
     def __enter__(self) -> WeightSync:

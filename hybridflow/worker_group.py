@@ -20,6 +20,7 @@ first, in which method and why; errors of ranks that only lost their neighbour d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,22 @@ import ray
 
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
-from hybridflow.failures import RankError, RankUserError, error_of, most_telling, silence, wait_for_statuses
+from hybridflow.failures import (
+    GRACE_S,
+    RankError,
+    RankUserError,
+    error_of,
+    most_telling,
+    most_telling_error,
+    silence,
+    wait_for_statuses,
+)
 from hybridflow.placement import Bundle, ResourcePool
 from hybridflow.processes import find_process, kill_trees, write_stacks
 from hybridflow.protocols import Arguments, Grid, Protocol, Shards, concatenate, registrations
 from hybridflow.rank_process import RankProcess, WorkerContext
 
-__all__ = ["Future", "RankError", "RankUserError", "WorkerContext", "WorkerGroup"]
+__all__ = ["Future", "RankError", "RankUserError", "WorkerContext", "WorkerGroup", "wait_together"]
 
 
 class Future:
@@ -73,6 +83,11 @@ class Future:
             self._group._await(self._method, self._statuses, timeout_s, self._inputs)
             self._answered = True
 
+    def abandon(self) -> None:
+        """Kill the group if it has not answered."""
+        if not self._answered:
+            self._group.kill()
+
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
         ready, _ = ray.wait(self._statuses, num_returns=len(self._statuses), timeout=0)
@@ -81,6 +96,28 @@ class Future:
     def shards(self) -> Shards:
         """The results as references, one a collected rank, to pass on without fetching them."""
         return Shards(tuple(self._values))
+
+
+def wait_together(*futures: Future) -> None:
+    """Wait for calls of several groups whose ranks wait for one another.
+
+    Raises:
+        RankError, RankUserError: what failed first for a reason of its own; every group whose call is unfinished is
+            dead, since its ranks may wait for one that is.
+    """
+    # One thread a call: a group whose ranks hang must not hide that another's have failed.
+    with ThreadPoolExecutor(len(futures), thread_name_prefix="wait") as threads:
+        waiting = [threads.submit(future.wait) for future in futures]
+        try:
+            wait(waiting, return_when=FIRST_EXCEPTION)
+            if all(each.done() for each in waiting) and not any(each.exception() for each in waiting):
+                return
+            wait(waiting, timeout=GRACE_S)
+            errors = [error for each in waiting if each.done() and (error := each.exception()) is not None]
+        finally:
+            for future in futures:
+                future.abandon()
+    raise most_telling_error(errors)
 
 
 class WorkerGroup:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -36,6 +38,10 @@ def _command(directory: Path, *overrides: str) -> list[str]:
 
 def _mark(directory: Path) -> dict[str, str]:
     return {**os.environ, "TEST_RUN_MARK": str(directory)}
+
+
+def _records(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "small" / "metrics.jsonl").read_text().splitlines()]
 
 
 def _processes(directory: Path) -> list[psutil.Process]:
@@ -68,8 +74,7 @@ def test_a_run_with_a_reference_and_another_layout(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("held-out accuracy: ")
-    records = [json.loads(line) for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if record["phase"] == "train"]
+    steps = [record for record in _records(tmp_path) if record["phase"] == "train"]
     assert [record["step"] for record in steps] == [1, 2]
     for record in steps:
         assert record["mismatch/logprob_abs_diff_mean"] < 1e-5  # SGLang and Megatron agree, also after a transfer
@@ -84,6 +89,103 @@ def test_a_run_with_a_reference_and_another_layout(tmp_path: Path) -> None:
     assert tokenizer.encode("1+2=", add_special_tokens=False) == [4, 13, 5, 16]
     assert not torch.equal(model.lm_head.weight, initial.lm_head.weight)
     _wait_until_gone(tmp_path)
+
+
+LAYOUTS = {
+    "engines beside each other on the actor's devices": ["placement.rollout=cpu:0-1", "rollout.engines=2"],
+    "an engine of two ranks on the actor's devices": [
+        *("placement.rollout=cpu:0-1", "rollout.engine.tp=2", "rollout.engine.ep=2"),
+        "rollout.weights.transport=collective",
+    ],
+    "an engine of two ranks on devices of its own": [
+        *("placement.rollout=cpu:2-3", "rollout.engine.tp=2", "rollout.engine.ep=2", "algorithm.kl_coef=0.01"),
+        *("train.layout.ep=1", "train.layout.tp=2"),
+    ],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_transfer_of_a_run_is_proved(tmp_path: Path, layout: str) -> None:
+    # Any reward that differs between samples will do for weights that change.
+    (tmp_path / "length.py").write_text(
+        "def score(generated_texts):\n    return [len(text) for text in generated_texts]\n"
+    )
+    overrides = [f'reward.functions=[{{name: length, path: "{tmp_path}/length.py:score"}}]', *LAYOUTS[layout]]
+    command = _command(tmp_path, *overrides, "rollout.verify_weights=true", "train.optimizer.warmup_steps=0")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=_mark(tmp_path), check=False)
+    assert done.returncode == 0, done.stderr
+    steps = [each for each in _records(tmp_path) if each["phase"] == "train"]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["train/gradient_norm"] > 0
+        assert step["mismatch/logprob_abs_diff_mean"] < 1e-5
+        for phase in ("begin", "send", "seal", "verify", "commit"):
+            assert 0 < step[f"sync/{phase}_ms"] < step["sync/time_ms"]
+        shares = "own" not in layout
+        assert (step["sync/aliased_bytes"] > 0) == shares
+        moved = step.get("sync/one_sided_bytes", 0) + step.get("sync/collective_bytes", 0)
+        assert moved == step["sync/moved_bytes"] > 0
+    _wait_until_gone(tmp_path)
+
+
+FAULTY = """
+import sys
+from hybridflow.cli import main
+from hybridflow.roles import group
+from tests.hybridflow import faulty_roles
+
+role, name = sys.argv[1:3]
+setattr(group, role, getattr(faulty_roles, name))
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def _faulty_run(directory: Path, role: str, name: str, *overrides: str) -> tuple[int, str]:
+    """A run with one role replaced by one of `faulty_roles`: its exit code and the first line on stderr."""
+    arguments = _command(directory, "warmup=null", *overrides)[3:]
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTY, role, name, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**_mark(directory), "PYTHONPATH": str(Path(__file__).parents[2])},
+        check=False,
+    )
+    _wait_until_gone(directory)
+    return done.returncode, done.stderr.splitlines()[0]
+
+
+def test_a_transfer_that_is_not_whole_is_found_and_not_served(tmp_path: Path) -> None:
+    code, line = _faulty_run(tmp_path, "RolloutWorker", "Overwritten", "rollout.verify_weights=true")
+    assert code == 1
+    where, _, what = line.partition(" does not hold what SGLang makes of the actor's export: ")
+    assert where == "hybridflow: weights version 1: rollout engine 0 rank 0"
+    assert re.match(r"model\.\S+ \(tensor model\.\S+\): \d+ of \d+ elements differ, and \d+ more$", what), what
+    assert not _records(tmp_path)
+    assert "Prefill batch" not in (tmp_path / "small" / "logs" / "sglang-0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "message"),
+    [
+        ("ModelWorker", "DiesSending", "actor rank 1, send_weights: the process died"),
+        (
+            "RolloutWorker",
+            "EngineDiesReceiving",
+            "rollout rank 0, receive_weights: EngineError: rollout engine died during transfer of weights version 1",
+        ),
+        ("ModelWorker", "DoesNotStart", "actor rank 1, start: no room for the optimizer"),
+    ],
+)
+def test_a_fault_on_the_way_of_weights_ends_the_run(tmp_path: Path, role: str, name: str, message: str) -> None:
+    separate = ["placement.rollout=cpu:2-3", "rollout.engine.tp=2", "rollout.weights.transport=collective"]
+    # An actor that does not start must be seen although the engine waits for it, to share its memory.
+    placement = [] if name == "DoesNotStart" else separate
+    code, line = _faulty_run(tmp_path, role, name, *placement)
+    assert code == 1
+    assert line.startswith(f"hybridflow: {message}")
+    fault = float((tmp_path / "small" / "fault").read_text())
+    assert time.time() - fault < 60
 
 
 def test_a_reward_that_raises_ends_the_run_in_one_line(tmp_path: Path) -> None:
