@@ -57,7 +57,7 @@ class WeightsConfig(Settings):
     flush_cache: bool = True
     """Drop the KV cache, which the old weights made, with every new version."""
     timeout_s: float = Field(600.0, gt=0)
-    """Limit of one transfer."""
+    """Limit of each wait for another rank, in what goes over a process group."""
 
 
 class RolloutRole(Settings):

@@ -15,7 +15,8 @@ class Generation:
 
     `logprobs[i]` is the natural log-probability, under the sampling temperature, of `token_ids[i]`; a stop token that
     was sampled is part of both. `weight_version` is the version that was served when the response was finished, and
-    `first_weight_version` the one when it was asked for; they differ only where the engine was paused in between.
+    `first_weight_version` the one when it was asked for. They differ where the engine was paused in between, or where
+    the request waited for a transfer to end: then all of it is of `weight_version`.
     """
 
     token_ids: list[int]
