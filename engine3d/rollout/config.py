@@ -16,8 +16,8 @@ class RolloutConfig(Settings):
     """How one SGLang engine is started.
 
     `context_length` counts prompt and response together; None takes the model's own. `max_total_tokens` is the size of
-    the KV cache in tokens; None lets SGLang fill `mem_fraction_static` of the device's memory. `server_args` goes to
-    SGLang verbatim, for what has no setting of its own here.
+    the KV cache in tokens; None lets weights and cache fill `mem_fraction_static` of the memory that is free when the
+    model is loaded. `server_args` goes to SGLang verbatim, for what has no setting of its own here.
     """
 
     tp: int = Field(1, ge=1)

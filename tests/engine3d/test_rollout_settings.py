@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from engine3d.errors import UserError
+from engine3d.platform.cuda import CudaPlatform
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
 from engine3d.rollout.log import root_cause
 from engine3d.rollout.run_files import make_run_directory, segment_name
@@ -65,6 +66,12 @@ def test_the_root_cause_is_the_first_exception_that_is_not_a_consequence(tmp_pat
         "RuntimeError: Initialization failed. Please see the error messages above.\n"
     )
     assert root_cause(log) == "ValueError: heads 3 do not divide by 2"
+    log.write_text(
+        "  engine3d.errors.EngineError: told to the client long ago\n"
+        "RuntimeError: [/gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:44192: Connection reset by peer\n"
+        "Subprocess scheduler_1 (pid=5) crashed with exit code -9\n"
+    )
+    assert root_cause(log) == "Subprocess scheduler_1 (pid=5) crashed with exit code -9"
     log.write_text("all is well\n")
     assert root_cause(log) == ""
 
@@ -81,3 +88,10 @@ def test_the_next_run_removes_files_of_one_whose_owner_is_gone(monkeypatch: pyte
     assert sorted(tmp_path.iterdir()) == sorted([alive, newest])
     alive_lock.close()
     newest_lock.close()
+
+
+def test_an_engines_devices_are_counted_among_those_that_its_client_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7, 0,1")
+    assert CudaPlatform().visible_devices((0, 2)) == {"CUDA_VISIBLE_DEVICES": "6,0"}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert CudaPlatform().visible_devices((1, 2)) == {"CUDA_VISIBLE_DEVICES": "1,2"}

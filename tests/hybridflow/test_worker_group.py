@@ -13,7 +13,7 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from hybridflow.devices import pool_devices
 from hybridflow.placement import ResourcePool, cluster_nodes, release, reserve
-from hybridflow.worker_group import Future, RankError, RankUserError, WorkerGroup
+from hybridflow.worker_group import Future, RankError, RankUserError, WorkerGroup, wait_together
 from tests.hybridflow.group_workers import Arithmetic, Failing
 
 pytestmark = pytest.mark.processes
@@ -121,6 +121,18 @@ def test_a_rank_that_raises_ends_the_group_at_once(failing: WorkerGroup) -> None
     assert all_gone(processes)
     with pytest.raises(RankError, match="critic rank 1, raise_on: ValueError"):
         failing.identity([1])
+
+
+def test_calls_that_wait_for_one_another_end_with_the_first_cause(
+    pools: dict[str, ResourcePool], failing: WorkerGroup
+) -> None:
+    start = time.monotonic()
+    with WorkerGroup("actor", Failing, pools["shared"], Layout(tp=2), call_timeout_s=60) as other:
+        processes = processes_of(other)
+        with pytest.raises(RankError, match="critic rank 1, raise_on: ValueError"):
+            wait_together(other.hang_on(0), failing.raise_on(1))
+        assert all_gone(processes)
+    assert time.monotonic() - start < 30
 
 
 def test_a_user_error_stays_one_and_outranks_a_lost_neighbour(failing: WorkerGroup) -> None:
