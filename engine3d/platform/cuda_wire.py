@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 from torch._C._distributed_c10d import AllToAllOptions, ErrorType
 from torch.distributed import ProcessGroupNCCL, Store, Work
 
-from engine3d.platform.wire import Exchange, Wire, meet
+from engine3d.platform.wire import Exchange, Wire, WireError, meet
 
 _POLL_S = 50e-6
 _NEVER = timedelta(days=365)
@@ -36,9 +37,29 @@ class NcclWire(Wire):
         with _errors_left_to_us():
             # torch's stubs leave out what a backend can do.
             self._group: Any = ProcessGroupNCCL(connections, rank, len(names), options)
-        # Sets up the communicator, for which NCCL has no limit; all participants are here by now.
-        self._group.eager_connect_single_device(device)
+        self._set_up(device)
         self._stream = torch.cuda.Stream(device)
+
+    def _set_up(self, device: torch.device) -> None:
+        """Set up the communicator. NCCL has no limit for it: a participant may go after all have met."""
+        raised: list[RuntimeError] = []
+
+        def connect() -> None:
+            torch.cuda.set_device(device)
+            try:
+                self._group.eager_connect_single_device(device)
+            except RuntimeError as error:
+                raised.append(error)
+
+        # Left behind when it is late, since nothing ends it.
+        thread = threading.Thread(target=connect, name="nccl set-up", daemon=True)
+        thread.start()
+        thread.join(self.timeout_s)
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        if thread.is_alive():
+            raise WireError(f"NCCL was not set up with {self.called(others)} within {self.timeout_s:g} s")
+        if raised:
+            raise WireError(f"NCCL was not set up with {self.called(others)}: {str(raised[0]).splitlines()[0]}")
 
     def _exchange(
         self, outgoing: torch.Tensor, incoming: torch.Tensor, outgoing_sizes: list[int], incoming_sizes: list[int]

@@ -128,9 +128,11 @@ class Platform(ABC):
     @cached_property
     def node(self) -> str:
         """What no other node is called. Containers of one machine differ in it, because they map no shared memory."""
-        # Two machines may have the same host name.
+        # Two machines may have the same host name, and two containers of one machine too. Memory is mapped through the
+        # number of the process that shares it, which is the same for processes of one namespace.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()}-{boot[:8]}"
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+        return f"{socket.gethostname()}-{boot[:8]}-{namespace}"
 
     @cached_property
     def has_transformer_engine(self) -> bool:

@@ -95,6 +95,7 @@ class CollectiveTransfer:
             _Part("unpack", each.sender, each.pieces, each.targets, [t.dtype for t in each.targets], each.tensor_at)
             for each in incoming
         ]
+        # They keep the memory, which copies on a GPU know by its address alone.
         self._parts = (*unpack, *pack)
         for part in self._parts:
             pair = (wire.rank, part.peer) if part.way == "pack" else (part.peer, wire.rank)
