@@ -123,9 +123,11 @@ def environment(
     variables |= platform.rollout_environment(config.tp)
     if devices:
         variables |= platform.visible_devices(devices)
-    if weight_sources:
+    if any(weight_sources):
         variables[SOURCES_VARIABLE] = os.pathsep.join(str(source or "") for source in weight_sources)
         variables[SOURCES_TIMEOUT_VARIABLE] = str(config.start_timeout_s)
+        # Stages of a pipeline leave unequal parts of their devices: SGLang goes by the smallest.
+        variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     return variables | {
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_model_modules(model.architectures)),
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for RESERVED_TOKENS: no position beyond the model's is used
