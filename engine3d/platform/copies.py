@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -57,8 +57,7 @@ class Copies:
         return len(self.rows)
 
     def __getitem__(self, which: NDArray[np.bool_] | Column) -> Copies:
-        columns = (getattr(self, name)[which] for name in _COLUMNS)
-        return Copies(self.sources, self.targets, *columns, near_routes=self.near_routes)
+        return replace(self, **{name: getattr(self, name)[which] for name in _COLUMNS})
 
     def near(self) -> NDArray[np.bool_]:
         """Which copies stay on the copying device."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 
-import numpy as np
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
@@ -101,24 +101,5 @@ def _incoming(message: Message, targets: Sequence[Held]) -> Incoming:
 
 def _joined(message: Message) -> Pieces:
     """The pieces of all transfers of a message, with the buffers of all its targets counted through."""
-    columns: list[list[np.ndarray]] = [[] for _ in range(8)]
-    base = 0
-    for transfer, dtypes in zip(message.transfers, message.dtypes, strict=True):
-        pieces = transfer.pieces
-        for column, values in zip(
-            columns,
-            (
-                pieces.source_buffer,
-                pieces.source_offset,
-                pieces.source_stride,
-                pieces.target_buffer + base,
-                pieces.target_offset,
-                pieces.target_stride,
-                pieces.rows,
-                pieces.length,
-            ),
-            strict=True,
-        ):
-            column.append(values)
-        base += len(dtypes)
-    return Pieces(*(np.concatenate(column) for column in columns))
+    first = accumulate((len(dtypes) for dtypes in message.dtypes), initial=0)
+    return Pieces.joined([(transfer.pieces, 0, base) for transfer, base in zip(message.transfers, first, strict=False)])

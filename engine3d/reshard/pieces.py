@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -38,6 +39,20 @@ class Pieces:
     target_stride: NDArray[np.int64]
     rows: NDArray[np.int64]
     length: NDArray[np.int64]
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[Pieces, int, int]]) -> Pieces:
+        """The pieces of several transfers as those of one, whose buffers are counted through.
+
+        Args:
+            parts: pieces, with the numbers that their first source buffer and their first target buffer get.
+        """
+        moved = [
+            replace(pieces, source_buffer=pieces.source_buffer + source, target_buffer=pieces.target_buffer + target)
+            for pieces, source, target in parts
+        ]
+        empty = np.empty(0, dtype=np.int64)
+        return cls(*(np.concatenate([empty, *(getattr(each, name) for each in moved)]) for name in cls.__slots__))
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -69,27 +69,23 @@ def _joined(routes: Sequence[Route]) -> Copies:
     """The pieces of all routes, with the indices of buffers counted over all of them."""
     sources: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
-    columns: list[list[np.ndarray]] = [[] for _ in range(9)]
-    for number, route in enumerate(routes):
-        pieces = route.pieces
-        for column, values in zip(
-            columns,
-            (
-                np.full(len(pieces), number),
-                pieces.source_buffer + len(sources),
-                pieces.source_offset,
-                pieces.source_stride,
-                pieces.target_buffer + len(targets),
-                pieces.target_offset,
-                pieces.target_stride,
-                pieces.rows,
-                pieces.length,
-            ),
-            strict=True,
-        ):
-            column.append(values)
+    parts: list[tuple[Pieces, int, int]] = []
+    for route in routes:
+        parts.append((route.pieces, len(sources), len(targets)))
         sources += route.sources
         targets += route.targets
-    empty = np.empty(0, dtype=np.int64)
-    near = frozenset(number for number, route in enumerate(routes) if route.near)
-    return Copies(sources, targets, *(np.concatenate([empty, *column]) for column in columns), near_routes=near)
+    pieces = Pieces.joined(parts)
+    return Copies(
+        sources=sources,
+        targets=targets,
+        route=np.repeat(np.arange(len(routes)), [len(route.pieces) for route in routes]),
+        source=pieces.source_buffer,
+        source_offset=pieces.source_offset,
+        source_stride=pieces.source_stride,
+        target=pieces.target_buffer,
+        target_offset=pieces.target_offset,
+        target_stride=pieces.target_stride,
+        rows=pieces.rows,
+        length=pieces.length,
+        near_routes=frozenset(number for number, route in enumerate(routes) if route.near),
+    )
