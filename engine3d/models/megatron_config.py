@@ -91,14 +91,15 @@ def _latent(spec: ModelSpec, latent: Latent) -> dict[str, Any]:
 
 def _experts(spec: ModelSpec) -> dict[str, Any]:
     sizes = spec.sizes
+    # Megatron-Core refuses stages that pass sequences of several lengths with its default, without experts too.
+    dispatcher = {"moe_token_dispatcher_type": "alltoall"}
     if not sizes.experts:
-        return {}
-    return {
+        return dispatcher
+    return dispatcher | {
         "num_moe_experts": sizes.experts,
         "moe_router_topk": sizes.experts_per_token,
         "moe_ffn_hidden_size": sizes.expert_ffn,
         "moe_layer_freq": [int(sparse) for sparse in sizes.sparse],
-        "moe_token_dispatcher_type": "alltoall",
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 0.0,

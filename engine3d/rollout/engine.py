@@ -104,7 +104,7 @@ class RolloutEngine:
         `max_new_tokens` in the context; EngineError while the weights are not whole.
         """
         host = self._running()
-        if self._stale is not None:
+        if self._stale is not None and host.is_alive:
             raise EngineError(f"rollout engine's weights are not whole, transfer or load them again: {self._stale}")
         if self._released:
             raise EngineError("rollout engine's KV cache was released: restore_memory comes first")

@@ -15,13 +15,13 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from engine3d.errors import EngineError
+from engine3d.rollout.log import log_answered
 from engine3d.rollout.messages import START_ID, Generation, Launch, Limits, Reply, Request
 from engine3d.rollout.rank import Answer, Call, answer_path
 from engine3d.rollout.run_files import remove_run_files
@@ -94,7 +94,7 @@ class _Server:
         self._client.deliver = lambda request: loop.call_soon_threadsafe(inbox.put_nowait, request)
         # SGLang signals SIGQUIT when one of its processes has failed; its own handler would wait five seconds first.
         self._manager.auto_create_handle_loop()
-        loop.add_signal_handler(signal.SIGQUIT, self._client.die)
+        loop.add_signal_handler(signal.SIGQUIT, self._fail)
         info = self._engine._scheduler_init_result.scheduler_infos[0]
         vocab_size = self._manager.model_config.vocab_size
         self._client.send(Reply(START_ID, Limits(int(info["max_total_num_tokens"]), int(vocab_size))))
@@ -103,6 +103,14 @@ class _Server:
             task = asyncio.create_task(self._answer(request))
             self._tasks[request.id] = task
             task.add_done_callback(functools.partial(self._forget, request.id))
+
+    def _fail(self) -> None:
+        # The process that failed first may have been killed, and what reached us be from one that misses it.
+        watchdog = self._manager._subprocess_watchdog
+        for process, name in zip(watchdog._processes, watchdog._names, strict=True):
+            if process.exitcode:
+                print(f"Subprocess {name} (pid={process.pid}) crashed with exit code {process.exitcode}")
+        self._client.die()
 
     def _forget(self, id: int, task: asyncio.Task[None]) -> None:
         del self._tasks[id]
@@ -113,7 +121,7 @@ class _Server:
         except asyncio.CancelledError:
             reply = Reply(request.id, error=f"{request.method} was cancelled")
         except Exception as error:
-            traceback.print_exc()
+            log_answered()
             line = " ".join(str(error).split())
             reply = Reply(
                 request.id, error=line if isinstance(error, EngineError) else f"{type(error).__name__}: {line}"
@@ -185,7 +193,8 @@ class _Server:
         if not self._writing:
             raise EngineError(f"version {version} was never begun")
         if flush_cache:
-            await self._flush(_IDLE_TIMEOUT_S)
+            # Generations of a paused engine do not end by themselves.
+            await self._flush(None if self._manager.is_pause else _IDLE_TIMEOUT_S)
         await self._serve(version)
 
     async def _serve(self, version: int) -> None:

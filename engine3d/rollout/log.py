@@ -1,8 +1,11 @@
-"""Find in an engine's log the line that says why it died."""
+"""What an engine's log has of failures, and the line of it that says why the engine died."""
 
 from __future__ import annotations
 
 import re
+import sys
+import textwrap
+import traceback
 from pathlib import Path
 
 _TAIL_BYTES = 1 << 20
@@ -14,7 +17,13 @@ _CRASH = re.compile(r"crashed with exit code|Segmentation fault|Out of memory|te
 # What other processes say when one has failed.
 _CONSEQUENCE = re.compile(
     r"^(?:EOFError|BrokenPipeError|ConnectionResetError|KeyboardInterrupt|SystemExit)\b|see the error messages"
+    r"|gloo.*Connection (?:closed|reset) by peer"
 )
+
+
+def log_answered() -> None:
+    """Print the exception that is being handled, and told to the client, so that it is no `root_cause` of a death."""
+    print(textwrap.indent(traceback.format_exc(), "  "), file=sys.stderr, flush=True)
 
 
 def root_cause(log_path: Path) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 
 from engine3d.errors import EngineError, UserError
 from engine3d.platform import platform
+from engine3d.rollout.log import log_answered
 
 if TYPE_CHECKING:
     from engine3d.reshard.coordinate import ReceiveOrder
@@ -81,7 +81,7 @@ class EngineRank:
         try:
             answer = Answer(getattr(self, call.method)(**call.arguments))
         except Exception as error:  # told to the client, which knows what to do about it
-            traceback.print_exc()
+            log_answered()
             line = " ".join(str(error).split())
             known = isinstance(error, (UserError, EngineError))
             answer = Answer(error=line if known else f"{type(error).__name__}: {line}")
