@@ -1,0 +1,163 @@
+"""Transfers of every family: tied embeddings, latent attention, what is computed after loading, casts; other models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.models import model_spec
+from engine3d.reshard.coordinate import coordinate
+from engine3d.reshard.memory import SharedShards
+from engine3d.reshard.source import PlannedTrainer
+from engine3d.rollout import RolloutEngine, SamplingConfig
+from tests.engine3d import tiny_models
+from tests.engine3d.reshard.trainer_ranks import TrainerRanks, trainer_ranks
+from tests.engine3d.reshard.transfers import connect, differences, places, started
+from tests.tiny_rollout import TINY_ROLLOUT
+
+pytestmark = pytest.mark.processes
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "qwen3-tied": {"tp": 2},
+    "llama": {"tp": 2, "dtype": "bfloat16"},
+    "deepseek_v3": {"tp": 2, "ep": 2},
+}
+LAYOUTS = [
+    ("qwen3-tied", "float32", {"pp": 2}),
+    ("qwen3-tied", "float32", {"tp": 2}),
+    ("llama", "bfloat16", {"pp": 2}),
+    ("llama", "float32", {"tp": 2}),
+    ("deepseek_v3", "float32", {"pp": 2}),
+    ("deepseek_v3", "float32", {"tp": 2}),
+    ("deepseek_v3", "float32", {"ep": 2}),
+]
+PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
+GREEDY = SamplingConfig(temperature=0, max_new_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("families")
+    for name in ENGINES:
+        tiny_models.make(name, directory / name)
+    return {name: directory / name for name in ENGINES}
+
+
+@pytest.fixture(scope="module")
+def engines(models: dict[str, Path]) -> Iterator[dict[str, RolloutEngine]]:
+    engines = [RolloutEngine(models[name], TINY_ROLLOUT.model_copy(update=ENGINES[name])) for name in ENGINES]
+    with started(engines):
+        yield dict(zip(ENGINES, engines, strict=True))
+
+
+@pytest.fixture(scope="module")
+def trainer(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerRanks]:
+    with trainer_ranks(models["llama"], 2, tmp_path_factory.mktemp("trainer")) as trainer:
+        yield trainer
+
+
+@pytest.mark.parametrize(("name", "dtype", "sizes"), LAYOUTS)
+def test_every_family_holds_what_sglang_loads_of_an_export(
+    name: str,
+    dtype: str,
+    sizes: dict[str, int],
+    engines: dict[str, RolloutEngine],
+    models: dict[str, Path],
+    trainer: TrainerRanks,
+    tmp_path: Path,
+) -> None:
+    engine = engines[name]
+    sources = trainer.call("build", places("here", 0, 1), sizes=sizes, dtype=dtype, model=models[name])
+    # One rank on a device of the trainer's, one on another node.
+    engine_places = [[*places("here", 0), *places("there", 0)]]
+    connected = connect(trainer, [engine], sources, engine_places, models[name])
+    version = engine.weight_version + 1
+    trainer.call("change", seed=version)
+    trainer.call("export", directory=tmp_path / "export", dtype=getattr(torch, engine.config.dtype))
+    assert differences([engine], tmp_path / "export")
+    connected.transfer(version)
+    assert differences([engine], tmp_path / "export") == []
+    assert {group[0].weight_version for group in engine.generate(PROMPTS, GREEDY)} == {version}
+
+
+def test_what_is_computed_after_loading_is_missed_when_it_is_not(
+    engines: dict[str, RolloutEngine], models: dict[str, Path], trainer: TrainerRanks, tmp_path: Path
+) -> None:
+    engine, model = engines["deepseek_v3"], models["deepseek_v3"]
+    sources = trainer.call("build", places("here", 0, 1), sizes={"ep": 2}, model=model)
+    connected = connect(trainer, [engine], sources, [places("here", 0, 1)], model)
+    trainer.call("change", seed=100)
+    trainer.call("export", directory=tmp_path / "export")
+    connected.write(100)
+    found = [difference for rank in engine.verify_weights(tmp_path / "export") for difference in rank]
+    layers = tiny_models.DEEPSEEK["num_hidden_layers"]
+    stale = {f"model.layers.{layer}.self_attn.{kind}" for layer in range(layers) for kind in ("w_kc", "w_vc")}
+    assert {difference.buffer for difference in found} == stale
+    assert len(found) == 2 * len(stale) and all(difference.elements == difference.of for difference in found)
+
+    # The comparison computes them anew: write other weights.
+    trainer.call("change", seed=101)
+    trainer.call("export", directory=tmp_path / "other")
+    connected.transfer(101)
+    assert differences([engine], tmp_path / "other") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"vocab_size": 98},
+            "tensor model.embed_tokens.weight: the trainer has it in shape [98, 32], engine 5 in [97, 32]",
+        ),
+        (
+            {"vocab_size": 96},
+            "tensor model.embed_tokens.weight: the trainer has it in shape [96, 32], engine 5 in [97, 32]",
+        ),
+        (
+            {"hidden_size": 48},
+            "tensor model.embed_tokens.weight: the trainer has it in shape [97, 48], engine 5 in [97, 32]",
+        ),
+        (
+            {"num_hidden_layers": 5},
+            "tensor model.layers.4.input_layernorm.weight: the trainer has it in shape [32], engine 5 has not",
+        ),
+        (
+            {"num_hidden_layers": 3},
+            "tensor model.layers.3.self_attn.q_a_proj.weight: engine 5 has it in shape [32, 32], the trainer has not",
+        ),
+        (
+            {"n_routed_experts": 16},
+            "tensor model.layers.1.mlp.gate.weight: the trainer has it in shape [16, 32], engine 5 in [8, 32]",
+        ),
+    ],
+    ids=["more tokens", "fewer tokens", "wider", "more layers", "fewer layers", "more experts"],
+)
+def test_another_model_is_refused_before_anything_is_written(
+    options: dict[str, int], message: str, engines: dict[str, RolloutEngine]
+) -> None:
+    engine = engines["deepseek_v3"]
+    before = engine.weight_checksums()
+    spec = model_spec(tiny_models.DEEPSEEK | options)
+    planned = PlannedTrainer(spec, Layout.of_world(2, tp=2), torch.float32, transformer_engine=False)
+    sources = [SharedShards(planned.shards(rank, place), ()) for rank, place in enumerate(places("here", 0, 1))]
+    targets = engine.share_weights("engine 5", 0, places("here", 0, 1))
+    with pytest.raises(UserError) as refused:
+        coordinate(sources, targets, {name: tensor.shape for name, tensor in spec.hf_tensors.items()})
+    assert str(refused.value) == message
+    assert engine.weight_checksums() == before
+    assert engine.generate(PROMPTS, GREEDY)
+
+
+def test_another_family_is_refused(engines: dict[str, RolloutEngine]) -> None:
+    spec = model_spec(tiny_models.CONFIGS["llama"] | {"head_dim": 16, "num_key_value_heads": 2})
+    planned = PlannedTrainer(spec, Layout.of_world(1), torch.float32, transformer_engine=False)
+    sources = [SharedShards(planned.shards(0, places("here", 0)[0]), ())]
+    targets = engines["qwen3-tied"].share_weights("engine 0", 0, places("here", 0, 1))
+    with pytest.raises(UserError, match=r"tensor lm_head.weight: the trainer has it in .*, engine 0 has not"):
+        coordinate(sources, targets, {name: tensor.shape for name, tensor in spec.hf_tensors.items()})

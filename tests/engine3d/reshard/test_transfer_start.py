@@ -1,0 +1,102 @@
+"""An engine that is bound to the trainer's memory from its start, one that starts from an export, and one that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from engine3d.errors import EngineError, UserError
+from engine3d.rollout import RolloutEngine, SamplingConfig
+from tests.engine3d.reshard.trainer_ranks import trainer_ranks
+from tests.engine3d.reshard.transfers import connect, differences, places, started
+from tests.engine3d.test_rollout_failures import running
+from tests.tiny_rollout import TINY_ROLLOUT
+
+pytestmark = pytest.mark.processes
+
+PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12], [3, 4, 5] * 6]
+GREEDY = SamplingConfig(temperature=0, max_new_tokens=16)
+
+
+def scheduler(engine: RolloutEngine, rank: int) -> int:
+    assert engine._host is not None
+    for process in running(engine._host.pid):
+        if f"sglang::scheduler_TP{rank}".encode() in Path(f"/proc/{process}/cmdline").read_bytes():
+            return process
+    raise AssertionError(f"no scheduler of rank {rank}")
+
+
+def test_an_engine_bound_at_its_start_generates_as_one_started_from_the_export_and_survives_its_death(
+    tiny_model_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = TINY_ROLLOUT.model_copy(update={"tp": 2, "ep": 2})
+    published = [tmp_path / "run" / f"actor-{rank}" for rank in range(2)]
+    export = tmp_path / "export"
+    # Of other weights, so that what is neither bound nor sent shows.
+    bound = RolloutEngine(tiny_model_dirs[1], config, weight_sources=published)
+    with trainer_ranks(tiny_model_dirs[0], 2, tmp_path) as trainer, ThreadPoolExecutor() as pool:
+        starting = pool.submit(bound.start)
+        sources = trainer.call("build", places("here", 0, 1), sizes={"ep": 2})
+        trainer.call("change", seed=7)
+        trainer.call("export", directory=export)
+        with started([RolloutEngine(export, config)]) as (fresh,):
+            assert not starting.done()
+            trainer.call("publish", published)
+            starting.result()
+            try:
+                assert bound.is_stale
+                with pytest.raises(EngineError, match="not whole, transfer or load them again: they are the trainer's"):
+                    bound.generate(PROMPTS, GREEDY)
+                with pytest.raises(UserError, match="would write into the trainer's memory"):
+                    bound.load_weights(export, version=1)
+
+                connected = connect(trainer, [bound], sources, [places("here", 0, 1)], tiny_model_dirs[0])
+                plan = connected.orders.plan
+                assert 0 < plan.bytes_moved < plan.bytes_aliased / 8
+                assert differences([bound], export)
+                connected.transfer(1)
+                assert differences([bound], export) == []
+                expected = [group[0] for group in fresh.generate(PROMPTS, GREEDY)]
+                assert len({tuple(each.token_ids) for each in expected}) == len(PROMPTS)
+                for found, wanted in zip(bound.generate(PROMPTS, GREEDY), expected, strict=True):
+                    assert found[0].token_ids == wanted.token_ids
+                    assert found[0].logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
+
+                both = [bound, fresh]
+                engine_places = [places("here", 0, 1), places("there", 0, 1)]
+                connected = connect(trainer, both, sources, engine_places, tiny_model_dirs[0])
+                trainer.call("change", seed=8)
+                for engine in both:
+                    engine.begin_weights(2)
+                receiving = [pool.submit(engine.call_ranks, "receive", "receive", version=2) for engine in both]
+                trainer.ask("try_send", version=2, hold_in_round=2)
+                trainer.await_hold()
+                killed = time.monotonic()
+                os.kill(scheduler(fresh, 1), signal.SIGKILL)
+                trainer.release()
+                errors = trainer.answers()
+                assert any(
+                    "weights of version 2, round" in error and "engine 1 rank 1 is gone" in error for error in errors
+                )
+                assert receiving[0].result() == [None, None]
+                with pytest.raises(EngineError, match="engine died during receive: its process was killed") as death:
+                    receiving[1].result()
+                assert time.monotonic() - killed < 20
+                assert "\n" not in str(death.value) and "scheduler_1" in str(death.value)
+                assert not fresh.is_alive()
+                for engine, reason in ((bound, "version 2 was not committed"), (fresh, "is not running")):
+                    with pytest.raises(EngineError, match=reason):
+                        engine.generate(PROMPTS, GREEDY)
+
+                connected = connect(trainer, [bound], sources, [places("here", 0, 1)], tiny_model_dirs[0])
+                trainer.call("export", directory=tmp_path / "healed")
+                connected.transfer(3)
+                assert differences([bound], tmp_path / "healed") == []
+                assert bound.generate(PROMPTS, GREEDY)[0][0].weight_version == 3
+            finally:
+                bound.shutdown()

@@ -1,0 +1,186 @@
+"""Versions of weights: committed whole or not at all, named by every sample, with the KV cache kept or flushed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine3d.errors import EngineError, UserError
+from engine3d.rollout import Generation, RolloutEngine, SamplingConfig
+from tests.engine3d.reshard.trainer_ranks import TrainerRanks, trainer_ranks
+from tests.engine3d.reshard.transfers import Connected, connect, differences, places
+
+pytestmark = pytest.mark.processes
+
+PROMPT = [list(range(3, 33))]
+GREEDY = SamplingConfig(temperature=0, max_new_tokens=8)
+LONG = SamplingConfig(max_new_tokens=60, ignore_eos=True)
+Run = Callable[..., Future[Any]]
+
+
+@dataclass
+class Writer:
+    """A trainer that can bring the session's engine to weights made of a seed."""
+
+    trainer: TrainerRanks
+    connected: Connected
+
+    def transfer(self, version: int, seed: int, *, flush_cache: bool = True) -> None:
+        self.trainer.call("change", seed=seed)
+        self.connected.transfer(version, flush_cache=flush_cache)
+
+
+@pytest.fixture(scope="module")
+def writer(
+    shared_engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Writer]:
+    with trainer_ranks(tiny_model_dirs[0], 1, tmp_path_factory.mktemp("trainer")) as trainer:
+        sources = trainer.call("build", places("here", 0), sizes={})
+        connected = connect(trainer, [shared_engine], sources, [places("here", 0)], tiny_model_dirs[0])
+        yield Writer(trainer, connected)
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    with ThreadPoolExecutor() as pool:
+        yield pool.submit
+
+
+def logprobs(engine: RolloutEngine) -> list[float]:
+    return engine.generate(PROMPT, GREEDY)[0][0].logprobs
+
+
+@pytest.fixture
+def running(writer: Writer, engine: RolloutEngine, run: Run) -> Future[list[list[Generation]]]:
+    """Long generations of version 20, of which some tokens are drawn already."""
+    writer.transfer(20, seed=1)
+    generations = run(engine.generate, [[5]] * 300, LONG)
+    time.sleep(0.3)
+    assert not generations.done()
+    return generations
+
+
+def test_only_what_was_begun_and_sealed_is_committed(
+    writer: Writer, engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path]
+) -> None:
+    with pytest.raises(UserError, match="the transfer of weights version 3 was not begun"):
+        engine.seal_weights(3)
+    with pytest.raises(UserError, match="the transfer of weights version 3 was not begun"):
+        engine.commit_weights(3)
+    assert engine.generate(PROMPT, GREEDY)[0][0].weight_version == 0
+
+    writer.trainer.call("change", seed=1)
+    writer.connected.write(3)
+    for wrong in (engine.seal_weights, engine.commit_weights):
+        with pytest.raises(UserError, match="transfer of weights version 4 was not begun, but version 3"):
+            wrong(4)
+    with pytest.raises(UserError, match="weights version 3 was not sealed"):
+        engine.commit_weights(3)
+    for _ in range(2):
+        with pytest.raises(
+            EngineError, match=r"weights are not whole, .*: the transfer of version 3 was not committed"
+        ):
+            engine.generate(PROMPT, GREEDY)
+        engine.seal_weights(3)
+
+    # Broken off, and begun again.
+    engine.begin_weights(4)
+    with pytest.raises(UserError, match="weights version 4 was not sealed"):
+        engine.commit_weights(4)
+    with pytest.raises(EngineError, match="the transfer of version 4 was not committed"):
+        engine.generate(PROMPT, GREEDY)
+    assert engine.weight_version == 0
+    writer.transfer(5, seed=2)
+    assert engine.generate(PROMPT, GREEDY)[0][0].weight_version == engine.weight_version == 5
+    with pytest.raises(UserError, match="version 5 was not begun"):
+        engine.commit_weights(5)
+
+
+def test_a_load_from_disk_heals_a_broken_transfer(
+    writer: Writer, engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path], tmp_path: Path, run: Run
+) -> None:
+    writer.trainer.call("change", seed=3)
+    writer.connected.write(6)
+    # Asked past the client, as by a thread that was just not too late: it must wait for whole weights.
+    assert engine._host is not None
+    sampling = [{"temperature": 0, "max_new_tokens": 2}]
+    asked = run(engine._host.call, "test", "generate", 60, prompts=[[5]], sampling=sampling, samples_per_prompt=1)
+    (tmp_path / "model.safetensors").write_bytes((tiny_model_dirs[1] / "model.safetensors").read_bytes()[:-1000])
+    with pytest.raises(EngineError, match="load of weights version 7 failed"):
+        engine._host.call(
+            "load of weights version 7", "load_weights", 60, directory=str(tmp_path), version=7, flush_cache=True
+        )
+    time.sleep(0.3)
+    assert not asked.done()
+    with pytest.raises(EngineError, match="the transfer of version 6 was not committed"):
+        engine.generate(PROMPT, GREEDY)
+    engine.load_weights(tiny_model_dirs[1], version=8)
+    assert asked.result(30)[0][0].weight_version == 8
+    assert differences([engine], tiny_model_dirs[1]) == []
+    assert engine.generate(PROMPT, GREEDY)[0][0].weight_version == 8
+
+
+def test_the_cache_is_flushed_or_kept_as_asked(writer: Writer, engine: RolloutEngine) -> None:
+    writer.transfer(10, seed=10)
+    logprobs(engine)
+    writer.transfer(11, seed=11, flush_cache=True)
+    flushed = logprobs(engine)
+    engine.flush_cache()
+    assert logprobs(engine) == pytest.approx(flushed, abs=1e-4)
+
+    writer.transfer(12, seed=10)
+    logprobs(engine)
+    writer.transfer(13, seed=11, flush_cache=False)
+    kept = logprobs(engine)
+    assert kept != pytest.approx(flushed, abs=1e-2)
+    engine.flush_cache()
+    assert logprobs(engine) == pytest.approx(flushed, abs=1e-4)
+
+
+def test_a_transfer_waits_for_generations_and_then_goes_on(
+    running: Future[list[list[Generation]]], writer: Writer, engine: RolloutEngine
+) -> None:
+    engine.begin_weights(21)
+    generations = [group[0] for group in running.result(0.5)]
+    assert {each.weight_version for each in generations} == {20}
+    assert {(each.finish_reason, len(each.token_ids)) for each in generations} == {("length", 60)}
+    writer.transfer(21, seed=2)
+    assert engine.generate(PROMPT, GREEDY)[0][0].weight_version == 21
+
+
+def test_a_begin_that_waits_too_long_leaves_the_old_version_served(
+    running: Future[list[list[Generation]]], engine: RolloutEngine
+) -> None:
+    with pytest.raises(EngineError, match=r"begin of weights version 23 was not done within 0\.05 s"):
+        engine.begin_weights(23, timeout_s=0.05)
+    assert not running.done()
+    assert engine.generate(PROMPT, GREEDY)[0][0].weight_version == 20
+    assert {group[0].weight_version for group in running.result(30)} == {20}
+
+
+def test_paused_generations_go_on_with_the_new_version_and_say_so(
+    running: Future[list[list[Generation]]], writer: Writer, engine: RolloutEngine
+) -> None:
+    engine.pause("in_place")
+    writer.trainer.call("change", seed=2)
+    writer.connected.write(31)
+    with pytest.raises(EngineError, match="its weights are not whole; commit a transfer or load them first"):
+        engine.resume()
+    engine.seal_weights(31)
+    with pytest.raises(EngineError, match="keeps its cache while requests run"):
+        engine.commit_weights(31, flush_cache=True)
+    assert engine.is_stale and not running.done()
+    engine.commit_weights(31, flush_cache=False)
+    engine.resume()
+    generations = [group[0] for group in running.result(60)]
+    versions = [(each.first_weight_version, each.weight_version) for each in generations]
+    assert set(versions) <= {(20, 20), (20, 31)} and versions.count((20, 31)) > len(versions) / 2
+    assert {len(each.token_ids) for each in generations} == {60}
+    ((after,),) = engine.generate(PROMPT, GREEDY)
+    assert (after.first_weight_version, after.weight_version) == (31, 31)
