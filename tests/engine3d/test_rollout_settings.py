@@ -7,13 +7,16 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
+from safetensors.torch import save_file
 
 from engine3d.errors import UserError
 from engine3d.platform.cuda import CudaPlatform
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
 from engine3d.rollout.log import root_cause
 from engine3d.rollout.run_files import make_run_directory, segment_name
+from engine3d.rollout.weights import ModelTensors, check_weights_fit
 
 
 def test_server_args_are_those_of_sglang() -> None:
@@ -95,3 +98,28 @@ def test_an_engines_devices_are_counted_among_those_that_its_client_sees(monkeyp
     assert CudaPlatform().visible_devices((0, 2)) == {"CUDA_VISIBLE_DEVICES": "6,0"}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert CudaPlatform().visible_devices((1, 2)) == {"CUDA_VISIBLE_DEVICES": "1,2"}
+
+
+def test_tensors_that_sglang_leaves_out_are_neither_needed_nor_refused(tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1, "tie_word_embeddings": True}
+    own = {"model.embed_tokens.weight": (8, 4), "model.layers.0.norm.weight": (4,), "model.layers.1.norm.weight": (4,)}
+    left_out = {"lm_head.weight": (8, 4), "model.layers.2.eh_proj.weight": (4, 8)}
+    for name, shapes in {
+        "own": own,
+        "whole": own | left_out,
+        "more": own | {"model.layers.3.norm.weight": (4,)},
+        "less": {name: shape for name, shape in own.items() if "layers.1" not in name},
+    }.items():
+        (tmp_path / name).mkdir()
+        save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / name / "model.safetensors")
+    for started in ("own", "whole"):
+        expected = ModelTensors.of(tmp_path / started, config)
+        for update in ("own", "whole"):
+            check_weights_fit(tmp_path / update, expected)
+        with pytest.raises(UserError, match=r"more holds the tensor model\.layers\.3\.norm\.weight"):
+            check_weights_fit(tmp_path / "more", expected)
+        with pytest.raises(UserError, match=r"less lacks the tensor model\.layers\.1\.norm\.weight of shape \[4\]"):
+            check_weights_fit(tmp_path / "less", expected)
+    untied = ModelTensors.of(tmp_path / "whole", config | {"tie_word_embeddings": False, "num_nextn_predict_layers": 0})
+    with pytest.raises(UserError, match=r"own lacks the tensor (lm_head\.weight|model\.layers\.2\.eh_proj\.weight)"):
+        check_weights_fit(tmp_path / "own", untied)

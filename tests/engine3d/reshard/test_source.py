@@ -13,7 +13,7 @@ from engine3d.layout import Layout
 from engine3d.models import model_spec
 from engine3d.models.rules import LocalParameter, Piece
 from engine3d.reshard.shards import Place, Shards
-from engine3d.reshard.source import model_shards, planned_shards, registration_order
+from engine3d.reshard.source import PlannedTrainer, model_shards, planned_shards, registration_order
 from tests.engine3d.distributed import run_distributed
 from tests.engine3d.tiny_models import CONFIGS
 
@@ -93,3 +93,16 @@ def places(shards: Shards) -> dict[Any, Any]:
         (each.tensor, each.box): (shards.buffers[each.buffer].elements, each.offset, each.strides)
         for each in shards.holdings
     }
+
+
+def test_the_tensor_of_an_element_is_found() -> None:
+    spec = model_spec(CONFIGS["deepseek_v3"])
+    planned = PlannedTrainer(spec, Layout.of_world(2, tp=2), torch.float32, transformer_engine=False)
+    shards = planned.shards(1, Place("here", "cpu:1"))
+    for holding in shards.holdings:
+        steps = [
+            (stop - start - 1) * stride for (start, stop), stride in zip(holding.box, holding.strides, strict=True)
+        ]
+        for element in (holding.offset, holding.offset + sum(steps)):
+            assert shards.tensor_at(holding.buffer, element) == holding.tensor
+    assert shards.tensor_at(0, shards.buffers[0].elements - 1) is None
