@@ -78,15 +78,6 @@ class RolloutRole(Settings):
             raise ValueError("sampling.temperature=0 samples nothing to learn from, expected above 0")
         return self
 
-    @model_validator(mode="after")
-    def _one_replica(self) -> RolloutRole:
-        if self.engine.dp > 1:
-            raise ValueError(
-                f"engine.dp={self.engine.dp}: weights are transferred to engines of one replica, expected 1; "
-                "engines is how many work side by side"
-            )
-        return self
-
     def layout(self, devices: int) -> Layout:
         """Engines side by side, as the data-parallel ranks of a layout, on so many devices.
 

@@ -67,12 +67,12 @@ class WeightSync:
         with Timer(values, metrics.SYNC_SEND_TIME):
             sent = self._send(version)
         with Timer(values, metrics.SYNC_SEAL_TIME):
-            self._rollout.seal_weights(version).result()
+            self._rollout.seal_weights(version, flush_cache=self._config.flush_cache).result()
         if self._verify:
             with Timer(values, metrics.SYNC_VERIFY_TIME):
                 self.verify(version)
         with Timer(values, metrics.SYNC_COMMIT_TIME):
-            self._rollout.commit_weights(version, flush_cache=self._config.flush_cache).result()
+            self._rollout.commit_weights(version).result()
         return values | _figures(self._plan, sent)
 
     def _send(self, version: int) -> Sequence[dict[Transport, Sent]]:

@@ -22,7 +22,6 @@ class RolloutConfig(Settings):
 
     tp: int = Field(1, ge=1)
     ep: int = Field(1, ge=1)
-    dp: int = Field(1, ge=1)
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     context_length: int | None = Field(None, ge=2)
     mem_fraction_static: float = Field(0.7, gt=0, lt=1)

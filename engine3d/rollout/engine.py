@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from engine3d.errors import EngineError, UserError
+from engine3d.platform import platform
 from engine3d.rollout import launch
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
 from engine3d.rollout.messages import Generation
@@ -57,8 +58,8 @@ class RolloutEngine:
         self._model = launch.read_model(Path(model_dir).resolve(), weights_needed=not dummy)
         self._context_length = launch.context_length(config, self._model)
         self._devices = tuple(devices)
-        if self._devices and len(self._devices) != config.tp * config.dp:
-            raise UserError(f"{len(self._devices)} devices for a rollout engine of tp {config.tp} x dp {config.dp}")
+        if self._devices and len(self._devices) != config.tp:
+            raise UserError(f"{len(self._devices)} devices for a rollout engine of tp {config.tp}")
         if weight_sources and len(weight_sources) != config.tp:
             raise UserError(f"{len(weight_sources)} weight sources for a rollout engine of tp {config.tp}")
         self._weight_sources = tuple(weight_sources)
@@ -185,6 +186,8 @@ class RolloutEngine:
         """
         if len(sources) != self.config.tp:
             raise UserError(f"{len(sources)} weight sources for a rollout engine of tp {self.config.tp}")
+        if self.config.cuda_graph and not platform.rollout_server_arguments().get("disable_cuda_graph"):
+            raise UserError("parameters cannot be bound to other memory after CUDA graphs were captured")
         self._begin("binding of weights", None)
         self._stale, self._aliased = _BOUND, True
         names: list[tuple[str, ...]] = self.call_ranks("binding of weights", "bind", sources=list(sources))
@@ -210,18 +213,25 @@ class RolloutEngine:
         timeout_s = timeout_s if timeout_s is not None else self.config.request_timeout_s
         self._running().call(phase, "begin_weights", timeout_s)
 
-    def seal_weights(self, version: int) -> None:
-        """Every element of `version` has been written: derive from it what SGLang computes after a load."""
+    def seal_weights(self, version: int, flush_cache: bool = True) -> None:
+        """Every element of `version` has been written: do all that can fail before it is served.
+
+        What SGLang computes after a load is derived from the new weights. `flush_cache=False` keeps the KV cache of the
+        old ones.
+        """
         self._check_begun(version)
-        self.call_ranks(f"seal of weights version {version}", "seal")
+        phase = f"seal of weights version {version}"
+        self.call_ranks(phase, "seal")
+        if flush_cache:
+            self._call(phase, "drop_old_cache")
         self._sealed = True
 
-    def commit_weights(self, version: int, flush_cache: bool = True) -> None:
-        """Serve what was sealed as `version`. `flush_cache=False` keeps the KV cache of the old weights."""
+    def commit_weights(self, version: int) -> None:
+        """Serve what was sealed as `version`. It fails only where the engine has died."""
         self._check_begun(version)
         if not self._sealed:
             raise UserError(f"weights version {version} was not sealed")
-        self._call(f"commit of weights version {version}", "commit_weights", version=version, flush_cache=flush_cache)
+        self._call(f"commit of weights version {version}", "commit_weights", version=version)
         self._weight_version, self._stale, self._begun = version, None, None
 
     def _check_begun(self, version: int) -> None:
@@ -243,11 +253,16 @@ class RolloutEngine:
 
         `payloads`: for each rank a flattened bucket, as SGLang's MultiprocessingSerializer makes it.
         """
+        if self._aliased:
+            raise UserError("the update would write into the trainer's memory, which this engine's parameters are")
+        if self._stale is not None:
+            raise EngineError(f"rollout engine's weights are not whole: {self._stale}")
         self._call("update of weights from tensors", "update_weights_from_tensor", payloads=list(payloads))
 
-    def call_ranks(self, phase: str, method: str, **arguments: Any) -> list[Any]:
+    def call_ranks(self, phase: str, method: str, timeout_s: float | None = None, **arguments: Any) -> list[Any]:
         """Call a method of `EngineRank` on every rank; their results in order of rank. Errors name the phase."""
-        results: list[Any] = self._call(phase, "call_ranks", call=Call(method, arguments))
+        timeout_s = timeout_s if timeout_s is not None else self.config.request_timeout_s
+        results: list[Any] = self._running().call(phase, "call_ranks", timeout_s, call=Call(method, arguments))
         return results
 
     @property

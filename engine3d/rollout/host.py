@@ -187,14 +187,18 @@ class _Server:
                 raise
             self._locked = True
         self._writing = True
+        # A pause, or an abort, is only asked for: the batch under way reads the weights to its end.
+        await self.call_ranks(id, Call("settle", {}))
 
-    async def commit_weights(self, id: int, version: int, flush_cache: bool) -> None:
-        """Serve the weights that are there as this version."""
+    async def drop_old_cache(self, id: int) -> None:
+        """Drop the KV cache that the weights before made."""
+        # Generations of a paused engine do not end by themselves.
+        await self._flush(None if self._manager.is_pause else _IDLE_TIMEOUT_S)
+
+    async def commit_weights(self, id: int, version: int) -> None:
+        """Serve the weights that are there as this version. Nothing in it can fail but the process."""
         if not self._writing:
             raise EngineError(f"version {version} was never begun")
-        if flush_cache:
-            # Generations of a paused engine do not end by themselves.
-            await self._flush(None if self._manager.is_pause else _IDLE_TIMEOUT_S)
         await self._serve(version)
 
     async def _serve(self, version: int) -> None:

@@ -77,7 +77,6 @@ def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
         "skip_tokenizer_init": True,
         "tp_size": config.tp,
         "ep_size": config.ep,
-        "dp_size": config.dp,
         "dtype": config.dtype,
         "context_length": context_length(config, model) + RESERVED_TOKENS,
         "mem_fraction_static": config.mem_fraction_static,

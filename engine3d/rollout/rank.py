@@ -140,6 +140,10 @@ class EngineRank:
         self._aliased = {}
         self._disconnect()
 
+    def settle(self) -> None:
+        """Return when nothing that was enqueued on the device before reads the weights any more."""
+        platform.synchronize()
+
     def connect(self, orders: Sequence[ReceiveOrder]) -> None:
         """Make ready for what comes over the collective transport. `orders`: one for each rank of the engine."""
         from engine3d.reshard.participant import Held, Participant

@@ -17,7 +17,7 @@ _OWNED = {
     "model_path": "the model directory given to the engine",
     "tp_size": "tp",
     "ep_size": "ep",
-    "dp_size": "dp",
+    "dp_size": "nothing: an engine is one replica; start several",
     "dtype": "dtype",
     "context_length": "context_length",
     "mem_fraction_static": "mem_fraction_static",

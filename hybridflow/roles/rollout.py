@@ -70,7 +70,9 @@ class RolloutWorker:
     @register(ALL_TO_ALL)
     def connect_weights(self, orders: list[ReceiveOrder]) -> None:
         """Make ready for what comes from other nodes. `orders`: one for each of this engine's ranks."""
-        self._engine.call_ranks("connection for weights", "connect", orders=orders)
+        # Beyond the limits of the ranks themselves, whose errors name who was late.
+        self._limit_s = 2 * max((order.collective.timeout_s for order in orders if order.collective), default=0.0)
+        self._engine.call_ranks("connection for weights", "connect", self._limit_s or None, orders=orders)
 
     @register(ONE_TO_ALL)
     def begin_weights(self, version: int) -> None:
@@ -80,12 +82,13 @@ class RolloutWorker:
     @register(ONE_TO_ALL)
     def receive_weights(self, version: int) -> None:
         """Take what comes from other nodes; return when it is all there."""
-        self._engine.call_ranks(f"transfer of weights version {version}", "receive", version=version)
+        phase = f"transfer of weights version {version}"
+        self._engine.call_ranks(phase, "receive", self._limit_s or None, version=version)
 
     @register(ONE_TO_ALL)
-    def seal_weights(self, version: int) -> None:
-        """All of `version` is written: derive from it what SGLang computes after a load."""
-        self._engine.seal_weights(version)
+    def seal_weights(self, version: int, *, flush_cache: bool) -> None:
+        """All of `version` is written: do what can fail before it is served."""
+        self._engine.seal_weights(version, flush_cache)
 
     @register(ONE_TO_ALL)
     def verify_weights(self, directory: Path) -> list[list[Difference]]:
@@ -93,9 +96,9 @@ class RolloutWorker:
         return self._engine.verify_weights(directory)
 
     @register(ONE_TO_ALL)
-    def commit_weights(self, version: int, *, flush_cache: bool) -> None:
+    def commit_weights(self, version: int) -> None:
         """Serve `version`."""
-        self._engine.commit_weights(version, flush_cache)
+        self._engine.commit_weights(version)
 
     def shutdown(self) -> None:
         """End the engine's processes."""

@@ -57,7 +57,7 @@ def test_a_model_directory_must_be_one(tmp_path: Path) -> None:
     dummy = {"load_format": "dummy"}
     with pytest.raises(UserError, match=r"context_length is 17; .* has 16 positions"):
         RolloutEngine(tmp_path, RolloutConfig(context_length=17, server_args=dummy))
-    with pytest.raises(UserError, match="3 devices for a rollout engine of tp 2 x dp 1"):
+    with pytest.raises(UserError, match="3 devices for a rollout engine of tp 2"):
         RolloutEngine(tmp_path, RolloutConfig(tp=2, server_args=dummy), devices=(0, 1, 2))
 
 

@@ -60,7 +60,11 @@ def test_a_recipe_with_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None
         ("rollout.sampling.max_new_tokens=64", "rollout.sampling.max_new_tokens=64 leaves no room for a prompt"),
         ("rollout.engine.context_length=8", "prompt"),
         ("rollout.engine.context_length=128", "rollout.engine.context_length=128, expected at most the model's 64"),
-        ("rollout.engine.dp=2", "engine.dp=2: weights are transferred to engines of one replica, expected 1"),
+        ("rollout.engine.dp=2", "unknown key rollout.engine.dp: rollout.engine takes tp, ep, dtype"),
+        (
+            "rollout.engine.server_args={dp_size: 2}",
+            "server_args.dp_size is not set here; set nothing: an engine is one",
+        ),
         ("rollout.engine.tp=8", "rollout.engine.tp=8 does not divide the model's 4 attention heads"),
         (
             "model.create.config.moe_intermediate_size=97",

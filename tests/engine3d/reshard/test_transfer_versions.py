@@ -172,11 +172,13 @@ def test_paused_generations_go_on_with_the_new_version_and_say_so(
     writer.connected.write(31)
     with pytest.raises(EngineError, match="its weights are not whole; commit a transfer or load them first"):
         engine.resume()
-    engine.seal_weights(31)
     with pytest.raises(EngineError, match="keeps its cache while requests run"):
-        engine.commit_weights(31, flush_cache=True)
+        engine.seal_weights(31)
+    with pytest.raises(UserError, match="version 31 was not sealed"):
+        engine.commit_weights(31)
     assert engine.is_stale and not running.done()
-    engine.commit_weights(31, flush_cache=False)
+    engine.seal_weights(31, flush_cache=False)
+    engine.commit_weights(31)
     engine.resume()
     generations = [group[0] for group in running.result(60)]
     versions = [(each.first_weight_version, each.weight_version) for each in generations]

@@ -66,9 +66,9 @@ class Connected:
     def transfer(self, version: int, *, flush_cache: bool = True) -> list[Any]:
         sent = self.write(version)
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda engine: engine.seal_weights(version), self.engines))
+            list(pool.map(lambda engine: engine.seal_weights(version, flush_cache), self.engines))
         for engine in self.engines:
-            engine.commit_weights(version, flush_cache)
+            engine.commit_weights(version)
         return sent
 
 
