@@ -45,8 +45,8 @@ def differences(model: torch.nn.Module, trace: LoadTrace, directory: Path) -> li
     """Compare a rank's memory with what `model.load_weights` makes of a HuggingFace directory.
 
     Layer by layer, the parameters are given other memory full of a pattern, the loader fills it, and the bits are
-    compared; then they get their own memory back. The rank's own memory is only read, except that what SGLang derives
-    from parameters is derived anew, from the export. Takes the memory of one layer.
+    compared; then they get their own memory back. What SGLang derives from parameters is derived from the export on the
+    way, compared, and put back: nothing is changed in the end. Takes the memory of one layer and of what is derived.
 
     Raises:
         UserError: the directory lacks a tensor that the loader reads.
@@ -58,11 +58,15 @@ def differences(model: torch.nn.Module, trace: LoadTrace, directory: Path) -> li
     derived = {name: tensor.clone() for name, tensor in derived_tensors(model).items()}
     found: list[Difference] = []
     with TensorFiles(directory) as files, torch.no_grad():
-        for holdings in by_group.values():
-            found += _compare(model, trace, holdings, files)
-    for name, tensor in derived_tensors(model).items():
-        if count := int(torch.ne(_bits(tensor), _bits(derived[name])).sum()):
-            found.append(Difference(name, None, count, tensor.numel()))
+        try:
+            for holdings in by_group.values():
+                found += _compare(model, trace, holdings, files)
+            for name, tensor in derived_tensors(model).items():
+                if count := int(torch.ne(_bits(tensor), _bits(derived[name])).sum()):
+                    found.append(Difference(name, None, count, tensor.numel()))
+        finally:
+            for name, tensor in derived_tensors(model).items():
+                tensor.copy_(derived[name])
     return found
 
 
