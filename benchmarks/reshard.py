@@ -103,7 +103,7 @@ def _measured(options: argparse.Namespace, spec: ModelSpec, layout: Layout, roll
         scratch=options.scratch,
         verify=not options.no_verify,
     )
-    return measure(case)
+    return {"command": " ".join(["python", *sys.argv]), **measure(case)}
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ class _Run:
         with _timed("trainer") as timer:
             self.trainer.call("start")
             self.trainer.call("fill", 1)
-        result: dict[str, Any] = {"trainer_start_s": timer()}
+        result: dict[str, Any] = {"devices": self.trainer.call("device"), "trainer_start_s": timer()}
         empty = self.trainer.call("memory")
         if platform.device_type == "cuda":
             result["nvlink_copy_gb_s"] = self.copy_rate()

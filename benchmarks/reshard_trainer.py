@@ -56,6 +56,10 @@ class TrainerRank:
         ]
         self._sender = WeightSender(*model_shards(self._held, f"trainer rank {self.rank}", self.rank, self.place()))
 
+    def device(self) -> str:
+        """What the rank runs on."""
+        return torch.cuda.get_device_name() if platform.device_type == "cuda" else "CPU"
+
     def place(self) -> Place:
         return Place(platform.node, platform.device_name(self.rank))
 
