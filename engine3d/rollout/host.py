@@ -29,7 +29,8 @@ from engine3d.rollout.sglang_plugin import ANSWER_METHOD
 
 _PARENT_POLL_S = 1.0
 _SAVED_MEMORY = ["kv_cache"]  # weights lie outside the memory saver, where trainers can map them
-_IDLE_TIMEOUT_S = 10.0  # between the last response and a scheduler that has cleared up after it
+_IDLE_TIMEOUT_S = 10.0  # for the generations that run to end
+_CLEAR_UP_S = 2.0  # between the last response and a scheduler that has cleared up after it
 
 
 class _Client:
@@ -193,7 +194,7 @@ class _Server:
     async def drop_old_cache(self, id: int) -> None:
         """Drop the KV cache that the weights before made."""
         # Generations of a paused engine do not end by themselves.
-        await self._flush(None if self._manager.is_pause else _IDLE_TIMEOUT_S)
+        await self._flush(_CLEAR_UP_S if self._manager.is_pause else _IDLE_TIMEOUT_S)
 
     async def commit_weights(self, id: int, version: int) -> None:
         """Serve the weights that are there as this version. Nothing in it can fail but the process."""
@@ -246,9 +247,9 @@ class _Server:
             raise RuntimeError(message)
 
     async def flush_cache(self, id: int) -> None:
-        await self._flush(None)
+        await self._flush(_CLEAR_UP_S)
 
-    async def _flush(self, timeout_s: float | None) -> None:
+    async def _flush(self, timeout_s: float) -> None:
         result = await self._manager.flush_cache(timeout_s)
         if not result.success:
             raise EngineError("SGLang keeps its cache while requests run; wait for them, or pause with mode abort")
