@@ -41,7 +41,8 @@ def test_a_colocated_trainer_with_the_same_experts_moves_little() -> None:
     apart = plan_figures(spec, layout, rollout, Placement(8, colocated=False), stand_in)
     assert together["bytes_held"] == apart["bytes_held"] == apart["bytes_between_nodes"]
     assert apart["bytes_aliased"] == 0 and together["bytes_between_nodes"] == 0
-    assert together["bytes_aliased"] > 0.8 * together["bytes_held"]
+    # The experts and all else that is contiguous in both; columns of matrices and the router's rows move.
+    assert together["bytes_aliased"] > 0.7 * together["bytes_held"]
     assert together["train_ranks"] == together["rollout_ranks"] == 4
     assert together["plan_seconds"] >= together["plan_seconds_of_plan"] >= 0
 

@@ -22,8 +22,8 @@ class Overwritten(RolloutWorker):
     """An engine whose own memory is overwritten before it is verified."""
 
     @register(ONE_TO_ALL)
-    def seal_weights(self, version: int) -> None:
-        super().seal_weights(version)
+    def seal_weights(self, version: int, *, flush_cache: bool) -> None:
+        super().seal_weights(version, flush_cache=flush_cache)
         self._engine.call_ranks("poison", "poison")
 
 
