@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
+
+
+def even_ranges(count: int, parts: int) -> list[range]:
+    """`count` items as `parts` consecutive ranges, whose sizes differ by one at most."""
+    bounds = [count * part // parts for part in range(parts + 1)]
+    return [range(first, last) for first, last in itertools.pairwise(bounds)]
 
 
 def balanced_partition(costs: Sequence[float], parts: int) -> list[list[int]]:

@@ -10,13 +10,14 @@ B is the number of samples, S the width of the prompts, S' the width of the resp
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import Tensor
+
+from hybridflow.balance import even_ranges
 
 
 class FinishReason(IntEnum):
@@ -103,7 +104,7 @@ class RolloutBatch:
     cost_returns: Tensor | None = None
     """(B, S') float32: the cost critic's targets."""
     weights: Tensor | None = None
-    """(B, S') float32: weight of each token in the loss of its mini-batch, as `token_weights` gives it."""
+    """(B, S') float32: weight of each token in the loss of its mini-batch, as `sequence_weights` gives it."""
 
     def __post_init__(self) -> None:
         sizes = {
@@ -271,8 +272,7 @@ class RolloutBatch:
         """`parts` consecutive pieces in order; sizes differ by one at most. Raises ValueError for an empty piece."""
         if not 1 <= parts <= len(self):
             raise ValueError(f"RolloutBatch: cannot split {len(self)} samples into {parts} non-empty parts")
-        bounds = [len(self) * part // parts for part in range(parts + 1)]
-        return [self.select(range(first, last)) for first, last in itertools.pairwise(bounds)]
+        return [self.select(part) for part in even_ranges(len(self), parts)]
 
     @staticmethod
     def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:

@@ -71,14 +71,20 @@ class Summary:
 def pack(result: Any) -> tuple[Any, Summary | None]:
     """A rank's result as it is kept, and what the driver is told of it; anything but columns stays as it is."""
     if isinstance(result, RolloutBatch):
-        arrays = {name: column.numpy() for name, column in result.columns().items()}
-        return Packed(arrays, result.pad_token_id), Summary(_facts(result), None, result.pad_token_id)
+        return Packed(_arrays(result.columns()), result.pad_token_id), Summary(
+            _facts(result), None, result.pad_token_id
+        )
     if isinstance(result, Columns):
         facts = {name: fact.detach().cpu() for name, fact in result.facts.items()}
         return Packed(_arrays(result.tokens)), Summary(facts, result.note)
     if isinstance(result, Tensor) and result.dim() > 1:
         return Packed(_arrays({"": result})), None
     return result, None
+
+
+def joined_facts(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The facts of all parts, one after another; all have the same names."""
+    return {name: torch.cat([facts[name] for facts in parts]) for name in parts[0]}
 
 
 def unpack(value: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine3d.errors import EngineError
-from hybridflow.columns import Columns, Summary, unpack
+from hybridflow.columns import Columns, Summary, joined_facts, unpack
 from hybridflow.failures import GRACE_S, most_telling_error, wait_for_statuses
 from hybridflow.protocols import Protocol, Shards, concatenate
 from hybridflow.remote_batch import Asked, RemoteBatch, in_order
@@ -83,8 +83,7 @@ class Future:
 
     def facts(self) -> dict[str, Tensor]:
         """Wait for all ranks; the facts of the `Columns` that they returned, in the order of the call's batch."""
-        summaries = self._summaries()
-        joined = {name: torch.cat([each.facts[name] for each in summaries]) for name in summaries[0].facts}
+        joined = joined_facts([summary.facts for summary in self._summaries()])
         assert self.parts is not None
         return {name: in_order(fact, self.parts) for name, fact in joined.items()}
 

@@ -18,13 +18,13 @@ split already.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
+from hybridflow.balance import even_ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,7 @@ def split(data: Any, parts: int) -> list[Any]:
             raise UserError(f"cannot split {len(data)} rows of data into {parts} parts")
         if isinstance(data, torch.Tensor):
             return list(torch.tensor_split(data, parts))
-        bounds = [len(data) * part // parts for part in range(parts + 1)]
-        return [data[first:last] for first, last in itertools.pairwise(bounds)]
+        return [data[part.start : part.stop] for part in even_ranges(len(data), parts)]
     if hasattr(data, "split") and not isinstance(data, str | bytes):
         try:
             return list(data.split(parts))

@@ -12,7 +12,6 @@ there; for ranks of another node the rows that they need are cut out first, so t
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,9 +22,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
 from engine3d.errors import UserError
-from hybridflow.balance import balanced_partition
+from hybridflow.balance import balanced_partition, even_ranges
 from hybridflow.batch import COLUMNS, PROMPT, RESPONSE, SAMPLE, RolloutBatch
-from hybridflow.columns import Kept, Packed, Summary, pack
+from hybridflow.columns import Kept, Packed, Summary, joined_facts, pack
 from hybridflow.rank_process import Failure
 
 if TYPE_CHECKING:
@@ -200,7 +199,7 @@ class RemoteBatch:
         """A batch that this process holds, put into its node's object store."""
         packed, summary = pack(batch)
         assert summary is not None
-        return cls(summary.facts, [_Stored(ray.put(packed), torch.arange(len(batch)), _here())], batch.pad_token_id)
+        return cls.of_results([summary], [ray.put(packed)], [_here()])
 
     @classmethod
     def of_results(
@@ -214,8 +213,7 @@ class RemoteBatch:
             first += size
         pad_token_id = summaries[0].pad_token_id
         assert pad_token_id is not None
-        facts = {name: torch.cat([each.facts[name] for each in summaries]) for name in summaries[0].facts}
-        return cls(facts, stored, pad_token_id)
+        return cls(joined_facts([summary.facts for summary in summaries]), stored, pad_token_id)
 
     def with_facts(self, **facts: Tensor) -> RemoteBatch:
         """The batch with further figures, (B,) each. One named like a column of tokens holds for each of its tokens."""
@@ -261,8 +259,7 @@ class RemoteBatch:
         """`parts` consecutive pieces in order; sizes differ by one at most. Raises ValueError for an empty piece."""
         if not 1 <= parts <= len(self):
             raise ValueError(f"batch: cannot split {len(self)} samples into {parts} non-empty parts")
-        bounds = [len(self) * part // parts for part in range(parts + 1)]
-        return [self.select(range(first, last)) for first, last in itertools.pairwise(bounds)]
+        return [self.select(part) for part in even_ranges(len(self), parts)]
 
     @staticmethod
     def concatenate(batches: Sequence[RemoteBatch]) -> RemoteBatch:
@@ -276,7 +273,7 @@ class RemoteBatch:
             stored += [dataclasses.replace(each, rows=row) for each, row in zip(batch._stored, rows, strict=True)]
             inputs |= dict.fromkeys(batch.inputs)
             offset += len(batch)
-        facts = {name: torch.cat([batch.facts[name] for batch in batches]) for name in first.facts}
+        facts = joined_facts([batch.facts for batch in batches])
         return RemoteBatch(facts, stored, first.pad_token_id, list(inputs))
 
     def deal(self, parts: Sequence[Sequence[int]], nodes: Sequence[frozenset[str]]) -> list[BatchPart]:

@@ -59,7 +59,8 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
         return None, notes
     manifest = read_manifest(directory)
     state = RunState.read(directory) if (directory / DRIVER).is_file() else None
-    _check_room(recipe, directory)
+    if recipe.resume != "auto":  # which has found that nothing sound comes after it
+        _check_room(recipe, directory)
     _refuse_contradictions(recipe, directory, manifest, state)
     here = recipe.directory / RUN_IDENTITY
     in_place = state is not None and here.is_file() and here.read_text().strip() == state.run

@@ -234,11 +234,11 @@ class WorkerGroup:
             spread = protocol.distribute(self.grid, given)
         except UserError as error:
             raise UserError(f"{self.role}.{method}: {error}") from None
-        samples = None
+        asked = None
         if batches:
             inputs += batches[0].inputs
             spread, parts = self._deal(batches[0], spread)
-            samples = Asked(batches[0].facts["sample_ids"], parts)
+            asked = Asked(batches[0].facts["sample_ids"], parts)
         wanted = set(protocol.collect(self.grid))
         stored: dict[int, ray.ObjectRef] = {}
 
@@ -257,7 +257,7 @@ class WorkerGroup:
             call = actor.call.options(num_returns=2)
             status, result = call.remote(method, rank in wanted, *positional, **keyword)
             answers.append((status, result))
-        return Future(self, method, protocol, answers, inputs, samples)
+        return Future(self, method, protocol, answers, inputs, asked)
 
     def _deal(self, batch: RemoteBatch, spread: list[Arguments]) -> tuple[list[Arguments], list[Samples]]:
         """What each rank fetches, in place of the samples that the protocol gave it; and those samples."""

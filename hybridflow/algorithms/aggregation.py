@@ -52,12 +52,6 @@ def sequence_weights(counts: Tensor, mode: AggregationMode, *, normalising_lengt
     return weights.to(torch.float32)
 
 
-def token_weights(response_mask: Tensor, mode: AggregationMode, *, normalising_length: int | None = None) -> Tensor:
-    """`sequence_weights` at each token: (B, S') bool -> (B, S') float32, 0 outside the mask. Raises as it does."""
-    weights = sequence_weights(response_mask.sum(dim=1), mode, normalising_length=normalising_length)
-    return weights[:, None] * response_mask
-
-
 def counted_column(where: str, name: str, column: Tensor, weights: Tensor) -> Tensor:
     """A column in float32 with 0 for every token of weight 0, so that nothing it held can reach a loss or a gradient.
 

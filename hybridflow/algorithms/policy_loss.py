@@ -82,7 +82,7 @@ def policy_gradient_loss(
         loss = sum_t weight_t * (policy_loss_t + kl_coef * kl_t - entropy_coef * entropy_t)
 
     with the clipped surrogate of `clipped_policy_loss` and, for kl_in "loss", `kl_estimate` against the reference. All
-    tensors have one shape, any shape: (B, S') or packed (T,). `weights` come from `token_weights` over the whole
+    tensors have one shape, any shape: (B, S') or packed (T,). `weights` come from `sequence_weights` over the whole
     mini-batch, so the losses of all micro-batches and ranks add up to the loss of the mini-batch. A token of weight 0
     (prompt, padding) contributes nothing, whatever its other columns hold, nan included.
 

@@ -12,7 +12,7 @@ from hybridflow.algorithms.statistics import Statistics, total
 def sft_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Statistics]:
     """loss = -sum_t weight_t * log pi(token_t): the part of it that these tokens contribute, and its statistics.
 
-    Both tensors have one shape, any shape. `weights` come from `token_weights` over the whole mini-batch; a token of
+    Both tensors have one shape, any shape. `weights` come from `sequence_weights` over the whole mini-batch; a token of
     weight 0 contributes nothing, whatever its log-prob. Returns a float32 scalar and the statistics.
     """
     loss = -(counted_column("sft_loss", "logprobs", logprobs, weights) * weights).sum()

@@ -15,7 +15,7 @@ class Statistics:
     """What one micro-batch on one rank contributes to the metrics. Every tensor is a detached float64 scalar.
 
     Three kinds, because they reduce differently:
-    - `sums`: parts of a figure of one mini-batch, such as the loss under the weights of `token_weights`; they add up.
+    - `sums`: parts of a figure of one mini-batch, such as the loss under the `sequence_weights`; they add up.
     - `means`: pairs of numerator and denominator, each of which adds up; their quotient is the figure.
     - `maxima`: the largest value counts.
 

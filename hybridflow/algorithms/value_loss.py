@@ -26,9 +26,9 @@ def value_loss(
 
     All tensors have one shape, any shape: (B, S') or packed (T,). `values` are those of the critic being trained and
     carry the gradient; `old_values` are those that the `returns` of `gae_advantages` were made with. `weights` come
-    from `token_weights` over the whole mini-batch; a token of weight 0 contributes nothing, whatever its other columns
-    hold, nan included. Returns a float32 scalar (if every weight is 0, a zero through which gradients of zero flow) and
-    the statistics. Raises ValueError for a column of another shape than `weights`.
+    from `sequence_weights` over the whole mini-batch; a token of weight 0 contributes nothing, whatever its other
+    columns hold, nan included. Returns a float32 scalar (if every weight is 0, a zero through which gradients of zero
+    flow) and the statistics. Raises ValueError for a column of another shape than `weights`.
     """
     values = counted_column("value_loss", "values", values, weights)
     old_values = counted_column("value_loss", "old_values", old_values, weights)

@@ -1,4 +1,4 @@
-"""All reward functions of a run, evaluated at the same time and beside the driver."""
+"""All reward functions of a run, evaluated at the same time and beside what their caller does."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PendingRewards:
     def _run(self, worker: Worker) -> None:
         try:
             worker.run()
-        except BaseException as error:  # raised in the driver's thread, by `result`
+        except BaseException as error:  # raised in the caller's thread, by `result`
             self._errors.append(error)
             for other in self._workers:
                 other.process.kill()
@@ -88,7 +88,7 @@ class RewardFunctions:
     """Evaluates all functions of a `RewardConfig` at the same time, a user's function in processes of its own.
 
     After an error every process is gone, and the next call starts anew. Use as a context manager, or `close`.
-    Its methods are for one thread, that of the driver.
+    Its methods are for one thread.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -127,7 +127,7 @@ class RewardFunctions:
     def submit(self, texts: Sequence[str], prompts: Sequence[str], answers: Sequence[str]) -> PendingRewards:
         """Begin with the rewards of B generated texts, given the B prompts and answers that belong to them.
 
-        Returns at once; the work goes on whatever the driver does, with the import of functions that are not loaded.
+        Returns at once; the work goes on whatever the caller does, with the import of functions that are not loaded.
 
         Raises:
             RuntimeError: the result of an earlier submit has not been taken. The processes are for one batch at a time.

@@ -18,9 +18,10 @@ from engine3d.checkpoint.verify import verify_checkpoint
 from engine3d.errors import EngineError, UserError
 from engine3d.platform import platform
 from engine3d.reshard.shards import Place
-from hybridflow.algorithms.aggregation import token_weights
+from hybridflow.algorithms.aggregation import sequence_weights
 from hybridflow.batch import RolloutBatch
 from hybridflow.checkpoints import Checkpoints
+from hybridflow.columns import COUNTED
 from hybridflow.config import Recipe, load_recipe
 from hybridflow.devices import pool_devices
 from hybridflow.metrics import Metrics
@@ -64,10 +65,9 @@ def stage(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         environment=platform.training_environment(2),
     ) as actor:
         actor.start().result(300)
-        batch = a_batch()
-        actor.supervise(
-            RemoteBatch.of(batch.replace(weights=token_weights(batch.response_mask, "token-mean")))
-        ).result()
+        batch = RemoteBatch.of(a_batch())
+        weights = sequence_weights(batch.facts[COUNTED], "token-mean")
+        actor.supervise(batch.with_facts(weights=weights)).result()
         yield Stage(run, actor)
     release(pools)
     run.lock.close()

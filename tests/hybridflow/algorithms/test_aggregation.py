@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.algorithms.aggregation import token_weights
-from tests.hybridflow.algorithms.columns import MODES
+from tests.hybridflow.algorithms.columns import MODES, token_weights
 
 
 def test_token_weights_by_hand() -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from hybridflow import metrics
-from hybridflow.algorithms.aggregation import AggregationMode, token_weights
+from hybridflow.algorithms.aggregation import AggregationMode
 from hybridflow.algorithms.config import AlgorithmConfig
 from hybridflow.algorithms.policy_loss import clipped_policy_loss, policy_gradient_loss
 from hybridflow.algorithms.statistics import Statistics
-from tests.hybridflow.algorithms.columns import MODES, random_mask
+from tests.hybridflow.algorithms.columns import MODES, check_pieces_add_up, random_mask, token_weights
 
 
 @pytest.mark.parametrize(
@@ -140,28 +140,12 @@ def test_loss_gradients_and_statistics_do_not_depend_on_the_cut(mode: Aggregatio
     torch.manual_seed(3)
     columns, mask = random_columns(12, 8), random_mask(12, 8)
     weights = token_weights(mask, mode, normalising_length=length)
-    columns["logprobs"].requires_grad_()
-    whole, whole_statistics = call(columns, weights, CONFIG)
-    (whole_gradient,) = torch.autograd.grad(whole, columns["logprobs"])
+    cuts = []
     for seed in range(4):
         torch.manual_seed(seed)
-        cuts = sorted(torch.randperm(11)[:3].add(1).tolist())
-        pieces = torch.randperm(12).tensor_split(cuts)
-        # Each piece packed into one dimension, as the trainer packs it: prompts and padding gone or of weight 0.
-        results = [
-            call(
-                {name: column[piece][:, :8].flatten() for name, column in columns.items()},
-                weights[piece].flatten(),
-                CONFIG,
-            )
-            for piece in pieces
-        ]
-        total = torch.stack([loss for loss, _ in results]).sum()
-        torch.testing.assert_close(total, whole)
-        (gradient,) = torch.autograd.grad(total, columns["logprobs"])
-        torch.testing.assert_close(gradient, whole_gradient)
-        merged = Statistics.merge(part for _, part in results).values()
-        assert merged == pytest.approx(whole_statistics.values(), rel=1e-6)
+        sizes = sorted(torch.randperm(11)[:3].add(1).tolist())
+        cuts.append(torch.randperm(12).tensor_split(sizes))
+    check_pieces_add_up(lambda *given: call(*given, CONFIG), columns, weights, "logprobs", cuts)
 
 
 def test_policy_statistics_by_hand() -> None:

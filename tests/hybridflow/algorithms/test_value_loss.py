@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from hybridflow import metrics
-from hybridflow.algorithms.aggregation import token_weights
 from hybridflow.algorithms.statistics import Statistics
 from hybridflow.algorithms.value_loss import explained_variance, value_loss
-from tests.hybridflow.algorithms.columns import mask_with_holes, random_mask, soiled
+from tests.hybridflow.algorithms.columns import check_pieces_add_up, mask_with_holes, random_mask, soiled, token_weights
 
 
 @pytest.mark.parametrize(
@@ -92,21 +91,8 @@ def test_value_loss_of_pieces_adds_up() -> None:
     torch.manual_seed(1)
     columns, mask = columns_of(12, 8), random_mask(12, 8)
     weights = token_weights(mask, "token-mean")
-    columns["values"].requires_grad_()
-    whole, whole_statistics = call(columns, weights)
-    (whole_gradient,) = torch.autograd.grad(whole, columns["values"])
-    # Each piece packed into one dimension, as the trainer packs it, in any order of rows.
-    pieces = torch.randperm(12).tensor_split([1, 6, 9])
-    results = [
-        call({name: column[piece].flatten() for name, column in columns.items()}, weights[piece].flatten())
-        for piece in pieces
-    ]
-    total = torch.stack([loss for loss, _ in results]).sum()
-    torch.testing.assert_close(total, whole)
-    (gradient,) = torch.autograd.grad(total, columns["values"])
-    torch.testing.assert_close(gradient, whole_gradient)
-    merged = Statistics.merge(statistics for _, statistics in results).values()
-    assert merged == pytest.approx(whole_statistics.values(), rel=1e-6)
+    pieces = torch.randperm(12).tensor_split([1, 6, 9])  # in any order of rows
+    merged = check_pieces_add_up(call, columns, weights, "values", [pieces])
     assert 0 < merged[metrics.CRITIC_CLIP_FRACTION] < 1
 
 
