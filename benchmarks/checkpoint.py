@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     real.add_argument("--step-tokens", type=int, default=2**21, help="of a training step, over all ranks")
     real.add_argument("--sequence", type=int, default=2048, help="tokens of each sequence")
     real.add_argument("--micro-batch-tokens", type=int, default=16384)
+    real.add_argument("--rounds", type=int, default=3, help="of plain writes and reads, a save and a load")
     real.add_argument("--saves", type=int, default=4, help="asynchronous ones")
     try:
         options = parser.parse_args(arguments)
@@ -88,6 +89,7 @@ def _run(options: argparse.Namespace, layout: Layout, spec: ModelSpec) -> int:
             tokens=options.step_tokens,
             sequence=options.sequence,
             micro_batch_tokens=options.micro_batch_tokens,
+            rounds=options.rounds,
             saves=options.saves,
             threads=options.threads,
             dtype=options.dtype,

@@ -41,6 +41,7 @@ class Case:
         tokens: of a training step, over all ranks.
         sequence: tokens of each sequence.
         micro_batch_tokens: of a rank.
+        rounds: of plain writes and reads, a save and a load.
         saves: asynchronous ones.
         threads: files that a rank writes at a time.
         dtype: of the model.
@@ -53,6 +54,7 @@ class Case:
     tokens: int
     sequence: int
     micro_batch_tokens: int
+    rounds: int
     saves: int
     threads: int
     dtype: str
@@ -80,29 +82,53 @@ def _measure(case: Case) -> dict[str, Any]:
     device = torch.cuda.get_device_name() if platform.gpus else "CPU"
     figures: dict[str, Any] = {"device": device, "parameters": checkpoint.facts.parameters}
     _step(engine, case)  # compiles, and gives the optimizer its moments
+    resident = _resident()
+    checkpoint.prepare()
+    figures["step_while_memory_is_taken_s"] = _timed(lambda: _step(engine, case))
     figures["step_s"] = statistics.median(_timed(lambda: _step(engine, case)) for _ in range(2))
     _say(f"step {figures['step_s']:.1f} s")
 
-    with _host_memory() as growth:
-        blocking = case.directory / "blocking"
-        seconds = _timed(lambda: _save(checkpoint, blocking, background=False))
-    state = _sum(sum(path.stat().st_size for path in blocking.glob(f"__{dist.get_rank()}_*")))
-    figures |= {"state_bytes": state, "ranks": dist.get_world_size(), "largest_rank_bytes": _most(_own_bytes(blocking))}
-    figures["save"] = {"s": seconds, "gb_s": state / seconds / 1e9, "host_growth_bytes": _most(growth[0])}
-    _say(f"save {figures['save']}")
-    figures["load"] = _load(case, engine, checkpoint, blocking, state)
-    _say(f"load {figures['load']}")
-    _remove(blocking)
-    figures["plain_write_gb_s"], figures["plain_read_gb_s"] = _plain(case, state)
-    _say(f"plain {figures['plain_write_gb_s']:.2f} and {figures['plain_read_gb_s']:.2f} GB/s")
-    figures["asynchronous"] = _asynchronous(case, engine, checkpoint, figures["step_s"])
-    figures["save_over_plain_write"] = figures["save"]["gb_s"] / figures["plain_write_gb_s"]
-    figures["load_over_plain_write"] = figures["load"]["gb_s"] / figures["plain_write_gb_s"]
+    rounds = []
+    for number in range(case.rounds):
+        rounds.append(_round(case, engine, checkpoint, number))
+        _say(f"round {number}: {rounds[-1]}")
+    median = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+    figures |= {name: median[name] for name in ("state_bytes", "largest_rank_bytes")}
+    figures |= {"ranks": dist.get_world_size(), "rounds": rounds}
+    figures["asynchronous"] = _asynchronous(case, engine, checkpoint, figures["step_s"], resident)
+    for name in ("save", "load"):
+        figures[f"{name}_over_plain_write"] = median[f"{name}_gb_s"] / median["plain_write_gb_s"]
+    figures["load_over_plain_read"] = median["load_gb_s"] / median["plain_read_gb_s"]
+    growth = {name: median[f"{name}_host_growth_bytes"] for name in ("save", "load")}
+    growth["asynchronous"] = figures["asynchronous"]["host_growth_bytes"]
     figures["host_growth_over_shard"] = {
-        name: figures[name]["host_growth_bytes"] / figures["largest_rank_bytes"]
-        for name in ("save", "load", "asynchronous")
+        name: nbytes / figures["largest_rank_bytes"] for name, nbytes in growth.items()
     }
     return figures
+
+
+def _round(case: Case, engine: TrainEngine, checkpoint: EngineCheckpoint, number: int) -> dict[str, float]:
+    """All rates in GB/s, one soon after another: those of a disk that others use too change by the minute."""
+    directory = case.directory / f"round-{number}"
+    with _host_memory() as save_growth:
+        save_s = _timed(lambda: _save(checkpoint, directory, background=False))
+    state = _sum(sum(path.stat().st_size for path in directory.glob(f"__{dist.get_rank()}_*")))
+    largest = _most(_own_bytes(directory))
+    _forget(directory)
+    with _host_memory() as load_growth:
+        load_s = _timed(lambda: (checkpoint.load(directory), platform.synchronize()))
+    _remove(directory)
+    plain_write, plain_read = _plain(case, state)
+    return {
+        "state_bytes": state,
+        "largest_rank_bytes": largest,
+        "save_gb_s": state / save_s / 1e9,
+        "load_gb_s": state / load_s / 1e9,
+        "plain_write_gb_s": plain_write,
+        "plain_read_gb_s": plain_read,
+        "save_host_growth_bytes": _most(save_growth[0]),
+        "load_host_growth_bytes": _most(load_growth[0]),
+    }
 
 
 def _engine(case: Case) -> TrainEngine:
@@ -147,10 +173,16 @@ def _save(checkpoint: EngineCheckpoint, directory: Path, *, background: bool) ->
     checkpoint.finish()
 
 
-def _asynchronous(case: Case, engine: TrainEngine, checkpoint: EngineCheckpoint, step_s: float) -> dict[str, Any]:
-    """Saves behind training: how long each rank stood still, and how long the steps meanwhile took."""
+def _asynchronous(
+    case: Case, engine: TrainEngine, checkpoint: EngineCheckpoint, step_s: float, resident: int
+) -> dict[str, Any]:
+    """Saves behind training: how long each rank stood still, and how long the steps meanwhile took.
+
+    Args:
+        resident: memory of this process in bytes before any was taken for saves.
+    """
     stalls, durations, steps = [], [], []
-    with _host_memory() as growth:
+    with _host_memory(resident) as growth:
         for number in range(case.saves):
             directory = case.directory / f"asynchronous-{number}"
             _make(directory)
@@ -175,16 +207,6 @@ def _asynchronous(case: Case, engine: TrainEngine, checkpoint: EngineCheckpoint,
         "written_bytes": _most(begun.nbytes),
         "host_growth_bytes": _most(growth[0]),
     }
-
-
-def _load(
-    case: Case, engine: TrainEngine, checkpoint: EngineCheckpoint, directory: Path, state: int
-) -> dict[str, float]:
-    _forget(directory)
-    dist.barrier()
-    with _host_memory() as growth:
-        seconds = _timed(lambda: (checkpoint.load(directory), platform.synchronize()))
-    return {"s": seconds, "gb_s": state / seconds / 1e9, "host_growth_bytes": _most(growth[0])}
 
 
 def _plain(case: Case, state: int) -> tuple[float, float]:
@@ -238,14 +260,14 @@ def _forget(directory: Path) -> None:
 
 
 @contextmanager
-def _host_memory() -> Iterator[list[int]]:
-    """By how much this process's resident memory grew at most, in bytes, once the block has ended."""
-    process = psutil.Process()
-    before, growth, ended = process.memory_info().rss, [0], threading.Event()
+def _host_memory(before: int | None = None) -> Iterator[list[int]]:
+    """By how much this process's resident memory grew at most since `before`, in bytes, once the block has ended."""
+    before = _resident() if before is None else before
+    growth, ended = [0], threading.Event()
 
     def watch() -> None:
         while not ended.wait(0.05):
-            growth[0] = max(growth[0], process.memory_info().rss - before)
+            growth[0] = max(growth[0], _resident() - before)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -254,6 +276,10 @@ def _host_memory() -> Iterator[list[int]]:
     finally:
         ended.set()
         watcher.join()
+
+
+def _resident() -> int:
+    return int(psutil.Process().memory_info().rss)
 
 
 def _make(directory: Path) -> None:

@@ -142,6 +142,10 @@ class CheckpointConfig(Settings):
     accept: tuple[str, ...] = ()
     """Settings in which a resumed run may contradict its checkpoint, such as seed, tokenizer or data.arithmetic."""
 
+    @property
+    def saves_in_background(self) -> bool:
+        return self.save_interval is not None and self.async_save
+
 
 class PlacementConfig(Settings):
     """Which devices each role runs on: a device map such as "cuda:0-3", or the name of a pool."""

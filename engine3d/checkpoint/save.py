@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -91,6 +92,7 @@ class EngineCheckpoint:
         self._flats: list[_Flat] = []
         self._writer: CheckpointWriter | None = None
         self._thread: threading.Thread | None = None
+        self._preparing: threading.Thread | None = None
         self._directory = Path()
 
     @property
@@ -105,6 +107,20 @@ class EngineCheckpoint:
             parameters=engine.spec.parameter_count(),
             optimizer_step=self._agreed_step() if engine.optimizer is not None else None,
         )
+
+    def prepare(self) -> None:
+        """Begin to take the host memory that saves in the background need, so that the first need not wait for it.
+
+        To be called after the first optimizer step, which makes the state that is copied there. Once is enough.
+        """
+        if self._preparing is None:
+            sizes = [(flat.elements, flat.dtype) for flat in self._current_flats()]
+            self._preparing = threading.Thread(target=self._take, args=[sizes], name="checkpoint-memory", daemon=True)
+            self._preparing.start()
+
+    def _take(self, sizes: list[tuple[int, torch.dtype]]) -> None:
+        with contextlib.suppress(RuntimeError, MemoryError):  # the save tries again, and says so
+            self._staging.room(sizes)
 
     def begin(self, directory: Path, *, background: bool) -> Begun:
         """Begin to save into a directory that exists and is seen by all ranks.
@@ -211,6 +227,8 @@ class EngineCheckpoint:
 
     def _staged(self, flats: list[_Flat]) -> list[_Fetch]:
         """Copies of all flats in host memory."""
+        if self._preparing is not None:
+            self._preparing.join()
         rooms = self._staging.room((flat.elements, flat.dtype) for flat in flats)
         for flat, room in zip(flats, rooms, strict=True):
             room.copy_(flat.held.read(flat.kind, 0, flat.elements), non_blocking=True)

@@ -83,6 +83,7 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
                 places=places[role],
                 publish=published if role == "actor" else (),
                 checkpoint=checkpoint if role == "actor" else None,
+                saves_in_background=trainable and recipe.checkpoint.saves_in_background,
                 log_dir=run.log_directory,
                 sample_costs=lambda lengths: sequence_flops(spec, lengths).tolist(),
                 environment=platform.training_environment(len(devices[role]), deterministic=recipe.train.deterministic),

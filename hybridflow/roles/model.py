@@ -86,6 +86,7 @@ class ModelWorker:
         places: where the memory of every rank is.
         publish: for every rank, the file in which it says where its weights lie, for engines that share them.
         checkpoint: the role's directory in a checkpoint that holds its state, in place of the initial weights.
+        saves_in_background: whether it is going to be saved while training goes on.
     """
 
     def __init__(
@@ -99,12 +100,13 @@ class ModelWorker:
         places: Sequence[Place],
         publish: Sequence[Path] = (),
         checkpoint: Path | None = None,
+        saves_in_background: bool = False,
     ) -> None:
         self._layout, self._directory, self._config = context.layout, directory, config
         self._trainable, self._seed = trainable, seed
         self._name, self._rank, self._place = f"{context.role} rank {context.rank}", context.rank, places[context.rank]
         self._publish = publish[context.rank] if publish else None
-        self._resumed = checkpoint
+        self._resumed, self._saves_in_background = checkpoint, saves_in_background
 
     @register(ONE_TO_ALL)
     def start(self) -> dict[str, str]:
@@ -178,6 +180,8 @@ class ModelWorker:
 
     def _update(self, sequences: Any, loss: Any, *, temperature: float, with_entropy: bool) -> Update:
         result = self._engine.update(sequences, loss, temperature=temperature, with_entropy=with_entropy)
+        if self._saves_in_background:
+            self._checkpoint.prepare()
         return Update(
             statistics=Statistics.merge(result.facts).cpu(),
             grad_norm=result.grad_norm,
