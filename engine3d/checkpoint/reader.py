@@ -30,7 +30,7 @@ from torch.futures import Future
 from engine3d.checkpoint.metadata import METADATA, parse_metadata
 from engine3d.errors import EngineError, UserError
 
-_THREADS = 8
+_THREADS = 16
 _STRETCH_BYTES = 1 << 30
 """Of a file, that one thread reads."""
 

@@ -135,6 +135,7 @@ class CheckpointWriter(FileSystemWriterAsync):
     def _write_file(self, name: str, items: list[tuple[WriteItem, Data]]) -> tuple[list[WriteResult], FileEntry]:
         path = self._directory / name
         results = []
+        room = HostRoom()
         with HashedFile(path) as file:
             for item, data in items:
                 if self._given_up.is_set():
@@ -143,7 +144,7 @@ class CheckpointWriter(FileSystemWriterAsync):
                 if isinstance(data, io.BytesIO):
                     file.write(data.getbuffer())
                 else:
-                    _save_tensor(data(), file)
+                    _save_tensor(room.copy_of(data()), file)
                 length = file.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
             file.sync()
@@ -341,7 +342,28 @@ def _alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+class HostRoom:
+    """Host memory through which tensors pass on their way from a device to a file, one at a time."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """A tensor as it is if it is in host memory, else a copy, which is good until the next call."""
+        if tensor.device.type == "cpu":
+            return tensor
+        return self.room(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor whose values are those of the last one."""
+        nbytes = prod(shape) * dtype.itemsize
+        if self._memory.numel() < nbytes:
+            self._memory = platform.host_memory(max(nbytes, MAX_PIECE_BYTES))
+        return self._memory[:nbytes].view(dtype).view(shape)
+
+
 def _save_tensor(values: Tensor, file: HashedFile) -> None:
+    """Write a tensor in host memory."""
     try:
         torch.save(_own_tensor(values), cast("IO[bytes]", file))
     except RuntimeError:
@@ -351,8 +373,8 @@ def _save_tensor(values: Tensor, file: HashedFile) -> None:
 
 
 def _own_tensor(tensor: Tensor) -> Tensor:
-    """A contiguous tensor on the CPU whose storage is its own, because all of a storage is written."""
-    tensor = tensor.detach().to("cpu").contiguous()
+    """A contiguous tensor whose storage is its own, because all of a storage is written."""
+    tensor = tensor.detach().contiguous()
     if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
         return tensor
     if not tensor.numel():

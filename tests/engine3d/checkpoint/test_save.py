@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 from collections.abc import Callable
@@ -333,3 +334,18 @@ def test_remainders_make_every_float() -> None:
     normal = full.abs() > 1e-30
     error = (high.float() - full).abs()[normal] / full.abs()[normal]
     assert float(error[error.isfinite()].max()) <= 2**-8
+
+
+def test_what_passes_through_host_memory_is_written_alone(tmp_path: Path) -> None:
+    tensors = [torch.randn(40, 30), torch.randn(7).bfloat16(), torch.tensor(3.0), torch.randn(0, 4)]
+    from engine3d.checkpoint.writer import HashedFile, HostRoom, _save_tensor
+
+    room, path = HostRoom(), tmp_path / "tensors"
+    with HashedFile(path) as file:
+        for tensor in tensors:
+            start = file.tell()
+            _save_tensor(room.room(tensor.shape, tensor.dtype).copy_(tensor), file)
+            file.sync()
+            written = io.BytesIO(path.read_bytes()[start:])
+            assert len(written.getbuffer()) < tensor.numel() * tensor.element_size() + 4096
+            torch.testing.assert_close(torch.load(written, weights_only=True), tensor, rtol=0, atol=0)
