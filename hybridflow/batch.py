@@ -44,6 +44,7 @@ COLUMNS: dict[str, tuple[str, torch.dtype]] = {
     "policy_versions": (SAMPLE, torch.int64),
     "finish_reasons": (SAMPLE, torch.int64),
     "rewards": (SAMPLE, torch.float32),
+    "costs": (SAMPLE, torch.float32),
     "advantages": (RESPONSE, torch.float32),
     "old_logprobs": (RESPONSE, torch.float32),
     "ref_logprobs": (RESPONSE, torch.float32),
@@ -88,6 +89,8 @@ class RolloutBatch:
     """(B,) int64: values of `FinishReason`."""
     pad_token_id: int
     rewards: Tensor | None = None
+    """(B,) float32."""
+    costs: Tensor | None = None
     """(B,) float32."""
     advantages: Tensor | None = None
     """(B, S') float32, 0 outside `response_mask`."""

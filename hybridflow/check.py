@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
-from engine3d.models import ModelSpec, check_weights
+from engine3d.models import ModelSpec, check_weights, load_model_spec
 from engine3d.platform import platform
 from engine3d.rollout.served import check_served
 from hybridflow.config import Recipe
@@ -46,6 +47,8 @@ def check_recipe(recipe: Recipe) -> None:
     devices = attempt(local_devices, recipe)
     if devices is not None:
         attempt(check_layouts, recipe, devices, spec)
+    for role in recipe.models:
+        attempt(check_model, recipe, role, spec)
     if spec is not None:
         if recipe.model.path is not None:
             attempt(check_weights, spec, recipe.model.path)
@@ -62,7 +65,7 @@ def local_devices(recipe: Recipe) -> dict[str, tuple[Device, ...]] | None:
     Raises:
         UserError: a device map that is wrong or that this machine does not fulfil.
     """
-    roles = recipe.placement.roles(with_reference=recipe.algorithm.needs_reference)
+    roles = recipe.placement.roles(list(recipe.models))
     pools = recipe.placement.pools
     if recipe.placement.cluster is not None:
         for text in (*roles.values(), *pools.values()):
@@ -82,11 +85,12 @@ def check_layouts(recipe: Recipe, devices: dict[str, tuple[Device, ...]], spec: 
     layouts = {}
     for role in sorted(devices.keys() - {"rollout", "reward"}):
         try:
-            layouts[role] = recipe.train.layout.layout(len(devices[role]))
-            if spec is not None:
-                spec.check_layout(layouts[role])
+            layouts[role] = recipe.train_config(role).layout.layout(len(devices[role]))
+            if (model := role_spec(recipe, role) if role in recipe.models else spec) is not None:
+                model.check_layout(layouts[role])
         except UserError as error:
-            raise UserError(f"train.layout on placement.{role}: {error}") from None
+            own = role in recipe.models and recipe.models[role].train is not None
+            raise UserError(f"{f'{role}.' if own else ''}train.layout on placement.{role}: {error}") from None
     try:
         engines = recipe.rollout.layout(len(devices["rollout"]))
     except UserError as error:
@@ -94,6 +98,36 @@ def check_layouts(recipe: Recipe, devices: dict[str, tuple[Device, ...]], spec: 
     if "reward" in devices:
         check_reward_devices(len(devices["reward"]))
     check_batch_sizes(recipe, engines=engines.dp, replicas=max(layout.dp for layout in layouts.values()))
+
+
+def role_spec(recipe: Recipe, role: str) -> ModelSpec:
+    """The model of a role beside the actor, from its configuration alone."""
+    value_head = role != "reference"
+    path = recipe.models[role].path
+    if path is not None:
+        return load_model_spec(path, value_head=value_head)
+    return dataclasses.replace(initial_spec(recipe), value_head=value_head)
+
+
+def check_model(recipe: Recipe, role: str, actor: ModelSpec | None) -> None:
+    """The model of a role beside the actor: its files, and whether it reads the actor's tokens.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    path = recipe.models[role].path
+    if path is None:
+        return
+    try:
+        spec = role_spec(recipe, role)
+        check_weights(spec, path)
+    except UserError as error:
+        raise UserError(f"{role}.path: {error}") from None
+    if actor is not None and spec.vocab_size < actor.vocab_size:
+        raise UserError(
+            f"{role}.path: {path} has a vocab_size of {spec.vocab_size} and the actor one of {actor.vocab_size}; "
+            "expected at least as many, of the same tokenizer"
+        )
 
 
 def check_reward_devices(count: int) -> None:
@@ -187,10 +221,11 @@ def check_checkpoints(recipe: Recipe, spec: ModelSpec | None) -> None:
 
 
 def check_rewards(recipe: Recipe) -> None:
-    """Import every reward function, each in a process of its own that ends with the check.
+    """Import every function of rewards and costs, each in a process of its own that ends with the check.
 
     Raises:
         UserError: naming the reward that cannot be imported.
     """
-    with RewardFunctions(recipe.reward) as functions:
-        functions.load()
+    for config in recipe.functions.values():
+        with RewardFunctions(config) as functions:
+            functions.load()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,6 +93,24 @@ class RolloutRole(Settings):
         return Layout(dp=engines)
 
 
+class ModelRole(Settings):
+    """A Megatron-Core model beside the actor."""
+
+    path: Path | None = None
+    """HuggingFace directory of its initial weights; the run's initial model if null."""
+    train: TrainConfig | None = None
+    """Its layout, precision, micro-batches and optimizer; those of the actor if null."""
+
+
+class ScoringModel(ModelRole):
+    """A model with a scalar head that scores whole responses, and does not learn."""
+
+    path: Path
+    """HuggingFace directory of a model for sequence classification with one label, that has the actor's tokenizer."""
+    weight: float = 1.0
+    """Of its score in the sum over all rewards, or all costs."""
+
+
 class WarmupConfig(Settings):
     """A supervised phase before the first rollout, on the data's supervised examples."""
 
@@ -156,16 +174,33 @@ class PlacementConfig(Settings):
     rollout: str
     reference: str | None = None
     """Only where the algorithm needs a reference policy; the actor's devices if null."""
+    critic: str | None = None
+    """Only where the algorithm needs a critic; the actor's devices if null."""
+    cost_critic: str | None = None
+    """Only where the algorithm needs a critic of costs; the critic's devices if null."""
+    reward_model: str | None = None
+    """Only with a reward model; the reference's devices if null."""
+    cost_model: str | None = None
+    """Only with a cost model; the reward model's devices if null."""
     reward: str | None = None
     """Where the reward functions are called, which use no GPU; beside the first rank of rollout if null."""
     cluster: str | None = None
     """Address of a running Ray cluster; one is started on this machine if null."""
 
-    def roles(self, *, with_reference: bool) -> dict[str, str]:
-        """The device map or pool of every role that runs."""
-        roles = {"actor": self.actor, "rollout": self.rollout}
-        if with_reference:
-            roles["reference"] = self.reference or self.actor
+    def roles(self, models: Sequence[str]) -> dict[str, str]:
+        """The device map or pool of every role that runs, given the models that run beside the actor."""
+        critic, reference = self.critic or self.actor, self.reference or self.actor
+        reward_model = self.reward_model or reference
+        found = {
+            "actor": self.actor,
+            "rollout": self.rollout,
+            "reference": reference,
+            "critic": critic,
+            "cost_critic": self.cost_critic or critic,
+            "reward_model": reward_model,
+            "cost_model": self.cost_model or reward_model,
+        }
+        roles = {role: found[role] for role in ("actor", "rollout", *models)}
         return roles | ({"reward": self.reward} if self.reward is not None else {})
 
 
@@ -180,8 +215,18 @@ class Recipe(Settings):
     train: TrainConfig = TrainConfig()
     rollout: RolloutRole = RolloutRole()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    reference: ModelRole = ModelRole()
+    critic: ModelRole = ModelRole()
+    cost_critic: ModelRole = ModelRole()
     data: DataConfig = DataConfig()
-    reward: RewardConfig = RewardConfig()
+    reward: RewardConfig | None = RewardConfig()
+    """The reward functions; none if null, and then a reward model is needed."""
+    reward_model: ScoringModel | None = None
+    """Its score is added to the rewards of the functions."""
+    cost: RewardConfig | None = None
+    """The cost functions, where the algorithm learns from costs."""
+    cost_model: ScoringModel | None = None
+    """Its score is added to the costs of the functions."""
     warmup: WarmupConfig | None = None
     trainer: TrainerConfig = TrainerConfig()
     placement: PlacementConfig
@@ -192,18 +237,70 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _algorithm_has_what_it_needs(self) -> Recipe:
-        if self.algorithm.name != "grpo":
-            raise ValueError(f"algorithm.name={self.algorithm.name} has no dataflow yet, expected grpo")
-        if self.algorithm.kl_controller != "fixed" or self.algorithm.kl_guard is not None:
-            raise ValueError(
-                "algorithm.kl_controller=adaptive and algorithm.kl_guard have no dataflow yet, expected fixed and null"
-            )
-        if self.rollout.samples_per_prompt == 1:
-            raise ValueError(
-                "rollout.samples_per_prompt=1 with algorithm.name=grpo, where a group of one learns nothing; expected "
-                "at least 2"
-            )
+        if errors := [*self._missing(), *self._unused()]:
+            raise ValueError("; ".join(errors))
         return self
+
+    def _missing(self) -> Iterator[str]:
+        """What the algorithm needs and the recipe has not."""
+        name = self.algorithm.name
+        if self.algorithm.algorithm.group_baseline and self.rollout.samples_per_prompt == 1:
+            yield (
+                f"rollout.samples_per_prompt=1 with algorithm.name={name}, where a group of one learns nothing; "
+                "expected at least 2"
+            )
+        if self.reward is None and self.reward_model is None:
+            yield "reward=null and no reward_model, expected at least one of them"
+        if self.algorithm.needs_cost and self.cost is None and self.cost_model is None:
+            yield f"algorithm.name={name} learns from costs, expected cost.functions or cost_model.path"
+
+    def _unused(self) -> Iterator[str]:
+        """What is set for roles that do not run."""
+        runs = {"actor", "rollout", "reward", *self.models}
+        for role in ("reference", "critic", "cost_critic", "reward_model", "cost_model"):
+            if role not in runs and getattr(self.placement, role) is not None:
+                yield f"placement.{role} is set, and there is no such role with {self._why_not(role)}"
+        for role in ("reference", "critic", "cost_critic", "cost", "cost_model"):
+            default = type(self).model_fields[role].default
+            if role not in (*runs, *self._costs) and getattr(self, role) != default:
+                yield f"{role} is set, and there is no such role with {self._why_not(role)}"
+
+    @property
+    def _costs(self) -> tuple[str, ...]:
+        return ("cost", "cost_model") if self.algorithm.needs_cost else ()
+
+    def _why_not(self, role: str) -> str:
+        if role == "reference":
+            return "algorithm.kl_coef=0"
+        return "reward_model=null" if role == "reward_model" else f"algorithm.name={self.algorithm.name}"
+
+    @property
+    def models(self) -> dict[str, ModelRole]:
+        """Every Megatron-Core model that runs beside the actor, by its role."""
+        algorithm = self.algorithm
+        wanted = {
+            "reference": self.reference if algorithm.needs_reference else None,
+            "critic": self.critic if algorithm.needs_critic else None,
+            "cost_critic": self.cost_critic if algorithm.needs_cost else None,
+            "reward_model": self.reward_model,
+            "cost_model": self.cost_model if algorithm.needs_cost else None,
+        }
+        return {role: model for role, model in wanted.items() if model is not None}
+
+    @property
+    def trained_roles(self) -> tuple[str, ...]:
+        """The roles that learn."""
+        return ("actor", *(role for role in ("critic", "cost_critic") if role in self.models))
+
+    @property
+    def functions(self) -> dict[str, RewardConfig]:
+        """The functions of rewards ("reward") and of costs ("cost"), where there are any."""
+        wanted = {"reward": self.reward, "cost": self.cost if self.algorithm.needs_cost else None}
+        return {what: config for what, config in wanted.items() if config is not None}
+
+    def train_config(self, role: str) -> TrainConfig:
+        """How a role's model is laid out and trained."""
+        return (self.models[role].train if role != "actor" else None) or self.train
 
     @property
     def directory(self) -> Path:

@@ -79,7 +79,8 @@ def inexact_because(recipe: Recipe) -> list[str]:
         found.append("rollout.weights.flush_cache=false (keys and values that older weights made)")
     found += [
         f"on_failure={function.on_failure} of reward {function.name} (what fails may depend on time)"
-        for function in recipe.reward.functions
+        for config in recipe.functions.values()
+        for function in config.functions
         if function.on_failure != "stop"
     ]
     if platform.gpus and not recipe.train.deterministic:

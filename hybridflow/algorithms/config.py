@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from engine3d.settings import Settings
 from hybridflow.algorithms.aggregation import AggregationMode
 from hybridflow.algorithms.kl import KLEstimator
+from hybridflow.algorithms.registry import ALGORITHMS, Algorithm, names_with
 
-AlgorithmName = Literal["grpo", "ppo", "remax", "safe_rlhf"]
-
-_CRITIC = ("name", ("ppo", "safe_rlhf"))
-_COST = ("name", ("safe_rlhf",))
+_GROUPS = ("name", names_with(group_baseline=True))
+_CRITIC = ("name", names_with(critic=True))
+_COST = ("name", names_with(costs=True))
 _ADAPTIVE = ("kl_controller", ("adaptive",))
 
 _USED_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "normalise_advantages_by_std": ("name", ("grpo",)),
+    "normalise_advantages_by_std": _GROUPS,
     "gamma": _CRITIC,
     "gae_lambda": _CRITIC,
     "value_clip": _CRITIC,
@@ -40,7 +40,8 @@ class AlgorithmConfig(Settings):
     A key that the chosen algorithm does not use is refused, and is not written when the settings are.
     """
 
-    name: AlgorithmName = "grpo"
+    name: str = "grpo"
+    """One of `registry.ALGORITHMS`."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """The ratio is clipped from below at 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0)
@@ -100,17 +101,24 @@ class AlgorithmConfig(Settings):
     @property
     def needs_critic(self) -> bool:
         """Whether a critic's values of the reward are needed."""
-        return self.name in ("ppo", "safe_rlhf")
+        return self.algorithm.critic
 
     @property
     def needs_cost(self) -> bool:
         """Whether costs, and a critic's values of the cost, are needed."""
-        return self.name == "safe_rlhf"
+        return self.algorithm.costs
 
     @property
-    def needs_baseline(self) -> bool:
-        """Whether the rewards of greedy responses are needed."""
-        return self.name == "remax"
+    def algorithm(self) -> Algorithm:
+        """What is known of it."""
+        return ALGORITHMS[self.name]
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in ALGORITHMS:
+            raise ValueError(f"{name!r} is no algorithm, expected {' or '.join(map(repr, ALGORITHMS))}")
+        return name
 
     @model_validator(mode="before")
     @classmethod

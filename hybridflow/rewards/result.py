@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from engine3d.errors import UserError
-from hybridflow import metrics
 from hybridflow.rewards.process import CallError
 from hybridflow.rewards.scoring import Scoring
 
@@ -77,18 +76,18 @@ def combine(scorings: Sequence[Scoring]) -> RewardResult:
     return RewardResult(total, by_name, failed, dropped, tuple(failures))
 
 
-def reward_metrics(result: RewardResult) -> dict[str, float]:
+def reward_metrics(result: RewardResult, *, group: str = "reward") -> dict[str, float]:
     """Figures of a result of at least one sample, for the metrics.
 
     `reward/<name>/mean` is over the samples for which the function has a value, `reward/mean` and `reward/std` over
-    those that are not dropped; `reward/<name>/failed` and `reward/dropped` are counts.
+    those that are not dropped; `reward/<name>/failed` and `reward/dropped` are counts. `group` stands for "reward".
     """
     values: dict[str, float] = {}
     for name, column in result.by_name.items():
-        values[f"reward/{name}/mean"] = float(column[~column.isnan()].mean())
-        values[f"reward/{name}/failed"] = int(result.failed[name].sum())
+        values[f"{group}/{name}/mean"] = float(column[~column.isnan()].mean())
+        values[f"{group}/{name}/failed"] = int(result.failed[name].sum())
     kept = result.total[~result.dropped]
-    values[metrics.REWARD_MEAN] = float(kept.mean())
-    values[metrics.REWARD_STD] = float(kept.std(correction=0))
-    values[metrics.REWARD_DROPPED] = int(result.dropped.sum())
+    values[f"{group}/mean"] = float(kept.mean())
+    values[f"{group}/std"] = float(kept.std(correction=0))
+    values[f"{group}/dropped"] = int(result.dropped.sum())
     return values

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.layout import Layout
+from engine3d.models import load_model_spec
 from engine3d.platform import platform
 from engine3d.reshard.shards import Place
 from engine3d.training.flops import sequence_flops
@@ -17,10 +19,11 @@ from hybridflow import placement
 from hybridflow.check import check_reward_devices
 from hybridflow.config import Recipe
 from hybridflow.devices import Device, Node, highest_cpu_slot, pool_devices
-from hybridflow.initial_model import initial_spec
-from hybridflow.roles.model import ModelWorker
+from hybridflow.placement import ResourcePool
+from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
 from hybridflow.roles.rollout import RolloutWorker
+from hybridflow.roles.value import ValueWorker
 from hybridflow.run import SHARDS, Run
 from hybridflow.worker_group import WorkerGroup
 
@@ -34,10 +37,18 @@ class Roles:
 
     actor: WorkerGroup
     rollout: WorkerGroup
-    reward: WorkerGroup
-    reference: WorkerGroup | None
-    starting: dict[str, Future[Any]]
+    models: Mapping[str, WorkerGroup]
+    """Every other Megatron-Core model, by its role: `Recipe.models`."""
+    functions: Mapping[str, WorkerGroup]
+    """Who calls the reward functions ("reward") and the cost functions ("cost"), where there are any."""
+    starting: Mapping[str, Future[Any]]
     """The start of each role, which may still be under way."""
+    trained: tuple[str, ...]
+
+    @property
+    def learning(self) -> dict[str, WorkerGroup]:
+        """The actor and every critic, by role."""
+        return {role: self.models.get(role, self.actor) for role in self.trained}
 
 
 @contextmanager
@@ -46,7 +57,7 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
 
     The roles build their models and engines at the same time; `wait_for` says when one is ready.
     """
-    wanted = recipe.placement.roles(with_reference=recipe.algorithm.needs_reference)
+    wanted = recipe.placement.roles(list(recipe.models))
     pools = recipe.placement.pools
     with ExitStack() as stack:
         # Entered first and so left last: when the groups are gone, nobody waits for them any more.
@@ -57,82 +68,133 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
         stack.callback(placement.stop_ray)
         nodes = placement.cluster_nodes()
         devices = pool_devices(wanted, pools, nodes)
-        devices.setdefault("reward", devices["rollout"][:1])
-        check_reward_devices(len(devices["reward"]))
-        places = {role: [_place(device, nodes) for device in held] for role, held in devices.items()}
-        published = [run.directory / SHARDS / f"actor-{rank}" for rank in range(len(devices["actor"]))]
-        sources = dict(zip(devices["actor"], published, strict=True)) if recipe.rollout.weights.share else {}
+        if recipe.functions:
+            devices.setdefault("reward", devices["rollout"][:1])
+            check_reward_devices(len(devices["reward"]))
         resources = placement.reserve(devices)
         stack.callback(placement.release, resources)
+        yield _Start(recipe, run, stack, waiters, devices, nodes, resources).roles()
 
-        # A reference policy is the initial model, however far the actor has come.
-        checkpoint = run.resumption.role("actor") if run.resumption is not None else None
 
-        spec = initial_spec(recipe)
+class _Start:
+    """The start of all roles on the devices that are reserved for them."""
 
-        def model(role: str, *, trainable: bool) -> WorkerGroup:
-            group = WorkerGroup(
-                role,
-                ModelWorker,
-                resources[role],
-                recipe.train.layout.layout(len(devices[role])),
-                run.model_directory,
-                recipe.train,
-                trainable=trainable,
-                seed=recipe.seed,
-                places=places[role],
-                publish=published if role == "actor" else (),
-                checkpoint=checkpoint if role == "actor" else None,
-                saves_in_background=trainable and recipe.checkpoint.saves_in_background,
-                log_dir=run.log_directory,
-                sample_costs=lambda lengths: sequence_flops(spec, lengths).tolist(),
-                environment=platform.training_environment(len(devices[role]), deterministic=recipe.train.deterministic),
-            )
-            return stack.enter_context(group)
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: Run,
+        stack: ExitStack,
+        waiters: ThreadPoolExecutor,
+        devices: Mapping[str, Sequence[Device]],
+        nodes: Sequence[Node],
+        resources: Mapping[str, ResourcePool],
+    ) -> None:
+        self._recipe, self._run, self._stack, self._waiters = recipe, run, stack, waiters
+        self._devices, self._resources = devices, resources
+        self._places = {role: [_place(device, nodes) for device in held] for role, held in devices.items()}
+        self._published = [run.directory / SHARDS / f"actor-{rank}" for rank in range(len(devices["actor"]))]
+        self._entering = threading.Lock()
+        self._starting: dict[str, Future[Any]] = {}
 
+    def roles(self) -> Roles:
+        """Every role; their processes are there, and their models and engines are being built."""
+        recipe = self._recipe
+        # The engine first, since it takes longest; the functions last, since they are needed last.
+        builders: dict[str, Callable[[], WorkerGroup]] = {"rollout": self._rollout}
+        builders |= {role: lambda role=role: self._model(role) for role in ("actor", *recipe.models)}  # type: ignore[misc]
+        if recipe.functions:
+            builders["reward"] = self._functions
+        building = {role: self._waiters.submit(build) for role, build in builders.items()}
+        try:
+            groups = {role: future.result() for role, future in building.items()}
+        finally:
+            wait(building.values())  # each that is there is known to the stack, and ends with it
+        return Roles(
+            actor=groups["actor"],
+            rollout=groups["rollout"],
+            models={role: groups[role] for role in recipe.models},
+            functions=dict.fromkeys(recipe.functions, groups["reward"]),
+            starting=self._starting,
+            trained=recipe.trained_roles,
+        )
+
+    def _started(self, group: WorkerGroup, limit_s: float) -> WorkerGroup:
+        with self._entering:
+            self._stack.enter_context(group)
+            self._starting[group.role] = self._waiters.submit(group.start().result, limit_s)
+        return group
+
+    def _model(self, role: str) -> WorkerGroup:
+        """A Megatron-Core model: the actor or the reference policy, or one with a scalar head."""
+        recipe, run, devices = self._recipe, self._run, self._devices[role]
+        config = recipe.train_config(role)
+        worker = PolicyWorker if role in ("actor", "reference") else ValueWorker
+        model = recipe.models.get(role)
+        directory = model.path.absolute() if model is not None and model.path is not None else run.model_directory
+        spec = load_model_spec(directory, value_head=worker is ValueWorker)
+        trainable = role in recipe.trained_roles
+        group = WorkerGroup(
+            role,
+            worker,
+            self._resources[role],
+            config.layout.layout(len(devices)),
+            directory,
+            config,
+            trainable=trainable,
+            seed=recipe.seed,
+            places=self._places[role],
+            publish=self._published if role == "actor" else (),
+            # A model that does not learn is the initial one, however far the run has come.
+            checkpoint=run.resumption.role(role) if run.resumption is not None and trainable else None,
+            saves_in_background=trainable and recipe.checkpoint.saves_in_background,
+            log_dir=run.log_directory,
+            sample_costs=lambda lengths: sequence_flops(spec, lengths).tolist(),
+            environment=platform.training_environment(len(devices), deterministic=config.deterministic),
+        )
+        return self._started(group, config.start_timeout_s)
+
+    def _rollout(self) -> WorkerGroup:
+        recipe, run, devices = self._recipe, self._run, self._devices["rollout"]
+        sources: Mapping[Device, Path] = {}
+        if recipe.rollout.weights.share:
+            sources = dict(zip(self._devices["actor"], self._published, strict=True))
         engine = recipe.rollout.engine
         engine = engine.model_copy(update={"seed": recipe.seed + engine.seed})
-        rollout = stack.enter_context(
-            WorkerGroup(
-                "rollout",
-                RolloutWorker,
-                resources["rollout"],
-                recipe.rollout.layout(len(devices["rollout"])),
-                run.model_directory,
-                engine,
-                places=places["rollout"],
-                weight_sources=[sources.get(device) for device in devices["rollout"]],
-                devices_per_rank=recipe.rollout.engine.tp,
-                log_dir=run.log_directory,
-            )
+        group = WorkerGroup(
+            "rollout",
+            RolloutWorker,
+            self._resources["rollout"],
+            recipe.rollout.layout(len(devices)),
+            run.model_directory,
+            engine,
+            places=self._places["rollout"],
+            weight_sources=[sources.get(device) for device in devices],
+            devices_per_rank=engine.tp,
+            log_dir=run.log_directory,
         )
-        starting = {"rollout": waiters.submit(rollout.start().result, engine.start_timeout_s + _MARGIN_S)}
-        actor = model("actor", trainable=True)
-        starting["actor"] = waiters.submit(actor.start().result, recipe.train.start_timeout_s)
-        reference = model("reference", trainable=False) if "reference" in wanted else None
-        if reference is not None:
-            starting["reference"] = waiters.submit(reference.start().result, recipe.train.start_timeout_s)
+        return self._started(group, engine.start_timeout_s + _MARGIN_S)
+
+    def _functions(self) -> WorkerGroup:
+        """Who calls the functions of rewards and costs."""
+        recipe, run = self._recipe, self._run
         samples = max(
             recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt,
             len(run.evaluation) * recipe.trainer.eval_samples,
         )
-        reward = stack.enter_context(
-            WorkerGroup(
-                "reward",
-                FunctionRewardWorker,
-                resources["reward"],
-                Layout(dp=len(devices["reward"])),
-                recipe.reward,
-                run.model_directory,
-                {"train": run.train.examples, "evaluation": run.evaluation.examples},
-                Path.cwd(),
-                log_dir=run.log_directory,
-                call_timeout_s=_MARGIN_S + max(function.limit_s(samples) for function in recipe.reward.functions),
-            )
+        functions = [function for config in recipe.functions.values() for function in config.functions]
+        group = WorkerGroup(
+            "reward",
+            FunctionRewardWorker,
+            self._resources["reward"],
+            Layout(dp=len(self._devices["reward"])),
+            recipe.functions,
+            run.model_directory,
+            {"train": run.train.examples, "evaluation": run.evaluation.examples},
+            Path.cwd(),
+            log_dir=run.log_directory,
+            call_timeout_s=_MARGIN_S + max(function.limit_s(samples) for function in functions),
         )
-        load_limit_s = max(function.load_timeout_s for function in recipe.reward.functions)
-        starting["reward"] = waiters.submit(reward.start().result, load_limit_s + _MARGIN_S)
-        yield Roles(actor, rollout, reward, reference, starting)
+        return self._started(group, max(function.load_timeout_s for function in functions) + _MARGIN_S)
 
 
 def _place(device: Device, nodes: Sequence[Node]) -> Place:

@@ -23,11 +23,11 @@ _TOTAL, _DROPPED, _VALUE, _FAILED = "total", "dropped", "value/", "failed/"
 
 
 class FunctionRewardWorker:
-    """Calls every reward function with its part of a batch.
+    """Calls every function of rewards, or of costs, with its part of a batch.
 
     Args:
         context: the rank.
-        config: the functions.
+        configs: the functions, by what they are for: "reward" and "cost".
         tokenizer: directory of the tokenizer that turns responses into texts.
         examples: the prompts and answers of each split, which the batch's prompt indices count.
         directory: from which paths of functions are looked for.
@@ -39,7 +39,7 @@ class FunctionRewardWorker:
     def __init__(
         self,
         context: WorkerContext,
-        config: RewardConfig,
+        configs: Mapping[str, RewardConfig],
         tokenizer: Path,
         examples: Mapping[str, Sequence[Example]],
         directory: Path,
@@ -47,7 +47,7 @@ class FunctionRewardWorker:
         if not directory.is_dir():
             raise UserError(f"reward functions are looked for from {directory}, which is not there on its node")
         os.chdir(directory)
-        self._functions = RewardFunctions(config)
+        self._functions = {what: RewardFunctions(config) for what, config in configs.items()}
         self._tokenizer_directory, self._examples = tokenizer, examples
 
     @register(ONE_TO_ALL)
@@ -55,18 +55,19 @@ class FunctionRewardWorker:
         """Load the tokenizer and import every function."""
         from hybridflow.data.tokenizer import load_tokenizer  # slow: roles that start after this one do not wait for it
 
-        self._functions.load()
+        for functions in self._functions.values():
+            functions.load()
         self._tokenizer = load_tokenizer(self._tokenizer_directory)
 
     @register(DP_PROTO)
-    def score(self, batch: RolloutBatch, *, split: str) -> Columns:
-        """The rewards of responses to the prompts of a split, which `reward_result` reads.
+    def score(self, batch: RolloutBatch, *, split: str, what: str = "reward") -> Columns:
+        """The rewards (or costs) of responses to the prompts of a split, which `reward_result` reads.
 
         Failures go into this rank's log too, by the id of their sample.
         """
         texts = self._tokenizer.batch_decode(batch.responses(), skip_special_tokens=True)
         examples = [self._examples[split][index] for index in batch.prompt_indices.tolist()]
-        result = self._functions.evaluate(
+        result = self._functions[what].evaluate(
             texts, [example.prompt for example in examples], [example.answer for example in examples]
         )
         for failure in result.failures:
@@ -78,7 +79,8 @@ class FunctionRewardWorker:
 
     def shutdown(self) -> None:
         """End the functions' processes."""
-        self._functions.close()
+        for functions in self._functions.values():
+            functions.close()
 
 
 def reward_result(scored: Future) -> RewardResult:

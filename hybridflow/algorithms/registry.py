@@ -1,0 +1,54 @@
+"""Every algorithm by its name: where its dataflow is, and which roles it needs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridflow.step import Step
+
+Dataflow = Callable[["Step"], None]
+"""One step of an algorithm."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What is known of an algorithm before its dataflow is imported.
+
+    Args:
+        dataflow: "module:function" of one step.
+        critic: it learns from a critic's values of the reward.
+        costs: it learns from costs, and from a second critic's values of them.
+        group_baseline: it compares the samples of a prompt with each other.
+    """
+
+    dataflow: str
+    critic: bool = False
+    costs: bool = False
+    group_baseline: bool = False
+
+    def load(self) -> Dataflow:
+        """Import the dataflow."""
+        module, _, function = self.dataflow.partition(":")
+        found: Any = getattr(importlib.import_module(module), function)
+        return found
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": Algorithm("hybridflow.dataflows.grpo:grpo", group_baseline=True),
+    "ppo": Algorithm("hybridflow.dataflows.ppo:ppo", critic=True),
+    "remax": Algorithm("hybridflow.dataflows.remax:remax"),
+    "safe_rlhf": Algorithm("hybridflow.dataflows.safe_rlhf:safe_rlhf", critic=True, costs=True),
+}
+
+
+def names_with(**needs: bool) -> tuple[str, ...]:
+    """The algorithms of which all of these are so."""
+    return tuple(
+        name
+        for name, algorithm in ALGORITHMS.items()
+        if all(getattr(algorithm, need) == value for need, value in needs.items())
+    )

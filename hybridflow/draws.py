@@ -1,0 +1,50 @@
+"""Prompts that were drawn, and the responses to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine3d.rollout.config import SamplingConfig
+from hybridflow.remote_batch import RemoteBatch
+from hybridflow.roles.rollout import DrawnPrompt
+from hybridflow.run import Prompts
+from hybridflow.worker_group import WorkerGroup
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Some prompts of one phase.
+
+    Args:
+        prompts: of the phase.
+        indices: of those that were drawn.
+        first_group: identity of the first one's draw; the others follow.
+    """
+
+    prompts: Prompts
+    indices: Sequence[int]
+    first_group: int = 0
+
+
+class Generator:
+    """Lets all engines respond to draws; every sample gets an id of its own and the group of its draw."""
+
+    def __init__(self, rollout: WorkerGroup, pad_token_id: int) -> None:
+        self._rollout, self._pad_token_id = rollout, pad_token_id
+        self.samples_drawn = 0
+        """Ids that were given out."""
+
+    def generate(self, draw: Draw, sampling: SamplingConfig, samples_per_prompt: int) -> RemoteBatch:
+        """So many responses to each prompt, those to one prompt side by side."""
+        first_sample = self.samples_drawn
+        self.samples_drawn += len(draw.indices) * samples_per_prompt
+        drawn = [
+            DrawnPrompt(
+                draw.prompts.tokens[index], index, draw.first_group + place, first_sample + place * samples_per_prompt
+            )
+            for place, index in enumerate(draw.indices)
+        ]
+        return self._rollout.generate(
+            drawn, sampling=sampling, samples_per_prompt=samples_per_prompt, pad_token_id=self._pad_token_id
+        ).batch()

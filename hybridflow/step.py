@@ -1,0 +1,290 @@
+"""What one step of an algorithm can do: the words in which dataflows are written."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine3d.errors import EngineError
+from hybridflow import metrics
+from hybridflow.algorithms.aggregation import sequence_weights
+from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.algorithms.controllers import Controllers
+from hybridflow.algorithms.kl_control import reward_kl
+from hybridflow.algorithms.value_loss import explained_variance
+from hybridflow.algorithms.whitening import Moments
+from hybridflow.batch import FinishReason, RolloutBatch
+from hybridflow.columns import COUNTED, Columns
+from hybridflow.config import Recipe
+from hybridflow.data.sampler import PromptSampler
+from hybridflow.draws import Draw, Generator
+from hybridflow.future import Future
+from hybridflow.metrics import Timer
+from hybridflow.phase_file import PhaseFile
+from hybridflow.remote_batch import RemoteBatch
+from hybridflow.rewards.result import RewardResult, reward_metrics
+from hybridflow.roles.group import Roles
+from hybridflow.roles.model import Update, update_metrics
+from hybridflow.roles.reward import reward_result
+from hybridflow.run import Run
+from hybridflow.weight_sync import WeightSync
+
+Estimator = Callable[..., Columns]
+"""(batch, config=...) -> columns of the batch, with `Moments` by name as its note."""
+
+
+@dataclass(frozen=True)
+class Machinery:
+    """What all steps of a run share."""
+
+    recipe: Recipe
+    run: Run
+    roles: Roles
+    weights: WeightSync
+    phases: PhaseFile
+    sampler: PromptSampler
+    generator: Generator
+    controllers: Controllers
+
+
+@dataclass
+class Step:
+    """One step. Calls of models return at once; what they make is waited for where it is needed first.
+
+    Args:
+        machinery: of the run.
+        number: of the step, from 1.
+        version: of the weights that the step makes.
+        poll: looks after the checkpoint that is being written; called between two phases.
+    """
+
+    machinery: Machinery
+    number: int
+    version: int
+    poll: Callable[[], None]
+    values: dict[str, float] = field(default_factory=dict)
+    """The figures of the step, by metric name."""
+    updates: list[list[Update]] = field(default_factory=list)
+    """For each optimizer step of the actor, what its ranks told."""
+    _under_way: list[Future] = field(default_factory=list)
+    _began: float = math.nan
+
+    @property
+    def config(self) -> AlgorithmConfig:
+        """The algorithm's settings, with the KL coefficient of now."""
+        return self.machinery.controllers.config
+
+    # Responses
+
+    def draw(self) -> Draw:
+        """The next prompts."""
+        run, sampler = self.machinery.run, self.machinery.sampler
+        first_group = sampler.position
+        return Draw(run.train, sampler.next(self.machinery.recipe.trainer.prompts_per_step), first_group)
+
+    def generate(self, draw: Draw) -> RemoteBatch:
+        """Responses of the current policy, `rollout.samples_per_prompt` to each prompt."""
+        self.machinery.phases.enter("rollout")
+        rollout, values = self.machinery.recipe.rollout, self.values
+        with Timer(values, metrics.ROLLOUT_TIME) as timer:
+            batch = self.machinery.generator.generate(draw, rollout.sampling, rollout.samples_per_prompt)
+        lengths = batch.facts["response_lengths"]
+        values[metrics.ROLLOUT_THROUGHPUT] = int(lengths.sum()) / (timer.milliseconds / 1000)
+        values[metrics.ROLLOUT_RESPONSE_LENGTH] = float(lengths.double().mean())
+        truncated = batch.facts["finish_reasons"] == FinishReason.LENGTH
+        values[metrics.ROLLOUT_TRUNCATED] = float(truncated.double().mean())
+        self.poll()  # files were written while the engines generated
+        return batch
+
+    def generate_greedy(self, draw: Draw) -> RemoteBatch:
+        """The most likely response to each prompt, under the group of its draw."""
+        self.machinery.phases.enter("rollout")
+        sampling = self.machinery.recipe.rollout.sampling.model_copy(update={"temperature": 0.0})
+        with Timer(self.values, metrics.BASELINE_TIME):
+            return self.machinery.generator.generate(draw, sampling, 1)
+
+    # Models beside the actor
+
+    def logprobs(self, batch: RemoteBatch) -> RemoteBatch:
+        """The batch with the log-probs that are needed: of the reference, and of the policy before the first update."""
+        roles, recipe = self.machinery.roles, self.machinery.recipe
+        temperature = recipe.rollout.sampling.temperature
+        columns = {}
+        if "reference" in roles.models:
+            columns["ref_logprobs"] = roles.models["reference"].logprobs(batch, temperature=temperature)
+        if recipe.trainer.updates_per_step > 1:  # otherwise they are those of the update itself
+            columns["old_logprobs"] = roles.actor.logprobs(batch, temperature=temperature)
+        return self._with_columns(batch, columns)
+
+    def critic_values(self, batch: RemoteBatch) -> RemoteBatch:
+        """The batch with the values of every critic."""
+        models = self.machinery.roles.models
+        critics = {"critic": "values", "cost_critic": "cost_values"}
+        return self._with_columns(
+            batch, {column: models[role].values(batch) for role, column in critics.items() if role in models}
+        )
+
+    def estimate(self, batch: RemoteBatch, function: Estimator, role: str) -> tuple[RemoteBatch, dict[str, Moments]]:
+        """The batch with the columns that a function of the batch and of the settings finds where the tokens are.
+
+        Args:
+            role: on whose ranks it is called.
+
+        Returns:
+            The batch, and the moments over all of it, by the names that the function gives them.
+        """
+        self._wait_for_columns()
+        roles = self.machinery.roles
+        group = roles.actor if role == "actor" else roles.models[role]
+        arguments = {"config": self.config, "multiplier": self.machinery.controllers.multiplier.value}
+        future = group.apply(batch, function=function, arguments=arguments)
+        notes: list[Mapping[str, Moments]] = future.notes()
+        merged = {name: Moments.merge([note[name] for note in notes]) for name in notes[0]}
+        return batch.with_columns(future), merged
+
+    def tell_explained(self, role: str, found: Mapping[str, Moments]) -> None:
+        """Log how well a critic's values foretold the returns, from what its `value_moments` merged to."""
+        self.values[f"{role}/explained_variance"] = explained_variance(role, found)
+
+    def sequence_kl(self, batch: RemoteBatch) -> Tensor | float:
+        """(B,) float32: the KL penalty of each response, the sum over its tokens; 0 if rewards have none."""
+        config = self.config
+        if not (config.needs_reference and config.kl_in == "reward"):
+            return 0.0
+        self._wait_for_columns()
+        future = self.machinery.roles.actor.apply(batch, function=sequence_kl, arguments={"config": config})
+        penalty: Tensor = config.kl_coef * future.facts()["kl"]
+        return penalty
+
+    def _with_columns(self, batch: RemoteBatch, columns: Mapping[str, Future]) -> RemoteBatch:
+        if columns and not self._under_way:
+            self._began = time.perf_counter()
+        self._under_way += columns.values()
+        return batch.with_columns(**columns)
+
+    def _wait_for_columns(self) -> None:
+        """Until the columns are there that were asked for; from here on the driver does nothing else."""
+        if self._under_way:
+            self.machinery.phases.enter("infer")
+            for future in self._under_way:
+                future.wait()
+            self._under_way.clear()
+            self.values[metrics.INFERENCE_TIME] = 1000 * (time.perf_counter() - self._began)
+
+    # Rewards and costs
+
+    def rewards(self, batch: RemoteBatch, *, baseline: bool = False) -> RemoteBatch:
+        """The samples that have a reward, with the fact `rewards`: the sum over all functions and the reward model.
+
+        Args:
+            baseline: these are not the samples to learn from, and stay out of the step's figures.
+        """
+        return self._scored(batch, "reward", "rewards", baseline=baseline)
+
+    def costs(self, batch: RemoteBatch) -> RemoteBatch:
+        """The samples that have a cost, with the fact `costs`: the sum over all functions and the cost model."""
+        return self._scored(batch, "cost", "costs")
+
+    def _scored(self, batch: RemoteBatch, what: str, fact: str, *, baseline: bool = False) -> RemoteBatch:
+        phases, roles, recipe = self.machinery.phases, self.machinery.roles, self.machinery.recipe
+        phases.enter("reward")
+        values: dict[str, float] = {}
+        with Timer(values, f"{what}/latency_ms"):
+            model = roles.models.get(f"{what}_model")
+            scoring = model.score(batch) if model is not None else None
+            total, kept = torch.zeros(len(batch)), torch.arange(len(batch))
+            if what in roles.functions:
+                result = reward_result(roles.functions[what].score(batch, split="train", what=what))
+                values |= reward_metrics(result, group=what)
+                tell_failures(f"step {self.number}, {phases.phase}", result)
+                total, kept = result.total, (~result.dropped).nonzero()[:, 0]
+            if scoring is not None:
+                score = scoring.facts()["score"]
+                values[f"{what}/model/mean"] = float(score.mean())
+                total = total + recipe.models[f"{what}_model"].weight * score
+        values |= {f"{what}/mean": float(total[kept].mean()), f"{what}/std": float(total[kept].std(correction=0))}
+        if not baseline:
+            self.values |= values
+            self._check_enough(len(kept), len(batch), what)
+        return batch.with_facts(**{fact: total}).select(kept)
+
+    def _check_enough(self, kept: int, count: int, what: str) -> None:
+        """Whether every data-parallel rank of every role has a sample in each mini-batch."""
+        roles = self.machinery.roles
+        replicas = max(group.layout.dp for group in (roles.actor, *roles.models.values()))
+        if kept < (least := self.machinery.recipe.trainer.mini_batches * replicas):
+            raise EngineError(
+                f"step {self.number}: {kept} of {count} samples have a {what}, expected at least {least}, one for each "
+                "data-parallel rank and mini-batch"
+            )
+
+    # Learning
+
+    def update(self, batch: RemoteBatch, *, whiten: Moments | None = None) -> None:
+        """The optimizer steps of one rollout, of the actor and of every critic.
+
+        Args:
+            batch: with `advantages`, and with the returns of every critic.
+            whiten: moments of the advantages, which are then brought to mean 0 and standard deviation 1.
+        """
+        self._wait_for_columns()
+        machinery, config = self.machinery, self.config
+        machinery.phases.enter("update")
+        models, trainer = machinery.roles.models, machinery.recipe.trainer
+        critics = {role: kind for role, kind in (("critic", "reward"), ("cost_critic", "cost")) if role in models}
+        machinery.weights.before_update(self.version)
+        calls: dict[str, list[Future]] = {role: [] for role in (*critics, "actor")}
+        with Timer(self.values, metrics.TRAIN_UPDATE_TIME):
+            for _ in range(trainer.epochs):
+                for mini_batch in batch.split(trainer.mini_batches):
+                    weights = sequence_weights(
+                        mini_batch.facts[COUNTED],
+                        config.loss_aggregation,
+                        normalising_length=config.loss_normalising_length,
+                    )
+                    mini_batch = mini_batch.with_facts(weights=weights)
+                    for role, kind in critics.items():
+                        calls[role].append(models[role].update_values(mini_batch, algorithm=config, kind=kind))
+                    if self.number > config.critic_warmup_steps:
+                        calls["actor"].append(self._update_actor(mini_batch, config, whiten))
+            results = {role: [future.result() for future in futures] for role, futures in calls.items()}
+        self.updates = results.pop("actor")
+        self.values |= update_metrics(self.updates) if self.updates else {}
+        for role, updates in results.items():
+            self.values |= update_metrics(updates, group=role)
+        self._control(len(batch))
+
+    def _update_actor(self, batch: RemoteBatch, config: AlgorithmConfig, whiten: Moments | None) -> Future:
+        temperature = self.machinery.recipe.rollout.sampling.temperature
+        future: Future = self.machinery.roles.actor.update(
+            batch, algorithm=config, temperature=temperature, whiten=whiten
+        )
+        return future
+
+    def _control(self, samples: int) -> None:
+        """Let the KL penalty's controller learn from the step."""
+        kl, controller = self.values.get(metrics.TRAIN_REFERENCE_KL), self.machinery.controllers.kl
+        if self.config.needs_reference:
+            self.values[metrics.TRAIN_KL_COEF] = controller.coef
+        if kl is not None and math.isfinite(kl):
+            controller.update(kl, samples)
+
+
+def sequence_kl(batch: RolloutBatch, *, config: AlgorithmConfig) -> Columns:
+    """What is taken from the reward of each sample: fact `kl`, (b,), the sum of `reward_kl` over its counted tokens."""
+    kl = reward_kl(batch, config)
+    assert kl is not None
+    return Columns(facts={"kl": kl.where(batch.response_mask, 0.0).sum(dim=1)})
+
+
+def tell_failures(where: str, result: RewardResult) -> None:
+    """One line on stderr where a reward function failed; the log of the reward's rank has them all."""
+    if result.failures:
+        count = f"{len(result.failures)} failures of reward functions"
+        print(f"hybridflow: {where}: {count}; first, {result.failures[0]}", file=sys.stderr, flush=True)

@@ -1,0 +1,59 @@
+"""Supervised learning of the answers, before the first rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridflow import metrics
+from hybridflow.algorithms.aggregation import sequence_weights
+from hybridflow.batch import FinishReason, RolloutBatch
+from hybridflow.columns import COUNTED
+from hybridflow.data.sampler import PromptSampler
+from hybridflow.metrics import Metrics, Timer
+from hybridflow.remote_batch import RemoteBatch
+from hybridflow.roles.group import raise_failed_start
+from hybridflow.roles.model import Update, update_metrics
+from hybridflow.step import Machinery
+
+
+def warm_up(machinery: Machinery, sinks: Metrics) -> None:
+    """Train the actor on the supervised examples; other roles may still be starting."""
+    machinery.phases.enter("warmup")
+    recipe, run, actor = machinery.recipe, machinery.run, machinery.roles.actor
+    settings = recipe.warmup
+    assert settings is not None
+    prompts, answers = run.sft, run.answers
+    actor.reset_optimizer(settings.optimizer).result()
+    sampler = PromptSampler(len(prompts), recipe.seed + recipe.data.seed)
+    for step in range(1, settings.steps + 1):
+        raise_failed_start(machinery.roles)
+        values: dict[str, float] = {}
+        indices = sampler.next(settings.batch_size)
+        batch = RemoteBatch.of(
+            answered(
+                [prompts.tokens[index] for index in indices],
+                [answers[index] for index in indices],
+                run.tokenizer.pad_token_id,
+            )
+        )
+        with Timer(values, metrics.TRAIN_UPDATE_TIME):
+            weights = sequence_weights(batch.facts[COUNTED], "token-mean")
+            update: list[Update] = actor.supervise(batch.with_facts(weights=weights)).result()
+        sinks.log(step, values | update_metrics([update]), phase="sft")
+    actor.reset_optimizer(recipe.train.optimizer).result()
+
+
+def answered(prompts: Sequence[list[int]], answers: Sequence[list[int]], pad_token_id: int) -> RolloutBatch:
+    """Prompts with given answers as responses, each a group of its own."""
+    count = range(len(prompts))
+    return RolloutBatch.from_generations(
+        prompts=prompts,
+        responses=answers,
+        logprobs=[[0.0] * len(answer) for answer in answers],
+        sample_ids=count,
+        group_ids=count,
+        prompt_indices=count,
+        policy_versions=[0] * len(prompts),
+        finish_reasons=[FinishReason.STOP] * len(prompts),
+        pad_token_id=pad_token_id,
+    )
