@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from hybridflow import metrics
 from hybridflow.algorithms.aggregation import counted_column
 from hybridflow.algorithms.statistics import Statistics, total
-from hybridflow.algorithms.whitening import Moments, moments
+from hybridflow.algorithms.whitening import moments
 
 
 def value_loss(
@@ -52,21 +51,15 @@ def value_loss(
     )
 
 
-def value_moments(role: str, values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, Moments]:
-    """What `explained_variance` needs of some samples, by name; merged over a batch, by `Moments.merge`.
-
-    All tensors have one shape, any shape; `values` are those that the returns were made with.
-    """
-    errors = returns.to(torch.float64) - values.to(torch.float64)
-    return {f"{role}/returns": moments(returns, mask), f"{role}/errors": moments(errors, mask)}
-
-
-def explained_variance(role: str, merged: Mapping[str, Moments]) -> float:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """How much of the returns' variance the values account for, over the counted tokens of a whole batch.
 
         1 - Var(R - V) / Var(R)
 
-    1 is perfect, 0 no better than a constant; nan where the returns do not vary. `merged` is of `value_moments`.
+    1 is perfect, 0 no better than a constant; nan where the returns do not vary. All tensors have one shape, any shape;
+    `values` are those that the returns were made with.
     """
-    variance = merged[f"{role}/returns"].variance
-    return 1 - merged[f"{role}/errors"].variance / variance if variance else math.nan
+    variance = moments(returns, mask).variance
+    if not variance:
+        return math.nan
+    return 1 - moments(returns.to(torch.float64) - values.to(torch.float64), mask).variance / variance
