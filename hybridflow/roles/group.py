@@ -18,7 +18,7 @@ from hybridflow.check import check_reward_devices
 from hybridflow.config import Recipe
 from hybridflow.devices import Device, Node, highest_cpu_slot, pool_devices
 from hybridflow.initial_model import initial_spec
-from hybridflow.roles.model import ModelWorker
+from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
 from hybridflow.roles.rollout import RolloutWorker
 from hybridflow.run import SHARDS, Run
@@ -73,7 +73,7 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
         def model(role: str, *, trainable: bool) -> WorkerGroup:
             group = WorkerGroup(
                 role,
-                ModelWorker,
+                PolicyWorker,
                 resources[role],
                 recipe.train.layout.layout(len(devices[role])),
                 run.model_directory,
