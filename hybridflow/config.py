@@ -249,6 +249,11 @@ class Recipe(Settings):
                 f"rollout.samples_per_prompt=1 with algorithm.name={name}, where a group of one learns nothing; "
                 "expected at least 2"
             )
+        if self.algorithm.kl_guard is not None and self.trainer.updates_per_step == 1:
+            yield (
+                "algorithm.kl_guard is set with one update a step, which starts from the very policy that it is held "
+                "against; expected trainer.mini_batches or epochs above 1, or no kl_guard"
+            )
         if self.reward is None and self.reward_model is None:
             yield "reward=null and no reward_model, expected at least one of them"
         if self.algorithm.needs_cost and self.cost is None and self.cost_model is None:
@@ -297,6 +302,12 @@ class Recipe(Settings):
         """The functions of rewards ("reward") and of costs ("cost"), where there are any."""
         wanted = {"reward": self.reward, "cost": self.cost if self.algorithm.needs_cost else None}
         return {what: config for what, config in wanted.items() if config is not None}
+
+    @property
+    def scoring(self) -> dict[str, ScoringModel]:
+        """The models that score responses, by what their scores are added to: "reward" and "cost"."""
+        wanted = {"reward": self.reward_model, "cost": self.cost_model if self.algorithm.needs_cost else None}
+        return {what: model for what, model in wanted.items() if model is not None}
 
     def train_config(self, role: str) -> TrainConfig:
         """How a role's model is laid out and trained."""

@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -42,12 +43,8 @@ TRAIN_ENTROPY = "train/entropy"
 TRAIN_GRADIENT_NORM = "train/gradient_norm"
 TRAIN_LEARNING_RATE = "train/learning_rate"
 TRAIN_SKIPPED_UPDATES = "train/skipped_updates"
+TRAIN_REFUSED_UPDATES = "train/refused_updates"
 TRAIN_PADDING_SHARE = "train/padding_share"
-CRITIC_VALUE_LOSS = "critic/value_loss"
-CRITIC_CLIP_FRACTION = "critic/clip_fraction"
-CRITIC_VALUE_MEAN = "critic/value_mean"
-CRITIC_RETURN_MEAN = "critic/return_mean"
-CRITIC_EXPLAINED_VARIANCE = "critic/explained_variance"
 INFERENCE_TIME = "inference/time_ms"
 MISMATCH_LOGPROB_MEAN = "mismatch/logprob_abs_diff_mean"
 MISMATCH_LOGPROB_MAX = "mismatch/logprob_abs_diff_max"
@@ -71,6 +68,45 @@ CHECKPOINT_BYTES = "checkpoint/written_bytes"
 CHECKPOINT_HOST_BYTES = "checkpoint/host_bytes"
 CHECKPOINT_SECONDS = "checkpoint/whole_after_sec"
 CHECKPOINT_FAILED = "checkpoint/failed"
+
+
+@dataclass(frozen=True)
+class UpdateNames:
+    """What the figures are called that the optimizer steps of any model have."""
+
+    gradient_norm: str
+    learning_rate: str
+    skipped_updates: str
+    padding_share: str
+    gpu_memory: str
+
+
+@dataclass(frozen=True)
+class CriticNames(UpdateNames):
+    """What the figures of a critic are called."""
+
+    value_loss: str
+    clip_fraction: str
+    value_mean: str
+    return_mean: str
+    explained_variance: str
+
+    @classmethod
+    def of(cls, role: str) -> CriticNames:
+        """Those of the critic that has this role, in a group of that name."""
+        groups = {field.name: f"{role}/{field.name}" for field in fields(cls)}
+        return cls(**groups | {"gpu_memory": f"memory/{role}_gpu_mem_mb"})
+
+
+ACTOR = UpdateNames(
+    gradient_norm=TRAIN_GRADIENT_NORM,
+    learning_rate=TRAIN_LEARNING_RATE,
+    skipped_updates=TRAIN_SKIPPED_UPDATES,
+    padding_share=TRAIN_PADDING_SHARE,
+    gpu_memory=ACTOR_GPU_MEMORY,
+)
+CRITIC = CriticNames.of("critic")
+COST_CRITIC = CriticNames.of("cost_critic")
 
 
 class MetricsConfig(Settings):

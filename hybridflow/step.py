@@ -17,7 +17,7 @@ from hybridflow.algorithms.aggregation import sequence_weights
 from hybridflow.algorithms.config import AlgorithmConfig
 from hybridflow.algorithms.controllers import Controllers
 from hybridflow.algorithms.kl_control import reward_kl
-from hybridflow.algorithms.value_loss import explained_variance
+from hybridflow.algorithms.value_loss import ValueMoments, explained_variance
 from hybridflow.algorithms.whitening import Moments
 from hybridflow.batch import FinishReason, RolloutBatch
 from hybridflow.columns import COUNTED, Columns
@@ -32,11 +32,24 @@ from hybridflow.rewards.result import RewardResult, reward_metrics
 from hybridflow.roles.group import Roles
 from hybridflow.roles.model import Update, update_metrics
 from hybridflow.roles.reward import reward_result
+from hybridflow.roles.value import NAMES, ValueKind
 from hybridflow.run import Run
 from hybridflow.weight_sync import WeightSync
 
-Estimator = Callable[..., Columns]
-"""(batch, config=...) -> columns of the batch, with `Moments` by name as its note."""
+_CRITICS: dict[str, ValueKind] = {"critic": "reward", "cost_critic": "cost"}
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """What is told of the advantages and returns of some samples.
+
+    Args:
+        advantages: their moments.
+        critics: moments of the returns, by the kind of the critic that is to learn them.
+    """
+
+    advantages: Moments
+    critics: Mapping[ValueKind, ValueMoments]
 
 
 @dataclass(frozen=True)
@@ -124,33 +137,29 @@ class Step:
 
     def critic_values(self, batch: RemoteBatch) -> RemoteBatch:
         """The batch with the values of every critic."""
-        models = self.machinery.roles.models
-        critics = {"critic": "values", "cost_critic": "cost_values"}
+        models, columns = self.machinery.roles.models, {"critic": "values", "cost_critic": "cost_values"}
         return self._with_columns(
-            batch, {column: models[role].values(batch) for role, column in critics.items() if role in models}
+            batch, {column: models[role].values(batch) for role, column in columns.items() if role in models}
         )
 
-    def estimate(self, batch: RemoteBatch, function: Estimator, role: str) -> tuple[RemoteBatch, dict[str, Moments]]:
-        """The batch with the columns that a function of the batch and of the settings finds where the tokens are.
+    def estimate(self, batch: RemoteBatch, function: Callable[..., Columns], role: str) -> tuple[RemoteBatch, Moments]:
+        """The batch with the columns that a function of it finds where the tokens are: advantages and returns.
 
         Args:
+            function: (batch, config=..., multiplier=...) -> columns, with an `Estimated` as their note.
             role: on whose ranks it is called.
 
         Returns:
-            The batch, and the moments over all of it, by the names that the function gives them.
+            The batch, and the moments of its advantages.
         """
         self._wait_for_columns()
-        roles = self.machinery.roles
-        group = roles.actor if role == "actor" else roles.models[role]
         arguments = {"config": self.config, "multiplier": self.machinery.controllers.multiplier.value}
-        future = group.apply(batch, function=function, arguments=arguments)
-        notes: list[Mapping[str, Moments]] = future.notes()
-        merged = {name: Moments.merge([note[name] for note in notes]) for name in notes[0]}
-        return batch.with_columns(future), merged
-
-    def tell_explained(self, role: str, found: Mapping[str, Moments]) -> None:
-        """Log how well a critic's values foretold the returns, from what its `value_moments` merged to."""
-        self.values[f"{role}/explained_variance"] = explained_variance(role, found)
+        future = self.machinery.roles.learning[role].apply(batch, function=function, arguments=arguments)
+        notes: list[Estimated] = future.notes()
+        for critic in notes[0].critics:
+            name = NAMES[critic].explained_variance
+            self.values[name] = explained_variance(note.critics[critic] for note in notes)
+        return batch.with_columns(future), Moments.merge(note.advantages for note in notes)
 
     def sequence_kl(self, batch: RemoteBatch) -> Tensor | float:
         """(B,) float32: the KL penalty of each response, the sum over its tokens; 0 if rewards have none."""
@@ -196,18 +205,18 @@ class Step:
         phases.enter("reward")
         values: dict[str, float] = {}
         with Timer(values, f"{what}/latency_ms"):
-            model = roles.models.get(f"{what}_model")
-            scoring = model.score(batch) if model is not None else None
+            model = recipe.scoring.get(what)
+            scoring = roles.models[f"{what}_model"].score(batch) if model is not None else None
             total, kept = torch.zeros(len(batch)), torch.arange(len(batch))
             if what in roles.functions:
                 result = reward_result(roles.functions[what].score(batch, split="train", what=what))
                 values |= reward_metrics(result, group=what)
                 tell_failures(f"step {self.number}, {phases.phase}", result)
                 total, kept = result.total, (~result.dropped).nonzero()[:, 0]
-            if scoring is not None:
+            if model is not None and scoring is not None:
                 score = scoring.facts()["score"]
                 values[f"{what}/model/mean"] = float(score.mean())
-                total = total + recipe.models[f"{what}_model"].weight * score
+                total = total + model.weight * score
         values |= {f"{what}/mean": float(total[kept].mean()), f"{what}/std": float(total[kept].std(correction=0))}
         if not baseline:
             self.values |= values
@@ -237,7 +246,7 @@ class Step:
         machinery, config = self.machinery, self.config
         machinery.phases.enter("update")
         models, trainer = machinery.roles.models, machinery.recipe.trainer
-        critics = {role: kind for role, kind in (("critic", "reward"), ("cost_critic", "cost")) if role in models}
+        critics = {role: kind for role, kind in _CRITICS.items() if role in models}
         machinery.weights.before_update(self.version)
         calls: dict[str, list[Future]] = {role: [] for role in (*critics, "actor")}
         with Timer(self.values, metrics.TRAIN_UPDATE_TIME):
@@ -255,17 +264,31 @@ class Step:
                         calls["actor"].append(self._update_actor(mini_batch, config, whiten))
             results = {role: [future.result() for future in futures] for role, futures in calls.items()}
         self.updates = results.pop("actor")
+        self._tell_refused()
         self.values |= update_metrics(self.updates) if self.updates else {}
         for role, updates in results.items():
-            self.values |= update_metrics(updates, group=role)
+            self.values |= update_metrics(updates, NAMES[critics[role]])
         self._control(len(batch))
 
     def _update_actor(self, batch: RemoteBatch, config: AlgorithmConfig, whiten: Moments | None) -> Future:
         temperature = self.machinery.recipe.rollout.sampling.temperature
         future: Future = self.machinery.roles.actor.update(
-            batch, algorithm=config, temperature=temperature, whiten=whiten
+            batch, algorithm=config, temperature=temperature, whitening=whiten
         )
         return future
+
+    def _tell_refused(self) -> None:
+        """One line where the KL guard refused updates."""
+        if self.config.kl_guard is None or not self.updates:
+            return
+        refused = sum(ranks[0].refused for ranks in self.updates)
+        self.values[metrics.TRAIN_REFUSED_UPDATES] = refused
+        if refused:
+            line = (
+                f"step {self.number}: {refused} of {len(self.updates)} updates would have gone past "
+                f"algorithm.kl_guard={self.config.kl_guard:g} and were skipped; the learning rate's schedule starts over"
+            )
+            print(f"hybridflow: {line}", file=sys.stderr, flush=True)
 
     def _control(self, samples: int) -> None:
         """Let the KL penalty's controller learn from the step."""

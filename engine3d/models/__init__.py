@@ -83,7 +83,9 @@ def _spec(config: HFConfig, directory: Path | None, value_head: bool) -> ModelSp
     if not isinstance(architectures, list):
         raise config.error("architectures", "a list of names")
     for family in FAMILIES:
-        accepted = [family.architecture, family.value_architecture] if value_head else [family.architecture]
+        accepted = [family.architecture]
+        if value_head:
+            accepted += [family.value_architecture, family.biased_value_architecture]
         named = any(architecture in accepted for architecture in architectures)
         if named or (not architectures and config.get("model_type") == family.name):
             rope = read_rope(config, family.ropes)

@@ -27,12 +27,14 @@ def embedding(sizes: Sizes) -> tuple[Rule, ...]:
     return (Rule("embedding.word_embeddings.weight", Vocabulary(_embedding_tensor(sizes))),)
 
 
-def head(sizes: Sizes, value_head: bool) -> tuple[Rule, ...]:
+def head(sizes: Sizes, value_head: bool, value_bias: bool) -> tuple[Rule, ...]:
     """Final norm and output layer: over the vocabulary, tied to the embedding, or one value a token."""
     final_norm = norm("decoder.final_layernorm.weight", "model.norm.weight", sizes.hidden)
     if value_head:
         score = HFTensor("score.weight", (1, sizes.hidden), "zeros", optional=True)
         output = Rule("output_layer.weight", Replicated(score))
+        if value_bias:
+            return (final_norm, output, Rule("output_layer.bias", Replicated(HFTensor("score.bias", (1,), "zeros"))))
     elif sizes.tied:
         output = Rule("output_layer.weight", Vocabulary(_embedding_tensor(sizes)), shared=True)
     else:

@@ -61,5 +61,5 @@ def build_model(
         frequencies = model.rotary_pos_emb.inv_freq
         model.rotary_pos_emb.inv_freq = spec.rope.inverse_frequencies(spec.sizes.head_dim).to(frequencies.device)
     if spec.value_head and post_process:
-        model.output_layer = ValueHead(config, parallel_state.get_tensor_model_parallel_group())
+        model.output_layer = ValueHead(config, parallel_state.get_tensor_model_parallel_group(), bias=spec.value_bias)
     return model

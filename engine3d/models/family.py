@@ -57,6 +57,11 @@ class Family:
         """The same backbone with a scalar head."""
         return self.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
+    @property
+    def biased_value_architecture(self) -> str:
+        """The same backbone with a scalar head that has a bias."""
+        return self.architecture.replace("ForCausalLM", "ForTokenClassification")
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -85,13 +90,18 @@ class ModelSpec:
         """The parsed `config.json`."""
         return self.config.values
 
+    @property
+    def value_bias(self) -> bool:
+        """Whether the value head has a bias; a new one has none."""
+        return self.value_head and self.family.biased_value_architecture in self.config.get("architectures", [])
+
     @cached_property
     def rules(self) -> ModelRules:
         """The model's weight rules, used in both directions."""
         return ModelRules(
             first=blocks.embedding(self.sizes),
             layers=tuple(self.family.layer(self.sizes, number) for number in range(self.sizes.layers)),
-            last=blocks.head(self.sizes, self.value_head),
+            last=blocks.head(self.sizes, self.value_head, self.value_bias),
             experts=self.sizes.experts,
         )
 

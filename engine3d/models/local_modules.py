@@ -140,14 +140,16 @@ class LatentAttention(MLASelfAttention):
 class ValueHead(torch.nn.Module):
     """One value a token in place of logits, computed in float32. Called by GPTModel as its output layer is."""
 
-    def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:
+    def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup, *, bias: bool) -> None:
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
         self.tp_group = tp_group
-        device = torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
-        setattr(self.weight, "is_embedding_or_output_parameter", True)  # noqa: B010
+        place: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, **place))
+        self.bias = torch.nn.Parameter(torch.zeros(1, **place)) if bias else None
+        for parameter in self.parameters():
+            setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+            setattr(parameter, "is_embedding_or_output_parameter", True)  # noqa: B010
 
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -155,7 +157,7 @@ class ValueHead(torch.nn.Module):
         """[s, b, hidden], or this tp rank's part of the sequence -> float32 [s, b, 1] of the whole sequence."""
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-        values = F.linear(hidden.float(), self.weight.float())
+        values = F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         if self.sequence_parallel:
             # Every tp rank computes the same loss from all values, so each takes back the gradient of its own part.
             values = gather_from_sequence_parallel_region(

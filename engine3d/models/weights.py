@@ -44,11 +44,21 @@ def check_weights(spec: ModelSpec, directory: str | Path) -> None:
 
 
 def load_weights(
-    model: torch.nn.Module, spec: ModelSpec, layout: Layout, coordinates: Coordinates, directory: str | Path
+    model: torch.nn.Module,
+    spec: ModelSpec,
+    layout: Layout,
+    coordinates: Coordinates,
+    directory: str | Path,
+    *,
+    needs_head: bool = False,
 ) -> tuple[str, ...]:
     """Fill a rank's parameters from safetensors files, reading only the slices that it holds.
 
-    Values are cast to each parameter's dtype. Rows that pad the vocabulary become zero.
+    Values are cast to each parameter's dtype. Rows that pad the vocabulary become zero. A value head that the files
+    lack becomes zero too: every value is then 0, until the head is trained.
+
+    Args:
+        needs_head: refuse files without a value head, for a model whose head nobody trains.
 
     Returns:
         the HuggingFace names of tensors that the files lack and that were initialised instead: only a value head's.
@@ -60,6 +70,12 @@ def load_weights(
     initialised: list[str] = []
     with TensorFiles(Path(directory)) as files, torch.no_grad():
         _check(spec, files)
+        lacking = [name for name, tensor in spec.hf_tensors.items() if tensor.optional and name not in files.tensors]
+        if needs_head and lacking:
+            raise UserError(
+                f"{directory}: no tensor {lacking[0]}, expected a model with a value head "
+                f"({spec.family.value_architecture}), because it is not trained and would score everything 0"
+            )
         for local, parameter in parameters:
             if sum(_elements(piece.local_box) for piece in local.pieces) < parameter.numel():
                 parameter.zero_()
@@ -195,7 +211,9 @@ def exported_config(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     if spec.value_head:
         labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-        config |= {"architectures": [spec.family.value_architecture], **labels}
+        family = spec.family
+        architecture = family.biased_value_architecture if spec.value_bias else family.value_architecture
+        config |= {"architectures": [architecture], **labels}
     return config
 
 

@@ -32,17 +32,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What the model says of each of T tokens. Figures of the first token of a sequence are 0.
+    """What the model says of each of T tokens, and with a value head of each of K sequences.
+
+    Figures of the first token of a sequence are 0.
 
     Args:
         logprobs: (T,) float32, or None for a model with a value head.
         entropy: (T,) float32 in nats of the distribution that the token was drawn from, or None.
-        values: (T,) float32, or None for a language model.
+        values: (T,) float32 of the state in which each token was chosen, or None for a language model.
+        scores: (K,) float32 of the state that has read all of each sequence, or None for a language model.
     """
 
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
+    scores: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class UpdateResult:
             are not on the last pipeline stage.
         grad_norm: global gradient norm before clipping.
         learning_rate: the rate that the step used.
-        applied: False where the gradient was not finite and the weights were left alone.
+        applied: False where the weights were left alone: the gradient was not finite, or the guard refused.
+        refused: the guard did.
         tokens: of this data-parallel rank's sequences.
         positions: that the model computed for them, padding included.
     """
@@ -65,6 +70,21 @@ class UpdateResult:
     applied: bool
     tokens: int
     positions: int
+    refused: bool = False
+
+
+@dataclass(frozen=True)
+class UpdateGuard:
+    """What an update is held against before it is made.
+
+    Args:
+        measure: from a rank's facts, the numerator and the denominator of a mean over tokens; both are added up over
+            ranks.
+        refuses: whether such a mean is too large.
+    """
+
+    measure: Callable[[list[Any]], tuple[Tensor, Tensor]]
+    refuses: Callable[[float], bool]
 
 
 LossFunction = Callable[[TokenOutputs, dict[str, Tensor]], tuple[Tensor, Any]]
@@ -79,7 +99,8 @@ class TrainEngine:
         model_directory: HuggingFace directory with config.json and safetensors.
         config: precision, micro-batches, optimizer.
         layout: the cut over ranks; torchrun's variables say which rank this is.
-        value_head: a scalar head in place of the vocabulary.
+        value_head: a scalar head in place of the vocabulary. Where the directory has none, as that of a language model,
+            it starts at 0, so that all first values are 0; a model that is not trained needs one.
         trainable: without it there are neither gradients nor an optimizer.
         seed: of this model's random states.
         load: read the directory's weights; otherwise a checkpoint is loaded before the model is used.
@@ -116,7 +137,7 @@ class TrainEngine:
         self._dp_group = parallel_state.get_data_parallel_group()
         module = build_model(self.spec, layout, self.dtype, overrides=self._megatron_settings())
         if load:
-            load_weights(module, self.spec, layout, self.coordinates, model_directory)
+            load_weights(module, self.spec, layout, self.coordinates, model_directory, needs_head=not trainable)
         self.device = next(module.parameters()).device
         self._forward_backward = get_forward_backward_func()
         self.optimizer: Any = None
@@ -156,7 +177,11 @@ class TrainEngine:
         return self._forward(sequences, temperature, with_entropy)
 
     def values(self, sequences: Sequences) -> TokenOutputs | None:
-        """Values of every token's state, without gradients; returned as `logprobs` does."""
+        """The value of the state in which every token was chosen, and the score of every sequence, without gradients.
+
+        The value of a token is the head's output at the token before it, the score that at the sequence's last token.
+        Returned as `logprobs` does.
+        """
         if not self.value_head:
             raise UserError("values: this model has no value head")
         return self._forward(sequences, 1.0, False)
@@ -176,6 +201,10 @@ class TrainEngine:
         for batch, outputs in zip(batches, results, strict=True):
             for name, figures in whole.items():
                 figures[batch.flat] = getattr(outputs, name).float().cpu()
+        if self.value_head:
+            whole["scores"] = torch.zeros(len(sequences))
+            for batch, outputs in zip(batches, results, strict=True):
+                whole["scores"][list(batch.indices)] = outputs.scores.float().cpu()
         return TokenOutputs(**whole)
 
     # Update ----------------------------------------------------------------------------------------------------------
@@ -187,16 +216,19 @@ class TrainEngine:
         *,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        guard: UpdateGuard | None = None,
     ) -> UpdateResult:
         """One optimizer step on this data-parallel rank's sequences, in as many micro-batches as they take.
 
-        A gradient that is not finite leaves weights, optimizer and schedule as they were.
+        A gradient that is not finite leaves weights, optimizer and schedule as they were. So does a guard that refuses
+        the update, but that the schedule begins again.
 
         Args:
             sequences: with the columns that the loss function reads.
             loss_function: see LossFunction; called on the last pipeline stage.
             temperature: the logits are divided by it, as they were when the tokens were sampled.
             with_entropy: compute entropies, with their gradient.
+            guard: may refuse the update, by what the loss function found.
         """
         if self.optimizer is None:
             raise UserError("update: this model was built with trainable=False")
@@ -210,12 +242,23 @@ class TrainEngine:
         # Looked at before `step`, which would write a gradient that is not finite into the weights.
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        applied = math.isfinite(grad_norm)
+        refused = guard is not None and self._refuses(guard, facts)
+        if refused:
+            self.restart_schedule()
+        applied = math.isfinite(grad_norm) and not refused
         if applied:
             self.optimizer.step()
             self.scheduler.step(1)
         positions = sum(batch.positions for batch in batches)
-        return UpdateResult(facts, grad_norm, learning_rate, applied, sequences.tokens.numel(), positions)
+        return UpdateResult(facts, grad_norm, learning_rate, applied, sequences.tokens.numel(), positions, refused)
+
+    def _refuses(self, guard: UpdateGuard, facts: list[Any]) -> bool:
+        """What the guard says, on all ranks alike; tensor-parallel ranks count the same tokens as often each."""
+        mean = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if self.is_last_stage:
+            mean += torch.stack(guard.measure(facts)).to(mean)
+        dist.all_reduce(mean)
+        return bool(mean[1]) and guard.refuses(float(mean[0] / mean[1]))
 
     def micro_batches(self, sequences: Sequences) -> list[MicroBatch]:
         """The sequences as micro-batches of like FLOPs, as many on every data-parallel rank."""
@@ -257,7 +300,8 @@ class TrainEngine:
         self, batch: MicroBatch, loss_function: LossFunction, temperature: float, with_entropy: bool, output: Tensor
     ) -> tuple[Tensor, Tensor, Any]:
         if self.value_head:
-            outputs = TokenOutputs(values=batch.figures(output.float()))
+            output = output.float()
+            outputs = TokenOutputs(values=batch.figures(output), scores=batch.last_figures(output))
         else:
             logprobs, entropy = logprobs_and_entropy(
                 output.view(-1, output.shape[-1]),
@@ -276,6 +320,10 @@ class TrainEngine:
         self.config = self.config.model_copy(update={"optimizer": settings})
         self.optimizer = None  # its memory, before the new one takes its own
         self.optimizer, self.scheduler = build_optimizer(self.model, self.config)
+
+    def restart_schedule(self) -> None:
+        """Begin the learning-rate schedule again, warm-up included; the optimizer's moments stay."""
+        self.scheduler.step(-self.scheduler.num_steps)
 
     # Weights ---------------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,8 @@ class MicroBatch:
         max_length: tokens of the longest sequence.
         source: (T,) int64 flat position at which each real token's figures are computed, -1 for first tokens.
         flat: (T,) int64 position of each real token in the tokens that were cut.
+        last: (K,) int64 flat position of the last token of each sequence.
+        indices: the numbers that the sequences have among those that were cut.
         columns: name to (T,) tensor, of the real tokens.
     """
 
@@ -81,6 +83,8 @@ class MicroBatch:
     max_length: int
     source: Tensor
     flat: Tensor
+    last: Tensor
+    indices: tuple[int, ...]
     columns: dict[str, Tensor]
 
     @property
@@ -102,6 +106,8 @@ class MicroBatch:
             max_length=self.max_length,
             source=moved(self.source),
             flat=self.flat,
+            last=moved(self.last),
+            indices=self.indices,
             columns={name: moved(column) for name, column in self.columns.items()},
         )
 
@@ -109,6 +115,10 @@ class MicroBatch:
         """(B, S) figures of next tokens -> (T,) figures of the real tokens; 0 at first tokens, which have none."""
         taken = computed.reshape(-1)[self.source.clamp(min=0)]
         return torch.where(self.source >= 0, taken, torch.zeros_like(taken))
+
+    def last_figures(self, computed: Tensor) -> Tensor:
+        """(B, S) figures -> (K,) those at the last token of each sequence."""
+        return computed.reshape(-1)[self.last]
 
 
 def least_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
@@ -234,6 +244,8 @@ def micro_batch(sequences: Sequences, indices: Sequence[int], *, packed: bool, m
         max_length=longest,
         source=source,
         flat=flat,
+        last=torch.tensor(starts, dtype=torch.int64) + torch.tensor(lengths, dtype=torch.int64) - 1,
+        indices=tuple(indices),
         columns={name: column[flat] for name, column in sequences.columns.items()},
     )
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hybridflow import metrics
 from hybridflow.algorithms.aggregation import counted_column
 from hybridflow.algorithms.statistics import Statistics, total
-from hybridflow.algorithms.whitening import moments
+from hybridflow.algorithms.whitening import Moments, moments
+from hybridflow.metrics import CRITIC, CriticNames
 
 
 def value_loss(
-    values: Tensor, *, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float | None
+    values: Tensor,
+    *,
+    old_values: Tensor,
+    returns: Tensor,
+    weights: Tensor,
+    clip: float | None,
+    names: CriticNames = CRITIC,
 ) -> tuple[Tensor, Statistics]:
     """The part of the critic's loss that these tokens contribute, and their statistics.
 
@@ -27,8 +35,9 @@ def value_loss(
     All tensors have one shape, any shape: (B, S') or packed (T,). `values` are those of the critic being trained and
     carry the gradient; `old_values` are those that the `returns` of `gae_advantages` were made with. `weights` come
     from `sequence_weights` over the whole mini-batch; a token of weight 0 contributes nothing, whatever its other
-    columns hold, nan included. Returns a float32 scalar (if every weight is 0, a zero through which gradients of zero
-    flow) and the statistics. Raises ValueError for a column of another shape than `weights`.
+    columns hold, nan included. `names` are those of the statistics. Returns a float32 scalar (if every weight is 0, a
+    zero through which gradients of zero flow) and the statistics. Raises ValueError for a column of another shape than
+    `weights`.
     """
     values = counted_column("value_loss", "values", values, weights)
     old_values = counted_column("value_loss", "old_values", old_values, weights)
@@ -42,24 +51,41 @@ def value_loss(
     loss = (0.5 * error * weights).sum()
     count = total(weights > 0)
     means = {
-        metrics.CRITIC_CLIP_FRACTION: clipped,
-        metrics.CRITIC_VALUE_MEAN: values,
-        metrics.CRITIC_RETURN_MEAN: returns,
+        names.clip_fraction: clipped,
+        names.value_mean: values,
+        names.return_mean: returns,
     }
     return loss, Statistics(
-        {metrics.CRITIC_VALUE_LOSS: total(loss)}, {name: (total(column), count) for name, column in means.items()}
+        {names.value_loss: total(loss)}, {name: (total(column), count) for name, column in means.items()}
     )
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """How much of the returns' variance the values account for, over the counted tokens of a whole batch.
+@dataclass(frozen=True)
+class ValueMoments:
+    """The moments of returns, and of what the values leave of them: R - V."""
+
+    returns: Moments
+    residuals: Moments
+
+
+def value_moments(values: Tensor, returns: Tensor, mask: Tensor) -> ValueMoments:
+    """The moments of the tokens under the mask, taken in float64. All tensors have one shape, any shape.
+
+    `values` are those that the returns were made with.
+    """
+    residuals = returns.to(torch.float64) - values.to(torch.float64)
+    return ValueMoments(moments(returns, mask), moments(residuals, mask))
+
+
+def explained_variance(pieces: Iterable[ValueMoments]) -> float:
+    """How much of the returns' variance the values account for, over the tokens of all pieces of a whole batch.
 
         1 - Var(R - V) / Var(R)
 
-    1 is perfect, 0 no better than a constant; nan where the returns do not vary. All tensors have one shape, any shape;
-    `values` are those that the returns were made with.
+    1 is perfect, 0 no better than a constant; nan where the returns do not vary.
     """
-    variance = moments(returns, mask).variance
+    pieces = list(pieces)
+    variance = Moments.merge(piece.returns for piece in pieces).variance
     if not variance:
         return math.nan
-    return 1 - moments(returns.to(torch.float64) - values.to(torch.float64), mask).variance / variance
+    return 1 - Moments.merge(piece.residuals for piece in pieces).variance / variance

@@ -9,7 +9,7 @@ from hybridflow.algorithms.value_loss import value_moments
 from hybridflow.algorithms.whitening import moments
 from hybridflow.batch import RolloutBatch
 from hybridflow.columns import Columns
-from hybridflow.step import Step
+from hybridflow.step import Estimated, Step
 
 
 def ppo(step: Step) -> None:
@@ -17,9 +17,8 @@ def ppo(step: Step) -> None:
     batch = step.generate(step.draw())
     batch = step.critic_values(step.logprobs(batch))
     batch = step.rewards(batch)
-    batch, found = step.estimate(batch, estimate_advantages, role="critic")
-    step.tell_explained("critic", found)
-    step.update(batch, whiten=found["advantages"] if step.config.whiten_advantages else None)
+    batch, advantages = step.estimate(batch, estimate_advantages, role="critic")
+    step.update(batch, whiten=advantages if step.config.whiten_advantages else None)
 
 
 def estimate_advantages(batch: RolloutBatch, *, config: AlgorithmConfig, multiplier: float) -> Columns:
@@ -28,5 +27,5 @@ def estimate_advantages(batch: RolloutBatch, *, config: AlgorithmConfig, multipl
     mask = batch.response_mask
     rewards = token_rewards(batch.rewards, mask, reward_kl(batch, config), config.kl_coef)
     advantages, returns = gae_advantages(rewards, batch.values, mask, gamma=config.gamma, lam=config.gae_lambda)
-    note = {"advantages": moments(advantages, mask)} | value_moments("critic", batch.values, returns, mask)
+    note = Estimated(moments(advantages, mask), {"reward": value_moments(batch.values, returns, mask)})
     return Columns({"advantages": advantages, "returns": returns}, note=note)

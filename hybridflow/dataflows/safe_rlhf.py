@@ -11,7 +11,7 @@ from hybridflow.algorithms.value_loss import value_moments
 from hybridflow.algorithms.whitening import moments
 from hybridflow.batch import RolloutBatch
 from hybridflow.columns import Columns
-from hybridflow.step import Step
+from hybridflow.step import Estimated, Step
 
 
 def safe_rlhf(step: Step) -> None:
@@ -21,11 +21,9 @@ def safe_rlhf(step: Step) -> None:
     batch = step.costs(step.rewards(batch))
     multiplier = step.machinery.controllers.multiplier
     step.values[metrics.COST_MULTIPLIER] = multiplier.value
-    batch, found = step.estimate(batch, estimate_advantages, role="critic")
+    batch, advantages = step.estimate(batch, estimate_advantages, role="critic")
     multiplier.update(float(batch.facts["costs"].double().mean()))
-    step.tell_explained("critic", found)
-    step.tell_explained("cost_critic", found)
-    step.update(batch, whiten=found["advantages"] if step.config.whiten_advantages else None)
+    step.update(batch, whiten=advantages if step.config.whiten_advantages else None)
 
 
 def estimate_advantages(batch: RolloutBatch, *, config: AlgorithmConfig, multiplier: float) -> Columns:
@@ -39,7 +37,11 @@ def estimate_advantages(batch: RolloutBatch, *, config: AlgorithmConfig, multipl
     reward_advantages, returns = gae_advantages(rewards, batch.values, mask, **settings)
     cost_advantages, cost_returns = gae_advantages(costs, batch.cost_values, mask, **settings)
     advantages = safe_advantages(reward_advantages, cost_advantages, multiplier)
-    note = {"advantages": moments(advantages, mask)}
-    note |= value_moments("critic", batch.values, returns, mask)
-    note |= value_moments("cost_critic", batch.cost_values, cost_returns, mask)
+    note = Estimated(
+        moments(advantages, mask),
+        {
+            "reward": value_moments(batch.values, returns, mask),
+            "cost": value_moments(batch.cost_values, cost_returns, mask),
+        },
+    )
     return Columns({"advantages": advantages, "returns": returns, "cost_returns": cost_returns}, note=note)

@@ -7,32 +7,25 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine3d.checkpoint.manifest import FileEntry, RoleFacts
 from engine3d.errors import EngineError, UserError
 from engine3d.platform import platform
-from engine3d.reshard.coordinate import SendOrder
-from engine3d.reshard.memory import SharedShards
-from engine3d.reshard.sender import Sent, Transport
 from engine3d.reshard.shards import Place
 from engine3d.training.config import OptimizerConfig, TrainConfig
+from engine3d.training.sequences import Sequences
 from hybridflow import metrics
-from hybridflow.algorithms.config import AlgorithmConfig
-from hybridflow.algorithms.policy_loss import policy_gradient_loss
-from hybridflow.algorithms.sft import sft_loss
 from hybridflow.algorithms.statistics import Statistics
 from hybridflow.batch import RolloutBatch
 from hybridflow.columns import Columns
-from hybridflow.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PROTO, register
+from hybridflow.metrics import UpdateNames
+from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, register
 from hybridflow.rank_process import WorkerContext
-from hybridflow.roles.sequences import to_response_column, to_sequences
 
 if TYPE_CHECKING:
     from engine3d.checkpoint.save import Begun
-    from engine3d.training.engine import TokenOutputs
+    from engine3d.training.engine import LossFunction, UpdateGuard
 
 
 @dataclass(frozen=True)
@@ -46,6 +39,8 @@ class Update:
     tokens: int
     positions: int
     peak_memory_bytes: int
+    refused: bool = False
+    """By the KL guard."""
 
 
 @dataclass(frozen=True)
@@ -75,19 +70,21 @@ class CheckpointFailure:
 
 
 class ModelWorker:
-    """One rank of an actor or a reference policy.
+    """One rank of a model: its start, its checkpoints and its export. What it computes is its kind's.
 
     Args:
         context: the rank, its layout and its place in it.
         directory: HuggingFace directory of the initial weights.
         config: how the model is trained.
-        trainable: false for a reference policy.
+        trainable: false for a model that stays as it is, such as a reference policy.
         seed: of the model's random states.
         places: where the memory of every rank is.
-        publish: for every rank, the file in which it says where its weights lie, for engines that share them.
+        publish: for every rank, the file in which a policy says where its weights lie, for engines that share them.
         checkpoint: the role's directory in a checkpoint that holds its state, in place of the initial weights.
         saves_in_background: whether it is going to be saved while training goes on.
     """
+
+    _value_head: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -123,6 +120,7 @@ class ModelWorker:
             self._directory,
             self._config,
             self._layout,
+            value_head=self._value_head,
             trainable=self._trainable,
             seed=self._seed,
             load=self._resumed is None,
@@ -131,55 +129,23 @@ class ModelWorker:
             self._checkpoint = EngineCheckpoint(self._engine)
             if self._resumed is not None:
                 self._checkpoint.load(self._resumed)
-        if self._publish is not None:
-            self._sender = self._engine.weight_sender(self._name, self._rank, self._place)
-            self._sender.publish(self._publish)
         return platform.libraries()
-
-    @register(THREE_D_PROTO)
-    def logprobs(self, batch: RolloutBatch, *, temperature: float) -> Tensor | None:
-        """(B, S') float32 log-probs of the response tokens, 0 on padding."""
-        outputs = self._engine.logprobs(to_sequences(batch), temperature=temperature)
-        if outputs is None or outputs.logprobs is None:
-            return None
-        return to_response_column(batch, outputs.logprobs)
 
     @register(THREE_D_PROTO)
     def apply(self, batch: RolloutBatch, *, function: Callable[..., Columns], arguments: Mapping[str, Any]) -> Columns:
         """`function(batch, **arguments)`, where the batch's columns are fetched."""
         return function(batch, **arguments)
 
-    @register(THREE_D_PROTO)
-    def update(self, batch: RolloutBatch, *, algorithm: AlgorithmConfig, temperature: float) -> Update:
-        """One optimizer step of policy optimization.
-
-        Args:
-            batch: a mini-batch with weights and advantages, and old and reference log-probs where the algorithm needs
-                them.
-        """
-        columns = {"advantages": batch.advantages, "weights": batch.weights, "rollout_logprobs": batch.logprobs}
-        columns |= {"old_logprobs": batch.old_logprobs, "ref_logprobs": batch.ref_logprobs}
-        sequences = to_sequences(batch, **{name: value for name, value in columns.items() if value is not None})
-
-        def loss(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, Statistics]:
-            assert outputs.logprobs is not None
-            return policy_gradient_loss(outputs.logprobs, entropy=outputs.entropy, config=algorithm, **columns)
-
-        return self._update(sequences, loss, temperature=temperature, with_entropy=True)
-
-    @register(THREE_D_PROTO)
-    def supervise(self, batch: RolloutBatch) -> Update:
-        """One optimizer step towards the responses of a mini-batch with weights."""
-        assert batch.weights is not None
-
-        def loss(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, Statistics]:
-            assert outputs.logprobs is not None
-            return sft_loss(outputs.logprobs, **columns)
-
-        return self._update(to_sequences(batch, weights=batch.weights), loss, temperature=1.0, with_entropy=False)
-
-    def _update(self, sequences: Any, loss: Any, *, temperature: float, with_entropy: bool) -> Update:
-        result = self._engine.update(sequences, loss, temperature=temperature, with_entropy=with_entropy)
+    def _update(
+        self,
+        sequences: Sequences,
+        loss: LossFunction,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        guard: UpdateGuard | None = None,
+    ) -> Update:
+        result = self._engine.update(sequences, loss, temperature=temperature, with_entropy=with_entropy, guard=guard)
         if self._saves_in_background:
             self._checkpoint.prepare()
         return Update(
@@ -190,6 +156,7 @@ class ModelWorker:
             tokens=result.tokens,
             positions=result.positions,
             peak_memory_bytes=platform.memory().peak,
+            refused=result.refused,
         )
 
     @register(ONE_TO_ALL)
@@ -198,19 +165,9 @@ class ModelWorker:
         self._engine.reset_optimizer(config)
 
     @register(ONE_TO_ALL)
-    def share_weights(self) -> SharedShards:
-        """Which elements of the model this rank's memory holds, and how to reach it."""
-        return self._sender.share()
-
-    @register(ALL_TO_ALL)
-    def connect_weights(self, order: SendOrder) -> None:
-        """Make ready to send."""
-        self._sender.connect(order)
-
-    @register(ONE_TO_ALL)
-    def send_weights(self, version: int) -> dict[Transport, Sent]:
-        """Send this rank's part of every engine's weights; what went over each transport."""
-        return self._sender.send(version)
+    def restart_schedule(self) -> None:
+        """Begin the learning-rate schedule again, warm-up included; the optimizer's moments stay."""
+        self._engine.restart_schedule()
 
     @register(ONE_TO_ALL)
     def begin_checkpoint(self, directory: Path, *, background: bool) -> CheckpointBegun | CheckpointFailure:
@@ -251,19 +208,18 @@ class ModelWorker:
         parallel.leave()
 
 
-def update_metrics(updates: list[list[Update]]) -> dict[str, float]:
+def update_metrics(updates: list[list[Update]], names: UpdateNames = metrics.ACTOR) -> dict[str, float]:
     """The figures of a step.
 
     Args:
         updates: for each optimizer step of the step, one entry a data-parallel rank.
+        names: what figures that every kind of model has are called.
     """
     every = [update for ranks in updates for update in ranks]
     values = Statistics.merge(update.statistics for update in every).values(mini_batches=len(updates))
-    values[metrics.TRAIN_GRADIENT_NORM] = sum(ranks[0].grad_norm for ranks in updates) / len(updates)
-    values[metrics.TRAIN_LEARNING_RATE] = updates[-1][0].learning_rate
-    values[metrics.TRAIN_SKIPPED_UPDATES] = sum(not ranks[0].applied for ranks in updates)
-    values[metrics.TRAIN_PADDING_SHARE] = 1 - sum(update.tokens for update in every) / sum(
-        update.positions for update in every
-    )
-    values[metrics.ACTOR_GPU_MEMORY] = max(update.peak_memory_bytes for update in every) / 2**20
+    values[names.gradient_norm] = sum(ranks[0].grad_norm for ranks in updates) / len(updates)
+    values[names.learning_rate] = updates[-1][0].learning_rate
+    values[names.skipped_updates] = sum(not ranks[0].applied for ranks in updates)
+    values[names.padding_share] = 1 - sum(update.tokens for update in every) / sum(update.positions for update in every)
+    values[names.gpu_memory] = max(update.peak_memory_bytes for update in every) / 2**20
     return values

@@ -12,7 +12,7 @@ from engine3d.errors import UserError
 from engine3d.reshard.sender import Sent, Transport
 from hybridflow.protocols import ONE_TO_ALL, register
 from hybridflow.rank_process import WorkerContext
-from hybridflow.roles.model import ModelWorker
+from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.rollout import RolloutWorker
 
 
@@ -25,7 +25,7 @@ class Overwritten(RolloutWorker):
         self._engine.call_ranks("poison", "poison")
 
 
-class DiesSending(ModelWorker):
+class DiesSending(PolicyWorker):
     """Rank 1 is killed before it has sent its part."""
 
     def __init__(self, context: WorkerContext, *args: Any, **kwargs: Any) -> None:
@@ -40,7 +40,7 @@ class DiesSending(ModelWorker):
         return super().send_weights(version)
 
 
-class DoesNotStart(ModelWorker):
+class DoesNotStart(PolicyWorker):
     """Rank 1 fails when it is to build its model."""
 
     def __init__(self, context: WorkerContext, *args: Any, **kwargs: Any) -> None:

@@ -27,7 +27,7 @@ from hybridflow.devices import pool_devices
 from hybridflow.metrics import Metrics
 from hybridflow.placement import cluster_nodes, release, reserve
 from hybridflow.remote_batch import RemoteBatch
-from hybridflow.roles.model import ModelWorker
+from hybridflow.roles.policy import PolicyWorker
 from hybridflow.run import Run, prepare
 from hybridflow.run_state import RandomState, RunState
 from hybridflow.worker_group import WorkerGroup
@@ -53,7 +53,7 @@ def stage(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     pools = reserve(pool_devices({"actor": "cpu:0-1"}, {}, cluster_nodes()))
     with WorkerGroup(
         "actor",
-        ModelWorker,
+        PolicyWorker,
         pools["actor"],
         recipe.train.layout.layout(2),
         run.model_directory,

@@ -113,7 +113,7 @@ def test_a_fault_on_the_way_of_weights_ends_the_run(tmp_path: Path, name: str, m
     separate = ["placement.rollout=cpu:2-3", "rollout.engine.tp=2", "rollout.weights.transport=collective"]
     # An actor that does not start must be seen although the engine waits for it, to share its memory.
     placement = [] if name == "DoesNotStart" else separate
-    code, line = _faulty_run(tmp_path, "ModelWorker", name, *placement)
+    code, line = _faulty_run(tmp_path, "PolicyWorker", name, *placement)
     assert code == 1
     assert line.startswith(f"hybridflow: {message}")
     fault = float((tmp_path / "small" / "fault").read_text())

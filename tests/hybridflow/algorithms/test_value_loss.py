@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow import metrics
 from hybridflow.algorithms.statistics import Statistics
-from hybridflow.algorithms.value_loss import explained_variance, value_loss
+from hybridflow.algorithms.value_loss import explained_variance, value_loss, value_moments
+from hybridflow.metrics import COST_CRITIC, CRITIC
 from tests.hybridflow.algorithms.columns import check_pieces_add_up, mask_with_holes, random_mask, soiled, token_weights
 
 
@@ -37,10 +37,10 @@ def test_value_loss_by_hand(
     assert values.grad is not None
     assert values.grad.item() == pytest.approx(0.5 * slope, rel=1e-6)
     assert statistics.values() == {
-        metrics.CRITIC_VALUE_LOSS: pytest.approx(0.5 * loss, rel=1e-6),
-        metrics.CRITIC_CLIP_FRACTION: float(slope == 0.0 and loss != 0.0),
-        metrics.CRITIC_VALUE_MEAN: value,
-        metrics.CRITIC_RETURN_MEAN: target,
+        CRITIC.value_loss: pytest.approx(0.5 * loss, rel=1e-6),
+        CRITIC.clip_fraction: float(slope == 0.0 and loss != 0.0),
+        CRITIC.value_mean: value,
+        CRITIC.return_mean: target,
     }
 
 
@@ -93,7 +93,7 @@ def test_value_loss_of_pieces_adds_up() -> None:
     weights = token_weights(mask, "token-mean")
     pieces = torch.randperm(12).tensor_split([1, 6, 9])  # in any order of rows
     merged = check_pieces_add_up(call, columns, weights, "values", [pieces])
-    assert 0 < merged[metrics.CRITIC_CLIP_FRACTION] < 1
+    assert 0 < merged[CRITIC.clip_fraction] < 1
 
 
 def test_tokens_of_weight_zero_do_nothing_whatever_they_hold() -> None:
@@ -119,7 +119,7 @@ def test_a_piece_without_a_counted_token_is_zero_and_backward_runs() -> None:
     assert loss.item() == 0.0
     assert values.grad is not None
     assert values.grad.item() == 0.0
-    assert statistics.values() == {metrics.CRITIC_VALUE_LOSS: 0.0}
+    assert statistics.values() == {CRITIC.value_loss: 0.0}
 
 
 def test_a_column_of_another_shape_is_named() -> None:
@@ -127,13 +127,27 @@ def test_a_column_of_another_shape_is_named() -> None:
         value_loss(torch.zeros(2), old_values=torch.zeros(2), returns=torch.zeros(3), weights=torch.ones(2), clip=None)
 
 
+def test_statistics_of_a_cost_critic_have_names_of_their_own() -> None:
+    one = torch.ones(1)
+    _, statistics = value_loss(one, old_values=one, returns=3 * one, weights=one, clip=None, names=COST_CRITIC)
+    values = statistics.values()
+    assert values["cost_critic/value_loss"] == 2.0 and values["cost_critic/return_mean"] == 3.0
+    assert all(name.startswith("cost_critic/") for name in values)
+
+
+def explained(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """Of a batch that lies in three pieces."""
+    rows = torch.arange(len(mask)).tensor_split([1, 4])
+    return explained_variance(value_moments(values[some], returns[some], mask[some]) for some in rows)
+
+
 def test_explained_variance() -> None:
     torch.manual_seed(3)
     mask = mask_with_holes(6, 9)
     returns, noise = torch.randn(6, 9), torch.randn(6, 9)
-    assert explained_variance(soiled(returns, mask), soiled(returns, mask), mask) == 1.0
-    assert explained_variance(returns + 5, returns, mask) == pytest.approx(1.0, abs=1e-6)
-    assert explained_variance(torch.full_like(returns, 3.0), returns, mask) == pytest.approx(0.0, abs=1e-6)
+    assert explained(soiled(returns, mask), soiled(returns, mask), mask) == 1.0
+    assert explained(returns + 5, returns, mask) == pytest.approx(1.0, abs=1e-6)
+    assert explained(torch.full_like(returns, 3.0), returns, mask) == pytest.approx(0.0, abs=1e-6)
     expected = 1 - (noise[mask].double().var() / returns[mask].double().var()).item()
-    assert explained_variance(returns + noise, returns, mask) == pytest.approx(expected, abs=1e-6)
-    assert math.isnan(explained_variance(noise, torch.ones(6, 9), mask))
+    assert explained(returns + noise, returns, mask) == pytest.approx(expected, abs=1e-6)
+    assert math.isnan(explained(noise, torch.ones(6, 9), mask))

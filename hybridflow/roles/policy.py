@@ -1,0 +1,109 @@
+"""One rank of a policy: the actor, which is trained and sends its weights, or a reference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from engine3d.reshard.coordinate import SendOrder
+from engine3d.reshard.memory import SharedShards
+from engine3d.reshard.sender import Sent, Transport
+from hybridflow import metrics
+from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.algorithms.kl_control import KLGuard
+from hybridflow.algorithms.policy_loss import policy_gradient_loss
+from hybridflow.algorithms.sft import sft_loss
+from hybridflow.algorithms.statistics import Statistics
+from hybridflow.algorithms.whitening import Moments, whiten
+from hybridflow.batch import RolloutBatch
+from hybridflow.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PROTO, register
+from hybridflow.roles.model import ModelWorker, Update
+from hybridflow.roles.sequences import to_response_column, to_sequences
+
+if TYPE_CHECKING:
+    from engine3d.training.engine import TokenOutputs
+
+
+class PolicyWorker(ModelWorker):
+    """One rank of an actor or a reference policy."""
+
+    @register(ONE_TO_ALL)
+    def start(self) -> dict[str, str]:
+        """As every model starts; then say where the weights lie, if engines are to share them."""
+        libraries = super().start()
+        if self._publish is not None:
+            self._sender = self._engine.weight_sender(self._name, self._rank, self._place)
+            self._sender.publish(self._publish)
+        return libraries
+
+    @register(THREE_D_PROTO)
+    def logprobs(self, batch: RolloutBatch, *, temperature: float) -> Tensor | None:
+        """(B, S') float32 log-probs of the response tokens, 0 on padding."""
+        outputs = self._engine.logprobs(to_sequences(batch), temperature=temperature)
+        if outputs is None or outputs.logprobs is None:
+            return None
+        return to_response_column(batch, outputs.logprobs)
+
+    @register(THREE_D_PROTO)
+    def update(
+        self, batch: RolloutBatch, *, algorithm: AlgorithmConfig, temperature: float, whitening: Moments | None = None
+    ) -> Update:
+        """One optimizer step of policy optimization; none where `algorithm.kl_guard` refuses it.
+
+        Args:
+            batch: a mini-batch with weights and advantages, and old and reference log-probs where the algorithm needs
+                them.
+            algorithm: the settings.
+            temperature: the logits are divided by it, as they were when the tokens were sampled.
+            whitening: moments of the advantages of the whole batch, by which they are whitened; None leaves them.
+        """
+        from engine3d.training.engine import UpdateGuard
+
+        advantages = batch.advantages
+        if whitening is not None:
+            assert advantages is not None
+            advantages = whiten(advantages, batch.response_mask, whitening)
+        columns = {"advantages": advantages, "weights": batch.weights, "rollout_logprobs": batch.logprobs}
+        columns |= {"old_logprobs": batch.old_logprobs, "ref_logprobs": batch.ref_logprobs}
+        sequences = to_sequences(batch, **{name: value for name, value in columns.items() if value is not None})
+
+        def loss(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, Statistics]:
+            assert outputs.logprobs is not None
+            return policy_gradient_loss(outputs.logprobs, entropy=outputs.entropy, config=algorithm, **columns)
+
+        guard = None
+        if algorithm.kl_guard is not None:
+            guard = UpdateGuard(_policy_kl, KLGuard(algorithm.kl_guard).trips)
+        return self._update(sequences, loss, temperature=temperature, with_entropy=True, guard=guard)
+
+    @register(THREE_D_PROTO)
+    def supervise(self, batch: RolloutBatch) -> Update:
+        """One optimizer step towards the responses of a mini-batch with weights."""
+        assert batch.weights is not None
+
+        def loss(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, Statistics]:
+            assert outputs.logprobs is not None
+            return sft_loss(outputs.logprobs, **columns)
+
+        return self._update(to_sequences(batch, weights=batch.weights), loss)
+
+    @register(ONE_TO_ALL)
+    def share_weights(self) -> SharedShards:
+        """Which elements of the model this rank's memory holds, and how to reach it."""
+        return self._sender.share()
+
+    @register(ALL_TO_ALL)
+    def connect_weights(self, order: SendOrder) -> None:
+        """Make ready to send."""
+        self._sender.connect(order)
+
+    @register(ONE_TO_ALL)
+    def send_weights(self, version: int) -> dict[Transport, Sent]:
+        """Send this rank's part of every engine's weights; what went over each transport."""
+        return self._sender.send(version)
+
+
+def _policy_kl(facts: list[Statistics]) -> tuple[Tensor, Tensor]:
+    """The KL divergence from the policy that the step began with: its sum over tokens (k3), and their number."""
+    return Statistics.merge(facts).means[metrics.TRAIN_KL_K3]

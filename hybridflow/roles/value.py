@@ -1,0 +1,88 @@
+"""One rank of a model that says one number: a critic, which is trained, or a reward or cost model, which is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from torch import Tensor
+
+from hybridflow.algorithms import value_loss
+from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.algorithms.statistics import Statistics
+from hybridflow.batch import RolloutBatch
+from hybridflow.columns import Columns
+from hybridflow.metrics import COST_CRITIC, CRITIC
+from hybridflow.protocols import THREE_D_PROTO, register
+from hybridflow.roles.model import ModelWorker, Update
+from hybridflow.roles.sequences import to_response_column, to_sequences
+
+if TYPE_CHECKING:
+    from engine3d.training.engine import TokenOutputs
+
+ValueKind = Literal["reward", "cost"]
+"""What values foretell: rewards (columns `values` and `returns`) or costs (`cost_values` and `cost_returns`)."""
+
+NAMES = {"reward": CRITIC, "cost": COST_CRITIC}
+"""What the metrics of either critic are called."""
+
+
+class ValueWorker(ModelWorker):
+    """One rank of a critic, a reward model or a cost model: a decoder with a scalar head.
+
+    Its directory holds a sequence classification model of one label; or a token classification model of one label,
+    whose head has a bias; or a language model, in whose place a critic starts with a head of zeros, so that its first
+    values are 0. A model that is not trained is refused without a head, in one line.
+    """
+
+    _value_head: ClassVar[bool] = True
+
+    @register(THREE_D_PROTO)
+    def values(self, batch: RolloutBatch) -> Tensor | None:
+        """(B, S') float32 values of the states in which the response tokens were chosen, 0 on padding.
+
+        That of the first response token is what the head says at the last token of the prompt.
+        """
+        outputs = self._engine.values(to_sequences(batch))
+        if outputs is None or outputs.values is None:
+            return None
+        return to_response_column(batch, outputs.values)
+
+    @register(THREE_D_PROTO)
+    def score(self, batch: RolloutBatch) -> Columns | None:
+        """Fact `score`, (b,) float32: what the head says at the last token of the response, having read all of it."""
+        outputs = self._engine.values(to_sequences(batch))
+        if outputs is None or outputs.scores is None:
+            return None
+        return Columns(facts={"score": outputs.scores})
+
+    @register(THREE_D_PROTO)
+    def update_values(self, batch: RolloutBatch, *, algorithm: AlgorithmConfig, kind: ValueKind) -> Update:
+        """One optimizer step towards the returns.
+
+        Args:
+            batch: a mini-batch with weights, and with values and returns of this kind.
+            algorithm: of which `value_clip` counts.
+            kind: which columns hold them, and what the metrics are called.
+        """
+        old_values, returns = _columns(batch, kind)
+        assert batch.weights is not None
+        sequences = to_sequences(batch, old_values=old_values, returns=returns, weights=batch.weights)
+
+        def loss(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, Statistics]:
+            assert outputs.values is not None
+            return value_loss.value_loss(outputs.values, clip=algorithm.value_clip, names=NAMES[kind], **columns)
+
+        return self._update(sequences, loss)
+
+
+def value_moments(batch: RolloutBatch, *, kind: ValueKind) -> Columns:
+    """What `explained_variance` makes its figure of, as a note: the `ValueMoments` of the counted tokens."""
+    values, returns = _columns(batch, kind)
+    return Columns(note=value_loss.value_moments(values, returns, batch.response_mask))
+
+
+def _columns(batch: RolloutBatch, kind: ValueKind) -> tuple[Tensor, Tensor]:
+    """(B, S') values and returns."""
+    values, returns = (batch.values, batch.returns) if kind == "reward" else (batch.cost_values, batch.cost_returns)
+    assert values is not None and returns is not None
+    return values, returns
