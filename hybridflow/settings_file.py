@@ -48,13 +48,14 @@ def load_settings[S: Settings](settings: type[S], path: Path | str, overrides: S
 
     Args:
         settings: the class to build.
-        path: a YAML file with one mapping.
+        path: a YAML file with one mapping. `base: other.yaml` in it, relative to the file, stands for all that the other
+            file says; the file's own keys come on top, key by key.
         overrides: `dotted.key=value`; the value is YAML, so `a.b=[1, 2]`, `a.b=null` and `a.b={c: 1}` work.
 
     Raises:
         SettingsError: with one line for every error found.
     """
-    data, places = read_yaml(Path(path))
+    data, places = read_with_bases(Path(path))
     for text in overrides:
         override = parse_override(text)
         apply_override(data, override)
@@ -108,6 +109,38 @@ def apply_override(data: dict[str, Any], override: Override) -> None:
             inner = ".".join(map(str, override.key[:depth]))
             raise SettingsError([f"override {override.text}: {inner} is {group!r}, which holds no keys"])
     group[str(override.key[-1])] = override.value
+
+
+def read_with_bases(path: Path, derived: Sequence[Path] = ()) -> tuple[dict[str, Any], dict[Key, str]]:
+    """What `read_yaml` reads of a file and of its bases.
+
+    Args:
+        derived: the files that led here.
+
+    Raises:
+        SettingsError: as `read_yaml`; also for files that are each other's base, and a base that is no path.
+    """
+    data, places = read_yaml(path)
+    if "base" not in data:
+        return data, places
+    base, place = data.pop("base"), places.pop(("base",))
+    if not isinstance(base, str):
+        raise SettingsError([f"{place}: base: {base!r} is no path, expected another YAML file"])
+    other = (path.parent / base).resolve()
+    if not other.is_file():
+        raise SettingsError([f"{place}: base: there is no file {other}"])
+    if other in (*derived, path.resolve()):
+        raise SettingsError([f"{place}: base: {base} has this file as its own base"])
+    below, places_below = read_with_bases(other, (*derived, path.resolve()))
+    return _merged(below, data), places_below | places
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        name: _merged(below[name], value) if isinstance(value, dict) and isinstance(below.get(name), dict) else value
+        for name, value in above.items()
+    }
+    return below | both
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:

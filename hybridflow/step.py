@@ -286,7 +286,7 @@ class Step:
         if refused:
             line = (
                 f"step {self.number}: {refused} of {len(self.updates)} updates would have gone past "
-                f"algorithm.kl_guard={self.config.kl_guard:g} and were skipped; the learning rate's schedule starts over"
+                f"algorithm.kl_guard={self.config.kl_guard:g} and were skipped; the learning rate starts its schedule over"
             )
             print(f"hybridflow: {line}", file=sys.stderr, flush=True)
 

@@ -13,4 +13,9 @@ def arithmetic(generated_texts: Sequence[str], *, answers: Sequence[str]) -> lis
     return [float(text.strip() == answer.strip()) for text, answer in zip(generated_texts, answers, strict=True)]
 
 
-BUILTIN_REWARDS: dict[str, Callable[..., list[float]]] = {"arithmetic": arithmetic}
+def length(generated_texts: Sequence[str]) -> list[float]:
+    """The number of characters of each text: a cost for responses that are to be short. One float a text."""
+    return [float(len(text)) for text in generated_texts]
+
+
+BUILTIN_REWARDS: dict[str, Callable[..., list[float]]] = {"arithmetic": arithmetic, "length": length}

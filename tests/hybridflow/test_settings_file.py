@@ -191,3 +191,30 @@ def test_what_is_not_an_override(recipe: Path, override: str) -> None:
 
 def test_all_errors_are_reported(recipe: Path) -> None:
     assert len(errors(recipe, "optimizer.lr=x", "verbose=x", "zzz=1")) == 3
+
+
+def test_a_file_stands_on_its_base(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    files = {
+        "far/bottom.yaml": "name: bottom\noptimizer: {lr: 1e-5, steps: 3}\nroles:\n  actor: {devices: cpu:0}\n",
+        "middle.yaml": "base: far/bottom.yaml\nname: middle\nroles:\n  critic: {devices: cpu:1}\n",
+        "top.yaml": "base: middle.yaml\noptimizer: {lr: 2e-5}\nstops: [{devices: cpu:3}]\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    found = load_settings(Example, tmp_path / "top.yaml", ["optimizer.schedule=cosine"])
+    assert found.name == "middle"
+    assert found.optimizer == Optimizer(lr=2e-5, schedule="cosine", steps=3)
+    assert found.roles == {"actor": Role(devices="cpu:0"), "critic": Role(devices="cpu:1")}
+    assert found.stops == (Role(devices="cpu:3"),)
+    (tmp_path / "far/bottom.yaml").write_text("name: bottom\noptimizer:\n  steps: many\n")
+    (line,) = errors(tmp_path / "top.yaml")
+    assert line.startswith(f"{tmp_path}/far/bottom.yaml:3: optimizer.steps: ")
+
+
+def test_bases_that_lead_nowhere(tmp_path: Path) -> None:
+    path, other = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    assert errors_in(path, "name: x\nbase: none.yaml\n") == (f"{path}:2: base: there is no file {tmp_path}/none.yaml",)
+    assert errors_in(path, "base: 3\n") == (f"{path}:1: base: 3 is no path, expected another YAML file",)
+    other.write_text("base: a.yaml\n")
+    assert errors_in(path, "base: b.yaml\n") == (f"{other}:1: base: a.yaml has this file as its own base",)
