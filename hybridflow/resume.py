@@ -15,6 +15,7 @@ from engine3d.platform import platform
 from hybridflow.config import Recipe
 from hybridflow.contradictions import changes, contradictions, is_accepted
 from hybridflow.run_state import DRIVER, RunState
+from hybridflow.trained_roles import check_saved_roles
 
 RUN_IDENTITY = ".run"
 """The file of a run's directory that says which run's it is, wherever the directory is moved to."""
@@ -48,8 +49,8 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
         Where to go on, None for a fresh start; and what the user should know of it, in lines.
 
     Raises:
-        UserError: there is no such checkpoint, the recipe contradicts it, or a directory of checkpoints would get those
-            of two runs.
+        UserError: there is no such checkpoint, it lacks a role that the recipe trains, the recipe contradicts it, or a
+            directory of checkpoints would get those of two runs.
     """
     if recipe.resume == "none":
         _check_room(recipe, None)
@@ -61,6 +62,7 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
     state = RunState.read(directory) if (directory / DRIVER).is_file() else None
     if recipe.resume != "auto":  # which has found that nothing sound comes after it
         _check_room(recipe, directory)
+    check_saved_roles(recipe, directory, manifest.roles)
     _refuse_contradictions(recipe, directory, manifest, state)
     here = recipe.directory / RUN_IDENTITY
     in_place = state is not None and here.is_file() and here.read_text().strip() == state.run
@@ -166,7 +168,7 @@ def _check_room(recipe: Recipe, resumed: Path | None) -> None:
 
 def _refuse_contradictions(recipe: Recipe, directory: Path, manifest: Manifest, state: RunState | None) -> None:
     inputs = state.inputs if state is not None else {}
-    found = contradictions(recipe, directory / MODEL, manifest.recipe, inputs)
+    found = contradictions(recipe, directory / MODEL, manifest.roles, manifest.recipe, inputs)
     refused = [difference for difference in found if not is_accepted(recipe, difference.name)]
     if refused:
         heading = f"resume: {directory} is of another run than this recipe; checkpoint.accept takes what may differ"

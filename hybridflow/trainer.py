@@ -182,7 +182,7 @@ class Trainer:
         self.checkpoints.poll()
         if self.checkpoints.due(step):
             self.phases.enter("save")
-            self.checkpoints.save(self.roles.actor, self.state())
+            self.checkpoints.save({"actor": self.roles.actor}, self.state())
 
     def export(self) -> None:
         """Write the trained model as a HuggingFace directory."""
