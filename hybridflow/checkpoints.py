@@ -8,8 +8,8 @@ import importlib.metadata
 import platform as machine
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,6 +30,7 @@ from engine3d.checkpoint.manifest import (
 from engine3d.errors import EngineError, UserError
 from hybridflow import metrics
 from hybridflow.config import Recipe
+from hybridflow.future import Future
 from hybridflow.metrics import Metrics, Timer
 from hybridflow.resume import find_sound
 from hybridflow.roles.model import CheckpointBegun, CheckpointFailure
@@ -39,7 +40,6 @@ from hybridflow.worker_group import WorkerGroup
 
 _POLL_S = 0.02
 _SOFTWARE = ("hybridflow", "torch", "megatron-core", "sglang", "ray", "transformers")
-_ACTOR = "actor"
 
 
 class _SaveError(Exception):
@@ -52,21 +52,42 @@ class _Save:
 
     Args:
         directory: the checkpoint's.
-        actor: whose ranks write.
+        trained: the roles whose ranks write, by name.
         state: the driver's, as it was when the save began.
         figures: what is logged of it.
         started: when it began, by `time.perf_counter`.
         made: whether the directory is this save's: what it did not make it does not remove.
-        facts: what the manifest is to say of the actor.
+        facts: what the manifest is to say of each role.
     """
 
     directory: Path
-    actor: WorkerGroup
+    trained: Mapping[str, WorkerGroup]
     state: RunState
     figures: dict[str, float] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
     made: bool = False
-    facts: RoleFacts | None = None
+    facts: dict[str, RoleFacts] = field(default_factory=dict)
+
+    def role(self, name: str) -> Path:
+        """The directory of a role's state."""
+        return self.directory / name
+
+    def abandon(self) -> None:
+        """Give up what any role has begun.
+
+        Raises:
+            EngineError: a role is dead; the others have given up all the same.
+        """
+        calls: dict[str, Future] = {}
+        dead: list[EngineError | UserError] = []
+        for name, group in self.trained.items():
+            try:
+                calls[name] = group.abandon_checkpoint()
+            except (EngineError, UserError) as error:
+                dead.append(error)
+        _collect(calls)
+        if dead:
+            raise dead[0]
 
     def remove(self) -> None:
         """Remove what was written, as far as that is possible."""
@@ -136,18 +157,22 @@ class Checkpoints:
             return self._recipe.warmup is not None
         return step % interval == 0 or step == self._recipe.trainer.steps
 
-    def save(self, actor: WorkerGroup, state: RunState) -> None:
+    def save(self, trained: Mapping[str, WorkerGroup], state: RunState) -> None:
         """Begin to save; wait for the save before, if it is still under way.
+
+        Args:
+            trained: every role that is trained, by the name that its directory and its facts get.
+            state: the driver's.
 
         Raises:
             EngineError: a save failed, and the recipe says that the run is to stop then.
         """
         self.wait()
-        self._save = save = _Save(step_directory(self._root, state.step), actor, state)
+        self._save = save = _Save(step_directory(self._root, state.step), trained, state)
         try:
             with Timer(save.figures, metrics.CHECKPOINT_STALL):
                 self._begin(save)
-        except (_SaveError, UserError, OSError) as error:
+        except (_SaveError, EngineError, UserError, OSError) as error:
             self._fail(save, error)
         else:
             if not self._settings.async_save:
@@ -172,20 +197,22 @@ class Checkpoints:
             print(f"checkpoint: {save.directory} is not whole; now {move_aside(save.directory)}", flush=True)
         save.directory.mkdir()  # not its parents: a root that has vanished is not this run's to make again
         save.made = True
-        (save.directory / _ACTOR).mkdir()
         background = self._settings.async_save
-        answers: Sequence[CheckpointBegun | CheckpointFailure] = save.actor.begin_checkpoint(
-            save.directory / _ACTOR, background=background
-        ).result()
-        _raise_failure(answers)
-        begun = [each for each in answers if isinstance(each, CheckpointBegun)]
-        save.facts = begun[0].facts
-        save.figures[metrics.CHECKPOINT_BYTES] = sum(each.begun.nbytes for each in begun)
-        save.figures[metrics.CHECKPOINT_HOST_BYTES] = max(each.begun.host_bytes for each in begun)
+        for name in save.trained:
+            save.role(name).mkdir()
+        calls = {
+            name: group.begin_checkpoint(save.role(name), background=background) for name, group in save.trained.items()
+        }
+        begun: dict[str, list[CheckpointBegun]] = _succeeded(_collect(calls))
+        save.facts = {name: ranks[0].facts for name, ranks in begun.items()}
+        took = [rank.begun for ranks in begun.values() for rank in ranks]
+        save.figures[metrics.CHECKPOINT_BYTES] = sum(each.nbytes for each in took)
+        save.figures[metrics.CHECKPOINT_HOST_BYTES] = max(each.host_bytes for each in took)
 
     @staticmethod
     def _is_written(save: _Save) -> bool:
-        return all(save.actor.checkpoint_written().result())
+        calls = {name: group.checkpoint_written() for name, group in save.trained.items()}
+        return all(all(ranks) for ranks in _collect(calls).values())
 
     def _finish(self, save: _Save) -> None:
         try:
@@ -206,17 +233,20 @@ class Checkpoints:
 
     def _make_whole(self, save: _Save) -> None:
         """Everything beside the ranks' files, and at the very end the manifest."""
-        answers: Sequence[list[FileEntry] | CheckpointFailure] = save.actor.finish_checkpoint().result()
-        _raise_failure(answers)
-        ranks = [entry for each in answers if not isinstance(each, CheckpointFailure) for entry in each]
-        files = [FileEntry(f"{_ACTOR}/{entry.path}", entry.size, entry.checksum) for entry in ranks]
+        calls = {name: group.finish_checkpoint() for name, group in save.trained.items()}
+        written: dict[str, list[list[FileEntry]]] = _succeeded(_collect(calls))
+        files = [
+            replace(entry, path=f"{name}/{entry.path}")
+            for name, ranks in written.items()
+            for entries in ranks
+            for entry in entries
+        ]
         files += [file_entry(save.directory, path) for path in save.state.write(save.directory)]
         files += copy_model_files(self._run.model_directory, save.directory)
-        assert save.facts is not None
         manifest = Manifest(
             step=save.state.step,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            roles={_ACTOR: save.facts},
+            roles=save.facts,
             recipe=self._recipe.model_dump(mode="json"),
             software=software(),
             files=tuple(files),
@@ -224,7 +254,7 @@ class Checkpoints:
         write_manifest(save.directory, manifest)
 
     def _fail(self, save: _Save, error: Exception) -> None:
-        save.actor.abandon_checkpoint().result()
+        save.abandon()
         save.remove()
         self._save = None
         cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -247,7 +277,27 @@ def software() -> dict[str, str]:
     return found
 
 
-def _raise_failure(answers: Sequence[Any]) -> None:
-    for rank, answer in enumerate(answers):
-        if isinstance(answer, CheckpointFailure):
-            raise _SaveError(f"{_ACTOR} rank {rank}: {answer.reason}")
+def _collect(calls: Mapping[str, Future]) -> dict[str, Any]:
+    """What the ranks of each role answer. All have answered before what killed one of the roles is raised."""
+    answers: dict[str, Any] = {}
+    errors: list[EngineError | UserError] = []
+    for name, call in calls.items():
+        try:
+            answers[name] = call.result()
+        except (EngineError, UserError) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return answers
+
+
+def _succeeded[Answer](answers: Mapping[str, list[Answer | CheckpointFailure]]) -> dict[str, list[Answer]]:
+    """The answers of all ranks; _SaveError with the first failure, if there is one."""
+    for name, ranks in answers.items():
+        for rank, answer in enumerate(ranks):
+            if isinstance(answer, CheckpointFailure):
+                raise _SaveError(f"{name} rank {rank}: {answer.reason}")
+    return {
+        name: [answer for answer in ranks if not isinstance(answer, CheckpointFailure)]
+        for name, ranks in answers.items()
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ _FILES_OF_DATA = ("data.jsonl.train_path", "data.jsonl.eval_path", "data.jsonl.s
 _MADE_BY = ("seed", "model.create.seed", "model.create.dtype")
 
 _ACCEPTED = frozenset(
-    {"seed", "tokenizer", "data"}
+    {"seed", "tokenizer", "data", "roles", "roles.critic", "roles.cost_critic"}
     | {"model", "model.config", "model.weights", "model.create", "model.create.seed", "model.create.dtype"}
     | {f"data.{name}" for name in DataConfig.model_fields}
     | {f"data.arithmetic.{name}" for name in ArithmeticConfig.model_fields}
@@ -58,7 +58,7 @@ def check_accepted(recipe: Recipe) -> None:
         if name not in _ACCEPTED and not name.startswith("model.config."):
             raise UserError(
                 f"checkpoint.accept: {name!r} is nothing that a recipe could contradict; expected seed, tokenizer, "
-                "model, model.config.KEY, data or one of the settings in it"
+                "model, model.config.KEY, roles, roles.ROLE, data or one of the settings in it"
             )
 
 
@@ -68,14 +68,17 @@ def is_accepted(recipe: Recipe, name: str) -> bool:
 
 
 def contradictions(
-    recipe: Recipe, model: Path, saved: Mapping[str, Any], inputs: Mapping[str, str]
+    recipe: Recipe, model: Path, roles: Iterable[str], saved: Mapping[str, Any], inputs: Mapping[str, str]
 ) -> list[Difference]:
-    """What makes the recipe another run than the checkpoint's: another model, tokenizer, seed, or other data.
+    """What makes the recipe another run than the checkpoint's: another model, tokenizer or seed, fewer trained roles,
+    or other data.
 
     Args:
         recipe: of the run that is to be resumed.
         model: directory of the checkpoint with the model's config.json and tokenizer.
-        saved: the checkpoint's recipe; empty where it comes from no run, and then model and tokenizer count alone.
+        roles: that the checkpoint holds.
+        saved: the checkpoint's recipe; empty where it comes from no run, and then model, tokenizer and roles count
+            alone.
         inputs: `input_checksums` of the checkpoint's run.
     """
     with tempfile.TemporaryDirectory() as scratch:
@@ -84,6 +87,8 @@ def contradictions(
             *_compare(_config(load_model_spec(model)), _config(initial_spec(recipe)), "model.config."),
             *_tokenizer_difference(model, tokenizer),
         ]
+    trained = recipe.trained_roles
+    found += [Difference(f"roles.{role}", "trained", "not trained") for role in roles if role not in trained]
     if not saved:
         return found
     before, now = (_identity(settings) for settings in (saved, recipe.model_dump(mode="json")))

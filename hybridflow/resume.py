@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine3d.checkpoint.hf import MODEL
-from engine3d.checkpoint.manifest import MANIFEST, Manifest, Skipped, find_checkpoints, read_manifest, read_whole
+from engine3d.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    RoleFacts,
+    Skipped,
+    find_checkpoints,
+    read_manifest,
+    read_whole,
+)
 from engine3d.checkpoint.verify import damaged_description
 from engine3d.errors import UserError
 from engine3d.platform import platform
@@ -48,8 +57,8 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
         Where to go on, None for a fresh start; and what the user should know of it, in lines.
 
     Raises:
-        UserError: there is no such checkpoint, the recipe contradicts it, or a directory of checkpoints would get those
-            of two runs.
+        UserError: there is no such checkpoint, it lacks a role that the recipe trains, the recipe contradicts it, or a
+            directory of checkpoints would get those of two runs.
     """
     if recipe.resume == "none":
         _check_room(recipe, None)
@@ -61,6 +70,7 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
     state = RunState.read(directory) if (directory / DRIVER).is_file() else None
     if recipe.resume != "auto":  # which has found that nothing sound comes after it
         _check_room(recipe, directory)
+    check_saved_roles(recipe, directory, manifest.roles)
     _refuse_contradictions(recipe, directory, manifest, state)
     here = recipe.directory / RUN_IDENTITY
     in_place = state is not None and here.is_file() and here.read_text().strip() == state.run
@@ -167,8 +177,31 @@ def _check_room(recipe: Recipe, resumed: Path | None) -> None:
 
 def _refuse_contradictions(recipe: Recipe, directory: Path, manifest: Manifest, state: RunState | None) -> None:
     inputs = state.inputs if state is not None else {}
-    found = contradictions(recipe, directory / MODEL, manifest.recipe, inputs)
+    found = contradictions(recipe, directory / MODEL, manifest.roles, manifest.recipe, inputs)
     refused = [difference for difference in found if not is_accepted(recipe, difference.name)]
     if refused:
         heading = f"resume: {directory} is of another run than this recipe; checkpoint.accept takes what may differ"
         raise UserError("\n".join([heading, *map(str, refused)]))
+
+
+def check_saved_roles(recipe: Recipe, directory: Path, saved: Mapping[str, RoleFacts]) -> None:
+    """Whether every role that the recipe trains can go on with what was saved.
+
+    Args:
+        recipe: of the run that is to be resumed.
+        directory: of the checkpoint.
+        saved: the roles that it holds.
+
+    Raises:
+        UserError: a role is missing, or has a value head in place of logits or the other way round.
+    """
+    trained = recipe.trained_roles
+    if missing := [role for role in trained if role not in saved]:
+        raise UserError(
+            f"resume: {directory} has no {' and no '.join(missing)}, only {', '.join(saved) or 'no role at all'}; "
+            f"algorithm.name={recipe.algorithm.name} trains {', '.join(trained)}"
+        )
+    for role in trained:
+        if saved[role].value_head != (role != "actor"):
+            found, expected = ("a value head", "logits") if role == "actor" else ("logits", "a value head")
+            raise UserError(f"resume: {directory}: the {role} ends in {found}, expected {expected}")

@@ -6,7 +6,7 @@ import base64
 import dataclasses
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,8 @@ class RunState:
         run: identity of the run that was saved.
         inputs: what identifies the files that the run was given, by the setting that names them.
         buffer: rollout batches that the driver holds for later steps.
+        algorithm: what the algorithm's controllers have learned, such as the KL coefficient or the Lagrange multiplier:
+            numbers by name, by the name of the controller.
     """
 
     step: int
@@ -86,20 +88,21 @@ class RunState:
     run: str
     inputs: dict[str, str]
     buffer: tuple[RolloutBatch, ...] = ()
+    algorithm: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def write(self, directory: Path) -> list[Path]:
         """Write driver.json and a file for each batch; their paths."""
         batches = [directory / f"buffer-{number:05d}.safetensors" for number in range(len(self.buffer))]
         for path, batch in zip(batches, self.buffer, strict=True):
             write_batch(path, batch)
-        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "buffer"}
+        facts = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "buffer"}
         facts |= {"random": dataclasses.asdict(self.random), "buffer": [path.name for path in batches]}
         (directory / DRIVER).write_text(json.dumps(facts, indent=1) + "\n")
         return [directory / DRIVER, *batches]
 
     @classmethod
     def read(cls, directory: Path) -> RunState:
-        """What `write` wrote.
+        """What `write` wrote; in a checkpoint of format 1 the algorithm had no state.
 
         Raises:
             UserError: it is not there, or not what this version writes.

@@ -48,8 +48,8 @@ def load_settings[S: Settings](settings: type[S], path: Path | str, overrides: S
 
     Args:
         settings: the class to build.
-        path: a YAML file with one mapping. `base: other.yaml` in it, relative to the file, stands for all that the other
-            file says; the file's own keys come on top, key by key.
+        path: a YAML file with one mapping. `base: other.yaml` in it, relative to the file, stands for all that the
+            other file says; the file's own keys come on top, key by key.
         overrides: `dotted.key=value`; the value is YAML, so `a.b=[1, 2]`, `a.b=null` and `a.b={c: 1}` work.
 
     Raises:

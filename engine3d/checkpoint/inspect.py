@@ -83,9 +83,11 @@ def _driver_facts(facts: dict[str, Any]) -> Iterator[str]:
     for key, value in facts.items():
         if isinstance(value, int | float | str):
             yield f"{key.replace('_', ' ')} {value}"
-    sampler = facts.get("sampler")
-    if isinstance(sampler, dict):
-        yield f"prompts {', '.join(f'{key} {value}' for key, value in sampler.items())}"
+    algorithm = facts.get("algorithm")
+    groups = {"prompts": facts.get("sampler")} | (algorithm if isinstance(algorithm, dict) else {})
+    for name, group in groups.items():
+        if isinstance(group, dict):
+            yield f"{name.replace('_', ' ')} {', '.join(f'{key} {value}' for key, value in group.items())}"
     if isinstance(facts.get("buffer"), list):
         yield f"rollout batches held {len(facts['buffer'])}"
 

@@ -19,8 +19,8 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 
 from engine3d.errors import EngineError, UserError
 
-FORMAT = 1
-"""Of manifests and of what they describe; readers refuse a higher one."""
+FORMAT = 2
+"""Of manifests and of what they describe; readers refuse a higher one. Format 1 has no state of the algorithm."""
 
 MANIFEST = "manifest.json"
 

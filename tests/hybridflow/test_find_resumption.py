@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -18,10 +19,11 @@ from engine3d.checkpoint.manifest import (
     write_manifest,
 )
 from engine3d.errors import UserError
+from hybridflow.algorithms.config import AlgorithmConfig
 from hybridflow.check import check_recipe
 from hybridflow.checkpoints import Checkpoints
 from hybridflow.config import Recipe, load_recipe
-from hybridflow.contradictions import input_checksums
+from hybridflow.contradictions import check_accepted, input_checksums
 from hybridflow.initial_model import create_model
 from hybridflow.metrics import Metrics
 from hybridflow.resume import find_resumption, inexact_because
@@ -37,7 +39,12 @@ def a_recipe(directory: Path, *overrides: str) -> Recipe:
 
 
 def make_checkpoint(
-    recipe: Recipe, step: int, root: Path | None = None, run: str = "first", model: Path | None = None
+    recipe: Recipe,
+    step: int,
+    root: Path | None = None,
+    run: str = "first",
+    model: Path | None = None,
+    roles: tuple[str, ...] = ("actor",),
 ) -> Path:
     """A whole checkpoint as a run of the recipe makes it, but for the state of its roles."""
     directory = step_directory(root or recipe.checkpoint_directory, step)
@@ -65,7 +72,7 @@ def make_checkpoint(
     manifest = Manifest(
         step=step,
         created="2026-01-01T00:00:00+00:00",
-        roles={"actor": RoleFacts("dp=2 ep=2", 2, "float32", False, 1000, step)},
+        roles={role: RoleFacts("dp=2 ep=2", 2, "float32", role != "actor", 1000, step) for role in roles},
         recipe=recipe.model_dump(mode="json"),
         software={},
         files=tuple(file_entry(directory, path) for path in files),
@@ -153,9 +160,9 @@ def test_what_a_newer_version_saved_is_not_passed_over(tmp_path: Path) -> None:
     for step in (2, 4):
         make_checkpoint(recipe, step)
     manifest = recipe.checkpoint_directory / "step-00000004" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 99'))
     [line] = refusal(a_recipe(tmp_path, "resume=auto"))
-    assert line.startswith(f"checkpoint {manifest.parent}: manifest.json has format 99, this version reads 1")
+    assert line.startswith(f"checkpoint {manifest.parent}: manifest.json has format 99, this version reads 2")
 
 
 def test_auto_starts_afresh_where_there_is_none(tmp_path: Path) -> None:
@@ -206,6 +213,91 @@ def test_another_run_is_refused_unless_the_difference_is_accepted(tmp_path: Path
         assert found is not None
     others = "checkpoint.accept=[tokenizer, data.source, model.config.head_dim, model.create.dtype]"
     assert refusal(a_recipe(tmp_path, "resume=auto", override, others))[1:] == [line]
+
+
+def of_algorithm(recipe: Recipe, name: str) -> Recipe:
+    return recipe.model_copy(update={"algorithm": AlgorithmConfig.model_validate({"name": name})})
+
+
+ROLES = {
+    "grpo": ("actor",),
+    "ppo": ("actor", "critic"),
+    "safe_rlhf": ("actor", "critic", "cost_critic"),
+}
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_a_checkpoint_of_all_trained_roles_is_taken(tmp_path: Path, name: str) -> None:
+    recipe = of_algorithm(a_recipe(tmp_path), name)
+    assert recipe.trained_roles == ROLES[name]
+    checkpoint = make_checkpoint(recipe, 2, roles=ROLES[name])
+    found, notes = find_resumption(of_algorithm(a_recipe(tmp_path, "resume=auto"), name))
+    assert found is not None and notes == [f"resume: after step 2, from {checkpoint}"]
+    assert [found.role(role) for role in ROLES[name]] == [checkpoint / role for role in ROLES[name]]
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "reason"),
+    [
+        ("ppo", ("actor",), "has no critic, only actor; algorithm.name=ppo trains actor, critic"),
+        ("ppo", ("critic",), "has no actor, only critic; algorithm.name=ppo trains actor, critic"),
+        (
+            "safe_rlhf",
+            ("actor",),
+            "has no critic and no cost_critic, only actor; algorithm.name=safe_rlhf trains actor, critic, cost_critic",
+        ),
+        ("grpo", (), "has no actor, only no role at all; algorithm.name=grpo trains actor"),
+    ],
+)
+def test_a_role_that_a_checkpoint_lacks_is_named(
+    tmp_path: Path, name: str, saved: tuple[str, ...], reason: str
+) -> None:
+    checkpoint = make_checkpoint(a_recipe(tmp_path), 2, roles=saved)
+    accepting = a_recipe(tmp_path, "resume=auto", "checkpoint.accept=[roles]")
+    assert refusal(of_algorithm(accepting, name)) == [f"resume: {checkpoint} {reason}"]
+
+
+def test_a_role_that_is_no_longer_trained_is_refused_unless_it_is_accepted(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(of_algorithm(a_recipe(tmp_path), "safe_rlhf"), 2, roles=ROLES["safe_rlhf"])
+    lines = {role: f"roles.{role}: trained in the checkpoint, not trained in the recipe" for role in ROLES["safe_rlhf"]}
+    heading = f"resume: {checkpoint} is of another run than this recipe; checkpoint.accept takes what may differ"
+    assert refusal(a_recipe(tmp_path, "resume=auto")) == [heading, lines["critic"], lines["cost_critic"]]
+    assert refusal(of_algorithm(a_recipe(tmp_path, "resume=auto"), "ppo")) == [heading, lines["cost_critic"]]
+    accepting = a_recipe(tmp_path, "resume=auto", "checkpoint.accept=[roles.cost_critic]")
+    check_accepted(accepting)
+    assert refusal(accepting) == [heading, lines["critic"]]
+    assert find_resumption(of_algorithm(accepting, "ppo"))[0] is not None
+    accepting = a_recipe(tmp_path, "resume=auto", "checkpoint.accept=[roles]")
+    check_accepted(accepting)
+    assert find_resumption(accepting)[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("role", "found", "expected"), [("actor", "a value head", "logits"), ("critic", "logits", "a value head")]
+)
+def test_a_role_that_ends_otherwise_is_named(tmp_path: Path, role: str, found: str, expected: str) -> None:
+    recipe = of_algorithm(a_recipe(tmp_path), "ppo")
+    checkpoint = make_checkpoint(recipe, 2, roles=ROLES["ppo"])
+    manifest = read_manifest(checkpoint)
+    facts = manifest.roles[role]
+    changed = manifest.roles | {role: dataclasses.replace(facts, value_head=not facts.value_head)}
+    write_manifest(checkpoint, dataclasses.replace(manifest, roles=changed))
+    resuming = of_algorithm(a_recipe(tmp_path, "resume=auto"), "ppo")
+    assert refusal(resuming) == [f"resume: {checkpoint}: the {role} ends in {found}, expected {expected}"]
+
+
+def test_a_checkpoint_of_format_1_is_read(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(a_recipe(tmp_path), 2)
+    driver = checkpoint / "driver.json"
+    facts = json.loads(driver.read_text())
+    del facts["algorithm"]
+    driver.write_text(json.dumps(facts))
+    manifest = read_manifest(checkpoint)
+    files = tuple(file_entry(checkpoint, checkpoint / entry.path) for entry in manifest.files)
+    write_manifest(checkpoint, dataclasses.replace(manifest, files=files, format=1))
+    found, _ = find_resumption(a_recipe(tmp_path, "resume=auto"))
+    assert found is not None and found.manifest.format == 1
+    assert found.state is not None and found.state.algorithm == {}
 
 
 def test_all_differences_are_listed(tmp_path: Path) -> None:
@@ -271,8 +363,9 @@ def test_a_checkpoint_of_weights_alone_is_a_start(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path)
     checkpoint = make_checkpoint(recipe, 0, root=tmp_path / "imported")
     (checkpoint / "driver.json").unlink()
-    manifest = Manifest(0, "2026-01-01T00:00:00+00:00", {}, {}, {}, ())
-    write_manifest(checkpoint, manifest)
+    manifest = read_manifest(checkpoint)
+    actor = dataclasses.replace(manifest.roles["actor"], optimizer_step=None)
+    write_manifest(checkpoint, dataclasses.replace(manifest, roles={"actor": actor}, recipe={}, files=()))
     found, notes = find_resumption(a_recipe(tmp_path, f"resume={checkpoint}", "seed=9"))
     assert found is not None and found.state is None and not found.in_place
     assert notes == [f"resume: from the weights alone, from {checkpoint}"]

@@ -49,6 +49,7 @@ def a_state(*buffer: RolloutBatch) -> RunState:
         run="a1b2",
         inputs={"data.jsonl.train_path": "xxh3_128:00"},
         buffer=buffer,
+        algorithm={"kl_controller": {"coefficient": 0.1 + 0.2}, "lagrange": {"log_multiplier": -1e-30, "updates": 3.0}},
     )
 
 
@@ -95,6 +96,17 @@ def test_the_state_comes_back_with_its_batches(tmp_path: Path) -> None:
         assert getattr(back, name) == getattr(state, name), name
     assert back.accuracy_before == state.accuracy_before and math.isnan(back.accuracy_after)
     assert back.random == state.random and back.inputs == state.inputs
+    assert back.algorithm == state.algorithm
+
+
+def test_a_state_of_format_1_has_none_of_the_algorithm(tmp_path: Path) -> None:
+    a_state(a_batch()).write(tmp_path)
+    driver = tmp_path / "driver.json"
+    facts = json.loads(driver.read_text())
+    del facts["algorithm"]
+    driver.write_text(json.dumps(facts))
+    back = RunState.read(tmp_path)
+    assert back.algorithm == {} and back.step == 12 and len(back.buffer) == 1
 
 
 def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:

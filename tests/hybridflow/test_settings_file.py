@@ -209,7 +209,7 @@ def test_a_file_stands_on_its_base(tmp_path: Path) -> None:
     assert found.stops == (Role(devices="cpu:3"),)
     (tmp_path / "far/bottom.yaml").write_text("name: bottom\noptimizer:\n  steps: many\n")
     (line,) = errors(tmp_path / "top.yaml")
-    assert line.startswith(f"{tmp_path}/far/bottom.yaml:3: optimizer.steps: ")
+    assert line.startswith(f"{tmp_path}/far/bottom.yaml:3: optimizer.steps = 'many': ")
 
 
 def test_bases_that_lead_nowhere(tmp_path: Path) -> None:

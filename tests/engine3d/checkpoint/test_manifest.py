@@ -125,7 +125,7 @@ def first_file(**changes: object) -> Callable[[dict[str, Any]], object]:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda facts: facts.update(format=FORMAT + 1, more="new"), "has format 2, this version reads 1: a newer one"),
+        (lambda facts: facts.update(format=FORMAT + 1, more="new"), "has format 3, this version reads 2: a newer one"),
         (lambda facts: facts.update(format=0), "damaged: format: "),
         (lambda facts: facts.pop("format"), "is not the manifest of a checkpoint"),
         (lambda facts: facts.update(format="1"), "is not the manifest of a checkpoint"),
