@@ -111,6 +111,7 @@ def test_targets_and_figures_belong_to_their_tokens(packed: bool, multiple: int)
     # A model whose figure of the next token is the id of that token: it must come back to that very token.
     figures = batch.figures(batch.targets.double())
     assert figures.tolist() == [0, 11, 12, 0, 0, 31, 32, 33, 34]
+    assert batch.last_figures(batch.input_ids.double()).tolist() == [12, 20, 34]
     assert batch.columns["column"].tolist() == list(range(9))
     assert sequences.tokens[batch.flat].tolist() == [token for sample in samples for token in sample]
     positions = batch.position_ids.view(-1)
@@ -127,14 +128,14 @@ def test_targets_and_figures_belong_to_their_tokens(packed: bool, multiple: int)
 def test_a_subset_keeps_its_place() -> None:
     sequences = Sequences.of([[1, 2], [3, 4, 5], [6]])
     batch = micro_batch(sequences, [2, 0], packed=True, multiple=1)
-    assert batch.flat.tolist() == [5, 0, 1] and batch.input_ids.tolist() == [[6, 1, 2]]
+    assert batch.indices == (2, 0) and batch.flat.tolist() == [5, 0, 1] and batch.input_ids.tolist() == [[6, 1, 2]]
 
 
 def test_an_empty_micro_batch_is_padding_only() -> None:
     batch = micro_batch(Sequences.of([]), [], packed=True, multiple=2)
     assert batch.input_ids.shape == (1, 2) and batch.flat.numel() == 0
     assert batch.cu_seqlens is not None and batch.cu_seqlens.tolist() == [0, 2]
-    assert batch.figures(torch.ones(1, 2)).numel() == 0
+    assert batch.figures(torch.ones(1, 2)).numel() == batch.last_figures(torch.ones(1, 2)).numel() == 0
 
 
 @pytest.mark.parametrize(

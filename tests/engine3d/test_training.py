@@ -38,9 +38,8 @@ def _engine(directory: Path, sizes: dict[str, int], world_size: int, **settings:
     from engine3d.training.engine import TrainEngine
 
     arguments = {"dtype": "float32", "micro_batch_tokens": 48, "optimizer": SETTINGS} | settings
-    value_head = arguments.pop("value_head", False)
     config = TrainConfig(layout=LayoutConfig(**sizes), **arguments)
-    return TrainEngine(directory, config, Layout.of_world(world_size, **sizes), value_head=value_head, seed=1)
+    return TrainEngine(directory, config, Layout.of_world(world_size, **sizes), seed=1)
 
 
 def _own(samples: list[list[int]], engine: Any) -> tuple[Sequences, list[int]]:
@@ -266,37 +265,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(directory: Path) -> None:
     [(applied, untouched, rates)] = run_distributed(_not_finite, 1, directory, timeout_s=120)
     assert not applied and untouched
     assert rates == pytest.approx([0.005])  # the schedule did not count the refused step
-
-
-def _critic(directory: Path, world_size: int) -> list[tuple[list[float], torch.Tensor | None, list[int]]]:
-    seen = []
-    for sizes in LAYOUTS[world_size]:
-        engine = _engine(directory, sizes, world_size, value_head=True, optimizer=OptimizerConfig(lr=1e-2))
-        sequences, mine = _own(_samples(), engine)
-
-        def loss(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-            total = ((outputs.values - 1.0) ** 2 * columns["weights"]).sum()
-            return total, total.detach()
-
-        losses = []
-        for _ in range(3):
-            total = torch.stack([torch.zeros(()), *engine.update(sequences, loss).facts]).sum()
-            dist.all_reduce(total)
-            losses.append(float(total) / engine.layout.tp)
-        outputs = engine.values(sequences)
-        seen.append((losses, None if outputs is None else outputs.values, mine))
-        engine.close()
-    return seen
-
-
-def test_a_critic_learns_alike_on_every_layout(directory: Path) -> None:
-    reference = run_distributed(_critic, 1, directory, 1, timeout_s=120)[0][0]
-    losses = reference[0]
-    assert losses[0] == pytest.approx(1.0) and losses[2] < 0.9  # a new head says 0
-    ranks = run_distributed(_critic, 2, directory, 2, timeout_s=120)
-    for number, sizes in enumerate(LAYOUTS[2]):
-        for rank in ranks:
-            assert rank[number][0] == pytest.approx(losses, rel=1e-4), sizes
 
 
 def _wrong_world(directory: Path) -> str:
