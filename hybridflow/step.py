@@ -285,8 +285,8 @@ class Step:
         self.values[metrics.TRAIN_REFUSED_UPDATES] = refused
         if refused:
             line = (
-                f"step {self.number}: {refused} of {len(self.updates)} updates began past "
-                f"algorithm.kl_guard={self.config.kl_guard:g} and were skipped; the learning rate's schedule starts over"
+                f"step {self.number}: {refused} of {len(self.updates)} updates would have begun past "
+                f"algorithm.kl_guard={self.config.kl_guard:g} and were skipped; the learning rate starts anew"
             )
             print(f"hybridflow: {line}", file=sys.stderr, flush=True)
 
