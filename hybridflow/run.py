@@ -70,6 +70,8 @@ EXPORT = "model"
 """The trained model as a HuggingFace directory."""
 SHARDS = "shards"
 """Where the actor's ranks say where their weights lie."""
+WARMED_UP = "warmed-up"
+"""The model after the warm-up, where other roles begin with it."""
 WEIGHTS = "weights"
 """Where an export of the actor lies while engines are compared with it."""
 

@@ -1,4 +1,4 @@
-"""Supervised learning of the answers, before the first rollout."""
+"""Supervised learning of the answers, before the first rollout, and who begins with what came of it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hybridflow.columns import COUNTED
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.metrics import Metrics, Timer
 from hybridflow.remote_batch import RemoteBatch
-from hybridflow.roles.group import raise_failed_start
+from hybridflow.roles.group import raise_failed_start, wait_for
 from hybridflow.roles.model import Update, update_metrics
+from hybridflow.run import WARMED_UP
 from hybridflow.step import Machinery
 
 
@@ -41,6 +42,13 @@ def warm_up(machinery: Machinery, sinks: Metrics) -> None:
             update: list[Update] = actor.supervise(batch.with_facts(weights=weights)).result()
         sinks.log(step, values | update_metrics([update]), phase="sft")
     actor.reset_optimizer(recipe.train.optimizer).result()
+    if followers := [role for role, model in recipe.models.items() if model.path is None]:
+        # A reference, or a critic, of the model before it has learned anything would be of no use.
+        directory = run.directory / WARMED_UP
+        actor.export(directory).result()
+        wait_for(machinery.roles, *followers)
+        for loading in [machinery.roles.models[role].load(directory) for role in followers]:
+            loading.result()
 
 
 def answered(prompts: Sequence[list[int]], answers: Sequence[list[int]], pad_token_id: int) -> RolloutBatch:

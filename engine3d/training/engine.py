@@ -327,6 +327,12 @@ class TrainEngine:
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
+    def load(self, directory: Path) -> None:
+        """Take the weights of a HuggingFace directory; the optimizer's moments stay. Raises as the constructor does."""
+        load_weights(self.module, self.spec, self.layout, self.coordinates, directory)
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
+
     def export(self, directory: Path, *, dtype: torch.dtype | None = None) -> None:
         """Write the weights as a HuggingFace directory; every rank writes its own part, nothing is gathered."""
         export_weights(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import load_model_spec
 from engine3d.platform import platform
@@ -24,7 +25,7 @@ from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
 from hybridflow.roles.rollout import RolloutWorker
 from hybridflow.roles.value import ValueWorker
-from hybridflow.run import SHARDS, Run
+from hybridflow.run import SHARDS, WARMED_UP, Run
 from hybridflow.worker_group import WorkerGroup
 
 # An engine says itself that it did not start in time; its rank is given a little longer.
@@ -127,10 +128,19 @@ class _Start:
     def _model(self, role: str) -> WorkerGroup:
         """A Megatron-Core model: the actor or the reference policy, or one with a scalar head."""
         recipe, run, devices = self._recipe, self._run, self._devices[role]
+        resumes = run.resumption is not None and run.resumption.state is not None
         config = recipe.train_config(role)
         worker = PolicyWorker if role in ("actor", "reference") else ValueWorker
         model = recipe.models.get(role)
-        directory = model.path.absolute() if model is not None and model.path is not None else run.model_directory
+        directory = run.model_directory
+        if model is not None and model.path is not None:
+            directory = model.path.absolute()
+        elif role == "reference" and recipe.warmup is not None and resumes:
+            directory = run.directory / WARMED_UP
+            if not directory.is_dir():
+                raise UserError(
+                    f"resume: there is no {directory}, the run's model after the warm-up: its reference policy"
+                )
         spec = load_model_spec(directory, value_head=worker is ValueWorker)
         trainable = role in recipe.trained_roles
         group = WorkerGroup(

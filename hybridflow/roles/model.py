@@ -165,6 +165,11 @@ class ModelWorker:
         self._engine.reset_optimizer(config)
 
     @register(ONE_TO_ALL)
+    def load(self, directory: Path) -> None:
+        """Take the weights of a HuggingFace directory."""
+        self._engine.load(directory)
+
+    @register(ONE_TO_ALL)
     def restart_schedule(self) -> None:
         """Begin the learning-rate schedule again, warm-up included; the optimizer's moments stay."""
         self._engine.restart_schedule()

@@ -40,7 +40,7 @@ def a_group(directory: Path, on_failure: str) -> Iterator[WorkerGroup]:
     mine = RewardFunctionConfig(name="mine", path="mine.py:odd_ones_fail", weight=0.5, on_failure=on_failure)  # type: ignore[arg-type]
     config = RewardConfig(functions=(RewardFunctionConfig(name="arithmetic", path="arithmetic"), mine))
     pools = reserve(pool_devices({"reward": "cpu:0"}, {}, cluster_nodes()))
-    arguments = (config, directory / "tokenizer", EXAMPLES, directory)
+    arguments = ({"reward": config}, directory / "tokenizer", EXAMPLES, directory)
     with WorkerGroup("reward", FunctionRewardWorker, pools["reward"], Layout(), *arguments, log_dir=directory) as group:
         group.start().result()
         yield group

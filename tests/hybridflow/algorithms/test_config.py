@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hybridflow.algorithms.config import AlgorithmConfig, AlgorithmName
+from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.algorithms.registry import ALGORITHMS
 from hybridflow.settings_file import SettingsError, build_settings
 
 
@@ -31,12 +32,13 @@ def test_algorithm_settings_that_make_no_sense_are_refused(settings: dict[str, o
         AlgorithmConfig.model_validate(settings)
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "remax", "safe_rlhf"])
-def test_what_each_algorithm_needs(name: AlgorithmName) -> None:
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_each_algorithm_needs(name: str) -> None:
     config = AlgorithmConfig(name=name)
     assert config.needs_critic == (name in ("ppo", "safe_rlhf"))
     assert config.needs_cost == (name == "safe_rlhf")
-    assert config.needs_baseline == (name == "remax")
+    assert config.algorithm.group_baseline == (name == "grpo")
+    assert callable(config.algorithm.load())
     assert not config.needs_reference
 
 
@@ -92,7 +94,9 @@ def test_where_the_kl_is_a_penalty_depends_on_the_algorithm_and_the_estimator_on
 def test_a_wrong_name_is_one_error() -> None:
     with pytest.raises(SettingsError) as refused:
         build_settings(AlgorithmConfig, {"name": "pp0"}, {}, "recipe")
-    assert refused.value.lines == ("recipe: name = 'pp0': expected one of 'grpo', 'ppo', 'remax' or 'safe_rlhf'",)
+    assert refused.value.lines == (
+        "recipe: name: 'pp0' is no algorithm, expected 'grpo' or 'ppo' or 'remax' or 'safe_rlhf'",
+    )
 
 
 def test_reference_is_needed_only_with_a_kl_coefficient() -> None:
