@@ -96,17 +96,28 @@ def most_telling_error(errors: Sequence[BaseException]) -> BaseException:
 def error_of(failure: Failure, log_path: Path | None) -> RankError | RankUserError:
     """The exception for the caller."""
     log = f" (log: {log_path})" if log_path else ""
-    where = f"{failure.role} rank {failure.rank}, {failure.method}"
-    if failure.user_error:
-        return RankUserError(f"{where}: {failure.error}", failure)
-    return RankError(f"{where}: {failure.error}{log}", failure)
+    told = f"{where(failure.role, failure.method, [failure.rank])}: {failure.error}"
+    return RankUserError(told, failure) if failure.user_error else RankError(f"{told}{log}", failure)
+
+
+def where(role: str, method: str, ranks: Sequence[int]) -> str:
+    """Ranks at a call, as errors name them."""
+    which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return f"{role} {which}, {method}"
 
 
 def silence(role: str, method: str, ranks: Sequence[int], timeout_s: float, log_dir: Path | None) -> RankError:
     """The exception for ranks that did not answer in time."""
-    which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     log = f"; the stacks of its threads are in {log_dir}/{role}-{ranks[0]}.log" if log_dir else ""
-    return RankError(f"{role} {which}, {method}: no answer within {timeout_s:g} s{log}")
+    return RankError(f"{where(role, method, ranks)}: no answer within {timeout_s:g} s{log}")
+
+
+def no_turn(role: str, method: str, ranks: Sequence[int], timeout_s: float, holder: str, log: Path | None) -> RankError:
+    """The exception for ranks whose turn did not come in time, because an earlier call (`holder`) has not ended."""
+    stacks = f"; the stacks of its threads are in {log}" if log else ""
+    return RankError(
+        f"{where(role, method, ranks)}: no turn within {timeout_s:g} s, since {holder} has not ended{stacks}"
+    )
 
 
 def _outcome(role: str, rank: int, method: str, status: ray.ObjectRef, actor: ActorHandle) -> Failure | None:

@@ -1,10 +1,11 @@
-"""The result of a call on a group, there or not yet."""
+"""A call on a group, and its result, there or not yet."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 import torch
@@ -12,34 +13,169 @@ from torch import Tensor
 
 from engine3d.errors import EngineError
 from hybridflow.columns import Columns, Summary, joined_facts, unpack
-from hybridflow.failures import GRACE_S, most_telling_error, wait_for_statuses
+from hybridflow.failures import (
+    GRACE_S,
+    RankError,
+    error_of,
+    most_telling,
+    most_telling_error,
+    no_turn,
+    silence,
+    wait_for_statuses,
+    where,
+)
 from hybridflow.protocols import Protocol, Shards, concatenate
+from hybridflow.rank_process import Answer, Failure
 from hybridflow.remote_batch import Asked, RemoteBatch, in_order
+from hybridflow.timeline import Span, timeline
 
 if TYPE_CHECKING:
     from hybridflow.worker_group import WorkerGroup
 
 _LOOK_S = 0.2  # at what has happened already
+_LOOK_EVERY_S = 1.0  # at earlier calls, while ranks wait for their turn
 
 
-class Future:
-    """The result of a call on a group, once all ranks have answered."""
+class Call:
+    """A call on every rank of a group, answered or not: what there is to wait for, apart from the results.
+
+    Args:
+        group, method: what was called.
+        statuses: one a rank: an `Answer`, a `Failure`, or anything else for success.
+        inputs: the calls that make what it needs: one that failed, or has not answered either, is the cause.
+        earlier: the calls after whose end it has its turn: one that failed is the cause, one that is slow is not.
+    """
 
     def __init__(
         self,
         group: WorkerGroup,
         method: str,
+        statuses: Sequence[ray.ObjectRef],
+        inputs: Sequence[Call] = (),
+        earlier: Sequence[Call] = (),
+    ) -> None:
+        self.group, self.method, self.statuses = group, method, list(statuses)
+        self._actors = tuple(group.actors)  # the group has none any more once it is dead
+        self._inputs: Sequence[Call] = inputs
+        self.earlier: Sequence[Call] = earlier
+        self._answered = False
+        self.spans: tuple[Span, ...] = ()
+        """When each rank computed, once all have answered."""
+
+    def __str__(self) -> str:
+        return f"{self.group.role}.{self.method}"
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for all ranks. Raises as `Future.result` does."""
+        if self._answered:
+            return
+        self.group.check(self.method)
+        limit = self.group.call_timeout_s if timeout_s is None else timeout_s
+        failures, silent = self._outcome(limit)
+        if failures or silent:
+            self._fail(failures, silent, limit)
+        self._answer()
+
+    def done(self) -> bool:
+        """Whether every rank has answered or failed."""
+        ready, _ = ray.wait(self.statuses, num_returns=len(self.statuses), timeout=0)
+        return len(ready) == len(self.statuses)
+
+    def abandon(self) -> None:
+        """Kill the group if it has not answered."""
+        if not self._answered:
+            self.group.kill()
+
+    def raise_cause(self, waited_s: float | None) -> None:
+        """Raise, as the cause of what a later call met, if a rank has failed.
+
+        Args:
+            waited_s: how long the later call has waited for an answer that did not come: a rank of this call that has
+                not answered either is then the cause.
+        """
+        if self._answered or not self.group.is_alive:
+            return
+        failures, silent = self._statuses_within(_LOOK_S)
+        if failures and silent:
+            failures, silent = self._statuses_within(GRACE_S)  # the first that is heard of need not be the cause
+        if failures or (silent and waited_s is not None):
+            self._fail(failures, silent, waited_s or 0.0)
+
+    def ended(self) -> bool:
+        """Whether no rank is at it any more: all have answered or failed, or the group is gone."""
+        return not self.group.is_alive or self.done()
+
+    def _outcome(self, limit: float) -> tuple[list[Failure], list[int]]:
+        """As `wait_for_statuses`; raises if an earlier call fails meanwhile, by which the ranks only get their turn."""
+        deadline = time.monotonic() + limit
+        while earlier := [each for each in self.earlier if not each.ended()]:
+            look = min(deadline - time.monotonic(), _LOOK_EVERY_S)
+            failures, silent = self._statuses_within(look)
+            if failures or not silent or look < _LOOK_EVERY_S:
+                return failures, silent
+            for each in earlier:
+                each.raise_cause(None)
+        return self._statuses_within(deadline - time.monotonic())
+
+    def _statuses_within(self, timeout_s: float) -> tuple[list[Failure], list[int]]:
+        return wait_for_statuses(self.group.role, self.method, self.statuses, self._actors, timeout_s)
+
+    def _answer(self) -> None:
+        self._answered = True
+        self.spans = tuple(value.span for value in ray.get(self.statuses) if isinstance(value, Answer))
+        timeline.record(self.spans)
+        for each in self._inputs:  # for which the caller need not wait itself
+            if not each._answered and each.group.is_alive and each._statuses_within(_LOOK_S) == ([], []):
+                each._answer()
+        self._inputs = self.earlier = ()
+
+    def _fail(self, failures: list[Failure], silent: list[int], limit: float) -> NoReturn:
+        """Kill the group and raise the cause."""
+        group = self.group
+        if failures:
+            failure = most_telling(failures)
+            error = error_of(failure, group.log_path(failure.rank) if failure.role == group.role else None)
+        else:
+            error = self._silence(silent, limit)
+        group.fail(error)
+        for each in self._inputs:
+            each.raise_cause(None if failures else limit)
+        for each in self.earlier:
+            each.raise_cause(None)
+        raise error
+
+    def _silence(self, silent: list[int], limit: float) -> RankError:
+        for holder in self.earlier:  # all before it have ended, so that the first that has not is at work
+            if not holder.ended() and (ranks := holder._statuses_within(_LOOK_S)[1]):
+                holder.group.write_stacks()
+                who = where(holder.group.role, holder.method, ranks)
+                return no_turn(self.group.role, self.method, silent, limit, who, holder.group.log_path(ranks[0]))
+        self.group.write_stacks()
+        return silence(self.group.role, self.method, silent, limit, self.group.log_dir)
+
+
+class Future:
+    """The result of a call on a group, once all ranks have answered.
+
+    Args:
+        call: what to wait for.
+        protocol: whose results are collected, and how.
+        results: where the result of each rank lies.
+        asked: what the call was about, if it was made with a `RemoteBatch`.
+    """
+
+    def __init__(
+        self,
+        call: Call,
         protocol: Protocol,
-        answers: Sequence[tuple[ray.ObjectRef, ray.ObjectRef]],
-        inputs: Sequence[Future] = (),
+        results: Sequence[ray.ObjectRef],
         asked: Asked | None = None,
     ) -> None:
-        self._group, self._method, self._protocol, self._inputs = group, method, protocol, inputs
-        self._answered = False
-        self._statuses = [status for status, _ in answers]
+        self.call, self._protocol = call, protocol
+        group = call.group
         collected = protocol.collect(group.grid)
-        self._told = [answers[rank][0] for rank in collected]
-        self.refs = [answers[rank][1] for rank in collected]
+        self._statuses = [call.statuses[rank] for rank in collected]
+        self.refs = [results[rank] for rank in collected]
         """The result of each collected rank, where it lies."""
         self.nodes = [group.nodes[rank] for rank in collected]
         """Ray's id of the node of each."""
@@ -49,7 +185,7 @@ class Future:
         """Of that batch."""
 
     def __str__(self) -> str:
-        return f"{self._group.role}.{self._method}"
+        return str(self.call)
 
     def result(self, timeout_s: float | None = None) -> Any:
         """Wait for all ranks and return what the protocol makes of their results.
@@ -57,10 +193,11 @@ class Future:
         Rows that belong to the samples of a `RemoteBatch` come in their order.
 
         Args:
-            timeout_s: how long to wait, in seconds; the group's own limit if None.
+            timeout_s: how long to wait, in seconds, before its turn and in it; the group's own limit if None.
 
         Raises:
-            RankError: a rank failed, died, or did not answer in time; the group is dead.
+            RankError: a rank failed, died, or did not answer in time; the group is dead. Or one of an earlier call
+                failed, after whose end this one has its turn; that group is dead.
             RankUserError: a rank refused its input; the group is dead.
             EngineError: the ranks returned `Columns`, which `facts`, `notes` and `RemoteBatch.with_columns` are for.
         """
@@ -93,7 +230,7 @@ class Future:
 
     def _summaries(self) -> list[Summary]:
         self.wait()
-        summaries: list[Summary | None] = ray.get(self._told)
+        summaries: list[Summary | None] = [answer.summary for answer in ray.get(self._statuses)]
         found = [summary for summary in summaries if summary is not None]
         if len(found) < len(summaries):
             raise EngineError(f"{self}: returned neither a batch nor columns, expected one of them")
@@ -101,33 +238,20 @@ class Future:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for all ranks and leave the results where they are. Raises as `result` does."""
-        if not self._answered:
-            self._group._await(self._method, self._statuses, timeout_s, self._inputs)
-            self._answered = True
+        self.call.wait(timeout_s)
 
-    def raise_cause(self, waited_s: float | None) -> None:
-        """Raise, as the cause of what a later call met, if a rank has failed.
-
-        Args:
-            waited_s: how long the later call has waited for an answer that did not come: a rank of this call that has
-                not answered either is then the cause.
-        """
-        group = self._group
-        if self._answered or not group._actors:
-            return
-        failures, silent = wait_for_statuses(group.role, self._method, self._statuses, group._actors, _LOOK_S)
-        if failures or (silent and waited_s is not None):
-            group._fail(self._method, failures, silent, waited_s or 0.0, self._inputs)
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """When each rank computed; none before all have answered."""
+        return self.call.spans
 
     def abandon(self) -> None:
         """Kill the group if it has not answered."""
-        if not self._answered:
-            self._group.kill()
+        self.call.abandon()
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
-        ready, _ = ray.wait(self._statuses, num_returns=len(self._statuses), timeout=0)
-        return len(ready) == len(self._statuses)
+        return self.call.done()
 
     def shards(self) -> Shards:
         """The results as references, one a collected rank, to pass on without fetching them."""

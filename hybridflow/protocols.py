@@ -86,18 +86,24 @@ class Registration:
 
     protocol: Protocol
     blocking: bool
+    exclusive: bool
 
 
-def register[F: Callable[..., Any]](protocol: Protocol, *, blocking: bool = False) -> Callable[[F], F]:
+def register[F: Callable[..., Any]](
+    protocol: Protocol, *, blocking: bool = False, exclusive: bool = False
+) -> Callable[[F], F]:
     """Mark a worker's method as a method of its group.
 
     Args:
         protocol: one of this module's, or your own.
         blocking: the group's method returns the result; otherwise a `Future` of it, and the caller goes on.
+        exclusive: the method computes on its devices: calls of groups that share one run in the order in which they
+            were made. Not for a method that waits for one of another group, since that one may come later.
     """
 
     def mark(method: F) -> F:
-        method.__hybridflow_registration__ = Registration(protocol, blocking)  # type: ignore[attr-defined]
+        registration = Registration(protocol, blocking, exclusive)
+        method.__hybridflow_registration__ = registration  # type: ignore[attr-defined]
         return method
 
     return mark

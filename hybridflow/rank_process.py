@@ -11,13 +11,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.layout import Coordinates, Layout
+from hybridflow.timeline import Span
 
 STACKS_SIGNAL = signal.SIGUSR2
 """A rank that gets this signal writes the stacks of all its threads into its log."""
@@ -57,6 +58,15 @@ class Failure:
     time: float
     """When it was caught, in seconds since the epoch."""
     stack: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the driver is told of a call that went well on one rank."""
+
+    span: Span
+    summary: Any
+    """Of the result (`columns.Summary`), None if it has none."""
 
 
 class RankProcess:
@@ -107,24 +117,37 @@ class RankProcess:
 
         return self._run("start", build)[0]
 
-    def call(self, method: str, keep: bool, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def call(
+        self, method: str, keep: bool, give_back: bool, earlier: Sequence[Any], /, *args: Any, **kwargs: Any
+    ) -> tuple[Answer | Failure, Any]:
         """Run a method of the worker.
 
         An argument that is itself a failure, of the call that was to make it, is passed on as this call's.
 
+        Args:
+            keep: whether anybody wants the result.
+            give_back: whether memory that the worker only caches is wanted by others: its `give_back()` is called
+                after the method, if it has one.
+            earlier: statuses of calls that compute on this rank's devices before it, well or not.
+
         Returns:
-            A failure, or what the driver is told of the result (`remote_batch.Summary`), or None; and the result as it
-            is kept, None where nobody wants it, or the failure.
+            An answer or a failure; and the result as it is kept, None where nobody wants it, or the failure.
         """
 
-        def run() -> tuple[Any, Any]:
+        def run() -> tuple[Answer | Failure, Any]:
             positional = [_unpacked(value) for value in args]
             keyword = {name: _unpacked(value) for name, value in kwargs.items()}
             for value in (*positional, *keyword.values()):
                 if isinstance(value, Failure):
                     return value, value
+            _wait_for_turn(earlier)
+            begin = time.time()
             result = getattr(self._worker, method)(*positional, **keyword)
-            return _packed(result) if keep else (None, None)
+            summary, kept = _packed(result) if keep else (None, None)
+            del result  # what it holds of a device is not cached as long as it is there
+            if give_back and hasattr(self._worker, "give_back"):
+                self._worker.give_back()
+            return Answer(Span(self._role, self._rank, method, begin, time.time()), summary), kept
 
         failure, answer = self._run(method, run)
         return answer if failure is None else (failure, failure)
@@ -144,6 +167,14 @@ class RankProcess:
             message = " ".join(str(error).split())
             line = message if user_error else f"{type(error).__name__}: {message}".rstrip(": ")
             return Failure(self._role, self._rank, method, line, user_error, time.time(), stack), None
+
+
+def _wait_for_turn(earlier: Sequence[Any]) -> None:
+    """Wait until every call has ended: a rank that failed or died has a status too."""
+    if earlier:
+        import ray
+
+        ray.wait(list(earlier), num_returns=len(earlier), fetch_local=False)
 
 
 def _unpacked(value: Any) -> Any:

@@ -13,6 +13,9 @@
 A future may be passed as data to another group: each part goes from rank to rank, not through the caller, where both
 groups cut it into the same number of parts.
 
+Groups run at the same time as soon as their inputs are there. Where two share a device, calls of their exclusive
+methods run one after another, in the order in which they were made, and each gives back what its ranks only cache.
+
 When a rank fails, the group is killed at once and every later call raises the one error that says which rank failed
 first, in which method and why; errors of ranks that only lost their neighbour do not hide it.
 """
@@ -21,27 +24,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 import ray
 
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
-from hybridflow.failures import (
-    RankError,
-    RankUserError,
-    error_of,
-    most_telling,
-    silence,
-    wait_for_statuses,
-)
-from hybridflow.future import Future, wait_together
+from hybridflow.failures import RankError, RankUserError
+from hybridflow.future import Call, Future, wait_together
 from hybridflow.placement import Bundle, ResourcePool
 from hybridflow.processes import find_process, kill_trees, write_stacks
-from hybridflow.protocols import Arguments, Grid, Protocol, registrations
-from hybridflow.rank_process import Failure, RankProcess, WorkerContext
+from hybridflow.protocols import Arguments, Grid, Protocol, Registration, registrations
+from hybridflow.rank_process import RankProcess, WorkerContext
 from hybridflow.remote_batch import Asked, RemoteBatch, SampleCosts, Samples
+from hybridflow.turns import turns
 
 __all__ = ["Future", "RankError", "RankUserError", "WorkerContext", "WorkerGroup", "wait_together"]
 
@@ -52,7 +49,9 @@ class WorkerGroup:
     Args:
         role: names the group in errors and log files.
         worker_class: built on every rank as `worker_class(context, *args, **kwargs)`. Its methods marked with
-            `@register` are methods of the group. A method `shutdown()` is called before the processes end.
+            `@register` are methods of the group. A method `shutdown()` is called before the processes end, a method
+            `give_back()` after each exclusive call if another group has a device of this one: to give back device
+            memory that is only cached.
         pool: the devices; rank r has the r-th `devices_per_rank` of them.
         layout: sizes and coordinates; its world size is the number of ranks.
         sample_costs: the cost of samples of so many tokens, by which a `RemoteBatch` is dealt to the ranks.
@@ -86,12 +85,12 @@ class WorkerGroup:
     ) -> None:
         self.role, self.layout, self.pool = role, layout, pool
         self.grid = Grid(layout, *generation)
-        self._devices_per_rank, self._timeout_s = devices_per_rank, call_timeout_s
-        self._log_dir = log_dir.resolve() if log_dir else None
+        self._devices_per_rank, self.call_timeout_s = devices_per_rank, call_timeout_s
+        self.log_dir = log_dir.resolve() if log_dir else None
         self.sample_costs = sample_costs
         self._registrations = registrations(worker_class)
         self._failure: RankError | RankUserError | None = None
-        self._actors: list[Any] = []  # of ActorHandle[RankProcess], which Ray makes without types
+        self.actors: list[Any] = []  # of ActorHandle[RankProcess], which Ray makes without types
         self._processes: list[psutil.Process] = []
         self.nodes: list[str] = []
         """Ray's id of the node that each rank runs on."""
@@ -101,6 +100,7 @@ class WorkerGroup:
                 f"{role}: the layout ({layout}) has {layout.world_size} ranks{each}, "
                 f"and its pool has {len(pool)} devices; expected as many"
             )
+        turns.join(self)
         try:
             self._start(worker_class, args, kwargs, environment or {}, start_timeout_s)
         except BaseException:
@@ -114,30 +114,52 @@ class WorkerGroup:
             raise AttributeError(f"{self.__dict__.get('role')}: no registered method {name!r}; registered are {known}")
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            future = self._call(name, registration.protocol, args, kwargs)
+            future = self._call(name, registration, args, kwargs)
             return future.result() if registration.blocking else future
 
         return method
 
     def log_path(self, rank: int) -> Path | None:
         """Where a rank's output goes."""
-        return self._log_dir / f"{self.role}-{rank}.log" if self._log_dir else None
+        return self.log_dir / f"{self.role}-{rank}.log" if self.log_dir else None
 
     def shutdown(self, timeout_s: float = 20.0) -> None:
         """End the group: let each worker put its own things away, then end its process and all that it started."""
-        if self._actors and self._failure is None:
-            closing = [actor.close.remote() for actor in self._actors]
+        if self.actors and self._failure is None:
+            closing = [actor.close.remote() for actor in self.actors]
             ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
         self.kill()
 
     def kill(self) -> None:
         """End every process of the group now."""
-        actors, self._actors = self._actors, []
+        turns.leave(self)
+        actors, self.actors = self.actors, []
         if ray.is_initialized():
             for actor in actors:
                 ray.kill(actor)
         processes, self._processes = self._processes, []
         kill_trees(processes)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has processes."""
+        return bool(self.actors)
+
+    def check(self, method: str) -> None:
+        """Raise what the group died of, or EngineError if it was shut down before `method` answered."""
+        if self._failure is not None:
+            raise self._failure
+        if not self.actors:
+            raise EngineError(f"{self.role}.{method}: the group was shut down before it answered")
+
+    def fail(self, error: RankError | RankUserError) -> None:
+        """End the group; every later call raises the error."""
+        self._failure = error
+        self.kill()
+
+    def write_stacks(self) -> None:
+        """Have the ranks on this machine write the stacks of all their threads into their logs."""
+        write_stacks(self._processes)
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -159,9 +181,9 @@ class WorkerGroup:
         for rank, local_rank in enumerate(local_ranks):
             variables = self._environment(rank, local_rank) | dict(environment)
             options = actor_class.options(scheduling_strategy=self._bundles(rank)[0].strategy())
-            self._actors.append(options.remote(self.role, rank, variables, self.log_path(rank)))
-        identifying = [actor.identify.remote() for actor in self._actors]
-        self._await("start", identifying, timeout_s)
+            self.actors.append(options.remote(self.role, rank, variables, self.log_path(rank)))
+        identifying = [actor.identify.remote() for actor in self.actors]
+        Call(self, "start", identifying).wait(timeout_s)
         identities: list[tuple[int, str, str, int]] = ray.get(identifying)
         self.nodes = [node for _, node, _, _ in identities]
         here = ray.util.get_node_ip_address()
@@ -171,7 +193,7 @@ class WorkerGroup:
         _, _, master_address, master_port = identities[0]
         arguments = ray.put((args, kwargs))
         constructing: list[ray.ObjectRef] = []
-        for rank, (actor, local_rank) in enumerate(zip(self._actors, local_ranks, strict=True)):
+        for rank, (actor, local_rank) in enumerate(zip(self.actors, local_ranks, strict=True)):
             context = WorkerContext(
                 role=self.role,
                 rank=rank,
@@ -184,7 +206,7 @@ class WorkerGroup:
                 log_path=self.log_path(rank),
             )
             constructing.append(actor.construct.remote(worker_class, context, arguments))
-        self._await("start", constructing, timeout_s)
+        Call(self, "start", constructing).wait(timeout_s)
 
     def _bundles(self, rank: int) -> Sequence[Bundle]:
         return self.pool.bundles[rank * self._devices_per_rank : (rank + 1) * self._devices_per_rank]
@@ -217,12 +239,13 @@ class WorkerGroup:
             "CUDA_VISIBLE_DEVICES": self.pool.visible_devices(self._bundles(rank)[0].device.node),
         }
 
-    def _call(self, method: str, protocol: Protocol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future:
+    def _call(self, method: str, registration: Registration, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future:
         """Send a call to every rank."""
         if self._failure is not None:
             raise self._failure
-        if not self._actors:
+        if not self.actors:
             raise EngineError(f"{self.role}.{method}: the group has been shut down")
+        protocol = registration.protocol
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Future)]
         batches = [value for value in args if isinstance(value, RemoteBatch)]
         try:
@@ -239,25 +262,30 @@ class WorkerGroup:
             inputs += batches[0].inputs
             spread, parts = self._deal(batches[0], spread)
             asked = Asked(batches[0].facts["sample_ids"], parts)
-        wanted = set(protocol.collect(self.grid))
-        stored: dict[int, ray.ObjectRef] = {}
+        call, results = self._send(method, registration, _stored(spread), [each.call for each in inputs])
+        return Future(call, protocol, results, asked)
 
-        def store(value: Any) -> Any:
-            """Put a value into the object store once, however many ranks get it; leave small ones in the call."""
-            if value is None or isinstance(value, ray.ObjectRef | int | float | str):
-                return value
-            if id(value) not in stored:
-                stored[id(value)] = ray.put(value)
-            return stored[id(value)]
-
-        answers: list[tuple[ray.ObjectRef, ray.ObjectRef]] = []
-        for rank, (actor, arguments) in enumerate(zip(self._actors, spread, strict=True)):
-            positional = [store(value) for value in arguments.positional]
-            keyword = {name: store(value) for name, value in arguments.keyword.items()}
-            call = actor.call.options(num_returns=2)
-            status, result = call.remote(method, rank in wanted, *positional, **keyword)
-            answers.append((status, result))
-        return Future(self, method, protocol, answers, inputs, asked)
+    def _send(
+        self, method: str, registration: Registration, spread: Sequence[Arguments], inputs: Sequence[Call]
+    ) -> tuple[Call, list[ray.ObjectRef]]:
+        """The call, once it has its place in every rank's order, and where the results will lie."""
+        exclusive = registration.exclusive
+        wanted = set(registration.protocol.collect(self.grid))
+        with turns.lock:
+            earlier = turns.earlier(self) if exclusive else []
+            # Within an object of its own: Ray would wait for arguments, and fail the call with one that failed.
+            waits = ray.put([status for call in earlier for status in call.statuses]) if earlier else ()
+            give_back = exclusive and turns.shares(self)
+            answers: list[tuple[ray.ObjectRef, ray.ObjectRef]] = [
+                actor.call.options(num_returns=2).remote(
+                    method, rank in wanted, give_back, waits, *arguments.positional, **arguments.keyword
+                )
+                for rank, (actor, arguments) in enumerate(zip(self.actors, spread, strict=True))
+            ]
+            call = Call(self, method, [status for status, _ in answers], inputs, earlier)
+            if exclusive:
+                turns.add(call)
+        return call, [result for _, result in answers]
 
     def _deal(self, batch: RemoteBatch, spread: list[Arguments]) -> tuple[list[Arguments], list[Samples]]:
         """What each rank fetches, in place of the samples that the protocol gave it; and those samples."""
@@ -290,37 +318,25 @@ class WorkerGroup:
                 pass  # it cuts into another number of parts
         return value.result()
 
-    def _await(
-        self, method: str, statuses: Sequence[ray.ObjectRef], timeout_s: float | None, inputs: Sequence[Future] = ()
-    ) -> None:
-        """Wait for a call's ranks; kill the group and raise the cause if one failed or did not answer.
 
-        Args:
-            inputs: the calls that make what it needs: one that failed, or has not answered either, is the cause.
-        """
-        if self._failure is not None:
-            raise self._failure
-        if not self._actors:
-            raise EngineError(f"{self.role}.{method}: the group was shut down before it answered")
-        limit = self._timeout_s if timeout_s is None else timeout_s
-        failures, silent = wait_for_statuses(self.role, method, statuses, self._actors, limit)
-        if failures or silent:
-            self._fail(method, failures, silent, limit, inputs)
+def _stored(spread: Sequence[Arguments]) -> list[Arguments]:
+    """The arguments with each value in the object store once, however many ranks get it; small ones as they are."""
+    stored: dict[int, ray.ObjectRef] = {}
 
-    def _fail(
-        self, method: str, failures: list[Failure], silent: list[int], limit: float, inputs: Sequence[Future]
-    ) -> NoReturn:
-        """Kill the group and raise the cause."""
-        if failures:
-            failure = most_telling(failures)
-            self._failure = error_of(failure, self.log_path(failure.rank) if failure.role == self.role else None)
-        else:
-            write_stacks(self._processes)
-            self._failure = silence(self.role, method, silent, limit, self._log_dir)
-        self.kill()
-        for each in inputs:
-            each.raise_cause(None if failures else limit)
-        raise self._failure
+    def store(value: Any) -> Any:
+        if value is None or isinstance(value, ray.ObjectRef | int | float | str):
+            return value
+        if id(value) not in stored:
+            stored[id(value)] = ray.put(value)
+        return stored[id(value)]
+
+    return [
+        Arguments(
+            tuple(store(value) for value in arguments.positional),
+            {name: store(value) for name, value in arguments.keyword.items()},
+        )
+        for arguments in spread
+    ]
 
 
 def _check_batches(args: tuple[Any, ...], kwargs: Mapping[str, Any], protocol: Protocol) -> None:

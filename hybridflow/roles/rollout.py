@@ -64,7 +64,7 @@ class RolloutWorker:
         """Start the engine and wait until it can generate."""
         self._engine.start()
 
-    @register(DP_PROTO)
+    @register(DP_PROTO, exclusive=True)
     def generate(
         self, drawn: list[DrawnPrompt], *, sampling: SamplingConfig, samples_per_prompt: int, pad_token_id: int
     ) -> RolloutBatch:

@@ -11,7 +11,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError
-from hybridflow.protocols import ALL_TO_ALL, DP_PROTO, ONE_TO_ALL, THREE_D_PP_ONLY, THREE_D_PROTO, register
+from hybridflow.protocols import (
+    ALL_TO_ALL,
+    DP_PROTO,
+    ONE_TO_ALL,
+    THREE_D_ALL_MICRO_DP,
+    THREE_D_PP_ONLY,
+    THREE_D_PROTO,
+    Arguments,
+    Grid,
+    Protocol,
+    register,
+    split,
+)
 from hybridflow.rank_process import WorkerContext
 
 if TYPE_CHECKING:
@@ -108,6 +120,101 @@ def batch_of(samples: Sequence[int], longest: int) -> RolloutBatch:
         finish_reasons=["stop"] * len(samples),
         pad_token_id=0,
     )
+
+
+class Computing:
+    """Takes its time on its devices."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+        self._given_back = 0
+
+    @register(THREE_D_PROTO, exclusive=True)
+    def compute(self, batch: RolloutBatch, *, factor: int, sleep_s: float = 0.0) -> Tensor:
+        """Of each response token, `factor` times it."""
+        time.sleep(sleep_s)
+        return batch.generated_ids * factor
+
+    @register(ONE_TO_ALL)
+    def given_back(self) -> int:
+        """How often it was told to give memory back."""
+        return self._given_back
+
+    @register(ONE_TO_ALL, exclusive=True)
+    def die_on(self, rank: int) -> None:
+        if self.context.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._wait_for_nobody()
+
+    @register(ONE_TO_ALL, exclusive=True)
+    def hang(self) -> None:
+        self._wait_for_nobody()
+
+    def give_back(self) -> None:
+        self._given_back += 1
+
+    def _wait_for_nobody(self) -> None:
+        time.sleep(1000)
+
+
+def _reversed_replicas(grid: Grid, arguments: Arguments) -> list[Arguments]:
+    """The first rows to the last replica."""
+    parts = [split(value, grid.layout.dp)[::-1] for value in arguments.positional]
+    return [
+        Arguments(tuple(part[place.dp] for part in parts), arguments.keyword) for _, place in grid.layout.ranks()
+    ]
+
+
+def _second_of_first_stages(grid: Grid) -> list[int]:
+    return [grid.layout.rank(tp=1, dp=dp) for dp in reversed(range(grid.layout.dp))]
+
+
+OWN = Protocol("OWN", _reversed_replicas, _second_of_first_stages)
+"""As a user writes one."""
+
+
+class Remembering:
+    """Every method keeps what its rank got, and returns the rank; each is named after its protocol."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._rank = context.rank
+        self._got: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+
+    @register(ONE_TO_ALL)
+    def one_to_all(self, *data: Any, **whole: Any) -> list[int]:
+        return self._keep(data, whole)
+
+    @register(ALL_TO_ALL)
+    def all_to_all(self, *data: Any, **whole: Any) -> list[int]:
+        return self._keep(data, whole)
+
+    @register(DP_PROTO)
+    def dp(self, *data: Any, **whole: Any) -> list[int]:
+        return self._keep(data, whole)
+
+    @register(THREE_D_PROTO)
+    def three_d(self, *data: Any, **whole: Any) -> list[int]:
+        return self._keep(data, whole)
+
+    @register(THREE_D_ALL_MICRO_DP)
+    def micro_dp(self, *data: Any, **whole: Any) -> list[int]:
+        return self._keep(data, whole)
+
+    @register(THREE_D_PP_ONLY)
+    def stages(self, *data: Any, **whole: Any) -> list[int]:
+        return self._keep(data, whole)
+
+    @register(OWN)
+    def own(self, *data: Any, **whole: Any) -> list[int]:
+        return self._keep(data, whole)
+
+    @register(ONE_TO_ALL, blocking=True)
+    def got(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._got
+
+    def _keep(self, data: tuple[Any, ...], whole: dict[str, Any]) -> list[int]:
+        self._got = data, whole
+        return [self._rank]
 
 
 class Failing:

@@ -1,0 +1,89 @@
+"""When each rank computed: what shows which roles ran at the same time.
+
+    from hybridflow.timeline import timeline
+
+    timeline.write(directory / "timeline.json")    # opens in Perfetto or chrome://tracing
+
+Every worker group reports to the one timeline of its process.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_MOST_SPANS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One call on one rank.
+
+    Args:
+        begin: seconds since the epoch by the clock of the rank's node, once the rank's turn had come and its inputs
+            were there; waiting counts for nothing.
+        end: the same clock, when the result was in host memory and what the rank only cached was given back.
+    """
+
+    role: str
+    rank: int
+    method: str
+    begin: float
+    end: float
+
+
+class Timeline:
+    """The last spans that were recorded. Threads may share it.
+
+    Args:
+        most_spans: how many are kept; the oldest go.
+    """
+
+    def __init__(self, most_spans: int = _MOST_SPANS) -> None:
+        self._spans: deque[Span] = deque(maxlen=most_spans)
+        self._lock = threading.Lock()
+
+    def record(self, spans: Iterable[Span]) -> None:
+        """Add spans."""
+        with self._lock:
+            self._spans.extend(spans)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """What is kept, in the order of their beginnings."""
+        with self._lock:
+            return tuple(sorted(self._spans, key=lambda span: span.begin))
+
+    def write(self, path: Path) -> None:
+        """Write what is kept as a file of Chrome's trace event format: a process for each role, a thread for each rank.
+
+        Times are microseconds since the epoch.
+        """
+        spans = self.spans
+        number = {role: index for index, role in enumerate(dict.fromkeys(span.role for span in spans))}
+        names = [{"name": "process_name", "ph": "M", "pid": number[role], "args": {"name": role}} for role in number]
+        threads = sorted({(span.role, span.rank) for span in spans})
+        names += [
+            {"name": "thread_name", "ph": "M", "pid": number[role], "tid": rank, "args": {"name": f"rank {rank}"}}
+            for role, rank in threads
+        ]
+        events = [
+            {
+                "name": span.method,
+                "ph": "X",
+                "pid": number[span.role],
+                "tid": span.rank,
+                "ts": span.begin * 1e6,
+                "dur": (span.end - span.begin) * 1e6,
+            }
+            for span in spans
+        ]
+        path.write_text(json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"}) + "\n")
+
+
+timeline = Timeline()
+"""That of this process."""

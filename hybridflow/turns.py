@@ -1,0 +1,72 @@
+"""Turns: groups that share devices compute on them one after another, in the order in which they were called.
+
+Only methods that are registered as exclusive take turns. A rank waits for calls that were made before its own, so that
+no two wait for one another; what is registered otherwise neither waits nor is waited for, as calls of two groups that
+only end together must not.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+from hybridflow.devices import Device
+
+if TYPE_CHECKING:
+    from hybridflow.future import Call
+    from hybridflow.worker_group import WorkerGroup
+
+
+class Turns:
+    """Who computes on which devices. Threads may share it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """To be held from `earlier` to `add`, so that no other call comes between."""
+        self._groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
+        self._calls: list[Call] = []
+
+    def join(self, group: WorkerGroup) -> None:
+        """A group is there."""
+        with self.lock:
+            self._groups.add(group)
+
+    def leave(self, group: WorkerGroup) -> None:
+        """A group is gone: its turns are over."""
+        with self.lock:
+            self._groups.discard(group)
+            self._calls = [call for call in self._calls if call.group is not group]
+
+    def shares(self, group: WorkerGroup) -> bool:
+        """Whether a device of a group is another's too."""
+        with self.lock:
+            return any(_share(group, other) for other in self._groups if other is not group)
+
+    def earlier(self, group: WorkerGroup) -> list[Call]:
+        """The calls after whose end a group's next call has its turn, in the order in which they were made.
+
+        Calls that those wait for in turn are among them, so that what fails can be told whoever waits.
+        """
+        with self.lock:
+            self._calls = [call for call in self._calls if not call.ended()]
+            before = [call for call in self._calls if call.group is not group and _share(group, call.group)]
+            needed = {id(each) for call in before for each in (call, *call.earlier)}
+            return [call for call in self._calls if id(call) in needed]
+
+    def add(self, call: Call) -> None:
+        """A call was made."""
+        with self.lock:
+            self._calls.append(call)
+
+
+def _devices(group: WorkerGroup) -> set[Device]:
+    return {bundle.device for bundle in group.pool.bundles}
+
+
+def _share(one: WorkerGroup, other: WorkerGroup) -> bool:
+    return not _devices(one).isdisjoint(_devices(other))
+
+
+turns = Turns()
+"""Those of this process."""
