@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,10 @@ def check_recipe(recipe: Recipe) -> None:
 
     spec = attempt(initial_spec, recipe)
     attempt(check_checkpoints, recipe, spec)
+    specs = {"actor": spec} | {role: attempt(check_model, recipe, role, spec) for role in recipe.models}
     devices = attempt(local_devices, recipe)
     if devices is not None:
-        attempt(check_layouts, recipe, devices, spec)
-    for role in recipe.models:
-        attempt(check_model, recipe, role, spec)
+        attempt(check_layouts, recipe, devices, specs)
     if spec is not None:
         if recipe.model.path is not None:
             attempt(check_weights, spec, recipe.model.path)
@@ -76,8 +75,13 @@ def local_devices(recipe: Recipe) -> dict[str, tuple[Device, ...]] | None:
     return pool_devices(roles, pools, [Node("this machine", gpus=platform.gpus, cpu_slots=slots)])
 
 
-def check_layouts(recipe: Recipe, devices: dict[str, tuple[Device, ...]], spec: ModelSpec | None) -> None:
+def check_layouts(
+    recipe: Recipe, devices: dict[str, tuple[Device, ...]], specs: Mapping[str, ModelSpec | None]
+) -> None:
     """Every role's layout against its devices and its model.
+
+    Args:
+        specs: the model of each role, where it is known.
 
     Raises:
         UserError: sizes that do not divide the devices or the model, or a rollout role of another number of devices.
@@ -86,8 +90,8 @@ def check_layouts(recipe: Recipe, devices: dict[str, tuple[Device, ...]], spec: 
     for role in sorted(devices.keys() - {"rollout", "reward"}):
         try:
             layouts[role] = recipe.train_config(role).layout.layout(len(devices[role]))
-            if (model := role_spec(recipe, role) if role in recipe.models else spec) is not None:
-                model.check_layout(layouts[role])
+            if (spec := specs[role]) is not None:
+                spec.check_layout(layouts[role])
         except UserError as error:
             own = role in recipe.models and recipe.models[role].train is not None
             raise UserError(f"{f'{role}.' if own else ''}train.layout on placement.{role}: {error}") from None
@@ -100,26 +104,20 @@ def check_layouts(recipe: Recipe, devices: dict[str, tuple[Device, ...]], spec: 
     check_batch_sizes(recipe, engines=engines.dp, replicas=max(layout.dp for layout in layouts.values()))
 
 
-def role_spec(recipe: Recipe, role: str) -> ModelSpec:
-    """The model of a role beside the actor, from its configuration alone."""
-    value_head = role != "reference"
-    path = recipe.models[role].path
-    if path is not None:
-        return load_model_spec(path, value_head=value_head)
-    return dataclasses.replace(initial_spec(recipe), value_head=value_head)
-
-
-def check_model(recipe: Recipe, role: str, actor: ModelSpec | None) -> None:
+def check_model(recipe: Recipe, role: str, actor: ModelSpec | None) -> ModelSpec | None:
     """The model of a role beside the actor: its files, and whether it reads the actor's tokens.
+
+    Returns:
+        The model; None if it begins with the actor's, which is unknown.
 
     Raises:
         UserError: naming the setting.
     """
-    path = recipe.models[role].path
+    path, value_head = recipe.models[role].path, role != "reference"
     if path is None:
-        return
+        return dataclasses.replace(actor, value_head=value_head) if actor is not None else None
     try:
-        spec = role_spec(recipe, role)
+        spec = load_model_spec(path, value_head=value_head)
         check_weights(spec, path)
     except UserError as error:
         raise UserError(f"{role}.path: {error}") from None
@@ -128,6 +126,7 @@ def check_model(recipe: Recipe, role: str, actor: ModelSpec | None) -> None:
             f"{role}.path: {path} has a vocab_size of {spec.vocab_size} and the actor one of {actor.vocab_size}; "
             "expected at least as many, of the same tokenizer"
         )
+    return spec
 
 
 def check_reward_devices(count: int) -> None:

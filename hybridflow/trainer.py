@@ -19,9 +19,10 @@ from hybridflow.metrics import Metrics, Timer
 from hybridflow.phase_file import PhaseFile
 from hybridflow.resume import inexact_because
 from hybridflow.roles.group import Roles, start_roles, wait_for
-from hybridflow.run import EXPORT, WEIGHTS, Run, move_aside, prepare
+from hybridflow.run import EXPORT, TIMELINE, WEIGHTS, Run, move_aside, prepare
 from hybridflow.run_state import RandomState, RunState
 from hybridflow.step import Machinery, Step
+from hybridflow.timeline import timeline
 from hybridflow.warmup import warm_up
 from hybridflow.weight_sync import WeightSync
 
@@ -65,7 +66,10 @@ def train_steps(recipe: Recipe, run: Run, sinks: Metrics, phases: PhaseFile) -> 
             roles.actor, roles.rollout, initial_spec(recipe), recipe.rollout, run.directory / WEIGHTS
         ) as weights,
     ):
-        return Trainer(recipe, run, roles, weights, sinks, checkpoints, phases).run()
+        try:
+            return Trainer(recipe, run, roles, weights, sinks, checkpoints, phases).run()
+        finally:
+            timeline.write(run.directory / TIMELINE)
 
 
 def export_finished(recipe: Recipe, run: Run) -> None:

@@ -37,7 +37,7 @@ class PolicyWorker(ModelWorker):
             self._sender.publish(self._publish)
         return libraries
 
-    @register(THREE_D_PROTO)
+    @register(THREE_D_PROTO, exclusive=True)
     def logprobs(self, batch: RolloutBatch, *, temperature: float) -> Tensor | None:
         """(B, S') float32 log-probs of the response tokens, 0 on padding."""
         outputs = self._engine.logprobs(to_sequences(batch), temperature=temperature)
@@ -45,7 +45,7 @@ class PolicyWorker(ModelWorker):
             return None
         return to_response_column(batch, outputs.logprobs)
 
-    @register(THREE_D_PROTO)
+    @register(THREE_D_PROTO, exclusive=True)
     def update(
         self, batch: RolloutBatch, *, algorithm: AlgorithmConfig, temperature: float, whitening: Moments | None = None
     ) -> Update:
@@ -77,7 +77,7 @@ class PolicyWorker(ModelWorker):
             guard = UpdateGuard(_policy_kl, KLGuard(algorithm.kl_guard).trips)
         return self._update(sequences, loss, temperature=temperature, with_entropy=True, guard=guard)
 
-    @register(THREE_D_PROTO)
+    @register(THREE_D_PROTO, exclusive=True)
     def supervise(self, batch: RolloutBatch) -> Update:
         """One optimizer step towards the responses of a mini-batch with weights."""
         assert batch.weights is not None

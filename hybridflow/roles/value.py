@@ -36,7 +36,7 @@ class ValueWorker(ModelWorker):
 
     _value_head: ClassVar[bool] = True
 
-    @register(THREE_D_PROTO)
+    @register(THREE_D_PROTO, exclusive=True)
     def values(self, batch: RolloutBatch) -> Tensor | None:
         """(B, S') float32 values of the states in which the response tokens were chosen, 0 on padding.
 
@@ -47,7 +47,7 @@ class ValueWorker(ModelWorker):
             return None
         return to_response_column(batch, outputs.values)
 
-    @register(THREE_D_PROTO)
+    @register(THREE_D_PROTO, exclusive=True)
     def score(self, batch: RolloutBatch) -> Columns | None:
         """Fact `score`, (b,) float32: what the head says at the last token of the response, having read all of it."""
         outputs = self._engine.values(to_sequences(batch))
@@ -55,7 +55,7 @@ class ValueWorker(ModelWorker):
             return None
         return Columns(facts={"score": outputs.scores})
 
-    @register(THREE_D_PROTO)
+    @register(THREE_D_PROTO, exclusive=True)
     def update_values(self, batch: RolloutBatch, *, algorithm: AlgorithmConfig, kind: ValueKind) -> Update:
         """One optimizer step towards the returns.
 

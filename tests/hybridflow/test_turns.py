@@ -110,11 +110,11 @@ def test_a_turn_ends_with_its_call_however_that_ends_and_the_cause_is_told(group
     started = time.monotonic()
     dies = groups["dies"].die_on(1)  # its rank 0 goes on
     waits = groups["second_reward"].compute(batch, factor=2)
-    with pytest.raises(RankError, match="^dies rank 1, die_on: the process died"):
+    with pytest.raises(RankError, match=r"^dies rank 1, die_on: the process died"):
         waits.result()
     assert time.monotonic() - started < 20
     assert torch.equal(waits.result(), batch.fetch().generated_ids * 2)  # it was its turn then
-    with pytest.raises(RankError, match="^dies rank 1, die_on: the process died"):
+    with pytest.raises(RankError, match=r"^dies rank 1, die_on: the process died"):
         dies.wait()
 
     hangs = groups["hangs"].hang()
