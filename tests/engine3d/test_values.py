@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
+from engine3d.models import load_model_spec
 from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
 from engine3d.training.sequences import Sequences
 from tests.engine3d import tiny_models
@@ -121,12 +122,13 @@ def run_case(root: Path, case: Case) -> Seen:
 
 def run_all(root: Path) -> tuple[list[Seen], str]:
     """All cases, and what is said of a frozen model without a head."""
+    from engine3d.training import parallel
     from engine3d.training.engine import TrainEngine
 
-    seen = [run_case(root, case) for case in CASES]
     with pytest.raises(UserError) as error:
         TrainEngine(root / "language", TrainConfig(dtype="float32"), Layout(pp=2), value_head=True, trainable=False)
-    return seen, str(error.value)
+    parallel.release()
+    return [run_case(root, case) for case in CASES], str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +204,7 @@ def test_updates_are_alike_on_every_layout_and_exported(root: Path, found: list[
         kind = "tokens" if case.model == "tokens" else "sequences"
         values, scores, _ = by_transformers(kind, export_of(root, case))
         assert scores.std() > 0.01
+        assert load_model_spec(export_of(root, case), value_head=True).value_bias == (kind == "tokens")
         check_outputs(ranks, 1, values, scores, atol=1e-3)
         if case.model == "sequences":
             assert [rank.norms for rank in ranks] == [pytest.approx(first.norms, rel=1e-3)] * 2, case
