@@ -4,87 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from engine3d.checkpoint.manifest import (
-    Manifest,
-    RoleFacts,
-    file_entry,
-    find_checkpoints,
-    read_manifest,
-    step_directory,
-    write_manifest,
-)
+from engine3d.checkpoint.manifest import file_entry, find_checkpoints, read_manifest, write_manifest
 from engine3d.errors import UserError
-from hybridflow.algorithms.config import AlgorithmConfig
 from hybridflow.check import check_recipe
 from hybridflow.checkpoints import Checkpoints
-from hybridflow.config import Recipe, load_recipe
-from hybridflow.contradictions import check_accepted, input_checksums
+from hybridflow.config import Recipe
 from hybridflow.initial_model import create_model
 from hybridflow.metrics import Metrics
 from hybridflow.resume import find_resumption, inexact_because
 from hybridflow.run import prepare
-from hybridflow.run_state import RandomState, RunState
-
-DEMO = Path(__file__).parents[2] / "launch/recipes/demo.yaml"
-SMALL = ("data.arithmetic.train_size=64", "trainer.eval_prompts=16", "checkpoint.save_interval=1")
-
-
-def a_recipe(directory: Path, *overrides: str) -> Recipe:
-    return load_recipe(DEMO, [f"run_dir={directory}", "name=small", *SMALL, *overrides])
-
-
-def make_checkpoint(
-    recipe: Recipe,
-    step: int,
-    root: Path | None = None,
-    run: str = "first",
-    model: Path | None = None,
-    roles: tuple[str, ...] = ("actor",),
-) -> Path:
-    """A whole checkpoint as a run of the recipe makes it, but for the state of its roles."""
-    directory = step_directory(root or recipe.checkpoint_directory, step)
-    directory.mkdir(parents=True)
-    copied = directory / "model"
-    if model is None:
-        create_model(recipe, copied, seed=recipe.seed)
-    else:
-        shutil.copytree(model, copied)
-    (copied / "model.safetensors").unlink()
-    state = RunState(
-        step=step,
-        policy_version=step + 1,
-        samples_drawn=10,
-        sampler={"count": 64, "seed": 1, "position": 8 * step},
-        updates=step,
-        steps_without_update=0,
-        accuracy_before=0.25,
-        accuracy_after=0.5,
-        random=RandomState.capture(),
-        run=run,
-        inputs=input_checksums(recipe),
-    )
-    files = [*state.write(directory), *copied.iterdir()]
-    manifest = Manifest(
-        step=step,
-        created="2026-01-01T00:00:00+00:00",
-        roles={role: RoleFacts("dp=2 ep=2", 2, "float32", role != "actor", 1000, step) for role in roles},
-        recipe=recipe.model_dump(mode="json"),
-        software={},
-        files=tuple(file_entry(directory, path) for path in files),
-    )
-    write_manifest(directory, manifest)
-    return directory
-
-
-def refusal(recipe: Recipe) -> list[str]:
-    with pytest.raises(UserError) as caught:
-        find_resumption(recipe)
-    return str(caught.value).splitlines()
+from tests.hybridflow.resumable import a_recipe, make_checkpoint, refusal
 
 
 def test_auto_takes_the_newest_whole_one_and_says_what_it_skipped(tmp_path: Path) -> None:
@@ -213,77 +146,6 @@ def test_another_run_is_refused_unless_the_difference_is_accepted(tmp_path: Path
         assert found is not None
     others = "checkpoint.accept=[tokenizer, data.source, model.config.head_dim, model.create.dtype]"
     assert refusal(a_recipe(tmp_path, "resume=auto", override, others))[1:] == [line]
-
-
-def of_algorithm(recipe: Recipe, name: str) -> Recipe:
-    return recipe.model_copy(update={"algorithm": AlgorithmConfig.model_validate({"name": name})})
-
-
-ROLES = {
-    "grpo": ("actor",),
-    "ppo": ("actor", "critic"),
-    "safe_rlhf": ("actor", "critic", "cost_critic"),
-}
-
-
-@pytest.mark.parametrize("name", ROLES)
-def test_a_checkpoint_of_all_trained_roles_is_taken(tmp_path: Path, name: str) -> None:
-    recipe = of_algorithm(a_recipe(tmp_path), name)
-    assert recipe.trained_roles == ROLES[name]
-    checkpoint = make_checkpoint(recipe, 2, roles=ROLES[name])
-    found, notes = find_resumption(of_algorithm(a_recipe(tmp_path, "resume=auto"), name))
-    assert found is not None and notes == [f"resume: after step 2, from {checkpoint}"]
-    assert [found.role(role) for role in ROLES[name]] == [checkpoint / role for role in ROLES[name]]
-
-
-@pytest.mark.parametrize(
-    ("name", "saved", "reason"),
-    [
-        ("ppo", ("actor",), "has no critic, only actor; algorithm.name=ppo trains actor, critic"),
-        ("ppo", ("critic",), "has no actor, only critic; algorithm.name=ppo trains actor, critic"),
-        (
-            "safe_rlhf",
-            ("actor",),
-            "has no critic and no cost_critic, only actor; algorithm.name=safe_rlhf trains actor, critic, cost_critic",
-        ),
-        ("grpo", (), "has no actor, only no role at all; algorithm.name=grpo trains actor"),
-    ],
-)
-def test_a_role_that_a_checkpoint_lacks_is_named(
-    tmp_path: Path, name: str, saved: tuple[str, ...], reason: str
-) -> None:
-    checkpoint = make_checkpoint(a_recipe(tmp_path), 2, roles=saved)
-    accepting = a_recipe(tmp_path, "resume=auto", "checkpoint.accept=[roles]")
-    assert refusal(of_algorithm(accepting, name)) == [f"resume: {checkpoint} {reason}"]
-
-
-def test_a_role_that_is_no_longer_trained_is_refused_unless_it_is_accepted(tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(of_algorithm(a_recipe(tmp_path), "safe_rlhf"), 2, roles=ROLES["safe_rlhf"])
-    lines = {role: f"roles.{role}: trained in the checkpoint, not trained in the recipe" for role in ROLES["safe_rlhf"]}
-    heading = f"resume: {checkpoint} is of another run than this recipe; checkpoint.accept takes what may differ"
-    assert refusal(a_recipe(tmp_path, "resume=auto")) == [heading, lines["critic"], lines["cost_critic"]]
-    assert refusal(of_algorithm(a_recipe(tmp_path, "resume=auto"), "ppo")) == [heading, lines["cost_critic"]]
-    accepting = a_recipe(tmp_path, "resume=auto", "checkpoint.accept=[roles.cost_critic]")
-    check_accepted(accepting)
-    assert refusal(accepting) == [heading, lines["critic"]]
-    assert find_resumption(of_algorithm(accepting, "ppo"))[0] is not None
-    accepting = a_recipe(tmp_path, "resume=auto", "checkpoint.accept=[roles]")
-    check_accepted(accepting)
-    assert find_resumption(accepting)[0] is not None
-
-
-@pytest.mark.parametrize(
-    ("role", "found", "expected"), [("actor", "a value head", "logits"), ("critic", "logits", "a value head")]
-)
-def test_a_role_that_ends_otherwise_is_named(tmp_path: Path, role: str, found: str, expected: str) -> None:
-    recipe = of_algorithm(a_recipe(tmp_path), "ppo")
-    checkpoint = make_checkpoint(recipe, 2, roles=ROLES["ppo"])
-    manifest = read_manifest(checkpoint)
-    facts = manifest.roles[role]
-    changed = manifest.roles | {role: dataclasses.replace(facts, value_head=not facts.value_head)}
-    write_manifest(checkpoint, dataclasses.replace(manifest, roles=changed))
-    resuming = of_algorithm(a_recipe(tmp_path, "resume=auto"), "ppo")
-    assert refusal(resuming) == [f"resume: {checkpoint}: the {role} ends in {found}, expected {expected}"]
 
 
 def test_a_checkpoint_of_format_1_is_read(tmp_path: Path) -> None:
