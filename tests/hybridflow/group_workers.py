@@ -160,9 +160,7 @@ class Computing:
 def _reversed_replicas(grid: Grid, arguments: Arguments) -> list[Arguments]:
     """The first rows to the last replica."""
     parts = [split(value, grid.layout.dp)[::-1] for value in arguments.positional]
-    return [
-        Arguments(tuple(part[place.dp] for part in parts), arguments.keyword) for _, place in grid.layout.ranks()
-    ]
+    return [Arguments(tuple(part[place.dp] for part in parts), arguments.keyword) for _, place in grid.layout.ranks()]
 
 
 def _second_of_first_stages(grid: Grid) -> list[int]:
