@@ -206,6 +206,10 @@ class ModelWorker:
         """Write the weights as a HuggingFace directory; every rank writes its own part."""
         self._engine.export(directory)
 
+    def give_back(self) -> None:
+        """Give device memory that is only cached to others that compute there."""
+        platform.empty_cache()
+
     def shutdown(self) -> None:
         """Leave the process groups."""
         from engine3d.training import parallel
