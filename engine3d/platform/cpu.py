@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,19 @@ from engine3d.platform.interface import DeviceMemory, Platform
 from engine3d.platform.memory_handles import MemoryHandle
 from engine3d.platform.wire import Wire
 
+_FOR_GPUS = ("flash_attn", "flashinfer", "cutlass", "quack")
+"""Kernels that run on no CPU. Megatron-Core and SGLang import them where they are installed, which takes seconds of each
+process; where they cannot be imported, both do without."""
+
 
 class CpuPlatform(Platform):
     device_type = "cpu"
     collective_backend = "gloo"
     collectives_are_bound = False
+
+    def __init__(self) -> None:
+        for name in _FOR_GPUS:
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
     @property
     def gpus(self) -> int:

@@ -13,8 +13,9 @@ def arithmetic(generated_texts: Sequence[str], *, answers: Sequence[str]) -> lis
     return [float(text.strip() == answer.strip()) for text, answer in zip(generated_texts, answers, strict=True)]
 
 
-def length(generated_texts: Sequence[str]) -> list[float]:
-    """The number of characters of each text: a cost for responses that are to be short. One float a text."""
+def length(generated_texts: Sequence[str], *, answers: Sequence[str]) -> list[float]:
+    """The number of characters of each text, whatever the answer: a cost where responses are to be short."""
+    del answers
     return [float(len(text)) for text in generated_texts]
 
 

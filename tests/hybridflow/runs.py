@@ -10,6 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
+DEMO = str(ROOT / "launch/recipes/demo.yaml")
 SMALL = [
     "name=small",
     "warmup.steps=2",
@@ -22,14 +23,18 @@ SMALL = [
 ]
 
 
-def command(directory: Path, *overrides: str) -> list[str]:
-    recipe = [str(ROOT / "launch/recipes/demo.yaml"), f"run_dir={directory}", *SMALL, *overrides]
-    return [sys.executable, "-m", "hybridflow.cli", "train", *recipe]
+def command(directory: Path, *overrides: str, recipe: str = DEMO) -> list[str]:
+    arguments = [recipe, f"run_dir={directory}", *SMALL, *overrides]
+    return [sys.executable, "-m", "hybridflow.cli", "train", *arguments]
 
 
 def run(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return run_recipe(DEMO, directory, *overrides)
+
+
+def run_recipe(recipe: str, directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(directory, *overrides),
+        command(directory, *overrides, recipe=recipe),
         capture_output=True,
         text=True,
         timeout=400,

@@ -1,0 +1,118 @@
+"""Whole steps of the algorithms with critics, on declared placements."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine3d.models import initialise_random, model_spec
+from hybridflow.config import load_recipe
+from hybridflow.run import TIMELINE
+from tests.hybridflow.runs import ROOT, records, run_recipe
+
+pytestmark = pytest.mark.processes
+
+PLACEMENTS = {
+    "colocate": ["placement.pools.all=cpu:0"],
+    "split": ["placement.pools={policy: cpu:0, judges: cpu:1}"],
+    "standalone": ["placement.pools={actor: cpu:0, reference: cpu:1, critic: cpu:2, rollout: cpu:3}"],
+}
+ONE_RANK = ["train.layout.ep=1", "critic.train.layout.ep=1"]
+FEW = ["algorithm.critic_warmup_steps=1", "trainer.steps=3", "rollout.samples_per_prompt=2"]
+RECIPES = ROOT / "launch/recipes"
+
+
+def spans(directory: Path) -> list[tuple[str, str, float, float]]:
+    """Role, method, begin and end in seconds of every call on every rank."""
+    events = json.loads((directory / TIMELINE).read_text())["traceEvents"]
+    roles = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    return [
+        (roles[event["pid"]], event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+        for event in events
+        if event["ph"] == "X"
+    ]
+
+
+def overlapping(directory: Path, methods: set[str]) -> list[tuple[str, str]]:
+    """The pairs of roles that were at these methods at the same time."""
+    found = [span for span in spans(directory) if span[1] in methods]
+    return [
+        (one[0], other[0])
+        for one, other in itertools.combinations(found, 2)
+        if one[0] != other[0] and one[2] < other[3] and other[2] < one[3]
+    ]
+
+
+COMPUTES = {"generate", "logprobs", "values", "score", "update", "update_values"}
+
+
+def test_ppo_is_the_same_on_every_placement(tmp_path: Path) -> None:
+    """Bit for bit, where the layouts of each role are equal; roles that share devices take turns."""
+    found = {}
+    for name, pools in PLACEMENTS.items():
+        recipe = str(RECIPES / f"placement/{name}.yaml")
+        done = run_recipe(recipe, tmp_path, *pools, *ONE_RANK, *FEW, "trainer.epochs=2", "algorithm.kl_guard=1e-12")
+        assert done.returncode == 0, done.stderr[-3000:]
+        found[name] = records(tmp_path / "small", "sft", "train", "eval")
+        assert "updates would have begun past algorithm.kl_guard=1e-12 and were skipped" in done.stderr
+        together = overlapping(tmp_path / "small", COMPUTES)
+        assert not together or name != "colocate"
+        (tmp_path / "small").rename(tmp_path / name)
+    same = [[_timeless(record) for record in one] for one in found.values()]
+    assert same[0] == same[1] == same[2]
+    first, second, third = (record for record in found["split"] if record["phase"] == "train")
+    assert "train/loss" not in first  # only the critic learns
+    assert first["critic/skipped_updates"] == 0
+    # Of four updates the first starts from the policy that the guard compares with.
+    assert second["train/refused_updates"] == third["train/refused_updates"] == 3
+    # The reference is the model after the warm-up, and the policy is still that in its first update.
+    assert second["train/reference_kl"] < third["train/reference_kl"] or third["train/reference_kl"] != 0
+    assert math.isfinite(third["critic/explained_variance"])
+
+
+def _timeless(record: dict[str, Any]) -> dict[str, Any]:
+    other = ("_ms", "_sec", "_mb", "_bytes")
+    return {name: value for name, value in record.items() if not name.endswith(other) and not name.startswith("sync/")}
+
+
+def test_safe_rlhf_weighs_costs_that_models_and_functions_find(tmp_path: Path) -> None:
+    recipe = load_recipe(RECIPES / "safe_rlhf.yaml")
+    assert recipe.model.create is not None
+    config = recipe.model.create.config | {"architectures": ["Qwen3MoeForSequenceClassification"], "num_labels": 1}
+    scorer = tmp_path / "scorer"
+    initialise_random(model_spec(config, value_head=True), scorer, 3, torch.float32)
+    done = run_recipe(
+        str(RECIPES / "safe_rlhf.yaml"),
+        tmp_path,
+        "placement={actor: cpu:0, rollout: cpu:0}",
+        *ONE_RANK,
+        *FEW,
+        "cost_critic.train.layout.ep=1",
+        f"reward_model={{path: {scorer}, weight: 0.5}}",
+        f"cost_model={{path: {scorer}, weight: 2.0}}",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = records(tmp_path / "small", "train")
+    assert len(steps) == 3
+    for step in steps:
+        assert step["reward/mean"] == pytest.approx(step["reward/arithmetic/mean"] + 0.5 * step["reward/model/mean"])
+        assert step["cost/mean"] == pytest.approx(step["cost/length/mean"] + 2 * step["cost/model/mean"], rel=1e-5)
+        assert step["reward/model/mean"] == pytest.approx(step["cost/model/mean"])
+        assert step["cost_critic/gradient_norm"] > 0
+        assert step["critic/gradient_norm"] > 0
+        assert step["cost_critic/return_mean"] != pytest.approx(step["critic/return_mean"])
+    # lambda <- exp(min(log lambda + lr * lambda * (mean cost - limit), log max)); the step uses the one before.
+    for before, after in itertools.pairwise(steps):
+        old = before["cost/multiplier"]
+        expected = math.exp(math.log(old) + 0.1 * old * (before["cost/mean"] - 2.0))
+        assert after["cost/multiplier"] == pytest.approx(expected, rel=1e-4)
+    roles = {role for role, _, _, _ in spans(tmp_path / "small")}
+    models = {"actor", "reference", "critic", "cost_critic", "reward_model", "cost_model"}
+    assert roles == models | {"rollout", "reward"}
+    assert not overlapping(tmp_path / "small", COMPUTES - {"score"})
