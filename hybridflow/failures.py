@@ -9,7 +9,7 @@ from pathlib import Path
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from engine3d.errors import EngineError, UserError
 from hybridflow.rank_process import Failure
@@ -130,6 +130,8 @@ def _outcome(role: str, rank: int, method: str, status: ray.ObjectRef, actor: Ac
         if error.actor_id is not None and error.actor_id != actor._actor_id.hex():
             return failed("broken pipe: the process that was to make its input died")
         return failed(_death(error))
+    except OutOfMemoryError:
+        return failed(_OUT_OF_MEMORY)
     except RayTaskError as error:
         return failed(" ".join(f"{type(error.cause).__name__}: {error.cause}".split()))
     except RayError as error:
@@ -138,13 +140,14 @@ def _outcome(role: str, rank: int, method: str, status: ray.ObjectRef, actor: Ac
 
 
 _DIED = "the process died"
+_OUT_OF_MEMORY = f"{_DIED}: Ray ended it because the machine was running out of memory"
 _ENGINE_DIED = "EngineError: rollout engine died"  # whatever its last words were
 
 
 def _death(error: RayActorError) -> str:
-    text = str(error)
-    if "memory" in text.lower() and "oom" in text.lower():
-        return f"{_DIED}: killed because the machine ran out of memory"
+    # Not "OOM", which Ray names among the possible causes of any death.
+    if "low on memory" in str(error):
+        return _OUT_OF_MEMORY
     return f"{_DIED} without a word, as by a signal, a crash or a lack of memory"
 
 

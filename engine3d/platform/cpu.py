@@ -20,8 +20,8 @@ from engine3d.platform.memory_handles import MemoryHandle
 from engine3d.platform.wire import Wire
 
 _FOR_GPUS = ("flash_attn", "flashinfer", "cutlass", "quack")
-"""Kernels that run on no CPU. Megatron-Core and SGLang import them where they are installed, which takes seconds of each
-process; where they cannot be imported, both do without."""
+"""Kernels that run on no CPU. Megatron-Core and SGLang import them where they are installed, which takes seconds of
+each process; where they cannot be imported, both do without."""
 
 
 class CpuPlatform(Platform):

@@ -25,6 +25,11 @@ PLACEMENTS = {
 }
 ONE_RANK = ["train.layout.ep=1", "critic.train.layout.ep=1"]
 FEW = ["algorithm.critic_warmup_steps=1", "trainer.steps=3", "rollout.samples_per_prompt=2"]
+GUARDED = [
+    "trainer.epochs=2",
+    "algorithm.kl_guard=1e-12",
+    "reward.functions=[{name: length, path: length}]",  # not the same for all responses of a policy that knows nothing
+]
 RECIPES = ROOT / "launch/recipes"
 
 
@@ -57,7 +62,7 @@ def test_ppo_is_the_same_on_every_placement(tmp_path: Path) -> None:
     found = {}
     for name, pools in PLACEMENTS.items():
         recipe = str(RECIPES / f"placement/{name}.yaml")
-        done = run_recipe(recipe, tmp_path, *pools, *ONE_RANK, *FEW, "trainer.epochs=2", "algorithm.kl_guard=1e-12")
+        done = run_recipe(recipe, tmp_path, *pools, *ONE_RANK, *FEW, *GUARDED)
         assert done.returncode == 0, done.stderr[-3000:]
         found[name] = records(tmp_path / "small", "sft", "train", "eval")
         assert "updates would have begun past algorithm.kl_guard=1e-12 and were skipped" in done.stderr

@@ -143,7 +143,7 @@ def test_a_user_error_stays_one_and_outranks_a_lost_neighbour(failing: WorkerGro
 
 def test_a_killed_rank_is_the_cause_not_its_neighbours_gloo_error(failing: WorkerGroup) -> None:
     processes = processes_of(failing)
-    with pytest.raises(RankError, match="critic rank 1, die_on: the process died"):
+    with pytest.raises(RankError, match="critic rank 1, die_on: the process died without a word"):
         failing.die_on(1).result()
     assert all_gone(processes)
 
