@@ -98,7 +98,7 @@ def start_ray(*, cpu_slots: int = 0, address: str | None = None, object_store_by
     # What a killed worker had started (SGLang's own processes) is killed with it.
     os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
     # Bounds Ray's own start, in seconds.
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "60")
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         if address:
