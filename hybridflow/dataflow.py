@@ -12,7 +12,7 @@ A stage without inputs is a source, and makes its data from the number of the st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,6 @@ from hybridflow.placement import ResourcePool
 from hybridflow.protocols import registrations
 from hybridflow.stage_worker import StageWorker
 from hybridflow.worker_group import WorkerGroup
-
-_LOOK_S = 1.0  # at stages that run, while others wait for them
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,8 +190,7 @@ class DataFlow:
                 calls[stage] = self._call(stage, groups[stage], calls, number)
                 waiting.remove(stage)
             if not ready:
-                running = [status for call in calls.values() if not call.done() for status in call.call.statuses]
-                ray.wait(running, timeout=_LOOK_S)
+                _wait_for_any(calls.values())
         for call in calls.values():
             call.wait()
         taken = {before for inputs in self._inputs.values() for before in inputs}
@@ -226,6 +223,19 @@ def device_maps(stages: list[Stage]) -> dict[str, str]:
         maps[stage.name] = stage.device_mapping or f"cpu:{slot}-{slot + workers - 1}"
         slot += 0 if stage.device_mapping else workers
     return maps
+
+
+def _wait_for_any(calls: Iterable[Future]) -> None:
+    """Wait until one more rank has answered.
+
+    Raises:
+        RankError: none does within the limit of a call.
+    """
+    running = [call for call in calls if not call.done()]
+    statuses = [status for call in running for status in call.call.statuses]
+    _, pending = ray.wait(statuses, num_returns=len(statuses), timeout=0) if statuses else ([], [])
+    if pending and not ray.wait(pending, timeout=running[0].call.group.call_timeout_s)[0]:
+        running[0].wait(0.0)
 
 
 def _group(stage: Stage, pool: ResourcePool) -> WorkerGroup:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -205,7 +204,7 @@ def _linked(directory: Path, linked: Path) -> Path:
     linked.mkdir()
     for path in directory.iterdir():
         if path.name not in _TOKENIZER_FILES and path.is_file():
-            os.symlink(path.resolve(), linked / path.name)
+            (linked / path.name).symlink_to(path.resolve())
     return linked
 
 
