@@ -128,29 +128,15 @@ class PPOTrainer:
             EngineError: a role failed.
         """
         trainer = self._started()
-        whole = next((made for made in self._made if made.batch is rollouts), None)
-        greedy = None
-        if whole is not None:
-            samples, whitening = whole.step.samples, whole.step.moments
-        else:
-            given = self._to_learn(rollouts)
-            samples, whitening = RemoteBatch.of(given), self._moments(given)
-            baselines = [made.step.greedy for made in self._made if made.step.greedy is not None]
-            greedy = RemoteBatch.concatenate(baselines) if baselines else None
         step = trainer.next_step(GivenStep, trainer.steps_done + 1)
-        step.samples, step.greedy = samples, greedy
-        for made in self._made:
-            step.values |= made.step.values
-
-        def learn(step: Step) -> None:
-            if whole is None and given.advantages is None:
-                trainer.dataflow(step)
-            else:
-                step.update(samples, whiten=whitening)
-
-        trainer.learn(step, learn)
-        trainer.save(step.number)
-        self._made.clear()
+        whole = next((made for made in self._made if made.batch is rollouts), None)
+        if whole is not None:
+            self._learn(step, whole.step.samples, whole.step.moments)
+        else:
+            given = to_learn(rollouts, [made.batch for made in self._made], least=step.least_samples)
+            baselines = [made.step.greedy for made in self._made if made.step.greedy is not None]
+            step.greedy = RemoteBatch.concatenate(baselines) if baselines else None
+            self._learn(step, RemoteBatch.of(given), self._moments(given), estimate=given.advantages is None)
         assert rollouts.rewards is not None
         return step.values | {"reward": float(rollouts.rewards.mean())}
 
@@ -209,24 +195,17 @@ class PPOTrainer:
         assert self._trainer is not None
         return self._trainer
 
-    def _to_learn(self, rollouts: RolloutBatch) -> RolloutBatch:
-        """Samples that are not a whole rollout; without advantages where these have to be estimated anew."""
-        if not isinstance(rollouts, RolloutBatch):
-            raise UserError(f"update: a {type(rollouts).__name__}, expected the rollouts that rollout() returned")
-        if rollouts.rewards is None:
-            raise UserError("update: rollouts without rewards, expected replace(rewards=...) on them first")
-        before = _rows_of([made.batch for made in self._made], rollouts)
-        least = self._started().next_step(Step, self._started().steps_done + 1).least_samples
-        if len(rollouts) < least:
-            raise UserError(
-                f"update: {len(rollouts)} samples, expected at least {least}, one for each data-parallel rank and "
-                "mini-batch"
-            )
-        if rollouts.advantages is not None and not (
-            not torch.equal(rollouts.rewards, before.rewards) and _same(rollouts.advantages, before.advantages)
-        ):
-            return rollouts
-        return rollouts.replace(advantages=None, returns=None, cost_returns=None)
+    def _learn(
+        self, step: GivenStep, samples: RemoteBatch, whitening: Moments | None, *, estimate: bool = False
+    ) -> None:
+        """The updates, and the new weights to the engines."""
+        trainer = self._started()
+        for made in self._made:
+            step.values |= made.step.values
+        step.samples = samples
+        trainer.learn(step, trainer.dataflow if estimate else lambda step: step.update(samples, whiten=whitening))
+        trainer.save(step.number)
+        self._made.clear()
 
     def _moments(self, given: RolloutBatch) -> Moments | None:
         """By which given advantages are whitened, where the algorithm does so."""
@@ -235,12 +214,39 @@ class PPOTrainer:
         return moments(given.advantages, given.response_mask)
 
 
-def _rows_of(batches: Sequence[RolloutBatch], rollouts: RolloutBatch) -> RolloutBatch:
-    """The samples of `rollouts` as they were rolled out.
+def to_learn(rollouts: RolloutBatch, batches: Sequence[RolloutBatch], *, least: int) -> RolloutBatch:
+    """What to learn from where it is not a rollout as it was.
+
+    Args:
+        rollouts: some samples of `batches`, perhaps with other rewards or advantages.
+        batches: the rollouts since the last update.
+        least: samples that an update needs.
+
+    Returns:
+        The same samples; without advantages and returns where these are to be estimated anew, from rewards that are
+        others than those of the advantages.
 
     Raises:
-        UserError: one was not.
+        UserError: no rollouts, samples without rewards or of no rollout, or too few.
     """
+    if not isinstance(rollouts, RolloutBatch):
+        raise UserError(f"update: a {type(rollouts).__name__}, expected the rollouts that rollout() returned")
+    if rollouts.rewards is None:
+        raise UserError("update: rollouts without rewards, expected replace(rewards=...) on them first")
+    if len(rollouts) < least:
+        raise UserError(
+            f"update: {len(rollouts)} samples, expected at least {least}, one for each data-parallel rank and mini-batch"
+        )
+    before = _as_rolled_out(rollouts, batches)
+    if rollouts.advantages is not None:
+        rewarded_anew = not torch.equal(rollouts.rewards, before.rewards)  # type: ignore[arg-type]
+        if not rewarded_anew or not _same(rollouts.advantages, before.advantages):
+            return rollouts
+    return rollouts.replace(advantages=None, returns=None)
+
+
+def _as_rolled_out(rollouts: RolloutBatch, batches: Sequence[RolloutBatch]) -> RolloutBatch:
+    """The samples of `rollouts` as they were at first."""
     ids = [sample for batch in batches for sample in batch.sample_ids.tolist()]
     place = {sample: row for row, sample in enumerate(ids)}
     unknown = [sample for sample in rollouts.sample_ids.tolist() if sample not in place]

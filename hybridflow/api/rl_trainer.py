@@ -116,12 +116,14 @@ def checked_recipe(config: PPOConfig, given: Given) -> Recipe:
 
     Raises:
         SettingsError: one line for everything that is wrong.
-        UserError: a run of this process is going on.
+        UserError: Ray is running in this process.
     """
     import ray
 
     if ray.is_initialized():
-        raise UserError("a run of this process is going on, expected it to be closed first")
+        raise UserError(
+            "Ray is running in this process, for another trainer or by ray.init(), expected it to be shut down"
+        )
     recipe = make_recipe(config, given, gpus=platform.gpus)
     check_recipe(recipe)
     return recipe

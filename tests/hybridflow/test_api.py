@@ -14,12 +14,15 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 import hybridflow
 from engine3d.errors import UserError
 from hybridflow import PPOConfig, PPOTrainer, RLTrainer, TrainerConfig, get_ppo_config
 from hybridflow.api.inputs import InputFiles, Sources, importable_path
+from hybridflow.api.ppo_trainer import to_learn
 from hybridflow.api.recipes import Given, make_recipe, run_directory
+from hybridflow.batch import RolloutBatch
 from hybridflow.config import Recipe, load_recipe
 from hybridflow.rewards.builtin import length
 from hybridflow.rewards.config import RewardConfig
@@ -348,6 +351,58 @@ def test_a_loaded_model_and_a_tokenizer_of_its_own_become_one_directory(tmp_path
         assert written == (tmp_path / "bare" / "model.safetensors").read_bytes()
         files.close()
     assert not (tmp_path / "bare" / "tokenizer_config.json").exists()
+
+
+# What to learn from
+
+
+def rolled_out(first_sample: int, lengths: list[int]) -> RolloutBatch:
+    """Responses of these lengths with rewards and advantages that tell samples apart."""
+    count = len(lengths)
+    batch = RolloutBatch.from_generations(
+        prompts=[[5, 6]] * count,
+        responses=[[7] * length for length in lengths],
+        logprobs=[[-1.0] * length for length in lengths],
+        sample_ids=range(first_sample, first_sample + count),
+        group_ids=range(count),
+        prompt_indices=range(count),
+        policy_versions=[1] * count,
+        finish_reasons=["stop"] * count,
+        pad_token_id=0,
+    )
+    rewards = torch.arange(first_sample, first_sample + count).float()
+    advantages = (10 * rewards)[:, None] * batch.response_mask
+    return batch.replace(rewards=rewards, advantages=advantages, returns=advantages)
+
+
+def test_advantages_are_estimated_anew_only_where_rewards_alone_were_changed() -> None:
+    batches = [rolled_out(0, [2, 3]), rolled_out(2, [5, 1])]
+    some = RolloutBatch.concatenate(batches).select([3, 0])
+    narrow = RolloutBatch.concatenate([batches[0].select([1]), batches[0].select([0])])
+    for kept in (some, narrow, batches[0].select([0])):
+        assert to_learn(kept, batches, least=1) is kept
+    rewarded = some.replace(rewards=some.rewards + 1)
+    learned = to_learn(rewarded, batches, least=1)
+    assert learned.advantages is None
+    assert learned.returns is None
+    assert torch.equal(learned.rewards, rewarded.rewards)
+    both = rewarded.replace(advantages=2 * some.advantages)
+    assert to_learn(both, batches, least=1) is both
+    assert to_learn(some.replace(advantages=None), batches, least=1).returns is None
+    rewarded_narrow = narrow.replace(rewards=narrow.rewards + 1)
+    assert to_learn(rewarded_narrow, batches, least=1).advantages is None
+
+
+def test_rollouts_that_make_no_sense_give_one_line() -> None:
+    batches = [rolled_out(0, [2, 3])]
+    [batch] = batches
+    for given, line in [
+        ([1, 2], "update: a list, expected the rollouts that rollout() returned"),
+        (batch.replace(rewards=None), "update: rollouts without rewards, expected replace(rewards=...) on them first"),
+        (batch.select([0]), "update: 1 samples, expected at least 2, one for each data-parallel rank and mini-batch"),
+        (rolled_out(1, [2, 3]), "update: sample 2 is of no rollout() since the last update, expected only such"),
+    ]:
+        assert refusal(lambda given=given: to_learn(given, batches, least=2)) == line
 
 
 # The page
