@@ -24,7 +24,6 @@ from hybridflow.metrics import Metrics
 from hybridflow.phase_file import PhaseFile
 from hybridflow.remote_batch import RemoteBatch
 from hybridflow.run import prepare
-from hybridflow.step import Step
 from hybridflow.trainer import Trainer, start_trainer
 
 
@@ -235,7 +234,8 @@ def to_learn(rollouts: RolloutBatch, batches: Sequence[RolloutBatch], *, least: 
         raise UserError("update: rollouts without rewards, expected replace(rewards=...) on them first")
     if len(rollouts) < least:
         raise UserError(
-            f"update: {len(rollouts)} samples, expected at least {least}, one for each data-parallel rank and mini-batch"
+            f"update: {len(rollouts)} samples, expected at least {least}, one for each data-parallel rank of each "
+            "mini-batch"
         )
     before = _as_rolled_out(rollouts, batches)
     if rollouts.advantages is not None:

@@ -399,7 +399,10 @@ def test_rollouts_that_make_no_sense_give_one_line() -> None:
     for given, line in [
         ([1, 2], "update: a list, expected the rollouts that rollout() returned"),
         (batch.replace(rewards=None), "update: rollouts without rewards, expected replace(rewards=...) on them first"),
-        (batch.select([0]), "update: 1 samples, expected at least 2, one for each data-parallel rank and mini-batch"),
+        (
+            batch.select([0]),
+            "update: 1 samples, expected at least 2, one for each data-parallel rank of each mini-batch",
+        ),
         (rolled_out(1, [2, 3]), "update: sample 2 is of no rollout() since the last update, expected only such"),
     ]:
         assert refusal(lambda given=given: to_learn(given, batches, least=2)) == line
