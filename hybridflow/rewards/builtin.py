@@ -13,7 +13,7 @@ def arithmetic(generated_texts: Sequence[str], *, answers: Sequence[str]) -> lis
     return [float(text.strip() == answer.strip()) for text, answer in zip(generated_texts, answers, strict=True)]
 
 
-def length(generated_texts: Sequence[str]) -> list[float]:
+def length(generated_texts: Sequence[str], *, answers: Sequence[str] = ()) -> list[float]:
     """The number of characters of each text: a cost for responses that are to be short. One float a text."""
     return [float(len(text)) for text in generated_texts]
 
