@@ -316,6 +316,7 @@ def test_any_callable_is_a_reward_with_the_limits_of_a_function(
         assert path is not None
         return path
 
+    assert values("length") == [1.0, 2.0]
     assert values(written(Weighted(3.0))) == [3.0, 0.0]
     assert values(written(functools.partial(length))) == [1.0, 2.0]
     hangs = written(lambda texts: __import__("time").sleep(600))

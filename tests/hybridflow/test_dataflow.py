@@ -62,9 +62,10 @@ def test_stages_get_cpu_slots_of_their_own() -> None:
     stages = [
         Stage(name="a", module=add, num_workers=2),
         Stage(name="b", module=add, device_mapping="cpu:1-2"),
-        Stage(name="c", module=add),
+        Stage(name="c", module=add, num_workers=3),
+        Stage(name="d", module=add),
     ]
-    assert device_maps(stages) == {"a": "cpu:3-4", "b": "cpu:1-2", "c": "cpu:5-5"}
+    assert device_maps(stages) == {"a": "cpu:3-4", "b": "cpu:1-2", "c": "cpu:5-7", "d": "cpu:8-8"}
 
 
 @pytest.mark.processes
