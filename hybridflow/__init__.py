@@ -1,9 +1,59 @@
-"""HybridFlow: reinforcement learning of language models as a dataflow of roles, each with its own parallel layout."""
+"""HybridFlow: reinforcement learning of language models as a dataflow of roles, each with its own parallel layout.
+
+The names of the public API are imported when they are first used: `import hybridflow` alone brings in nothing large.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-import os
+__all__ = [
+    "DataFlow",
+    "PPOConfig",
+    "PPOTrainer",
+    "RLTrainer",
+    "RolloutBatch",
+    "Stage",
+    "TrainerConfig",
+    "__version__",
+    "get_ppo_config",
+    "is_flash_attn_available",
+]
+
+if TYPE_CHECKING:
+    from hybridflow.api.config import PPOConfig, TrainerConfig, get_ppo_config
+    from hybridflow.api.libraries import is_flash_attn_available
+    from hybridflow.api.ppo_trainer import PPOTrainer
+    from hybridflow.api.rl_trainer import RLTrainer
+    from hybridflow.batch import RolloutBatch
+    from hybridflow.dataflow import DataFlow, Stage
+
+_MODULES = {
+    "DataFlow": "hybridflow.dataflow",
+    "PPOConfig": "hybridflow.api.config",
+    "PPOTrainer": "hybridflow.api.ppo_trainer",
+    "RLTrainer": "hybridflow.api.rl_trainer",
+    "RolloutBatch": "hybridflow.batch",
+    "Stage": "hybridflow.dataflow",
+    "TrainerConfig": "hybridflow.api.config",
+    "get_ppo_config": "hybridflow.api.config",
+    "is_flash_attn_available": "hybridflow.api.libraries",
+}
 
 # Read by Ray when it is imported, whichever module does that first. What Ray would print about workers that died is
 # dropped: a `WorkerGroup` says which one it was and why, in one line.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'hybridflow' has no attribute {name!r}; its API is {', '.join(__all__)}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -223,11 +223,15 @@ class Step:
             self._check_enough(len(kept), len(batch), what)
         return batch.with_facts(**{fact: total}).select(kept)
 
-    def _check_enough(self, kept: int, count: int, what: str) -> None:
-        """Whether every data-parallel rank of every role has a sample in each mini-batch."""
+    @property
+    def least_samples(self) -> int:
+        """The fewest of which every data-parallel rank of every role has one in each mini-batch."""
         roles = self.machinery.roles
         replicas = max(group.layout.dp for group in (roles.actor, *roles.models.values()))
-        if kept < (least := self.machinery.recipe.trainer.mini_batches * replicas):
+        return self.machinery.recipe.trainer.mini_batches * replicas
+
+    def _check_enough(self, kept: int, count: int, what: str) -> None:
+        if kept < (least := self.least_samples):
             raise EngineError(
                 f"step {self.number}: {kept} of {count} samples have a {what}, expected at least {least}, one for each "
                 "data-parallel rank and mini-batch"

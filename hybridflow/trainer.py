@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine3d.checkpoint.hf import export_checkpoint
@@ -29,11 +32,22 @@ from hybridflow.weight_sync import WeightSync
 _MOST_STEPS_WITHOUT_UPDATE = 3
 
 
-def train(recipe: Recipe) -> Path:
-    """Run a recipe to its end.
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run.
 
-    Returns:
-        The run's directory.
+    Args:
+        directory: of the run.
+        accuracy_before, accuracy_after: on the held-out prompts, before and after the training steps.
+    """
+
+    directory: Path
+    accuracy_before: float
+    accuracy_after: float
+
+
+def train(recipe: Recipe) -> Outcome:
+    """Run a recipe to its end, and say how much better the model is.
 
     Raises:
         UserError: something that the user can put right.
@@ -52,11 +66,18 @@ def train(recipe: Recipe) -> Path:
             before, after = train_steps(recipe, run, sinks, phases)
     phases.enter("end")
     print(f"held-out accuracy: {before:.3f} -> {after:.3f} ({100 * (after - before):+.1f} points)", flush=True)
-    return run.directory
+    return Outcome(run.directory, before, after)
 
 
 def train_steps(recipe: Recipe, run: Run, sinks: Metrics, phases: PhaseFile) -> tuple[float, float]:
     """Start the roles, train, and end them; the accuracy before and after."""
+    with start_trainer(recipe, run, sinks, phases) as trainer:
+        return trainer.run()
+
+
+@contextmanager
+def start_trainer(recipe: Recipe, run: Run, sinks: Metrics, phases: PhaseFile) -> Iterator[Trainer]:
+    """Start the roles, and end them when the block is left."""
     if recipe.checkpoint.save_interval is not None and (reasons := inexact_because(recipe)):
         print(f"checkpoints: a resumed run may differ from this one by {'; '.join(reasons)}", flush=True)
     with (
@@ -67,7 +88,7 @@ def train_steps(recipe: Recipe, run: Run, sinks: Metrics, phases: PhaseFile) -> 
         ) as weights,
     ):
         try:
-            return Trainer(recipe, run, roles, weights, sinks, checkpoints, phases).run()
+            yield Trainer(recipe, run, roles, weights, sinks, checkpoints, phases)
         finally:
             timeline.write(run.directory / TIMELINE)
 
@@ -115,15 +136,10 @@ class Trainer:
 
     def run(self) -> tuple[float, float]:
         """Warm up and train, or go on; the accuracy on the held-out prompts before and after the training steps."""
-        settings, resumption = self.recipe.trainer, self.facts.resumption
-        self.machinery.phases.enter("start" if resumption is None else "load")
-        wait_for(self.roles, "actor")
-        found: dict[str, str] = self.roles.starting["actor"].result()[0]
-        print("  ".join(f"{name} {version}" for name, version in found.items()), flush=True)
-        if resumption is None or resumption.state is None:
-            self.begin()
-        else:
-            self.go_on(resumption.state)
+        settings = self.recipe.trainer
+        if self.start():
+            self.accuracy_before = self.accuracy_after = evaluate(self.machinery, self.sinks, 0)
+            self.save(0)
         for number in range(self.steps_done + 1, settings.steps + 1):
             self.step(number)
             if number == settings.steps or (settings.eval_interval and number % settings.eval_interval == 0):
@@ -135,15 +151,30 @@ class Trainer:
             self.roles.actor.export(self.facts.directory / EXPORT).result()
         return self.accuracy_before, self.accuracy_after
 
+    def start(self) -> bool:
+        """All that comes before the next step: the roles are there, and the engines serve the actor's weights.
+
+        Returns:
+            Whether the run begins; it goes on otherwise.
+        """
+        resumption = self.facts.resumption
+        self.machinery.phases.enter("start" if resumption is None else "load")
+        wait_for(self.roles, "actor")
+        found: dict[str, str] = self.roles.starting["actor"].result()[0]
+        print("  ".join(f"{name} {version}" for name, version in found.items()), flush=True)
+        if resumption is not None and resumption.state is not None:
+            self.go_on(resumption.state)
+            return False
+        self.begin()
+        return True
+
     def begin(self) -> None:
-        """All that comes before the first step."""
+        """Warm up, and bring the engines to the weights that the first step begins with."""
         RandomState.seed(self.recipe.seed)
         if self.recipe.warmup is not None:
             warm_up(self.machinery, self.sinks)
         wait_for(self.roles, *self.roles.starting)
         self.synchronise({})
-        self.accuracy_before = self.accuracy_after = evaluate(self.machinery, self.sinks, 0)
-        self.save(0)
 
     def go_on(self, state: RunState) -> None:
         """Be where the run was when `state` was taken; the engines serve the same version of the weights."""
@@ -190,14 +221,21 @@ class Trainer:
 
     def step(self, number: int) -> None:
         """One step of the algorithm, and the new weights to the engines."""
+        self.learn(self.next_step(Step, number), self.dataflow)
+
+    def next_step[S: Step](self, kind: type[S], number: int) -> S:
+        """What the next step is done with."""
         self.machinery.phases.step = number
-        step = Step(self.machinery, number, version=self.version + 1, poll=self.checkpoints.poll)
+        return kind(self.machinery, number, version=self.version + 1, poll=self.checkpoints.poll)
+
+    def learn[S: Step](self, step: S, dataflow: Callable[[S], None]) -> None:
+        """Do what ends in updates, and bring the new weights to the engines."""
         with Timer(step.values, metrics.TRAIN_STEP_TIME):
-            self.dataflow(step)
+            dataflow(step)
             self.count(step)
             self.synchronise(step.values)
-        self.steps_done = number
-        self.sinks.log(number, step.values)
+        self.steps_done = step.number
+        self.sinks.log(step.number, step.values)
 
     def count(self, step: Step) -> None:
         """Count the step's updates; an error where nothing is learned any more."""

@@ -18,6 +18,7 @@ import inspect
 import json
 import math
 import os
+import pickle
 import resource
 import select
 import signal
@@ -65,10 +66,12 @@ def encode_message(message: dict[str, Any]) -> bytes:
 
 def _load(path: str) -> Callable[..., Any]:
     module_name, _, function_name = path.rpartition(":")
+    if module_name.endswith((".py", ".pkl")) and not Path(module_name).is_file():
+        raise RewardError(f"file {module_name} does not exist (looked for from {Path.cwd()})")
     try:
+        if not function_name:
+            return _load_pickled(Path(module_name))
         if module_name.endswith(".py"):
-            if not Path(module_name).is_file():
-                raise RewardError(f"file {module_name} does not exist (looked for from {Path.cwd()})")
             spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
             if spec is None or spec.loader is None:
                 raise RewardError(f"file {module_name} cannot be imported")
@@ -84,6 +87,14 @@ def _load(path: str) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise RewardError(f"module {module_name} has no function {function_name!r}")
+    return function
+
+
+def _load_pickled(path: Path) -> Callable[..., Any]:
+    """A callable as cloudpickle wrote it: no function that could be imported."""
+    function = pickle.loads(path.read_bytes())
+    if not callable(function):
+        raise RewardError(f"file {path} holds {_show(function)}, expected a function")
     return function
 
 

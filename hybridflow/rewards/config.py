@@ -16,7 +16,8 @@ class RewardFunctionConfig(Settings):
     name: str = Field(min_length=1)
     """Names the reward in metrics and errors."""
     path: str
-    """A builtin ("arithmetic"), "package.module:function", or "some/file.py:function"."""
+    """A builtin ("arithmetic"), "package.module:function", "some/file.py:function", or "some/file.pkl:" for a function
+    that cloudpickle has written."""
     weight: float = 1.0
     """The reward of a sample is the weighted sum over all functions."""
     workers: int = Field(default=1, ge=1)
@@ -44,7 +45,8 @@ class RewardFunctionConfig(Settings):
     @classmethod
     def _check_path(cls, path: str) -> str:
         module, _, function = path.rpartition(":")
-        if path not in BUILTIN_REWARDS and not (module and function.isidentifier()):
+        written = module.endswith(".pkl") and not function
+        if path not in BUILTIN_REWARDS and not written and not (module and function.isidentifier()):
             names = ", ".join(map(repr, BUILTIN_REWARDS))
             raise ValueError(f"{path!r} is no reward, expected 'module:function', 'file.py:function' or one of {names}")
         return path

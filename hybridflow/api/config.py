@@ -1,0 +1,119 @@
+"""The few settings that most runs change; a recipe has all others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+
+from engine3d.errors import UserError
+from engine3d.settings import Settings
+from hybridflow.algorithms.registry import ALGORITHMS
+from hybridflow.devices import DeviceMap
+from hybridflow.settings_errors import describe_errors
+from hybridflow.settings_file import SettingsError
+
+
+def _device_map(value: Any) -> Any:
+    """The device map in {"model": "cuda:0-3"}, or one that stands alone."""
+    if isinstance(value, Mapping):
+        if list(value) != ["model"]:
+            raise ValueError(f'{dict(value)!r}, expected a device map such as {{"model": "cuda:0-3"}} or "cuda:0-3"')
+        value = value["model"]
+    if isinstance(value, str):
+        try:
+            DeviceMap.parse(value)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+    return value
+
+
+DeviceMapping = Annotated[str | None, BeforeValidator(_device_map)]
+"""A device map such as "cuda:0-3", as it is or as {"model": "cuda:0-3"}."""
+
+
+class PPOConfig(Settings):
+    """Settings of PPO, and of the other algorithms.
+
+    What is given here comes before what the recipe says, and that before the defaults.
+
+    Raises:
+        SettingsError: one line for every setting that is wrong.
+    """
+
+    batch_size: int = Field(128, ge=1)
+    """Prompts of a step."""
+    mini_batch_size: int = Field(16, ge=1)
+    """Prompts of an optimizer step. It divides `batch_size`."""
+    epochs: int = Field(1, ge=1)
+    """Passes over the rollouts of a step."""
+    lr: float = Field(1.5e-5, gt=0)
+    """Learning rate of the actor, and of a critic that the recipe has no settings of its own for."""
+    kl_coef: float = Field(0.1, ge=0)
+    """Weight of the KL divergence from the initial model; 0 needs no reference policy."""
+    max_steps: int = Field(100, ge=1)
+    """Steps of a run."""
+    algorithm: str = "ppo"
+    """One of "ppo", "grpo", "remax" and "safe_rlhf"."""
+    samples_per_prompt: int | None = Field(None, ge=1)
+    """Responses to each prompt; if not given, 8 where the algorithm compares them with each other (grpo), else 1."""
+    max_new_tokens: int = Field(1024, ge=1)
+    """Most tokens of a response."""
+    reward_options: dict[str, Any] = Field(default_factory=dict)
+    """Further settings of `reward_fn`, as a recipe has them: workers, timeout_s, on_failure and so on."""
+    actor_device_mapping: DeviceMapping = None
+    """Where the actor trains; if not given, on all GPUs, or on one CPU slot where there is none."""
+    rollout_device_mapping: DeviceMapping = None
+    """Where responses are generated; on the actor's devices if not given."""
+    critic_device_mapping: DeviceMapping = None
+    """Where the critic is; on the actor's devices if not given."""
+    reward_device_mapping: DeviceMapping = None
+    """Where the reward model is, or the reward functions are called if there is none."""
+    recipe: Path | dict[str, Any] | None = None
+    """All other settings: a recipe file, or its content as a mapping."""
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            name = type(self).__name__
+            raise SettingsError(describe_errors(type(self), settings, error, {}, name)) from None
+
+    @field_validator("algorithm")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in ALGORITHMS:
+            raise ValueError(f"{name!r} is no algorithm, expected {' or '.join(map(repr, ALGORITHMS))}")
+        return name
+
+    @model_validator(mode="after")
+    def _whole_mini_batches(self) -> PPOConfig:
+        if self.recipe is None:  # which may have sizes of its own
+            mini_batches(self.batch_size, self.mini_batch_size)
+        return self
+
+
+TrainerConfig = PPOConfig
+"""The same settings under the name that guides give them where they map roles to devices."""
+
+
+def get_ppo_config(**settings: Any) -> PPOConfig:
+    """A `PPOConfig` of the defaults but for what is given."""
+    return PPOConfig(**settings)
+
+
+def mini_batches(batch_size: int, mini_batch_size: int) -> int:
+    """How many mini-batches a batch has.
+
+    Raises:
+        ValueError: they are not of one size.
+    """
+    if batch_size % mini_batch_size:
+        near = max(size for size in range(1, mini_batch_size) if batch_size % size == 0)
+        raise ValueError(
+            f"mini_batch_size={mini_batch_size} does not divide batch_size={batch_size}; "
+            f"expected such as mini_batch_size={near}"
+        )
+    return batch_size // mini_batch_size

@@ -1,0 +1,262 @@
+"""A run step by step: the caller has the loop, and sees the rollouts before they are learned from."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from engine3d.errors import UserError
+from hybridflow.algorithms.whitening import Moments, moments
+from hybridflow.api.config import PPOConfig
+from hybridflow.api.inputs import InputFiles, Prompt, RewardFunction, Sources
+from hybridflow.api.recipes import run_directory
+from hybridflow.api.rl_trainer import checked_config, checked_recipe
+from hybridflow.api.steps import GivenStep, RolloutStep
+from hybridflow.batch import RolloutBatch
+from hybridflow.metrics import Metrics
+from hybridflow.phase_file import PhaseFile
+from hybridflow.remote_batch import RemoteBatch
+from hybridflow.run import prepare
+from hybridflow.trainer import Trainer, start_trainer
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """A rollout: as the caller has it, and where it was made."""
+
+    batch: RolloutBatch
+    step: RolloutStep
+
+
+class PPOTrainer:
+    """The roles of a run, and its two calls.
+
+        with PPOTrainer(config, model=directory, reward_fn=reward, prompts=prompts) as trainer:
+            for _ in range(config.max_steps):
+                rollouts = trainer.rollout()
+                statistics = trainer.update(rollouts)
+
+    All that it starts ends with `close`, when the `with` block is left, or with the program.
+
+    Args:
+        config: the settings; its algorithm may be "grpo" or "remax" too.
+        model, tokenizer, reward_fn, reward_model: as of `RLTrainer`.
+        prompts: to learn from, texts or {"prompt": ..., "answer": ...}; those of the recipe if not given.
+
+    Raises:
+        UserError: an argument that makes no sense, in one line.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig | None = None,
+        *,
+        model: Any = None,
+        tokenizer: Any = None,
+        reward_fn: RewardFunction | str | None = None,
+        reward_model: Any = None,
+        prompts: Sequence[Prompt] | None = None,
+    ) -> None:
+        self.config = checked_config(config)
+        self._sources, self._prompts = Sources(model, tokenizer, reward_fn, reward_model), prompts
+        self._stack = ExitStack()
+        self._trainer: Trainer | None = None
+        self._closed = False
+        self._made: list[_Made] = []
+
+    def init_distributed(self, config: PPOConfig | None = None) -> None:
+        """Start the roles, if they are not there: what the first `rollout` does otherwise.
+
+        Args:
+            config: the trainer's own, or None.
+
+        Raises:
+            SettingsError: one line for everything that is wrong, before anything is started.
+            UserError: another config, or the trainer is closed.
+            EngineError: a role failed.
+        """
+        if config is not None and config != self.config:
+            raise UserError("init_distributed: another config than the trainer's, expected the same or none")
+        if self._closed:
+            raise UserError("the trainer is closed, expected a new one")
+        if self._trainer is not None:
+            return
+        try:
+            self._trainer = self._start()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def rollout(self) -> RolloutBatch:
+        """Responses to the next prompts, with all that the algorithm learns from.
+
+        Returns:
+            The samples: `input_ids` (B, S), `attention_mask` (B, S), `generated_ids` (B, S'), `logprobs` (B, S'),
+            `rewards` (B,), `advantages` (B, S') and more, on the CPU.
+
+        Raises:
+            UserError: a reward function failed.
+            EngineError: a role failed.
+        """
+        trainer = self._started()
+        step = trainer.next_step(RolloutStep, trainer.steps_done + 1)
+        trainer.dataflow(step)
+        self._made.append(_Made(step.samples.fetch(), step))
+        return self._made[-1].batch
+
+    def update(self, rollouts: RolloutBatch) -> dict[str, float]:
+        """Learn from rollouts, and bring the new weights to the engines.
+
+        Args:
+            rollouts: what `rollout` returned since the last update: as it is, some samples of it (`select`), several
+                joined (`concatenate`), or with other `rewards` or `advantages` (`replace`). Where rewards are others
+                and advantages are not, the advantages are estimated anew.
+
+        Returns:
+            The figures of the step by metric name, and `reward`, the mean of `rollouts.rewards`.
+
+        Raises:
+            UserError: samples that were not rolled out since the last update, too few of them, or without rewards.
+            EngineError: a role failed.
+        """
+        trainer = self._started()
+        step = trainer.next_step(GivenStep, trainer.steps_done + 1)
+        whole = next((made for made in self._made if made.batch is rollouts), None)
+        if whole is not None:
+            self._learn(step, whole.step.samples, whole.step.moments)
+        else:
+            given = to_learn(rollouts, [made.batch for made in self._made], least=step.least_samples)
+            baselines = [made.step.greedy for made in self._made if made.step.greedy is not None]
+            step.greedy = RemoteBatch.concatenate(baselines) if baselines else None
+            self._learn(step, RemoteBatch.of(given), self._moments(given), estimate=given.advantages is None)
+        assert rollouts.rewards is not None
+        return step.values | {"reward": float(rollouts.rewards.mean())}
+
+    def export(self, directory: str | Path) -> Path:
+        """Write the model of now as a HuggingFace directory; its path.
+
+        Raises:
+            EngineError: the actor failed.
+        """
+        path = Path(directory).absolute()
+        self._started().roles.actor.export(path).result()
+        return path
+
+    def close(self) -> None:
+        """End all that was started. May be called twice."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> PPOTrainer:
+        self.init_distributed()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._closed, self._trainer = True, None
+        self._made.clear()
+        atexit.unregister(self.close)
+        self._stack.__exit__(kind, error, traceback)
+
+    def _start(self) -> Trainer:
+        stack = self._stack
+        files = InputFiles(run_directory(self.config))
+        stack.callback(files.close)
+        recipe = checked_recipe(self.config, self._sources.write(files, self._prompts))
+        if recipe.algorithm.needs_cost:
+            raise UserError(
+                f"algorithm {recipe.algorithm.name!r} learns its multiplier between rollout and update, "
+                "expected RLTrainer, or another algorithm"
+            )
+        atexit.register(self.close)  # after Ray's own, which was registered when it was imported, and so before it
+        run = prepare(recipe)
+        stack.callback(run.lock.close)
+        phases = PhaseFile(run.directory / "phase.json")
+        stack.callback(phases.enter, "end")
+        state = run.resumption.state if run.resumption is not None else None
+        done = state.step if state is not None else None
+        sinks = stack.enter_context(
+            Metrics(recipe.metrics, run.directory, total_steps=recipe.trainer.steps, resume_from_step=done)
+        )
+        trainer = stack.enter_context(start_trainer(recipe, run, sinks, phases))
+        trainer.start()
+        return trainer
+
+    def _started(self) -> Trainer:
+        self.init_distributed()
+        assert self._trainer is not None
+        return self._trainer
+
+    def _learn(
+        self, step: GivenStep, samples: RemoteBatch, whitening: Moments | None, *, estimate: bool = False
+    ) -> None:
+        """The updates, and the new weights to the engines."""
+        trainer = self._started()
+        for made in self._made:
+            step.values |= made.step.values
+        step.samples = samples
+        trainer.learn(step, trainer.dataflow if estimate else lambda step: step.update(samples, whiten=whitening))
+        trainer.save(step.number)
+        self._made.clear()
+
+    def _moments(self, given: RolloutBatch) -> Moments | None:
+        """By which given advantages are whitened, where the algorithm does so."""
+        if given.advantages is None or all(made.step.moments is None for made in self._made):
+            return None
+        return moments(given.advantages, given.response_mask)
+
+
+def to_learn(rollouts: RolloutBatch, batches: Sequence[RolloutBatch], *, least: int) -> RolloutBatch:
+    """What to learn from where it is not a rollout as it was.
+
+    Args:
+        rollouts: some samples of `batches`, perhaps with other rewards or advantages.
+        batches: the rollouts since the last update.
+        least: samples that an update needs.
+
+    Returns:
+        The same samples; without advantages and returns where these are to be estimated anew, from rewards that are
+        others than those of the advantages.
+
+    Raises:
+        UserError: no rollouts, samples without rewards or of no rollout, or too few.
+    """
+    if not isinstance(rollouts, RolloutBatch):
+        raise UserError(f"update: a {type(rollouts).__name__}, expected the rollouts that rollout() returned")
+    if rollouts.rewards is None:
+        raise UserError("update: rollouts without rewards, expected replace(rewards=...) on them first")
+    if len(rollouts) < least:
+        raise UserError(
+            f"update: {len(rollouts)} samples, expected at least {least}, one for each data-parallel rank of each "
+            "mini-batch"
+        )
+    before = _as_rolled_out(rollouts, batches)
+    if rollouts.advantages is not None:
+        rewarded_anew = not torch.equal(rollouts.rewards, before.rewards)  # type: ignore[arg-type]
+        if not rewarded_anew or not _same(rollouts.advantages, before.advantages):
+            return rollouts
+    return rollouts.replace(advantages=None, returns=None)
+
+
+def _as_rolled_out(rollouts: RolloutBatch, batches: Sequence[RolloutBatch]) -> RolloutBatch:
+    """The samples of `rollouts` as they were at first."""
+    ids = [sample for batch in batches for sample in batch.sample_ids.tolist()]
+    place = {sample: row for row, sample in enumerate(ids)}
+    unknown = [sample for sample in rollouts.sample_ids.tolist() if sample not in place]
+    if unknown:
+        raise UserError(f"update: sample {unknown[0]} is of no rollout() since the last update, expected only such")
+    return RolloutBatch.concatenate(batches).select([place[sample] for sample in rollouts.sample_ids.tolist()])
+
+
+def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Whether two columns of responses hold the same, whatever their padding."""
+    assert other is not None
+    width = min(one.shape[1], other.shape[1])
+    return torch.equal(one[:, :width], other[:, :width])
