@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from hybridflow.config import Recipe
 from hybridflow.contradictions import changes, contradictions, is_accepted
 from hybridflow.run_state import DRIVER, RunState
 
+WARMED_UP = "warmed-up"
+"""The model after the warm-up, beside the checkpoints: the reference policy of all of them."""
 RUN_IDENTITY = ".run"
 """The file of a run's directory that says which run's it is, wherever the directory is moved to."""
 
@@ -72,6 +75,11 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
         _check_room(recipe, directory)
     check_saved_roles(recipe, directory, manifest.roles)
     _refuse_contradictions(recipe, directory, manifest, state)
+    if state is not None and _needs_warmed_up(recipe) and not (directory.parent / WARMED_UP).is_dir():
+        raise UserError(
+            f"resume: beside {directory} there is no {WARMED_UP}, the run's model after the warm-up, which is its "
+            "reference policy"
+        )
     here = recipe.directory / RUN_IDENTITY
     in_place = state is not None and here.is_file() and here.read_text().strip() == state.run
     after = f"after step {state.step}" if state is not None else "from the weights alone"
@@ -205,3 +213,15 @@ def check_saved_roles(recipe: Recipe, directory: Path, saved: Mapping[str, RoleF
         if saved[role].value_head != (role != "actor"):
             found, expected = ("a value head", "logits") if role == "actor" else ("logits", "a value head")
             raise UserError(f"resume: {directory}: the {role} ends in {found}, expected {expected}")
+
+
+def _needs_warmed_up(recipe: Recipe) -> bool:
+    """Whether the reference policy is the model after the warm-up."""
+    return recipe.warmup is not None and "reference" in recipe.models and recipe.reference.path is None
+
+
+def keep_warmed_up(recipe: Recipe, resumption: Resumption) -> None:
+    """Put the reference policy of a run that goes on under another name beside its own checkpoints too."""
+    found, kept = resumption.directory.parent / WARMED_UP, recipe.checkpoint_directory / WARMED_UP
+    if resumption.state is not None and _needs_warmed_up(recipe) and not kept.exists():
+        shutil.copytree(found, kept)

@@ -18,7 +18,7 @@ from hybridflow.contradictions import input_checksums
 from hybridflow.data.tasks import Example, load_splits
 from hybridflow.data.tokenizer import encode_answers, encode_prompts, load_tokenizer
 from hybridflow.initial_model import create_model, initial_spec
-from hybridflow.resume import RUN_IDENTITY, Resumption, find_resumption
+from hybridflow.resume import RUN_IDENTITY, Resumption, find_resumption, keep_warmed_up
 from hybridflow.settings_file import settings_yaml
 
 
@@ -72,8 +72,6 @@ SHARDS = "shards"
 """Where the actor's ranks say where their weights lie."""
 TIMELINE = "timeline.json"
 """What each rank computed when, for Perfetto or chrome://tracing."""
-WARMED_UP = "warmed-up"
-"""The model after the warm-up, where other roles begin with it."""
 WEIGHTS = "weights"
 """Where an export of the actor lies while engines are compared with it."""
 
@@ -109,6 +107,8 @@ def prepare(recipe: Recipe) -> Run:
     if recipe.model.create is not None and not (in_place and model_directory.is_dir()):
         began = resumption.manifest.recipe if resumption is not None else {}
         create_model(recipe, model_directory, seed=began.get("seed", recipe.seed))
+    if resumption is not None:
+        keep_warmed_up(recipe, resumption)
     tokenizer = load_tokenizer(model_directory)
     return Run(
         directory,

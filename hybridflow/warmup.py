@@ -11,9 +11,9 @@ from hybridflow.columns import COUNTED
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.metrics import Metrics, Timer
 from hybridflow.remote_batch import RemoteBatch
+from hybridflow.resume import WARMED_UP
 from hybridflow.roles.group import raise_failed_start, wait_for
 from hybridflow.roles.model import Update, update_metrics
-from hybridflow.run import WARMED_UP
 from hybridflow.step import Machinery
 
 
@@ -44,7 +44,8 @@ def warm_up(machinery: Machinery, sinks: Metrics) -> None:
     actor.reset_optimizer(recipe.train.optimizer).result()
     if followers := [role for role, model in recipe.models.items() if model.path is None]:
         # A reference, or a critic, of the model before it has learned anything would be of no use.
-        directory = run.directory / WARMED_UP
+        directory = recipe.checkpoint_directory / WARMED_UP
+        directory.parent.mkdir(parents=True, exist_ok=True)
         actor.export(directory).result()
         wait_for(machinery.roles, *followers)
         for loading in [machinery.roles.models[role].load(directory) for role in followers]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import load_model_spec
 from engine3d.platform import platform
@@ -21,11 +20,12 @@ from hybridflow.check import check_reward_devices
 from hybridflow.config import Recipe
 from hybridflow.devices import Device, Node, highest_cpu_slot, pool_devices
 from hybridflow.placement import ResourcePool
+from hybridflow.resume import WARMED_UP
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
 from hybridflow.roles.rollout import RolloutWorker
 from hybridflow.roles.value import ValueWorker
-from hybridflow.run import SHARDS, WARMED_UP, Run
+from hybridflow.run import SHARDS, Run
 from hybridflow.worker_group import WorkerGroup
 
 # An engine says itself that it did not start in time; its rank is given a little longer.
@@ -136,11 +136,7 @@ class _Start:
         if model is not None and model.path is not None:
             directory = model.path.absolute()
         elif role == "reference" and recipe.warmup is not None and resumes:
-            directory = run.directory / WARMED_UP
-            if not directory.is_dir():
-                raise UserError(
-                    f"resume: there is no {directory}, the run's model after the warm-up: its reference policy"
-                )
+            directory = recipe.checkpoint_directory / WARMED_UP
         spec = load_model_spec(directory, value_head=worker is ValueWorker)
         trainable = role in recipe.trained_roles
         group = WorkerGroup(
