@@ -254,6 +254,12 @@ class Recipe(Settings):
                 "algorithm.kl_guard is set with one update a step, which starts from the very policy that it is held "
                 "against; expected trainer.mini_batches or epochs above 1, or no kl_guard"
             )
+        samples = self.trainer.prompts_per_step * self.rollout.samples_per_prompt
+        if self.algorithm.kl_controller == "adaptive" and self.algorithm.kl_horizon <= samples / 5:
+            yield (
+                f"algorithm.kl_horizon={self.algorithm.kl_horizon} with {samples} samples a step, by which one step "
+                f"could bring the coefficient to 0; expected above {samples // 5}"
+            )
         if self.reward is None and self.reward_model is None:
             yield "reward=null and no reward_model, expected at least one of them"
         if self.algorithm.needs_cost and self.cost is None and self.cost_model is None:

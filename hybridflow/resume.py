@@ -224,4 +224,11 @@ def keep_warmed_up(recipe: Recipe, resumption: Resumption) -> None:
     """Put the reference policy of a run that goes on under another name beside its own checkpoints too."""
     found, kept = resumption.directory.parent / WARMED_UP, recipe.checkpoint_directory / WARMED_UP
     if resumption.state is not None and _needs_warmed_up(recipe) and not kept.exists():
-        shutil.copytree(found, kept)
+        shutil.copytree(found, kept, copy_function=_link_or_copy)
+
+
+def _link_or_copy(found: str, kept: str) -> None:
+    try:
+        os.link(found, kept)  # nothing is ever changed in place there
+    except OSError:
+        shutil.copy2(found, kept)

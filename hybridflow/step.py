@@ -248,6 +248,10 @@ class Step:
         """
         self._wait_for_columns()
         machinery, config = self.machinery, self.config
+        if len(batch) < (least := self.least_samples):
+            raise EngineError(
+                f"step {self.number}: {len(batch)} samples are left to learn from, expected at least {least}"
+            )
         machinery.phases.enter("update")
         models, trainer = machinery.roles.models, machinery.recipe.trainer
         critics = {role: kind for role, kind in _CRITICS.items() if role in models}

@@ -14,6 +14,7 @@ from hybridflow.remote_batch import RemoteBatch
 from hybridflow.resume import WARMED_UP
 from hybridflow.roles.group import raise_failed_start, wait_for
 from hybridflow.roles.model import Update, update_metrics
+from hybridflow.run import move_aside
 from hybridflow.step import Machinery
 
 
@@ -46,6 +47,8 @@ def warm_up(machinery: Machinery, sinks: Metrics) -> None:
         # A reference, or a critic, of the model before it has learned anything would be of no use.
         directory = recipe.checkpoint_directory / WARMED_UP
         directory.parent.mkdir(parents=True, exist_ok=True)
+        if directory.exists():
+            move_aside(directory)  # an earlier run's, which had its checkpoints in the same place
         actor.export(directory).result()
         wait_for(machinery.roles, *followers)
         for loading in [machinery.roles.models[role].load(directory) for role in followers]:
