@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from engine3d.settings import Settings
 from hybridflow.algorithms.aggregation import AggregationMode
 from hybridflow.algorithms.kl import KLEstimator
-from hybridflow.algorithms.registry import ALGORITHMS, Algorithm, names_with
+from hybridflow.algorithms.registry import ALGORITHMS, Algorithm, known, names_with
 
 _GROUPS = ("name", names_with(group_baseline=True))
 _CRITIC = ("name", names_with(critic=True))
@@ -40,7 +46,7 @@ class AlgorithmConfig(Settings):
     A key that the chosen algorithm does not use is refused, and is not written when the settings are.
     """
 
-    name: str = "grpo"
+    name: Annotated[str, AfterValidator(known)] = "grpo"
     """One of `registry.ALGORITHMS`."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """The ratio is clipped from below at 1 - clip_low."""
@@ -112,13 +118,6 @@ class AlgorithmConfig(Settings):
     def algorithm(self) -> Algorithm:
         """What is known of it."""
         return ALGORITHMS[self.name]
-
-    @field_validator("name")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        if name not in ALGORITHMS:
-            raise ValueError(f"{name!r} is no algorithm, expected {' or '.join(map(repr, ALGORITHMS))}")
-        return name
 
     @model_validator(mode="before")
     @classmethod

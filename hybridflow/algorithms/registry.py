@@ -45,6 +45,13 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
+def known(name: str) -> str:
+    """The name of an algorithm. Raises ValueError for any other."""
+    if name not in ALGORITHMS:
+        raise ValueError(f"{name!r} is no algorithm, expected {' or '.join(map(repr, ALGORITHMS))}")
+    return name
+
+
 def names_with(**needs: bool) -> tuple[str, ...]:
     """The algorithms of which all of these are so."""
     return tuple(

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from engine3d.errors import UserError
 from engine3d.settings import Settings
-from hybridflow.algorithms.registry import ALGORITHMS
+from hybridflow.algorithms.registry import known
 from hybridflow.devices import DeviceMap
 from hybridflow.settings_errors import describe_errors
 from hybridflow.settings_file import SettingsError
@@ -55,7 +55,7 @@ class PPOConfig(Settings):
     """Weight of the KL divergence from the initial model; 0 needs no reference policy."""
     max_steps: int = Field(100, ge=1)
     """Steps of a run."""
-    algorithm: str = "ppo"
+    algorithm: Annotated[str, AfterValidator(known)] = "ppo"
     """One of "ppo", "grpo", "remax" and "safe_rlhf"."""
     samples_per_prompt: int | None = Field(None, ge=1)
     """Responses to each prompt; if not given, 8 where the algorithm compares them with each other (grpo), else 1."""
@@ -80,13 +80,6 @@ class PPOConfig(Settings):
         except ValidationError as error:
             name = type(self).__name__
             raise SettingsError(describe_errors(type(self), settings, error, {}, name)) from None
-
-    @field_validator("algorithm")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        if name not in ALGORITHMS:
-            raise ValueError(f"{name!r} is no algorithm, expected {' or '.join(map(repr, ALGORITHMS))}")
-        return name
 
     @model_validator(mode="after")
     def _whole_mini_batches(self) -> PPOConfig:
