@@ -55,7 +55,7 @@ class Call:
         earlier: Sequence[Call] = (),
     ) -> None:
         self.group, self.method, self.statuses = group, method, list(statuses)
-        self._actors = tuple(group.actors)  # the group has none any more once it is dead
+        self._actors = tuple(group._actors)  # the group has none any more once it is dead
         self._inputs: Sequence[Call] = inputs
         self.earlier: Sequence[Call] = earlier
         self._answered = False
@@ -69,7 +69,7 @@ class Call:
         """Wait for all ranks. Raises as `Future.result` does."""
         if self._answered:
             return
-        self.group.check(self.method)
+        self.group._check(self.method)
         limit = self.group.call_timeout_s if timeout_s is None else timeout_s
         failures, silent = self._outcome(limit)
         if failures or silent:
@@ -137,7 +137,7 @@ class Call:
             error = error_of(failure, group.log_path(failure.rank) if failure.role == group.role else None)
         else:
             error = self._silence(silent, limit)
-        group.fail(error)
+        group._fail(error)
         for each in self._inputs:
             each.raise_cause(None if failures else limit)
         for each in self.earlier:
@@ -147,10 +147,10 @@ class Call:
     def _silence(self, silent: list[int], limit: float) -> RankError:
         for holder in self.earlier:  # all before it have ended, so that the first that has not is at work
             if not holder.ended() and (ranks := holder._statuses_within(_LOOK_S)[1]):
-                holder.group.write_stacks()
+                holder.group._write_stacks()
                 who = where(holder.group.role, holder.method, ranks)
                 return no_turn(self.group.role, self.method, silent, limit, who, holder.group.log_path(ranks[0]))
-        self.group.write_stacks()
+        self.group._write_stacks()
         return silence(self.group.role, self.method, silent, limit, self.group.log_dir)
 
 

@@ -90,7 +90,7 @@ class WorkerGroup:
         self.sample_costs = sample_costs
         self._registrations = registrations(worker_class)
         self._failure: RankError | RankUserError | None = None
-        self.actors: list[Any] = []  # of ActorHandle[RankProcess], which Ray makes without types
+        self._actors: list[Any] = []  # of ActorHandle[RankProcess], which Ray makes without types
         self._processes: list[psutil.Process] = []
         self.nodes: list[str] = []
         """Ray's id of the node that each rank runs on."""
@@ -125,15 +125,15 @@ class WorkerGroup:
 
     def shutdown(self, timeout_s: float = 20.0) -> None:
         """End the group: let each worker put its own things away, then end its process and all that it started."""
-        if self.actors and self._failure is None:
-            closing = [actor.close.remote() for actor in self.actors]
+        if self._actors and self._failure is None:
+            closing = [actor.close.remote() for actor in self._actors]
             ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
         self.kill()
 
     def kill(self) -> None:
         """End every process of the group now."""
         turns.leave(self)
-        actors, self.actors = self.actors, []
+        actors, self._actors = self._actors, []
         if ray.is_initialized():
             for actor in actors:
                 ray.kill(actor)
@@ -143,21 +143,21 @@ class WorkerGroup:
     @property
     def is_alive(self) -> bool:
         """Whether it has processes."""
-        return bool(self.actors)
+        return bool(self._actors)
 
-    def check(self, method: str) -> None:
+    def _check(self, method: str) -> None:
         """Raise what the group died of, or EngineError if it was shut down before `method` answered."""
         if self._failure is not None:
             raise self._failure
-        if not self.actors:
+        if not self._actors:
             raise EngineError(f"{self.role}.{method}: the group was shut down before it answered")
 
-    def fail(self, error: RankError | RankUserError) -> None:
+    def _fail(self, error: RankError | RankUserError) -> None:
         """End the group; every later call raises the error."""
         self._failure = error
         self.kill()
 
-    def write_stacks(self) -> None:
+    def _write_stacks(self) -> None:
         """Have the ranks on this machine write the stacks of all their threads into their logs."""
         write_stacks(self._processes)
 
@@ -181,8 +181,8 @@ class WorkerGroup:
         for rank, local_rank in enumerate(local_ranks):
             variables = self._environment(rank, local_rank) | dict(environment)
             options = actor_class.options(scheduling_strategy=self._bundles(rank)[0].strategy())
-            self.actors.append(options.remote(self.role, rank, variables, self.log_path(rank)))
-        identifying = [actor.identify.remote() for actor in self.actors]
+            self._actors.append(options.remote(self.role, rank, variables, self.log_path(rank)))
+        identifying = [actor.identify.remote() for actor in self._actors]
         Call(self, "start", identifying).wait(timeout_s)
         identities: list[tuple[int, str, str, int]] = ray.get(identifying)
         self.nodes = [node for _, node, _, _ in identities]
@@ -193,7 +193,7 @@ class WorkerGroup:
         _, _, master_address, master_port = identities[0]
         arguments = ray.put((args, kwargs))
         constructing: list[ray.ObjectRef] = []
-        for rank, (actor, local_rank) in enumerate(zip(self.actors, local_ranks, strict=True)):
+        for rank, (actor, local_rank) in enumerate(zip(self._actors, local_ranks, strict=True)):
             context = WorkerContext(
                 role=self.role,
                 rank=rank,
@@ -243,7 +243,7 @@ class WorkerGroup:
         """Send a call to every rank."""
         if self._failure is not None:
             raise self._failure
-        if not self.actors:
+        if not self._actors:
             raise EngineError(f"{self.role}.{method}: the group has been shut down")
         protocol = registration.protocol
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Future)]
@@ -280,7 +280,7 @@ class WorkerGroup:
                 actor.call.options(num_returns=2).remote(
                     method, rank in wanted, give_back, waits, *arguments.positional, **arguments.keyword
                 )
-                for rank, (actor, arguments) in enumerate(zip(self.actors, spread, strict=True))
+                for rank, (actor, arguments) in enumerate(zip(self._actors, spread, strict=True))
             ]
             call = Call(self, method, [status for status, _ in answers], inputs, earlier)
             if exclusive:
