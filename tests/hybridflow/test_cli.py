@@ -40,6 +40,8 @@ BESIDE = {
         "placement.rollout=cpu:0-1",
         "train.layout.ep=1",
     ),
+    "algorithm={name: ppo}": ("critic.path=/no/such/critic",),
+    "algorithm={kl_coef: 0.1, kl_guard: 0.1}": ("trainer.mini_batches=1",),
 }
 
 
