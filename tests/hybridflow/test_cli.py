@@ -90,7 +90,7 @@ def test_a_recipe_with_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None
         ("placement.critic=cpu:1", "placement.critic is set, and there is no such role with algorithm.name=grpo"),
         ("critic.path=/no/such", "critic is set, and there is no such role with algorithm.name=grpo"),
         ("reference.path=/no/such", "reference is set, and there is no such role with algorithm.kl_coef=0"),
-        ("algorithm={name: ppo}", "critic.path: /no/such/critic"),
+        ("algorithm={name: ppo}", "critic.path: model /no/such/critic: no such directory"),
         ("reward=null", "reward=null and no reward_model, expected at least one of them"),
         ("algorithm.gamma=0.9", "gamma"),
         ("algorithm={kl_coef: 0.1, kl_guard: 0.1}", "algorithm.kl_guard is set with one update a step"),
