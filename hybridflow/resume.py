@@ -75,7 +75,7 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
         _check_room(recipe, directory)
     check_saved_roles(recipe, directory, manifest.roles)
     _refuse_contradictions(recipe, directory, manifest, state)
-    if state is not None and _needs_warmed_up(recipe) and not (directory.parent / WARMED_UP).is_dir():
+    if state is not None and needs_warmed_up(recipe) and not (directory.parent / WARMED_UP).is_dir():
         raise UserError(
             f"resume: beside {directory} there is no {WARMED_UP}, the run's model after the warm-up, which is its "
             "reference policy"
@@ -215,7 +215,7 @@ def check_saved_roles(recipe: Recipe, directory: Path, saved: Mapping[str, RoleF
             raise UserError(f"resume: {directory}: the {role} ends in {found}, expected {expected}")
 
 
-def _needs_warmed_up(recipe: Recipe) -> bool:
+def needs_warmed_up(recipe: Recipe) -> bool:
     """Whether the reference policy is the model after the warm-up."""
     return recipe.warmup is not None and "reference" in recipe.models and recipe.reference.path is None
 
@@ -223,7 +223,7 @@ def _needs_warmed_up(recipe: Recipe) -> bool:
 def keep_warmed_up(recipe: Recipe, resumption: Resumption) -> None:
     """Put the reference policy of a run that goes on under another name beside its own checkpoints too."""
     found, kept = resumption.directory.parent / WARMED_UP, recipe.checkpoint_directory / WARMED_UP
-    if resumption.state is not None and _needs_warmed_up(recipe) and not kept.exists():
+    if resumption.state is not None and needs_warmed_up(recipe) and not kept.exists():
         shutil.copytree(found, kept, copy_function=_link_or_copy)
 
 

@@ -142,19 +142,22 @@ class Step:
             batch, {column: models[role].values(batch) for role, column in columns.items() if role in models}
         )
 
-    def estimate(self, batch: RemoteBatch, function: Callable[..., Columns], role: str) -> tuple[RemoteBatch, Moments]:
+    def estimate(
+        self, batch: RemoteBatch, function: Callable[..., Columns], role: str, **arguments: float
+    ) -> tuple[RemoteBatch, Moments]:
         """The batch with the columns that a function of it finds where the tokens are: advantages and returns.
 
         Args:
-            function: (batch, config=..., multiplier=...) -> columns, with an `Estimated` as their note.
+            function: (batch, config=..., **arguments) -> columns, with an `Estimated` as their note.
             role: on whose ranks it is called.
+            arguments: what it needs beside the settings.
 
         Returns:
             The batch, and the moments of its advantages.
         """
         self._wait_for_columns()
-        arguments = {"config": self.config, "multiplier": self.machinery.controllers.multiplier.value}
-        future = self.machinery.roles.learning[role].apply(batch, function=function, arguments=arguments)
+        group = self.machinery.roles.learning[role]
+        future = group.apply(batch, function=function, arguments={"config": self.config, **arguments})
         notes: list[Estimated] = future.notes()
         for critic in notes[0].critics:
             name = NAMES[critic].explained_variance

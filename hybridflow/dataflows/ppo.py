@@ -21,7 +21,7 @@ def ppo(step: Step) -> None:
     step.update(batch, whiten=advantages if step.config.whiten_advantages else None)
 
 
-def estimate_advantages(batch: RolloutBatch, *, config: AlgorithmConfig, multiplier: float) -> Columns:
+def estimate_advantages(batch: RolloutBatch, *, config: AlgorithmConfig) -> Columns:
     """Columns `advantages` and `returns` of samples with rewards and values."""
     assert batch.rewards is not None and batch.values is not None
     mask = batch.response_mask

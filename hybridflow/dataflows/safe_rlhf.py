@@ -21,7 +21,7 @@ def safe_rlhf(step: Step) -> None:
     batch = step.costs(step.rewards(batch))
     multiplier = step.machinery.controllers.multiplier
     step.values[metrics.COST_MULTIPLIER] = multiplier.value
-    batch, advantages = step.estimate(batch, estimate_advantages, role="critic")
+    batch, advantages = step.estimate(batch, estimate_advantages, role="critic", multiplier=multiplier.value)
     multiplier.update(float(batch.facts["costs"].double().mean()))
     step.update(batch, whiten=advantages if step.config.whiten_advantages else None)
 

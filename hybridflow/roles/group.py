@@ -20,7 +20,7 @@ from hybridflow.check import check_reward_devices
 from hybridflow.config import Recipe
 from hybridflow.devices import Device, Node, highest_cpu_slot, pool_devices
 from hybridflow.placement import ResourcePool
-from hybridflow.resume import WARMED_UP
+from hybridflow.resume import WARMED_UP, needs_warmed_up
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
 from hybridflow.roles.rollout import RolloutWorker
@@ -135,7 +135,7 @@ class _Start:
         directory = run.model_directory
         if model is not None and model.path is not None:
             directory = model.path.absolute()
-        elif role == "reference" and recipe.warmup is not None and resumes:
+        elif role == "reference" and resumes and needs_warmed_up(recipe):
             directory = recipe.checkpoint_directory / WARMED_UP
         spec = load_model_spec(directory, value_head=worker is ValueWorker)
         trainable = role in recipe.trained_roles

@@ -75,12 +75,6 @@ class ValueWorker(ModelWorker):
         return self._update(sequences, loss)
 
 
-def value_moments(batch: RolloutBatch, *, kind: ValueKind) -> Columns:
-    """What `explained_variance` makes its figure of, as a note: the `ValueMoments` of the counted tokens."""
-    values, returns = _columns(batch, kind)
-    return Columns(note=value_loss.value_moments(values, returns, batch.response_mask))
-
-
 def _columns(batch: RolloutBatch, kind: ValueKind) -> tuple[Tensor, Tensor]:
     """(B, S') values and returns."""
     values, returns = (batch.values, batch.returns) if kind == "reward" else (batch.cost_values, batch.cost_returns)

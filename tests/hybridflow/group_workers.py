@@ -270,3 +270,12 @@ class Failing:
 
     def _wait_for_nobody(self) -> None:
         time.sleep(1000)
+
+
+def cost_moments(batch: RolloutBatch) -> Columns:
+    """As a dataflow tells of the values and returns of a part."""
+    from hybridflow.algorithms.value_loss import value_moments
+    from hybridflow.columns import Columns
+
+    assert batch.cost_values is not None and batch.cost_returns is not None
+    return Columns(note=value_moments(batch.cost_values, batch.cost_returns, batch.response_mask))

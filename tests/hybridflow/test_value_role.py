@@ -23,9 +23,10 @@ from hybridflow.metrics import COST_CRITIC, CRITIC
 from hybridflow.placement import cluster_nodes, release, reserve
 from hybridflow.remote_batch import RemoteBatch
 from hybridflow.roles.model import update_metrics
-from hybridflow.roles.value import ValueWorker, value_moments
+from hybridflow.roles.value import ValueWorker
 from hybridflow.worker_group import WorkerGroup
 from tests.engine3d import tiny_models
+from tests.hybridflow.group_workers import cost_moments
 
 pytestmark = pytest.mark.processes
 
@@ -145,7 +146,7 @@ def test_values_updates_and_moments_of_a_critic(stage: Stage) -> None:
     assert found["cost_critic/learning_rate"] == 0.0
     assert all(name.startswith("cost_critic/") or name == "memory/cost_critic_gpu_mem_mb" for name in found)
 
-    pieces = critic.apply(remote, function=value_moments, arguments={"kind": "cost"}).notes()
+    pieces = critic.apply(remote, function=cost_moments, arguments={}).notes()
     assert sum(piece.returns.count for piece in pieces) == int(written.sum())
     left = (2 * returns - values - 5)[written].double()
     variance = 1 - float(left.var() / (2 * returns[written]).double().var())
