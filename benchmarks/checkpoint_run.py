@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,8 @@ def _measure(case: Case) -> dict[str, Any]:
     checkpoint = EngineCheckpoint(engine, threads=case.threads)
     device = torch.cuda.get_device_name() if platform.gpus else "CPU"
     figures: dict[str, Any] = {"device": device, "parameters": checkpoint.facts.parameters}
-    _step(engine, case)  # compiles, and gives the optimizer its moments
+    # Compiles, and gives the optimizer its moments.
+    _step(engine, replace(case, tokens=case.micro_batch_tokens * case.layout.dp))
     resident = _resident()
     checkpoint.prepare()
     figures["step_while_memory_is_taken_s"] = _timed(lambda: _step(engine, case))

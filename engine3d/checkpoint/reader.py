@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import groupby
@@ -19,6 +20,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import FileSystemReader
@@ -28,11 +30,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from engine3d.checkpoint.metadata import METADATA, parse_metadata
+from engine3d.checkpoint.staging import HostRoom
 from engine3d.errors import EngineError, UserError
 
 _THREADS = 16
 _STRETCH_BYTES = 1 << 30
 """Of a file, that one thread reads."""
+
+_VALUES = "data/0"
+"""What torch.save calls the values of the only tensor in a file."""
 
 
 class CheckpointReader(FileSystemReader):
@@ -75,8 +81,9 @@ class CheckpointReader(FileSystemReader):
             for name, items in groupby(sorted(plan.items, key=self._place), key=lambda item: self._place(item)[0])
             for _, stretch in groupby(items, key=lambda item: self._place(item)[1] // _STRETCH_BYTES)
         ]
+        rooms = _Rooms()
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint") as pool:
-            for _ in pool.map(lambda job: self._read(job[0], job[1], planner), jobs):
+            for _ in pool.map(lambda job: self._read(job[0], job[1], planner, rooms), jobs):
                 pass
         done: Future[None] = Future()
         done.set_result(None)
@@ -86,27 +93,59 @@ class CheckpointReader(FileSystemReader):
         stored = self.storage_data[item.storage_index]
         return stored.relative_path, stored.offset
 
-    def _read(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
+    def _read(self, name: str, items: list[ReadItem], planner: LoadPlanner, rooms: _Rooms) -> None:
         path = self._directory / name
         first, last = self._place(items[0])[1], self.storage_data[items[-1].storage_index]
         try:
             with path.open("rb", buffering=0) as file:
                 os.posix_fadvise(file.fileno(), first, last.offset + last.length - first, os.POSIX_FADV_WILLNEED)
                 for item in items:
-                    self._read_item(cast("IO[bytes]", file), item, planner)
+                    self._read_item(file, item, planner, rooms.room)
         except (OSError, EOFError, RuntimeError) as error:
             raise EngineError(f"cannot read {path}: {' '.join(str(error).split())}") from error
 
-    def _read_item(self, file: IO[bytes], item: ReadItem, planner: LoadPlanner) -> None:
+    def _read_item(self, file: io.FileIO, item: ReadItem, planner: LoadPlanner, room: HostRoom) -> None:
         stored = self.storage_data[item.storage_index]
-        view = _create_file_view(cast(io.IOBase, file), stored.offset, stored.length)
+        view = _create_file_view(file, stored.offset, stored.length)
         if item.type == LoadItemType.BYTE_IO:
             planner.load_bytes(item, io.BytesIO(view.read(-1)))
             return
-        values = torch.load(cast("IO[bytes]", view), map_location="cpu", weights_only=True)
+        # Not torch.load, which takes new memory for each piece, and copies it once more.
+        values = room.room(*self._pieces[item.storage_index.fqn, item.storage_index.offset])
+        archive: Any = torch._C.PyTorchFileReader(cast("IO[bytes]", view))
+        _read_into(file, stored.offset + archive.get_record_offset(_VALUES), values)
         target = planner.resolve_tensor(item).detach()
         target.copy_(narrow_tensor_by_index(values, item.storage_offsets, item.lengths))
         planner.commit_tensor(item, target)
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[str, torch.Size | None], tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of every piece of a tensor in the files, by key and offset."""
+        return {
+            (key, chunk.offsets): (chunk.sizes, entry.properties.dtype)
+            for key, entry in self.metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+            for chunk in entry.chunks
+        }
+
+
+class _Rooms(threading.local):
+    """The host memory of each thread."""
+
+    def __init__(self) -> None:
+        self.room = HostRoom()
+
+
+def _read_into(file: io.FileIO, start: int, values: Tensor) -> None:
+    """Fill a contiguous tensor in host memory with what lies in a file from byte `start` on."""
+    if not values.numel():
+        return
+    rest = memoryview(values.view(-1).view(torch.uint8).numpy())
+    while rest:
+        count = os.preadv(file.fileno(), [rest], start)
+        if not count:
+            raise EOFError(f"it ends at byte {start}, {len(rest)} bytes before the end of a piece")
+        rest, start = rest[count:], start + count
 
 
 class _Planner(MCoreLoadPlanner):

@@ -1,12 +1,14 @@
-"""Host memory into which a state is copied, so that training can go on while files are written from it."""
+"""Host memory on the way to files and from them, page-locked where there is a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 
 import torch
 from torch import Tensor
 
+from engine3d.checkpoint.pieces import MAX_PIECE_BYTES
 from engine3d.platform import platform
 
 _CHUNK_BYTES = 1 << 30
@@ -14,7 +16,9 @@ _ALIGNMENT = 64
 
 
 class Staging:
-    """Chunks of host memory that are taken once and used for every save.
+    """Chunks of host memory into which a state is copied, so that training can go on while files are written from it.
+
+    They are taken once and used for every save.
 
     In chunks, because page-locked memory is given out in powers of two.
     """
@@ -48,3 +52,23 @@ class Staging:
             self._chunks[chunk][start : start + count * dtype.itemsize].view(dtype)
             for chunk, start, count, dtype in placed
         ]
+
+
+class HostRoom:
+    """Host memory through which tensors pass between a device and a file, one at a time."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """A tensor as it is if it is in host memory, else a copy, which is good until the next call."""
+        if tensor.device.type == "cpu":
+            return tensor
+        return self.room(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor whose values are those of the last one."""
+        nbytes = prod(shape) * dtype.itemsize
+        if self._memory.numel() < nbytes:
+            self._memory = platform.host_memory(max(nbytes, MAX_PIECE_BYTES))
+        return self._memory[:nbytes].view(dtype).view(shape)

@@ -37,9 +37,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.utils.serialization import config
 
 from engine3d.checkpoint.manifest import FileEntry, Hash, file_entry
 from engine3d.checkpoint.pieces import MAX_PIECE_BYTES, extents
+from engine3d.checkpoint.staging import HostRoom
 from engine3d.checkpoint.state import COMMON_KEY
 from engine3d.errors import EngineError
 from engine3d.models.rules import Box
@@ -93,7 +95,7 @@ class CheckpointWriter(FileSystemWriterAsync):
         jobs: list[tuple[str, list[tuple[WriteItem, Data]]]] = []
         try:
             jobs = [(f"{prefix}{number}.distcp", part) for number, part in enumerate(self._parts()) if part]
-            with ThreadPoolExecutor(max(1, len(jobs)), thread_name_prefix="checkpoint") as pool:
+            with _no_zip_checksums(), ThreadPoolExecutor(max(1, len(jobs)), thread_name_prefix="checkpoint") as pool:
                 for results, entry in pool.map(lambda job: self._write_file(*job), jobs):
                     self._results += results
                     self.entries.append(entry)
@@ -342,24 +344,10 @@ def _alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class HostRoom:
-    """Host memory through which tensors pass on their way from a device to a file, one at a time."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def copy_of(self, tensor: Tensor) -> Tensor:
-        """A tensor as it is if it is in host memory, else a copy, which is good until the next call."""
-        if tensor.device.type == "cpu":
-            return tensor
-        return self.room(tensor.shape, tensor.dtype).copy_(tensor)
-
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor whose values are those of the last one."""
-        nbytes = prod(shape) * dtype.itemsize
-        if self._memory.numel() < nbytes:
-            self._memory = platform.host_memory(max(nbytes, MAX_PIECE_BYTES))
-        return self._memory[:nbytes].view(dtype).view(shape)
+def _no_zip_checksums() -> contextlib.AbstractContextManager[None]:
+    """Let torch.save make none: they hold up all threads but one, and the file has a better one."""
+    patched: contextlib.AbstractContextManager[None] = cast(Any, config).patch({"save.compute_crc32": False})
+    return patched
 
 
 def _save_tensor(values: Tensor, file: HashedFile) -> None:

@@ -338,7 +338,8 @@ def test_remainders_make_every_float() -> None:
 
 def test_what_passes_through_host_memory_is_written_alone(tmp_path: Path) -> None:
     tensors = [torch.randn(40, 30), torch.randn(7).bfloat16(), torch.tensor(3.0), torch.randn(0, 4)]
-    from engine3d.checkpoint.writer import HashedFile, HostRoom, _save_tensor
+    from engine3d.checkpoint.staging import HostRoom
+    from engine3d.checkpoint.writer import HashedFile, _save_tensor
 
     room, path = HostRoom(), tmp_path / "tensors"
     with HashedFile(path) as file:
