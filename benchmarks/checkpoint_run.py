@@ -41,8 +41,8 @@ class Case:
         tokens: of a training step, over all ranks.
         sequence: tokens of each sequence.
         micro_batch_tokens: of a rank.
-        rounds: of plain writes and reads, a save and a load.
-        saves: asynchronous ones.
+        rounds: of plain writes and reads, a save and a load; perhaps none.
+        saves: asynchronous ones; perhaps none.
         threads: files that a rank writes at a time.
         dtype: of the model.
         precision_aware: moments in bf16.
@@ -89,22 +89,28 @@ def _measure(case: Case) -> dict[str, Any]:
     figures["step_s"] = statistics.median(_timed(lambda: _step(engine, case)) for _ in range(2))
     _say(f"step {figures['step_s']:.1f} s")
 
+    figures["ranks"] = dist.get_world_size()
+    if case.rounds:
+        figures |= _blocking(case, engine, checkpoint)
+    if case.saves:
+        figures["asynchronous"] = _asynchronous(case, engine, checkpoint, figures["step_s"], resident)
+    return figures
+
+
+def _blocking(case: Case, engine: TrainEngine, checkpoint: EngineCheckpoint) -> dict[str, Any]:
+    """Saves and loads that training waits for."""
     rounds = []
     for number in range(case.rounds):
         rounds.append(_round(case, engine, checkpoint, number))
         _say(f"round {number}: {rounds[-1]}")
     median = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
-    figures |= {name: median[name] for name in ("state_bytes", "largest_rank_bytes")}
-    figures |= {"ranks": dist.get_world_size(), "rounds": rounds}
-    figures["asynchronous"] = _asynchronous(case, engine, checkpoint, figures["step_s"], resident)
+    figures: dict[str, Any] = {name: median[name] for name in ("state_bytes", "largest_rank_bytes")}
+    figures["rounds"] = rounds
     for name in ("save", "load"):
         figures[f"{name}_over_plain_write"] = median[f"{name}_gb_s"] / median["plain_write_gb_s"]
     figures["load_over_plain_read"] = median["load_gb_s"] / median["plain_read_gb_s"]
-    growth = {name: median[f"{name}_host_growth_bytes"] for name in ("save", "load")}
-    growth["asynchronous"] = figures["asynchronous"]["host_growth_bytes"]
-    figures["host_growth_over_shard"] = {
-        name: nbytes / figures["largest_rank_bytes"] for name, nbytes in growth.items()
-    }
+    for name in ("save", "load"):
+        figures[f"{name}_host_growth_over_shard"] = median[f"{name}_host_growth_bytes"] / median["largest_rank_bytes"]
     return figures
 
 
@@ -207,6 +213,7 @@ def _asynchronous(
         "staged_bytes": _most(begun.host_bytes),
         "written_bytes": _most(begun.nbytes),
         "host_growth_bytes": _most(growth[0]),
+        "host_growth_over_shard": _most(growth[0]) / _most(begun.nbytes),
     }
 
 

@@ -118,7 +118,7 @@ class RankProcess:
         return self._run("start", build)[0]
 
     def call(
-        self, method: str, keep: bool, give_back: bool, earlier: Sequence[Any], /, *args: Any, **kwargs: Any
+        self, method: str, keep: bool, earlier: Sequence[Any], /, *args: Any, **kwargs: Any
     ) -> tuple[Answer | Failure, Any]:
         """Run a method of the worker.
 
@@ -126,8 +126,6 @@ class RankProcess:
 
         Args:
             keep: whether anybody wants the result.
-            give_back: whether memory that the worker only caches is wanted by others: its `give_back()` is called
-                after the method, if it has one.
             earlier: statuses of calls that compute on this rank's devices before it, well or not.
 
         Returns:
@@ -144,9 +142,6 @@ class RankProcess:
             begin = time.time()
             result = getattr(self._worker, method)(*positional, **keyword)
             summary, kept = _packed(result) if keep else (None, None)
-            del result  # what it holds of a device is not cached as long as it is there
-            if give_back and hasattr(self._worker, "give_back"):
-                self._worker.give_back()
             return Answer(Span(self._role, self._rank, method, begin, time.time()), summary), kept
 
         failure, answer = self._run(method, run)

@@ -261,18 +261,12 @@ class Step:
         machinery.weights.before_update(self.version)
         calls: dict[str, list[Future]] = {role: [] for role in (*critics, "actor")}
         with Timer(self.values, metrics.TRAIN_UPDATE_TIME):
-            for _ in range(trainer.epochs):
-                for mini_batch in batch.split(trainer.mini_batches):
-                    weights = sequence_weights(
-                        mini_batch.facts[COUNTED],
-                        config.loss_aggregation,
-                        normalising_length=config.loss_normalising_length,
-                    )
-                    mini_batch = mini_batch.with_facts(weights=weights)
-                    for role, kind in critics.items():
-                        calls[role].append(models[role].update_values(mini_batch, algorithm=config, kind=kind))
-                    if self.number > config.critic_warmup_steps:
-                        calls["actor"].append(self._update_actor(mini_batch, config, whiten))
+            mini_batches = [_weighted(each, config) for each in batch.split(trainer.mini_batches)] * trainer.epochs
+            # One model after another: where they share devices, each has one turn.
+            for role, kind in critics.items():
+                calls[role] = [models[role].update_values(each, algorithm=config, kind=kind) for each in mini_batches]
+            if self.number > config.critic_warmup_steps:
+                calls["actor"] = [self._update_actor(each, config, whiten) for each in mini_batches]
             results = {role: [future.result() for future in futures] for role, futures in calls.items()}
         self.updates = results.pop("actor")
         self._tell_refused()
@@ -308,6 +302,14 @@ class Step:
             self.values[metrics.TRAIN_KL_COEF] = controller.coef
         if kl is not None and math.isfinite(kl):
             controller.update(kl, samples)
+
+
+def _weighted(batch: RemoteBatch, config: AlgorithmConfig) -> RemoteBatch:
+    """A mini-batch with the weight of each of its tokens in the loss."""
+    weights = sequence_weights(
+        batch.facts[COUNTED], config.loss_aggregation, normalising_length=config.loss_normalising_length
+    )
+    return batch.with_facts(weights=weights)
 
 
 def sequence_kl(batch: RolloutBatch, *, config: AlgorithmConfig) -> Columns:

@@ -26,7 +26,7 @@ class Span:
     Args:
         begin: seconds since the epoch by the clock of the rank's node, once the rank's turn had come and its inputs
             were there; waiting counts for nothing.
-        end: the same clock, when the result was in host memory and what the rank only cached was given back.
+        end: the same clock, when the result was in host memory.
     """
 
     role: str

@@ -2,7 +2,8 @@
 
 Only methods that are registered as exclusive take turns. A rank waits for calls that were made before its own, so that
 no two wait for one another; what is registered otherwise neither waits nor is waited for, as calls of two groups that
-only end together must not.
+only end together must not. When the turn goes to another group, the one that had it gives device memory back: its
+`give_back` is called, where its worker has one.
 """
 
 from __future__ import annotations
@@ -18,30 +19,29 @@ if TYPE_CHECKING:
     from hybridflow.worker_group import WorkerGroup
 
 
+GIVE_BACK = "give_back"
+"""The method that is called of a group when its turn is over."""
+
+
 class Turns:
     """Who computes on which devices. Threads may share it."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         """To be held from `earlier` to `add`, so that no other call comes between."""
-        self._groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
         self._calls: list[Call] = []
-
-    def join(self, group: WorkerGroup) -> None:
-        """A group is there."""
-        with self.lock:
-            self._groups.add(group)
+        self._holding: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
 
     def leave(self, group: WorkerGroup) -> None:
         """A group is gone: its turns are over."""
         with self.lock:
-            self._groups.discard(group)
+            self._holding.discard(group)
             self._calls = [call for call in self._calls if call.group is not group]
 
-    def shares(self, group: WorkerGroup) -> bool:
-        """Whether a device of a group is another's too."""
+    def holding(self, group: WorkerGroup) -> list[WorkerGroup]:
+        """The other groups that have computed on a device of a group, and have not given memory back since."""
         with self.lock:
-            return any(_share(group, other) for other in self._groups if other is not group)
+            return [other for other in self._holding if other is not group and _share(group, other)]
 
     def earlier(self, group: WorkerGroup) -> list[Call]:
         """The calls after whose end a group's next call has its turn, in the order in which they were made.
@@ -58,6 +58,10 @@ class Turns:
         """A call was made."""
         with self.lock:
             self._calls.append(call)
+            if call.method == GIVE_BACK:
+                self._holding.discard(call.group)
+            else:
+                self._holding.add(call.group)
 
 
 def _devices(group: WorkerGroup) -> set[Device]:

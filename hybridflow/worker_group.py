@@ -38,7 +38,7 @@ from hybridflow.processes import find_process, kill_trees, write_stacks
 from hybridflow.protocols import Arguments, Grid, Protocol, Registration, registrations
 from hybridflow.rank_process import RankProcess, WorkerContext
 from hybridflow.remote_batch import Asked, RemoteBatch, SampleCosts, Samples
-from hybridflow.turns import turns
+from hybridflow.turns import GIVE_BACK, turns
 
 __all__ = ["Future", "RankError", "RankUserError", "WorkerContext", "WorkerGroup", "wait_together"]
 
@@ -49,9 +49,9 @@ class WorkerGroup:
     Args:
         role: names the group in errors and log files.
         worker_class: built on every rank as `worker_class(context, *args, **kwargs)`. Its methods marked with
-            `@register` are methods of the group. A method `shutdown()` is called before the processes end, a method
-            `give_back()` after each exclusive call if another group has a device of this one: to give back device
-            memory that is only cached.
+            `@register` are methods of the group. A method `shutdown()` is called before the processes end. An exclusive
+            method `give_back()` is called when the devices are another group's turn: to give back device memory that
+            is not needed until the next call.
         pool: the devices; rank r has the r-th `devices_per_rank` of them.
         layout: sizes and coordinates; its world size is the number of ranks.
         sample_costs: the cost of samples of so many tokens, by which a `RemoteBatch` is dealt to the ranks.
@@ -100,7 +100,6 @@ class WorkerGroup:
                 f"{role}: the layout ({layout}) has {layout.world_size} ranks{each}, "
                 f"and its pool has {len(pool)} devices; expected as many"
             )
-        turns.join(self)
         try:
             self._start(worker_class, args, kwargs, environment or {}, start_timeout_s)
         except BaseException:
@@ -272,13 +271,15 @@ class WorkerGroup:
         exclusive = registration.exclusive
         wanted = set(registration.protocol.collect(self.grid))
         with turns.lock:
-            earlier = turns.earlier(self) if exclusive else []
+            earlier: Sequence[Call] = ()
+            if exclusive:
+                inputs = [*inputs, *self._take_turn(method)]
+                earlier = turns.earlier(self)
             # Within an object of its own: Ray would wait for arguments, and fail the call with one that failed.
             waits = ray.put([status for call in earlier for status in call.statuses]) if earlier else ()
-            give_back = exclusive and turns.shares(self)
             answers: list[tuple[ray.ObjectRef, ray.ObjectRef]] = [
                 actor.call.options(num_returns=2).remote(
-                    method, rank in wanted, give_back, waits, *arguments.positional, **arguments.keyword
+                    method, rank in wanted, waits, *arguments.positional, **arguments.keyword
                 )
                 for rank, (actor, arguments) in enumerate(zip(self._actors, spread, strict=True))
             ]
@@ -286,6 +287,14 @@ class WorkerGroup:
             if exclusive:
                 turns.add(call)
         return call, [result for _, result in answers]
+
+    def _take_turn(self, method: str) -> list[Call]:
+        """Let the groups whose turn it was give memory back; the calls."""
+        if method == GIVE_BACK:
+            return []
+        giving = [group for group in turns.holding(self) if GIVE_BACK in group._registrations]
+        futures: list[Future] = [group.give_back() for group in giving]
+        return [future.call for future in futures]
 
     def _deal(self, batch: RemoteBatch, spread: list[Arguments]) -> tuple[list[Arguments], list[Samples]]:
         """What each rank fetches, in place of the samples that the protocol gave it; and those samples."""

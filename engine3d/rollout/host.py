@@ -269,6 +269,7 @@ class _Server:
     async def release_memory(self, id: int) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
+        await self._flush(_CLEAR_UP_S)  # a scheduler that still clears up would end itself
         await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=_SAVED_MEMORY), None)
 
     async def restore_memory(self, id: int) -> None:

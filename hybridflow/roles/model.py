@@ -206,6 +206,7 @@ class ModelWorker:
         """Write the weights as a HuggingFace directory; every rank writes its own part."""
         self._engine.export(directory)
 
+    @register(ONE_TO_ALL, exclusive=True)
     def give_back(self) -> None:
         """Give device memory that is only cached to others that compute there."""
         platform.empty_cache()

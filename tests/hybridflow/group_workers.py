@@ -150,6 +150,7 @@ class Computing:
     def hang(self) -> None:
         self._wait_for_nobody()
 
+    @register(ONE_TO_ALL, exclusive=True)
     def give_back(self) -> None:
         self._given_back += 1
 

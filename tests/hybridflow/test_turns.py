@@ -96,12 +96,28 @@ def test_only_exclusive_methods_wait(groups: dict[str, WorkerGroup]) -> None:
     slow.wait()
 
 
-def test_memory_is_given_back_after_exclusive_calls_where_a_device_is_shared(groups: dict[str, WorkerGroup]) -> None:
+def test_a_group_gives_memory_back_when_the_turn_goes_to_another(groups: dict[str, WorkerGroup]) -> None:
     batch = RemoteBatch.of(batch_of(range(2), 5))
-    for role, expected in (("reference", 1), ("dies", 1), ("critic", 0)):
-        [before, *_] = groups[role].given_back().result()
-        groups[role].compute(batch, factor=1).wait()
-        assert groups[role].given_back().result() == [before + expected] * groups[role].layout.dp
+
+    def given_back() -> dict[str, list[int]]:
+        return {role: groups[role].given_back().result() for role in ("dies", "reference", "critic")}
+
+    def more_than(before: dict[str, list[int]], **more: int) -> dict[str, list[int]]:
+        return {role: [count + more.get(role, 0) for count in counts] for role, counts in before.items()}
+
+    groups["reference"].compute(batch, factor=1).wait()  # nobody else holds memory of its device
+    before = given_back()
+    groups["reference"].compute(batch, factor=1).wait()
+    groups["critic"].compute(batch, factor=1).wait()
+    assert given_back() == before  # the turn was nobody else's
+    groups["dies"].compute(batch, factor=1).wait()
+    assert given_back() == more_than(before, reference=1)
+    groups["second_reward"].compute(batch, factor=1).wait()
+    assert given_back() == more_than(before, reference=1, dies=1)  # each of its ranks, and the reference no more
+    last = groups["reference"].compute(batch, factor=1)
+    last.wait()
+    [giving] = [span for span in timeline.spans if span.role == "second_reward" and span.method == "give_back"][-1:]
+    assert giving.end <= last.spans[0].begin
 
 
 def test_a_turn_ends_with_its_call_however_that_ends_and_the_cause_is_told(groups: dict[str, WorkerGroup]) -> None:
