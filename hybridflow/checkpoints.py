@@ -243,6 +243,10 @@ class Checkpoints:
         ]
         files += [file_entry(save.directory, path) for path in save.state.write(save.directory)]
         files += copy_model_files(self._run.model_directory, save.directory)
+        for role in save.trained:
+            model = self._recipe.models.get(role)
+            if model is not None and model.path is not None:
+                files += copy_model_files(model.path, save.directory, role)
         manifest = Manifest(
             step=save.state.step,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

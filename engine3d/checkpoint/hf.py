@@ -32,7 +32,7 @@ from engine3d.models.safetensors_files import ExportFiles, TensorFiles
 from engine3d.models.weights import TOKENIZER_FILES, begin_export, finish_export, plan_model_export, write_index
 
 MODEL = "model"
-"""The folder of a checkpoint with the model's config and tokenizer."""
+"""The folder of a checkpoint with the config and the tokenizer of the actor's model."""
 
 _WEIGHT = "weight/"
 _IMPORTED, _IMPORTED_ROLE = "imported", "actor"
@@ -56,16 +56,19 @@ def export_checkpoint(
 
     Raises:
         UserError: no such checkpoint or role, `out` exists, the checkpoint is damaged, or its tensors are not those of
-            the model in its `model` folder.
+            the model whose config it holds.
         EngineError: writing failed.
     """
     manifest = read_whole(checkpoint)
     if role not in manifest.roles:
         accepted = ", ".join(sorted(manifest.roles))
         raise UserError(f"export: {checkpoint} has no role {role}; expected one of {accepted}")
-    spec = load_model_spec(checkpoint / MODEL, value_head=manifest.roles[role].value_head)
+    model = _model_files(checkpoint, role)
+    if not model.is_dir():
+        model = checkpoint / MODEL
+    spec = load_model_spec(model, value_head=manifest.roles[role].value_head)
     saved = _SavedTensors(checkpoint, manifest, role)
-    saved.check(spec)
+    saved.check(spec, model.name)
     plan = plan_model_export(spec, _dtype(dtype), max_shard_bytes)
     partial = out.with_name(f".{out.name}.partial")
     files = ExportFiles(plan, partial)
@@ -143,18 +146,28 @@ def _imported(spec: ModelSpec, model: Path, directory: Path) -> Manifest:
     )
 
 
-def copy_model_files(model: Path, checkpoint: Path) -> list[FileEntry]:
+def copy_model_files(model: Path, checkpoint: Path, role: str | None = None) -> list[FileEntry]:
     """Copy a model's config and tokenizer into a checkpoint, so that an export needs nothing else.
+
+    Args:
+        model: HuggingFace directory.
+        checkpoint: the directory of one step.
+        role: whose model it is; None for that of all roles that have none of their own.
 
     Returns:
         The copies, with paths relative to the checkpoint.
     """
-    target = checkpoint / MODEL
+    target = checkpoint / MODEL if role is None else _model_files(checkpoint, role)
     target.mkdir(parents=True, exist_ok=True)
     found = [name for name in ("config.json", *TOKENIZER_FILES) if (model / name).is_file()]
     for name in found:
         shutil.copyfile(model / name, target / name)
     return [file_entry(checkpoint, target / name) for name in found]
+
+
+def _model_files(checkpoint: Path, role: str) -> Path:
+    """Where the config and the tokenizer of a role are that has a model of its own."""
+    return checkpoint / f"{role}-{MODEL}"
 
 
 class _SavedTensors:
@@ -178,10 +191,10 @@ class _SavedTensors:
             if key.startswith(_WEIGHT) and isinstance(stored, TensorStorageMetadata)
         }
 
-    def check(self, spec: ModelSpec) -> None:
-        """Refuse tensors that are not those of the model, or not whole."""
+    def check(self, spec: ModelSpec, folder: str) -> None:
+        """Refuse tensors that are not those of the model whose config is in a folder, or not whole."""
         if found := difference(spec, {name: tuple(stored.size) for name, stored in self._stored.items()}):
-            whose = f"checkpoint {self._checkpoint}: {self._directory.name}/ does not fit {MODEL}/config.json"
+            whose = f"checkpoint {self._checkpoint}: {self._directory.name}/ does not fit {folder}/config.json"
             raise UserError(f"{whose}: {found}")
         for name, stored in self._stored.items():
             there = sum(prod(chunk.sizes) for chunk in stored.chunks)

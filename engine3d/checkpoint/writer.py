@@ -123,16 +123,19 @@ class CheckpointWriter(FileSystemWriterAsync):
         return plan
 
     def _parts(self) -> list[list[tuple[WriteItem, Data]]]:
-        """The items for each file: the largest first, each to the file that has the least so far."""
+        """The items for each file: the largest first, each to the file that has the least so far.
+
+        In the order of the plan, in which they will be read too.
+        """
         assert self._plan is not None
-        data = self._data()
-        parts: list[list[tuple[WriteItem, Data]]] = [[] for _ in range(self.thread_count)]
+        data, items = self._data(), self._plan.items
+        parts: list[list[int]] = [[] for _ in range(self.thread_count)]
         sizes = [0] * self.thread_count
-        for item in sorted(self._plan.items, key=lambda each: -_bytes(each)):
+        for index in sorted(range(len(items)), key=lambda index: -_bytes(items[index])):
             least = sizes.index(min(sizes))
-            parts[least].append((item, data[item.index]))
-            sizes[least] += _bytes(item)
-        return parts
+            parts[least].append(index)
+            sizes[least] += _bytes(items[index])
+        return [[(items[index], data[items[index].index]) for index in sorted(part)] for part in parts]
 
     def _write_file(self, name: str, items: list[tuple[WriteItem, Data]]) -> tuple[list[WriteResult], FileEntry]:
         path = self._directory / name

@@ -79,15 +79,12 @@ def combine(scorings: Sequence[Scoring]) -> RewardResult:
 def reward_metrics(result: RewardResult, *, group: str = "reward") -> dict[str, float]:
     """Figures of a result of at least one sample, for the metrics.
 
-    `reward/<name>/mean` is over the samples for which the function has a value, `reward/mean` and `reward/std` over
-    those that are not dropped; `reward/<name>/failed` and `reward/dropped` are counts. `group` stands for "reward".
+    `reward/<name>/mean` is over the samples for which the function has a value; `reward/<name>/failed` and
+    `reward/dropped` are counts. `group` stands for "reward".
     """
     values: dict[str, float] = {}
     for name, column in result.by_name.items():
         values[f"{group}/{name}/mean"] = float(column[~column.isnan()].mean())
         values[f"{group}/{name}/failed"] = int(result.failed[name].sum())
-    kept = result.total[~result.dropped]
-    values[f"{group}/mean"] = float(kept.mean())
-    values[f"{group}/std"] = float(kept.std(correction=0))
     values[f"{group}/dropped"] = int(result.dropped.sum())
     return values

@@ -46,8 +46,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name / "checkpoint" / "critic").mkdir(parents=True)
     for name, (role, entries) in _saved(run_distributed(_train_and_save, 2, root, timeout_s=300)).items():
         checkpoint = root / name / "checkpoint"
-        copies = copy_model_files(root / name / "model", checkpoint)
+        # That with a value head is a critic whose model is not the actor's.
+        copies = copy_model_files(root / (name if name != "llama-biases" else "qwen3-tied") / "model", checkpoint)
         assert {"model/config.json", "model/tokenizer.json"} <= {copy.path for copy in copies}
+        if name == "llama-biases":
+            own = copy_model_files(root / name / "model", checkpoint, "critic")
+            assert {"critic-model/config.json", "critic-model/tokenizer.json"} <= {copy.path for copy in own}
+            copies += own
         write_manifest(checkpoint, Manifest(3, "now", {"critic": role}, {}, {}, (*entries, *copies)))
     return root
 
