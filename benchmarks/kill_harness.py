@@ -92,8 +92,9 @@ class KilledRun:
         self.directory, self._recipe = directory, list(recipe)
         self.run_directory = directory / next(word.split("=", 1)[1] for word in recipe if word.startswith("name="))
         # The path of a socket must stay short, so this is not below a directory of pytest's.
-        self._temporary = Path(f"/tmp/kill-{os.getpid()}-{abs(hash(directory)) % 10**6}")
-        self._temporary.mkdir(parents=True, exist_ok=True)
+        self.temporary = Path(f"/tmp/kill-{os.getpid()}-{abs(hash(directory)) % 10**6}")
+        """Where its processes make their temporary files."""
+        self.temporary.mkdir(parents=True, exist_ok=True)
         directory.mkdir(parents=True, exist_ok=True)
         self._shared = _shared_memory()
 
@@ -117,7 +118,7 @@ class KilledRun:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env=os.environ | {_MARK: str(self.directory), "TMPDIR": str(self._temporary)},
+                env=os.environ | {_MARK: str(self.directory), "TMPDIR": str(self.temporary)},
                 start_new_session=True,
             )
         outcome = Outcome(killed=False, exit_code=0)
@@ -158,7 +159,7 @@ class KilledRun:
 
     def processes(self) -> list[psutil.Process]:
         """Every process of the run: what carries its mark, or has its files open, since some hide their environment."""
-        places = (str(self.directory), str(self._temporary))
+        places = (str(self.directory), str(self.temporary))
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -177,7 +178,7 @@ class KilledRun:
             found = [f"process {process.pid}: {_name(process)}" for process in self.processes()]
             if files:
                 found += [f"shared memory {name}" for name in _unused(_shared_memory() - self._shared)]
-                found += [f"file {path}" for path in self._temporary.rglob("*") if not path.is_dir()]
+                found += [f"file {path}" for path in self.temporary.rglob("*") if not path.is_dir()]
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.25)

@@ -72,7 +72,8 @@ def main() -> int:
         totals["lost"] += same.lost
         totals["duplicated"] += same.duplicated
         verdict = "identical" if same.identical else "NOT identical"
-        print(f"run {totals['runs'] - 1}: {kills} kills, {verdict}", flush=True)
+        left = f", left over: {outcome.left_over}" if outcome.left_over else ""
+        print(f"run {totals['runs'] - 1}: {kills} kills, {verdict}{left}", flush=True)
         if same.identical:
             shutil.rmtree(run.directory)
     shutil.rmtree(reference.directory)

@@ -120,9 +120,7 @@ def _attach(address: str) -> None:
 
 def _start_here(cpus: int, object_store_bytes: int | None) -> None:
     global _local, _owned
-    # Short: the path of a socket in it must stay below 108 characters, of which Ray itself takes 63.
-    parent = tempfile.gettempdir()
-    directory, _owned = run_directory(Path(parent if len(parent) <= _LONGEST_PARENT else "/tmp"))
+    directory, _owned = run_directory(_parent())
     command = [sys.executable, "-I", watchdog.__file__, f"{_MARKER}={directory}", directory, run_files.__file__]
     # A session of its own: Ctrl-C is not for the watchdog.
     _local = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -144,16 +142,35 @@ def _start_here(cpus: int, object_store_bytes: int | None) -> None:
         raise
 
 
-def run_directory(parent: Path) -> tuple[str, TextIO]:
-    """A new directory for Ray's files, and the lock by which this process owns it.
+def remove_orphans() -> None:
+    """Remove what runs of this machine have left whose driver and watchdog were killed together.
 
-    Those whose owner is gone are removed first: where driver and watchdog were killed together, nobody was left to.
+    `start_ray` and the start of an engine do so too; this is for a run that needs neither.
     """
+    _remove_orphans(_parent())
+    run_files.remove_orphans()
+
+
+def _parent() -> Path:
+    """Where Ray's directories are made: the path of a socket must stay below 108 characters; Ray itself takes 63."""
+    parent = tempfile.gettempdir()
+    return Path(parent if len(parent) <= _LONGEST_PARENT else "/tmp")
+
+
+def _remove_orphans(parent: Path) -> None:
     for lock in parent.glob(f"{_RAY_PREFIX}*{watchdog.LOCK}"):
         with contextlib.suppress(OSError), lock.open("r+") as held:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
             lock.unlink()
+
+
+def run_directory(parent: Path) -> tuple[str, TextIO]:
+    """A new directory for Ray's files, and the lock by which this process owns it.
+
+    Those whose owner is gone are removed first: where driver and watchdog were killed together, nobody was left to.
+    """
+    _remove_orphans(parent)
     while True:
         # Beside the directory, because who has a file open in it is taken for a process of the run.
         descriptor, name = tempfile.mkstemp(prefix=_RAY_PREFIX, suffix=watchdog.LOCK, dir=parent)

@@ -20,6 +20,7 @@ from hybridflow.evaluation import evaluate
 from hybridflow.initial_model import initial_spec
 from hybridflow.metrics import Metrics, Timer
 from hybridflow.phase_file import PhaseFile
+from hybridflow.placement import remove_orphans
 from hybridflow.resume import inexact_because
 from hybridflow.roles.group import Roles, start_roles, wait_for
 from hybridflow.run import EXPORT, TIMELINE, WEIGHTS, Run, move_aside, prepare
@@ -96,6 +97,7 @@ def start_trainer(recipe: Recipe, run: Run, sinks: Metrics, phases: PhaseFile) -
 def export_finished(recipe: Recipe, run: Run) -> None:
     """Export a run that has done all its steps, from its last checkpoint, if it has not been."""
     assert run.resumption is not None
+    remove_orphans()  # perhaps of this run, killed after its last step
     directory = run.directory / EXPORT
     print(f"resume: all {recipe.trainer.steps} steps are done", flush=True)
     if recipe.trainer.export and not directory.exists():

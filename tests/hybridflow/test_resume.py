@@ -96,11 +96,20 @@ def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(
     assert states[0].pop("run") != states[1].pop("run")
     assert states[0] == states[1]
 
-    # A run that is at its end ends well at once, and only exports what is missing.
+    # A run that is at its end ends well at once, and only exports what is missing; what a kill left is gone.
     exported = run.model()
     shutil.rmtree(killed / "model")
     lines = run.output.splitlines()
-    assert run.run().exit_code == 0, run.output
+    engine, ray = run.temporary / "engine3d-rollout-killed", run.temporary / "hf-ray-killed"
+    for directory, lock in ((engine, engine / "owner"), (ray, ray.with_suffix(".lock"))):
+        directory.mkdir()
+        (directory / "log").touch()
+        lock.touch()
+    segment = Path(f"/dev/shm/killed-{engine.name}")
+    segment.touch()
+    outcome = run.run()
+    assert outcome.exit_code == 0, run.output
+    assert not outcome.left_over
     assert run.output.splitlines()[-1] == lines[-1]
     assert run.model() == exported
     assert compare(run, whole).identical
