@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,12 +19,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from benchmarks.random_engine import leads, random_engine, random_sequences, timed, train_on
 from engine3d.checkpoint.save import EngineCheckpoint
 from engine3d.layout import Layout
 from engine3d.platform import platform
-from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
+from engine3d.training.config import OptimizerConfig
 from engine3d.training.engine import TrainEngine
-from engine3d.training.sequences import Sequences
 
 _BLOCK_BYTES = 64 << 20
 
@@ -63,7 +62,7 @@ class Case:
 
 def measure(case: Case) -> dict[str, Any] | None:
     """Run on every rank of the layout; the figures on rank 0."""
-    leader = int(os.environ.get("RANK", "0")) == 0
+    leader = leads()
     if leader:
         case.directory.mkdir(parents=True)
     try:
@@ -85,8 +84,8 @@ def _measure(case: Case) -> dict[str, Any]:
     _step(engine, replace(case, tokens=case.micro_batch_tokens * case.layout.dp))
     resident = _resident()
     checkpoint.prepare()
-    figures["step_while_memory_is_taken_s"] = _timed(lambda: _step(engine, case))
-    figures["step_s"] = statistics.median(_timed(lambda: _step(engine, case)) for _ in range(2))
+    figures["step_while_memory_is_taken_s"] = timed(lambda: _step(engine, case))
+    figures["step_s"] = statistics.median(timed(lambda: _step(engine, case)) for _ in range(2))
     _say(f"step {figures['step_s']:.1f} s")
 
     figures["ranks"] = dist.get_world_size()
@@ -118,12 +117,12 @@ def _round(case: Case, engine: TrainEngine, checkpoint: EngineCheckpoint, number
     """All rates in GB/s, one soon after another: those of a disk that others use too change by the minute."""
     directory = case.directory / f"round-{number}"
     with _host_memory() as save_growth:
-        save_s = _timed(lambda: _save(checkpoint, directory, background=False))
+        save_s = timed(lambda: _save(checkpoint, directory, background=False))
     state = _sum(sum(path.stat().st_size for path in directory.glob(f"__{dist.get_rank()}_*")))
     largest = _most(_own_bytes(directory))
     _forget(directory)
     with _host_memory() as load_growth:
-        load_s = _timed(lambda: (checkpoint.load(directory), platform.synchronize()))
+        load_s = timed(lambda: (checkpoint.load(directory), platform.synchronize()))
     _remove(directory)
     plain_write, plain_read = _plain(case, state)
     return {
@@ -139,38 +138,19 @@ def _round(case: Case, engine: TrainEngine, checkpoint: EngineCheckpoint, number
 
 
 def _engine(case: Case) -> TrainEngine:
-    model = case.directory.with_name(f"{case.directory.name}-model")
-    if int(os.environ.get("RANK", "0")) == 0:
-        model.mkdir(exist_ok=True)
-        (model / "config.json").write_text(json.dumps(case.config))
-    while not (model / "config.json").exists():
-        time.sleep(0.1)
-    layout = case.layout
-    config = TrainConfig(
-        layout=LayoutConfig(tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.etp),
-        dtype=case.dtype,  # type: ignore[arg-type]
+    return random_engine(
+        case.config,
+        case.layout,
+        case.directory / "model",
+        dtype=case.dtype,
         optimizer=OptimizerConfig(lr=1e-6, precision_aware=case.precision_aware),
         micro_batch_tokens=case.micro_batch_tokens,
         recompute="full" if platform.gpus else "none",
     )
-    engine = TrainEngine(model, config, layout, load=False)
-    dist.barrier()
-    shutil.rmtree(model, ignore_errors=True)
-    torch.manual_seed(dist.get_rank())
-    with torch.no_grad():
-        for name, parameter in engine.module.named_parameters():
-            parameter.fill_(1.0) if "norm" in name else parameter.normal_(0.0, 0.02)
-    engine.optimizer.reload_model_params()
-    return engine
 
 
 def _step(engine: TrainEngine, case: Case) -> None:
-    """One update on random tokens."""
-    mine = case.tokens // case.sequence // engine.layout.dp
-    tokens = torch.randint(engine.spec.vocab_size, (mine * case.sequence,))
-    weights = torch.full(tokens.shape, 1 / case.tokens)
-    sequences = Sequences(tokens, torch.full((mine,), case.sequence), {"weights": weights})
-    engine.update(sequences, lambda outputs, columns: (-(outputs.logprobs * columns["weights"]).sum(), None))
+    train_on(engine, random_sequences(engine, case.tokens, case.sequence))
     platform.synchronize()
 
 
@@ -197,9 +177,9 @@ def _asynchronous(
             begun = checkpoint.begin(directory, background=True)
             stall = time.perf_counter() - started
             while _most(not checkpoint.is_written()):
-                steps.append(_timed(lambda: _step(engine, case)))
+                steps.append(timed(lambda: _step(engine, case)))
             durations.append(time.perf_counter() - started)
-            stall += _timed(checkpoint.finish)
+            stall += timed(checkpoint.finish)
             stalls.append(_largest(stall))
             _say(f"asynchronous save {number}: stall {stalls[-1]:.3f} s, whole after {durations[-1]:.1f} s")
             _remove(directory)
@@ -240,23 +220,11 @@ def _plain(case: Case, state: int) -> tuple[float, float]:
     rates = []
     for action in (write, read):
         with ThreadPoolExecutor(case.threads) as pool:
-            seconds = _timed(lambda do=action: list(pool.map(do, paths)))  # type: ignore[misc]
+            seconds = timed(lambda do=action: list(pool.map(do, paths)))  # type: ignore[misc]
         rates.append(share * case.threads * dist.get_world_size() / seconds / 1e9)
         _forget(directory)
     _remove(directory)
     return rates[0], rates[1]
-
-
-def _timed(action: Callable[[], Any]) -> float:
-    """Seconds until the last rank is done."""
-    dist.barrier()
-    platform.synchronize()
-    started = time.perf_counter()
-    action()
-    platform.synchronize()
-    dist.barrier()
-    platform.synchronize()
-    return time.perf_counter() - started
 
 
 def _forget(directory: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import ray.util
 import torch
 from torch import Tensor
 
@@ -90,6 +92,26 @@ def joined_facts(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def unpack(value: Any) -> Any:
     """What was packed, or a batch out of its parts; anything else stays as it is."""
     return value.unpack() if isinstance(value, Kept) else value
+
+
+@functools.cache
+def send_tensors_as_arrays() -> None:
+    """Have Ray carry the tensors that this process sends as their values alone.
+
+    Megatron-Core puts a function of its own into how PyTorch pickles a tensor, so that whoever is sent one would have
+    to import Megatron-Core: the driver, the rewards, and whoever they send tensors to.
+    """
+    ray.util.register_serializer(Tensor, serializer=_values, deserializer=_tensor)
+
+
+def _values(tensor: Tensor) -> tuple[np.ndarray[Any, Any], torch.Size, torch.dtype]:
+    values = tensor.detach().cpu().contiguous()
+    return values.view(-1).view(torch.uint8).numpy(), values.shape, values.dtype
+
+
+def _tensor(values: tuple[np.ndarray[Any, Any], torch.Size, torch.dtype]) -> Tensor:
+    array, shape, dtype = values
+    return torch.from_numpy(array.copy()).view(dtype).view(shape)
 
 
 def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:

@@ -124,7 +124,7 @@ class Call:
         self._answered = True
         self.spans = tuple(value.span for value in ray.get(self.statuses) if isinstance(value, Answer))
         timeline.record(self.spans)
-        for each in self._inputs:  # for which the caller need not wait itself
+        for each in (*self._inputs, *self.earlier):  # for which nobody need wait
             if not each._answered and each.group.is_alive and each._statuses_within(_LOOK_S) == ([], []):
                 each._answer()
         self._inputs = self.earlier = ()

@@ -183,7 +183,8 @@ def _unpacked(value: Any) -> Any:
 def _packed(result: Any) -> tuple[Any, Any]:
     if "torch" not in sys.modules:
         return None, result
-    from hybridflow.columns import pack
+    from hybridflow.columns import pack, send_tensors_as_arrays
 
+    send_tensors_as_arrays()
     kept, summary = pack(result)
     return summary, kept

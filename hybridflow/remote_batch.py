@@ -89,12 +89,14 @@ class _Stored:
         rows: (n,) int64: for each of its rows the sample of the batch, -1 for one that the batch does not have.
         node: Ray's id of the node that it lies on.
         name: of the column, if it is a bare tensor.
+        added: made by a call with the batch.
     """
 
     ref: ray.ObjectRef
     rows: Tensor
     node: str
     name: str = ""
+    added: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,11 +240,15 @@ class RemoteBatch:
             if name in self.facts:
                 raise ValueError(f"batch: {name} is a fact of it already, expected a new column")
             stored += [
-                _Stored(ref, torch.as_tensor(rows), node, name)
+                _Stored(ref, torch.as_tensor(rows), node, name, added=True)
                 for ref, node, rows in zip(future.refs, future.nodes, parts, strict=True)
             ]
             inputs.append(future)
         return RemoteBatch(self.facts, stored, self.pad_token_id, inputs)
+
+    def as_generated(self) -> RemoteBatch:
+        """The batch without the columns that calls with it made: a call with this one waits for none of them."""
+        return RemoteBatch(self.facts, [each for each in self._stored if not each.added], self.pad_token_id)
 
     def select(self, samples: Sequence[int] | Tensor) -> RemoteBatch:
         """Some samples, each at most once, in the given order. Nothing moves."""

@@ -128,18 +128,19 @@ class Step:
         """The batch with the log-probs that are needed: of the reference, and of the policy before the first update."""
         roles, recipe = self.machinery.roles, self.machinery.recipe
         temperature = recipe.rollout.sampling.temperature
-        columns = {}
+        columns, generated = {}, batch.as_generated()
         if "reference" in roles.models:
-            columns["ref_logprobs"] = roles.models["reference"].logprobs(batch, temperature=temperature)
+            columns["ref_logprobs"] = roles.models["reference"].logprobs(generated, temperature=temperature)
         if recipe.trainer.updates_per_step > 1:  # otherwise they are those of the update itself
-            columns["old_logprobs"] = roles.actor.logprobs(batch, temperature=temperature)
+            columns["old_logprobs"] = roles.actor.logprobs(generated, temperature=temperature)
         return self._with_columns(batch, columns)
 
     def critic_values(self, batch: RemoteBatch) -> RemoteBatch:
         """The batch with the values of every critic."""
         models, columns = self.machinery.roles.models, {"critic": "values", "cost_critic": "cost_values"}
+        generated = batch.as_generated()
         return self._with_columns(
-            batch, {column: models[role].values(batch) for role, column in columns.items() if role in models}
+            batch, {column: models[role].values(generated) for role, column in columns.items() if role in models}
         )
 
     def estimate(
@@ -208,11 +209,11 @@ class Step:
         phases.enter("reward")
         values: dict[str, float] = {}
         with Timer(values, f"{what}/latency_ms"):
-            model = recipe.scoring.get(what)
-            scoring = roles.models[f"{what}_model"].score(batch) if model is not None else None
+            model, generated = recipe.scoring.get(what), batch.as_generated()
+            scoring = roles.models[f"{what}_model"].score(generated) if model is not None else None
             total, kept = torch.zeros(len(batch)), torch.arange(len(batch))
             if what in roles.functions:
-                result = reward_result(roles.functions[what].score(batch, split="train", what=what))
+                result = reward_result(roles.functions[what].score(generated, split="train", what=what))
                 values |= reward_metrics(result, group=what)
                 tell_failures(f"step {self.number}, {phases.phase}", result)
                 total, kept = result.total, (~result.dropped).nonzero()[:, 0]

@@ -273,7 +273,8 @@ class WorkerGroup:
         with turns.lock:
             earlier: Sequence[Call] = ()
             if exclusive:
-                inputs = [*inputs, *self._take_turn(method)]
+                if method != GIVE_BACK:
+                    self._take_turn()
                 earlier = turns.earlier(self)
             # Within an object of its own: Ray would wait for arguments, and fail the call with one that failed.
             waits = ray.put([status for call in earlier for status in call.statuses]) if earlier else ()
@@ -288,13 +289,11 @@ class WorkerGroup:
                 turns.add(call)
         return call, [result for _, result in answers]
 
-    def _take_turn(self, method: str) -> list[Call]:
-        """Let the groups whose turn it was give memory back; the calls."""
-        if method == GIVE_BACK:
-            return []
-        giving = [group for group in turns.holding(self) if GIVE_BACK in group._registrations]
-        futures: list[Future] = [group.give_back() for group in giving]
-        return [future.call for future in futures]
+    def _take_turn(self) -> None:
+        """Let the groups whose turn it was give memory back."""
+        for group in turns.holding(self):
+            if GIVE_BACK in group._registrations:
+                group.give_back()
 
     def _deal(self, batch: RemoteBatch, spread: list[Arguments]) -> tuple[list[Arguments], list[Samples]]:
         """What each rank fetches, in place of the samples that the protocol gave it; and those samples."""

@@ -37,6 +37,10 @@ class CpuPlatform(Platform):
     def gpus(self) -> int:
         return 0
 
+    @property
+    def peak_flops(self) -> float | None:
+        return None
+
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")
 

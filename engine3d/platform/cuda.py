@@ -17,6 +17,17 @@ from engine3d.platform.interface import DeviceMemory, Platform
 from engine3d.platform.memory_handles import MemoryHandle
 from engine3d.platform.wire import Wire
 
+# Dense bf16, from NVIDIA's datasheets; the PCIe and NVL forms of a chip are slower and have names of their own.
+_PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "H20": 148e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+}
 _DETERMINISTIC = {
     # Of Transformer Engine's attention: the gradient of keys and values is summed in a fixed order.
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -35,6 +46,11 @@ class CudaPlatform(Platform):
     @property
     def gpus(self) -> int:
         return torch.cuda.device_count()
+
+    @property
+    def peak_flops(self) -> float | None:
+        name = torch.cuda.get_device_name()
+        return next((rate for chip, rate in _PEAK_FLOPS.items() if chip in name), None)
 
     def device(self, local_rank: int) -> torch.device:
         torch.cuda.set_device(local_rank)

@@ -42,6 +42,11 @@ class Platform(ABC):
     def gpus(self) -> int:
         """GPUs that this process sees."""
 
+    @property
+    @abstractmethod
+    def peak_flops(self) -> float | None:
+        """Dense bf16 operations a second that the device's maker states, without sparsity; None where not known."""
+
     @abstractmethod
     def device(self, local_rank: int) -> torch.device:
         """The device of a rank, made current for this process."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -160,6 +161,21 @@ def _allowing_uneven_scatter(reduce_scatter: Callable[..., Any]) -> Callable[...
     return scatter
 
 
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Leave functions alone that are decorated with torch.compile, which imports a compiler at the first of them."""
+    compile_function = torch.compile
+
+    def as_it_is(function: Any = None, **settings: Any) -> Any:
+        return function if function is not None else lambda decorated: decorated
+
+    torch.compile = as_it_is  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_function
+
+
 _installed: _CudaMeansCpu | None = None
 
 
@@ -170,12 +186,12 @@ def answer_for_cuda() -> None:
         return
     # Megatron-Core decorates small functions with torch.compile, which would start a C++ compiler for each.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    if "torch._dynamo" in sys.modules:  # the variable is only for processes that have not imported it yet
+        sys.modules["torch._dynamo"].config.disable = True
     # Imported before the answers are given: what it imports in turn asks torch.cuda at import, and needs the truth.
-    import megatron.core.models.gpt.gpt_model  # noqa: F401
+    with _uncompiled():
+        import megatron.core.models.gpt.gpt_model  # noqa: F401
     import megatron.core.tensor_parallel.random as megatron_random
-    import torch._dynamo.config as dynamo
-
-    dynamo.disable = True  # the variable is only for processes that have not imported it yet
 
     for name, answer in _ANSWERS.items():
         setattr(torch.cuda, name, answer)

@@ -424,6 +424,10 @@ def watched(step, batch, *, whiten=None):
 
 GivenStep.update = watched
 """
+MODULES = """
+import sys
+print("the driver has imported", [name for name in ("megatron.core", "sglang") if name in sys.modules])
+"""
 CHECKS = """
 (first, first_whiten, _), (second, second_whiten, _), (third, _, _) = learned
 assert len(first) == 8 and len(second) == 6 and len(third) == 8, "each update learns from what it was given"
@@ -453,7 +457,8 @@ def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
     assert kept in blocks[own_loop]
     blocks[own_loop] = blocks[own_loop].replace(kept, f"rollouts_of_1 = rollouts; {kept}")
     script = tmp_path / "page.py"
-    script.write_text("\n".join([*blocks[:own_loop], PROBE, blocks[own_loop], CHECKS, *blocks[own_loop + 1 :]]))
+    parts = [*blocks[:own_loop], PROBE, blocks[own_loop], CHECKS, *blocks[own_loop + 1 :], MODULES]
+    script.write_text("\n".join(parts))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TEST_API_MARK": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, str(script)],
@@ -464,6 +469,7 @@ def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
     assert (tmp_path / "runs/grpo/model/model.safetensors").is_file()
     assert len(re.findall(r"^step \d: reward -?\d\.\d{3}$", done.stdout, re.MULTILINE)) == 3
     assert "learned from what it was given" in done.stdout
+    assert "the driver has imported []" in done.stdout
     assert "[{'total': [2, 110]}, {'total': [6, 420]}]" in done.stdout
     assert not left_over(tmp_path)
 

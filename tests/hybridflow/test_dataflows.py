@@ -29,8 +29,15 @@ FEW = ["algorithm.critic_warmup_steps=1", "trainer.steps=3", "rollout.samples_pe
 GUARDED = [
     "trainer.epochs=2",
     "algorithm.kl_guard=1e-12",
-    "reward.functions=[{name: length, path: length}]",  # not the same for all responses of a policy that knows nothing
 ]
+LENGTH = """import time
+
+
+def score(generated_texts):
+    time.sleep(0.5)
+    return [len(text) for text in generated_texts]
+"""
+"""Not the same for all responses of a policy that knows nothing, and slow enough to be seen beside the others."""
 RECIPES = ROOT / "launch/recipes"
 
 
@@ -61,16 +68,18 @@ COMPUTES = {"generate", "logprobs", "values", "score", "update", "update_values"
 def test_ppo_is_the_same_on_every_placement(tmp_path: Path) -> None:
     """Bit for bit, where the layouts of each role are equal; roles that share devices take turns."""
     found = {}
+    (tmp_path / "slow.py").write_text(LENGTH)
+    reward = f"reward.functions=[{{name: length, path: '{tmp_path}/slow.py:score'}}]"
     for name, pools in PLACEMENTS.items():
         recipe = str(RECIPES / f"placement/{name}.yaml")
-        done = run_recipe(recipe, tmp_path, *pools, *ONE_RANK, *FEW, *GUARDED)
+        done = run_recipe(recipe, tmp_path, *pools, *ONE_RANK, *FEW, *GUARDED, reward, "trainer.prompts_per_step=64")
         assert done.returncode == 0, done.stderr[-3000:]
         found[name] = records(tmp_path / "small", "sft", "train", "eval")
         assert "updates would have begun past algorithm.kl_guard=1e-12 and were skipped" in done.stderr
-        together = {frozenset(pair) for pair in overlapping(tmp_path / "small", COMPUTES)}
         if name == "colocate":
-            assert not together
+            assert not overlapping(tmp_path / "small", COMPUTES - {"score"})  # functions compute on no device
         if name == "standalone":
+            together = {frozenset(pair) for pair in overlapping(tmp_path / "small", COMPUTES)}
             judges = itertools.combinations(("reference", "critic", "reward"), 2)
             assert {frozenset(pair) for pair in judges} <= together
         (tmp_path / "small").rename(tmp_path / name)

@@ -70,6 +70,16 @@ def test_tokens_go_from_rank_to_rank_and_every_sample_keeps_its_figures(groups: 
     assert not whole.returns[~mask].any()
 
 
+def test_a_call_waits_for_no_column_that_it_is_not_given(groups: dict[str, WorkerGroup]) -> None:
+    generated = groups["rollout"].generate([3, 1, 4], longest=LONGEST).batch()
+    slow = groups["reference"].logprobs(generated, sleep_s=4.0)
+    batch = generated.with_columns(ref_logprobs=slow).with_facts(rewards=torch.ones(3))
+    seen = groups["actor"].seen(batch.as_generated()).result()
+    assert not slow.done()
+    assert {name for _, row in seen for name in row} == {*generated.fetch().columns(), "rewards"}
+    assert batch.fetch().ref_logprobs is not None
+
+
 def test_each_rank_gets_its_part_and_the_parts_cost_alike(groups: dict[str, WorkerGroup]) -> None:
     samples = list(range(20, 37))
     batch = groups["rollout"].generate(samples, longest=LONGEST).batch()

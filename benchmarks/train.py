@@ -1,0 +1,187 @@
+"""How fast models are trained.
+
+    torchrun --nproc-per-node 4 benchmarks/train.py --model qwen3-30b-a3b --train ep=4,dp=4 --precision-aware
+
+updates a model of random weights on random sequences, by this project's engine and by a bare Megatron-Core loop over
+the same model and optimizer in turn, and prints one JSON object. One rank needs torchrun too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.random_engine import leads, random_engine, random_sequences, timed, train_on
+from benchmarks.reshard_plan import Parser, named_model, parse_layout, versions
+from engine3d.errors import UserError
+from engine3d.platform import platform
+from engine3d.training.config import OptimizerConfig
+from engine3d.training.engine import TrainEngine
+from engine3d.training.flops import PASSES_OF_AN_UPDATE, sequence_flops
+
+WAYS = ("engine", "bare")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the exit code is 2 for arguments that cannot be right."""
+    parser = Parser(prog="train.py", description="Training throughput, beside that of a bare Megatron-Core loop.")
+    parser.add_argument("--model", required=True, help="a name in benchmarks/models, or a directory with a config.json")
+    parser.add_argument("--layers", type=int, help="of the model, where not all of them fit")
+    parser.add_argument("--train", required=True, help="sizes of the trainer, such as ep=4,dp=4")
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens of each sequence")
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
+    parser.add_argument("--step-tokens", type=int, default=2**19, help="of a training step, over all ranks")
+    parser.add_argument("--steps", type=int, default=3, help="of each way, after one that warms up")
+    parser.add_argument("--ways", default=",".join(WAYS), help="of engine and bare")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
+    parser.add_argument("--precision-aware", action="store_true", help="gradients and Adam's moments in bf16")
+    parser.add_argument("--megatron", type=json.loads, default={}, help="JSON of further TransformerConfig fields")
+    parser.add_argument("--profile", type=Path, help="file for the kernels of one step of the engine on rank 0")
+    try:
+        options = parser.parse_args(arguments)
+        figures = _measure(options)
+    except UserError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    if leads():
+        command = " ".join(["benchmarks/train.py", *sys.argv[1:]])
+        print(json.dumps({"command": command} | figures | {"versions": versions()}, indent=2))
+    return 0
+
+
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    ways = options.ways.split(",")
+    if not set(ways) <= set(WAYS):
+        raise UserError(f"--ways: found {options.ways!r}, expected one or more of {', '.join(WAYS)}")
+    layout, spec = parse_layout(options.train), named_model(options.model)
+    rows, left = divmod(options.step_tokens, options.sequence * layout.dp)
+    if left or options.micro_batch_tokens % options.sequence or not rows:
+        raise UserError(
+            f"--step-tokens {options.step_tokens} and --micro-batch-tokens {options.micro_batch_tokens}: expected "
+            f"multiples of --sequence {options.sequence}, the former of dp={layout.dp} sequences"
+        )
+    engine = random_engine(
+        dict(spec.hf_config) | ({"num_hidden_layers": options.layers} if options.layers else {}),
+        layout,
+        Path(tempfile.gettempdir()) / "hybridflow-benchmark-model",
+        dtype=options.dtype,
+        optimizer=OptimizerConfig(lr=1e-6, precision_aware=options.precision_aware),
+        micro_batch_tokens=options.micro_batch_tokens,
+        recompute=options.recompute,
+        megatron=options.megatron,
+    )
+    sequences = random_sequences(engine, options.step_tokens, options.sequence)
+    steps: dict[str, Callable[[], None]] = {
+        "engine": lambda: train_on(engine, sequences),
+        "bare": lambda: _bare_step(engine, sequences.tokens.view(-1, options.sequence), options.step_tokens),
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(options.steps + 1):
+        for way in ways:
+            took = timed(steps[way])
+            if number:
+                seconds[way].append(took)
+            _say(f"{way} {took:.2f} s{'' if number else ' (warms up)'}")
+    if options.profile is not None:
+        _profile(steps["engine"], options.profile)
+    world = dist.get_world_size()
+    flops = PASSES_OF_AN_UPDATE * float(sequence_flops(engine.spec, [options.sequence]).sum()) * rows * layout.dp
+    figures: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if platform.gpus else "CPU",
+        "ranks": world,
+        "layout": str(layout),
+        "layers": engine.spec.sizes.layers,
+        "parameters": engine.spec.parameter_count(),
+        "flops_of_a_token": flops / options.step_tokens,
+    }
+    peak = platform.peak_flops
+    for way, times in seconds.items():
+        median = statistics.median(times)
+        figures[way] = {
+            "step_s": times,
+            "tokens_per_s_per_device": options.step_tokens / median / world,
+            "tflops_per_device": flops / median / world / 1e12,
+            "mfu": None if peak is None else flops / median / world / peak,
+        }
+    if len(seconds) == len(WAYS):
+        figures["engine_over_bare"] = statistics.median(seconds["bare"]) / statistics.median(seconds["engine"])
+    figures["peak_memory_bytes"] = _most(platform.memory().peak)
+    return figures
+
+
+def _bare_step(engine: TrainEngine, tokens: Tensor, step_tokens: int) -> None:
+    """One step as Megatron-Core alone makes it: its own loss over rows of equal length, its schedule, its optimizer.
+
+    Args:
+        tokens: (rows, sequence) of this data-parallel rank.
+        step_tokens: of all ranks, by which the loss is divided.
+    """
+    rows = engine.config.micro_batch_tokens // tokens.shape[1]
+    batches = tokens.split(rows)
+
+    def loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        total = losses.float().sum() / step_tokens
+        return total, torch.zeros((), dtype=torch.int, device=engine.device), {"loss": total.detach()}
+
+    def forward_step(data: Iterator[Tensor], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        batch = next(data).to(engine.device)
+        positions = torch.arange(batch.shape[1], device=engine.device).expand_as(batch)
+        return model(batch, positions, None, labels=batch.roll(-1, 1)), partial(loss)
+
+    engine.model.zero_grad_buffer()
+    engine.optimizer.zero_grad()
+    engine._forward_backward(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[engine.model],
+        num_microbatches=len(batches),
+        seq_length=tokens.shape[1],
+        micro_batch_size=rows,
+        forward_only=False,
+    )
+    engine.optimizer.step()
+    engine.scheduler.step(1)
+
+
+def _profile(step: Callable[[], None], path: Path) -> None:
+    """What one step spends its time on, as PyTorch's profiler tells it on rank 0."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if platform.gpus else [])]
+    if not leads():
+        timed(step)
+        return
+    with profile(activities=activities) as profiled:
+        timed(step)
+    order = "self_cuda_time_total" if platform.gpus else "self_cpu_time_total"
+    path.write_text(profiled.key_averages().table(sort_by=order, row_limit=60, max_name_column_width=110))
+
+
+def _most(value: int) -> int:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return int(max(found))
+
+
+def _say(text: str) -> None:
+    if leads():
+        print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
