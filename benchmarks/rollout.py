@@ -1,0 +1,237 @@
+"""How fast engines generate.
+
+    python benchmarks/rollout.py --model qwen3-30b-a3b --rollout tp=4,ep=4,engines=1
+
+lets engines with random weights respond to random prompts, as this project's rollout role does, and then SGLang alone,
+started with the same arguments and given the same requests; prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.reshard_plan import Parser, Rollout, named_model, parse_rollout, versions
+from engine3d.errors import UserError
+from engine3d.platform import platform
+from engine3d.rollout import launch
+from engine3d.rollout.config import RolloutConfig, SamplingConfig
+from engine3d.rollout.engine import RolloutEngine
+
+_LIMIT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Args:
+        model: directory with a config.json.
+        rollout: sizes of the engines.
+        config: of each engine.
+        prompts: token ids of each request, engine by engine.
+        output: tokens of each response.
+        rounds: how often all requests are made, after once that warms up.
+    """
+
+    model: Path
+    rollout: Rollout
+    config: RolloutConfig
+    prompts: list[list[list[int]]]
+    output: int
+    rounds: int
+
+    def devices(self, engine: int) -> tuple[int, ...]:
+        """Of an engine; none where there are no GPUs."""
+        ranks = range(engine * self.rollout.tp, (engine + 1) * self.rollout.tp)
+        return tuple(ranks) if platform.gpus else ()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the exit code is 2 for arguments that cannot be right."""
+    parser = Parser(prog="rollout.py", description="Rollout throughput, beside that of SGLang alone.")
+    parser.add_argument("--model", required=True, help="a name in benchmarks/models, or a directory with a config.json")
+    parser.add_argument("--layers", type=int, help="of the model, where not all of them are wanted")
+    parser.add_argument("--rollout", default="tp=1", help="sizes of the engines, such as tp=4,ep=4,engines=1")
+    parser.add_argument("--requests", type=int, default=512, help="of all engines together")
+    parser.add_argument("--input", type=int, default=256, help="tokens of each prompt")
+    parser.add_argument("--output", type=int, default=512, help="tokens of each response")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--mem-fraction", type=float, default=0.8)
+    parser.add_argument("--running", type=int, default=512, help="most requests that an engine runs at once")
+    try:
+        options = parser.parse_args(arguments)
+        rollout, spec = parse_rollout(options.rollout), named_model(options.model)
+        if platform.gpus and platform.gpus < rollout.ranks:
+            raise UserError(
+                f"--rollout {options.rollout}: needs {rollout.ranks} GPUs, this machine has {platform.gpus}"
+            )
+        if options.requests % rollout.engines:
+            raise UserError(f"--requests {options.requests}: expected a multiple of the {rollout.engines} engines")
+        with tempfile.TemporaryDirectory() as scratch:
+            layers = {"num_hidden_layers": options.layers} if options.layers else {}
+            (Path(scratch) / "config.json").write_text(json.dumps(dict(spec.hf_config) | layers))
+            figures = _measure(_case(options, rollout, Path(scratch), spec.vocab_size))
+    except UserError as error:
+        print(f"rollout.py: {error}", file=sys.stderr)
+        return 2
+    command = " ".join(["benchmarks/rollout.py", *sys.argv[1:]])
+    print(json.dumps({"command": command} | figures | {"versions": versions()}, indent=2))
+    return 0
+
+
+def _case(options: argparse.Namespace, rollout: Rollout, model: Path, vocabulary: int) -> Case:
+    draw = random.Random(0)
+    each = options.requests // rollout.engines
+    config = RolloutConfig(
+        tp=rollout.tp,
+        ep=rollout.ep,
+        dtype=options.dtype,
+        context_length=options.input + options.output,
+        mem_fraction_static=options.mem_fraction,
+        max_running_requests=options.running,
+        request_timeout_s=_LIMIT_S,
+        server_args={"load_format": "dummy"},
+    )
+    prompts = [
+        [[draw.randrange(vocabulary) for _ in range(options.input)] for _ in range(each)]
+        for _ in range(rollout.engines)
+    ]
+    return Case(model, rollout, config, prompts, options.output, options.rounds)
+
+
+def _measure(case: Case) -> dict[str, Any]:
+    found = {"engine": _engines(case), "sglang": _sglang(case)}
+    requests, prompt = sum(map(len, case.prompts)), len(case.prompts[0][0])
+    figures: dict[str, Any] = {"device": _device(), "requests": requests, "input": prompt, "output": case.output}
+    for way, (start_s, seconds) in found.items():
+        median = statistics.median(seconds)
+        figures[way] = {
+            "start_s": start_s,
+            "round_s": seconds,
+            "output_tokens_per_s": requests * case.output / median,
+            "output_tokens_per_s_per_device": requests * case.output / median / case.rollout.ranks,
+        }
+    ours, theirs = (statistics.median(found[way][1]) for way in ("engine", "sglang"))
+    figures["engine_over_sglang"] = theirs / ours
+    return figures
+
+
+def _engines(case: Case) -> tuple[float, list[float]]:
+    """Seconds to start, and of each round, of the rollout role's engines."""
+    sampling = SamplingConfig(max_new_tokens=case.output, ignore_eos=True)
+    with ExitStack() as stack, ThreadPoolExecutor(case.rollout.engines) as threads:
+        engines = [
+            RolloutEngine(case.model, case.config, case.devices(number)) for number in range(case.rollout.engines)
+        ]
+        started = time.perf_counter()
+        for engine in threads.map(RolloutEngine.start, engines):
+            stack.callback(engine.shutdown)
+        start_s = time.perf_counter() - started
+
+        def run() -> None:
+            making = [
+                threads.submit(engine.generate, prompts, sampling)
+                for engine, prompts in zip(engines, case.prompts, strict=True)
+            ]
+            for responses in (future.result() for future in making):
+                _check(case, [len(generation.token_ids) for [generation] in responses])
+
+        return start_s, _rounds("engine", case.rounds, run)
+
+
+def _sglang(case: Case) -> tuple[float, list[float]]:
+    """The same of SGLang's own engines, each in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    pipes = []
+    started = time.perf_counter()
+    for number in range(case.rollout.engines):
+        ours, theirs = context.Pipe()
+        context.Process(target=_serve, args=(theirs, case, number)).start()
+        pipes.append(ours)
+    for pipe in pipes:
+        _answer(pipe)
+    start_s = time.perf_counter() - started
+
+    def run() -> None:
+        for pipe in pipes:
+            pipe.send(True)
+        for pipe in pipes:
+            _check(case, _answer(pipe))
+
+    seconds = _rounds("sglang", case.rounds, run)
+    for pipe in pipes:
+        pipe.send(False)
+    return start_s, seconds
+
+
+def _serve(pipe: Any, case: Case, number: int) -> None:
+    """One of SGLang's engines: responds to all its prompts as often as it is told to."""
+    facts = launch.read_model(case.model, weights_needed=False)
+    os.environ.update(launch.environment(case.config, facts, case.devices(number)))
+    import sglang
+
+    engine = sglang.Engine(**launch.server_arguments(case.config, facts))
+    pipe.send([])
+    parameters = {"max_new_tokens": case.output, "ignore_eos": True, "temperature": 1.0}
+    while pipe.recv():
+        outputs = engine.generate(
+            input_ids=case.prompts[number], sampling_params=parameters, return_logprob=True, stream=False
+        )
+        pipe.send([output["meta_info"]["completion_tokens"] for output in outputs])
+    engine.shutdown()
+
+
+def _answer(pipe: Any) -> list[int]:
+    if not pipe.poll(_LIMIT_S):
+        raise SystemExit(f"rollout.py: SGLang did not answer within {_LIMIT_S:.0f} s")
+    try:
+        answer: list[int] = pipe.recv()
+    except EOFError:
+        raise SystemExit("rollout.py: SGLang's process has ended; what it printed is above") from None
+    return answer
+
+
+def _rounds(way: str, count: int, run: Callable[[], None]) -> list[float]:
+    seconds = []
+    for number in range(count + 1):
+        started = time.perf_counter()
+        run()
+        took = time.perf_counter() - started
+        if number:
+            seconds.append(took)
+        line = f"{way} {took:.2f} s{'' if number else ' (warms up)'}"
+        print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
+    return seconds
+
+
+def _check(case: Case, lengths: Sequence[int]) -> None:
+    assert set(lengths) == {case.output}, f"responses of {sorted(set(lengths))} tokens, expected {case.output}"
+
+
+def _device() -> str:
+    if not platform.gpus:
+        return "CPU"
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
