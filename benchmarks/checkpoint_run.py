@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from benchmarks.random_engine import leads, random_engine, random_sequences, timed, train_on
+from benchmarks.random_engine import leads, most, of_all, random_engine, random_sequences, say, timed, train_on
 from engine3d.checkpoint.save import EngineCheckpoint
 from engine3d.layout import Layout
 from engine3d.platform import platform
@@ -86,7 +85,7 @@ def _measure(case: Case) -> dict[str, Any]:
     checkpoint.prepare()
     figures["step_while_memory_is_taken_s"] = timed(lambda: _step(engine, case))
     figures["step_s"] = statistics.median(timed(lambda: _step(engine, case)) for _ in range(2))
-    _say(f"step {figures['step_s']:.1f} s")
+    say(f"step {figures['step_s']:.1f} s")
 
     figures["ranks"] = dist.get_world_size()
     if case.rounds:
@@ -101,7 +100,7 @@ def _blocking(case: Case, engine: TrainEngine, checkpoint: EngineCheckpoint) -> 
     rounds = []
     for number in range(case.rounds):
         rounds.append(_round(case, engine, checkpoint, number))
-        _say(f"round {number}: {rounds[-1]}")
+        say(f"round {number}: {rounds[-1]}")
     median = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
     figures: dict[str, Any] = {name: median[name] for name in ("state_bytes", "largest_rank_bytes")}
     figures["rounds"] = rounds
@@ -118,8 +117,8 @@ def _round(case: Case, engine: TrainEngine, checkpoint: EngineCheckpoint, number
     directory = case.directory / f"round-{number}"
     with _host_memory() as save_growth:
         save_s = timed(lambda: _save(checkpoint, directory, background=False))
-    state = _sum(sum(path.stat().st_size for path in directory.glob(f"__{dist.get_rank()}_*")))
-    largest = _most(_own_bytes(directory))
+    state = sum(of_all(_own_bytes(directory)))
+    largest = most(_own_bytes(directory))
     _forget(directory)
     with _host_memory() as load_growth:
         load_s = timed(lambda: (checkpoint.load(directory), platform.synchronize()))
@@ -132,8 +131,8 @@ def _round(case: Case, engine: TrainEngine, checkpoint: EngineCheckpoint, number
         "load_gb_s": state / load_s / 1e9,
         "plain_write_gb_s": plain_write,
         "plain_read_gb_s": plain_read,
-        "save_host_growth_bytes": _most(save_growth[0]),
-        "load_host_growth_bytes": _most(load_growth[0]),
+        "save_host_growth_bytes": most(save_growth[0]),
+        "load_host_growth_bytes": most(load_growth[0]),
     }
 
 
@@ -141,7 +140,6 @@ def _engine(case: Case) -> TrainEngine:
     return random_engine(
         case.config,
         case.layout,
-        case.directory / "model",
         dtype=case.dtype,
         optimizer=OptimizerConfig(lr=1e-6, precision_aware=case.precision_aware),
         micro_batch_tokens=case.micro_batch_tokens,
@@ -176,12 +174,12 @@ def _asynchronous(
             started = time.perf_counter()
             begun = checkpoint.begin(directory, background=True)
             stall = time.perf_counter() - started
-            while _most(not checkpoint.is_written()):
+            while most(not checkpoint.is_written()):
                 steps.append(timed(lambda: _step(engine, case)))
             durations.append(time.perf_counter() - started)
             stall += timed(checkpoint.finish)
-            stalls.append(_largest(stall))
-            _say(f"asynchronous save {number}: stall {stalls[-1]:.3f} s, whole after {durations[-1]:.1f} s")
+            stalls.append(most(stall))
+            say(f"asynchronous save {number}: stall {stalls[-1]:.3f} s, whole after {durations[-1]:.1f} s")
             _remove(directory)
     stall = statistics.median(stalls[1:] or stalls)
     return {
@@ -190,10 +188,10 @@ def _asynchronous(
         "stall_of_step": stall / step_s,
         "whole_after_s": durations,
         "step_meanwhile_s": statistics.median(steps),
-        "staged_bytes": _most(begun.host_bytes),
-        "written_bytes": _most(begun.nbytes),
-        "host_growth_bytes": _most(growth[0]),
-        "host_growth_over_shard": _most(growth[0]) / _most(begun.nbytes),
+        "staged_bytes": most(begun.host_bytes),
+        "written_bytes": most(begun.nbytes),
+        "host_growth_bytes": most(growth[0]),
+        "host_growth_over_shard": most(growth[0]) / most(begun.nbytes),
     }
 
 
@@ -273,26 +271,3 @@ def _remove(directory: Path) -> None:
 
 def _own_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.glob(f"__{dist.get_rank()}_*"))
-
-
-def _all(value: float) -> list[float]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
-def _sum(value: int) -> int:
-    return int(sum(_all(value)))
-
-
-def _most(value: int) -> int:
-    return int(max(_all(value)))
-
-
-def _largest(value: float) -> float:
-    return max(_all(value))
-
-
-def _say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,27 +21,18 @@ from engine3d.training.engine import TrainEngine
 from engine3d.training.sequences import Sequences
 
 
-def random_engine(config: dict[str, Any], layout: Layout, scratch: Path, **settings: Any) -> TrainEngine:
+def random_engine(config: dict[str, Any], layout: Layout, **settings: Any) -> TrainEngine:
     """An engine whose weights are drawn from a normal distribution on each rank, norms being 1.
 
     Args:
         config: the model's config.json.
         layout: of as many ranks as torchrun started.
-        scratch: a directory to be made, and removed again; seen by all ranks.
         settings: of a TrainConfig, but for the layout.
     """
-    if leads():
-        scratch.mkdir(parents=True, exist_ok=True)
-        partial = scratch / "config.json.partial"
-        partial.write_text(json.dumps(config))
-        partial.rename(scratch / "config.json")
-    while not (scratch / "config.json").exists():
-        time.sleep(0.1)
     sizes = LayoutConfig(tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.etp, cp=layout.cp)
-    engine = TrainEngine(scratch, TrainConfig(layout=sizes, **settings), layout, load=False)
-    dist.barrier()
-    if leads():
-        shutil.rmtree(scratch, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(config))
+        engine = TrainEngine(Path(directory), TrainConfig(layout=sizes, **settings), layout, load=False)
     torch.manual_seed(dist.get_rank())
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
@@ -80,3 +72,21 @@ def timed(action: Callable[[], Any]) -> float:
 def leads() -> bool:
     """Whether this is the rank that prints."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def most[T: (int, float)](value: T) -> T:
+    """The largest of all ranks."""
+    return max(of_all(value))
+
+
+def of_all[T: (int, float)](value: T) -> list[T]:
+    """That of every rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def say(text: str) -> None:
+    """A line of progress, once."""
+    if leads():
+        print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)

@@ -12,8 +12,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -25,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.random_engine import leads, random_engine, random_sequences, timed, train_on
+from benchmarks.random_engine import leads, most, random_engine, random_sequences, say, timed, train_on
 from benchmarks.reshard_plan import Parser, named_model, parse_layout, versions
 from engine3d.errors import UserError
 from engine3d.platform import platform
@@ -78,7 +76,6 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     engine = random_engine(
         dict(spec.hf_config) | ({"num_hidden_layers": options.layers} if options.layers else {}),
         layout,
-        Path(tempfile.gettempdir()) / "hybridflow-benchmark-model",
         dtype=options.dtype,
         optimizer=OptimizerConfig(lr=1e-6, precision_aware=options.precision_aware),
         micro_batch_tokens=options.micro_batch_tokens,
@@ -96,7 +93,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
             took = timed(steps[way])
             if number:
                 seconds[way].append(took)
-            _say(f"{way} {took:.2f} s{'' if number else ' (warms up)'}")
+            say(f"{way} {took:.2f} s{'' if number else ' (warms up)'}")
     if options.profile is not None:
         _profile(steps["engine"], options.profile)
     world = dist.get_world_size()
@@ -120,7 +117,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         }
     if len(seconds) == len(WAYS):
         figures["engine_over_bare"] = statistics.median(seconds["bare"]) / statistics.median(seconds["engine"])
-    figures["peak_memory_bytes"] = _most(platform.memory().peak)
+    figures["peak_memory_bytes"] = most(platform.memory().peak)
     return figures
 
 
@@ -170,17 +167,6 @@ def _profile(step: Callable[[], None], path: Path) -> None:
         timed(step)
     order = "self_cuda_time_total" if platform.gpus else "self_cpu_time_total"
     path.write_text(profiled.key_averages().table(sort_by=order, row_limit=60, max_name_column_width=110))
-
-
-def _most(value: int) -> int:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return int(max(found))
-
-
-def _say(text: str) -> None:
-    if leads():
-        print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
