@@ -34,9 +34,8 @@ from engine3d.checkpoint.staging import HostRoom
 from engine3d.errors import EngineError, UserError
 
 _THREADS = 16
-_STRETCH_BYTES = 1 << 30
-"""Of a file, that one thread reads."""
-_AHEAD_BYTES = 256 << 20
+_STRETCH_BYTES = 128 << 20
+"""Of a file, that one thread reads: small, so that all threads end at the same time."""
 
 _VALUES = "data/0"
 """What torch.save calls the values of the only tensor in a file."""
@@ -102,8 +101,6 @@ class CheckpointReader(FileSystemReader):
                 os.posix_fadvise(file.fileno(), first, last.offset + last.length - first, os.POSIX_FADV_WILLNEED)
                 for item in items:
                     self._read_item(file, item, planner, rooms.room)
-                # Most probably wanted next: the disk works on while others do.
-                os.posix_fadvise(file.fileno(), last.offset + last.length, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         except (OSError, EOFError, RuntimeError) as error:
             raise EngineError(f"cannot read {path}: {' '.join(str(error).split())}") from error
 

@@ -53,6 +53,8 @@ COMMON_FILES = (".metadata", "metadata.json")
 COMMON = ShardedObject(COMMON_KEY, None, (1,), (0,))
 """As dist_checkpointing describes what belongs to no tensor."""
 
+_WRITEBACK_BYTES = 32 << 20
+
 Data = Callable[[], Tensor] | io.BytesIO
 """What makes the values of one piece, on any device, when it is written; or an object, serialised."""
 
@@ -161,7 +163,7 @@ class HashedFile(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         """Raises EngineError where the file cannot be made."""
-        self._path, self._size = path, 0
+        self._path, self._size, self._started = path, 0, 0
         self.error: EngineError | None = None
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -188,7 +190,14 @@ class HashedFile(io.RawIOBase):
             self.error = EngineError(f"cannot write {self._path}: {error.strerror} after {self._size} bytes")
             raise self.error from error
         self._size += size
+        if self._size - self._started >= _WRITEBACK_BYTES:
+            self._start_writing()
         return size
+
+    def _start_writing(self) -> None:
+        """Let the disk begin now: the kernel by itself waits until a tenth of the host's memory is to be written."""
+        os.posix_fadvise(self._file, self._started, self._size - self._started, os.POSIX_FADV_DONTNEED)
+        self._started = self._size
 
     def tell(self) -> int:
         return self._size

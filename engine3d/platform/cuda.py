@@ -57,7 +57,8 @@ class CudaPlatform(Platform):
         return torch.device("cuda", local_rank)
 
     def prepare_training(self) -> None:
-        """Nothing to do: Megatron-Core is at home here."""
+        # Transformer Engine's: one kernel for all local experts, in place of a launch for each.
+        os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

@@ -310,6 +310,7 @@ class TrainEngine:
                 group=self._tp_group,
                 temperature=temperature,
                 with_entropy=with_entropy,
+                overwrite=True,
             )
             outputs = TokenOutputs(batch.figures(logprobs), batch.figures(entropy) if with_entropy else None)
         loss, facts = loss_function(outputs, batch.columns)

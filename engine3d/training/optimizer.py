@@ -26,6 +26,7 @@ def wrap_for_training(module: Any, config: TrainConfig) -> Any:
         average_in_collective=False,
     )
     model = DistributedDataParallel(module.config, settings, module)
+    _add_weight_gradients_at_once(module)
 
     def finalise(chunks: list[Any], num_tokens: Any = None, **arguments: Any) -> None:
         # The loss carries its own weights: no division by a number of tokens.
@@ -33,6 +34,16 @@ def wrap_for_training(module: Any, config: TrainConfig) -> Any:
 
     module.config.finalize_model_grads_func = finalise
     return model
+
+
+def _add_weight_gradients_at_once(module: Any) -> None:
+    """Let Transformer Engine's layers add their weights' gradients to the buffers by the product that makes them.
+
+    Megatron-Core has one setting for these and for its own layers, which need apex for it.
+    """
+    for layer in module.modules():
+        if hasattr(layer, "fuse_wgrad_accumulation"):
+            layer.fuse_wgrad_accumulation = True
 
 
 def build_optimizer(model: Any, config: TrainConfig) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-# Tokens are worked through in pieces, so that the float32 copies of the logits stay below this.
+# On a CPU tokens are worked through in pieces, so that the float32 copies of the logits stay below this.
 _PIECE_BYTES = 512 << 20
 
 
@@ -20,6 +20,7 @@ def logprobs_and_entropy(
     group: ProcessGroup,
     temperature: float = 1.0,
     with_entropy: bool = True,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, softmax(logits / temperature).
 
@@ -32,12 +33,14 @@ def logprobs_and_entropy(
         group: the tensor-parallel group.
         temperature: above 0.
         with_entropy: without it the entropies are zeros.
+        overwrite: the backward pass may write the gradient over the logits, which are by far the largest tensor of a
+            step; for logits that nothing else reads.
 
     Returns:
         (N,) float32 log-probs and (N,) float32 entropies in nats, the same on every rank of the group. Each rank may
         use them in a loss that all ranks compute alike: the gradient is that of its own logits.
     """
-    return _LogProbs.apply(logits, targets, vocabulary, group, temperature, with_entropy)
+    return _LogProbs.apply(logits.contiguous(), targets, vocabulary, group, temperature, with_entropy, overwrite)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -50,57 +53,92 @@ class _LogProbs(torch.autograd.Function):
         group: ProcessGroup,
         temperature: float,
         with_entropy: bool,
+        overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
-        count, width = logits.shape
+        width = logits.shape[1]
         first = group.rank() * width
         real = max(0, min(width, vocabulary - first))
-        facts = torch.zeros(4, count, dtype=torch.float32, device=logits.device)
-        highest, total, chosen, weighted = facts
-        highest.fill_(-torch.inf)
-        for piece in _pieces(count, width):
-            if real:
-                highest[piece] = logits[piece, :real].amax(dim=1).float() / temperature
-        all_reduce(highest, ReduceOp.MAX, group)
-        for piece in _pieces(count, width):
-            x = logits[piece, :real].float().div(temperature).sub_(highest[piece, None])
-            local = targets[piece] - first
-            mine = (local >= 0) & (local < real)
-            if real:
-                at = x.gather(1, local.clamp(0, real - 1)[:, None]).squeeze(1)
-                chosen[piece] = torch.where(mine, at, torch.zeros_like(at))
-            e = x.exp()
-            total[piece] = e.sum(dim=1)
-            if with_entropy:
-                weighted[piece] = (e * x).sum(dim=1)
+        local = targets - first
+        facts = _facts(logits, local, real, temperature)
+        own = facts[0].clone()
+        all_reduce(facts[0], ReduceOp.MAX, group)
+        highest, total, weighted, chosen = facts
+        if real:  # in terms of the highest of all ranks
+            down = own - highest
+            weighted.add_(total * down).mul_(down.exp())
+            total.mul_(down.exp())
+            chosen.add_(torch.where((local >= 0) & (local < real), down, 0.0))
         all_reduce(facts[1:], ReduceOp.SUM, group)
         log_total = total.log()
         entropy = log_total - weighted / total if with_entropy else torch.zeros_like(total)
-        ctx.save_for_backward(logits, targets, highest + log_total, entropy)
-        ctx.sizes = (first, real, temperature, with_entropy)
+        ctx.save_for_backward(logits, local, highest + log_total, entropy)
+        ctx.settings = (real, temperature, with_entropy, overwrite)
         return chosen - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        logits, targets, normaliser, entropy = ctx.saved_tensors
-        first, real, temperature, with_entropy = ctx.sizes
-        of_logprob, of_entropy = gradients
-        result = torch.zeros_like(logits)
-        for piece in _pieces(*logits.shape):
-            log_p = logits[piece, :real].float().div(temperature).sub_(normaliser[piece, None])
-            p = log_p.exp()
-            if with_entropy:
-                # d entropy / d x_j = -p_j (log p_j + entropy)
-                scale = of_logprob[piece, None] + of_entropy[piece, None] * (log_p + entropy[piece, None])
-                slope = p.mul_(scale).neg_()
-            else:
-                slope = p.mul_(-of_logprob[piece, None])
-            local = targets[piece] - first
-            mine = (local >= 0) & (local < real)
-            if real:
-                add = torch.where(mine, of_logprob[piece], torch.zeros_like(of_logprob[piece]))
-                slope.scatter_add_(1, local.clamp(0, real - 1)[:, None], add[:, None])
-            result[piece, :real] = slope.div_(temperature).to(result.dtype)
-        return result, None, None, None, None, None
+        logits, local, normaliser, entropy = ctx.saved_tensors
+        real, temperature, with_entropy, overwrite = ctx.settings
+        result = logits if overwrite else torch.empty_like(logits)
+        of_logprob, of_entropy = (gradient.contiguous() for gradient in gradients)
+        slopes = (of_logprob, of_entropy if with_entropy else None)
+        if logits.is_cuda:
+            from engine3d.training import vocab_kernels
+
+            vocab_kernels.gradient(logits, local, real, temperature, normaliser, entropy, *slopes, result)
+        else:
+            _gradient(logits, local, real, temperature, normaliser, entropy, *slopes, result)
+        return result, None, None, None, None, None, None
+
+
+def _facts(logits: Tensor, local: Tensor, real: int, temperature: float) -> Tensor:
+    """As `vocab_kernels.facts`, also for slices that are all padding."""
+    if real and logits.is_cuda:
+        from engine3d.training import vocab_kernels  # Triton is slow to import
+
+        return vocab_kernels.facts(logits, local, real, temperature)
+    facts = torch.zeros(4, logits.shape[0], dtype=torch.float32, device=logits.device)
+    highest, total, weighted, chosen = facts
+    if not real:
+        highest.fill_(-torch.inf)
+        return facts
+    for piece in _pieces(*logits.shape):
+        x = logits[piece, :real].float().div(temperature)
+        highest[piece] = x.amax(dim=1)
+        x.sub_(highest[piece, None])
+        e = x.exp()
+        total[piece] = e.sum(dim=1)
+        weighted[piece] = (e * x).sum(dim=1)
+        at = x.gather(1, local[piece].clamp(0, real - 1)[:, None]).squeeze(1)
+        chosen[piece] = torch.where((local[piece] >= 0) & (local[piece] < real), at, 0.0)
+    return facts
+
+
+def _gradient(
+    logits: Tensor,
+    local: Tensor,
+    real: int,
+    temperature: float,
+    normaliser: Tensor,
+    entropy: Tensor,
+    of_logprob: Tensor,
+    of_entropy: Tensor | None,
+    result: Tensor,
+) -> None:
+    """As `vocab_kernels.gradient`."""
+    for piece in _pieces(*logits.shape):
+        log_p = logits[piece, :real].float().div(temperature).sub_(normaliser[piece, None])
+        scale = of_logprob[piece, None]
+        if of_entropy is not None:
+            # d entropy / d x_j = -p_j (log p_j + entropy)
+            scale = scale + of_entropy[piece, None] * (log_p + entropy[piece, None])
+        slope = log_p.exp_().mul_(scale).neg_()
+        if real:
+            mine = (local[piece] >= 0) & (local[piece] < real)
+            add = torch.where(mine, of_logprob[piece], 0.0)
+            slope.scatter_add_(1, local[piece].clamp(0, real - 1)[:, None], add[:, None])
+        result[piece, :real] = slope.div_(temperature).to(result.dtype)
+        result[piece, real:] = 0
 
 
 def _pieces(count: int, width: int) -> list[slice]:
