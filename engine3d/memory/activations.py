@@ -1,0 +1,85 @@
+"""What each layer keeps of a micro-batch for the backward pass, in bytes a token: Transformer Engine's layers in bf16.
+
+A token counts once for the ranks of a tensor-parallel group, which share its work. Every name below is a tensor that a
+layer saves; tensors that two layers share count where they are made.
+"""
+
+from __future__ import annotations
+
+from engine3d.layout import Layout
+from engine3d.models.sizes import Latent, Sizes
+
+_FLOAT32 = 4
+_ROUTER_COPIES = 3
+"""Float32 tensors of the router with a figure for each expert: logits, probabilities, and their normalised form."""
+
+
+def saved_by_layer(sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool) -> float:
+    """Bytes a token that one layer saves, without recomputation.
+
+    Routed tokens are taken to be spread evenly over the ranks.
+
+    Args:
+        sizes: the model's.
+        layout: how it is cut.
+        layer: its number.
+        itemsize: of the dtype that the model computes in.
+        sequence_parallel: norms and routing are cut over tp too.
+    """
+    spread = layout.tp if sequence_parallel else 1
+    mlp = _experts if sizes.is_sparse(layer) else _dense_mlp
+    return _attention(sizes, layout.tp, spread, itemsize) + mlp(sizes, layout, spread, itemsize)
+
+
+def hidden_state(sizes: Sizes, layout: Layout, itemsize: int, *, sequence_parallel: bool) -> float:
+    """Bytes a token of what goes from layer to layer: all that full recomputation keeps of one."""
+    return sizes.hidden * itemsize / (layout.tp if sequence_parallel else 1)
+
+
+def gradients_of_layer(sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool) -> float:
+    """Bytes a token that the backward pass of one layer takes beside what is saved: the widest gradients at a time."""
+    spread = layout.tp if sequence_parallel else 1
+    widest = sizes.experts_per_token * sizes.hidden / spread if sizes.is_sparse(layer) else sizes.ffn / layout.tp
+    return 2 * widest * itemsize
+
+
+def _attention(sizes: Sizes, tp: int, spread: int, itemsize: int) -> float:
+    inputs = 2 * sizes.hidden / spread  # of the norm, and of the projection after it
+    heads = sizes.heads / tp
+    core = _latent(sizes, sizes.latent, heads) if sizes.latent is not None else _grouped(sizes, tp, heads)
+    output = heads * sizes.value_dim
+    statistics = _FLOAT32 * heads  # log-sum-exp
+    return itemsize * (inputs + core + output) + statistics
+
+
+def _grouped(sizes: Sizes, tp: int, heads: float) -> float:
+    """Elements of queries, keys and values as attention takes them, and before their norms."""
+    groups = max(1, sizes.groups / tp)
+    turned = (heads + groups) * sizes.head_dim
+    before = turned if sizes.qk_norm else 0
+    return turned + before + groups * sizes.head_dim
+
+
+def _latent(sizes: Sizes, latent: Latent, heads: float) -> float:
+    """Elements of multi-head latent attention, of which the ranks of a tensor-parallel group all make the latents."""
+    queries = heads * sizes.head_dim
+    to_queries = 2 * latent.query_rank if latent.query_rank is not None else 0  # before the norm and after it
+    to_keys = 2 * latent.key_value_rank + latent.rotary_dim
+    keys_and_values = heads * (sizes.head_dim - latent.rotary_dim + latent.value_dim)
+    turned = 2 * queries + heads * latent.value_dim  # queries, keys and values as attention takes them
+    return to_queries + to_keys + queries + keys_and_values + turned
+
+
+def _dense_mlp(sizes: Sizes, layout: Layout, spread: int, itemsize: int) -> float:
+    inputs = 2 * sizes.hidden / spread
+    return itemsize * (inputs + 3 * sizes.ffn / layout.tp)  # gate and up, and their product
+
+
+def _experts(sizes: Sizes, layout: Layout, spread: int, itemsize: int) -> float:
+    inputs = 2 * sizes.hidden / spread
+    routed = sizes.experts_per_token / spread
+    # Each of the ranks that share an expert sees the tokens of all of them, and does its part of the width.
+    given = routed * (layout.etp * sizes.hidden + 3 * sizes.expert_ffn)
+    shared = 3 * sizes.shared_ffn / layout.tp
+    router = (_ROUTER_COPIES * _FLOAT32 + 1) * sizes.experts / spread + _FLOAT32 * routed
+    return itemsize * (inputs + given + shared) + router

@@ -1,0 +1,81 @@
+"""What one rank of a rollout engine holds: its weights, and what its KV cache takes for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from engine3d.models.family import ModelSpec
+from engine3d.models.sizes import Sizes
+from engine3d.reshard.aliases import find_aliases
+from engine3d.reshard.shards import Buffer, Place, Shards
+from engine3d.rollout.config import RolloutConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Bytes of a rank.
+
+    Args:
+        weights: of its parameters.
+        shared: of which these are memory of a trainer's rank on its device.
+        cache_of_a_token: in the KV cache.
+    """
+
+    weights: int
+    shared: int
+    cache_of_a_token: int
+
+
+def serving_by_rank(
+    spec: ModelSpec, config: RolloutConfig, places: Sequence[Place], sources: Sequence[Shards] = ()
+) -> list[Serving]:
+    """What every rank of some engines of one kind holds, as SGLang's own loader lays it out.
+
+    Takes half a minute, most of it to import SGLang.
+
+    Args:
+        spec: the model.
+        config: of each engine.
+        places: of all ranks, engine after engine.
+        sources: the trainer's ranks whose memory the engines may use.
+
+    Raises:
+        UserError: SGLang refuses the model or the layout.
+    """
+    import sglang.srt.layers.sampler  # noqa: F401  before a stand-in rank makes torch's logger ask for one
+
+    from engine3d.reshard.simulate import trace_engine_layout
+
+    dtype = getattr(torch, config.dtype)
+    tensors = {
+        name: (tensor.shape, torch.float32 if tensor.buffer else dtype) for name, tensor in spec.hf_tensors.items()
+    }
+    traces = trace_engine_layout(spec.hf_config, tensors, config.tp, config.ep, dtype, config.server_args)
+    cache = cache_of_a_token(spec.sizes, config.tp, dtype.itemsize)
+    found = []
+    for number, place in enumerate(places):
+        trace = traces[number % config.tp]
+        target = Shards(f"engine rank {number}", number, place, trace.buffers, trace.holdings)
+        near = [source for source in sources if source.place == place]
+        aliases = find_aliases(near, target) if near else ()
+        shared = sum(_nbytes(trace.buffers[alias.target_buffer]) for alias in aliases)
+        found.append(Serving(sum(map(_nbytes, trace.buffers)), shared, cache))
+    return found
+
+
+def cache_of_a_token(sizes: Sizes, tp: int, itemsize: int) -> int:
+    """Bytes of keys and values of one token on one rank, over all layers.
+
+    SGLang cuts key heads over ranks, of which each has at least one; a latent is on all of them.
+    """
+    if sizes.latent is not None:
+        return (sizes.latent.key_value_rank + sizes.latent.rotary_dim) * sizes.layers * itemsize
+    return max(1, sizes.groups // tp) * (sizes.head_dim + sizes.value_dim) * sizes.layers * itemsize
+
+
+def _nbytes(buffer: Buffer) -> int:
+    return prod(buffer.shape) * getattr(torch, buffer.dtype).itemsize

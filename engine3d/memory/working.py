@@ -1,0 +1,80 @@
+"""What a rank takes while it computes: at most, and for how long as a call takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine3d.layout import Coordinates, Layout
+from engine3d.memory.activations import gradients_of_layer, hidden_state, saved_by_layer
+from engine3d.models.family import ModelSpec
+from engine3d.training.config import TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Working:
+    """Bytes that a rank takes at the worst moment of a call.
+
+    Args:
+        activations: what layers have saved for the backward pass.
+        logits: with what is held beside them: the hidden states, and the gradient of the output layer's weight.
+        layer: the largest of what a single layer takes beside what is saved.
+    """
+
+    activations: int
+    logits: int
+    layer: int
+
+    @property
+    def peak(self) -> int:
+        """The last layer and the logits are not there at the same time."""
+        return self.activations + max(self.logits, self.layer)
+
+
+def update_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainConfig, *, tokens: int) -> Working:
+    """Of an update.
+
+    Args:
+        spec: the model.
+        layout: must pass the model's `check_layout`.
+        at: the rank.
+        config: dtype, recomputation, sequence parallelism.
+        tokens: of the largest micro-batch.
+    """
+    itemsize, cut = getattr(torch, config.dtype).itemsize, {"sequence_parallel": config.sequence_parallel}
+    layers = spec.rules.stage_layers(layout, at.pp)
+    saved = [saved_by_layer(spec.sizes, layout, layer, itemsize, **cut) for layer in layers]
+    gradients = [gradients_of_layer(spec.sizes, layout, layer, itemsize, **cut) for layer in layers]
+    under_way = layout.pp - at.pp  # micro-batches of a stage whose backward pass has not begun
+    if config.recompute == "full":
+        kept = len(layers) * hidden_state(spec.sizes, layout, itemsize, **cut)
+        layer_peak = max(map(sum, zip(saved, gradients, strict=True)), default=0.0)
+    else:
+        kept, layer_peak = sum(saved), max(gradients, default=0.0)
+    return Working(
+        activations=round(under_way * kept * tokens),
+        logits=_head(spec, layout, at, itemsize, tokens, backward=True),
+        layer=round(layer_peak * tokens),
+    )
+
+
+def inference_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainConfig, *, tokens: int) -> Working:
+    """Of log-probs or values without gradients; arguments as in `update_peak`."""
+    itemsize, cut = getattr(torch, config.dtype).itemsize, {"sequence_parallel": config.sequence_parallel}
+    layers = spec.rules.stage_layers(layout, at.pp)
+    saved = [saved_by_layer(spec.sizes, layout, layer, itemsize, **cut) for layer in layers]
+    return Working(
+        activations=0,
+        logits=_head(spec, layout, at, itemsize, tokens, backward=False),
+        layer=round(max(saved, default=0.0) * tokens),
+    )
+
+
+def _head(spec: ModelSpec, layout: Layout, at: Coordinates, itemsize: int, tokens: int, *, backward: bool) -> int:
+    """The end of the last stage; the gradient of the logits takes their place."""
+    if at.pp != layout.pp - 1 or spec.value_head:
+        return 0
+    width, hidden = spec.padded_vocabulary(layout) // layout.tp, spec.sizes.hidden
+    weight_gradient = width * hidden if backward else 0
+    return itemsize * (tokens * (width + 2 * hidden) + weight_gradient)

@@ -1,0 +1,125 @@
+"""What a rank holds, foreseen from shapes alone, against engines and runs that held it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.reshard_plan import named_model, parse_layout
+from engine3d.layout import Layout
+from engine3d.memory import Held, held_by_rank, serving_by_rank, update_peak
+from engine3d.memory.serving import cache_of_a_token
+from engine3d.models import ModelSpec, load_model_spec
+from engine3d.reshard.shards import Place
+from engine3d.reshard.source import planned_shards
+from engine3d.rollout.config import RolloutConfig
+from engine3d.training.config import OptimizerConfig, TrainConfig
+from tests.engine3d import tiny_models
+from tests.engine3d.checkpoint.test_save import build_engine, update
+from tests.engine3d.distributed import run_distributed
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def _held(directory: Path, sizes: dict[str, int]) -> tuple[Held, Held]:
+    """What a rank of an engine holds after an update, and what was foreseen."""
+    engine = build_engine(directory, sizes)
+    update(engine, 1)
+    buffers = [*engine.model.buffers, *engine.model.expert_parallel_buffers]
+    parameters = {id(parameter) for buffer in buffers for parameter in buffer.params}
+    others = [each for _, each in engine.module.named_parameters() if id(each) not in parameters]
+    others += [each for name, each in engine.module.named_buffers() if name.endswith("expert_bias")]
+    state = [
+        tensor
+        for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+        for group in part.optimizer.state.values()
+        for tensor in group.values()
+        if isinstance(tensor, torch.Tensor) and tensor.numel() > 1
+    ]
+    found = Held(
+        weights=_nbytes([buffer.param_data for buffer in buffers] + others),
+        gradients=_nbytes([buffer.grad_data for buffer in buffers]),
+        optimizer=_nbytes(state),
+    )
+    config = TrainConfig(dtype="float32")
+    foreseen = held_by_rank(engine.spec, engine.layout, engine.coordinates, config, transformer_engine=False)
+    engine.close()
+    return found, foreseen
+
+
+def _nbytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3-tied", "deepseek_v3"])
+def test_what_an_engine_holds_was_foreseen(name: str, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    tiny_models.make(name, directory)
+    layouts: list[dict[str, int]] = [{"tp": 2, "pp": 2}] if name == "qwen3-tied" else [{"tp": 2, "ep": 4, "etp": 1}]
+    for sizes in layouts:
+        for found, foreseen in run_distributed(_held, 4, directory, sizes, timeout_s=200):
+            assert (found.weights, found.gradients) == (foreseen.weights, foreseen.gradients)
+            # The optimizer's part of a buffer has its share of the padding, which has no state.
+            assert 0.95 * foreseen.optimizer <= found.optimizer <= foreseen.optimizer
+
+
+def _with_layers(name: str, layers: int, directory: Path) -> ModelSpec:
+    """A published model that has fewer layers."""
+    (directory / "config.json").write_text(json.dumps(named_model(name).hf_config | {"num_hidden_layers": layers}))
+    return load_model_spec(directory)
+
+
+def _measured(name: str) -> dict[str, Any]:
+    figures: dict[str, Any] = json.loads((RESULTS / "train" / name).read_text())
+    return figures
+
+
+@pytest.mark.parametrize("name", ["h200-2gpu-16-layers-no-cutlass.json"])
+def test_the_peak_of_an_update_on_gpus_was_foreseen(name: str, tmp_path: Path) -> None:
+    figures = _measured(name)
+    words = figures["command"].split()
+    option = dict(itertools.pairwise(words))
+    spec = _with_layers(option["--model"], int(option["--layers"]), tmp_path)
+    layout = parse_layout(option["--train"])
+    optimizer = OptimizerConfig(precision_aware="--precision-aware" in words)
+    config = TrainConfig(optimizer=optimizer, recompute=option.get("--recompute", "none"))  # type: ignore[arg-type]
+    peaks = []
+    for _, at in layout.ranks():
+        working = update_peak(spec, layout, at, config, tokens=int(option["--micro-batch-tokens"]))
+        peaks.append(held_by_rank(spec, layout, at, config).total + working.peak)
+    assert max(peaks) == pytest.approx(figures["peak_memory_bytes"], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "expected"),
+    [
+        ("qwen3_moe", 1, 4 * 2 * (16 + 16) * 2),  # layers, key heads, keys and values, bf16
+        ("qwen3_moe", 4, 4 * 1 * (16 + 16) * 2),
+        ("deepseek_v3", 1, 4 * (16 + 8) * 2),  # layers, latent and turned elements, bf16
+        ("deepseek_v3", 4, 4 * (16 + 8) * 2),
+    ],
+)
+def test_what_a_token_takes_in_the_cache(name: str, tp: int, expected: int, tmp_path: Path) -> None:
+    tiny_models.make(name, tmp_path)
+    assert cache_of_a_token(load_model_spec(tmp_path).sizes, tp, 2) == expected
+
+
+def test_an_engine_shares_what_is_the_same_on_its_device(tmp_path: Path) -> None:
+    spec = replace(_with_layers("qwen3-30b-a3b", 2, tmp_path), expert_order="descending")
+    here, there = Place("node 0", "cuda:0"), Place("node 0", "cuda:1")
+    source = planned_shards(spec, Layout(), 0, here, torch.bfloat16)
+    beside, away = serving_by_rank(spec, RolloutConfig(dtype="bfloat16"), [here, there], [source])
+    assert beside.weights == away.weights == 2 * spec.parameter_count()
+    assert away.shared == 0
+    # All but queries, keys and values, which Megatron-Core lays out by group of heads, and the routers, whose rows are
+    # in the order of its experts.
+    sizes = spec.sizes
+    rows = (sizes.heads + 2 * sizes.groups) * sizes.head_dim + sizes.experts
+    assert beside.weights - beside.shared == 2 * sizes.layers * sizes.hidden * rows
