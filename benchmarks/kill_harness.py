@@ -265,7 +265,7 @@ def _phase(path: Path) -> tuple[int, str]:
 
 
 def _varies(name: str) -> bool:
-    return name.endswith(("_ms", "_per_sec")) or name.startswith("memory/")
+    return name.endswith(("_ms", "_per_sec", "mfu")) or name.startswith(("memory/", "device/"))
 
 
 def _shared_memory() -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,17 @@ from hybridflow.resume import check_checkpoint_directory, find_resumption
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.run import encode, prompt_limit
 from hybridflow.settings_file import SettingsError
+from hybridflow.wandb_sink import check_wandb
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """Check placement, layouts, model files, prompts, checkpoints and reward functions of a recipe.
+def check_recipe(recipe: Recipe, cluster: Sequence[Node] | None = None) -> None:
+    """Check placement, layouts, model files, prompts, checkpoints, reward functions and sinks of a recipe.
 
     What depends on another machine is left to the run: a cluster's devices where `placement.cluster` names one.
+
+    Args:
+        recipe: what is to run.
+        cluster: nodes to run on; None for this machine.
 
     Raises:
         SettingsError: with one line for every error found.
@@ -45,17 +50,27 @@ def check_recipe(recipe: Recipe) -> None:
     spec = attempt(initial_spec, recipe)
     attempt(check_checkpoints, recipe, spec)
     specs = {"actor": spec} | {role: attempt(check_model, recipe, role, spec) for role in recipe.models}
-    devices = attempt(local_devices, recipe)
+    devices = attempt(_devices, recipe, cluster)
     if devices is not None:
         attempt(check_layouts, recipe, devices, specs)
     if spec is not None:
         if recipe.model.path is not None:
             attempt(check_weights, spec, recipe.model.path)
         attempt(check_engines, recipe, spec)
+        if cluster is None:
+            attempt(check_libraries, recipe)
         attempt(check_prompts, recipe, spec)
     attempt(check_rewards, recipe)
+    if recipe.metrics.wandb:
+        attempt(check_wandb)
     if errors:
         raise SettingsError(errors)
+
+
+def _devices(recipe: Recipe, cluster: Sequence[Node] | None) -> dict[str, tuple[Device, ...]] | None:
+    if cluster is None:
+        return local_devices(recipe)
+    return pool_devices(recipe.placement.roles(list(recipe.models)), recipe.placement.pools, cluster)
 
 
 def local_devices(recipe: Recipe) -> dict[str, tuple[Device, ...]] | None:
@@ -181,10 +196,18 @@ def check_engines(recipe: Recipe, spec: ModelSpec) -> None:
             f"{sizes.max_positions} positions"
         )
     check_served(spec, engine)
-    if recipe.train.optimizer.precision_aware and not platform.has_transformer_engine:
-        raise UserError("train.optimizer.precision_aware=true needs Transformer Engine, which is absent here")
     if recipe.train.megatron:  # only then, because Megatron-Core takes seconds to import
         spec.transformer_config(Layout(), getattr(torch, recipe.train.dtype), **recipe.train.megatron)
+
+
+def check_libraries(recipe: Recipe) -> None:
+    """What the models need that may be absent on a machine.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    if recipe.train.optimizer.precision_aware and not platform.has_transformer_engine:
+        raise UserError("train.optimizer.precision_aware=true needs Transformer Engine, which is absent here")
 
 
 def check_prompts(recipe: Recipe, spec: ModelSpec) -> None:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from engine3d.errors import UserError
+from hybridflow.line_files import AppendedFile, replace_file, whole_lines
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -92,45 +93,8 @@ class PatientSink:
         print(f"hybridflow: metrics: {line}", file=sys.stderr, flush=True)
 
 
-class _AppendedFile:
-    """A text file to which lines are added, each whole or not at all."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
-
-    @property
-    def size(self) -> int:
-        return os.fstat(self._file.fileno()).st_size
-
-    def add(self, line: str) -> None:
-        """Raises OSError where the line could not be written; the file then ends where it did."""
-        end = self.size
-        rest = memoryview(line.encode())
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError:
-            self._file.truncate(end)
-            raise
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _replace_file(path: Path, text: str) -> None:
-    """Write a whole file at once: a kill leaves the old one or the new one."""
-    scratch = path.with_name(path.name + ".new")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)  # noqa: PTH105
-
-
-def _whole_lines(path: Path) -> str:
-    """The text of a file up to its last line break, so without a line that a kill left half written."""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    return text[: text.rfind("\n") + 1]
-
-
-def _refuse_existing(path: Path) -> None:
+def refuse_existing(path: Path) -> None:
+    """Raises UserError for a sink that would write over another run's."""
     if path.exists():
         raise UserError(f"{path} already holds the metrics of a run: resume that run, or choose another run name")
 
@@ -140,12 +104,12 @@ class JsonlSink:
 
     def __init__(self, path: Path, resume_from_step: int | None) -> None:
         if resume_from_step is None:
-            _refuse_existing(path)
+            refuse_existing(path)
         elif path.exists():
-            lines = _whole_lines(path).splitlines(keepends=True)
+            lines = whole_lines(path).splitlines(keepends=True)
             kept = takewhile(lambda line: self._parse(path, line).before_resumption(resume_from_step), lines)
-            _replace_file(path, "".join(kept))
-        self._file = _AppendedFile(path)
+            replace_file(path, "".join(kept))
+        self._file = AppendedFile(path)
 
     @staticmethod
     def _parse(path: Path, line: str) -> Record:
@@ -174,15 +138,15 @@ class CsvSink:
         self._path = path
         self._columns = ["phase", "step"]
         if resume_from_step is None:
-            _refuse_existing(path)
+            refuse_existing(path)
         elif path.exists():
             self._rewrite(
                 list(takewhile(lambda row: self._parse(row).before_resumption(resume_from_step), self._read()))
             )
-        self._file = _AppendedFile(path)
+        self._file = AppendedFile(path)
 
     def _read(self) -> list[dict[str, str]]:
-        reader = csv.DictReader(_whole_lines(self._path).splitlines())
+        reader = csv.DictReader(whole_lines(self._path).splitlines())
         rows = list(reader)
         if reader.fieldnames:
             self._columns = list(reader.fieldnames)
@@ -212,7 +176,7 @@ class CsvSink:
             except OSError:
                 self._columns = columns
                 raise
-            new = _AppendedFile(self._path)
+            new = AppendedFile(self._path)
             self._file.close()
             self._file = new
         row = {"phase": record.phase, "step": record.step} | record.values
@@ -232,7 +196,7 @@ class TensorBoardSink:
 
     def __init__(self, directory: Path, resume_from_step: int | None) -> None:
         if resume_from_step is None:
-            _refuse_existing(directory)
+            refuse_existing(directory)
         self._directory = directory
         self._resume_from_step = resume_from_step
         self._writers: dict[str, SummaryWriter] = {}

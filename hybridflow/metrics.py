@@ -8,14 +8,18 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
+from pydantic import Field
+
 from engine3d.settings import Settings
+from hybridflow.file_names import METRICS
 from hybridflow.metric_sinks import ConsoleSink, CsvSink, JsonlSink, PatientSink, Record, Sink, TensorBoardSink
+from hybridflow.wandb_sink import WandbSink
 
 ROLLOUT_THROUGHPUT = "rollout/throughput_tokens_per_sec"
 ROLLOUT_TIME = "rollout/time_ms"
@@ -45,6 +49,9 @@ TRAIN_LEARNING_RATE = "train/learning_rate"
 TRAIN_SKIPPED_UPDATES = "train/skipped_updates"
 TRAIN_REFUSED_UPDATES = "train/refused_updates"
 TRAIN_PADDING_SHARE = "train/padding_share"
+TRAIN_DEVICE_THROUGHPUT = "train/device_tokens_per_sec"
+TRAIN_MFU = "train/mfu"
+STEP_DEVICE_THROUGHPUT = "step/device_tokens_per_sec"
 INFERENCE_TIME = "inference/time_ms"
 MISMATCH_LOGPROB_MEAN = "mismatch/logprob_abs_diff_mean"
 MISMATCH_LOGPROB_MAX = "mismatch/logprob_abs_diff_max"
@@ -60,6 +67,10 @@ SYNC_SEND_TIME = "sync/send_ms"
 SYNC_SEAL_TIME = "sync/seal_ms"
 SYNC_VERIFY_TIME = "sync/verify_ms"
 SYNC_COMMIT_TIME = "sync/commit_ms"
+DEVICE_UTILISATION = "device/utilisation_mean"
+DEVICE_POWER = "device/power_mean_w"
+DEVICE_MEMORY = "device/memory_peak_mb"
+DEVICE_ENERGY = "device/energy_j"
 ACTOR_GPU_MEMORY = "memory/actor_gpu_mem_mb"
 SFT_LOSS = "sft/loss"
 EVAL_ACCURACY = "eval/accuracy"
@@ -78,6 +89,10 @@ class UpdateNames:
     learning_rate: str
     skipped_updates: str
     padding_share: str
+    device_throughput: str
+    """Tokens a second and device of the ranks that update the model, while they do."""
+    mfu: str
+    """Model FLOP/s over what the devices can do: recomputation, padding and waiting for others count for nothing."""
     gpu_memory: str
 
 
@@ -95,7 +110,9 @@ class CriticNames(UpdateNames):
     def of(cls, role: str) -> CriticNames:
         """Those of the critic that has this role, in a group of that name."""
         groups = {field.name: f"{role}/{field.name}" for field in fields(cls)}
-        return cls(**groups | {"gpu_memory": f"memory/{role}_gpu_mem_mb"})
+        return cls(
+            **groups | {"gpu_memory": f"memory/{role}_gpu_mem_mb", "device_throughput": f"{role}/device_tokens_per_sec"}
+        )
 
 
 ACTOR = UpdateNames(
@@ -103,6 +120,8 @@ ACTOR = UpdateNames(
     learning_rate=TRAIN_LEARNING_RATE,
     skipped_updates=TRAIN_SKIPPED_UPDATES,
     padding_share=TRAIN_PADDING_SHARE,
+    device_throughput=TRAIN_DEVICE_THROUGHPUT,
+    mfu=TRAIN_MFU,
     gpu_memory=ACTOR_GPU_MEMORY,
 )
 CRITIC = CriticNames.of("critic")
@@ -110,22 +129,26 @@ COST_CRITIC = CriticNames.of("cost_critic")
 
 
 class MetricsConfig(Settings):
-    """Which sinks a run writes to."""
+    """Which sinks a run writes to, and what it watches."""
 
     console: bool = True
     jsonl: bool = True
     csv: bool = True
     tensorboard: bool = True
+    wandb: bool = False
+    """Weights & Biases, which is to be installed; kept on this machine unless WANDB_MODE says otherwise."""
+    device_interval_s: float = Field(1.0, ge=0)
+    """Seconds between two samples of each GPU's utilisation, memory, power and clock; 0 takes none."""
 
 
 class Metrics:
-    """Writes metrics.jsonl, metrics.csv and tensorboard/<phase>/ under `directory`, and shows records on `stream`.
+    """Writes metrics.jsonl, metrics.csv, tensorboard/<phase>/ and wandb/ under `directory`; shows records on `stream`.
 
-    A record survives the death of the process as soon as `log` has returned; where a file cannot be written, as on a
-    full disk, its records wait in memory until it can, and a line on stderr says so. A fresh run (`resume_from_step` is
-    None) raises UserError if the directory already holds metrics. A run that resumes after step s of phase "train"
-    appends, once it has dropped the first record of that phase past s with all that were written after it, whatever
-    their phase, since they will be made again, and any half-written last line.
+    A record survives the death of the process as soon as `log` has returned (but for wandb, see there); where a file
+    cannot be written, as on a full disk, its records wait in memory until it can, and a line on stderr says so. A fresh
+    run (`resume_from_step` is None) raises UserError if the directory already holds metrics. A run that resumes after
+    step s of phase "train" appends, once it has dropped the first record of that phase past s with all that were
+    written after it, whatever their phase, since they will be made again, and any half-written last line.
     """
 
     def __init__(
@@ -139,10 +162,11 @@ class Metrics:
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._sinks: list[Sink] = []
-        kinds: list[tuple[bool, type[JsonlSink | CsvSink | TensorBoardSink], str]] = [
-            (config.jsonl, JsonlSink, "metrics.jsonl"),
+        kinds: list[tuple[bool, Callable[[Path, int | None], Sink], str]] = [
+            (config.jsonl, JsonlSink, METRICS),
             (config.csv, CsvSink, "metrics.csv"),
             (config.tensorboard, TensorBoardSink, "tensorboard"),
+            (config.wandb, WandbSink, "wandb"),
         ]
         for wanted, kind, name in kinds:
             if wanted:

@@ -17,6 +17,7 @@ from hybridflow.config import Recipe
 from hybridflow.contradictions import input_checksums
 from hybridflow.data.tasks import Example, load_splits
 from hybridflow.data.tokenizer import encode_answers, encode_prompts, load_tokenizer
+from hybridflow.file_names import RECIPE
 from hybridflow.initial_model import create_model, initial_spec
 from hybridflow.resume import RUN_IDENTITY, Resumption, find_resumption, keep_warmed_up
 from hybridflow.settings_file import settings_yaml
@@ -64,14 +65,11 @@ class Run:
         return self.directory / "logs"
 
 
-_RECIPE = "recipe.yaml"
 _SETTING = "run_dir/name"
 EXPORT = "model"
 """The trained model as a HuggingFace directory."""
 SHARDS = "shards"
 """Where the actor's ranks say where their weights lie."""
-TIMELINE = "timeline.json"
-"""What each rank computed when, for Perfetto or chrome://tracing."""
 WEIGHTS = "weights"
 """Where an export of the actor lies while engines are compared with it."""
 
@@ -99,7 +97,7 @@ def prepare(recipe: Recipe) -> Run:
             f"resume: {resumption.directory} is another run's, in this one's directory; choose another name"
         )
     lock = claim(directory, in_place=in_place, lock=lock)
-    (directory / _RECIPE).write_text(settings_yaml(recipe))  # first: by it a run that was killed at once is known
+    (directory / RECIPE).write_text(settings_yaml(recipe))  # first: by it a run that was killed at once is known
     if not in_place:
         (directory / RUN_IDENTITY).write_text(f"{uuid.uuid4().hex}\n")
     model_directory = (recipe.model.path or directory / "initial").absolute()
@@ -141,7 +139,7 @@ def claim(directory: Path, *, in_place: bool = False, lock: TextIO | None = None
         if in_place:
             for left_over in (directory / SHARDS, directory / WEIGHTS):
                 shutil.rmtree(left_over, ignore_errors=True)
-        elif (directory / _RECIPE).exists():
+        elif (directory / RECIPE).exists():
             move_aside(directory)
             directory.mkdir()
             lock.close()

@@ -83,6 +83,8 @@ class Step:
     poll: Callable[[], None]
     values: dict[str, float] = field(default_factory=dict)
     """The figures of the step, by metric name."""
+    tokens: int = 0
+    """Of the step's prompts and responses."""
     updates: list[list[Update]] = field(default_factory=list)
     """For each optimizer step of the actor, what its ranks told."""
     _under_way: list[Future] = field(default_factory=list)
@@ -108,6 +110,7 @@ class Step:
         with Timer(values, metrics.ROLLOUT_TIME) as timer:
             batch = self.machinery.generator.generate(draw, rollout.sampling, rollout.samples_per_prompt)
         lengths = batch.facts["response_lengths"]
+        self.tokens += int(batch.lengths.sum())
         values[metrics.ROLLOUT_THROUGHPUT] = int(lengths.sum()) / (timer.milliseconds / 1000)
         values[metrics.ROLLOUT_RESPONSE_LENGTH] = float(lengths.double().mean())
         truncated = batch.facts["finish_reasons"] == FinishReason.LENGTH

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine3d.errors import UserError
+
 _MOST_SPANS = 10_000
 
 
@@ -83,6 +85,30 @@ class Timeline:
             for span in spans
         ]
         path.write_text(json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"}) + "\n")
+
+
+def read_spans(path: Path) -> list[Span]:
+    """The spans of a file that `Timeline.write` has made, in the order of their beginnings.
+
+    Raises:
+        UserError: it is no such file.
+    """
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        roles = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+        return [
+            Span(
+                roles[event["pid"]],
+                int(event["tid"]),
+                event["name"],
+                event["ts"] / 1e6,
+                (event["ts"] + event["dur"]) / 1e6,
+            )
+            for event in events
+            if event["ph"] == "X"
+        ]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is no timeline of a run, expected Chrome's trace event format") from None
 
 
 timeline = Timeline()

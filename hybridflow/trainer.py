@@ -15,15 +15,17 @@ from hybridflow.algorithms.controllers import Controllers
 from hybridflow.checkpoints import Checkpoints
 from hybridflow.config import Recipe
 from hybridflow.data.sampler import PromptSampler
+from hybridflow.device_monitor import DeviceMonitor
 from hybridflow.draws import Generator
 from hybridflow.evaluation import evaluate
+from hybridflow.file_names import DEVICES, TIMELINE
 from hybridflow.initial_model import initial_spec
 from hybridflow.metrics import Metrics, Timer
 from hybridflow.phase_file import PhaseFile
 from hybridflow.placement import remove_orphans
 from hybridflow.resume import inexact_because
 from hybridflow.roles.group import Roles, start_roles, wait_for
-from hybridflow.run import EXPORT, TIMELINE, WEIGHTS, Run, move_aside, prepare
+from hybridflow.run import EXPORT, WEIGHTS, Run, move_aside, prepare
 from hybridflow.run_state import RandomState, RunState
 from hybridflow.step import Machinery, Step
 from hybridflow.timeline import timeline
@@ -84,12 +86,17 @@ def start_trainer(recipe: Recipe, run: Run, sinks: Metrics, phases: PhaseFile) -
     with (
         Checkpoints(recipe, run, sinks) as checkpoints,
         start_roles(recipe, run) as roles,
+        DeviceMonitor(
+            (bundle for group in roles.groups for bundle in group.pool.bundles),
+            recipe.metrics.device_interval_s,
+            run.directory / DEVICES,
+        ) as devices,
         WeightSync(
             roles.actor, roles.rollout, initial_spec(recipe), recipe.rollout, run.directory / WEIGHTS
         ) as weights,
     ):
         try:
-            yield Trainer(recipe, run, roles, weights, sinks, checkpoints, phases)
+            yield Trainer(recipe, run, roles, weights, sinks, checkpoints, phases, devices)
         finally:
             timeline.write(run.directory / TIMELINE)
 
@@ -116,9 +123,10 @@ class Trainer:
         sinks: Metrics,
         checkpoints: Checkpoints,
         phases: PhaseFile,
+        devices: DeviceMonitor,
     ) -> None:
         self.recipe, self.facts, self.roles = recipe, run, roles
-        self.sinks, self.checkpoints = sinks, checkpoints
+        self.sinks, self.checkpoints, self.devices = sinks, checkpoints, devices
         self.machinery = Machinery(
             recipe=recipe,
             run=run,
@@ -228,14 +236,19 @@ class Trainer:
     def next_step[S: Step](self, kind: type[S], number: int) -> S:
         """What the next step is done with."""
         self.machinery.phases.step = number
+        self.devices.begin()
         return kind(self.machinery, number, version=self.version + 1, poll=self.checkpoints.poll)
 
     def learn[S: Step](self, step: S, dataflow: Callable[[S], None]) -> None:
         """Do what ends in updates, and bring the new weights to the engines."""
-        with Timer(step.values, metrics.TRAIN_STEP_TIME):
+        with Timer(step.values, metrics.TRAIN_STEP_TIME) as timer:
             dataflow(step)
             self.count(step)
             self.synchronise(step.values)
+        if step.tokens:  # none where the responses were given
+            rate = step.tokens / (timer.milliseconds / 1000)
+            step.values[metrics.STEP_DEVICE_THROUGHPUT] = rate / self.roles.devices
+        step.values |= self.devices.collect()
         self.steps_done = step.number
         self.sinks.log(step.number, step.values)
 

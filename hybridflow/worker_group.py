@@ -38,7 +38,7 @@ from hybridflow.processes import find_process, kill_trees, write_stacks
 from hybridflow.protocols import Arguments, Grid, Protocol, Registration, registrations
 from hybridflow.rank_process import RankProcess, WorkerContext
 from hybridflow.remote_batch import Asked, RemoteBatch, SampleCosts, Samples
-from hybridflow.turns import GIVE_BACK, turns
+from hybridflow.turns import GIVE_BACK, TAKE_BACK, turns
 
 __all__ = ["Future", "RankError", "RankUserError", "WorkerContext", "WorkerGroup", "wait_together"]
 
@@ -273,8 +273,8 @@ class WorkerGroup:
         with turns.lock:
             earlier: Sequence[Call] = ()
             if exclusive:
-                if method != GIVE_BACK:
-                    self._take_turn()
+                if method not in (GIVE_BACK, TAKE_BACK):
+                    inputs = [*inputs, *self._take_turn()]
                 earlier = turns.earlier(self)
             # Within an object of its own: Ray would wait for arguments, and fail the call with one that failed.
             waits = ray.put([status for call in earlier for status in call.statuses]) if earlier else ()
@@ -289,11 +289,14 @@ class WorkerGroup:
                 turns.add(call)
         return call, [result for _, result in answers]
 
-    def _take_turn(self) -> None:
-        """Let the groups whose turn it was give memory back."""
+    def _take_turn(self) -> list[Call]:
+        """Let the groups whose turn it was give memory back, and take back what this one gave: the call, if one is."""
         for group in turns.holding(self):
             if GIVE_BACK in group._registrations:
                 group.give_back()
+        if TAKE_BACK in self._registrations and turns.gave_back(self):
+            return [self.take_back().call]
+        return []
 
     def _deal(self, batch: RemoteBatch, spread: list[Arguments]) -> tuple[list[Arguments], list[Samples]]:
         """What each rank fetches, in place of the samples that the protocol gave it; and those samples."""

@@ -234,6 +234,7 @@ class TrainEngine:
             raise UserError("update: this model was built with trainable=False")
         from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
+        self.model.restore_grad_buffers(synchronize=False)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         batches = self.micro_batches(sequences)
@@ -315,6 +316,12 @@ class TrainEngine:
             outputs = TokenOutputs(batch.figures(logprobs), batch.figures(entropy) if with_entropy else None)
         loss, facts = loss_function(outputs, batch.columns)
         return loss, torch.zeros((), dtype=torch.int, device=self.device), facts
+
+    def give_back(self) -> None:
+        """Free the memory that is only cached, and that of the gradients, which the next update takes again."""
+        if self.optimizer is not None:
+            self.model.offload_grad_buffers(synchronize=False, empty_cache=False)
+        platform.empty_cache()
 
     def reset_optimizer(self, settings: OptimizerConfig) -> None:
         """Start the optimizer's moments and its learning-rate schedule afresh; the weights stay."""

@@ -45,6 +45,13 @@ class Roles:
     starting: Mapping[str, Future[Any]]
     """The start of each role, which may still be under way."""
     trained: tuple[str, ...]
+    devices: int
+    """That the models and engines have, each counted once."""
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """Every group, once."""
+        return list(dict.fromkeys([self.actor, self.rollout, *self.models.values(), *self.functions.values()]))
 
     @property
     def learning(self) -> dict[str, WorkerGroup]:
@@ -117,6 +124,7 @@ class _Start:
             functions=dict.fromkeys(recipe.functions, groups["reward"]),
             starting=self._starting,
             trained=recipe.trained_roles,
+            devices=len({device for role, held in self._devices.items() if role != "reward" for device in held}),
         )
 
     def _started(self, group: WorkerGroup, limit_s: float) -> WorkerGroup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from engine3d.errors import EngineError, UserError
 from engine3d.platform import platform
 from engine3d.reshard.shards import Place
 from engine3d.training.config import OptimizerConfig, TrainConfig
+from engine3d.training.flops import PASSES_OF_AN_UPDATE, sequence_flops
 from engine3d.training.sequences import Sequences
 from hybridflow import metrics
 from hybridflow.algorithms.statistics import Statistics
@@ -39,6 +41,13 @@ class Update:
     tokens: int
     positions: int
     peak_memory_bytes: int
+    devices: int
+    """Ranks that computed it together: those of one data-parallel replica."""
+    flops: float
+    """Of the model on its tokens, forward and backward, by `engine3d.training.flops`."""
+    seconds: float
+    peak_flops: float | None
+    """Of a device, a second; None where it is not known."""
     refused: bool = False
     """By the KL guard."""
 
@@ -129,6 +138,7 @@ class ModelWorker:
             self._checkpoint = EngineCheckpoint(self._engine)
             if self._resumed is not None:
                 self._checkpoint.load(self._resumed)
+        self._engine.give_back()  # engines that start meanwhile go by what is free
         return platform.libraries()
 
     @register(THREE_D_PROTO)
@@ -145,7 +155,10 @@ class ModelWorker:
         with_entropy: bool = False,
         guard: UpdateGuard | None = None,
     ) -> Update:
+        began = time.perf_counter()
         result = self._engine.update(sequences, loss, temperature=temperature, with_entropy=with_entropy, guard=guard)
+        platform.synchronize()
+        seconds = time.perf_counter() - began
         if self._saves_in_background:
             self._checkpoint.prepare()
         return Update(
@@ -156,6 +169,10 @@ class ModelWorker:
             tokens=result.tokens,
             positions=result.positions,
             peak_memory_bytes=platform.memory().peak,
+            devices=self._layout.world_size // self._layout.dp,
+            flops=PASSES_OF_AN_UPDATE * float(sequence_flops(self._engine.spec, sequences.lengths).sum()),
+            seconds=seconds,
+            peak_flops=platform.peak_flops,
             refused=result.refused,
         )
 
@@ -208,8 +225,8 @@ class ModelWorker:
 
     @register(ONE_TO_ALL, exclusive=True)
     def give_back(self) -> None:
-        """Give device memory that is only cached to others that compute there."""
-        platform.empty_cache()
+        """Give device memory to others that compute there; see `TrainEngine.give_back`."""
+        self._engine.give_back()
 
     def shutdown(self) -> None:
         """Leave the process groups."""
@@ -232,4 +249,12 @@ def update_metrics(updates: list[list[Update]], names: UpdateNames = metrics.ACT
     values[names.skipped_updates] = sum(not ranks[0].applied for ranks in updates)
     values[names.padding_share] = 1 - sum(update.tokens for update in every) / sum(update.positions for update in every)
     values[names.gpu_memory] = max(update.peak_memory_bytes for update in every) / 2**20
+    device_seconds = sum(max(update.seconds for update in ranks) * _devices(ranks) for ranks in updates)
+    values[names.device_throughput] = sum(update.tokens for update in every) / device_seconds
+    if (peak := every[0].peak_flops) is not None:
+        values[names.mfu] = sum(update.flops for update in every) / (device_seconds * peak)
     return values
+
+
+def _devices(ranks: list[Update]) -> int:
+    return sum(update.devices for update in ranks)

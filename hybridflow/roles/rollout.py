@@ -57,7 +57,6 @@ class RolloutWorker:
         log_path = context.log_path.with_name(f"sglang-{context.rank}.log") if context.log_path else None
         ranks = slice(context.rank * config.tp, (context.rank + 1) * config.tp)
         self._rank, self._ranks, self._places = context.rank, ranks, places[ranks]
-        self._gave_back = False
         self._engine = RolloutEngine(directory, config, context.devices, log_path, weight_sources[ranks])
 
     @register(ONE_TO_ALL)
@@ -70,9 +69,6 @@ class RolloutWorker:
         self, drawn: list[DrawnPrompt], *, sampling: SamplingConfig, samples_per_prompt: int, pad_token_id: int
     ) -> RolloutBatch:
         """Responses to prompts: `samples_per_prompt` samples of each, in order."""
-        if self._gave_back:
-            self._engine.restore_memory()
-            self._gave_back = False
         seeds = [prompt.group for prompt in drawn] if self._engine.config.deterministic else None
         groups = self._engine.generate([prompt.tokens for prompt in drawn], sampling, samples_per_prompt, seeds)
         rows = [
@@ -97,7 +93,12 @@ class RolloutWorker:
         """Give the memory of the KV cache to others that compute here, if the engine can; the weights stay."""
         if self._engine.config.memory_saver:
             self._engine.release_memory()
-            self._gave_back = True
+
+    @register(ONE_TO_ALL, exclusive=True)
+    def take_back(self) -> None:
+        """Have that memory again; what the cache held is gone."""
+        if self._engine.config.memory_saver:
+            self._engine.restore_memory()
 
     @register(ONE_TO_ALL)
     def share_weights(self) -> list[SharedShards]:

@@ -276,3 +276,37 @@ def _wrong_world(directory: Path) -> str:
 def test_a_layout_of_another_world_is_refused(directory: Path) -> None:
     [message] = run_distributed(_wrong_world, 1, directory, timeout_s=120)
     assert message == "layout: tp=2 has 2 ranks, the world has 1"
+
+
+def _gives_back(directory: Path, often: bool) -> tuple[list[int], list[Any]]:
+    """Bytes of the gradients after each of three updates, and what those came to."""
+    engine = _engine(directory, {}, 1)
+    sequences, _ = _own(_samples(), engine)
+    held, seen = [_gradient_bytes(engine)], []
+    for _ in range(3):
+        if often:
+            engine.give_back()
+            held.append(_gradient_bytes(engine))
+        result = engine.update(sequences, _loss, with_entropy=True)
+        held.append(_gradient_bytes(engine))
+        seen.append((result.grad_norm, [float(loss) for loss in result.facts]))
+    if often:
+        engine.give_back()
+    seen.append(engine.logprobs(sequences).logprobs.tolist())
+    held.append(_gradient_bytes(engine))
+    engine.close()
+    return held, seen
+
+
+def _gradient_bytes(engine: Any) -> int:
+    buffers = [*engine.model.buffers, *engine.model.expert_parallel_buffers]
+    return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
+
+
+def test_gradients_have_memory_only_from_an_update_until_it_is_given_back(directory: Path) -> None:
+    [(held, expected)] = run_distributed(_gives_back, 1, directory, False, timeout_s=120)
+    size = held[0]
+    assert size > 0 and held == [size] * 5
+    [(held, found)] = run_distributed(_gives_back, 1, directory, True, timeout_s=120)
+    assert held == [size, 0, size, 0, size, 0, size, 0]
+    assert found == expected

@@ -127,7 +127,7 @@ class Computing:
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
-        self._given_back = 0
+        self._given_back = self._taken_back = 0
 
     @register(THREE_D_PROTO, exclusive=True)
     def compute(self, batch: RolloutBatch, *, factor: int, sleep_s: float = 0.0) -> Tensor:
@@ -153,6 +153,15 @@ class Computing:
     @register(ONE_TO_ALL, exclusive=True)
     def give_back(self) -> None:
         self._given_back += 1
+
+    @register(ONE_TO_ALL, exclusive=True)
+    def take_back(self) -> None:
+        self._taken_back += 1
+
+    @register(ONE_TO_ALL)
+    def taken_back(self) -> int:
+        """How often it was told to take it again."""
+        return self._taken_back
 
     def _wait_for_nobody(self) -> None:
         time.sleep(1000)

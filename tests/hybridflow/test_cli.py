@@ -265,6 +265,9 @@ def test_a_failure_while_exporting(
         ["checkpoint", "export", "here", "there", "--max-shard-gb", "0"],
         ["checkpoint", "export", "here", "there", "--max-shard-gb", "five"],
         ["--track_metrics", "checkpoint", "inspect", "here"],
+        ["report"],
+        ["report", "here", "there"],
+        ["report", "here", "--out"],
     ],
 )
 def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:

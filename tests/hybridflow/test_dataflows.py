@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from engine3d.models import initialise_random, model_spec
 from hybridflow.config import load_recipe
-from hybridflow.run import TIMELINE
+from hybridflow.file_names import TIMELINE
 from tests.hybridflow.runs import ROOT, records, run_recipe
 
 pytestmark = pytest.mark.processes

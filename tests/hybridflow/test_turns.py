@@ -120,6 +120,21 @@ def test_a_group_gives_memory_back_when_the_turn_goes_to_another(groups: dict[st
     assert giving.end <= last.spans[0].begin
 
 
+def test_a_group_takes_back_what_it_gave_before_its_next_turn_alone(groups: dict[str, WorkerGroup]) -> None:
+    batch = RemoteBatch.of(batch_of(range(2), 5))
+    groups["dies"].compute(batch, factor=1).wait()
+    groups["reference"].compute(batch, factor=1).wait()
+    before = {role: groups[role].taken_back().result() for role in ("dies", "reference")}
+    groups["reference"].compute(batch, factor=1).wait()  # it has what it needs
+    again = groups["dies"].compute(batch, factor=1)
+    again.wait()
+    after = {role: groups[role].taken_back().result() for role in ("dies", "reference")}
+    assert after == before | {"dies": [count + 1 for count in before["dies"]]}
+    (giving,) = [span for span in timeline.spans if (span.role, span.method) == ("reference", "give_back")][-1:]
+    (taking,) = [span for span in timeline.spans if (span.role, span.method) == ("dies", "take_back")][-1:]
+    assert giving.end <= taking.begin and taking.end <= again.spans[0].begin
+
+
 def test_a_turn_ends_with_its_call_however_that_ends_and_the_cause_is_told(groups: dict[str, WorkerGroup]) -> None:
     batch = RemoteBatch.of(batch_of(range(2), 5))
     started = time.monotonic()

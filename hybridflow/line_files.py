@@ -1,0 +1,46 @@
+"""Text files of whole lines, which a kill leaves whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class AppendedFile:
+    """A text file to which lines are added, each whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def add(self, lines: str) -> None:
+        """Raises OSError where the lines could not be written; the file then ends where it did."""
+        end = self.size
+        rest = memoryview(lines.encode())
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(end)
+            raise
+
+    def close(self) -> None:
+        """Release the file."""
+        self._file.close()
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a whole file at once: a kill leaves the old one or the new one."""
+    scratch = path.with_name(path.name + ".new")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)  # noqa: PTH105
+
+
+def whole_lines(path: Path) -> str:
+    """The text of a file up to its last line break, so without a line that a kill left half written."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return text[: text.rfind("\n") + 1]

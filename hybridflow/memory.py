@@ -1,0 +1,285 @@
+"""The memory ledger: what every GPU of a run is going to hold, phase by phase, foreseen from the recipe alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from engine3d.checkpoint.plan import plan_checkpoint
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.memory import Held, Serving, Working, held_by_rank, inference_peak, serving_by_rank, update_peak
+from engine3d.memory.overhead import CONTEXT_BYTES
+from engine3d.models import ModelSpec
+from engine3d.models.rules import ExpertOrder
+from engine3d.reshard.shards import Place
+from engine3d.reshard.source import PlannedTrainer
+from hybridflow.config import Recipe
+from hybridflow.devices import Device
+
+GENERATE = "rollout"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The worst moment of a phase on a GPU.
+
+    Args:
+        name: of the phase and of the role that is at work.
+        items: what is there beside what always is, by name, in bytes.
+        less: the settings that would make it less.
+    """
+
+    name: str
+    items: Mapping[str, int]
+    less: str
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """What some GPUs hold, all of them alike.
+
+    Args:
+        devices: that are alike, in order.
+        always: what is there in every phase once the first update is made, by name, in bytes.
+        phases: in the order of a step.
+        cache_tokens: that the KV cache has room for; 0 where no engine runs.
+    """
+
+    devices: tuple[Device, ...]
+    always: Mapping[str, int]
+    phases: tuple[Phase, ...]
+    cache_tokens: int
+
+    def total(self, phase: Phase) -> int:
+        """Bytes of all that is there in a phase."""
+        return sum(self.always.values()) + sum(phase.items.values())
+
+    @property
+    def worst(self) -> Phase:
+        return max(self.phases, key=self.total)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a run is going to hold.
+
+    Args:
+        gpus: in order of the first of the devices that are alike.
+        gpu_bytes: of each GPU.
+        host_bytes: for each node, what checkpoints that are written in the background take of its memory.
+    """
+
+    gpus: tuple[GpuMemory, ...]
+    gpu_bytes: int
+    host_bytes: tuple[int, ...]
+
+    def lines(self) -> list[str]:
+        """As it is shown: for each kind of GPU every phase with what is there, in GB (1e9 bytes)."""
+        found = []
+        for gpu in self.gpus:
+            room = f", KV cache of {gpu.cache_tokens:,} tokens" if gpu.cache_tokens else ""
+            most = f"{gpu.total(gpu.worst) / 1e9:.1f} of {self.gpu_bytes / 1e9:.1f} GB in {gpu.worst.name}"
+            found.append(f"{_names(gpu.devices)}: at most {most}{room}")
+            found.append(_line("always", sum(gpu.always.values()), gpu.always))
+            found += [_line(phase.name, gpu.total(phase), phase.items, "+ ") for phase in gpu.phases]
+        for node, size in enumerate(self.host_bytes):
+            if size:
+                found.append(f"node {node}: {size / 1e9:.1f} GB of host memory for checkpoints that are being written")
+        return found
+
+    def check(self) -> None:
+        """Refuse a run that cannot fit.
+
+        Raises:
+            UserError: names the first GPU, the phase, what is there, and what to change.
+        """
+        for gpu in self.gpus:
+            worst, total = gpu.worst, gpu.total(gpu.worst)
+            if total > self.gpu_bytes:
+                items = _items({**gpu.always, **worst.items})
+                raise UserError(
+                    f"{_names(gpu.devices)}: {total / 1e9:.1f} GB in phase {worst.name} on a GPU of "
+                    f"{self.gpu_bytes / 1e9:.1f} GB ({items}); to need less: {worst.less}"
+                )
+
+
+def foresee(
+    recipe: Recipe,
+    devices: Mapping[str, Sequence[Device]],
+    specs: Mapping[str, ModelSpec],
+    *,
+    gpu_bytes: int,
+    sequence_tokens: int,
+) -> Ledger:
+    """The ledger of a recipe whose layouts fit its devices.
+
+    Args:
+        recipe: the run.
+        devices: of each role.
+        specs: of the actor and of each model beside it.
+        gpu_bytes: of each GPU.
+        sequence_tokens: of the longest prompt with its response.
+    """
+    ranks = {role: _Ranks.of(recipe, role, devices[role], specs[role], sequence_tokens) for role in specs}
+    engines = _engines(recipe, devices, specs["actor"])
+    every = sorted({device for role in (*specs, "rollout") for device in devices[role] if device.kind == "cuda"})
+    gpus: list[GpuMemory] = []
+    for device in every:
+        found = _gpu(recipe, device, ranks, engines, gpu_bytes)
+        like = next((number for number, gpu in enumerate(gpus) if replace(gpu, devices=()) == found), None)
+        if like is None:
+            gpus.append(replace(found, devices=(device,)))
+        else:
+            gpus[like] = replace(gpus[like], devices=(*gpus[like].devices, device))
+    return Ledger(tuple(gpus), gpu_bytes, _hosts(recipe, devices, specs))
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """A model's ranks: what each holds, and takes at work, by its device."""
+
+    trained: bool
+    held: dict[Device, Held]
+    inference: dict[Device, Working]
+    update: dict[Device, Working]
+
+    @classmethod
+    def of(cls, recipe: Recipe, role: str, devices: Sequence[Device], spec: ModelSpec, sequence_tokens: int) -> _Ranks:
+        config, trained = recipe.train_config(role), role in recipe.trained_roles
+        layout = config.layout.layout(len(devices))
+        samples = recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt
+        share = -(-samples // layout.dp)
+        tokens = [max(sequence_tokens, min(config.micro_batch_tokens, share * sequence_tokens))]
+        tokens.append(max(sequence_tokens, min(tokens[0], -(-share // recipe.trainer.mini_batches) * sequence_tokens)))
+        found = cls(trained, {}, {}, {})
+        first: dict[tuple[int, ...], Device] = {}
+        for (_, at), device in zip(layout.ranks(), devices, strict=True):
+            like = first.setdefault((at.pp, at.tp, at.ep, at.etp), device)
+            if like == device:
+                found.held[device] = held_by_rank(spec, layout, at, config, trainable=trained)
+                found.inference[device] = inference_peak(spec, layout, at, config, tokens=tokens[0])
+                found.update[device] = update_peak(spec, layout, at, config, tokens=tokens[1])
+            else:  # data-parallel ranks hold as much as each other
+                found.held[device] = found.held[like]
+                found.inference[device] = found.inference[like]
+                found.update[device] = found.update[like]
+        return found
+
+
+def _engines(recipe: Recipe, devices: Mapping[str, Sequence[Device]], spec: ModelSpec) -> dict[Device, Serving]:
+    """What every rank of every engine holds, by its device."""
+    places = [_place(device) for device in devices["rollout"]]
+    config = recipe.train
+    sources = []
+    if recipe.rollout.weights.share and set(devices["actor"]) & set(devices["rollout"]):
+        layout = config.layout.layout(len(devices["actor"]))
+        order: ExpertOrder = "descending" if spec.experts_may_descend(layout) else "ascending"
+        planned = PlannedTrainer(replace(spec, expert_order=order), layout, getattr(torch, config.dtype))
+        sources = [planned.shards(rank, _place(device)) for rank, device in enumerate(devices["actor"])]
+    serving = serving_by_rank(spec, recipe.rollout.engine, places, sources)
+    return dict(zip(devices["rollout"], serving, strict=True))
+
+
+def _gpu(
+    recipe: Recipe,
+    device: Device,
+    ranks: Mapping[str, _Ranks],
+    engines: Mapping[Device, Serving],
+    gpu_bytes: int,
+) -> GpuMemory:
+    here = {role: each for role, each in ranks.items() if device in each.held}
+    serving = engines.get(device)
+    # Whoever shares a GPU gives back what only an update needs when the turn goes to another.
+    alone = len(here) + (serving is not None) == 1
+    always: dict[str, int] = {}
+    for role, each in here.items():
+        held = each.held[device]
+        always |= {f"{role} weights": held.weights, f"{role} optimizer": held.optimizer}
+        if alone:
+            always[f"{role} gradients"] = held.gradients
+    tokens, cache = 0, 0
+    if serving is not None:
+        always["engine weights"] = serving.weights - serving.shared
+        tokens = _cache_tokens(recipe, serving, here, device, gpu_bytes)
+        cache = tokens * serving.cache_of_a_token
+    always["runtime"] = CONTEXT_BYTES * (len(here) + (serving is not None))
+    always = {name: size for name, size in always.items() if size}
+    kept = {"KV cache": cache} if cache and not recipe.rollout.engine.memory_saver else {}
+    phases = []
+    if serving is not None:
+        less = "a smaller rollout.engine.mem_fraction_static or max_total_tokens"
+        phases.append(Phase(GENERATE, {"KV cache": cache}, less))
+    for role, each in here.items():
+        advice = partial(_advice, recipe, role, cache=bool(kept))
+        phases.append(Phase(f"infer of {role}", kept | _at_work(each.inference[device]), advice("infer")))
+        if each.trained:
+            gradients = {} if alone else {"gradients": each.held[device].gradients}
+            items = kept | gradients | _at_work(each.update[device])
+            phases.append(Phase(f"update of {role}", items, advice("update")))
+    return GpuMemory((), always, tuple(phases), tokens)
+
+
+def _at_work(working: Working) -> dict[str, int]:
+    end = {"logits": working.logits} if working.logits >= working.layer else {"one layer": working.layer}
+    return {name: size for name, size in ({"activations": working.activations} | end).items() if size}
+
+
+def _advice(recipe: Recipe, role: str, call: str, *, cache: bool) -> str:
+    """What would make a phase of training need less, the cheapest first."""
+    config, own = recipe.train_config(role), role in recipe.models and recipe.models[role].train is not None
+    train = f"{role}.train" if own else "train"
+    advice = []
+    if cache:
+        advice.append("rollout.engine.memory_saver=true")
+    if call == "update" and config.recompute != "full":
+        advice.append(f"{train}.recompute=full")
+    advice.append(f"a smaller {train}.micro_batch_tokens")
+    if role in recipe.trained_roles and not config.optimizer.precision_aware:
+        advice.append(f"{train}.optimizer.precision_aware=true")
+    return ", ".join([*advice, f"more of tp, pp and ep in {train}.layout, or more GPUs"])
+
+
+def _cache_tokens(recipe: Recipe, serving: Serving, here: Mapping[str, _Ranks], device: Device, gpu_bytes: int) -> int:
+    """How many tokens the KV cache has room for, as SGLang works it out beside models that have made no update yet."""
+    engine = recipe.rollout.engine
+    if engine.max_total_tokens is not None:
+        return engine.max_total_tokens
+    taken = sum(each.held[device].weights for each in here.values())
+    free = gpu_bytes - taken - CONTEXT_BYTES * (len(here) + 1)
+    left = engine.mem_fraction_static * free - (serving.weights - serving.shared)
+    return max(0, int(left // serving.cache_of_a_token))
+
+
+def _hosts(recipe: Recipe, devices: Mapping[str, Sequence[Device]], specs: Mapping[str, ModelSpec]) -> tuple[int, ...]:
+    nodes = 1 + max(device.node for role in (*specs, "rollout") for device in devices[role])
+    found = [0] * nodes
+    if recipe.checkpoint.saves_in_background:
+        for role in recipe.trained_roles:
+            config = recipe.train_config(role)
+            layout: Layout = config.layout.layout(len(devices[role]))
+            plan = plan_checkpoint(specs[role], layout, precision_aware=config.optimizer.precision_aware)
+            for rank, device in zip(plan.ranks, devices[role], strict=True):
+                found[device.node] += rank.host
+    return tuple(found)
+
+
+def _place(device: Device) -> Place:
+    return Place(str(device.node), f"{device.kind}:{device.index}")
+
+
+def _names(devices: Sequence[Device]) -> str:
+    first = devices[0]
+    more = f" and {len(devices) - 1} like it" if len(devices) > 1 else ""
+    return f"GPU {first.index} of node {first.node}{more}"
+
+
+def _line(name: str, total: int, items: Mapping[str, int], before: str = "") -> str:
+    return f"  {name:<22}{total / 1e9:>7.1f}  {before}{_items(items)}"
+
+
+def _items(items: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size / 1e9:.1f}" for name, size in items.items() if size >= 5e7)

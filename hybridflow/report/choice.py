@@ -1,0 +1,161 @@
+"""Which plots a run gets: those whose figures it has logged."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridflow import metrics
+from hybridflow.report.over_time import device_plots, timeline_plots
+from hybridflow.report.plots import Band, Line, LinePlot, Plot, spans_decades
+from hybridflow.report.run_data import RunData, Series
+from hybridflow.report.step_times import step_time_plots
+from hybridflow.report.thinning import bucketed, is_long
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A plot of figures over the steps of a phase.
+
+    Args:
+        figures: regular expressions; each stands for all figures whose whole name it matches.
+        mean: whether there is a band of one standard deviation around the figure `<group>/mean`.
+        may_be_logarithmic: if the figures span decades.
+    """
+
+    name: str
+    title: str
+    y_label: str
+    figures: tuple[str, ...]
+    phase: str = "train"
+    mean: bool = False
+    may_be_logarithmic: bool = False
+    from_zero: bool = False
+
+
+_LEARNING = (
+    _Wanted("rewards", "Rewards", "reward", (metrics.REWARD_MEAN, "reward/[^/]+/mean"), mean=True),
+    _Wanted("accuracy", "Held-out accuracy", "accuracy", (metrics.EVAL_ACCURACY,), phase="eval"),
+    _Wanted("costs", "Costs", "cost", ("cost/mean", "cost/[^/]+/mean"), mean=True),
+    _Wanted("cost-multiplier", "Weight of the costs", "multiplier", (metrics.COST_MULTIPLIER,)),
+    _Wanted("warmup-loss", "Loss of the warm-up", "nats per token", (metrics.SFT_LOSS,), phase="sft"),
+)
+_OPTIMISATION = (
+    _Wanted("losses", "Loss of the actor", "loss", (metrics.TRAIN_LOSS, metrics.TRAIN_POLICY_LOSS)),
+    _Wanted("value-losses", "Loss of the critics", "loss", (r"\w+/value_loss",)),
+    _Wanted("reference-kl", "KL from the reference", "nats per token", (metrics.TRAIN_REFERENCE_KL,)),
+    _Wanted("kl-coefficient", "Coefficient of the KL penalty", "coefficient", (metrics.TRAIN_KL_COEF,)),
+    _Wanted("entropy", "Entropy of the policy", "nats per token", (metrics.TRAIN_ENTROPY,), from_zero=True),
+    _Wanted(
+        "gradient-norm",
+        "Norm of the gradient",
+        "norm",
+        (metrics.TRAIN_GRADIENT_NORM, r"\w+/gradient_norm"),
+        may_be_logarithmic=True,
+        from_zero=True,
+    ),
+    _Wanted("learning-rate", "Learning rate", "learning rate", (metrics.TRAIN_LEARNING_RATE, r"\w+/learning_rate")),
+)
+_GENERATION = (
+    _Wanted(
+        "mismatch",
+        "Log-probs of SGLang against Megatron's",
+        "absolute difference in nats",
+        (metrics.MISMATCH_LOGPROB_MEAN, metrics.MISMATCH_LOGPROB_MAX),
+        may_be_logarithmic=True,
+        from_zero=True,
+    ),
+    _Wanted("response-length", "Length of the responses", "tokens", (r"rollout/response_length_\w+",), from_zero=True),
+    _Wanted("truncated", "Truncated responses", "share", (metrics.ROLLOUT_TRUNCATED,), from_zero=True),
+    _Wanted("staleness", "Staleness of the policy", "versions", (r".*staleness.*",), from_zero=True),
+)
+_SPEED = (
+    _Wanted("throughput", "Throughput of the rollout", "tokens/s", (metrics.ROLLOUT_THROUGHPUT,), from_zero=True),
+    _Wanted(
+        "device-throughput",
+        "Throughput of a device",
+        "tokens/s and device",
+        (r"\w+/device_tokens_per_sec",),
+        from_zero=True,
+    ),
+    _Wanted("mfu", "Model FLOP/s of what the devices can do", "share", (r"\w+/mfu",), from_zero=True),
+    _Wanted("memory", "Peak memory by role", "MiB", (r"memory/\w+_gpu_mem_mb",), from_zero=True),
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Plots under one heading."""
+
+    title: str
+    plots: tuple[Plot, ...]
+
+
+def sections(run: RunData) -> tuple[Section, ...]:
+    """Every plot of a run, under headings; those that it has no figures for are left out."""
+    every: dict[str, Iterable[Plot]] = {
+        "Learning": _plots(run, _LEARNING),
+        "Optimisation": _plots(run, _OPTIMISATION),
+        "Generation": _plots(run, _GENERATION),
+        "Speed and memory": (*step_time_plots(run), *_plots(run, _SPEED)),
+        "Devices": device_plots(run.samples),
+        "Timeline": timeline_plots(run.spans),
+    }
+    found = ((title, tuple(plots)) for title, plots in every.items())
+    return tuple(Section(title, plots) for title, plots in found if plots)
+
+
+def _plots(run: RunData, table: Iterable[_Wanted]) -> Iterator[Plot]:
+    for wanted in table:
+        if found := _matching(run, wanted):
+            yield _line_plot(run, wanted, found)
+
+
+def _matching(run: RunData, wanted: _Wanted) -> dict[str, Series]:
+    """The figures in the order of the expressions, each once."""
+    logged = run.phases[wanted.phase].series if wanted.phase in run.phases else {}
+    names = [name for pattern in wanted.figures for name in logged if re.fullmatch(pattern, name)]
+    return {name: logged[name] for name in dict.fromkeys(names)}
+
+
+def _line_plot(run: RunData, wanted: _Wanted, found: dict[str, Series]) -> LinePlot:
+    parts = [name for name in found if name.count("/") > 1]
+    if len(parts) == 1:
+        del found[parts[0]]  # the sum of one
+    lines = tuple(Line.of(name, series.steps, series.values) for name, series in found.items())
+    return LinePlot(
+        name=wanted.name,
+        title=wanted.title,
+        y_label=wanted.y_label,
+        x_label="step of the warm-up" if wanted.phase == "sft" else "step",
+        note=" ".join(filter(None, (_thinned(lines), _gaps(found.values())))),
+        lines=lines,
+        band=_band(run, next(iter(found))) if wanted.mean else None,
+        logarithmic=wanted.may_be_logarithmic and spans_decades(lines),
+        from_zero=wanted.from_zero,
+    )
+
+
+def _band(run: RunData, mean: str) -> Band | None:
+    """One standard deviation around `<group>/mean`, where both were logged at the same steps."""
+    values, deviation = run.series(mean), run.series(mean.removesuffix("mean") + "std")
+    if values is None or deviation is None or not np.array_equal(values.steps, deviation.steps):
+        return None
+    steps, low, high = values.steps, values.values - deviation.values, values.values + deviation.values
+    if is_long(steps):
+        lows, highs = bucketed(steps, low), bucketed(steps, high)
+        steps, low, high = lows.x, lows.mean, highs.mean
+    return Band("mean ± standard deviation of the samples", steps, low, high)
+
+
+def _thinned(lines: Iterable[Line]) -> str:
+    some = any(line.low is not None for line in lines)
+    return "A line is the mean of neighbouring steps, between the lowest and the highest of them." if some else ""
+
+
+def _gaps(found: Iterable[Series]) -> str:
+    missing = sum(int((~np.isfinite(series.values)).sum()) for series in found)
+    return f"{missing:,} {'value is' if missing == 1 else 'values are'} not finite and not shown." if missing else ""

@@ -1,0 +1,100 @@
+"""The table at the head of a report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow import metrics
+from hybridflow.device_samples import summarise
+from hybridflow.report.run_data import RunData, Series, median
+
+_SETTINGS = (
+    ("Optimizer steps of a rollout", "trainer.mini_batches"),
+    ("Prompts a step", "trainer.prompts_per_step"),
+    ("Responses to a prompt", "rollout.samples_per_prompt"),
+    ("Longest response, tokens", "rollout.sampling.max_new_tokens"),
+    ("Learning rate", "train.optimizer.lr"),
+    ("Training precision", "train.dtype"),
+    ("KL coefficient", "algorithm.kl_coef"),
+    ("Seed", "seed"),
+)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One row."""
+
+    name: str
+    value: str
+
+
+def facts(run: RunData) -> list[Fact]:
+    """What a run was and what came of it; what is not known has no row."""
+    return [Fact(name, value) for name, value in (*_course(run), *_recipe(run)) if value]
+
+
+def _course(run: RunData) -> Iterator[tuple[str, str]]:
+    train = run.phases.get("train")
+    planned = run.setting("trainer.steps")
+    if train is not None:
+        last = max(int(series.steps[-1]) for series in train.series.values()) if train.series else train.steps
+        yield "Steps", f"{last:,} of {planned:,}" if isinstance(planned, int) else f"{last:,}"
+    yield "Records", ", ".join(f"{name} {phase.steps:,}" for name, phase in run.phases.items())
+    yield "Reward, first and last step", _first_and_last(run.series(metrics.REWARD_MEAN))
+    yield "Held-out accuracy, first and last", _first_and_last(run.series(metrics.EVAL_ACCURACY, "eval"))
+    yield "Median throughput", _amount(median(run.series(metrics.ROLLOUT_THROUGHPUT)), ",.0f", " tokens/s")
+    yield "Median time of a step", _amount(median(run.series(metrics.TRAIN_STEP_TIME)) / 1000, ".3g", " s")
+    if run.samples:
+        gpus = {(sample.node, sample.gpu) for sample in run.samples}
+        hours = (max(sample.time for sample in run.samples) - min(sample.time for sample in run.samples)) / 3600
+        use = summarise(run.samples, 3600 * hours)
+        yield "GPUs", f"{len(gpus)}, used to {use.utilisation_mean:.0f} % on average"
+        yield "Largest memory of a GPU", f"{use.memory_peak_bytes / 2**30:.1f} GiB"
+        yield "Mean power of all GPUs", _amount(use.power_mean_w, ",.0f", " W")
+
+
+def _recipe(run: RunData) -> Iterator[tuple[str, str]]:
+    yield "Algorithm", _text(run.setting("algorithm.name"))
+    yield "Model", _model(run)
+    yield "Layout of the actor", _pairs(run.setting("train.layout"))
+    yield "Layout of an engine", _pairs({name: run.setting(f"rollout.engine.{name}") for name in ("tp", "ep")})
+    yield "Placement", _pairs({name: text for name, text in _mapping(run, "placement").items() if name != "pools"})
+    yield "Pools", _pairs(run.setting("placement.pools"))
+    for name, setting in _SETTINGS:
+        yield name, _text(run.setting(setting))
+
+
+def _model(run: RunData) -> str:
+    if path := run.setting("model.path"):
+        return str(path)
+    config = _mapping(run, "model.create.config")
+    sizes = {name: config.get(name) for name in ("num_hidden_layers", "hidden_size", "num_experts")}
+    named = ", ".join(map(str, config.get("architectures") or ()))
+    return ", ".join(part for part in (named, _pairs(sizes)) if part)
+
+
+def _mapping(run: RunData, setting: str) -> dict[str, Any]:
+    value = run.setting(setting)
+    return value if isinstance(value, dict) else {}
+
+
+def _pairs(values: Any) -> str:
+    """Those that are set."""
+    if not isinstance(values, dict):
+        return ""
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _first_and_last(series: Series | None) -> str:
+    return "" if series is None else f"{series.values[0]:.4g} → {series.values[-1]:.4g}"
+
+
+def _amount(value: float, form: str, unit: str) -> str:
+    return "" if math.isnan(value) else f"{value:{form}}{unit}"

@@ -1,0 +1,165 @@
+"""What a run has written, as a report reads it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from engine3d.errors import UserError
+from hybridflow.device_samples import DeviceSample, read_samples
+from hybridflow.file_names import DEVICES, METRICS, RECIPE, TIMELINE
+from hybridflow.line_files import whole_lines
+from hybridflow.timeline import Span, read_spans
+
+Floats = NDArray[np.float64]
+
+_NOT_FINITE = ("nan", "inf", "-inf")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One figure over the steps of a phase that have it.
+
+    Args:
+        steps, values: (n,) float64.
+    """
+
+    steps: Floats
+    values: Floats
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What was logged of one phase.
+
+    Args:
+        steps: how many records there are.
+        series: by metric name.
+    """
+
+    steps: int
+    series: Mapping[str, Series]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """All that a report is made of.
+
+    Args:
+        name: of the run.
+        phases: by name, in the order of their first records.
+        recipe: as YAML reads it; empty where there is none.
+        spans: of the timeline; empty where there is none.
+        samples: of the GPUs; empty where there are none.
+    """
+
+    name: str
+    phases: Mapping[str, Phase]
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    spans: Sequence[Span] = ()
+    samples: Sequence[DeviceSample] = ()
+
+    def series(self, name: str, phase: str = "train") -> Series | None:
+        """A figure of a phase, if it was logged."""
+        return self.phases[phase].series.get(name) if phase in self.phases else None
+
+    def setting(self, dotted: str) -> Any:
+        """A setting of the recipe such as "train.layout"; None where the recipe does not say."""
+        value: Any = self.recipe
+        for part in dotted.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+
+def read_run(directory: Path) -> RunData:
+    """What is in a run's directory. The run may still be going on.
+
+    Raises:
+        UserError: no such directory, no metrics in it, or something that cannot be read: the file and the line.
+    """
+    try:
+        if not directory.is_dir():
+            raise UserError(f"report: no such directory: {directory}; expected that of a run")
+        metrics, recipe, timeline, devices = (directory / name for name in (METRICS, RECIPE, TIMELINE, DEVICES))
+        if not metrics.is_file():
+            raise UserError(f"report: no {METRICS} in {directory}; a run writes it unless metrics.jsonl=false")
+        phases = read_metrics(metrics)
+        if not phases:
+            raise UserError(f"report: {metrics} holds no records yet")
+        return RunData(
+            name=directory.resolve().name,
+            phases=phases,
+            recipe=_read_recipe(recipe) if recipe.is_file() else {},
+            spans=read_spans(timeline) if timeline.is_file() else (),
+            samples=read_samples(devices) if devices.is_file() else (),
+        )
+    except OSError as error:
+        raise UserError(f"report: {error.filename} cannot be read: {error.strerror}") from None
+
+
+def read_metrics(path: Path) -> dict[str, Phase]:
+    """The records of a metrics.jsonl, by phase.
+
+    Raises:
+        UserError: naming the file and the line that is no record.
+    """
+    counts: dict[str, int] = {}
+    found: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+    for number, line in enumerate(whole_lines(path).splitlines(), start=1):
+        try:
+            values = json.loads(line)
+            phase, step = values.pop("phase"), values.pop("step")
+            if not isinstance(phase, str) or not isinstance(step, int):
+                raise ValueError
+            columns = found.setdefault(phase, {})
+            for name, value in values.items():
+                steps, figures = columns.setdefault(name, ([], []))
+                figures.append(_number(value))
+                steps.append(step)
+        except (ValueError, KeyError, AttributeError, TypeError):
+            expected = "expected an object with phase, step and numbers"
+            raise UserError(f"{path}:{number}: {line[:60]!r} is no record, {expected}") from None
+        counts[phase] = counts.get(phase, 0) + 1
+    return {
+        phase: Phase(counts[phase], {name: Series(_floats(steps), _floats(y)) for name, (steps, y) in columns.items()})
+        for phase, columns in found.items()
+    }
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not (isinstance(value, int | float) or value in _NOT_FINITE):
+        raise ValueError
+    return float(value)  # type: ignore[arg-type]
+
+
+def _floats(values: Sequence[float]) -> Floats:
+    return np.asarray(values, dtype=np.float64)
+
+
+def _read_recipe(path: Path) -> dict[str, Any]:
+    """Not as settings: what an earlier version wrote can be shown too."""
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(recipe, dict):
+        raise UserError(f"{path}: expected keys and values, found {type(recipe).__name__}")
+    return recipe
+
+
+def finite(values: Floats) -> Floats:
+    """Those that are numbers."""
+    return values[np.isfinite(values)]
+
+
+def median(series: Series | None) -> float:
+    """Of the finite values; nan where there are none."""
+    return float(np.median(kept)) if series is not None and len(kept := finite(series.values)) else math.nan

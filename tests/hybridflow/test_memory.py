@@ -1,0 +1,111 @@
+"""The memory ledger: what it foresees for whole runs, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from engine3d.errors import UserError
+from hybridflow.cli import main
+from hybridflow.config import Recipe, load_recipe
+from hybridflow.devices import Node
+from hybridflow.memory import Ledger
+from hybridflow.memory_check import recipe_ledger
+
+RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
+FOUR = [Node("node 0", gpus=4, cpu_slots=0)]
+
+# Qwen3-30B-A3B: hidden, layers, vocabulary, heads, groups, elements of a head, experts and their width.
+H, L, V, HEADS, GROUPS, D, E, F = 2048, 48, 151936, 32, 4, 128, 128, 768
+EXPERTS = L * E * 3 * H * F
+DENSE = L * ((2 * HEADS + 2 * GROUPS) * D * H + E * H + 2 * H + 2 * D) + 2 * V * H + H
+
+
+def _recipe(name: str, *overrides: str) -> Recipe:
+    return load_recipe(RECIPES / name, overrides)
+
+
+def _ledger(name: str, *overrides: str, nodes: Sequence[Node] = FOUR, gpu_gb: float = 150.0) -> Ledger:
+    return recipe_ledger(_recipe(name, *overrides), nodes, gpu_gb)
+
+
+def test_the_large_recipe_fits_its_gpus_by_as_much_as_can_be_counted_by_hand() -> None:
+    ledger = _ledger("qwen3-30b-a3b-4xh200.yaml")
+    (gpu,) = ledger.gpus
+    assert len(gpu.devices) == 4
+    mine = EXPERTS / 4 + DENSE
+    assert gpu.always["actor weights"] == pytest.approx(2 * mine, rel=1e-4)
+    # Remainder and two moments, in two bytes each; those of dense parameters are split over the four ranks.
+    assert gpu.always["actor optimizer"] == pytest.approx(6 * (EXPERTS + DENSE) / 4, rel=1e-4)
+    # Attention's output, which the engine's ranks cut by columns, and the routers. (Each has the keys of one group.)
+    assert gpu.always["engine weights"] == 2 * L * H * (HEADS * D / 4 + E)
+    phases = {phase.name: phase for phase in gpu.phases}
+    assert phases["update of actor"].items["gradients"] == pytest.approx(2 * mine, rel=1e-4)
+    assert "gradients" not in phases["infer of actor"].items
+    assert phases["rollout"].items == {"KV cache": 1048576 * L * 2 * D * 2}
+    assert "KV cache" not in phases["update of actor"].items
+    kept = phases["update of actor"].items["activations"]
+    assert kept == 16384 * L * H * 2  # the input of every layer
+    ledger.check()
+
+
+def test_what_cannot_fit_is_refused_with_the_phase_and_what_to_change() -> None:
+    ledger = _ledger("qwen3-30b-a3b-4xh200.yaml", "train.recompute=none", gpu_gb=141.0)
+    with pytest.raises(UserError) as refused:
+        ledger.check()
+    line = str(refused.value)
+    assert re.match(
+        r"GPU 0 of node 0 and 3 like it: \d+\.\d GB in phase update of actor on a GPU of 141\.0 GB \(", line
+    )
+    assert "actor optimizer" in line and "activations" in line
+    assert "train.recompute=full" in line and "memory_saver" not in line and "\n" not in line
+
+
+def test_what_a_setting_saves(tmp_path: Path) -> None:
+    judges = ("placement.critic=cuda:1", "placement.reference=cuda:1")
+    kept = _ledger("h200-1gpu-ppo.yaml", "rollout.engine.memory_saver=false", *judges, "checkpoint.save_interval=1")
+    saved = _ledger("h200-1gpu-ppo.yaml", *judges, "train.optimizer.precision_aware=true")
+    first, second = kept.gpus
+    assert [phase.name for phase in first.phases] == ["rollout", "infer of actor", "update of actor"]
+    assert [phase.name for phase in second.phases] == ["infer of reference", "infer of critic", "update of critic"]
+    assert first.worst.name == "update of actor" and "KV cache" in first.worst.items
+    assert saved.gpus[0].worst.name == "rollout"
+    assert "rollout.engine.memory_saver=true" in first.worst.less
+    assert second.always["reference weights"] > 0 and "gradients" not in second.phases[0].items
+    # Float32 gradients, masters and moments, against bf16 ones and what bf16 lacks to float32.
+    assert first.always["actor optimizer"] == 2 * saved.gpus[0].always["actor optimizer"]
+    gradients = [gpu.phases[2].items["gradients"] for gpu in (first, saved.gpus[0])]
+    assert gradients[0] == 2 * gradients[1]
+    # A copy of the actor's and the critic's float32 weights and moments.
+    state = first.always["actor optimizer"] + second.always["critic optimizer"]
+    assert kept.host_bytes == (pytest.approx(state, rel=1e-3),)
+    assert saved.host_bytes == (0,)
+
+
+def test_the_command_shows_the_ledger_and_ends_with_2_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, nodes = str(RECIPES / "h200-1gpu.yaml"), ["--nodes", "1", "--gpus-per-node", "1"]
+    assert main(["check", recipe, "--memory", *nodes, "--gpu-gb", "141"]) == 0
+    shown = capsys.readouterr().out
+    assert "GPU 0 of node 0: at most" in shown and "update of actor" in shown
+    assert main(["check", recipe, "--memory", *nodes, "--gpu-gb", "20"]) == 2
+    assert "in phase" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["check", "demo.yaml", "--memory"], "no role of this recipe is on a GPU"),
+        (["check", "h200-1gpu.yaml", "--memory", "--nodes", "1"], "expected --gpu-gb"),
+        (["check", "h200-1gpu.yaml", "--memory", "--nodes", "0"], "--nodes 0: expected a whole number"),
+        (["check", "qwen3-30b-a3b-4xh200.yaml", "--nodes", "1", "--gpus-per-node", "2"], "there is no cuda:2"),
+        (["train", "demo.yaml", "--nodes", "2"], "--nodes is an option of hybridflow check"),
+    ],
+)
+def test_bad_options_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words[1] = str(RECIPES / words[1])
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

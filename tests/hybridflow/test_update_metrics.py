@@ -1,0 +1,42 @@
+"""The figures of a step's updates, against hand-computed ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridflow.algorithms.statistics import Statistics
+from hybridflow.metrics import ACTOR, CRITIC
+from hybridflow.roles.model import Update, update_metrics
+
+
+def _update(tokens: int, seconds: float, *, peak: float | None = 1000.0, applied: bool = True) -> Update:
+    return Update(
+        statistics=Statistics(),
+        grad_norm=2.0,
+        learning_rate=0.1,
+        applied=applied,
+        tokens=tokens,
+        positions=2 * tokens,
+        peak_memory_bytes=tokens << 20,
+        devices=4,
+        flops=100.0 * tokens,
+        seconds=seconds,
+        peak_flops=peak,
+    )
+
+
+def test_throughput_counts_what_the_slowest_replica_takes_on_every_device() -> None:
+    # Two optimizer steps on two replicas of four devices each: 8 devices for 3 + 1 seconds.
+    steps = [[_update(30, 3.0), _update(10, 2.0)], [_update(20, 0.5), _update(20, 1.0)]]
+    values = update_metrics(steps)
+    assert values["train/device_tokens_per_sec"] == pytest.approx(80 / (8 * 4.0))
+    assert values["train/mfu"] == pytest.approx(8000.0 / (8 * 4.0 * 1000.0))
+    assert values["train/padding_share"] == 0.5
+    assert values[ACTOR.gpu_memory] == 30
+
+
+def test_a_device_of_unknown_speed_has_no_utilisation() -> None:
+    values = update_metrics([[_update(30, 3.0, peak=None)], [_update(30, 3.0, peak=None, applied=False)]], CRITIC)
+    assert "critic/mfu" not in values
+    assert values["critic/device_tokens_per_sec"] == pytest.approx(60 / (4 * 6.0))
+    assert values["critic/skipped_updates"] == 1
