@@ -1,0 +1,269 @@
+"""Where the time of whole steps goes.
+
+    python benchmarks/step.py launch/recipes/qwen3-30b-a3b-4xh200.yaml --directory runs/step
+
+runs a recipe on prompts of one length, prints a line for each phase of a step with its seconds and its share, and last
+one JSON object; draws what each GPU did meanwhile into the directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.reshard_plan import Parser, versions
+from engine3d.errors import UserError
+from hybridflow import metrics
+from hybridflow.config import Recipe, load_recipe
+from hybridflow.data.tasks import Example
+from hybridflow.device_samples import DeviceSample
+from hybridflow.report.run_data import RunData, read_run
+from hybridflow.timeline import Span
+
+_RUN = "run"
+_STEP_ENDS_WITH = "commit_weights"
+_GIVE_BACK, _TAKE_BACK = "memory give-back", "memory take-back"
+_MEMORY = {"give_back": _GIVE_BACK, "take_back": _TAKE_BACK}
+_PHASES = {
+    "rollout": metrics.ROLLOUT_TIME,
+    "rewards": metrics.REWARD_LATENCY,
+    "log-probs": metrics.INFERENCE_TIME,
+    "training": metrics.TRAIN_UPDATE_TIME,
+    "weight transfer": metrics.SYNC_TIME,
+}
+_AT_WORK = {
+    "generate": "rollout",
+    "update": "training",
+    "update_values": "training",
+    "logprobs": "log-probs",
+    "values": "log-probs",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the exit code is 2 for arguments that cannot be right, and the run's where it fails."""
+    parser = Parser(prog="step.py", description="Seconds and share of each phase of a step.")
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
+    parser.add_argument("--directory", type=Path, required=True, help="for the run; must not be there")
+    parser.add_argument("--prompt-tokens", type=int, default=1024, help="of each prompt, in characters")
+    parser.add_argument("--steps", type=int, default=4, help="that are measured")
+    parser.add_argument("--warm-up", type=int, default=1, help="steps before those")
+    try:
+        options = parser.parse_intermixed_args(arguments)
+        recipe, settings = _settings(options)
+    except UserError as error:
+        print(f"step.py: {error}", file=sys.stderr)
+        return 2
+    ran = subprocess.run(
+        [sys.executable, "-m", "hybridflow.cli", "train", str(options.recipe), *settings], stdout=sys.stderr
+    )
+    if ran.returncode:
+        return ran.returncode
+    run = read_run(options.directory / _RUN)
+    steps = measure(run, options.warm_up)
+    for line in lines(steps):
+        print(line)
+    command = " ".join(["benchmarks/step.py", *(arguments if arguments is not None else sys.argv[1:])])
+    tokens = options.prompt_tokens + recipe.rollout.sampling.max_new_tokens
+    print(json.dumps({"command": command, "most_tokens": tokens} | figures(steps) | {"versions": versions()}, indent=2))
+    if run.samples:
+        draw(run, options.directory)
+    return 0
+
+
+def _settings(options: argparse.Namespace) -> tuple[Recipe, list[str]]:
+    """The recipe, and the overrides of a run of it on prompts that are made here."""
+    if options.prompt_tokens < 8 or options.steps < 1 or options.warm_up < 0:
+        raise UserError("expected --prompt-tokens of at least 8, --steps of at least 1 and --warm-up of at least 0")
+    if options.directory.exists():
+        raise UserError(f"--directory: {options.directory} is there already")
+    count = options.steps + options.warm_up
+    settings = [
+        "warmup=null",
+        f"run_dir={options.directory}",
+        f"name={_RUN}",
+        f"trainer.steps={count}",
+        "data.source=jsonl",
+        f"data.jsonl.train_path={options.directory / 'train.jsonl'}",
+        f"data.jsonl.eval_path={options.directory / 'eval.jsonl'}",
+        *options.overrides,
+    ]
+    recipe = load_recipe(options.recipe, settings)
+    options.directory.mkdir(parents=True)
+    for name, size in (("train", count * recipe.trainer.prompts_per_step), ("eval", 64)):
+        examples = prompts(size, options.prompt_tokens, seed=name)
+        text = "".join(json.dumps({"prompt": each.prompt, "answer": each.answer}) + "\n" for each in examples)
+        (options.directory / f"{name}.jsonl").write_text(text)
+    return recipe, settings
+
+
+def prompts(count: int, characters: int, *, seed: str) -> list[Example]:
+    """Sums, each after as many solved ones as fill so many characters."""
+    generator = random.Random(seed)
+    found = []
+    for _ in range(count):
+        left, right = generator.randrange(100), generator.randrange(100)
+        text = f"{left}+{right}="
+        while len(text) < characters:
+            first, second = generator.randrange(100), generator.randrange(100)
+            text = f"{first}+{second}={first + second}={text}"
+        found.append(Example(text[-characters:], str(left + right)))
+    return found
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What was measured of some steps, on average.
+
+    Args:
+        seconds: of a whole step.
+        phases: seconds of each phase; what overlaps in time counts in both.
+        device_throughput: tokens of prompts and responses, a second and device.
+        mfu: of training; None where the speed of the devices is not known.
+        devices: figures of the GPUs by metric name; none without GPUs.
+        peak_bytes: most memory of a GPU in each phase; none without GPUs.
+    """
+
+    seconds: float
+    phases: dict[str, float]
+    device_throughput: float
+    mfu: float | None
+    devices: dict[str, float]
+    peak_bytes: dict[str, int]
+
+
+def measure(run: RunData, warm_up: int) -> Steps:
+    """What a run tells of its steps after the first `warm_up`."""
+    seconds = _mean(run, metrics.TRAIN_STEP_TIME, warm_up) / 1000
+    phases = {phase: _mean(run, name, warm_up) / 1000 for phase, name in _PHASES.items()}
+    phases["weight transfer"] -= _mean(run, metrics.SYNC_VERIFY_TIME, warm_up) / 1000  # a proof, where it is asked for
+    bounds = _bounds(run.spans)[warm_up:]
+    # A turn begins with memory: the engines' within the rollout, the first of the others' within what comes after it.
+    moved = _memory_seconds(run.spans, bounds)
+    after = "log-probs" if phases["log-probs"] else "training"
+    for (role, kind), each in moved.items():
+        phases["rollout" if (role == "rollout") == (kind == _TAKE_BACK) else after] -= each
+    for name in (_GIVE_BACK, _TAKE_BACK):
+        phases[name] = sum(each for (_, kind), each in moved.items() if kind == name)
+    phases["everything else"] = max(0.0, seconds - sum(phases.values()))
+    within = [sample for sample in run.samples if bounds and bounds[0][0] <= sample.time <= bounds[-1][1]]
+    used = (metrics.DEVICE_UTILISATION, metrics.DEVICE_POWER, metrics.DEVICE_MEMORY, metrics.DEVICE_ENERGY)
+    return Steps(
+        seconds=seconds,
+        phases=phases,
+        device_throughput=_mean(run, metrics.STEP_DEVICE_THROUGHPUT, warm_up),
+        mfu=_mean(run, metrics.TRAIN_MFU, warm_up) if run.series(metrics.TRAIN_MFU) else None,
+        devices={name: _mean(run, name, warm_up) for name in used if run.series(name)},
+        peak_bytes=_peaks(within, run.spans),
+    )
+
+
+def _mean(run: RunData, name: str, warm_up: int) -> float:
+    """Of a figure over the steps after the first; 0 where it was not logged."""
+    series = run.series(name)
+    if series is None:
+        return 0.0
+    values = [value for step, value in zip(series.steps, series.values, strict=True) if step > warm_up]
+    return fmean(values) if values else 0.0
+
+
+def _bounds(spans: Sequence[Span]) -> list[tuple[float, float]]:
+    """From when to when each step went: between the moments at which engines began to serve a version."""
+    served = sorted(span.end for span in spans if span.method == _STEP_ENDS_WITH and span.rank == 0)
+    return list(pairwise(served))
+
+
+def _memory_seconds(spans: Iterable[Span], bounds: Sequence[tuple[float, float]]) -> dict[tuple[str, str], float]:
+    """Seconds a step, of the slowest rank, in which each role gave memory back or took it back."""
+    slowest: dict[tuple[int, str, str], float] = defaultdict(float)
+    for span in spans:
+        if span.method in _MEMORY:
+            for number, (begin, end) in enumerate(bounds):
+                if begin <= span.begin < end:
+                    key = (number, span.role, _MEMORY[span.method])
+                    slowest[key] = max(slowest[key], span.end - span.begin)
+    found: dict[tuple[str, str], float] = defaultdict(float)
+    for (_, role, kind), seconds in slowest.items():
+        found[role, kind] += seconds / len(bounds)
+    return found
+
+
+def _peaks(samples: Sequence[DeviceSample], spans: Sequence[Span]) -> dict[str, int]:
+    peaks: dict[str, int] = defaultdict(int)
+    working = [(span.begin, span.end, _AT_WORK[span.method]) for span in spans if span.method in _AT_WORK]
+    for sample in samples:
+        now = {phase for begin, end, phase in working if begin <= sample.time <= end} or {"everything else"}
+        for phase in now:
+            peaks[phase] = max(peaks[phase], sample.memory_bytes)
+    return dict(peaks)
+
+
+def lines(steps: Steps) -> list[str]:
+    """A line a phase: its seconds, and its share of a step."""
+    return [
+        f"{phase:<18}{seconds:>9.3f} s {seconds / steps.seconds:>7.1%}"
+        for phase, seconds in (*steps.phases.items(), ("step", steps.seconds))
+    ]
+
+
+def figures(steps: Steps) -> dict[str, Any]:
+    """The same as one JSON object, and what only it has."""
+    busy = steps.phases["rollout"] + steps.phases["training"]
+    return {
+        "step_s": steps.seconds,
+        "phases_s": steps.phases,
+        "neither_rollout_nor_training": 1 - busy / steps.seconds,
+        "tokens_per_s_per_device": steps.device_throughput,
+        "bound_tokens_per_s_per_device": steps.device_throughput * steps.seconds / busy,
+        "mfu_of_training": steps.mfu,
+        "devices": steps.devices,
+        "peak_memory_bytes": steps.peak_bytes,
+    }
+
+
+def draw(run: RunData, directory: Path) -> list[Path]:
+    """A picture for each GPU: its utilisation, power and memory over time, and which phase was on."""
+    from matplotlib.figure import Figure
+
+    colours = {"rollout": "tab:blue", "training": "tab:orange", "log-probs": "tab:green"}
+    rows = (
+        ("utilisation, %", lambda sample: sample.utilisation),
+        ("power, W", lambda sample: sample.power_w),
+        ("memory, GB", lambda sample: sample.memory_bytes / 1e9),
+    )
+    began = min(sample.time for sample in run.samples)
+    paths = []
+    for node, gpu in sorted({(sample.node, sample.gpu) for sample in run.samples}):
+        own = sorted(
+            (sample for sample in run.samples if (sample.node, sample.gpu) == (node, gpu)), key=lambda each: each.time
+        )
+        figure = Figure(figsize=(14, 7), layout="constrained")
+        for axes, (label, value) in zip(figure.subplots(len(rows), sharex=True), rows, strict=True):
+            axes.plot([sample.time - began for sample in own], [value(sample) for sample in own], color="black", lw=1)
+            for span in run.spans:
+                if span.method in _AT_WORK and span.rank == 0:
+                    colour = colours[_AT_WORK[span.method]]
+                    axes.axvspan(span.begin - began, span.end - began, color=colour, alpha=0.15, lw=0)
+            axes.set_ylabel(label)
+            axes.set_ylim(bottom=0)
+        axes.set_xlabel("seconds; blue: rollout, orange: training, green: log-probs")
+        paths.append(directory / f"gpu-{len(paths)}.png")
+        figure.savefig(paths[-1], dpi=110)
+    return paths
+
+
+if __name__ == "__main__":
+    sys.exit(main())
