@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 
@@ -22,7 +24,8 @@ def initialise_random(
     """Write config.json and safetensors files with random weights.
 
     Weights are normal with the config's initializer_range, norms are one, biases of linear layers zero. What a tensor
-    holds depends on the seed, its name and the dtype alone. At most 64 MiB of a tensor are in memory at a time.
+    holds depends on the seed, its name and the dtype alone. Every core makes one at a time, and has at most 64 MiB of
+    it in memory.
 
     Args:
         spec: the model.
@@ -40,8 +43,13 @@ def initialise_random(
     files = ExportFiles(plan, partial)
     begin_export(directory, partial)
     files.create()
-    for tensor in spec.hf_tensors.values():
-        _write_random(files, tensor, seed, spec.sizes.initializer_range)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="random weights") as pool:
+        made = [
+            pool.submit(_write_random, files, tensor, seed, spec.sizes.initializer_range)
+            for tensor in spec.hf_tensors.values()
+        ]
+        for future in made:
+            future.result()
     files.close()
     write_index(plan, partial)
     finish_export(spec, dtype, partial, directory)

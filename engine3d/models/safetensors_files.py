@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import os
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -250,12 +251,13 @@ def _plan_file(
 
 
 class ExportFiles:
-    """The files of an export, written box by box by any number of processes at once."""
+    """The files of an export, written box by box by any number of processes and threads at once."""
 
     def __init__(self, plan: ExportPlan, directory: Path) -> None:
         self.plan = plan
         self.directory = directory
         self._open: dict[str, int] = {}
+        self._opening = threading.Lock()
 
     def create(self) -> None:
         """Create the files with their headers, at full size. One process calls this before any other writes."""
@@ -267,9 +269,10 @@ class ExportFiles:
     def write(self, name: str, box: Box, values: torch.Tensor) -> None:
         """Write the elements `box` of a tensor. At most 64 MiB of them are copied at a time."""
         file = self.plan.file_of[name]
-        if file.name not in self._open:
-            self._open[file.name] = os.open(self.directory / file.name, os.O_WRONLY)
-        descriptor = self._open[file.name]
+        with self._opening:
+            if file.name not in self._open:
+                self._open[file.name] = os.open(self.directory / file.name, os.O_WRONLY)
+            descriptor = self._open[file.name]
         dtype = self.plan.dtypes[name]
         itemsize = dtype.itemsize
         row = prod(values.shape[1:]) * itemsize

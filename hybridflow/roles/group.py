@@ -173,7 +173,9 @@ class _Start:
         if recipe.rollout.weights.share:
             sources = dict(zip(self._devices["actor"], self._published, strict=True))
         engine = recipe.rollout.engine
-        engine = engine.model_copy(update={"seed": recipe.seed + engine.seed})
+        # It serves nothing before the actor's weights have come: no need to read others from the disk.
+        arguments = {"load_format": "dummy", **engine.server_args}
+        engine = engine.model_copy(update={"seed": recipe.seed + engine.seed, "server_args": arguments})
         group = WorkerGroup(
             "rollout",
             RolloutWorker,
