@@ -30,10 +30,9 @@ from hybridflow.config import Recipe, load_recipe
 from hybridflow.data.tasks import Example
 from hybridflow.device_samples import DeviceSample
 from hybridflow.report.run_data import RunData, read_run
-from hybridflow.timeline import Span
+from hybridflow.timeline import Span, step_ends
 
 _RUN = "run"
-_STEP_ENDS_WITH = "commit_weights"
 _GIVE_BACK, _TAKE_BACK = "memory give-back", "memory take-back"
 _MEMORY = {"give_back": _GIVE_BACK, "take_back": _TAKE_BACK}
 _PHASES = {
@@ -150,7 +149,7 @@ def measure(run: RunData, warm_up: int) -> Steps:
     seconds = _mean(run, metrics.TRAIN_STEP_TIME, warm_up) / 1000
     phases = {phase: _mean(run, name, warm_up) / 1000 for phase, name in _PHASES.items()}
     phases["weight transfer"] -= _mean(run, metrics.SYNC_VERIFY_TIME, warm_up) / 1000  # a proof, where it is asked for
-    bounds = _bounds(run.spans)[warm_up:]
+    bounds = list(pairwise(step_ends(run.spans)))[warm_up:]
     # A turn begins with memory: the engines' within the rollout, the first of the others' within what comes after it.
     moved = _memory_seconds(run.spans, bounds)
     after = "log-probs" if phases["log-probs"] else "training"
@@ -178,12 +177,6 @@ def _mean(run: RunData, name: str, warm_up: int) -> float:
         return 0.0
     values = [value for step, value in zip(series.steps, series.values, strict=True) if step > warm_up]
     return fmean(values) if values else 0.0
-
-
-def _bounds(spans: Sequence[Span]) -> list[tuple[float, float]]:
-    """From when to when each step went: between the moments at which engines began to serve a version."""
-    served = sorted(span.end for span in spans if span.method == _STEP_ENDS_WITH and span.rank == 0)
-    return list(pairwise(served))
 
 
 def _memory_seconds(spans: Iterable[Span], bounds: Sequence[tuple[float, float]]) -> dict[tuple[str, str], float]:

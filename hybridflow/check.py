@@ -50,7 +50,7 @@ def check_recipe(recipe: Recipe, cluster: Sequence[Node] | None = None) -> None:
     spec = attempt(initial_spec, recipe)
     attempt(check_checkpoints, recipe, spec)
     specs = {"actor": spec} | {role: attempt(check_model, recipe, role, spec) for role in recipe.models}
-    devices = attempt(_devices, recipe, cluster)
+    devices = attempt(planned_devices, recipe, cluster)
     if devices is not None:
         attempt(check_layouts, recipe, devices, specs)
     if spec is not None:
@@ -67,27 +67,24 @@ def check_recipe(recipe: Recipe, cluster: Sequence[Node] | None = None) -> None:
         raise SettingsError(errors)
 
 
-def _devices(recipe: Recipe, cluster: Sequence[Node] | None) -> dict[str, tuple[Device, ...]] | None:
-    if cluster is None:
-        return local_devices(recipe)
-    return pool_devices(recipe.placement.roles(list(recipe.models)), recipe.placement.pools, cluster)
+def planned_devices(recipe: Recipe, cluster: Sequence[Node] | None = None) -> dict[str, tuple[Device, ...]] | None:
+    """The devices of each role on these nodes, or on this machine; None where they are another cluster's.
 
-
-def local_devices(recipe: Recipe) -> dict[str, tuple[Device, ...]] | None:
-    """The devices of each role on this machine; None where they are a cluster's.
+    Nodes have as many CPU slots as the recipe names.
 
     Raises:
-        UserError: a device map that is wrong or that this machine does not fulfil.
+        UserError: a device map that is wrong or that the nodes do not fulfil.
     """
     roles = recipe.placement.roles(list(recipe.models))
     pools = recipe.placement.pools
-    if recipe.placement.cluster is not None:
+    if recipe.placement.cluster is not None and cluster is None:
         for text in (*roles.values(), *pools.values()):
             if text not in pools:
                 DeviceMap.parse(text)
         return None
     slots = highest_cpu_slot([*roles.values(), *pools.values()])
-    return pool_devices(roles, pools, [Node("this machine", gpus=platform.gpus, cpu_slots=slots)])
+    nodes = cluster or [Node("this machine", gpus=platform.gpus, cpu_slots=0)]
+    return pool_devices(roles, pools, [dataclasses.replace(node, cpu_slots=slots) for node in nodes])
 
 
 def check_layouts(
@@ -128,11 +125,11 @@ def check_model(recipe: Recipe, role: str, actor: ModelSpec | None) -> ModelSpec
     Raises:
         UserError: naming the setting.
     """
-    path, value_head = recipe.models[role].path, role != "reference"
-    if path is None:
-        return dataclasses.replace(actor, value_head=value_head) if actor is not None else None
+    path = recipe.models[role].path
     try:
-        spec = load_model_spec(path, value_head=value_head)
+        spec = role_spec(recipe, role, actor)
+        if path is None or spec is None:
+            return spec
         check_weights(spec, path)
     except UserError as error:
         raise UserError(f"{role}.path: {error}") from None
@@ -142,6 +139,18 @@ def check_model(recipe: Recipe, role: str, actor: ModelSpec | None) -> ModelSpec
             "expected at least as many, of the same tokenizer"
         )
     return spec
+
+
+def role_spec(recipe: Recipe, role: str, actor: ModelSpec | None) -> ModelSpec | None:
+    """The model of a role beside the actor; None if it begins with the actor's, which is unknown.
+
+    Raises:
+        UserError: its directory holds no model that can be one.
+    """
+    path, value_head = recipe.models[role].path, role != "reference"
+    if path is not None:
+        return load_model_spec(path, value_head=value_head)
+    return dataclasses.replace(actor, value_head=value_head) if actor is not None else None
 
 
 def check_reward_devices(count: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +9,11 @@ from pathlib import Path
 import torch
 
 from engine3d.errors import UserError
-from engine3d.models import ModelSpec, load_model_spec
+from engine3d.models import ModelSpec
 from engine3d.platform import platform
+from hybridflow.check import planned_devices, role_spec
 from hybridflow.config import Recipe
-from hybridflow.devices import Node, highest_cpu_slot, pool_devices
+from hybridflow.devices import Node
 from hybridflow.initial_model import initial_spec, initial_tokenizer
 from hybridflow.memory import Ledger, foresee
 from hybridflow.run import encode, prompt_limit
@@ -30,11 +30,9 @@ def recipe_ledger(recipe: Recipe, nodes: Sequence[Node] | None, gpu_gb: float | 
     Raises:
         UserError: no GPU is used, or how large they are is not known.
     """
-    wanted, pools = recipe.placement.roles(list(recipe.models)), recipe.placement.pools
-    slots = highest_cpu_slot([*wanted.values(), *pools.values()])
-    here = [Node("this machine", gpus=platform.gpus, cpu_slots=slots)]
-    cluster = [dataclasses.replace(node, cpu_slots=slots) for node in nodes] if nodes is not None else here
-    devices = pool_devices(wanted, pools, cluster)
+    devices = planned_devices(recipe, nodes)
+    if devices is None:
+        raise UserError("--memory: the devices are those of placement.cluster; expected --nodes and --gpus-per-node")
     if not any(device.kind == "cuda" for held in devices.values() for device in held):
         raise UserError("--memory: no role of this recipe is on a GPU")
     if gpu_gb is None and not platform.gpus:
@@ -46,14 +44,8 @@ def recipe_ledger(recipe: Recipe, nodes: Sequence[Node] | None, gpu_gb: float | 
 def _specs(recipe: Recipe) -> dict[str, ModelSpec]:
     """The actor's model, and that of each role beside it."""
     actor = initial_spec(recipe)
-    specs = {"actor": actor}
-    for role, model in recipe.models.items():
-        value_head = role != "reference"
-        if model.path is not None:
-            specs[role] = load_model_spec(model.path, value_head=value_head)
-        else:
-            specs[role] = dataclasses.replace(actor, value_head=value_head)
-    return specs
+    others = {role: role_spec(recipe, role, actor) for role in recipe.models}
+    return {"actor": actor} | {role: spec for role, spec in others.items() if spec is not None}
 
 
 def _longest_sequence(recipe: Recipe) -> int:

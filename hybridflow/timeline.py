@@ -19,6 +19,7 @@ from pathlib import Path
 from engine3d.errors import UserError
 
 _MOST_SPANS = 10_000
+_STEP_ENDS_WITH = "commit_weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,13 @@ class Timeline:
             for span in spans
         ]
         path.write_text(json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"}) + "\n")
+
+
+def step_ends(spans: Iterable[Span]) -> list[float]:
+    """When steps ended, in order: each time the first engine began to serve a version of the weights."""
+    commits = [span for span in spans if span.method == _STEP_ENDS_WITH]
+    first_engine = min((span.rank for span in commits), default=0)
+    return sorted(span.end for span in commits if span.rank == first_engine)
 
 
 def read_spans(path: Path) -> list[Span]:

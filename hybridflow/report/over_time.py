@@ -9,11 +9,10 @@ import numpy as np
 from hybridflow.device_samples import DeviceSample
 from hybridflow.report.plots import Bar, LanePlot, Line, LinePlot, Plot
 from hybridflow.report.thinning import BUCKETS, bucketed
-from hybridflow.timeline import Span
+from hybridflow.timeline import Span, step_ends
 
 _LAST_STEPS = 3
 _LAST_SECONDS = 30.0
-_STEP_ENDS_WITH = "commit_weights"
 _MOST_LANES = 40
 _NARROWEST = 1 / 2000
 """Of the plot's width; what is narrower would not be seen."""
@@ -103,9 +102,7 @@ def timeline_plots(spans: Sequence[Span]) -> Iterator[Plot]:
 
 def _window(spans: Sequence[Span]) -> tuple[float, float]:
     """Begin and end of the last steps. A step ends when the engines serve the weights that it made."""
-    commits = [span for span in spans if span.method == _STEP_ENDS_WITH]
-    first_engine = min((span.rank for span in commits), default=0)
-    ends = sorted(span.end for span in commits if span.rank == first_engine)
+    ends = step_ends(spans)
     if len(ends) > 1:
         return ends[-min(_LAST_STEPS + 1, len(ends))], ends[-1]
     end = max(span.end for span in spans)

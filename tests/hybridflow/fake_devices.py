@@ -37,13 +37,8 @@ class Lost(Steady):
         return super().read(gpu)
 
 
-class Absent:
+class Absent(Steady):
     """There is no library to read it with."""
-
-    gpus: Sequence[int] = ()
 
     def __init__(self, visible: Sequence[str]) -> None:
         raise RuntimeError("NVML Shared Library Not Found")
-
-    def read(self, gpu: int) -> Reading:
-        raise NotImplementedError

@@ -90,6 +90,7 @@ def test_the_command_shows_the_ledger_and_ends_with_2_where_nothing_fits(capsys:
     assert main(["check", recipe, "--memory", *nodes, "--gpu-gb", "141"]) == 0
     shown = capsys.readouterr().out
     assert "GPU 0 of node 0: at most" in shown and "update of actor" in shown
+    assert main(["check", recipe, "placement.reward=cpu:1", *nodes]) == 0  # nodes have the CPU slots that are named
     assert main(["check", recipe, "--memory", *nodes, "--gpu-gb", "20"]) == 2
     assert "in phase" in capsys.readouterr().err
 
