@@ -7,6 +7,8 @@ VENV ?= .venv
 ARGS ?=
 override VENV := $(abspath $(VENV))
 export PATH := $(VENV)/bin:$(PATH)
+# A run has many processes: each would compile every module that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test lint format setup lock clean
 

@@ -97,6 +97,8 @@ def start_ray(*, cpu_slots: int = 0, address: str | None = None, object_store_by
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # What a killed worker had started (SGLang's own processes) is killed with it.
     os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
+    # Processes are for roles: not one for each core before anyone asks.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Bounds Ray's own start, in seconds.
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")
     on_terminate = signal.getsignal(signal.SIGTERM)

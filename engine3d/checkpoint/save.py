@@ -28,6 +28,7 @@ from engine3d.checkpoint.state import (
     random_states,
     writes,
 )
+from engine3d.collectives import all_reduce
 from engine3d.errors import EngineError
 from engine3d.platform import platform
 
@@ -274,7 +275,7 @@ class EngineCheckpoint:
     def _agreed_step(self) -> int:
         """The optimizer's steps; a rank that holds none of its state hears it from the others."""
         step = torch.tensor(optimizer_step(self._engine), device=self._engine.device)
-        dist.all_reduce(step, dist.ReduceOp.MAX)
+        all_reduce(step, dist.ReduceOp.MAX)
         return int(step)
 
 

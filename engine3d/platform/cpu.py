@@ -27,7 +27,6 @@ each process; where they cannot be imported, both do without."""
 class CpuPlatform(Platform):
     device_type = "cpu"
     collective_backend = "gloo"
-    collectives_are_bound = False
 
     def __init__(self) -> None:
         for name in _FOR_GPUS:

@@ -41,7 +41,6 @@ _DETERMINISTIC = {
 class CudaPlatform(Platform):
     device_type = "cuda"
     collective_backend = "nccl"
-    collectives_are_bound = True
 
     @property
     def gpus(self) -> int:

@@ -34,8 +34,6 @@ class Platform(ABC):
 
     device_type: str
     collective_backend: str
-    collectives_are_bound: bool
-    """Whether a process group belongs to one device of its process."""
 
     @property
     @abstractmethod

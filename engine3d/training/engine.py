@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine3d.collectives import all_reduce
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import build_model, export_weights, load_model_spec, load_weights
@@ -258,7 +259,7 @@ class TrainEngine:
         mean = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.is_last_stage:
             mean += torch.stack(guard.measure(facts)).to(mean)
-        dist.all_reduce(mean)
+        all_reduce(mean, dist.ReduceOp.SUM)
         return bool(mean[1]) and guard.refuses(float(mean[0] / mean[1]))
 
     def micro_batches(self, sequences: Sequences) -> list[MicroBatch]:
@@ -266,7 +267,7 @@ class TrainEngine:
         lengths = sequences.lengths.tolist()
         costs = sequence_flops(self.spec, lengths).tolist()
         count = torch.tensor(least_micro_batches(lengths, self.config.micro_batch_tokens), device=self.device)
-        dist.all_reduce(count, dist.ReduceOp.MAX, group=self._dp_group)
+        all_reduce(count, dist.ReduceOp.MAX, self._dp_group)
         batches = assign(lengths, costs, self.config.micro_batch_tokens, at_least=max(1, int(count)))
         multiple = self.layout.tp if self.config.sequence_parallel else 1
         return [micro_batch(sequences, indices, packed=self.config.packing, multiple=multiple) for indices in batches]

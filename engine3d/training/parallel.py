@@ -32,11 +32,11 @@ def initialise(layout: Layout, *, seed: int, timeout_s: float) -> Coordinates:
     platform.prepare_training()
     from megatron.core import parallel_state, tensor_parallel
 
-    device = platform.device(int(os.environ.get("LOCAL_RANK", "0")))
+    platform.device(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
-        bound = device if platform.collectives_are_bound else None
-        dist.init_process_group(platform.collective_backend, timeout=timeout, device_id=bound)
+        # Given a device, PyTorch would make the communicator of each group at once, also of the many of one rank.
+        dist.init_process_group(platform.collective_backend, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp, all_reduce
+from torch.distributed import ProcessGroup, ReduceOp
+
+from engine3d.collectives import all_reduce
 
 # On a CPU tokens are worked through in pieces, so that the float32 copies of the logits stay below this.
 _PIECE_BYTES = 512 << 20

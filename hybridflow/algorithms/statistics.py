@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp, all_reduce
+from torch.distributed import ProcessGroup, ReduceOp
+
+from engine3d.collectives import all_reduce
 
 
 @dataclass(frozen=True)
