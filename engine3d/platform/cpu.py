@@ -71,7 +71,7 @@ class CpuPlatform(Platform):
         cores = len(os.sched_getaffinity(0))
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))}
 
-    def rollout_server_arguments(self) -> dict[str, Any]:
+    def rollout_server_arguments(self, most_requests: int) -> dict[str, Any]:
         from engine3d.platform import sglang_cpu  # SGLang is slow to import, and only its workers need it
 
         return sglang_cpu.server_arguments()

@@ -90,8 +90,8 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def rollout_server_arguments(self) -> dict[str, Any]:
-        """SGLang engine arguments that this platform needs."""
+    def rollout_server_arguments(self, most_requests: int) -> dict[str, Any]:
+        """SGLang engine arguments that this platform needs, for an engine that runs so many requests at once."""
 
     @abstractmethod
     def rollout_environment(self, tp: int) -> dict[str, str]:

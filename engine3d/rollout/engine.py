@@ -186,7 +186,8 @@ class RolloutEngine:
         """
         if len(sources) != self.config.tp:
             raise UserError(f"{len(sources)} weight sources for a rollout engine of tp {self.config.tp}")
-        if self.config.cuda_graph and not platform.rollout_server_arguments().get("disable_cuda_graph"):
+        needed = platform.rollout_server_arguments(self.config.max_running_requests)
+        if self.config.cuda_graph and not needed.get("disable_cuda_graph"):
             raise UserError("parameters cannot be bound to other memory after CUDA graphs were captured")
         self._begin("binding of weights", None)
         self._stale, self._aliased = _BOUND, True

@@ -91,7 +91,9 @@ def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
         "nccl_port": _unused_port(),
         "log_level": "info",
     }
-    arguments |= platform.rollout_server_arguments()
+    arguments |= platform.rollout_server_arguments(config.max_running_requests)
+    if any(name.startswith("cuda_graph") for name in config.server_args):  # several ways to say which are captured
+        arguments.pop("cuda_graph_bs_decode", None)
     if config.attention_backend is not None:
         arguments["attention_backend"] = config.attention_backend
     if config.max_total_tokens is not None:

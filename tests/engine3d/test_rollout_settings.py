@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from engine3d.errors import UserError
-from engine3d.platform.cuda import CudaPlatform
-from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
+from engine3d.platform.cuda import CudaPlatform, graph_batch_sizes
+from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig, launch
 from engine3d.rollout.log import root_cause
 from engine3d.rollout.run_files import make_run_directory, segment_name
 from engine3d.rollout.weights import ModelTensors, check_weights_fit
@@ -98,6 +98,24 @@ def test_an_engines_devices_are_counted_among_those_that_its_client_sees(monkeyp
     assert CudaPlatform().visible_devices((0, 2)) == {"CUDA_VISIBLE_DEVICES": "6,0"}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert CudaPlatform().visible_devices((1, 2)) == {"CUDA_VISIBLE_DEVICES": "1,2"}
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 1000, 4096])
+def test_every_batch_runs_in_a_graph_that_is_little_larger(most: int) -> None:
+    sizes = graph_batch_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most
+    for batch in range(8, most + 1):
+        assert min(size for size in sizes if size >= batch) < 1.25 * batch
+
+
+def test_graphs_reach_as_far_as_requests_unless_they_are_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(launch, "platform", CudaPlatform())
+    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096, None)
+    arguments = launch.server_arguments(RolloutConfig(max_running_requests=640), model)
+    assert arguments["cuda_graph_bs_decode"] == graph_batch_sizes(640)
+    given = launch.server_arguments(RolloutConfig(server_args={"cuda_graph_max_bs_decode": 64}), model)
+    assert given["cuda_graph_max_bs_decode"] == 64 and "cuda_graph_bs_decode" not in given
+    assert given["disable_prefill_cuda_graph"]
 
 
 def test_tensors_that_sglang_leaves_out_are_neither_needed_nor_refused(tmp_path: Path) -> None:
