@@ -72,6 +72,7 @@ DEVICE_POWER = "device/power_mean_w"
 DEVICE_MEMORY = "device/memory_peak_mb"
 DEVICE_ENERGY = "device/energy_j"
 ACTOR_GPU_MEMORY = "memory/actor_gpu_mem_mb"
+ACTOR_GPU_RESERVED = "memory/actor_gpu_reserved_mb"
 SFT_LOSS = "sft/loss"
 EVAL_ACCURACY = "eval/accuracy"
 CHECKPOINT_STALL = "checkpoint/stall_ms"
@@ -94,6 +95,9 @@ class UpdateNames:
     mfu: str
     """Model FLOP/s over what the devices can do: recomputation, padding and waiting for others count for nothing."""
     gpu_memory: str
+    """The most that tensors have taken of a GPU, in MiB."""
+    gpu_reserved: str
+    """The most that PyTorch has taken of a GPU for them, in MiB: with what lies between tensors unused."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +114,12 @@ class CriticNames(UpdateNames):
     def of(cls, role: str) -> CriticNames:
         """Those of the critic that has this role, in a group of that name."""
         groups = {field.name: f"{role}/{field.name}" for field in fields(cls)}
-        return cls(
-            **groups | {"gpu_memory": f"memory/{role}_gpu_mem_mb", "device_throughput": f"{role}/device_tokens_per_sec"}
-        )
+        elsewhere = {
+            "gpu_memory": f"memory/{role}_gpu_mem_mb",
+            "gpu_reserved": f"memory/{role}_gpu_reserved_mb",
+            "device_throughput": f"{role}/device_tokens_per_sec",
+        }
+        return cls(**groups | elsewhere)
 
 
 ACTOR = UpdateNames(
@@ -123,6 +130,7 @@ ACTOR = UpdateNames(
     device_throughput=TRAIN_DEVICE_THROUGHPUT,
     mfu=TRAIN_MFU,
     gpu_memory=ACTOR_GPU_MEMORY,
+    gpu_reserved=ACTOR_GPU_RESERVED,
 )
 CRITIC = CriticNames.of("critic")
 COST_CRITIC = CriticNames.of("cost_critic")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
     from engine3d.checkpoint.reader import CheckpointReader
     from engine3d.training.engine import TrainEngine
 
-_BATCH_BYTES = 4 << 30
-"""Of the weights that are read at a time; what is held beside the model while loading is bounded by it."""
+_BATCH_BYTES = 2 << 30
+_BATCHES = 2
+"""Of the weights that are read at a time; what is held beside the model while loading is bounded by these. While one
+batch is read, the next is planned, so that the disk is never idle."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,12 @@ def load_state(engine: TrainEngine, directory: Path) -> Loaded:
     """Bring an engine to a saved state; every rank calls this. See `EngineCheckpoint.load`."""
     from engine3d.checkpoint.reader import CheckpointReader
 
-    reader = CheckpointReader(directory)
+    with CheckpointReader(directory) as reader:
+        reader.begin(dist.get_rank())
+        return _load(engine, directory, reader)
+
+
+def _load(engine: TrainEngine, directory: Path, reader: CheckpointReader) -> Loaded:
     stored = reader.shapes
     check_stored(directory, engine, stored)
     common = _object(reader, COMMON_KEY, 1, 0)
@@ -63,8 +71,9 @@ def load_state(engine: TrainEngine, directory: Path) -> Loaded:
         if each.optimizer is not None and has_moments:
             each.allocate_moments(common["optimizer_step"])
     kinds: tuple[Kind, ...] = ("weight", *MOMENTS) if has_moments else ("weight",)
-    for batch in _batches(held):
-        _load_batch(reader, engine, batch, kinds)
+    with ThreadPoolExecutor(_BATCHES, thread_name_prefix="batch") as pool:
+        for _ in pool.map(lambda batch: _load_batch(reader, engine, batch, kinds), _batches(held)):
+            pass
     if engine.optimizer is not None:
         engine.model.start_param_sync(force_sync=True)
         if has_moments:

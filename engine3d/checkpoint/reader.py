@@ -37,16 +37,35 @@ _THREADS = 16
 _STRETCH_BYTES = 128 << 20
 """Of a file, that one thread reads: small, so that all threads end at the same time."""
 
+_BEGIN_BYTES = 256 << 20
+"""Of each file, that is read before it is known to be needed."""
+
 _VALUES = "data/0"
 """What torch.save calls the values of the only tensor in a file."""
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads the pieces of a plan in the order in which they lie in the files, several stretches of files at once."""
+    """Reads the pieces of a plan in the order in which they lie in the files, several stretches of files at once.
+
+    Has threads until it is closed, for all plans that are read at a time.
+    """
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self._directory = directory
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint")
+        self._rooms = _Rooms()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def begin(self, rank: int) -> None:
+        """Let the disk begin with what a rank wrote, while it is still being found out what is to be read."""
+        for path in self._directory.glob(f"__{rank}_*"):
+            self._threads.submit(_advise, path, _BEGIN_BYTES)
+
+    def __exit__(self, *error: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
 
     @cached_property
     def metadata(self) -> Metadata:
@@ -81,10 +100,8 @@ class CheckpointReader(FileSystemReader):
             for name, items in groupby(sorted(plan.items, key=self._place), key=lambda item: self._place(item)[0])
             for _, stretch in groupby(items, key=lambda item: self._place(item)[1] // _STRETCH_BYTES)
         ]
-        rooms = _Rooms()
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint") as pool:
-            for _ in pool.map(lambda job: self._read(job[0], job[1], planner, rooms), jobs):
-                pass
+        for _ in self._threads.map(lambda job: self._read(job[0], job[1], planner), jobs):
+            pass
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -93,14 +110,14 @@ class CheckpointReader(FileSystemReader):
         stored = self.storage_data[item.storage_index]
         return stored.relative_path, stored.offset
 
-    def _read(self, name: str, items: list[ReadItem], planner: LoadPlanner, rooms: _Rooms) -> None:
+    def _read(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
         path = self._directory / name
         first, last = self._place(items[0])[1], self.storage_data[items[-1].storage_index]
         try:
             with path.open("rb", buffering=0) as file:
                 os.posix_fadvise(file.fileno(), first, last.offset + last.length - first, os.POSIX_FADV_WILLNEED)
                 for item in items:
-                    self._read_item(file, item, planner, rooms.room)
+                    self._read_item(file, item, planner, self._rooms.room)
         except (OSError, EOFError, RuntimeError) as error:
             raise EngineError(f"cannot read {path}: {' '.join(str(error).split())}") from error
 
@@ -134,6 +151,11 @@ class _Rooms(threading.local):
 
     def __init__(self) -> None:
         self.room = HostRoom()
+
+
+def _advise(path: Path, nbytes: int) -> None:
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def _read_into(file: io.FileIO, start: int, values: Tensor) -> None:

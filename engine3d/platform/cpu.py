@@ -56,7 +56,7 @@ class CpuPlatform(Platform):
         page = os.sysconf("SC_PAGE_SIZE")
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * page
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return DeviceMemory(allocated=resident, peak=peak, total=os.sysconf("SC_PHYS_PAGES") * page)
+        return DeviceMemory(allocated=resident, peak=peak, peak_reserved=peak, total=os.sysconf("SC_PHYS_PAGES") * page)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)

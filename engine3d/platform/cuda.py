@@ -77,6 +77,7 @@ class CudaPlatform(Platform):
         return DeviceMemory(
             allocated=torch.cuda.memory_allocated(),
             peak=torch.cuda.max_memory_allocated(),
+            peak_reserved=torch.cuda.max_memory_reserved(),
             total=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
         )
 

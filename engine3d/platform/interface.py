@@ -22,10 +22,18 @@ from engine3d.platform.wire import Wire
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of one device, as seen from this process."""
+    """Bytes of one device, as seen from this process.
+
+    Args:
+        allocated: by tensors, now.
+        peak: by tensors, at most so far.
+        peak_reserved: taken of the device for tensors, at most so far.
+        total: that the device has.
+    """
 
     allocated: int
     peak: int
+    peak_reserved: int
     total: int
 
 

@@ -41,6 +41,7 @@ class Update:
     tokens: int
     positions: int
     peak_memory_bytes: int
+    peak_reserved_bytes: int
     devices: int
     """Ranks that computed it together: those of one data-parallel replica."""
     flops: float
@@ -169,6 +170,7 @@ class ModelWorker:
             tokens=result.tokens,
             positions=result.positions,
             peak_memory_bytes=platform.memory().peak,
+            peak_reserved_bytes=platform.memory().peak_reserved,
             devices=self._layout.world_size // self._layout.dp,
             flops=PASSES_OF_AN_UPDATE * float(sequence_flops(self._engine.spec, sequences.lengths).sum()),
             seconds=seconds,
@@ -249,6 +251,7 @@ def update_metrics(updates: list[list[Update]], names: UpdateNames = metrics.ACT
     values[names.skipped_updates] = sum(not ranks[0].applied for ranks in updates)
     values[names.padding_share] = 1 - sum(update.tokens for update in every) / sum(update.positions for update in every)
     values[names.gpu_memory] = max(update.peak_memory_bytes for update in every) / 2**20
+    values[names.gpu_reserved] = max(update.peak_reserved_bytes for update in every) / 2**20
     device_seconds = sum(max(update.seconds for update in ranks) * _devices(ranks) for ranks in updates)
     values[names.device_throughput] = sum(update.tokens for update in every) / device_seconds
     if (peak := every[0].peak_flops) is not None:

@@ -18,6 +18,7 @@ def _update(tokens: int, seconds: float, *, peak: float | None = 1000.0, applied
         tokens=tokens,
         positions=2 * tokens,
         peak_memory_bytes=tokens << 20,
+        peak_reserved_bytes=tokens << 21,
         devices=4,
         flops=100.0 * tokens,
         seconds=seconds,
@@ -33,6 +34,7 @@ def test_throughput_counts_what_the_slowest_replica_takes_on_every_device() -> N
     assert values["train/mfu"] == pytest.approx(8000.0 / (8 * 4.0 * 1000.0))
     assert values["train/padding_share"] == 0.5
     assert values[ACTOR.gpu_memory] == 30
+    assert values[ACTOR.gpu_reserved] == 60
 
 
 def test_a_device_of_unknown_speed_has_no_utilisation() -> None:

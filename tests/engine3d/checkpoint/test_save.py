@@ -125,10 +125,18 @@ def _made(directory: Path) -> Path:
     return directory
 
 
+def _load_in_many_batches() -> None:
+    """As a large model is: two batches are read at a time."""
+    from engine3d.checkpoint import load
+
+    load._BATCH_BYTES = 8 << 10
+
+
 def _again(directory: Path, root: Path, sizes: dict[str, int], settings: dict[str, Any]) -> dict[str, Any]:
     """What `_first` did after its first save, from that save."""
     from engine3d.checkpoint.save import EngineCheckpoint
 
+    _load_in_many_batches()
     engine = build_engine(directory, sizes, load=False, **settings)
     checkpoint = EngineCheckpoint(engine)
     told: dict[str, Any] = {"loaded": checkpoint.load(root / "background-1"), "updates": []}
@@ -145,6 +153,7 @@ def _elsewhere(directory: Path, root: Path, layouts: list[dict[str, int]], setti
     """Load on other layouts, save again at once, and make the next update."""
     from engine3d.checkpoint.save import EngineCheckpoint
 
+    _load_in_many_batches()
     told = []
     for number, sizes in enumerate(layouts):
         engine = build_engine(directory, sizes, load=False, **settings)
