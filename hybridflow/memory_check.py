@@ -38,10 +38,10 @@ def recipe_ledger(recipe: Recipe, nodes: Sequence[Node] | None, gpu_gb: float | 
     if gpu_gb is None and not platform.gpus:
         raise UserError("--memory: this machine has no GPUs to go by; expected --gpu-gb, such as --gpu-gb 141")
     gpu_bytes = round(gpu_gb * 1e9) if gpu_gb is not None else torch.cuda.get_device_properties(0).total_memory
-    return foresee(recipe, devices, _specs(recipe), gpu_bytes=gpu_bytes, sequence_tokens=_longest_sequence(recipe))
+    return foresee(recipe, devices, recipe_specs(recipe), gpu_bytes=gpu_bytes, sequence_tokens=_longest_sequence(recipe))
 
 
-def _specs(recipe: Recipe) -> dict[str, ModelSpec]:
+def recipe_specs(recipe: Recipe) -> dict[str, ModelSpec]:
     """The actor's model, and that of each role beside it."""
     actor = initial_spec(recipe)
     others = {role: role_spec(recipe, role, actor) for role in recipe.models}

@@ -1,0 +1,141 @@
+"""How well the memory ledger foresees what GPUs hold.
+
+    python benchmarks/memory.py RUN_DIRECTORY... --sequence-tokens 2048
+
+compares the ledger of each run's recipe with the most that NVML saw of its GPUs in each phase, once the first step was
+over; prints a line a phase, and last one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.reshard_plan import Parser, versions
+from engine3d.errors import UserError
+from hybridflow import metrics
+from hybridflow.check import planned_devices
+from hybridflow.config import load_recipe
+from hybridflow.devices import Node
+from hybridflow.file_names import RECIPE
+from hybridflow.memory import GENERATE, Ledger, foresee
+from hybridflow.memory_check import recipe_specs
+from hybridflow.report.run_data import RunData, read_run
+from hybridflow.timeline import Span, step_ends
+
+_CALLS = {"logprobs": "infer", "values": "infer", "update": "update", "update_values": "update"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A phase of a run on the GPU that held the most in it.
+
+    Args:
+        phase: by its name in the ledger.
+        foreseen, measured: bytes of a GPU.
+    """
+
+    phase: str
+    foreseen: int
+    measured: int
+
+    @property
+    def error(self) -> float:
+        """How much more was foreseen than was there, as a share of that."""
+        return self.foreseen / self.measured - 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the exit code is 2 for arguments that cannot be right."""
+    parser = Parser(prog="memory.py", description="The memory ledger against NVML.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIRECTORY")
+    parser.add_argument("--sequence-tokens", type=int, required=True, help="of the longest prompt with its response")
+    parser.add_argument("--gpu-gb", type=float, default=150.75, help="memory of each GPU, in 1e9 bytes")
+    try:
+        options = parser.parse_args(arguments)
+        found = {}
+        for directory in options.runs:
+            run = read_run(directory)
+            ledger = _ledger(directory, run, options.sequence_tokens, options.gpu_gb)
+            found[str(directory)] = (run, compare(run, ledger))
+    except UserError as error:
+        print(f"memory.py: {error}", file=sys.stderr)
+        return 2
+    for name, (_, comparisons) in found.items():
+        print(name)
+        for each in comparisons:
+            figures = (
+                f"{each.foreseen / 1e9:>8.1f} GB foreseen {each.measured / 1e9:>8.1f} GB measured {each.error:>+7.1%}"
+            )
+            print(f"  {each.phase:<22}{figures}")
+    print(
+        json.dumps({"runs": [_figures(name, *each) for name, each in found.items()], "versions": versions()}, indent=2)
+    )
+    return 0
+
+
+def _ledger(directory: Path, run: RunData, sequence_tokens: int, gpu_gb: float) -> Ledger:
+    """Of the run's recipe, on as many nodes and GPUs as were sampled."""
+    recipe = load_recipe(directory / RECIPE)
+    gpus = {(sample.node, sample.gpu) for sample in run.samples}
+    nodes = sorted({node for node, _ in gpus})
+    if not nodes:
+        raise UserError(f"{directory}: no samples of GPUs; expected a run on GPUs")
+    cluster = [Node(node, gpus=1 + max(gpu for name, gpu in gpus if name == node), cpu_slots=0) for node in nodes]
+    devices = planned_devices(recipe, cluster)
+    assert devices is not None
+    return foresee(
+        recipe, devices, recipe_specs(recipe), gpu_bytes=round(gpu_gb * 1e9), sequence_tokens=sequence_tokens
+    )
+
+
+def compare(run: RunData, ledger: Ledger) -> list[Comparison]:
+    """Each phase of the ledger that was seen, and the worst moment of all."""
+    measured = peaks(run)
+    foreseen: dict[str, int] = defaultdict(int)
+    for gpu in ledger.gpus:
+        for phase in gpu.phases:
+            foreseen[phase.name] = max(foreseen[phase.name], gpu.total(phase))
+    found = [Comparison(name, size, measured[name]) for name, size in foreseen.items() if name in measured]
+    return [*found, Comparison("most", max(foreseen.values()), max(sample.memory_bytes for sample in run.samples))]
+
+
+def peaks(run: RunData) -> dict[str, int]:
+    """The most that a GPU held in each phase after the first step, by the phase's name in the ledger."""
+    begin = min(step_ends(run.spans)[1:2], default=0.0)
+    working = [(span, name) for span in run.spans if span.begin >= begin and (name := _phase(span)) is not None]
+    found: dict[str, int] = defaultdict(int)
+    for sample in run.samples:
+        for span, name in working:
+            if span.begin <= sample.time <= span.end:
+                found[name] = max(found[name], sample.memory_bytes)
+    return dict(found)
+
+
+def _phase(span: Span) -> str | None:
+    if span.method == "generate":
+        return GENERATE
+    return f"{_CALLS[span.method]} of {span.role}" if span.method in _CALLS else None
+
+
+def _figures(name: str, run: RunData, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    own = (metrics.ACTOR_GPU_MEMORY, metrics.ACTOR_GPU_RESERVED)
+    return {
+        "run": name,
+        "phases": {
+            each.phase: {"foreseen_bytes": each.foreseen, "measured_bytes": each.measured, "error": each.error}
+            for each in comparisons
+        },
+        "of_the_actor_mb": {key: max(series.values) for key in own if (series := run.series(key)) is not None},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""The ledger beside what was measured, from figures that were made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import memory
+from hybridflow.device_samples import DeviceSample
+from hybridflow.devices import Device
+from hybridflow.memory import GpuMemory, Ledger, Phase
+from hybridflow.report.run_data import RunData
+from hybridflow.timeline import Span
+
+
+def _run() -> RunData:
+    """Two steps; in the first the optimizer's state is not there yet. The second GPU holds more than the first."""
+    spans = [Span("rollout", 0, "commit_weights", at - 0.1, at) for at in (0.0, 100.0, 200.0)]
+    for begin in (0.0, 100.0):
+        spans.append(Span("rollout", 0, "generate", begin + 10, begin + 30))
+        spans += [Span("actor", rank, "update", begin + 40, begin + 70) for rank in (0, 1)]
+    held = [(5, 1), (20, 20), (50, 95), (110.5, 30), (120, 70), (131, 90), (150, 80), (160, 60)]
+    samples = [
+        DeviceSample(at, "node", gpu, 50.0, (size + gpu) * 10**9, 400.0, 1000.0) for at, size in held for gpu in (0, 1)
+    ]
+    return RunData("run", {}, spans=sorted(spans, key=lambda span: span.begin), samples=samples)
+
+
+def test_a_phase_is_measured_once_the_first_step_is_over() -> None:
+    assert memory.peaks(_run()) == {"rollout": 71 * 10**9, "update of actor": 81 * 10**9}
+
+
+def test_every_phase_that_was_seen_is_compared_and_the_worst_moment_of_all() -> None:
+    phases = (
+        Phase("rollout", {"KV cache": 10 * 10**9}, ""),
+        Phase("infer of actor", {"logits": 10**9}, ""),
+        Phase("update of actor", {"gradients": 17 * 10**9}, ""),
+    )
+    gpus = (GpuMemory((Device(0, "cuda", 0),), {"actor weights": 64 * 10**9}, phases, 100),)
+    found = {each.phase: each for each in memory.compare(_run(), Ledger(gpus, 10**11, (0,)))}
+    assert found.keys() == {"rollout", "update of actor", "most"}
+    assert found["rollout"].error == pytest.approx(74 / 71 - 1)
+    assert found["update of actor"].error == 0
+    assert (found["most"].foreseen, found["most"].measured) == (81 * 10**9, 96 * 10**9)
