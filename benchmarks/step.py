@@ -130,6 +130,7 @@ class Steps:
     Args:
         seconds: of a whole step.
         phases: seconds of each phase; what overlaps in time counts in both.
+        overlap: seconds in which rollout and training went on at the same time.
         device_throughput: tokens of prompts and responses, a second and device.
         mfu: of training; None where the speed of the devices is not known.
         devices: figures of the GPUs by metric name; none without GPUs.
@@ -138,6 +139,7 @@ class Steps:
 
     seconds: float
     phases: dict[str, float]
+    overlap: float
     device_throughput: float
     mfu: float | None
     devices: dict[str, float]
@@ -157,12 +159,14 @@ def measure(run: RunData, warm_up: int) -> Steps:
         phases["rollout" if (role == "rollout") == (kind == _TAKE_BACK) else after] -= each
     for name in (_GIVE_BACK, _TAKE_BACK):
         phases[name] = sum(each for (_, kind), each in moved.items() if kind == name)
-    phases["everything else"] = max(0.0, seconds - sum(phases.values()))
+    overlap = _overlap(run.spans, bounds)
+    phases["everything else"] = max(0.0, seconds - sum(phases.values()) + overlap)
     within = [sample for sample in run.samples if bounds and bounds[0][0] <= sample.time <= bounds[-1][1]]
     used = (metrics.DEVICE_UTILISATION, metrics.DEVICE_POWER, metrics.DEVICE_MEMORY, metrics.DEVICE_ENERGY)
     return Steps(
         seconds=seconds,
         phases=phases,
+        overlap=overlap,
         device_throughput=_mean(run, metrics.STEP_DEVICE_THROUGHPUT, warm_up),
         mfu=_mean(run, metrics.TRAIN_MFU, warm_up) if run.series(metrics.TRAIN_MFU) else None,
         devices={name: _mean(run, name, warm_up) for name in used if run.series(name)},
@@ -194,6 +198,23 @@ def _memory_seconds(spans: Iterable[Span], bounds: Sequence[tuple[float, float]]
     return found
 
 
+def _overlap(spans: Iterable[Span], bounds: Sequence[tuple[float, float]]) -> float:
+    """Seconds a step in which an engine generated while a model learned."""
+    if not bounds:
+        return 0.0
+    edges: list[tuple[float, str, int]] = []
+    for span in spans:
+        if bounds[0][0] <= span.begin < bounds[-1][1]:
+            edges += [(span.begin, _AT_WORK.get(span.method, ""), 1), (span.end, _AT_WORK.get(span.method, ""), -1)]
+    working, both, since = {"rollout": 0, "training": 0}, 0.0, 0.0
+    for time, kind, change in sorted(edges):
+        both += (time - since) * all(working.values())
+        since = time
+        if kind in working:
+            working[kind] += change
+    return both / len(bounds)
+
+
 def _peaks(samples: Sequence[DeviceSample], spans: Sequence[Span]) -> dict[str, int]:
     peaks: dict[str, int] = defaultdict(int)
     working = [(span.begin, span.end, _AT_WORK[span.method]) for span in spans if span.method in _AT_WORK]
@@ -214,10 +235,11 @@ def lines(steps: Steps) -> list[str]:
 
 def figures(steps: Steps) -> dict[str, Any]:
     """The same as one JSON object, and what only it has."""
-    busy = steps.phases["rollout"] + steps.phases["training"]
+    busy = steps.phases["rollout"] + steps.phases["training"] - steps.overlap
     return {
         "step_s": steps.seconds,
         "phases_s": steps.phases,
+        "rollout_during_training_s": steps.overlap,
         "neither_rollout_nor_training": 1 - busy / steps.seconds,
         "tokens_per_s_per_device": steps.device_throughput,
         "bound_tokens_per_s_per_device": steps.device_throughput * steps.seconds / busy,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from engine3d.rollout.served import check_served
 from hybridflow.config import Recipe
 from hybridflow.contradictions import check_accepted
 from hybridflow.devices import Device, DeviceMap, Node, highest_cpu_slot, pool_devices
+from hybridflow.gpu_check import check_libraries, check_memory, used_gpus
+from hybridflow.gpu_use import check_gpus_free
 from hybridflow.initial_model import initial_spec, initial_tokenizer
 from hybridflow.resume import check_checkpoint_directory, find_resumption
 from hybridflow.rewards.functions import RewardFunctions
@@ -26,7 +29,13 @@ from hybridflow.settings_file import SettingsError
 from hybridflow.wandb_sink import check_wandb
 
 
-def check_recipe(recipe: Recipe, cluster: Sequence[Node] | None = None) -> None:
+def check_recipe(
+    recipe: Recipe,
+    cluster: Sequence[Node] | None = None,
+    *,
+    gpu_bytes: int | None = None,
+    must_fit: bool = True,
+) -> list[str]:
     """Check placement, layouts, model files, prompts, checkpoints, reward functions and sinks of a recipe.
 
     What depends on another machine is left to the run: a cluster's devices where `placement.cluster` names one.
@@ -34,11 +43,17 @@ def check_recipe(recipe: Recipe, cluster: Sequence[Node] | None = None) -> None:
     Args:
         recipe: what is to run.
         cluster: nodes to run on; None for this machine.
+        gpu_bytes: memory of each GPU; if None, what this machine's have, and unknown of other nodes.
+        must_fit: whether to refuse models that a GPU has no room for, whatever the engines take.
+
+    Returns:
+        What only makes the run slower, a line each.
 
     Raises:
         SettingsError: with one line for every error found.
     """
     errors: list[str] = []
+    warnings: list[str] = []
 
     def attempt(check: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -58,13 +73,27 @@ def check_recipe(recipe: Recipe, cluster: Sequence[Node] | None = None) -> None:
             attempt(check_weights, spec, recipe.model.path)
         attempt(check_engines, recipe, spec)
         if cluster is None:
-            attempt(check_libraries, recipe)
-        attempt(check_prompts, recipe, spec)
+            warnings = attempt(check_libraries, recipe, devices, spec) or []
+        sequence_tokens = attempt(check_prompts, recipe, spec)
     attempt(check_rewards, recipe)
     if recipe.metrics.wandb:
         attempt(check_wandb)
+    if must_fit and devices is not None and not errors and (cluster is None or gpu_bytes is not None):
+        attempt(partial(check_memory, sequence_tokens=sequence_tokens, gpu_bytes=gpu_bytes), recipe, devices, specs)
     if errors:
         raise SettingsError(errors)
+    return warnings
+
+
+def check_nobody_else(recipe: Recipe) -> None:
+    """The GPUs of this machine that the recipe uses, unless others may use them too; a run looks at them itself.
+
+    Raises:
+        UserError: names the GPUs that others use.
+    """
+    devices = planned_devices(recipe)
+    if devices is not None and not recipe.placement.shared_gpus:
+        check_gpus_free(used_gpus(devices), wait_s=0.0)
 
 
 def planned_devices(recipe: Recipe, cluster: Sequence[Node] | None = None) -> dict[str, tuple[Device, ...]] | None:
@@ -113,6 +142,8 @@ def check_layouts(
         raise UserError(f"placement.rollout: {error}") from None
     if "reward" in devices:
         check_reward_devices(len(devices["reward"]))
+    if recipe.trainer.max_staleness:
+        check_apart(devices, layouts)
     check_batch_sizes(recipe, engines=engines.dp, replicas=max(layout.dp for layout in layouts.values()))
 
 
@@ -151,6 +182,20 @@ def role_spec(recipe: Recipe, role: str, actor: ModelSpec | None) -> ModelSpec |
     if path is not None:
         return load_model_spec(path, value_head=value_head)
     return dataclasses.replace(actor, value_head=value_head) if actor is not None else None
+
+
+def check_apart(devices: Mapping[str, Sequence[Device]], models: Iterable[str]) -> None:
+    """Engines that generate while models learn share no device with one.
+
+    Raises:
+        UserError: naming the role and the device.
+    """
+    for role in models:
+        if shared := sorted(set(devices[role]) & set(devices["rollout"])):
+            raise UserError(
+                f"trainer.max_staleness=1 with placement.rollout and placement.{role} both on {shared[0].kind}:"
+                f"{shared[0].index} of node {shared[0].node}, expected rollout on devices of its own"
+            )
 
 
 def check_reward_devices(count: int) -> None:
@@ -209,18 +254,11 @@ def check_engines(recipe: Recipe, spec: ModelSpec) -> None:
         spec.transformer_config(Layout(), getattr(torch, recipe.train.dtype), **recipe.train.megatron)
 
 
-def check_libraries(recipe: Recipe) -> None:
-    """What the models need that may be absent on a machine.
-
-    Raises:
-        UserError: naming the setting.
-    """
-    if recipe.train.optimizer.precision_aware and not platform.has_transformer_engine:
-        raise UserError("train.optimizer.precision_aware=true needs Transformer Engine, which is absent here")
-
-
-def check_prompts(recipe: Recipe, spec: ModelSpec) -> None:
+def check_prompts(recipe: Recipe, spec: ModelSpec) -> int:
     """Every prompt and supervised answer against the tokenizer, the vocabulary and the context.
+
+    Returns:
+        Tokens of the longest prompt to learn from, with the longest response to it.
 
     Raises:
         UserError: naming the prompt that cannot be encoded or is too long, or a vocabulary that the tokenizer exceeds.
@@ -232,11 +270,12 @@ def check_prompts(recipe: Recipe, spec: ModelSpec) -> None:
             f"model: the tokenizer has {len(tokenizer)} tokens and the model's vocab_size is {spec.vocab_size}; "
             "expected at least as many"
         )
-    _, _, sft, _ = encode(recipe, tokenizer, prompt_limit(recipe))
+    train, _, sft, _ = encode(recipe, tokenizer, prompt_limit(recipe))
     if recipe.warmup is not None and not len(sft):
         raise UserError(
             "warmup: the data has no supervised examples; expected data.arithmetic.sft_size or jsonl.sft_path"
         )
+    return max(map(len, train.tokens)) + recipe.rollout.sampling.max_new_tokens
 
 
 def check_checkpoints(recipe: Recipe, spec: ModelSpec | None) -> None:

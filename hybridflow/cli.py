@@ -95,6 +95,10 @@ def _train_or_check(parsed: argparse.Namespace) -> int:
 def _check(parsed: argparse.Namespace) -> int:
     nodes = _named_nodes(parsed)
     recipe = _checked_recipe(parsed, nodes)
+    if nodes is None:
+        from hybridflow.check import check_nobody_else
+
+        check_nobody_else(recipe)
     if parsed.memory:
         from hybridflow.memory_check import recipe_ledger
 
@@ -127,7 +131,10 @@ def _checked_recipe(parsed: argparse.Namespace, nodes: Sequence[Node] | None = N
 
     from hybridflow.check import check_recipe
 
-    check_recipe(recipe, nodes)
+    gpu_bytes = round(parsed.gpu_gb * 1e9) if parsed.gpu_gb is not None else None
+    # With --memory the ledger is shown first, and then refuses.
+    for warning in check_recipe(recipe, nodes, gpu_bytes=gpu_bytes, must_fit=not parsed.memory):
+        print(warning, flush=True)
     return recipe
 
 
@@ -202,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", action="store_true", help="check: say what each GPU will hold in each phase")
     parser.add_argument("--nodes", type=int, metavar="N", help="check: on so many nodes, not on this machine")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="check: GPUs of each of these nodes (8)")
-    parser.add_argument("--gpu-gb", type=float, metavar="GB", help="check --memory: of each GPU, in 1e9 bytes")
+    parser.add_argument("--gpu-gb", type=float, metavar="GB", help="check: memory of each GPU, in 1e9 bytes")
     return parser
 
 

@@ -128,6 +128,9 @@ class TrainerConfig(Settings):
     """Optimizer steps that one rollout is divided into."""
     epochs: int = Field(1, ge=1)
     """Passes over each rollout."""
+    max_staleness: int = Field(0, ge=0, le=1)
+    """Versions by which the weights that made a sample may be older than those that learn from it. At 1 the engines
+    respond to the next step's prompts while the models learn from this one's; they need devices of their own."""
     eval_interval: int | None = Field(None, ge=1)
     """Steps between evaluations; only before the first and after the last if null."""
     eval_prompts: int | None = Field(None, ge=1)
@@ -186,6 +189,8 @@ class PlacementConfig(Settings):
     """Where the reward functions are called, which use no GPU; beside the first rank of rollout if null."""
     cluster: str | None = None
     """Address of a running Ray cluster; one is started on this machine if null."""
+    shared_gpus: bool = False
+    """Start although others use the run's GPUs: those with more than 2 GB in use are refused otherwise."""
 
     def roles(self, models: Sequence[str]) -> dict[str, str]:
         """The device map or pool of every role that runs, given the models that run beside the actor."""
@@ -253,6 +258,11 @@ class Recipe(Settings):
             yield (
                 "algorithm.kl_guard is set with one update a step, which starts from the very policy that it is held "
                 "against; expected trainer.mini_batches or epochs above 1, or no kl_guard"
+            )
+        if self.trainer.max_staleness and self.algorithm.algorithm.greedy_baseline:
+            yield (
+                f"trainer.max_staleness={self.trainer.max_staleness} with algorithm.name={name}, whose baselines are "
+                "generated between rollout and update; expected 0"
             )
         samples = self.trainer.prompts_per_step * self.rollout.samples_per_prompt
         if self.algorithm.kl_controller == "adaptive" and self.algorithm.kl_horizon <= samples / 5:

@@ -15,10 +15,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.util
@@ -26,6 +25,7 @@ from ray.exceptions import RayError
 
 from hybridflow import metrics
 from hybridflow.device_samples import DeviceFile, DeviceSample, summarise
+from hybridflow.gpu_reader import MakeReader, NvmlReader
 
 if TYPE_CHECKING:
     from hybridflow.devices import Device
@@ -35,77 +35,6 @@ _MOST_WAITING = 100_000
 """Samples that a node keeps for a driver that does not ask for them; the oldest go."""
 _PATIENCE_S = 0.5
 """How long the driver waits for the samplers; what comes later counts for the next step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What a GPU says of itself; nan where it does not say.
-
-    Args:
-        utilisation: share of the last moments in which a kernel ran, in %.
-        memory_bytes: in use, by whatever process.
-        power_w: drawn, in W.
-        clock_mhz: of the streaming multiprocessors, in MHz.
-    """
-
-    utilisation: float
-    memory_bytes: int
-    power_w: float
-    clock_mhz: float
-
-
-class DeviceReader(Protocol):
-    """Reads the GPUs of one node."""
-
-    gpus: Sequence[int]
-    """Their indices on the node."""
-
-    def read(self, gpu: int) -> Reading:
-        """What a GPU is at."""
-
-
-class NvmlReader:
-    """Reads GPUs through NVIDIA's management library.
-
-    Args:
-        visible: the GPUs as CUDA_VISIBLE_DEVICES names them: by index or identifier. An index is taken for NVML's own;
-            CUDA counts alike where the GPUs of a node are all of one kind.
-
-    Raises:
-        pynvml.NVMLError: there is no such library, or no such GPU.
-    """
-
-    def __init__(self, visible: Sequence[str]) -> None:
-        import pynvml
-
-        self._nvml = pynvml
-        pynvml.nvmlInit()
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID(name)
-            for name in visible
-        ]
-        self._handles = {pynvml.nvmlDeviceGetIndex(handle): handle for handle in handles}
-        self.gpus: Sequence[int] = sorted(self._handles)
-
-    def read(self, gpu: int) -> Reading:
-        """What a GPU is at. Raises pynvml.NVMLError where it cannot be reached."""
-        nvml, handle = self._nvml, self._handles[gpu]
-        return Reading(
-            utilisation=self._known(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).used,
-            power_w=self._known(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
-            clock_mhz=self._known(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
-        )
-
-    def _known(self, ask: Callable[[], float]) -> float:
-        try:
-            return float(ask())
-        except self._nvml.NVMLError_NotSupported:  # by this kind of GPU, or by a part of one
-            return math.nan
-
-
-MakeReader = Callable[[Sequence[str]], DeviceReader]
-"""Makes the reader of the GPUs that are named as for CUDA_VISIBLE_DEVICES, in the process that reads them."""
 
 
 class _Sampler:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine3d.rollout.config import SamplingConfig
+from hybridflow.future import Future
 from hybridflow.remote_batch import RemoteBatch
 from hybridflow.roles.rollout import DrawnPrompt
 from hybridflow.run import Prompts
@@ -37,6 +38,10 @@ class Generator:
 
     def generate(self, draw: Draw, sampling: SamplingConfig, samples_per_prompt: int) -> RemoteBatch:
         """So many responses to each prompt, those to one prompt side by side."""
+        return self.begin(draw, sampling, samples_per_prompt).batch()
+
+    def begin(self, draw: Draw, sampling: SamplingConfig, samples_per_prompt: int) -> Future:
+        """The same as a call whose `batch` the responses are."""
         first_sample = self.samples_drawn
         self.samples_drawn += len(draw.indices) * samples_per_prompt
         drawn = [
@@ -45,6 +50,7 @@ class Generator:
             )
             for place, index in enumerate(draw.indices)
         ]
-        return self._rollout.generate(
+        future: Future = self._rollout.generate(
             drawn, sampling=sampling, samples_per_prompt=samples_per_prompt, pad_token_id=self._pad_token_id
-        ).batch()
+        )
+        return future

@@ -12,6 +12,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from engine3d.errors import EngineError, UserError
+from engine3d.out_of_memory import OUT_OF_MEMORY
 from hybridflow.rank_process import Failure
 
 # A lost neighbour often reaches the others before Ray knows of it: how long to wait for the rank that was first.
@@ -23,6 +24,13 @@ _LOST_NEIGHBOUR = re.compile(
     r"|DistNetworkError|socket (timeout|closed)|timed out waiting"
     r"|\b(is gone|did not (answer|come) within)\b",
     re.IGNORECASE,
+)
+
+
+_LESS_SERVING = "a smaller rollout.engine.mem_fraction_static, max_total_tokens or max_running_requests"
+_LESS_TRAINING = (
+    "a smaller train.micro_batch_tokens, train.recompute=full, train.optimizer.precision_aware=true, "
+    "rollout.engine.memory_saver=true, more of tp, pp and ep in train.layout, or more GPUs"
 )
 
 
@@ -96,8 +104,16 @@ def most_telling_error(errors: Sequence[BaseException]) -> BaseException:
 def error_of(failure: Failure, log_path: Path | None) -> RankError | RankUserError:
     """The exception for the caller."""
     log = f" (log: {log_path})" if log_path else ""
-    told = f"{where(failure.role, failure.method, [failure.rank])}: {failure.error}"
+    told = f"{where(failure.role, failure.method, [failure.rank])}: {failure.error}{_advice(failure)}"
     return RankUserError(told, failure) if failure.user_error else RankError(f"{told}{log}", failure)
+
+
+def _advice(failure: Failure) -> str:
+    """What to do where a GPU's memory was full."""
+    if OUT_OF_MEMORY not in failure.error:
+        return ""
+    less = _LESS_SERVING if failure.role == "rollout" else _LESS_TRAINING
+    return f'; see "hybridflow check RECIPE --memory"; to need less: {less}'
 
 
 def where(role: str, method: str, ranks: Sequence[int]) -> str:

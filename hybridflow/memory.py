@@ -21,6 +21,7 @@ from hybridflow.config import Recipe
 from hybridflow.devices import Device
 
 GENERATE = "rollout"
+_NOTHING = Serving(weights=0, shared=0, cache_of_a_token=0)
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def foresee(
     *,
     gpu_bytes: int,
     sequence_tokens: int,
+    with_engines: bool = True,
 ) -> Ledger:
     """The ledger of a recipe whose layouts fit its devices.
 
@@ -123,9 +125,11 @@ def foresee(
         specs: of the actor and of each model beside it.
         gpu_bytes: of each GPU.
         sequence_tokens: of the longest prompt with its response.
+        with_engines: false leaves out the engines' weights and caches, and memory of the host: what is left is known at
+            once, without SGLang.
     """
     ranks = {role: _Ranks.of(recipe, role, devices[role], specs[role], sequence_tokens) for role in specs}
-    engines = _engines(recipe, devices, specs["actor"])
+    engines = _engines(recipe, devices, specs["actor"]) if with_engines else dict.fromkeys(devices["rollout"], _NOTHING)
     every = sorted({device for role in (*specs, "rollout") for device in devices[role] if device.kind == "cuda"})
     gpus: list[GpuMemory] = []
     for device in every:
@@ -135,7 +139,7 @@ def foresee(
             gpus.append(replace(found, devices=(device,)))
         else:
             gpus[like] = replace(gpus[like], devices=(*gpus[like].devices, device))
-    return Ledger(tuple(gpus), gpu_bytes, _hosts(recipe, devices, specs))
+    return Ledger(tuple(gpus), gpu_bytes, _hosts(recipe, devices, specs) if with_engines else ())
 
 
 @dataclass(frozen=True)
@@ -246,6 +250,8 @@ def _advice(recipe: Recipe, role: str, call: str, *, cache: bool) -> str:
 def _cache_tokens(recipe: Recipe, serving: Serving, here: Mapping[str, _Ranks], device: Device, gpu_bytes: int) -> int:
     """How many tokens the KV cache has room for, as SGLang works it out beside models that have made no update yet."""
     engine = recipe.rollout.engine
+    if not serving.cache_of_a_token:
+        return 0
     if engine.max_total_tokens is not None:
         return engine.max_total_tokens
     taken = sum(each.held[device].weights for each in here.values())

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec
 from engine3d.platform import platform
-from hybridflow.check import planned_devices, role_spec
+from hybridflow.check import check_prompts, planned_devices, role_spec
 from hybridflow.config import Recipe
 from hybridflow.devices import Node
-from hybridflow.initial_model import initial_spec, initial_tokenizer
+from hybridflow.initial_model import initial_spec
 from hybridflow.memory import Ledger, foresee
-from hybridflow.run import encode, prompt_limit
 
 
 def recipe_ledger(recipe: Recipe, nodes: Sequence[Node] | None, gpu_gb: float | None) -> Ledger:
@@ -38,7 +35,9 @@ def recipe_ledger(recipe: Recipe, nodes: Sequence[Node] | None, gpu_gb: float | 
     if gpu_gb is None and not platform.gpus:
         raise UserError("--memory: this machine has no GPUs to go by; expected --gpu-gb, such as --gpu-gb 141")
     gpu_bytes = round(gpu_gb * 1e9) if gpu_gb is not None else torch.cuda.get_device_properties(0).total_memory
-    return foresee(recipe, devices, recipe_specs(recipe), gpu_bytes=gpu_bytes, sequence_tokens=_longest_sequence(recipe))
+    specs = recipe_specs(recipe)
+    sequence_tokens = check_prompts(recipe, specs["actor"])
+    return foresee(recipe, devices, specs, gpu_bytes=gpu_bytes, sequence_tokens=sequence_tokens)
 
 
 def recipe_specs(recipe: Recipe) -> dict[str, ModelSpec]:
@@ -46,11 +45,3 @@ def recipe_specs(recipe: Recipe) -> dict[str, ModelSpec]:
     actor = initial_spec(recipe)
     others = {role: role_spec(recipe, role, actor) for role in recipe.models}
     return {"actor": actor} | {role: spec for role, spec in others.items() if spec is not None}
-
-
-def _longest_sequence(recipe: Recipe) -> int:
-    """Tokens of the longest prompt to learn from, with the longest response to it."""
-    with tempfile.TemporaryDirectory() as scratch:
-        tokenizer, _ = initial_tokenizer(recipe, Path(scratch))
-    train, _, _, _ = encode(recipe, tokenizer, prompt_limit(recipe))
-    return max(map(len, train.tokens)) + recipe.rollout.sampling.max_new_tokens

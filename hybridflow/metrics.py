@@ -22,6 +22,8 @@ from hybridflow.metric_sinks import ConsoleSink, CsvSink, JsonlSink, PatientSink
 from hybridflow.wandb_sink import WandbSink
 
 ROLLOUT_THROUGHPUT = "rollout/throughput_tokens_per_sec"
+ROLLOUT_WAIT_TIME = "rollout/wait_ms"
+ROLLOUT_STALENESS = "rollout/staleness_mean"
 ROLLOUT_TIME = "rollout/time_ms"
 ROLLOUT_RESPONSE_LENGTH = "rollout/response_length_mean"
 ROLLOUT_TRUNCATED = "rollout/truncated_fraction"

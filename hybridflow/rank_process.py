@@ -18,6 +18,7 @@ from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.layout import Coordinates, Layout
+from engine3d.out_of_memory import in_short
 from hybridflow.timeline import Span
 
 STACKS_SIGNAL = signal.SIGUSR2
@@ -160,7 +161,7 @@ class RankProcess:
             print(stack, file=sys.stderr, flush=True)
             user_error = isinstance(error, UserError)
             message = " ".join(str(error).split())
-            line = message if user_error else f"{type(error).__name__}: {message}".rstrip(": ")
+            line = message if user_error else in_short(f"{type(error).__name__}: {message}".rstrip(": "))
             return Failure(self._role, self._rank, method, line, user_error, time.time(), stack), None
 
 

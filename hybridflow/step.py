@@ -25,6 +25,7 @@ from hybridflow.config import Recipe
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.draws import Draw, Generator
 from hybridflow.future import Future
+from hybridflow.lookahead import Lookahead
 from hybridflow.metrics import Timer
 from hybridflow.phase_file import PhaseFile
 from hybridflow.remote_batch import RemoteBatch
@@ -63,6 +64,7 @@ class Machinery:
     phases: PhaseFile
     sampler: PromptSampler
     generator: Generator
+    lookahead: Lookahead
     controllers: Controllers
 
 
@@ -98,20 +100,24 @@ class Step:
     # Responses
 
     def draw(self) -> Draw:
-        """The next prompts."""
-        run, sampler = self.machinery.run, self.machinery.sampler
-        first_group = sampler.position
-        return Draw(run.train, sampler.next(self.machinery.recipe.trainer.prompts_per_step), first_group)
+        """The step's prompts."""
+        return self.machinery.lookahead.draw()
 
     def generate(self, draw: Draw) -> RemoteBatch:
-        """Responses of the current policy, `rollout.samples_per_prompt` to each prompt."""
+        """Responses of the current policy, `rollout.samples_per_prompt` to each prompt.
+
+        With `trainer.max_staleness` those of the policy before it, and the engines go on with the next step's prompts.
+        """
         self.machinery.phases.enter("rollout")
-        rollout, values = self.machinery.recipe.rollout, self.values
-        with Timer(values, metrics.ROLLOUT_TIME) as timer:
-            batch = self.machinery.generator.generate(draw, rollout.sampling, rollout.samples_per_prompt)
+        values, rollout = self.values, self.machinery.lookahead.rollout(draw, self.number)
+        batch = rollout.batch
         lengths = batch.facts["response_lengths"]
         self.tokens += int(batch.lengths.sum())
-        values[metrics.ROLLOUT_THROUGHPUT] = int(lengths.sum()) / (timer.milliseconds / 1000)
+        if rollout.seconds is not None:
+            values[metrics.ROLLOUT_TIME] = 1000 * rollout.seconds
+            values[metrics.ROLLOUT_THROUGHPUT] = int(lengths.sum()) / rollout.seconds
+        staleness = self.version - 1 - batch.facts["policy_versions"]
+        values[metrics.ROLLOUT_STALENESS] = float(staleness.double().mean())
         values[metrics.ROLLOUT_RESPONSE_LENGTH] = float(lengths.double().mean())
         truncated = batch.facts["finish_reasons"] == FinishReason.LENGTH
         values[metrics.ROLLOUT_TRUNCATED] = float(truncated.double().mean())
@@ -134,7 +140,8 @@ class Step:
         columns, generated = {}, batch.as_generated()
         if "reference" in roles.models:
             columns["ref_logprobs"] = roles.models["reference"].logprobs(generated, temperature=temperature)
-        if recipe.trainer.updates_per_step > 1:  # otherwise they are those of the update itself
+        # With one update they are those of the update itself; of a policy that is gone only the engines' are left.
+        if recipe.trainer.updates_per_step > 1 and not recipe.trainer.max_staleness:
             columns["old_logprobs"] = roles.actor.logprobs(generated, temperature=temperature)
         return self._with_columns(batch, columns)
 
@@ -280,9 +287,13 @@ class Step:
         self._control(len(batch))
 
     def _update_actor(self, batch: RemoteBatch, config: AlgorithmConfig, whiten: Moments | None) -> Future:
-        temperature = self.machinery.recipe.rollout.sampling.temperature
+        recipe = self.machinery.recipe
         future: Future = self.machinery.roles.actor.update(
-            batch, algorithm=config, temperature=temperature, whitening=whiten
+            batch,
+            algorithm=config,
+            temperature=recipe.rollout.sampling.temperature,
+            whitening=whiten,
+            stale=recipe.trainer.max_staleness > 0,
         )
         return future
 

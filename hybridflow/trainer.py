@@ -20,6 +20,7 @@ from hybridflow.draws import Generator
 from hybridflow.evaluation import evaluate
 from hybridflow.file_names import DEVICES, TIMELINE
 from hybridflow.initial_model import initial_spec
+from hybridflow.lookahead import Lookahead
 from hybridflow.metrics import Metrics, Timer
 from hybridflow.phase_file import PhaseFile
 from hybridflow.placement import remove_orphans
@@ -127,14 +128,17 @@ class Trainer:
     ) -> None:
         self.recipe, self.facts, self.roles = recipe, run, roles
         self.sinks, self.checkpoints, self.devices = sinks, checkpoints, devices
+        sampler = PromptSampler(len(run.train), recipe.seed + recipe.data.seed)
+        generator = Generator(roles.rollout, run.tokenizer.pad_token_id)
         self.machinery = Machinery(
             recipe=recipe,
             run=run,
             roles=roles,
             weights=weights,
             phases=phases,
-            sampler=PromptSampler(len(run.train), recipe.seed + recipe.data.seed),
-            generator=Generator(roles.rollout, run.tokenizer.pad_token_id),
+            sampler=sampler,
+            generator=generator,
+            lookahead=Lookahead(recipe, run.train, sampler, generator),
             controllers=Controllers(recipe.algorithm),
         )
         self.dataflow = recipe.algorithm.algorithm.load()
@@ -197,6 +201,7 @@ class Trainer:
         machinery.sampler.load_state_dict(order)
         machinery.generator.samples_drawn = state.samples_drawn
         machinery.controllers.load_state_dict(state.algorithm)
+        machinery.lookahead.restore(state.buffer)
         self.steps_done = machinery.phases.step = state.step
         self.updates = state.updates
         self.steps_without_update = state.steps_without_update
@@ -206,7 +211,7 @@ class Trainer:
         state.random.restore()
 
     def state(self) -> RunState:
-        """All that the driver knows and later steps depend on. Between two steps it holds no batch."""
+        """All that the driver knows and later steps depend on: also a rollout that was made ahead."""
         return RunState(
             step=self.steps_done,
             policy_version=self.version,
@@ -220,6 +225,7 @@ class Trainer:
             random=RandomState.capture(),
             run=self.facts.identity,
             inputs=self.facts.inputs,
+            buffer=self.machinery.lookahead.state(),
         )
 
     def save(self, step: int) -> None:
@@ -244,6 +250,7 @@ class Trainer:
         with Timer(step.values, metrics.TRAIN_STEP_TIME) as timer:
             dataflow(step)
             self.count(step)
+            self.finish_rollout(step.values)
             self.synchronise(step.values)
         if step.tokens:  # none where the responses were given
             rate = step.tokens / (timer.milliseconds / 1000)
@@ -263,6 +270,13 @@ class Trainer:
                 f"actor: the gradient was not finite in all updates of {_MOST_STEPS_WITHOUT_UPDATE} steps in a row; "
                 "nothing is learned"
             )
+
+    def finish_rollout(self, values: dict[str, float]) -> None:
+        """Wait for the rollout that runs ahead, if one does: weights change between two of them."""
+        if self.recipe.trainer.max_staleness:
+            self.machinery.phases.enter("rollout")
+            with Timer(values, metrics.ROLLOUT_WAIT_TIME):
+                self.machinery.lookahead.wait()
 
     def synchronise(self, values: dict[str, float]) -> None:
         """Bring the rollout engines to the actor's weights."""

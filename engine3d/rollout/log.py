@@ -8,6 +8,8 @@ import textwrap
 import traceback
 from pathlib import Path
 
+from engine3d.out_of_memory import in_short
+
 _TAIL_BYTES = 1 << 20
 _MAX_LENGTH = 400
 
@@ -40,5 +42,5 @@ def root_cause(log_path: Path) -> str:
     crashes = [line for line in lines if _CRASH.search(line)]
     for found in (causes, crashes, exceptions):
         if found:
-            return found[0].strip()[:_MAX_LENGTH]
+            return in_short(found[0].strip())[:_MAX_LENGTH]
     return ""

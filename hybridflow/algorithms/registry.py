@@ -23,12 +23,14 @@ class Algorithm:
         critic: it learns from a critic's values of the reward.
         costs: it learns from costs, and from a second critic's values of them.
         group_baseline: it compares the samples of a prompt with each other.
+        greedy_baseline: it compares each sample with the most likely response of the same weights.
     """
 
     dataflow: str
     critic: bool = False
     costs: bool = False
     group_baseline: bool = False
+    greedy_baseline: bool = False
 
     def load(self) -> Dataflow:
         """Import the dataflow."""
@@ -40,7 +42,7 @@ class Algorithm:
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Algorithm("hybridflow.dataflows.grpo:grpo", group_baseline=True),
     "ppo": Algorithm("hybridflow.dataflows.ppo:ppo", critic=True),
-    "remax": Algorithm("hybridflow.dataflows.remax:remax"),
+    "remax": Algorithm("hybridflow.dataflows.remax:remax", greedy_baseline=True),
     "safe_rlhf": Algorithm("hybridflow.dataflows.safe_rlhf:safe_rlhf", critic=True, costs=True),
 }
 

@@ -125,7 +125,8 @@ def checked_recipe(config: PPOConfig, given: Given) -> Recipe:
             "Ray is running in this process, for another trainer or by ray.init(), expected it to be shut down"
         )
     recipe = make_recipe(config, given, gpus=platform.gpus)
-    check_recipe(recipe)
+    for warning in check_recipe(recipe):
+        print(warning, flush=True)
     return recipe
 
 

@@ -19,6 +19,7 @@ from hybridflow import placement
 from hybridflow.check import check_reward_devices
 from hybridflow.config import Recipe
 from hybridflow.devices import Device, Node, highest_cpu_slot, pool_devices
+from hybridflow.gpu_use import WAIT_S, check_bundles_free, check_gpus_free
 from hybridflow.placement import ResourcePool
 from hybridflow.resume import WARMED_UP, needs_warmed_up
 from hybridflow.roles.policy import PolicyWorker
@@ -81,7 +82,19 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
             check_reward_devices(len(devices["reward"]))
         resources = placement.reserve(devices)
         stack.callback(placement.release, resources)
+        if not recipe.placement.shared_gpus:
+            _check_nobody_else(recipe, resources, nodes)
         yield _Start(recipe, run, stack, waiters, devices, nodes, resources).roles()
+
+
+def _check_nobody_else(recipe: Recipe, resources: Mapping[str, ResourcePool], nodes: Sequence[Node]) -> None:
+    """The GPUs of the models and engines, while no process of theirs is there."""
+    bundles = [each for role, pool in resources.items() if role != "reward" for each in pool.bundles]
+    if recipe.placement.cluster is not None:
+        check_bundles_free(bundles, nodes, WAIT_S)
+    else:
+        gpus = {each.device.index: each.visible for each in bundles if each.device.kind == "cuda"}
+        check_gpus_free(gpus, WAIT_S)
 
 
 class _Start:

@@ -47,7 +47,13 @@ class PolicyWorker(ModelWorker):
 
     @register(THREE_D_PROTO, exclusive=True)
     def update(
-        self, batch: RolloutBatch, *, algorithm: AlgorithmConfig, temperature: float, whitening: Moments | None = None
+        self,
+        batch: RolloutBatch,
+        *,
+        algorithm: AlgorithmConfig,
+        temperature: float,
+        whitening: Moments | None = None,
+        stale: bool = False,
     ) -> Update:
         """One optimizer step of policy optimization; none where `algorithm.kl_guard` refuses it.
 
@@ -57,6 +63,7 @@ class PolicyWorker(ModelWorker):
             algorithm: the settings.
             temperature: the logits are divided by it, as they were when the tokens were sampled.
             whitening: moments of the advantages of the whole batch, by which they are whitened; None leaves them.
+            stale: an older policy has made the batch. The ratio is to that one, whose log-probs are the engines'.
         """
         from engine3d.training.engine import UpdateGuard
 
@@ -64,8 +71,11 @@ class PolicyWorker(ModelWorker):
         if whitening is not None:
             assert advantages is not None
             advantages = whiten(advantages, batch.response_mask, whitening)
-        columns = {"advantages": advantages, "weights": batch.weights, "rollout_logprobs": batch.logprobs}
-        columns |= {"old_logprobs": batch.old_logprobs, "ref_logprobs": batch.ref_logprobs}
+        columns = {"advantages": advantages, "weights": batch.weights, "ref_logprobs": batch.ref_logprobs}
+        if stale:
+            columns |= {"old_logprobs": batch.logprobs}
+        else:
+            columns |= {"old_logprobs": batch.old_logprobs, "rollout_logprobs": batch.logprobs}
         sequences = to_sequences(batch, **{name: value for name, value in columns.items() if value is not None})
 
         def loss(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, Statistics]:

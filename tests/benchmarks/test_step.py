@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,15 @@ def test_phases_add_up_to_the_step_and_leave_the_first_out() -> None:
     assert told["bound_tokens_per_s_per_device"] == pytest.approx(20.0 * 10 / 6)
     assert step.lines(steps)[0].split() == ["rollout", "4.000", "s", "40.0%"]
     assert step.lines(steps)[-1].split() == ["step", "10.000", "s", "100.0%"]
+
+
+def test_rollout_during_training_counts_once() -> None:
+    run = _run()
+    ahead = [Span("rollout", rank, "generate", 108.5 + rank, 112.0) for rank in (0, 1)]  # training ends at 109
+    steps = step.measure(replace(run, spans=sorted([*run.spans, *ahead], key=lambda span: span.begin)), 1)
+    assert steps.overlap == pytest.approx(0.5 / 2)
+    assert step.figures(steps)["neither_rollout_nor_training"] == pytest.approx(0.4 + 0.025)
+    assert step.measure(run, 1).overlap == 0.0
 
 
 def test_a_picture_for_each_gpu(tmp_path: Path) -> None:

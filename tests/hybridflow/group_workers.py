@@ -225,6 +225,17 @@ class Remembering:
         return [self._rank]
 
 
+FULL = (
+    "CUDA out of memory. Tried to allocate 1.95 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.58 GiB is "
+    "free. Process 2493055 has 12.02 GiB memory in use. Including non-PyTorch memory, this process has 126.20 GiB "
+    "memory in use. Of the allocated memory 120.07 GiB is allocated by PyTorch, and 33.93 MiB is reserved by PyTorch "
+    "but unallocated. If reserved but unallocated memory is large try setting "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory Management "
+    " (https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
+)
+"""As torch 2.11 says it."""
+
+
 class Failing:
     """Every rank answers, but the one that is told to fail."""
 
@@ -239,6 +250,14 @@ class Failing:
             raise ValueError("sample 17 has no\nresponse tokens")
         time.sleep(60)  # a collective that waits for the rank that failed
         return 0
+
+    @register(ONE_TO_ALL)
+    def fill_on(self, rank: int) -> None:
+        import torch
+
+        if self.context.rank == rank:
+            raise torch.OutOfMemoryError(FULL)
+        time.sleep(60)
 
     @register(ONE_TO_ALL)
     def refuse_on(self, rank: int) -> None:

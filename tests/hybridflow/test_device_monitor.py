@@ -15,9 +15,10 @@ import ray
 
 from hybridflow import metrics
 from hybridflow.config import load_recipe
-from hybridflow.device_monitor import DeviceMonitor, DeviceReader, NvmlReader
+from hybridflow.device_monitor import DeviceMonitor
 from hybridflow.device_samples import DeviceFile, DeviceSample, read_samples, summarise
 from hybridflow.devices import Device, pool_devices
+from hybridflow.gpu_reader import DeviceReader, NvmlReader
 from hybridflow.placement import Bundle, cluster_nodes, release, reserve
 from tests.hybridflow.fake_devices import Absent, Lost, Silent, Steady
 from tests.hybridflow.runs import DEMO
@@ -239,10 +240,15 @@ def test_without_gpus_nothing_is_started(
 
 @pytest.mark.gpu
 def test_nvml_reads_the_gpus() -> None:
-    pytest.importorskip("torch").cuda.is_available() or pytest.skip("no GPU")
+    torch = pytest.importorskip("torch")
+    torch.cuda.is_available() or pytest.skip("no GPU")
     reader = NvmlReader(["0"])
     assert reader.gpus == [0]
     reading = reader.read(0)
     assert 0 <= reading.utilisation <= 100
     assert reading.memory_bytes > 0
     assert reading.power_w > 1 and reading.clock_mhz > 100
+    memory = reader.memory(0)
+    assert 0 < memory.used_bytes < memory.total_bytes
+    assert memory.total_bytes >= torch.cuda.get_device_properties(0).total_memory
+    assert reader.capability(0) == torch.cuda.get_device_capability(0)

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import UserError
+from hybridflow import memory
+from hybridflow.check import check_prompts, planned_devices
 from hybridflow.cli import main
 from hybridflow.config import Recipe, load_recipe
 from hybridflow.devices import Node
 from hybridflow.memory import Ledger
-from hybridflow.memory_check import recipe_ledger
+from hybridflow.memory_check import recipe_ledger, recipe_specs
 
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
 FOUR = [Node("node 0", gpus=4, cpu_slots=0)]
@@ -62,6 +64,24 @@ def test_what_cannot_fit_is_refused_with_the_phase_and_what_to_change() -> None:
     )
     assert "actor optimizer" in line and "activations" in line
     assert "train.recompute=full" in line and "memory_saver" not in line and "\n" not in line
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b-4xh200.yaml", "h200-1gpu.yaml", "h200-1gpu-ppo.yaml"])
+def test_without_engines_all_is_as_with_them_but_for_what_is_theirs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, whole = _recipe(name), _ledger(name)
+    monkeypatch.setattr(memory, "serving_by_rank", lambda *_: pytest.fail("an engine was asked"))
+    devices = planned_devices(recipe, FOUR)
+    assert devices is not None
+    tokens = check_prompts(recipe, (specs := recipe_specs(recipe))["actor"])
+    models = memory.foresee(
+        recipe, devices, specs, gpu_bytes=whole.gpu_bytes, sequence_tokens=tokens, with_engines=False
+    )
+    theirs = {"engine weights", "KV cache"}
+    for gpu, less in zip(whole.gpus, models.gpus, strict=True):
+        assert less.always == {name: size for name, size in gpu.always.items() if name not in theirs}
+        for phase, left in zip(gpu.phases, less.phases, strict=True):
+            items = {name: size for name, size in left.items.items() if size}
+            assert items == {name: size for name, size in phase.items.items() if name not in theirs}
 
 
 def test_what_a_setting_saves(tmp_path: Path) -> None:

@@ -11,10 +11,13 @@ import pytest
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
+from engine3d.rollout.log import root_cause
 from hybridflow.devices import pool_devices
+from hybridflow.failures import error_of
 from hybridflow.placement import ResourcePool, cluster_nodes, release, reserve
+from hybridflow.rank_process import Failure
 from hybridflow.worker_group import Future, RankError, RankUserError, WorkerGroup, wait_together
-from tests.hybridflow.group_workers import Arithmetic, Failing
+from tests.hybridflow.group_workers import FULL, Arithmetic, Failing
 
 pytestmark = pytest.mark.processes
 
@@ -121,6 +124,28 @@ def test_a_rank_that_raises_ends_the_group_at_once(failing: WorkerGroup) -> None
     assert all_gone(processes)
     with pytest.raises(RankError, match="critic rank 1, raise_on: ValueError"):
         failing.identity([1])
+
+
+def test_a_rank_without_gpu_memory_says_how_much_it_wanted_and_what_to_change(failing: WorkerGroup) -> None:
+    with pytest.raises(RankError) as caught:
+        failing.fill_on(1).result()
+    assert str(caught.value).startswith(
+        "critic rank 1, fill_on: GPU out of memory: tried to allocate 1.95 GiB with 1.58 GiB of 139.81 GiB free "
+        "(process 2493055 has 12.02 GiB in use, this process has 126.20 GiB in use, 120.07 GiB in tensors here, "
+        '33.93 MiB reserved unused); see "hybridflow check RECIPE --memory"; to need less: a smaller '
+        "train.micro_batch_tokens, train.recompute=full"
+    )
+    assert str(caught.value).endswith("critic-1.log)") and "\n" not in str(caught.value)
+
+
+def test_an_engine_without_gpu_memory_names_its_own_settings(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text(f"Scheduler hit an exception: Traceback (most recent call last):\ntorch.OutOfMemoryError: {FULL}\n")
+    died = f"EngineError: rollout engine died during generate: its process ended with 1 after: {root_cause(log)}"
+    error = error_of(Failure("rollout", 0, "generate", died, user_error=False, time=0.0, stack=""), log)
+    assert "ended with 1 after: GPU out of memory: tried to allocate 1.95 GiB with 1.58 GiB of 139.81 GiB" in str(error)
+    assert "33.93 MiB reserved unused); see" in str(error) and "PYTORCH" not in str(error)
+    assert "to need less: a smaller rollout.engine.mem_fraction_static" in str(error)
 
 
 def test_calls_that_wait_for_one_another_end_with_the_first_cause(

@@ -1,0 +1,132 @@
+"""What this machine's GPUs and libraries have against a recipe, found without a CUDA context and without SGLang."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from engine3d.errors import UserError
+from engine3d.models import ModelSpec
+from engine3d.platform import platform
+from hybridflow.config import Recipe
+from hybridflow.devices import Device
+from hybridflow.gpu_reader import answer
+from hybridflow.memory import foresee
+
+Devices = Mapping[str, Sequence[Device]]
+"""The devices of each role."""
+
+_ROLLOUT_LIBRARIES = {"sgl_kernel": "sglang-kernel", "flashinfer": "flashinfer-python"}
+"""Modules that SGLang imports wherever it runs on a GPU, and the packages that have them."""
+
+
+def used_gpus(devices: Devices) -> dict[int, str]:
+    """The GPUs of this machine on which models and engines are placed: by index, as CUDA_VISIBLE_DEVICES names them."""
+    indices = {each.index for role, held in devices.items() if role != "reward" for each in held if each.kind == "cuda"}
+    names = {index: platform.visible_devices((index,)) for index in sorted(indices)}
+    return {index: variables["CUDA_VISIBLE_DEVICES"] for index, variables in names.items()}
+
+
+def check_libraries(recipe: Recipe, devices: Devices | None, spec: ModelSpec) -> list[str]:
+    """What the models need that may be absent on this machine.
+
+    Args:
+        devices: of this machine; None where the run is on another cluster.
+        spec: of the actor.
+
+    Returns:
+        What only makes a run slower, a line each.
+
+    Raises:
+        UserError: names the setting or the package.
+    """
+    if recipe.train.optimizer.precision_aware and not platform.has_transformer_engine:
+        raise UserError("train.optimizer.precision_aware=true needs Transformer Engine, which is absent here")
+    if devices is None:
+        return []
+    if _on_gpus(devices["rollout"]):
+        check_rollout_libraries(recipe, devices, latent=spec.sizes.latent is not None)
+    trained = [held for role, held in devices.items() if role not in ("rollout", "reward")]
+    if platform.has_transformer_engine or not any(map(_on_gpus, trained)):
+        return []
+    return [
+        "train: Transformer Engine is absent; Megatron-Core's own layers take its place, slower and one expert after "
+        "the other: pip install --no-build-isolation -r requirements-gpu.txt"
+    ]
+
+
+def check_rollout_libraries(recipe: Recipe, devices: Devices, *, latent: bool) -> None:
+    """What an engine on a GPU needs: SGLang's kernels, and those of the attention backend that the recipe names.
+
+    Args:
+        latent: whether the model has multi-head latent attention.
+
+    Raises:
+        UserError: names the package, or what the attention backend lacks.
+    """
+    for module, package in _ROLLOUT_LIBRARIES.items():
+        if importlib.util.find_spec(module) is None:
+            raise UserError(
+                f"placement.rollout: {module} is absent, without which SGLang runs on no GPU; "
+                f"expected {package} as in requirements.lock: pip install {package}"
+            )
+    if recipe.rollout.engine.attention_backend != "fa3":
+        return
+    setting = "rollout.engine.attention_backend=fa3"
+    if not _has_flash_attention_3():
+        raise UserError(
+            f"{setting}: the installed sgl_kernel has no flash_ops library; expected sglang-kernel as in "
+            "requirements.lock, or another backend such as flashinfer"
+        )
+    right = (9,) if latent else (8, 9)
+    for index, name in used_gpus({"rollout": devices["rollout"]}).items():
+        capability = answer(name, lambda reader, gpu: reader.capability(gpu))
+        if capability is not None and capability[0] not in right:
+            major, minor = capability
+            raise UserError(
+                f"{setting}: GPU {index} of this machine has compute capability {major}.{minor}, expected "
+                f"{' or '.join(f'{each}.x' for each in right)}{' for latent attention' if latent else ''}; "
+                "or another backend such as flashinfer"
+            )
+
+
+def check_memory(
+    recipe: Recipe,
+    devices: Devices,
+    specs: Mapping[str, ModelSpec],
+    *,
+    sequence_tokens: int,
+    gpu_bytes: int | None = None,
+) -> None:
+    """Refuse what cannot fit whatever an engine takes: at once, since SGLang is not asked.
+
+    Args:
+        devices: which the recipe's layouts fit.
+        specs: of the actor and of each model beside it.
+        sequence_tokens: of the longest prompt with its response.
+        gpu_bytes: of each GPU; None for this machine's largest, where it can be read.
+
+    Raises:
+        UserError: as `Ledger.check`.
+    """
+    if not any(map(_on_gpus, devices.values())):
+        return
+    if gpu_bytes is None:
+        found = [answer(name, lambda reader, gpu: reader.memory(gpu)) for name in used_gpus(devices).values()]
+        gpu_bytes = max((memory.total_bytes for memory in found if memory is not None), default=None)
+    if gpu_bytes is not None:
+        foresee(
+            recipe, devices, specs, gpu_bytes=gpu_bytes, sequence_tokens=sequence_tokens, with_engines=False
+        ).check()
+
+
+def _on_gpus(devices: Sequence[Device]) -> bool:
+    return any(device.kind == "cuda" for device in devices)
+
+
+def _has_flash_attention_3() -> bool:
+    """Whether sgl_kernel has the extension that its `flash_attn` module imports."""
+    spec = importlib.util.find_spec("sgl_kernel")
+    places = spec.submodule_search_locations if spec is not None else None
+    return any(list(Path(place).glob("flash_ops*.so")) for place in places or ())

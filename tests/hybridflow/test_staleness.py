@@ -1,0 +1,105 @@
+"""Rollout one step ahead of training: what overlaps, how old samples are, and that a kill loses nothing."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
+from hybridflow.batch_files import read_batch
+from hybridflow.check import check_recipe
+from hybridflow.config import load_recipe
+from hybridflow.settings_file import SettingsError
+from hybridflow.timeline import read_spans, step_ends
+from tests.hybridflow.runs import DEMO, SMALL, records
+
+STEPS = 4
+AHEAD = [
+    f"trainer.steps={STEPS}",
+    "trainer.max_staleness=1",
+    "trainer.eval_interval=2",
+    "placement.rollout=cpu:2",
+    "checkpoint.save_interval=1",
+]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """With a reward that differs between samples from the first step on."""
+    path = tmp_path_factory.mktemp("rewards") / "length.py"
+    path.write_text("def score(generated_texts):\n    return [len(text) / 4 for text in generated_texts]\n")
+    return [DEMO, *SMALL, *AHEAD, f'reward.functions=[{{name: length, path: "{path}:score"}}]']
+
+
+@pytest.fixture(scope="module")
+def whole(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
+    """A run that was never interrupted."""
+    run = KilledRun(tmp_path_factory.mktemp("whole"), recipe)
+    outcome = run.run()
+    assert outcome.exit_code == 0, run.output
+    return run
+
+
+@pytest.mark.processes
+def test_engines_generate_the_next_rollout_while_the_actor_learns(whole: KilledRun) -> None:
+    directory = whole.run_directory
+    train = records(directory, "train")
+    assert [record["rollout/staleness_mean"] for record in train] == [0, 1, 1, 1]
+    # The first rollout is of the very weights that learn from it; the ratio to an older policy is no constant.
+    assert train[0]["train/ratio_mean"] == pytest.approx(1, abs=1e-4)
+    assert all(abs(record["train/approx_kl_k3"]) > 1e-6 for record in train[1:])
+    assert all("rollout/wait_ms" in record and "mismatch/logprob_abs_diff_mean" not in record for record in train)
+    spans = read_spans(directory / "timeline.json")
+    begun = []
+    for begin, end in pairwise(step_ends(spans)):
+        within = [span for span in spans if begin < span.begin < end]
+        learned = max(span.end for span in within if span.method == "update")
+        begun.append(sum(span.method == "generate" and span.begin < learned for span in within))
+    # Before the last update: an evaluation and its own rollout in the first step, and another evaluation in the third;
+    # and the rollout of the step after it, but for the last.
+    assert begun == [2 + 1, 1, 1 + 1, 0]
+
+
+@pytest.mark.processes
+def test_every_prompt_is_drawn_once_and_a_checkpoint_holds_what_was_made_ahead(whole: KilledRun) -> None:
+    seen = []
+    for step in range(STEPS + 1):
+        checkpoint = whole.run_directory / "checkpoints" / f"step-{step:08d}"
+        state = json.loads((checkpoint / "driver.json").read_text())
+        ahead = 1 if 0 < step < STEPS else 0
+        assert state["sampler"]["position"] == 8 * (step + ahead)
+        assert len(state["buffer"]) == ahead
+        for name in state["buffer"]:
+            batch = read_batch(checkpoint / name)
+            assert set(batch.policy_versions.tolist()) == {state["policy_version"] - 1}
+            assert batch.group_ids.unique().tolist() == list(range(8 * step, 8 * step + 8))
+            seen += batch.sample_ids.tolist()
+    assert len(seen) == len(set(seen)) == (STEPS - 1) * 32
+
+
+@pytest.mark.processes
+def test_a_killed_run_learns_from_the_rollout_that_was_made_ahead(
+    whole: KilledRun, recipe: list[str], tmp_path: Path
+) -> None:
+    run = KilledRun(tmp_path, recipe)
+    outcome = run.run(Kill("driver", "update", 3, 0.0))
+    assert outcome.killed, run.output
+    assert not outcome.left_over
+    outcome = run.run()
+    assert outcome.exit_code == 0, run.output
+    assert "resume: after step 2" in run.output
+    assert compare(run, whole) == Comparison(identical=True, lost=0, duplicated=0)
+
+
+def test_what_cannot_run_ahead_is_refused(tmp_path: Path) -> None:
+    common = [f"run_dir={tmp_path}", *SMALL, "trainer.max_staleness=1"]
+    with pytest.raises(SettingsError, match=r"rollout and placement\.actor both on cpu:0 of node 0, expected"):
+        check_recipe(load_recipe(DEMO, common))
+    check_recipe(load_recipe(DEMO, [*common, "placement.rollout=cpu:2"]))
+    with pytest.raises(SettingsError, match=r"max_staleness=1 with algorithm\.name=remax, .* expected 0"):
+        load_recipe(DEMO, [*common, "placement.rollout=cpu:2", "algorithm.name=remax"])
+    with pytest.raises(SettingsError, match="max_staleness"):
+        load_recipe(DEMO, [*common, "trainer.max_staleness=2"])
