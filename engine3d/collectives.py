@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None = None) -> None:
-    """`torch.distributed.all_reduce`, which for a group of one rank would make a communicator (NCCL: 776 MiB)."""
+    """`torch.distributed.all_reduce`, which even for a group of one rank makes a communicator, with buffers."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op, group)

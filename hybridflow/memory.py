@@ -72,17 +72,23 @@ class Ledger:
         gpus: in order of the first of the devices that are alike.
         gpu_bytes: of each GPU.
         host_bytes: for each node, what checkpoints that are written in the background take of its memory.
+        sequence_tokens: of the longest prompt with its response.
+        requests: that an engine is to run at once.
     """
 
     gpus: tuple[GpuMemory, ...]
     gpu_bytes: int
     host_bytes: tuple[int, ...]
+    sequence_tokens: int
+    requests: int
 
     def lines(self) -> list[str]:
         """As it is shown: for each kind of GPU every phase with what is there, in GB (1e9 bytes)."""
         found = []
         for gpu in self.gpus:
             room = f", KV cache of {gpu.cache_tokens:,} tokens" if gpu.cache_tokens else ""
+            if gpu.cache_tokens and (fit := gpu.cache_tokens // self.sequence_tokens) < self.requests:
+                room += f": {fit} of {self.requests} requests at once, where all are of {self.sequence_tokens} tokens"
             most = f"{gpu.total(gpu.worst) / 1e9:.1f} of {self.gpu_bytes / 1e9:.1f} GB in {gpu.worst.name}"
             found.append(f"{_names(gpu.devices)}: at most {most}{room}")
             found.append(_line("always", sum(gpu.always.values()), gpu.always))
@@ -139,7 +145,13 @@ def foresee(
             gpus.append(replace(found, devices=(device,)))
         else:
             gpus[like] = replace(gpus[like], devices=(*gpus[like].devices, device))
-    return Ledger(tuple(gpus), gpu_bytes, _hosts(recipe, devices, specs) if with_engines else ())
+    return Ledger(
+        tuple(gpus),
+        gpu_bytes,
+        _hosts(recipe, devices, specs) if with_engines else (),
+        sequence_tokens,
+        recipe.rollout.engine.max_running_requests,
+    )
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,19 @@ def test_the_large_recipe_fits_its_gpus_by_as_much_as_can_be_counted_by_hand() -
     ledger.check()
 
 
+def test_a_cache_that_holds_few_of_the_requests_is_told() -> None:
+    ledger = _ledger("qwen3-30b-a3b-4xh200.yaml", "rollout.engine.max_total_tokens=524288")
+    room = 524288 // ledger.sequence_tokens
+    assert 1024 < ledger.sequence_tokens < 1100  # a short prompt, and the longest response
+    assert f"KV cache of 524,288 tokens: {room} of 1024 requests at once" in ledger.lines()[0]
+    few = _ledger(
+        "qwen3-30b-a3b-4xh200.yaml",
+        f"rollout.engine.max_running_requests={room}",
+        "rollout.engine.max_total_tokens=524288",
+    )
+    assert few.lines()[0].endswith("KV cache of 524,288 tokens")
+
+
 def test_what_cannot_fit_is_refused_with_the_phase_and_what_to_change() -> None:
     ledger = _ledger("qwen3-30b-a3b-4xh200.yaml", "train.recompute=none", gpu_gb=141.0)
     with pytest.raises(UserError) as refused:
