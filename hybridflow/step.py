@@ -87,6 +87,8 @@ class Step:
     """The figures of the step, by metric name."""
     tokens: int = 0
     """Of the step's prompts and responses."""
+    stale: bool = False
+    """Whether an older policy may have made the responses, of whose log-probs only the engines' are left."""
     updates: list[list[Update]] = field(default_factory=list)
     """For each optimizer step of the actor, what its ranks told."""
     _under_way: list[Future] = field(default_factory=list)
@@ -118,6 +120,8 @@ class Step:
             values[metrics.ROLLOUT_THROUGHPUT] = int(lengths.sum()) / rollout.seconds
         staleness = self.version - 1 - batch.facts["policy_versions"]
         values[metrics.ROLLOUT_STALENESS] = float(staleness.double().mean())
+        # A resumed run may hold a rollout that was made ahead, and make no more of them.
+        self.stale = self.machinery.recipe.trainer.max_staleness > 0 or bool((staleness > 0).any())
         values[metrics.ROLLOUT_RESPONSE_LENGTH] = float(lengths.double().mean())
         truncated = batch.facts["finish_reasons"] == FinishReason.LENGTH
         values[metrics.ROLLOUT_TRUNCATED] = float(truncated.double().mean())
@@ -140,8 +144,8 @@ class Step:
         columns, generated = {}, batch.as_generated()
         if "reference" in roles.models:
             columns["ref_logprobs"] = roles.models["reference"].logprobs(generated, temperature=temperature)
-        # With one update they are those of the update itself; of a policy that is gone only the engines' are left.
-        if recipe.trainer.updates_per_step > 1 and not recipe.trainer.max_staleness:
+        # With one update they are those of the update itself.
+        if recipe.trainer.updates_per_step > 1 and not self.stale:
             columns["old_logprobs"] = roles.actor.logprobs(generated, temperature=temperature)
         return self._with_columns(batch, columns)
 
@@ -293,7 +297,7 @@ class Step:
             algorithm=config,
             temperature=recipe.rollout.sampling.temperature,
             whitening=whiten,
-            stale=recipe.trainer.max_staleness > 0,
+            stale=self.stale,
         )
         return future
 
