@@ -23,6 +23,13 @@ SMALL = [
 ]
 
 
+def rewarded_by_length(directory: Path) -> str:
+    """A setting: a reward that differs between samples from the first step on, as that of the task does not yet."""
+    path = directory / "length.py"
+    path.write_text("def score(generated_texts):\n    return [len(text) / 4 for text in generated_texts]\n")
+    return f'reward.functions=[{{name: length, path: "{path}:score"}}]'
+
+
 def command(directory: Path, *overrides: str, recipe: str = DEMO) -> list[str]:
     arguments = [recipe, f"run_dir={directory}", *SMALL, *overrides]
     return [sys.executable, "-m", "hybridflow.cli", "train", *arguments]

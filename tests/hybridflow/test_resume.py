@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
-from tests.hybridflow.runs import ROOT, SMALL, records, run
+from tests.hybridflow.runs import ROOT, SMALL, records, rewarded_by_length, run
 
 pytestmark = pytest.mark.processes
 
@@ -29,10 +29,7 @@ RECIPE = [
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """With a reward that differs between samples from the first step on."""
-    path = tmp_path_factory.mktemp("rewards") / "length.py"
-    path.write_text("def score(generated_texts):\n    return [len(text) / 4 for text in generated_texts]\n")
-    return [*RECIPE, f'reward.functions=[{{name: length, path: "{path}:score"}}]']
+    return [*RECIPE, rewarded_by_length(tmp_path_factory.mktemp("rewards"))]
 
 
 @pytest.fixture(scope="module")

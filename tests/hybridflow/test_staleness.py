@@ -14,7 +14,7 @@ from hybridflow.check import check_recipe
 from hybridflow.config import load_recipe
 from hybridflow.settings_file import SettingsError
 from hybridflow.timeline import read_spans, step_ends
-from tests.hybridflow.runs import DEMO, SMALL, records
+from tests.hybridflow.runs import DEMO, SMALL, records, rewarded_by_length
 
 STEPS = 4
 AHEAD = [
@@ -28,10 +28,7 @@ AHEAD = [
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """With a reward that differs between samples from the first step on."""
-    path = tmp_path_factory.mktemp("rewards") / "length.py"
-    path.write_text("def score(generated_texts):\n    return [len(text) / 4 for text in generated_texts]\n")
-    return [DEMO, *SMALL, *AHEAD, f'reward.functions=[{{name: length, path: "{path}:score"}}]']
+    return [DEMO, *SMALL, *AHEAD, rewarded_by_length(tmp_path_factory.mktemp("rewards"))]
 
 
 @pytest.fixture(scope="module")
