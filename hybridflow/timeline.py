@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine3d.errors import UserError
+from hybridflow.line_files import replace_file
 
 _MOST_SPANS = 10_000
 _STEP_ENDS_WITH = "commit_weights"
@@ -64,7 +65,7 @@ class Timeline:
     def write(self, path: Path) -> None:
         """Write what is kept as a file of Chrome's trace event format: a process for each role, a thread for each rank.
 
-        Times are microseconds since the epoch.
+        Times are microseconds since the epoch. Who reads the file meanwhile finds all of it, or what it was before.
         """
         spans = self.spans
         number = {role: index for index, role in enumerate(dict.fromkeys(span.role for span in spans))}
@@ -85,7 +86,7 @@ class Timeline:
             }
             for span in spans
         ]
-        path.write_text(json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"}) + "\n")
+        replace_file(path, json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"}) + "\n")
 
 
 def step_ends(spans: Iterable[Span]) -> list[float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ from hybridflow.warmup import warm_up
 from hybridflow.weight_sync import WeightSync
 
 _MOST_STEPS_WITHOUT_UPDATE = 3
+_TIMELINE_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,7 @@ class Trainer:
         self.version = 0
         self.updates = 0
         self.steps_without_update = 0
+        self.timeline_shown = -math.inf
         self.accuracy_before = self.accuracy_after = math.nan
 
     def run(self) -> tuple[float, float]:
@@ -258,6 +262,14 @@ class Trainer:
         step.values |= self.devices.collect()
         self.steps_done = step.number
         self.sinks.log(step.number, step.values)
+        self.show_timeline()
+
+    def show_timeline(self) -> None:
+        """Let those who watch the run see what its ranks did, from time to time; training does not depend on it."""
+        if time.monotonic() - self.timeline_shown > _TIMELINE_EVERY_S:
+            with contextlib.suppress(OSError):
+                timeline.write(self.facts.directory / TIMELINE)
+            self.timeline_shown = time.monotonic()
 
     def count(self, step: Step) -> None:
         """Count the step's updates; an error where nothing is learned any more."""

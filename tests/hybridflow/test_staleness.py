@@ -85,6 +85,7 @@ def test_a_killed_run_learns_from_the_rollout_that_was_made_ahead(
     outcome = run.run(Kill("driver", "update", 3, 0.0))
     assert outcome.killed, run.output
     assert not outcome.left_over
+    assert any(span.method == "update" for span in read_spans(run.run_directory / "timeline.json"))
     outcome = run.run()
     assert outcome.exit_code == 0, run.output
     assert "resume: after step " in run.output  # 2, or 1 where the save of 2 was still under way
