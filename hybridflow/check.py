@@ -74,12 +74,12 @@ def check_recipe(
         attempt(check_engines, recipe, spec)
         if cluster is None:
             warnings = attempt(check_libraries, recipe, devices, spec) or []
-        sequence_tokens = attempt(check_prompts, recipe, spec)
+        attempt(check_prompts, recipe, spec)
     attempt(check_rewards, recipe)
     if recipe.metrics.wandb:
         attempt(check_wandb)
     if must_fit and devices is not None and not errors and (cluster is None or gpu_bytes is not None):
-        attempt(partial(check_memory, sequence_tokens=sequence_tokens, gpu_bytes=gpu_bytes), recipe, devices, specs)
+        attempt(partial(check_memory, gpu_bytes=gpu_bytes), recipe, devices, specs)
     if errors:
         raise SettingsError(errors)
     return warnings

@@ -95,16 +95,16 @@ def _train_or_check(parsed: argparse.Namespace) -> int:
 def _check(parsed: argparse.Namespace) -> int:
     nodes = _named_nodes(parsed)
     recipe = _checked_recipe(parsed, nodes)
-    if nodes is None:
-        from hybridflow.check import check_nobody_else
-
-        check_nobody_else(recipe)
     if parsed.memory:
         from hybridflow.memory_check import recipe_ledger
 
         ledger = recipe_ledger(recipe, nodes, parsed.gpu_gb)
         print("\n".join(ledger.lines()))
         ledger.check()
+    if nodes is None:
+        from hybridflow.check import check_nobody_else
+
+        check_nobody_else(recipe)
     print(f"{parsed.recipe}: nothing wrong found")
     return 0
 

@@ -259,6 +259,11 @@ class Recipe(Settings):
                 "algorithm.kl_guard is set with one update a step, which starts from the very policy that it is held "
                 "against; expected trainer.mini_batches or epochs above 1, or no kl_guard"
             )
+        if self.trainer.max_staleness and self.algorithm.kl_guard is not None:
+            yield (
+                f"algorithm.kl_guard is set with trainer.max_staleness={self.trainer.max_staleness}, where the policy "
+                "before the step did not make the samples; expected 0, or no kl_guard"
+            )
         if self.trainer.max_staleness and self.algorithm.algorithm.greedy_baseline:
             yield (
                 f"trainer.max_staleness={self.trainer.max_staleness} with algorithm.name={name}, whose baselines are "

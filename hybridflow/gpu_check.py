@@ -41,10 +41,11 @@ def check_libraries(recipe: Recipe, devices: Devices | None, spec: ModelSpec) ->
     Raises:
         UserError: names the setting or the package.
     """
-    if recipe.train.optimizer.precision_aware and not platform.has_transformer_engine:
-        raise UserError("train.optimizer.precision_aware=true needs Transformer Engine, which is absent here")
     if devices is None:
         return []
+    for role in recipe.trained_roles:
+        if recipe.train_config(role).optimizer.precision_aware and not platform.has_transformer_engine:
+            raise UserError(f"{role}: optimizer.precision_aware=true needs Transformer Engine, which is absent here")
     if _on_gpus(devices["rollout"]):
         check_rollout_libraries(recipe, devices, latent=spec.sizes.latent is not None)
     trained = [held for role, held in devices.items() if role not in ("rollout", "reward")]
@@ -96,15 +97,13 @@ def check_memory(
     devices: Devices,
     specs: Mapping[str, ModelSpec],
     *,
-    sequence_tokens: int,
     gpu_bytes: int | None = None,
 ) -> None:
-    """Refuse what cannot fit whatever an engine takes: at once, since SGLang is not asked.
+    """Refuse what cannot fit whatever an engine takes, and however short responses are: at once, without SGLang.
 
     Args:
         devices: which the recipe's layouts fit.
         specs: of the actor and of each model beside it.
-        sequence_tokens: of the longest prompt with its response.
         gpu_bytes: of each GPU; None for this machine's largest, where it can be read.
 
     Raises:
@@ -116,9 +115,7 @@ def check_memory(
         found = [answer(name, lambda reader, gpu: reader.memory(gpu)) for name in used_gpus(devices).values()]
         gpu_bytes = max((memory.total_bytes for memory in found if memory is not None), default=None)
     if gpu_bytes is not None:
-        foresee(
-            recipe, devices, specs, gpu_bytes=gpu_bytes, sequence_tokens=sequence_tokens, with_engines=False
-        ).check()
+        foresee(recipe, devices, specs, gpu_bytes=gpu_bytes, sequence_tokens=1, with_engines=False).check()
 
 
 def _on_gpus(devices: Sequence[Device]) -> bool:

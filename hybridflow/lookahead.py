@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from engine3d.errors import UserError
 from hybridflow.batch import RolloutBatch
 from hybridflow.config import Recipe
 from hybridflow.data.sampler import PromptSampler
@@ -46,8 +47,17 @@ class Lookahead:
         return self._ahead[0] if self._ahead is not None else self._next()
 
     def rollout(self, draw: Draw, step: int) -> Rollout:
-        """The responses to what `draw` gave; the engines then begin with the next step's, if they are to run ahead."""
+        """The responses to what `draw` gave; the engines then begin with the next step's, if they are to run ahead.
+
+        Raises:
+            UserError: they have been made ahead, to other prompts.
+        """
         held, self._ahead = self._ahead, None
+        if held is not None and held[0] is not draw:
+            raise UserError(
+                f"step {step}: responses to other prompts than those that were made ahead, expected "
+                "step.generate(step.draw()) once a step with trainer.max_staleness above 0"
+            )
         if held is None:
             began = time.perf_counter()
             found = Rollout(self._begin(draw).batch(), time.perf_counter() - began)

@@ -199,13 +199,14 @@ class Trainer:
         if (self.facts.directory / EXPORT).exists():
             move_aside(self.facts.directory / EXPORT)  # that of the same run, when it was to end sooner
         wait_for(self.roles, *self.roles.starting)
-        machinery, order = self.machinery, state.sampler
-        if self.recipe.checkpoint.accept:  # perhaps other prompts, or in another order
-            order = machinery.sampler.state_dict() | {"position": order["position"]}
+        machinery, order, held = self.machinery, state.sampler, state.buffer
+        if self.recipe.checkpoint.accept:  # perhaps other prompts, or in another order, or another tokenizer
+            position = min([order["position"], *(int(batch.group_ids.min()) for batch in held)])
+            order, held = machinery.sampler.state_dict() | {"position": position}, ()
         machinery.sampler.load_state_dict(order)
         machinery.generator.samples_drawn = state.samples_drawn
         machinery.controllers.load_state_dict(state.algorithm)
-        machinery.lookahead.restore(state.buffer)
+        machinery.lookahead.restore(held)
         self.steps_done = machinery.phases.step = state.step
         self.updates = state.updates
         self.steps_without_update = state.steps_without_update

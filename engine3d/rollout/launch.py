@@ -23,6 +23,17 @@ _LAUNCHER_VARIABLES = re.compile(
     r"^(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)$"
 )
 
+# Of SGLang's arguments, those that say or imply other batch sizes for CUDA graphs than the platform's.
+_OTHER_GRAPHS = {
+    "cuda_graph_config",
+    "cuda_graph_max_bs_decode",
+    "cuda_graph_bs_decode",
+    "disable_cuda_graph_padding",
+    "moe_a2a_backend",
+    "moe_dense_tp_size",
+    "speculative_algorithm",
+}
+
 # SGLang keeps some positions of a context for itself (managers/tp_worker.py, scheduler.py): this many more are asked
 # for, so that prompt and response together can really have `context_length` tokens.
 RESERVED_TOKENS = 8
@@ -92,7 +103,7 @@ def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
         "log_level": "info",
     }
     arguments |= platform.rollout_server_arguments(config.max_running_requests)
-    if any(name.startswith("cuda_graph") for name in config.server_args):  # several ways to say which are captured
+    if not _OTHER_GRAPHS.isdisjoint(config.server_args):
         arguments.pop("cuda_graph_bs_decode", None)
     if config.attention_backend is not None:
         arguments["attention_backend"] = config.attention_backend

@@ -87,9 +87,9 @@ def policy_gradient_loss(
     (prompt, padding) contributes nothing, whatever its other columns hold, nan included.
 
     `logprobs` and `entropy` are of the policy being trained and carry the gradient. `old_logprobs` are of the policy
-    before the first update of the step; None says that no update has happened since the rollout, so that they are
-    `logprobs` themselves and the ratio is exactly 1. `rollout_logprobs` only serve to measure how far the two engines
-    differ on the same weights, so they are compared with `old_logprobs`.
+    before the first update of the step, or of an older one that has made the samples; None says that no update has
+    happened since the rollout, so that they are `logprobs` themselves and the ratio is exactly 1. `rollout_logprobs`
+    only serve to measure how far the two engines differ on the same weights, so they are compared with `old_logprobs`.
 
     Returns a float32 scalar (if every weight is 0, a zero through which gradients of zero flow) and the statistics.
     Raises ValueError for a column that `config` needs and that is not given, or whose shape differs.

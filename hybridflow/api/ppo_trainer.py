@@ -201,6 +201,7 @@ class PPOTrainer:
         trainer = self._started()
         for made in self._made:
             step.values |= made.step.values
+            step.stale |= made.step.stale
         step.samples = samples
         trainer.learn(step, trainer.dataflow if estimate else lambda step: step.update(samples, whiten=whitening))
         trainer.save(step.number)

@@ -16,7 +16,7 @@ from engine3d.platform import platform
 from engine3d.reshard.shards import Place
 from engine3d.training.flops import sequence_flops
 from hybridflow import placement
-from hybridflow.check import check_reward_devices
+from hybridflow.check import check_apart, check_reward_devices
 from hybridflow.config import Recipe
 from hybridflow.devices import Device, Node, highest_cpu_slot, pool_devices
 from hybridflow.gpu_use import WAIT_S, check_bundles_free, check_gpus_free
@@ -77,6 +77,8 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
         stack.callback(placement.stop_ray)
         nodes = placement.cluster_nodes()
         devices = pool_devices(wanted, pools, nodes)
+        if recipe.trainer.max_staleness:
+            check_apart(devices, ("actor", *recipe.models))
         if recipe.functions:
             devices.setdefault("reward", devices["rollout"][:1])
             check_reward_devices(len(devices["reward"]))

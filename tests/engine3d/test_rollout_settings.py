@@ -116,6 +116,8 @@ def test_graphs_reach_as_far_as_requests_unless_they_are_given(monkeypatch: pyte
     given = launch.server_arguments(RolloutConfig(server_args={"cuda_graph_max_bs_decode": 64}), model)
     assert given["cuda_graph_max_bs_decode"] == 64 and "cuda_graph_bs_decode" not in given
     assert given["disable_prefill_cuda_graph"]
+    prefill = launch.server_arguments(RolloutConfig(server_args={"cuda_graph_max_bs_prefill": 64}), model)
+    assert prefill["cuda_graph_bs_decode"] == graph_batch_sizes(256)
 
 
 def test_tensors_that_sglang_leaves_out_are_neither_needed_nor_refused(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,9 +15,10 @@ from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
 from hybridflow.batch_files import read_batch
 from hybridflow.check import check_recipe
 from hybridflow.config import load_recipe
+from hybridflow.initial_model import create_model
 from hybridflow.settings_file import SettingsError
 from hybridflow.timeline import read_spans, step_ends
-from tests.hybridflow.runs import DEMO, SMALL, records, rewarded_by_length
+from tests.hybridflow.runs import DEMO, ROOT, SMALL, records, rewarded_by_length, run_recipe
 
 STEPS = 4
 AHEAD = [
@@ -92,6 +96,53 @@ def test_a_killed_run_learns_from_the_rollout_that_was_made_ahead(
     assert compare(run, whole) == Comparison(identical=True, lost=0, duplicated=0)
 
 
+@pytest.mark.processes
+def test_with_other_data_what_was_made_ahead_is_made_again(whole: KilledRun, recipe: list[str], tmp_path: Path) -> None:
+    checkpoint = whole.run_directory / "checkpoints" / "step-00000002"
+    other = [
+        "name=other",
+        f"resume={checkpoint}",
+        "checkpoint.accept=[data.arithmetic]",
+        "data.arithmetic.train_size=24",
+    ]
+    done = run_recipe(DEMO, tmp_path, *recipe[1:], *other, "trainer.steps=3")
+    assert done.returncode == 0, done.stderr
+    [record] = records(tmp_path / "other", "train")
+    assert (record["step"], record["rollout/staleness_mean"]) == (3, 0)
+    state = json.loads((tmp_path / "other" / "checkpoints" / "step-00000003" / "driver.json").read_text())
+    assert state["sampler"] == {"count": 24, "seed": state["sampler"]["seed"], "position": 24}
+
+
+OWN_LOOP = """
+from hybridflow import PPOTrainer, get_ppo_config
+
+if __name__ == "__main__":
+    config = get_ppo_config(
+        batch_size=4, mini_batch_size=2, kl_coef=0.0, max_steps=2, max_new_tokens=4, lr=1e-3,
+        actor_device_mapping="cpu:0", rollout_device_mapping="cpu:1", recipe={"trainer": {"max_staleness": 1}},
+    )
+    prompts = [f"{number}+{number}=" for number in range(8)]
+    reward = lambda generated_texts: [float(len(text)) for text in generated_texts]
+    with PPOTrainer(config, model="model", reward_fn=reward, prompts=prompts) as trainer:
+        figures = [trainer.update(trainer.rollout()) for _ in range(2)]
+    assert [each["rollout/staleness_mean"] for each in figures] == [0, 1], figures
+    assert figures[1]["train/approx_kl_k3"] > 1e-6, figures
+    assert "mismatch/logprob_abs_diff_mean" not in figures[1]
+"""
+
+
+@pytest.mark.processes
+def test_a_loop_of_ones_own_learns_from_old_samples_as_such(tmp_path: Path) -> None:
+    create_model(load_recipe(DEMO), tmp_path / "model", seed=0)
+    (tmp_path / "loop.py").write_text(OWN_LOOP)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "loop.py"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_what_cannot_run_ahead_is_refused(tmp_path: Path) -> None:
     common = [f"run_dir={tmp_path}", *SMALL, "trainer.max_staleness=1"]
     with pytest.raises(SettingsError, match=r"rollout and placement\.actor both on cpu:0 of node 0, expected"):
@@ -99,5 +150,8 @@ def test_what_cannot_run_ahead_is_refused(tmp_path: Path) -> None:
     check_recipe(load_recipe(DEMO, [*common, "placement.rollout=cpu:2"]))
     with pytest.raises(SettingsError, match=r"max_staleness=1 with algorithm\.name=remax, .* expected 0"):
         load_recipe(DEMO, [*common, "placement.rollout=cpu:2", "algorithm.name=remax"])
+    guarded = ["placement.rollout=cpu:2", "algorithm.kl_guard=0.1", "trainer.epochs=2"]
+    with pytest.raises(SettingsError, match=r"algorithm\.kl_guard is set with trainer\.max_staleness=1"):
+        load_recipe(DEMO, [*common, *guarded])
     with pytest.raises(SettingsError, match="max_staleness"):
         load_recipe(DEMO, [*common, "trainer.max_staleness=2"])
