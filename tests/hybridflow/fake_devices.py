@@ -81,10 +81,10 @@ class Stuck(Taken):
 
 
 class Small(Steady):
-    """Has 20 GB."""
+    """Has 16 GB."""
 
     def memory(self, gpu: int) -> MemoryUse:
-        return MemoryUse(0, 20_000_000_000)
+        return MemoryUse(0, 16_000_000_000)
 
 
 class Blackwell(Steady):
