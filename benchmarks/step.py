@@ -203,15 +203,15 @@ def _overlap(spans: Iterable[Span], bounds: Sequence[tuple[float, float]]) -> fl
     if not bounds:
         return 0.0
     edges: list[tuple[float, str, int]] = []
-    for span in spans:
-        if bounds[0][0] <= span.begin < bounds[-1][1]:
-            edges += [(span.begin, _AT_WORK.get(span.method, ""), 1), (span.end, _AT_WORK.get(span.method, ""), -1)]
     working, both, since = {"rollout": 0, "training": 0}, 0.0, 0.0
+    for span in spans:
+        kind = _AT_WORK.get(span.method, "")
+        if kind in working and bounds[0][0] <= span.begin < bounds[-1][1]:
+            edges += [(span.begin, kind, 1), (span.end, kind, -1)]
     for time, kind, change in sorted(edges):
         both += (time - since) * all(working.values())
         since = time
-        if kind in working:
-            working[kind] += change
+        working[kind] += change
     return both / len(bounds)
 
 

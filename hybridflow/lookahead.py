@@ -75,10 +75,7 @@ class Lookahead:
 
     def state(self) -> tuple[RolloutBatch, ...]:
         """What is held for later steps, once the engines are done with it."""
-        if self._ahead is None:
-            return ()
-        made = self._ahead[1]
-        return ((made.batch() if isinstance(made, Future) else made).fetch(),)
+        return (_finished(self._ahead[1]).batch.fetch(),) if self._ahead is not None else ()
 
     def restore(self, held: tuple[RolloutBatch, ...]) -> None:
         """Go on with what `state` gave."""
