@@ -40,6 +40,8 @@ _STRETCH_BYTES = 128 << 20
 _BEGIN_BYTES = 256 << 20
 """Of each file, that is read before it is known to be needed."""
 
+_SCRATCH_BYTES = 8 << 20
+
 _VALUES = "data/0"
 """What torch.save calls the values of the only tensor in a file."""
 
@@ -62,7 +64,8 @@ class CheckpointReader(FileSystemReader):
     def begin(self, rank: int) -> None:
         """Let the disk begin with what a rank wrote, while it is still being found out what is to be read."""
         for path in self._directory.glob(f"__{rank}_*"):
-            self._threads.submit(_advise, path, _BEGIN_BYTES)
+            for start in range(0, min(_BEGIN_BYTES, path.stat().st_size), _STRETCH_BYTES):
+                self._threads.submit(_read_ahead, path, start)
 
     def __exit__(self, *error: object) -> None:
         self._threads.shutdown(cancel_futures=True)
@@ -153,9 +156,13 @@ class _Rooms(threading.local):
         self.room = HostRoom()
 
 
-def _advise(path: Path, nbytes: int) -> None:
+def _read_ahead(path: Path, start: int) -> None:
+    """Bring a stretch of a file into the system's cache. Linux reads two megabytes or less of what it is advised of."""
+    scratch = bytearray(_SCRATCH_BYTES)
     with path.open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, nbytes, os.POSIX_FADV_WILLNEED)
+        for offset in range(start, start + _STRETCH_BYTES, _SCRATCH_BYTES):
+            if not os.preadv(file.fileno(), [scratch], offset):
+                return
 
 
 def _read_into(file: io.FileIO, start: int, values: Tensor) -> None:

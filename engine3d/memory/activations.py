@@ -36,6 +36,15 @@ def hidden_state(sizes: Sizes, layout: Layout, itemsize: int, *, sequence_parall
     return sizes.hidden * itemsize / (layout.tp if sequence_parallel else 1)
 
 
+def made_again_by_layer(sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool) -> float:
+    """Bytes a token of what one layer saves that selective recomputation does without: the experts' products, and the
+    output of the norm before them. (Other norms are part of the projection after them.)"""
+    if not sizes.is_sparse(layer):
+        return 0.0
+    spread = layout.tp if sequence_parallel else 1
+    return itemsize * (sizes.experts_per_token * sizes.expert_ffn + sizes.hidden) / spread
+
+
 def gradients_of_layer(sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool) -> float:
     """Bytes a token that the backward pass of one layer takes beside what is saved: the widest gradients at a time."""
     spread = layout.tp if sequence_parallel else 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine3d.layout import Coordinates, Layout
-from engine3d.memory.activations import gradients_of_layer, hidden_state, saved_by_layer
+from engine3d.memory.activations import gradients_of_layer, hidden_state, made_again_by_layer, saved_by_layer
 from engine3d.models.family import ModelSpec
 from engine3d.training.config import TrainConfig
 
@@ -52,6 +52,8 @@ def update_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainC
         layer_peak = max(map(sum, zip(saved, gradients, strict=True)), default=0.0)
     else:
         kept, layer_peak = sum(saved), max(gradients, default=0.0)
+        if config.recompute == "selective":
+            kept -= sum(made_again_by_layer(spec.sizes, layout, layer, itemsize, **cut) for layer in layers)
     return Working(
         activations=round(under_way * kept * tokens),
         logits=_head(spec, layout, at, itemsize, tokens, backward=True),

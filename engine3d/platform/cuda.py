@@ -42,8 +42,8 @@ _DETERMINISTIC = {
 def graph_batch_sizes(most: int) -> list[int]:
     """The batches up to `most` for which decoding is captured, ascending; any other is padded to the next, by less
     than a quarter from 8 on. Each takes about half a second of an engine's start."""
-    sizes = {1, 2, 4, most} | {octave * part // 4 for octave in _OCTAVES for part in (4, 5, 6, 7)}
-    return sorted(size for size in sizes if size <= most)
+    sizes = {1, 2, 4} | {octave * part // 4 for octave in _OCTAVES for part in (4, 5, 6, 7)}
+    return [*sorted(size for size in sizes if size <= most * 15 // 16), most]
 
 
 class CudaPlatform(Platform):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import EngineError
+from engine3d.rollout import moe_configs
 from engine3d.rollout.log import log_answered
 from engine3d.rollout.messages import START_ID, Generation, Launch, Limits, Reply, Request
 from engine3d.rollout.rank import Answer, Call, answer_path
@@ -146,15 +147,17 @@ class _Server:
     ) -> list[list[Generation]]:
         """`sampling` has one entry for each sample, prompt by prompt."""
         version = self._version
+        order = _order(len(prompts), samples_per_prompt, self._manager.server_args.max_running_requests)
         outputs = await self._engine.async_generate(
-            input_ids=[prompt for prompt in prompts for _ in range(samples_per_prompt)],
-            sampling_params=sampling,
-            rid=[f"{id}-{index}" for index in range(len(sampling))],
+            input_ids=[prompts[index // samples_per_prompt] for index in order],
+            sampling_params=[sampling[index] for index in order],
+            rid=[f"{id}-{index}" for index in order],
             return_logprob=True,
         )
-        generations = [_generation(output, version) for output in outputs]
+        found = {index: _generation(output, version) for index, output in zip(order, outputs, strict=True)}
         return [
-            generations[start : start + samples_per_prompt] for start in range(0, len(generations), samples_per_prompt)
+            [found[start + sample] for sample in range(samples_per_prompt)]
+            for start in range(0, len(found), samples_per_prompt)
         ]
 
     async def load_weights(self, id: int, directory: str, version: int, flush_cache: bool) -> None:
@@ -296,6 +299,21 @@ class _Server:
         os._exit(0)
 
 
+def _order(prompts: int, samples: int, running: int) -> list[int]:
+    """In which order to ask for samples, which are numbered prompt by prompt.
+
+    A prompt is computed once for all its samples only where the first is under way before the others come. So of the
+    prompts that run at the same time, the first samples come first.
+    """
+    block = max(1, running // samples)
+    return [
+        prompt * samples + sample
+        for start in range(0, prompts, block)
+        for sample in range(samples)
+        for prompt in range(start, min(start + block, prompts))
+    ]
+
+
 def _generation(output: dict[str, Any], first_version: int) -> Generation:
     meta = output["meta_info"]
     drawn = meta.get("output_token_logprobs") or []
@@ -329,8 +347,10 @@ def main() -> None:
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     client = _Client(Connection(descriptor))
+    launch = client.launch
+    os.environ.update(moe_configs.environment(launch.run_directory / "moe", launch.server_arguments))
     # Slow from here on: the client's end is watched already.
-    engine = _engine_class()(**client.launch.server_arguments)
+    engine = _engine_class()(**launch.server_arguments)
     engine.loop.run_until_complete(_Server(engine, client).serve())
 
 

@@ -39,6 +39,11 @@ _OTHER_GRAPHS = {
 RESERVED_TOKENS = 8
 
 
+# SGLang counts a prompt that it computes in parts twice: when the last one is computed, it runs one request less than it
+# may (managers/scheduler.py, `get_num_allocatable_reqs`), and the last would wait for the first to end.
+SPARE_REQUESTS = 1
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What the client needs to know of a HuggingFace model directory."""
@@ -91,7 +96,7 @@ def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
         "dtype": config.dtype,
         "context_length": context_length(config, model) + RESERVED_TOKENS,
         "mem_fraction_static": config.mem_fraction_static,
-        "max_running_requests": config.max_running_requests,
+        "max_running_requests": config.max_running_requests + SPARE_REQUESTS,
         "random_seed": config.seed,
         "enable_deterministic_inference": config.deterministic,
         "disable_cuda_graph": not config.cuda_graph,
@@ -102,7 +107,7 @@ def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
         "nccl_port": _unused_port(),
         "log_level": "info",
     }
-    arguments |= platform.rollout_server_arguments(config.max_running_requests)
+    arguments |= platform.rollout_server_arguments(config.max_running_requests + SPARE_REQUESTS)
     if not _OTHER_GRAPHS.isdisjoint(config.server_args):
         arguments.pop("cuda_graph_bs_decode", None)
     if config.attention_backend is not None:

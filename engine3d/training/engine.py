@@ -160,8 +160,18 @@ class TrainEngine:
         if self.config.recompute == "full":
             settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         elif self.config.recompute == "selective":
-            settings |= {"recompute_granularity": "selective"}
+            settings |= {"recompute_granularity": "selective", "recompute_modules": self._cheap_modules()}
         return settings | self.config.megatron
+
+    def _cheap_modules(self) -> list[str]:
+        """What takes memory to keep and hardly any time to compute again. Flash attention keeps next to nothing."""
+        sizes = self.spec.sizes
+        modules = ["layernorm"]
+        if sizes.experts and platform.has_transformer_engine:
+            modules.append("moe_act")
+        if sizes.latent is not None:
+            modules.append("mla_up_proj")
+        return modules
 
     # Forward ---------------------------------------------------------------------------------------------------------
 

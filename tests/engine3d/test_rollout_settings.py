@@ -13,9 +13,11 @@ from safetensors.torch import save_file
 
 from engine3d.errors import UserError
 from engine3d.platform.cuda import CudaPlatform, graph_batch_sizes
-from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig, launch
+from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig, launch, moe_configs
+from engine3d.rollout.host import _order
 from engine3d.rollout.log import root_cause
 from engine3d.rollout.run_files import make_run_directory, segment_name
+from engine3d.rollout.server_arguments import sglang_directory
 from engine3d.rollout.weights import ModelTensors, check_weights_fit
 
 
@@ -100,7 +102,7 @@ def test_an_engines_devices_are_counted_among_those_that_its_client_sees(monkeyp
     assert CudaPlatform().visible_devices((1, 2)) == {"CUDA_VISIBLE_DEVICES": "1,2"}
 
 
-@pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 1000, 4096])
+@pytest.mark.parametrize("most", [1, 3, 8, 100, 257, 1000, 1025, 4096])
 def test_every_batch_runs_in_a_graph_that_is_little_larger(most: int) -> None:
     sizes = graph_batch_sizes(most)
     assert sizes == sorted(set(sizes)) and sizes[-1] == most
@@ -112,12 +114,67 @@ def test_graphs_reach_as_far_as_requests_unless_they_are_given(monkeypatch: pyte
     monkeypatch.setattr(launch, "platform", CudaPlatform())
     model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096, None)
     arguments = launch.server_arguments(RolloutConfig(max_running_requests=640), model)
-    assert arguments["cuda_graph_bs_decode"] == graph_batch_sizes(640)
+    assert arguments["cuda_graph_bs_decode"] == graph_batch_sizes(641)
+    assert arguments["max_running_requests"] == 641  # see SPARE_REQUESTS
     given = launch.server_arguments(RolloutConfig(server_args={"cuda_graph_max_bs_decode": 64}), model)
     assert given["cuda_graph_max_bs_decode"] == 64 and "cuda_graph_bs_decode" not in given
     assert given["disable_prefill_cuda_graph"]
     prefill = launch.server_arguments(RolloutConfig(server_args={"cuda_graph_max_bs_prefill": 64}), model)
-    assert prefill["cuda_graph_bs_decode"] == graph_batch_sizes(256)
+    assert prefill["cuda_graph_bs_decode"] == graph_batch_sizes(257)
+
+
+@pytest.mark.parametrize(("prompts", "samples", "running"), [(5, 4, 8), (3, 1, 100), (4, 8, 4), (7, 3, 1000)])
+def test_first_samples_of_prompts_that_run_together_come_first(prompts: int, samples: int, running: int) -> None:
+    order = _order(prompts, samples, running)
+    assert sorted(order) == list(range(prompts * samples))
+    together = max(1, running // samples)
+    for start in range(0, prompts * samples, together * samples):
+        block = order[start : start + together * samples]
+        first = block[: len(block) // samples]
+        assert all(index % samples == 0 for index in first)
+        assert {index // samples for index in block} == {index // samples for index in first}
+
+
+def _model_with_experts(directory: Path, experts: int | None) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"num_experts": experts} if experts else {}))
+    return directory
+
+
+def test_a_part_of_the_experts_finds_what_was_tuned_for_all_of_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(moe_configs.VARIABLE, raising=False)
+    arguments = {"model_path": str(_model_with_experts(tmp_path / "model", 128)), "ep_size": 4}
+    assert moe_configs.environment(tmp_path / "moe", arguments) == {moe_configs.VARIABLE: str(tmp_path / "moe")}
+    tuned = sglang_directory() / "srt/layers/moe/moe_runner/triton_utils/configs"
+    name = "triton_3_6_0/E={},N=768,device_name=NVIDIA_H200.json"
+    found = tmp_path / "moe" / "configs" / name.format(32)
+    assert found.resolve() == tuned / name.format(128) and not (tuned / name.format(32)).exists()
+    for path in tuned.glob("triton_*/*.json"):
+        assert (tmp_path / "moe/configs" / path.relative_to(tuned)).read_bytes() == path.read_bytes()
+
+
+def test_what_was_tuned_for_a_part_of_the_experts_is_kept(tmp_path: Path) -> None:
+    for name in ("old/E=8,N=4.json", "new/E=8,N=4.json", "new/E=8,N=5.json", "old/E=2,N=4.json"):
+        (tmp_path / "tuned" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tuned" / name).write_text(name)
+    moe_configs.link(tmp_path / "tuned", tmp_path / "linked", 8, 2)
+    found = {str(path.relative_to(tmp_path / "linked")): path.read_text() for path in (tmp_path / "linked").rglob("E=2*")}
+    assert found == {"old/E=2,N=4.json": "old/E=2,N=4.json", "new/E=2,N=5.json": "new/E=8,N=5.json"}
+
+
+@pytest.mark.parametrize(("experts", "ranks"), [(128, 1), (None, 4), (6, 4)])
+def test_other_engines_go_by_what_sglang_has(
+    experts: int | None, ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(moe_configs.VARIABLE, raising=False)
+    model = _model_with_experts(tmp_path / "model", experts)
+    assert moe_configs.environment(tmp_path / "moe", {"model_path": str(model), "ep_size": ranks}) == {}
+    monkeypatch.setenv(moe_configs.VARIABLE, "/tuned/by/the/user")
+    model = _model_with_experts(tmp_path / "other", 128)
+    assert moe_configs.environment(tmp_path / "moe", {"model_path": str(model), "ep_size": 4}) == {}
+    assert not (tmp_path / "moe").exists()
 
 
 def test_tensors_that_sglang_leaves_out_are_neither_needed_nor_refused(tmp_path: Path) -> None:
