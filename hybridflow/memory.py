@@ -253,6 +253,8 @@ def _advice(recipe: Recipe, role: str, call: str, *, cache: bool) -> str:
         advice.append("rollout.engine.memory_saver=true")
     if call == "update" and config.recompute != "full":
         advice.append(f"{train}.recompute=full")
+    elif call == "update" and config.recompute_layers is not None:
+        advice.append(f"more of {train}.recompute_layers")
     advice.append(f"a smaller {train}.micro_batch_tokens")
     if role in recipe.trained_roles and not config.optimizer.precision_aware:
         advice.append(f"{train}.optimizer.precision_aware=true")

@@ -47,13 +47,15 @@ def update_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainC
     saved = [saved_by_layer(spec.sizes, layout, layer, itemsize, **cut) for layer in layers]
     gradients = [gradients_of_layer(spec.sizes, layout, layer, itemsize, **cut) for layer in layers]
     under_way = layout.pp - at.pp  # micro-batches of a stage whose backward pass has not begun
-    if config.recompute == "full":
-        kept = len(layers) * hidden_state(spec.sizes, layout, itemsize, **cut)
-        layer_peak = max(map(sum, zip(saved, gradients, strict=True)), default=0.0)
-    else:
-        kept, layer_peak = sum(saved), max(gradients, default=0.0)
-        if config.recompute == "selective":
-            kept -= sum(made_again_by_layer(spec.sizes, layout, layer, itemsize, **cut) for layer in layers)
+    again = len(layers) if config.recompute_layers is None else min(config.recompute_layers, len(layers))
+    if config.recompute != "full":
+        again = 0
+    kept = again * hidden_state(spec.sizes, layout, itemsize, **cut) + sum(saved[again:])
+    if config.recompute == "selective":
+        kept -= sum(made_again_by_layer(spec.sizes, layout, layer, itemsize, **cut) for layer in layers)
+    # A layer is computed again once all that was saved by those after it has been used.
+    computed_again = max(map(sum, zip(saved[:again], gradients[:again], strict=True)), default=0.0)
+    layer_peak = max(max(gradients[again:], default=0.0), computed_again - sum(saved[again:]))
     return Working(
         activations=round(under_way * kept * tokens),
         logits=_head(spec, layout, at, itemsize, tokens, backward=True),

@@ -71,7 +71,14 @@ class TrainConfig(Settings):
     micro_batch_tokens: int = Field(8192, ge=1, description="most tokens of a micro-batch; a longer sequence is alone")
     packing: bool = Field(True, description="lay sequences end to end; otherwise pad each to the longest")
     sequence_parallel: bool = Field(True, description="split activations over tp where tp is above 1")
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="what the backward pass computes again in place of keeping it: nothing, norms and activation "
+        "functions, or whole layers",
+    )
+    recompute_layers: int | None = Field(
+        None, ge=1, description="with recompute=full: of so many layers of each pipeline stage; null: of all"
+    )
     deterministic: bool = Field(
         False, description="make the same bits in every run, also on a GPU, where attention is then slower"
     )
@@ -80,3 +87,9 @@ class TrainConfig(Settings):
     megatron: dict[str, Any] = Field(
         default_factory=dict, description="further fields of Megatron-Core's TransformerConfig, as they are named there"
     )
+
+    @model_validator(mode="after")
+    def _layers_are_computed_again(self) -> TrainConfig:
+        if self.recompute_layers is not None and self.recompute != "full":
+            raise ValueError(f"recompute_layers={self.recompute_layers} needs recompute=full, found {self.recompute}")
+        return self

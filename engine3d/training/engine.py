@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -142,6 +143,7 @@ class TrainEngine:
         self.device = next(module.parameters()).device
         self._forward_backward = get_forward_backward_func()
         self.optimizer: Any = None
+        self._settled = False
         if trainable:
             self.model = wrap_for_training(module, config)
             self.optimizer, self.scheduler = build_optimizer(self.model, config)
@@ -158,8 +160,14 @@ class TrainEngine:
             "deterministic_mode": self.config.deterministic,
         }
         if self.config.recompute == "full":
-            settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+            some = self.config.recompute_layers
+            method = {"recompute_method": "uniform", "recompute_num_layers": 1}
+            if some is not None:
+                method = {"recompute_method": "block", "recompute_num_layers": some}
+            settings |= {"recompute_granularity": "full", **method}
         elif self.config.recompute == "selective":
+            if not platform.has_transformer_engine:
+                raise UserError("recompute=selective needs Transformer Engine, which is absent here: use none or full")
             settings |= {"recompute_granularity": "selective", "recompute_modules": self._cheap_modules()}
         return settings | self.config.megatron
 
@@ -167,7 +175,7 @@ class TrainEngine:
         """What takes memory to keep and hardly any time to compute again. Flash attention keeps next to nothing."""
         sizes = self.spec.sizes
         modules = ["layernorm"]
-        if sizes.experts and platform.has_transformer_engine:
+        if sizes.experts:
             modules.append("moe_act")
         if sizes.latent is not None:
             modules.append("mla_up_proj")
@@ -261,6 +269,12 @@ class TrainEngine:
         if applied:
             self.optimizer.step()
             self.scheduler.step(1)
+        if not self._settled:
+            # What is there now stays. Python's collector would look at it again, for half a second, after every few
+            # dozen micro-batches, on each rank at another time, and all would wait for it.
+            gc.collect()
+            gc.freeze()
+            self._settled = True
         positions = sum(batch.positions for batch in batches)
         return UpdateResult(facts, grad_norm, learning_rate, applied, sequences.tokens.numel(), positions, refused)
 
@@ -382,6 +396,7 @@ class TrainEngine:
 
     def close(self) -> None:
         """End the model's process groups. Another engine may be built in this process after it."""
+        gc.unfreeze()
         parallel.release()
 
 

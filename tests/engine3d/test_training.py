@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 from engine3d.errors import UserError
@@ -310,3 +311,33 @@ def test_gradients_have_memory_only_from_an_update_until_it_is_given_back(direct
     [(held, found)] = run_distributed(_gives_back, 1, directory, True, timeout_s=120)
     assert held == [size, 0, size, 0, size, 0, size, 0]
     assert found == expected
+
+
+def _recompute(directory: Path) -> list[tuple[dict[str, Any], int]]:
+    """Updates that compute all, some or no layers again, and how often they passed through one; last what is refused."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    found: list[tuple[dict[str, Any], int]] = []
+    for settings in ({"recompute": "none"}, {"recompute": "full", "recompute_layers": 1}, {"recompute": "full"}):
+        passes: list[int] = []
+        hook = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, _, __, passes=passes: passes.append(0) if isinstance(module, TransformerLayer) else None
+        )
+        found.append((_train(directory, {}, 1, **settings), len(passes)))
+        hook.remove()
+    with pytest.raises(UserError, match="recompute=selective needs Transformer Engine"):
+        _engine(directory, {}, 1, recompute="selective")
+    return found
+
+
+def test_what_is_computed_again_is_the_same(directory: Path) -> None:
+    [[(kept, none), (one, some), (layers, all_of_them)]] = run_distributed(_recompute, 1, directory, timeout_s=180)
+    for again in (one, layers):
+        assert again["losses"] == kept["losses"] and again["norms"] == kept["norms"]
+        assert torch.equal(again["after"], kept["after"])
+    assert none < some < all_of_them
+
+
+def test_some_layers_are_computed_again_only_where_layers_are() -> None:
+    with pytest.raises(ValidationError, match="recompute_layers=2 needs recompute=full, found none"):
+        TrainConfig(recompute_layers=2)

@@ -79,6 +79,19 @@ def test_what_cannot_fit_is_refused_with_the_phase_and_what_to_change() -> None:
     assert "train.recompute=full" in line and "memory_saver" not in line and "\n" not in line
 
 
+def test_the_more_is_computed_again_the_less_is_kept() -> None:
+    ways = ("none", "selective", "full train.recompute_layers=1", "full train.recompute_layers=24", "full")
+    ledgers = [
+        _ledger("qwen3-30b-a3b-4xh200.yaml", "train.micro_batch_tokens=4096", *f"train.recompute={way}".split())
+        for way in ways
+    ]
+    none, selective, one, half, full = (ledger.gpus[0].phases[-1].items["activations"] for ledger in ledgers)
+    assert none > one > selective > half > full
+    assert (none - one) * 48 == pytest.approx(none - full)  # layers are alike
+    assert "more of train.recompute_layers" in ledgers[3].gpus[0].phases[-1].less
+    assert "recompute" not in ledgers[4].gpus[0].phases[-1].less
+
+
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b-4xh200.yaml", "h200-1gpu.yaml", "h200-1gpu-ppo.yaml"])
 def test_without_engines_all_is_as_with_them_but_for_what_is_theirs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, whole = _recipe(name), _ledger(name)
