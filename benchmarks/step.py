@@ -60,18 +60,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=1024, help="of each prompt, in characters")
     parser.add_argument("--steps", type=int, default=4, help="that are measured")
     parser.add_argument("--warm-up", type=int, default=1, help="steps before those")
+    parser.add_argument("--made", action="store_true", help="measure the run that is in the directory, ended or not")
     try:
         options = parser.parse_intermixed_args(arguments)
         recipe, settings = _settings(options)
+        ran = 0 if options.made else _run(options.recipe, settings)
+        if ran:
+            return ran
+        run = read_run(options.directory / _RUN)
+        if len(step_ends(run.spans)) < 2 + options.warm_up:
+            raise UserError(f"{options.directory / _RUN}: no step has ended after the {options.warm_up} that warm up")
     except UserError as error:
         print(f"step.py: {error}", file=sys.stderr)
         return 2
-    ran = subprocess.run(
-        [sys.executable, "-m", "hybridflow.cli", "train", str(options.recipe), *settings], stdout=sys.stderr
-    )
-    if ran.returncode:
-        return ran.returncode
-    run = read_run(options.directory / _RUN)
     steps = measure(run, options.warm_up)
     for line in lines(steps):
         print(line)
@@ -83,11 +84,17 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _run(recipe: Path, settings: Sequence[str]) -> int:
+    return subprocess.run(
+        [sys.executable, "-m", "hybridflow.cli", "train", str(recipe), *settings], stdout=sys.stderr
+    ).returncode
+
+
 def _settings(options: argparse.Namespace) -> tuple[Recipe, list[str]]:
     """The recipe, and the overrides of a run of it on prompts that are made here."""
     if options.prompt_tokens < 8 or options.steps < 1 or options.warm_up < 0:
         raise UserError("expected --prompt-tokens of at least 8, --steps of at least 1 and --warm-up of at least 0")
-    if options.directory.exists():
+    if options.directory.exists() and not options.made:
         raise UserError(f"--directory: {options.directory} is there already")
     count = options.steps + options.warm_up
     settings = [
@@ -101,6 +108,8 @@ def _settings(options: argparse.Namespace) -> tuple[Recipe, list[str]]:
         *options.overrides,
     ]
     recipe = load_recipe(options.recipe, settings)
+    if options.made:
+        return recipe, settings
     options.directory.mkdir(parents=True)
     for name, size in (("train", count * recipe.trainer.prompts_per_step), ("eval", 64)):
         examples = prompts(size, options.prompt_tokens, seed=name)

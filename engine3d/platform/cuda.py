@@ -29,6 +29,7 @@ _PEAK_FLOPS = {
     "A100": 312e12,
 }
 _OCTAVES = [2**power for power in range(3, 20)]
+_LARGE_BATCH = 256
 _DETERMINISTIC = {
     # Of Transformer Engine's attention: the gradient of keys and values is summed in a fixed order.
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -40,10 +41,15 @@ _DETERMINISTIC = {
 
 
 def graph_batch_sizes(most: int) -> list[int]:
-    """The batches up to `most` for which decoding is captured, ascending; any other is padded to the next, by less
-    than a quarter from 8 on. Each takes about half a second of an engine's start."""
-    sizes = {1, 2, 4} | {octave * part // 4 for octave in _OCTAVES for part in (4, 5, 6, 7)}
-    return [*sorted(size for size in sizes if size <= most * 15 // 16), most]
+    """The batches up to `most` for which decoding is captured, ascending; any other is padded to the next.
+
+    By less than a quarter from 256 on, and by less than a half from 8 on, where a step's time hardly depends on its
+    batch. Each size takes a second of an engine's start.
+    """
+    sizes = {1, 2, 4}
+    for octave in _OCTAVES:
+        sizes |= {octave * part // 4 for part in ((4, 6) if octave < _LARGE_BATCH else (4, 5, 6, 7))}
+    return [*sorted(size for size in sizes if size <= most * 31 // 32), most]
 
 
 class CudaPlatform(Platform):

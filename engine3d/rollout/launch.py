@@ -138,6 +138,10 @@ def environment(
     """The environment of the engine's processes."""
     variables = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLES.match(name)}
     variables |= platform.rollout_environment(config.tp)
+    if platform.gpus and not (config.deterministic or config.server_args.get("enable_torch_compile")):
+        # A handful of operations beside the large kernels, which CUDA graphs hold anyway: half a minute of every first
+        # start. (Deterministic sampling is slow without.)
+        variables.setdefault("TORCH_COMPILE_DISABLE", "1")
     if devices:
         variables |= platform.visible_devices(devices)
     if any(weight_sources):
