@@ -47,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ways", default=",".join(WAYS), help="of engine and bare")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
+    parser.add_argument("--recompute-layers", type=int, help="of each stage, with --recompute full; else all")
+    parser.add_argument("--offload", action="store_true", help="the optimizer's state, to host memory")
     parser.add_argument("--precision-aware", action="store_true", help="gradients and Adam's moments in bf16")
     parser.add_argument("--megatron", type=json.loads, default={}, help="JSON of further TransformerConfig fields")
     parser.add_argument("--profile", type=Path, help="file for the kernels of one step of the engine on rank 0")
@@ -66,6 +68,8 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     ways = options.ways.split(",")
     if not set(ways) <= set(WAYS):
         raise UserError(f"--ways: found {options.ways!r}, expected one or more of {', '.join(WAYS)}")
+    if options.offload and "bare" in ways:
+        raise UserError("--offload: Megatron-Core alone has no such thing; give --ways engine")
     layout, spec = parse_layout(options.train), named_model(options.model)
     rows, left = divmod(options.step_tokens, options.sequence * layout.dp)
     if left or options.micro_batch_tokens % options.sequence or not rows:
@@ -77,9 +81,10 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         dict(spec.hf_config) | ({"num_hidden_layers": options.layers} if options.layers else {}),
         layout,
         dtype=options.dtype,
-        optimizer=OptimizerConfig(lr=1e-6, precision_aware=options.precision_aware),
+        optimizer=OptimizerConfig(lr=1e-6, precision_aware=options.precision_aware, offload=options.offload),
         micro_batch_tokens=options.micro_batch_tokens,
         recompute=options.recompute,
+        recompute_layers=options.recompute_layers,
         megatron=options.megatron,
     )
     sequences = random_sequences(engine, options.step_tokens, options.sequence)
@@ -165,8 +170,10 @@ def _profile(step: Callable[[], None], path: Path) -> None:
         return
     with profile(activities=activities) as profiled:
         timed(step)
-    order = "self_cuda_time_total" if platform.gpus else "self_cpu_time_total"
-    path.write_text(profiled.key_averages().table(sort_by=order, row_limit=60, max_name_column_width=110))
+    orders = ["self_cpu_time_total", *(["self_cuda_time_total"] if platform.gpus else [])]
+    averages = profiled.key_averages()
+    tables = [averages.table(sort_by=order, row_limit=60, max_name_column_width=110) for order in reversed(orders)]
+    path.write_text("\n".join(tables))
 
 
 if __name__ == "__main__":

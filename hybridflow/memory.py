@@ -71,14 +71,14 @@ class Ledger:
     Args:
         gpus: in order of the first of the devices that are alike.
         gpu_bytes: of each GPU.
-        host_bytes: for each node, what checkpoints that are written in the background take of its memory.
+        hosts: for each node, what is taken of its memory, by name, in bytes.
         sequence_tokens: of the longest prompt with its response.
         requests: that an engine is to run at once.
     """
 
     gpus: tuple[GpuMemory, ...]
     gpu_bytes: int
-    host_bytes: tuple[int, ...]
+    hosts: tuple[Mapping[str, int], ...]
     sequence_tokens: int
     requests: int
 
@@ -93,9 +93,10 @@ class Ledger:
             found.append(f"{_names(gpu.devices)}: at most {most}{room}")
             found.append(_line("always", sum(gpu.always.values()), gpu.always))
             found += [_line(phase.name, gpu.total(phase), phase.items, "+ ") for phase in gpu.phases]
-        for node, size in enumerate(self.host_bytes):
-            if size:
-                found.append(f"node {node}: {size / 1e9:.1f} GB of host memory for checkpoints that are being written")
+        for node, items in enumerate(self.hosts):
+            if items:
+                total = sum(items.values())
+                found.append(f"node {node}: {total / 1e9:.1f} GB of host memory, page-locked: {_items(items)}")
         return found
 
     def check(self) -> None:
@@ -148,7 +149,7 @@ def foresee(
     return Ledger(
         tuple(gpus),
         gpu_bytes,
-        _hosts(recipe, devices, specs) if with_engines else (),
+        _hosts(recipe, devices, specs, ranks) if with_engines else (),
         sequence_tokens,
         recipe.rollout.engine.max_running_requests,
     )
@@ -214,7 +215,9 @@ def _gpu(
     always: dict[str, int] = {}
     for role, each in here.items():
         held = each.held[device]
-        always |= {f"{role} weights": held.weights, f"{role} optimizer": held.optimizer}
+        always[f"{role} weights"] = held.weights
+        if not _offloads(recipe, role):
+            always[f"{role} optimizer"] = held.optimizer
         if alone:
             always[f"{role} gradients"] = held.gradients
     tokens, cache = 0, 0
@@ -234,7 +237,10 @@ def _gpu(
         phases.append(Phase(f"infer of {role}", kept | _at_work(each.inference[device]), advice("infer")))
         if each.trained:
             gradients = {} if alone else {"gradients": each.held[device].gradients}
-            items = kept | gradients | _at_work(each.update[device])
+            working = _at_work(each.update[device])
+            if _offloads(recipe, role) and (state := each.held[device].optimizer) > sum(working.values()):
+                working = {"optimizer": state}
+            items = kept | gradients | working
             phases.append(Phase(f"update of {role}", items, advice("update")))
     return GpuMemory((), always, tuple(phases), tokens)
 
@@ -258,6 +264,8 @@ def _advice(recipe: Recipe, role: str, call: str, *, cache: bool) -> str:
     advice.append(f"a smaller {train}.micro_batch_tokens")
     if role in recipe.trained_roles and not config.optimizer.precision_aware:
         advice.append(f"{train}.optimizer.precision_aware=true")
+    if role in recipe.trained_roles and not config.optimizer.offload:
+        advice.append(f"{train}.optimizer.offload=true")
     return ", ".join([*advice, f"more of tp, pp and ep in {train}.layout, or more GPUs"])
 
 
@@ -274,17 +282,33 @@ def _cache_tokens(recipe: Recipe, serving: Serving, here: Mapping[str, _Ranks], 
     return max(0, int(left // serving.cache_of_a_token))
 
 
-def _hosts(recipe: Recipe, devices: Mapping[str, Sequence[Device]], specs: Mapping[str, ModelSpec]) -> tuple[int, ...]:
+def _hosts(
+    recipe: Recipe,
+    devices: Mapping[str, Sequence[Device]],
+    specs: Mapping[str, ModelSpec],
+    ranks: Mapping[str, _Ranks],
+) -> tuple[Mapping[str, int], ...]:
     nodes = 1 + max(device.node for role in (*specs, "rollout") for device in devices[role])
-    found = [0] * nodes
-    if recipe.checkpoint.saves_in_background:
-        for role in recipe.trained_roles:
-            config = recipe.train_config(role)
+    found: list[dict[str, int]] = [{} for _ in range(nodes)]
+    for role in recipe.trained_roles:
+        config = recipe.train_config(role)
+        if _offloads(recipe, role):
+            for device, held in ranks[role].held.items():
+                _add(found[device.node], f"{role} optimizer", held.optimizer)
+        if recipe.checkpoint.saves_in_background:
             layout: Layout = config.layout.layout(len(devices[role]))
             plan = plan_checkpoint(specs[role], layout, precision_aware=config.optimizer.precision_aware)
             for rank, device in zip(plan.ranks, devices[role], strict=True):
-                found[device.node] += rank.host
+                _add(found[device.node], "checkpoints that are being written", rank.host)
     return tuple(found)
+
+
+def _add(items: dict[str, int], name: str, size: int) -> None:
+    items[name] = items.get(name, 0) + size
+
+
+def _offloads(recipe: Recipe, role: str) -> bool:
+    return role in recipe.trained_roles and recipe.train_config(role).optimizer.offload
 
 
 def _place(device: Device) -> Place:

@@ -78,6 +78,7 @@ def _load(engine: TrainEngine, directory: Path, reader: CheckpointReader) -> Loa
         engine.model.start_param_sync(force_sync=True)
         if has_moments:
             set_optimizer_step(engine, common["optimizer_step"])
+        engine.put_state_away()
         engine.scheduler.num_steps = common["scheduler_steps"]
         engine.scheduler.step(0)
     same_layout = common["layout"] == str(engine.layout)

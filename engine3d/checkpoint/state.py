@@ -88,7 +88,8 @@ class HeldParameter:
         if master is None:
             return self.main.view(-1)[part].float()
         if master.dtype == torch.int16:
-            return join_remainder(self.main.view(-1)[part], master.view(-1)[part])
+            own = self.main.view(-1)[part]
+            return join_remainder(own, master.view(-1)[part].to(own.device))  # it may be in host memory
         return master.view(-1)[part]
 
     def target(self, kind: Kind) -> Tensor:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import EngineError
-from engine3d.rollout import moe_configs
+from engine3d.platform import platform
+from engine3d.rollout import jit_kernels, moe_configs
 from engine3d.rollout.log import log_answered
 from engine3d.rollout.messages import START_ID, Generation, Launch, Limits, Reply, Request
 from engine3d.rollout.rank import Answer, Call, answer_path
@@ -349,6 +350,8 @@ def main() -> None:
     client = _Client(Connection(descriptor))
     launch = client.launch
     os.environ.update(moe_configs.environment(launch.run_directory / "moe", launch.server_arguments))
+    if platform.gpus:
+        jit_kernels.start(launch.server_arguments)
     # Slow from here on: the client's end is watched already.
     engine = _engine_class()(**launch.server_arguments)
     engine.loop.run_until_complete(_Server(engine, client).serve())

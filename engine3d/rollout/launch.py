@@ -39,8 +39,8 @@ _OTHER_GRAPHS = {
 RESERVED_TOKENS = 8
 
 
-# SGLang counts a prompt that it computes in parts twice: when the last one is computed, it runs one request less than it
-# may (managers/scheduler.py, `get_num_allocatable_reqs`), and the last would wait for the first to end.
+# SGLang counts a prompt that it computes in parts twice: it then runs one request less than it may
+# (managers/scheduler.py, `get_num_allocatable_reqs`), and the last would wait until the first has ended.
 SPARE_REQUESTS = 1
 
 

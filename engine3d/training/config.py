@@ -50,6 +50,9 @@ class OptimizerConfig(Settings):
     precision_aware: bool = Field(
         False, description="bf16 gradients and moments with fp32 masters (Transformer Engine's FusedAdam)"
     )
+    offload: bool = Field(
+        False, description="keep the state in page-locked host memory, and on the GPU only while it is updated"
+    )
 
     @model_validator(mode="after")
     def _schedule_is_whole(self) -> OptimizerConfig:

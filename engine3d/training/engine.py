@@ -23,6 +23,7 @@ from engine3d.platform import platform
 from engine3d.training import parallel
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.flops import sequence_flops
+from engine3d.training.host_state import HostState
 from engine3d.training.optimizer import build_optimizer, wrap_for_training
 from engine3d.training.sequences import MicroBatch, Sequences, assign, least_micro_batches, micro_batch
 from engine3d.training.vocab_parallel import logprobs_and_entropy
@@ -143,10 +144,11 @@ class TrainEngine:
         self.device = next(module.parameters()).device
         self._forward_backward = get_forward_backward_func()
         self.optimizer: Any = None
+        self._host_state: HostState | None = None
         self._settled = False
         if trainable:
             self.model = wrap_for_training(module, config)
-            self.optimizer, self.scheduler = build_optimizer(self.model, config)
+            self._start_optimizer()
         else:
             self.model = module.eval().requires_grad_(False)
 
@@ -267,8 +269,11 @@ class TrainEngine:
             self.restart_schedule()
         applied = math.isfinite(grad_norm) and not refused
         if applied:
+            if self._host_state is not None:
+                self._host_state.take()
             self.optimizer.step()
             self.scheduler.step(1)
+            self.put_state_away()
         if not self._settled:
             # What is there now stays. Python's collector would look at it again, for half a second, after every few
             # dozen micro-batches, on each rank at another time, and all would wait for it.
@@ -351,8 +356,18 @@ class TrainEngine:
     def reset_optimizer(self, settings: OptimizerConfig) -> None:
         """Start the optimizer's moments and its learning-rate schedule afresh; the weights stay."""
         self.config = self.config.model_copy(update={"optimizer": settings})
-        self.optimizer = None  # its memory, before the new one takes its own
+        self.optimizer = self._host_state = None  # their memory, before the new ones take their own
+        self._start_optimizer()
+
+    def _start_optimizer(self) -> None:
         self.optimizer, self.scheduler = build_optimizer(self.model, self.config)
+        if self.config.optimizer.offload:
+            self._host_state = HostState(self.optimizer, self.device)
+
+    def put_state_away(self) -> None:
+        """Have the optimizer's state in host memory, where it is to be between updates."""
+        if self._host_state is not None:
+            self._host_state.put_away()
 
     def restart_schedule(self) -> None:
         """Begin the learning-rate schedule again, warm-up included; the optimizer's moments stay."""

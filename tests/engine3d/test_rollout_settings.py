@@ -160,7 +160,9 @@ def test_what_was_tuned_for_a_part_of_the_experts_is_kept(tmp_path: Path) -> Non
         (tmp_path / "tuned" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "tuned" / name).write_text(name)
     moe_configs.link(tmp_path / "tuned", tmp_path / "linked", 8, 2)
-    found = {str(path.relative_to(tmp_path / "linked")): path.read_text() for path in (tmp_path / "linked").rglob("E=2*")}
+    found = {
+        str(path.relative_to(tmp_path / "linked")): path.read_text() for path in (tmp_path / "linked").rglob("E=2*")
+    }
     assert found == {"old/E=2,N=4.json": "old/E=2,N=4.json", "new/E=2,N=5.json": "new/E=8,N=5.json"}
 
 

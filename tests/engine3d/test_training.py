@@ -314,7 +314,7 @@ def test_gradients_have_memory_only_from_an_update_until_it_is_given_back(direct
 
 
 def _recompute(directory: Path) -> list[tuple[dict[str, Any], int]]:
-    """Updates that compute all, some or no layers again, and how often they passed through one; last what is refused."""
+    """Updates that compute no, some or all layers again, and how often they passed through one."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     found: list[tuple[dict[str, Any], int]] = []
@@ -341,3 +341,37 @@ def test_what_is_computed_again_is_the_same(directory: Path) -> None:
 def test_some_layers_are_computed_again_only_where_layers_are() -> None:
     with pytest.raises(ValidationError, match="recompute_layers=2 needs recompute=full, found none"):
         TrainConfig(recompute_layers=2)
+
+
+def _offload(directory: Path) -> tuple[list[dict[str, Any]], list[tuple[int, bool, bool]]]:
+    """Updates with the optimizer's state kept on the device and in host memory; and where it was in the latter."""
+    from engine3d.training.host_state import HostState
+
+    kept = [_train(directory, {}, 1)]
+    seen: list[tuple[int, bool, bool]] = []
+
+    def watched(take: Any) -> Any:
+        def call(state: HostState) -> None:
+            before = [chunk.device is None for chunk in state._chunks]
+            take(state)
+            after = [chunk.device is not None for chunk in state._chunks]
+            seen.append((state.nbytes, all(before), all(after)))
+
+        return call
+
+    HostState.take = watched(HostState.take)  # type: ignore[method-assign]
+    offloaded = SETTINGS.model_copy(update={"offload": True})
+    kept.append(_train(directory, {}, 1, optimizer=offloaded))
+    return kept, seen
+
+
+def test_the_optimizers_state_may_wait_in_host_memory(directory: Path) -> None:
+    [((on_device, in_host), seen)] = run_distributed(_offload, 1, directory, timeout_s=180)
+    assert in_host["losses"] == on_device["losses"] and in_host["norms"] == on_device["norms"]
+    assert torch.equal(in_host["after"], on_device["after"])
+    [first, *others] = seen
+    assert first[0] == 0 and len(others) == 2  # the first update makes the state
+    parameters = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(directory).parameters())
+    for nbytes, was_away, is_there in others:
+        assert was_away and is_there
+        assert 2 * 4 * parameters <= nbytes < 1.2 * 2 * 4 * parameters  # two moments in float32, and room between

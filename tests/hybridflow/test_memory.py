@@ -92,6 +92,25 @@ def test_the_more_is_computed_again_the_less_is_kept() -> None:
     assert "recompute" not in ledgers[4].gpus[0].phases[-1].less
 
 
+def test_an_optimizer_in_host_memory_is_on_the_gpu_only_in_an_update() -> None:
+    on_gpu = _ledger("qwen3-30b-a3b-4xh200.yaml", "train.micro_batch_tokens=2048")
+    in_host = _ledger("qwen3-30b-a3b-4xh200.yaml", "train.micro_batch_tokens=2048", "train.optimizer.offload=true")
+    [before], [after] = on_gpu.gpus, in_host.gpus
+    state = before.always["actor optimizer"]
+    assert "actor optimizer" not in after.always
+    rollout, _, update = after.phases
+    assert before.total(before.phases[0]) - after.total(rollout) == state
+    assert update.items["optimizer"] == state and "activations" not in update.items
+    assert in_host.hosts == ({"actor optimizer": 4 * state},) and on_gpu.hosts == ({},)
+    assert in_host.lines()[-1] == (
+        f"node 0: {4 * state / 1e9:.1f} GB of host memory, page-locked: actor optimizer {4 * state / 1e9:.1f}"
+    )
+    large = _ledger("qwen3-30b-a3b-4xh200.yaml", "train.recompute=none", "train.optimizer.offload=true")
+    assert "activations" in large.gpus[0].phases[-1].items and "optimizer" not in large.gpus[0].phases[-1].items
+    assert "train.optimizer.offload" in before.phases[-1].less
+    assert "train.optimizer.offload" not in large.gpus[0].phases[-1].less
+
+
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b-4xh200.yaml", "h200-1gpu.yaml", "h200-1gpu-ppo.yaml"])
 def test_without_engines_all_is_as_with_them_but_for_what_is_theirs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, whole = _recipe(name), _ledger(name)
@@ -127,8 +146,8 @@ def test_what_a_setting_saves(tmp_path: Path) -> None:
     assert gradients[0] == 2 * gradients[1]
     # A copy of the actor's and the critic's float32 weights and moments.
     state = first.always["actor optimizer"] + second.always["critic optimizer"]
-    assert kept.host_bytes == (pytest.approx(state, rel=1e-3),)
-    assert saved.host_bytes == (0,)
+    assert [sum(items.values()) for items in kept.hosts] == [pytest.approx(state, rel=1e-3)]
+    assert saved.hosts == ({},)
 
 
 def test_the_command_shows_the_ledger_and_ends_with_2_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,7 +168,12 @@ def _elsewhere(directory: Path, root: Path, layouts: list[dict[str, int]], setti
 
 CASES: dict[str, tuple[str, dict[str, int], int, dict[str, Any]]] = {
     "experts": ("qwen3_moe", {"tp": 2, "ep": 2}, 4, {}),
-    "bfloat16": ("qwen3_moe", {"pp": 2, "ep": 2}, 4, {"dtype": "bfloat16"}),
+    "bfloat16": (
+        "qwen3_moe",
+        {"pp": 2, "ep": 2},
+        4,
+        {"dtype": "bfloat16", "optimizer": SETTINGS.model_copy(update={"offload": True})},
+    ),
     "tied": ("qwen3-tied", {"tp": 2, "pp": 2}, 4, {}),
     "buffers": ("deepseek_v3", {"tp": 2, "ep": 2}, 2, {}),
     "values": ("qwen3_moe-biases", {}, 2, {"value_head": True}),

@@ -1,0 +1,128 @@
+"""Compiles the kernels that SGLang would compile one after another in its first start on a machine, side by side.
+
+    python -m engine3d.rollout.jit_kernels MODEL_DIRECTORY DTYPE TP STAMP
+
+SGLang has a kernel made by the compiler (nvcc, by tvm-ffi) when it first needs it, several seconds each, and keeps them
+in a cache. This process fills that cache while SGLang is still being imported; whoever needs a kernel that is being
+compiled waits for it. It is a hint: a kernel that is not foreseen here is compiled by SGLang as ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+_CACHE_VARIABLE, _CACHE = "TVM_FFI_CACHE_DIR", "~/.cache/tvm-ffi"
+_STAMP = "engine3d-"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How SGLang compiles a kernel.
+
+    Args:
+        module: of the package sglang.jit_kernel.
+        function: in it, which compiles and loads.
+        arguments: of the function; names of torch's dtypes stand for them.
+    """
+
+    module: str
+    function: str
+    arguments: tuple[Any, ...] = ()
+
+
+def start(server_arguments: Mapping[str, Any]) -> subprocess.Popen[bytes] | None:
+    """Begin to compile for an engine; None where it was done already on this machine, for such an engine."""
+    arguments = [str(server_arguments[name]) for name in ("model_path", "dtype", "tp_size")]
+    try:
+        described = [
+            version("sglang"),
+            *map(str, kernels(_config(Path(arguments[0])), arguments[1], int(arguments[2]))),
+        ]
+    except KeyError:
+        return None  # a family that is described in other terms
+    stamp = Path(os.environ.get(_CACHE_VARIABLE, _CACHE)).expanduser()
+    stamp /= _STAMP + hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
+    if stamp.exists():
+        return None
+    return subprocess.Popen([sys.executable, "-m", __spec__.name, *arguments, str(stamp)], stdin=subprocess.DEVNULL)
+
+
+def kernels(config: Mapping[str, Any], dtype: str, tp: int) -> list[Kernel]:
+    """What an engine is going to need.
+
+    Args:
+        config: of the model, as HuggingFace has it.
+        dtype: of its activations and its KV cache.
+        tp: tensor parallel size.
+    """
+    found = [
+        Kernel("activation", "_jit_activation_module", (dtype,)),
+        Kernel("clamp_position", "_jit_clamp_position_module", ("int64",)),
+        Kernel("resolve_future_token_ids", "_jit_resolve_future_token_ids_module", ("int64",)),
+    ]
+    if "kv_lora_rank" not in config:
+        head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        groups = max(1, config["num_key_value_heads"] // tp)
+        itemsize = 4 if dtype == "float32" else 2
+        found.append(Kernel("kvcache", "_jit_kvcache_module", (groups * head * itemsize,)))
+        found.append(Kernel("rope", "_jit_fused_rope_module", (True, head, dtype)))
+        if config["model_type"].startswith("qwen3"):
+            found.append(Kernel("norm", "_jit_qknorm_module", (head, dtype)))
+    if tp > 1:
+        found += [Kernel("all_reduce", "_init_communicator"), Kernel("all_reduce", "_init_ipc_manager")]
+        found.append(Kernel("all_reduce", "get_all_reduce_module", (dtype, tp)))
+    return found
+
+
+def _config(model: Path) -> dict[str, Any]:
+    config = json.loads((model / "config.json").read_text())
+    return {**config, **config.get("text_config", {})}
+
+
+def _compile(kernel: Kernel) -> None:
+    import torch
+
+    arguments = [getattr(torch, each) if isinstance(each, str) else each for each in kernel.arguments]
+    getattr(import_module(f"sglang.jit_kernel.{kernel.module}"), kernel.function)(*arguments)
+
+
+def main(arguments: list[str]) -> None:
+    """Compile all that is foreseen, and leave the stamp that says so. Nothing depends on it: a failure is only told."""
+    import pynvml
+    from sglang.jit_kernel.utils import arch
+
+    model, dtype, tp, stamp = arguments
+    wanted = kernels(_config(Path(model)), dtype, int(tp))
+    for kernel in wanted:
+        import_module(f"sglang.jit_kernel.{kernel.module}")
+    pynvml.nvmlInit()
+    # Asking CUDA would take half a gigabyte of the GPU for as long as this process lives.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    capability = pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByIndex(0))
+    # Processes, because what SGLang tells the compiler is in their environment.
+    workers = min(len(wanted), os.cpu_count() or 1)
+    with (
+        arch.override_jit_cuda_arch(*capability, arch._cuda_arch_suffix(*capability)),
+        ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool,
+    ):
+        list(pool.map(_compile, wanted))
+    Path(stamp).touch()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except Exception as error:
+        print(f"kernels are not compiled ahead: {type(error).__name__}: {' '.join(str(error).split())}", flush=True)
