@@ -47,7 +47,7 @@ def test_the_large_recipe_fits_its_gpus_by_as_much_as_can_be_counted_by_hand() -
     phases = {phase.name: phase for phase in gpu.phases}
     assert phases["update of actor"].items["gradients"] == pytest.approx(2 * mine, rel=1e-4)
     assert "gradients" not in phases["infer of actor"].items
-    assert phases["rollout"].items == {"KV cache": 1048576 * L * 2 * D * 2}
+    assert phases["rollout"].items == {"KV cache": 2101248 * L * 2 * D * 2}
     assert "KV cache" not in phases["update of actor"].items
     kept = phases["update of actor"].items["activations"]
     assert kept == 16384 * L * H * 2  # the input of every layer
