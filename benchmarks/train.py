@@ -69,7 +69,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     if not set(ways) <= set(WAYS):
         raise UserError(f"--ways: found {options.ways!r}, expected one or more of {', '.join(WAYS)}")
     if options.offload and "bare" in ways:
-        raise UserError("--offload: Megatron-Core alone has no such thing; give --ways engine")
+        raise UserError("--offload: the bare loop does not offload; give --ways engine")
     layout, spec = parse_layout(options.train), named_model(options.model)
     rows, left = divmod(options.step_tokens, options.sequence * layout.dp)
     if left or options.micro_batch_tokens % options.sequence or not rows:

@@ -216,8 +216,7 @@ def _gpu(
     for role, each in here.items():
         held = each.held[device]
         always[f"{role} weights"] = held.weights
-        if not _offloads(recipe, role):
-            always[f"{role} optimizer"] = held.optimizer
+        always[f"{role} optimizer"] = held.optimizer - _away(recipe, role, held)
         if alone:
             always[f"{role} gradients"] = held.gradients
     tokens, cache = 0, 0
@@ -238,7 +237,7 @@ def _gpu(
         if each.trained:
             gradients = {} if alone else {"gradients": each.held[device].gradients}
             working = _at_work(each.update[device])
-            if _offloads(recipe, role) and (state := each.held[device].optimizer) > sum(working.values()):
+            if (state := _away(recipe, role, each.held[device])) > sum(working.values()):
                 working = {"optimizer": state}
             items = kept | gradients | working
             phases.append(Phase(f"update of {role}", items, advice("update")))
@@ -292,9 +291,9 @@ def _hosts(
     found: list[dict[str, int]] = [{} for _ in range(nodes)]
     for role in recipe.trained_roles:
         config = recipe.train_config(role)
-        if _offloads(recipe, role):
-            for device, held in ranks[role].held.items():
-                _add(found[device.node], f"{role} optimizer", held.optimizer)
+        for device, held in ranks[role].held.items():
+            if state := _away(recipe, role, held):
+                _add(found[device.node], f"{role} optimizer", state)
         if recipe.checkpoint.saves_in_background:
             layout: Layout = config.layout.layout(len(devices[role]))
             plan = plan_checkpoint(specs[role], layout, precision_aware=config.optimizer.precision_aware)
@@ -307,8 +306,10 @@ def _add(items: dict[str, int], name: str, size: int) -> None:
     items[name] = items.get(name, 0) + size
 
 
-def _offloads(recipe: Recipe, role: str) -> bool:
-    return role in recipe.trained_roles and recipe.train_config(role).optimizer.offload
+def _away(recipe: Recipe, role: str, held: Held) -> int:
+    """Of the optimizer's state, what waits in host memory between updates."""
+    offloads = role in recipe.trained_roles and recipe.train_config(role).optimizer.offload
+    return held.optimizer - held.masters if offloads else 0
 
 
 def _place(device: Device) -> Place:

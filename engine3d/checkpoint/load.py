@@ -70,6 +70,7 @@ def _load(engine: TrainEngine, directory: Path, reader: CheckpointReader) -> Loa
     for each in held:
         if each.optimizer is not None and has_moments:
             each.allocate_moments(common["optimizer_step"])
+    engine.put_state_away()
     kinds: tuple[Kind, ...] = ("weight", *MOMENTS) if has_moments else ("weight",)
     with ThreadPoolExecutor(_BATCHES, thread_name_prefix="batch") as pool:
         for _ in pool.map(lambda batch: _load_batch(reader, engine, batch, kinds), _batches(held)):
@@ -78,7 +79,6 @@ def _load(engine: TrainEngine, directory: Path, reader: CheckpointReader) -> Loa
         engine.model.start_param_sync(force_sync=True)
         if has_moments:
             set_optimizer_step(engine, common["optimizer_step"])
-        engine.put_state_away()
         engine.scheduler.num_steps = common["scheduler_steps"]
         engine.scheduler.step(0)
     same_layout = common["layout"] == str(engine.layout)

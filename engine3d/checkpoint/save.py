@@ -123,6 +123,12 @@ class EngineCheckpoint:
         with contextlib.suppress(RuntimeError, MemoryError):  # the save tries again, and says so
             self._staging.room(sizes)
 
+    def forget(self) -> None:
+        """The engine's optimizer is going to be another: let go of the state of the one before."""
+        if self._preparing is not None:
+            self._preparing.join()
+        self._structure, self._flats = None, []
+
     def begin(self, directory: Path, *, background: bool) -> Begun:
         """Begin to save into a directory that exists and is seen by all ranks.
 

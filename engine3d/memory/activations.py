@@ -37,12 +37,18 @@ def hidden_state(sizes: Sizes, layout: Layout, itemsize: int, *, sequence_parall
 
 
 def made_again_by_layer(sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool) -> float:
-    """Bytes a token of what one layer saves that selective recomputation does without: the experts' products, and the
-    output of the norm before them. (Other norms are part of the projection after them.)"""
-    if not sizes.is_sparse(layer):
-        return 0.0
+    """Bytes a token of what one layer saves that selective recomputation does without.
+
+    Of experts their products and the norm before them, of latent attention the norm and what is projected up. Other
+    norms are part of the projection after them.
+    """
     spread = layout.tp if sequence_parallel else 1
-    return itemsize * (sizes.experts_per_token * sizes.expert_ffn + sizes.hidden) / spread
+    elements = 0.0
+    if sizes.is_sparse(layer):
+        elements += (sizes.experts_per_token * sizes.expert_ffn + sizes.hidden) / spread
+    if sizes.latent is not None:
+        elements += sizes.hidden / spread + sum(_projected_up(sizes, sizes.latent, sizes.heads / layout.tp))
+    return itemsize * elements
 
 
 def gradients_of_layer(sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool) -> float:
@@ -71,12 +77,16 @@ def _grouped(sizes: Sizes, tp: int, heads: float) -> float:
 
 def _latent(sizes: Sizes, latent: Latent, heads: float) -> float:
     """Elements of multi-head latent attention, of which the ranks of a tensor-parallel group all make the latents."""
-    queries = heads * sizes.head_dim
     to_queries = 2 * latent.query_rank if latent.query_rank is not None else 0  # before the norm and after it
     to_keys = 2 * latent.key_value_rank + latent.rotary_dim
+    return to_queries + to_keys + sum(_projected_up(sizes, latent, heads))
+
+
+def _projected_up(sizes: Sizes, latent: Latent, heads: float) -> tuple[float, float, float]:
+    """Elements of queries, of keys and values, and of all as attention takes them."""
+    queries = heads * sizes.head_dim
     keys_and_values = heads * (sizes.head_dim - latent.rotary_dim + latent.value_dim)
-    turned = 2 * queries + heads * latent.value_dim  # queries, keys and values as attention takes them
-    return to_queries + to_keys + queries + keys_and_values + turned
+    return queries, keys_and_values, 2 * queries + heads * latent.value_dim
 
 
 def _dense_mlp(sizes: Sizes, layout: Layout, spread: int, itemsize: int) -> float:

@@ -25,14 +25,21 @@ class Held:
         gradients: the buffer that they are added up in.
         optimizer: this rank's part of Adam's two moments, and of what a bf16 weight lacks to float32. It is taken by
             the first update.
+        masters: of these, float32 weights, which are on the device even where the rest waits in host memory.
     """
 
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
+    masters: int = 0
 
     def __add__(self, other: Held) -> Held:
-        return Held(self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer)
+        return Held(
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.masters + other.masters,
+        )
 
     @property
     def total(self) -> int:
@@ -62,7 +69,7 @@ def held_by_rank(
         transformer_engine: whether the model is built from Transformer Engine's layers.
     """
     itemsize = getattr(torch, config.dtype).itemsize
-    gradient, state = _bytes_of_an_element(config)
+    gradient, state, master = _bytes_of_an_element(config)
     dense, experts = buffer_rules(spec.rules, layout)
     found = Held()
     for rules, copies in ((dense, layout.dp * layout.cp), (experts, layout.edp)):
@@ -76,15 +83,16 @@ def held_by_rank(
         elements = parameter_buffer(parameters, copies, tied=tied_stages(spec, layout)).elements
         found += Held(weights=elements * itemsize + others * _FLOAT32)
         if trainable:
-            found += Held(gradients=elements * gradient, optimizer=elements // copies * state)
+            own = elements // copies
+            found += Held(gradients=elements * gradient, optimizer=own * state, masters=own * master)
     return found
 
 
-def _bytes_of_an_element(config: TrainConfig) -> tuple[int, int]:
-    """Of a weight's gradient, and of what the optimizer keeps for it."""
+def _bytes_of_an_element(config: TrainConfig) -> tuple[int, int, int]:
+    """Of a weight's gradient, of what the optimizer keeps for it, and of this a float32 weight."""
     if config.dtype == "float32":
-        return _FLOAT32, 2 * _FLOAT32
+        return _FLOAT32, 2 * _FLOAT32, 0
     if config.optimizer.precision_aware:
         # Transformer Engine keeps the 16 bits by which a float32 weight differs from the bf16 one.
-        return _BFLOAT16, 3 * _BFLOAT16
-    return _FLOAT32, 3 * _FLOAT32
+        return _BFLOAT16, 3 * _BFLOAT16, 0
+    return _FLOAT32, 3 * _FLOAT32, _FLOAT32

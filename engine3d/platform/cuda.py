@@ -49,7 +49,13 @@ def graph_batch_sizes(most: int) -> list[int]:
     sizes = {1, 2, 4}
     for octave in _OCTAVES:
         sizes |= {octave * part // 4 for part in ((4, 6) if octave < _LARGE_BATCH else (4, 5, 6, 7))}
-    return [*sorted(size for size in sizes if size <= most * 31 // 32), most]
+    found = sorted(size for size in sizes if size < most)
+    if len(found) > 1:
+        *fewer, last = found
+        padded = fewer[-1] + 1  # the least batch that would run in the graph of `most` without the last one
+        if last > most * 31 // 32 and most < (1.25 if padded >= _LARGE_BATCH else 1.5) * padded:
+            found = fewer
+    return [*found, most]
 
 
 class CudaPlatform(Platform):

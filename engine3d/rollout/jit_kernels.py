@@ -3,17 +3,21 @@
     python -m engine3d.rollout.jit_kernels MODEL_DIRECTORY DTYPE TP STAMP
 
 SGLang has a kernel made by the compiler (nvcc, by tvm-ffi) when it first needs it, several seconds each, and keeps them
-in a cache. This process fills that cache while SGLang is still being imported; whoever needs a kernel that is being
-compiled waits for it. It is a hint: a kernel that is not foreseen here is compiled by SGLang as ever.
+in a cache. This process makes them while SGLang is still being imported, in a directory of its own, and moves them into
+that cache when they are whole. It is a hint: what is not foreseen here, or not there in time, SGLang compiles as ever.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +28,10 @@ from pathlib import Path
 from typing import Any
 
 _CACHE_VARIABLE, _CACHE = "TVM_FFI_CACHE_DIR", "~/.cache/tvm-ffi"
-_STAMP = "engine3d-"
+_PREFIX = "engine3d-"
+_STALE_S = 3600.0
+_ALL_REDUCE = (2, 4, 6, 8)
+"""Tensor parallel sizes for which SGLang has an all-reduce of its own."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +50,19 @@ class Kernel:
 
 
 def start(server_arguments: Mapping[str, Any]) -> subprocess.Popen[bytes] | None:
-    """Begin to compile for an engine; None where it was done already on this machine, for such an engine."""
-    arguments = [str(server_arguments[name]) for name in ("model_path", "dtype", "tp_size")]
+    """Begin to compile for an engine; None where that was done already on this machine, or cannot be done."""
     try:
-        described = [
-            version("sglang"),
-            *map(str, kernels(_config(Path(arguments[0])), arguments[1], int(arguments[2]))),
-        ]
-    except KeyError:
-        return None  # a family that is described in other terms
-    stamp = Path(os.environ.get(_CACHE_VARIABLE, _CACHE)).expanduser()
-    stamp /= _STAMP + hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
-    if stamp.exists():
+        arguments = [str(server_arguments[name]) for name in ("model_path", "dtype", "tp_size")]
+        wanted = kernels(_config(Path(arguments[0])), arguments[1], int(arguments[2]))
+        described = [version("sglang"), version("apache-tvm-ffi"), *map(str, wanted)]
+        name = _PREFIX + hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
+        stamp = Path(os.environ.get(_CACHE_VARIABLE, _CACHE)).expanduser() / name
+        if stamp.exists():
+            return None
+        return subprocess.Popen([sys.executable, "-m", __spec__.name, *arguments, str(stamp)], stdin=subprocess.DEVNULL)
+    except Exception as error:  # a family that is described in other terms, a cache that cannot be read
+        _tell(error)
         return None
-    return subprocess.Popen([sys.executable, "-m", __spec__.name, *arguments, str(stamp)], stdin=subprocess.DEVNULL)
 
 
 def kernels(config: Mapping[str, Any], dtype: str, tp: int) -> list[Kernel]:
@@ -72,15 +78,15 @@ def kernels(config: Mapping[str, Any], dtype: str, tp: int) -> list[Kernel]:
         Kernel("clamp_position", "_jit_clamp_position_module", ("int64",)),
         Kernel("resolve_future_token_ids", "_jit_resolve_future_token_ids_module", ("int64",)),
     ]
+    half = dtype != "float32"
     if "kv_lora_rank" not in config:
         head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         groups = max(1, config["num_key_value_heads"] // tp)
-        itemsize = 4 if dtype == "float32" else 2
-        found.append(Kernel("kvcache", "_jit_kvcache_module", (groups * head * itemsize,)))
+        found.append(Kernel("kvcache", "_jit_kvcache_module", (groups * head * (2 if half else 4),)))
         found.append(Kernel("rope", "_jit_fused_rope_module", (True, head, dtype)))
-        if config["model_type"].startswith("qwen3"):
+        if half and head in (64, 128, 256) and config["model_type"].startswith("qwen3"):
             found.append(Kernel("norm", "_jit_qknorm_module", (head, dtype)))
-    if tp > 1:
+    if tp in _ALL_REDUCE:
         found += [Kernel("all_reduce", "_init_communicator"), Kernel("all_reduce", "_init_ipc_manager")]
         found.append(Kernel("all_reduce", "get_all_reduce_module", (dtype, tp)))
     return found
@@ -95,7 +101,14 @@ def _compile(kernel: Kernel) -> None:
     import torch
 
     arguments = [getattr(torch, each) if isinstance(each, str) else each for each in kernel.arguments]
-    getattr(import_module(f"sglang.jit_kernel.{kernel.module}"), kernel.function)(*arguments)
+    try:
+        getattr(import_module(f"sglang.jit_kernel.{kernel.module}"), kernel.function)(*arguments)
+    except Exception as error:
+        _tell(error)
+
+
+def _tell(error: Exception) -> None:
+    print(f"not compiled ahead: {type(error).__name__}: {' '.join(str(error).split())}", flush=True)
 
 
 def main(arguments: list[str]) -> None:
@@ -111,18 +124,34 @@ def main(arguments: list[str]) -> None:
     # Asking CUDA would take half a gigabyte of the GPU for as long as this process lives.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     capability = pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByIndex(0))
-    # Processes, because what SGLang tells the compiler is in their environment.
-    workers = min(len(wanted), os.cpu_count() or 1)
-    with (
-        arch.override_jit_cuda_arch(*capability, arch._cuda_arch_suffix(*capability)),
-        ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool,
-    ):
-        list(pool.map(_compile, wanted))
+    cache = Path(stamp).parent
+    cache.mkdir(parents=True, exist_ok=True)
+    _remove_stale(cache)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=_PREFIX) as made:
+        os.environ[_CACHE_VARIABLE] = made
+        # Processes, because what SGLang tells the compiler is in their environment.
+        workers = min(len(wanted), os.cpu_count() or 1)
+        with (
+            arch.override_jit_cuda_arch(*capability, arch._cuda_arch_suffix(*capability)),
+            ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool,
+        ):
+            list(pool.map(_compile, wanted))
+        for path in Path(made).iterdir():
+            if any(path.glob("*.so")):
+                with contextlib.suppress(OSError):  # SGLang was faster
+                    path.rename(cache / path.name)
     Path(stamp).touch()
+
+
+def _remove_stale(cache: Path) -> None:
+    """What processes that were killed have left."""
+    for path in cache.glob(f"{_PREFIX}*"):
+        if path.is_dir() and time.time() - path.stat().st_mtime > _STALE_S:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except Exception as error:
-        print(f"kernels are not compiled ahead: {type(error).__name__}: {' '.join(str(error).split())}", flush=True)
+        _tell(error)

@@ -34,6 +34,9 @@ _OTHER_GRAPHS = {
     "speculative_algorithm",
 }
 
+# Of SGLang's arguments, those by which it is asked to compile.
+_COMPILED = {"enable_torch_compile", "cuda_graph_config", "cuda_graph_backend_prefill"}
+
 # SGLang keeps some positions of a context for itself (managers/tp_worker.py, scheduler.py): this many more are asked
 # for, so that prompt and response together can really have `context_length` tokens.
 RESERVED_TOKENS = 8
@@ -88,6 +91,8 @@ def context_length(config: RolloutConfig, model: ModelFacts) -> int:
 
 def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]:
     """Arguments of `sglang.Engine`: ours, then what the platform needs, then what the user gave for SGLang."""
+    given_graphs = not _OTHER_GRAPHS.isdisjoint(config.server_args)
+    requests = config.max_running_requests + (0 if given_graphs else SPARE_REQUESTS)
     arguments: dict[str, Any] = {
         "model_path": str(model.directory),
         "skip_tokenizer_init": True,
@@ -96,7 +101,7 @@ def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
         "dtype": config.dtype,
         "context_length": context_length(config, model) + RESERVED_TOKENS,
         "mem_fraction_static": config.mem_fraction_static,
-        "max_running_requests": config.max_running_requests + SPARE_REQUESTS,
+        "max_running_requests": requests,
         "random_seed": config.seed,
         "enable_deterministic_inference": config.deterministic,
         "disable_cuda_graph": not config.cuda_graph,
@@ -107,8 +112,8 @@ def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
         "nccl_port": _unused_port(),
         "log_level": "info",
     }
-    arguments |= platform.rollout_server_arguments(config.max_running_requests + SPARE_REQUESTS)
-    if not _OTHER_GRAPHS.isdisjoint(config.server_args):
+    arguments |= platform.rollout_server_arguments(requests)
+    if given_graphs:
         arguments.pop("cuda_graph_bs_decode", None)
     if config.attention_backend is not None:
         arguments["attention_backend"] = config.attention_backend
@@ -138,9 +143,9 @@ def environment(
     """The environment of the engine's processes."""
     variables = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLES.match(name)}
     variables |= platform.rollout_environment(config.tp)
-    if platform.gpus and not (config.deterministic or config.server_args.get("enable_torch_compile")):
+    if platform.gpus and not _compiles(config):
         # A handful of operations beside the large kernels, which CUDA graphs hold anyway: half a minute of every first
-        # start. (Deterministic sampling is slow without.)
+        # start.
         variables.setdefault("TORCH_COMPILE_DISABLE", "1")
     if devices:
         variables |= platform.visible_devices(devices)
@@ -154,6 +159,12 @@ def environment(
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for RESERVED_TOKENS: no position beyond the model's is used
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def _compiles(config: RolloutConfig) -> bool:
+    """Whether an engine does what is slow, or nothing, without torch.compile: deterministic sampling, among others."""
+    asks = config.deterministic or config.attention_backend == "flex_attention"
+    return asks or not _COMPILED.isdisjoint(config.server_args)
 
 
 def _other_model_modules(architectures: tuple[str, ...]) -> list[str]:

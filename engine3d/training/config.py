@@ -51,7 +51,9 @@ class OptimizerConfig(Settings):
         False, description="bf16 gradients and moments with fp32 masters (Transformer Engine's FusedAdam)"
     )
     offload: bool = Field(
-        False, description="keep the state in page-locked host memory, and on the GPU only while it is updated"
+        False,
+        description="keep the state in page-locked host memory, and on the GPU only while it is updated; float32 "
+        "masters stay there, which precision_aware does without",
     )
 
     @model_validator(mode="after")

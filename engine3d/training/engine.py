@@ -144,8 +144,9 @@ class TrainEngine:
         self.device = next(module.parameters()).device
         self._forward_backward = get_forward_backward_func()
         self.optimizer: Any = None
-        self._host_state: HostState | None = None
+        self.scheduler: Any = None
         self._settled = False
+        self._host_state: HostState | None = None
         if trainable:
             self.model = wrap_for_training(module, config)
             self._start_optimizer()
@@ -274,7 +275,7 @@ class TrainEngine:
             self.optimizer.step()
             self.scheduler.step(1)
             self.put_state_away()
-        if not self._settled:
+        if applied and not self._settled:
             # What is there now stays. Python's collector would look at it again, for half a second, after every few
             # dozen micro-batches, on each rank at another time, and all would wait for it.
             gc.collect()
@@ -356,11 +357,13 @@ class TrainEngine:
     def reset_optimizer(self, settings: OptimizerConfig) -> None:
         """Start the optimizer's moments and its learning-rate schedule afresh; the weights stay."""
         self.config = self.config.model_copy(update={"optimizer": settings})
-        self.optimizer = self._host_state = None  # their memory, before the new ones take their own
+        # Their memory, before the new ones take their own.
+        self.optimizer = self.scheduler = self._host_state = None
         self._start_optimizer()
 
     def _start_optimizer(self) -> None:
         self.optimizer, self.scheduler = build_optimizer(self.model, self.config)
+        self._settled = False
         if self.config.optimizer.offload:
             self._host_state = HostState(self.optimizer, self.device)
 

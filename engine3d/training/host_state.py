@@ -65,7 +65,7 @@ class HostState:
 
     @property
     def nbytes(self) -> int:
-        """Host memory that is held."""
+        """Host memory that is held, but for what PyTorch takes more: it rounds each GiB or less to a power of two."""
         return sum(chunk.nbytes for chunk in self._chunks)
 
     def take(self) -> None:

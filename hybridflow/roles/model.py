@@ -181,6 +181,7 @@ class ModelWorker:
     @register(ONE_TO_ALL)
     def reset_optimizer(self, config: OptimizerConfig) -> None:
         """Start the optimizer and its schedule afresh, with other settings."""
+        self._checkpoint.forget()
         self._engine.reset_optimizer(config)
 
     @register(ONE_TO_ALL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.sequences import Sequences
 from tests.engine3d import tiny_models
 from tests.engine3d.distributed import run_distributed
-from tests.engine3d.test_training import LAYOUTS, _train
+from tests.engine3d.test_training import LAYOUTS, SETTINGS, _train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,6 +66,29 @@ def test_transformer_engine_holds_the_same_model(name: str, tmp_path: Path) -> N
         difference = (logprobs - reference).abs()
         assert difference.mean() < 0.05, f"packing={packing}: mean {difference.mean():.4f}, max {difference.max():.4f}"
         assert losses[-1] < losses[0]
+
+
+def _ways_to_need_less(directory: Path) -> list[dict[str, Any]]:
+    """Updates that keep everything where it is made, and others that do not."""
+    os.environ |= platform.training_environment(1, deterministic=True)
+    aware = SETTINGS.model_copy(update={"precision_aware": True})
+    ways: list[dict[str, Any]] = [
+        {"optimizer": aware},
+        {"optimizer": aware.model_copy(update={"offload": True})},
+        {"optimizer": aware, "recompute": "selective"},
+        {"optimizer": aware, "recompute": "full", "recompute_layers": 1},
+        {"optimizer": aware, "recompute": "full"},
+    ]
+    return [_train(directory, {}, 1, dtype="bfloat16", deterministic=True, **way) for way in ways]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_what_needs_less_memory_learns_the_same(name: str, tmp_path: Path) -> None:
+    tiny_models.make(name, tmp_path / "model")
+    [[kept, *others]] = run_distributed(_ways_to_need_less, 1, tmp_path / "model", timeout_s=300)
+    for other in others:
+        assert other["losses"] == kept["losses"] and other["norms"] == kept["norms"]
+        assert torch.equal(other["after"], kept["after"])
 
 
 def _train_all(directory: Path, world_size: int) -> list[dict[str, Any]]:

@@ -56,4 +56,11 @@ def test_nothing_is_compiled_twice_or_for_an_unknown_family(monkeypatch: pytest.
     stamp.touch()
     assert start(known) == []
     assert start(known.replace("64", "128")) != []
-    assert start('{"model_type": "other"}') == []
+    for other in ('{"model_type": "other"}', known.replace("2}", "null}"), "no JSON"):
+        assert start(other) == []
+
+
+def test_what_sglang_would_not_compile_is_left_out() -> None:
+    config = {**named_model("qwen3-30b-a3b").hf_config, "head_dim": 80}
+    modules = {kernel.module for kernel in jit_kernels.kernels(config, "bfloat16", 16)}
+    assert "kvcache" in modules and not {"norm", "all_reduce"} & modules

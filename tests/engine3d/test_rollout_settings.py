@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,12 +104,12 @@ def test_an_engines_devices_are_counted_among_those_that_its_client_sees(monkeyp
     assert CudaPlatform().visible_devices((1, 2)) == {"CUDA_VISIBLE_DEVICES": "1,2"}
 
 
-@pytest.mark.parametrize("most", [1, 3, 8, 100, 257, 1000, 1025, 4096])
-def test_every_batch_runs_in_a_graph_that_is_little_larger(most: int) -> None:
-    sizes = graph_batch_sizes(most)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == most
-    for batch in range(8, most + 1):
-        assert min(size for size in sizes if size >= batch) < (1.25 if batch >= 256 else 1.5) * batch
+def test_every_batch_runs_in_a_graph_that_is_little_larger() -> None:
+    for most in (*range(1, 700), 1000, 1025, 4096):
+        sizes = graph_batch_sizes(most)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == most
+        for smaller, size in itertools.pairwise([7, *(size for size in sizes if size > 7)]):
+            assert size < (1.25 if smaller + 1 >= 256 else 1.5) * (smaller + 1), (most, smaller, size)
 
 
 def test_graphs_reach_as_far_as_requests_unless_they_are_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -116,11 +118,36 @@ def test_graphs_reach_as_far_as_requests_unless_they_are_given(monkeypatch: pyte
     arguments = launch.server_arguments(RolloutConfig(max_running_requests=640), model)
     assert arguments["cuda_graph_bs_decode"] == graph_batch_sizes(641)
     assert arguments["max_running_requests"] == 641  # see SPARE_REQUESTS
-    given = launch.server_arguments(RolloutConfig(server_args={"cuda_graph_max_bs_decode": 64}), model)
-    assert given["cuda_graph_max_bs_decode"] == 64 and "cuda_graph_bs_decode" not in given
+    given = launch.server_arguments(RolloutConfig(server_args={"cuda_graph_max_bs_decode": 256}), model)
+    assert given["cuda_graph_max_bs_decode"] == 256 and "cuda_graph_bs_decode" not in given
+    assert given["max_running_requests"] == 256  # a batch of one more would have no graph
     assert given["disable_prefill_cuda_graph"]
     prefill = launch.server_arguments(RolloutConfig(server_args={"cuda_graph_max_bs_prefill": 64}), model)
     assert prefill["cuda_graph_bs_decode"] == graph_batch_sizes(257)
+
+
+class _OneGpu(CudaPlatform):
+    gpus = 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "compiles"),
+    [
+        ({}, False),
+        ({"deterministic": True}, True),
+        ({"attention_backend": "flex_attention"}, True),
+        ({"server_args": {"enable_torch_compile": True}}, True),
+        ({"server_args": {"chunked_prefill_size": 512}}, False),
+    ],
+)
+def test_an_engine_compiles_where_it_has_to(
+    settings: dict[str, Any], compiles: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    monkeypatch.setattr(launch, "platform", _OneGpu())
+    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096, None)
+    environment = launch.environment(RolloutConfig(**settings), model, (0,))
+    assert environment.get("TORCH_COMPILE_DISABLE") == (None if compiles else "1")
 
 
 @pytest.mark.parametrize(("prompts", "samples", "running"), [(5, 4, 8), (3, 1, 100), (4, 8, 4), (7, 3, 1000)])

@@ -343,11 +343,24 @@ def test_some_layers_are_computed_again_only_where_layers_are() -> None:
         TrainConfig(recompute_layers=2)
 
 
+def _anew(directory: Path, settings: OptimizerConfig) -> list[float]:
+    """Gradient norms before and after the optimizer was started afresh."""
+    engine = _engine(directory, {}, 1, optimizer=settings)
+    sequences, _ = _own(_samples(), engine)
+    norms = [engine.update(sequences, _loss, with_entropy=True).grad_norm for _ in range(2)]
+    engine.reset_optimizer(settings)
+    parts = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+    assert not any(part.optimizer.state for part in parts)
+    norms += [engine.update(sequences, _loss, with_entropy=True).grad_norm for _ in range(3)]
+    engine.close()
+    return norms
+
+
 def _offload(directory: Path) -> tuple[list[dict[str, Any]], list[tuple[int, bool, bool]]]:
     """Updates with the optimizer's state kept on the device and in host memory; and where it was in the latter."""
     from engine3d.training.host_state import HostState
 
-    kept = [_train(directory, {}, 1)]
+    kept = [_train(directory, {}, 1) | {"anew": _anew(directory, SETTINGS)}]
     seen: list[tuple[int, bool, bool]] = []
 
     def watched(take: Any) -> Any:
@@ -361,13 +374,16 @@ def _offload(directory: Path) -> tuple[list[dict[str, Any]], list[tuple[int, boo
 
     HostState.take = watched(HostState.take)  # type: ignore[method-assign]
     offloaded = SETTINGS.model_copy(update={"offload": True})
-    kept.append(_train(directory, {}, 1, optimizer=offloaded))
-    return kept, seen
+    trained = _train(directory, {}, 1, optimizer=offloaded)
+    watched_steps = list(seen)
+    kept.append(trained | {"anew": _anew(directory, offloaded)})
+    return kept, watched_steps
 
 
 def test_the_optimizers_state_may_wait_in_host_memory(directory: Path) -> None:
     [((on_device, in_host), seen)] = run_distributed(_offload, 1, directory, timeout_s=180)
     assert in_host["losses"] == on_device["losses"] and in_host["norms"] == on_device["norms"]
+    assert in_host["anew"] == on_device["anew"]
     assert torch.equal(in_host["after"], on_device["after"])
     [first, *others] = seen
     assert first[0] == 0 and len(others) == 2  # the first update makes the state

@@ -145,6 +145,9 @@ def _again(directory: Path, root: Path, sizes: dict[str, int], settings: dict[st
     told["updates"] += [update(engine, number) for number in (99, 11, 2, 3, 99, 13, 20)]
     checkpoint.begin(_made(root / "end-again"), background=True)
     checkpoint.finish()
+    checkpoint.load(root / "background-1")  # over a state that is there
+    checkpoint.begin(_made(root / "loaded-again"), background=True)
+    checkpoint.finish()
     engine.close()
     return told
 
@@ -218,6 +221,7 @@ def test_a_resumed_engine_is_the_one_that_went_on(name: str, saved: Callable[[st
         assert after["updates"][5:] == updates[5:]
     assert_same(root / "loaded", root / "background-1")
     assert_same(root / "end-again", root / "end")
+    assert_same(root / "loaded-again", root / "background-1")
 
 
 @pytest.mark.processes

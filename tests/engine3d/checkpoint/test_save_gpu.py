@@ -23,6 +23,12 @@ AWARE = OptimizerConfig(**SETTINGS.model_dump() | {"precision_aware": True})
 CASES: dict[str, tuple[str, int, dict[str, int], dict[str, Any]]] = {
     "masters": ("deepseek_v3", 1, {}, {"dtype": "bfloat16"}),
     "precision-aware": ("qwen3_moe", 1, {}, {"dtype": "bfloat16", "optimizer": AWARE}),
+    "in host memory": (
+        "qwen3_moe",
+        1,
+        {},
+        {"dtype": "bfloat16", "optimizer": AWARE.model_copy(update={"offload": True}), "recompute": "selective"},
+    ),
     "two": ("qwen3_moe", 2, {"ep": 2}, {"dtype": "bfloat16", "optimizer": AWARE}),
 }
 
