@@ -12,9 +12,10 @@ from engine3d.checkpoint.plan import plan_checkpoint
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.memory import Held, Serving, Working, held_by_rank, inference_peak, serving_by_rank, update_peak
-from engine3d.memory.overhead import CONTEXT_BYTES
+from engine3d.memory.overhead import CONTEXT_BYTES, DRIVER_BYTES, communicators, engine_workspace
 from engine3d.models import ModelSpec
 from engine3d.models.rules import ExpertOrder
+from engine3d.platform.cuda import graph_batch_sizes
 from engine3d.reshard.shards import Place
 from engine3d.reshard.source import PlannedTrainer
 from hybridflow.config import Recipe
@@ -140,7 +141,7 @@ def foresee(
     every = sorted({device for role in (*specs, "rollout") for device in devices[role] if device.kind == "cuda"})
     gpus: list[GpuMemory] = []
     for device in every:
-        found = _gpu(recipe, device, ranks, engines, gpu_bytes)
+        found = _gpu(recipe, device, specs, ranks, engines, gpu_bytes)
         like = next((number for number, gpu in enumerate(gpus) if replace(gpu, devices=()) == found), None)
         if like is None:
             gpus.append(replace(found, devices=(device,)))
@@ -160,6 +161,7 @@ class _Ranks:
     """A model's ranks: what each holds, and takes at work, by its device."""
 
     trained: bool
+    layout: Layout
     held: dict[Device, Held]
     inference: dict[Device, Working]
     update: dict[Device, Working]
@@ -172,7 +174,7 @@ class _Ranks:
         share = -(-samples // layout.dp)
         tokens = [max(sequence_tokens, min(config.micro_batch_tokens, share * sequence_tokens))]
         tokens.append(max(sequence_tokens, min(tokens[0], -(-share // recipe.trainer.mini_batches) * sequence_tokens)))
-        found = cls(trained, {}, {}, {})
+        found = cls(trained, layout, {}, {}, {})
         first: dict[tuple[int, ...], Device] = {}
         for (_, at), device in zip(layout.ranks(), devices, strict=True):
             like = first.setdefault((at.pp, at.tp, at.ep, at.etp), device)
@@ -204,6 +206,7 @@ def _engines(recipe: Recipe, devices: Mapping[str, Sequence[Device]], spec: Mode
 def _gpu(
     recipe: Recipe,
     device: Device,
+    specs: Mapping[str, ModelSpec],
     ranks: Mapping[str, _Ranks],
     engines: Mapping[Device, Serving],
     gpu_bytes: int,
@@ -224,7 +227,9 @@ def _gpu(
         always["engine weights"] = serving.weights - serving.shared
         tokens = _cache_tokens(recipe, serving, here, device, gpu_bytes)
         cache = tokens * serving.cache_of_a_token
-    always["runtime"] = CONTEXT_BYTES * (len(here) + (serving is not None))
+        always["engine workspace"] = _engine_workspace(recipe, specs["actor"])
+    always["communicators"] = sum(communicators(each.layout) for each in here.values())
+    always["runtime"] = DRIVER_BYTES + CONTEXT_BYTES * (len(here) + (serving is not None))
     always = {name: size for name, size in always.items() if size}
     kept = {"KV cache": cache} if cache and not recipe.rollout.engine.memory_saver else {}
     phases = []
@@ -242,6 +247,17 @@ def _gpu(
             items = kept | gradients | working
             phases.append(Phase(f"update of {role}", items, advice("update")))
     return GpuMemory((), always, tuple(phases), tokens)
+
+
+def _engine_workspace(recipe: Recipe, spec: ModelSpec) -> int:
+    config = recipe.rollout.engine
+    return engine_workspace(
+        requests=config.max_running_requests,
+        vocabulary=spec.vocab_size,
+        layers=spec.sizes.layers,
+        graphs=len(graph_batch_sizes(config.max_running_requests)) if config.cuda_graph else 0,
+        tp=config.tp,
+    )
 
 
 def _at_work(working: Working) -> dict[str, int]:
@@ -276,7 +292,7 @@ def _cache_tokens(recipe: Recipe, serving: Serving, here: Mapping[str, _Ranks], 
     if engine.max_total_tokens is not None:
         return engine.max_total_tokens
     taken = sum(each.held[device].weights for each in here.values())
-    free = gpu_bytes - taken - CONTEXT_BYTES * (len(here) + 1)
+    free = gpu_bytes - taken - DRIVER_BYTES - CONTEXT_BYTES * (len(here) + 1)
     left = engine.mem_fraction_static * free - (serving.weights - serving.shared)
     return max(0, int(left // serving.cache_of_a_token))
 

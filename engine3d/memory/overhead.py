@@ -1,6 +1,46 @@
-"""What a process takes of a GPU beside the tensors that are foreseen one by one: rounded figures, measured on H200."""
+"""What a GPU holds beside the tensors that are foreseen one by one: rounded figures, measured on H200 with NVML."""
 
 from __future__ import annotations
 
+from engine3d.layout import Layout
+
+DRIVER_BYTES = 650 * 10**6
+"""Of every GPU, before a process uses it."""
+
 CONTEXT_BYTES = 620 << 20
 """Of every process: CUDA's context, the kernels that were loaded, cuBLAS's workspace."""
+
+_COMMUNICATOR_BYTES = 484 << 20
+_PEER_BYTES = 640 << 20
+"""Of NCCL: for each group of ranks that communicates, and for each rank with which tokens are exchanged."""
+
+_ENGINE_COMMUNICATION_BYTES = 1250 * 10**6
+_GRAPH_BYTES_OF_A_LAYER = 720 * 10**3
+_LOGITS = 5.8
+"""Tensors as large as the float32 logits of all requests: of the largest CUDA graph, of sampling and its log-probs."""
+
+
+def communicators(layout: Layout) -> int:
+    """Bytes that NCCL takes on a rank of a model.
+
+    Megatron-Core makes several groups of the same ranks, and NCCL takes memory for each.
+    """
+    if layout.world_size == 1:
+        return 0
+    sizes = ((layout.dp, 2), (layout.tp, 2), (layout.pp, 2), (layout.ep * layout.etp, 3))
+    groups = 1 + sum(count for size, count in sizes if size > 1)
+    return groups * _COMMUNICATOR_BYTES + (layout.ep * layout.etp - 1) * _PEER_BYTES
+
+
+def engine_workspace(*, requests: int, vocabulary: int, layers: int, graphs: int, tp: int) -> int:
+    """Bytes that an engine takes on a rank beside weights and KV cache.
+
+    Args:
+        requests: that it runs at once.
+        vocabulary: of the model.
+        layers: of the model.
+        graphs: batch sizes for which CUDA graphs are captured.
+        tp: its tensor parallel size.
+    """
+    communication = _ENGINE_COMMUNICATION_BYTES if tp > 1 else 0
+    return communication + graphs * layers * _GRAPH_BYTES_OF_A_LAYER + round(_LOGITS * requests * vocabulary * 4)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks import memory
 from hybridflow.device_samples import DeviceSample
 from hybridflow.devices import Device
 from hybridflow.memory import GpuMemory, Ledger, Phase
-from hybridflow.report.run_data import RunData
+from hybridflow.report.run_data import RunData, read_run
 from hybridflow.timeline import Span
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RUNS = [path.parent for path in sorted(RESULTS.rglob("devices.jsonl"))]
 
 
 def _run() -> RunData:
@@ -36,8 +41,17 @@ def test_every_phase_that_was_seen_is_compared_and_the_worst_moment_of_all() -> 
         Phase("update of actor", {"gradients": 17 * 10**9}, ""),
     )
     gpus = (GpuMemory((Device(0, "cuda", 0),), {"actor weights": 64 * 10**9}, phases, 100),)
-    found = {each.phase: each for each in memory.compare(_run(), Ledger(gpus, 10**11, (0,), 10, 10))}
+    found = {each.phase: each for each in memory.compare(_run(), Ledger(gpus, 10**11, ({},), 10, 10))}
     assert found.keys() == {"rollout", "update of actor", "most"}
     assert found["rollout"].error == pytest.approx(74 / 71 - 1)
     assert found["update of actor"].error == 0
     assert (found["most"].foreseen, found["most"].measured) == (81 * 10**9, 96 * 10**9)
+
+
+@pytest.mark.parametrize("directory", RUNS, ids=[str(path.relative_to(RESULTS)) for path in RUNS])
+def test_what_gpus_held_in_runs_that_were_kept_is_foreseen(directory: Path) -> None:
+    run = read_run(directory)
+    found = memory.compare(run, memory._ledger(directory, run, sequence_tokens=2048, gpu_gb=150.75))
+    assert len(found) > 1
+    for each in found:
+        assert abs(each.error) < 0.07, each
