@@ -154,6 +154,8 @@ class TrainEngine:
             self.model = module.eval().requires_grad_(False)
 
     def _megatron_settings(self) -> dict[str, Any]:
+        if self._gathers_tokens and not self.config.packing:
+            raise UserError("moe_token_dispatcher_type=allgather needs packing=true, found false")
         settings: dict[str, Any] = {
             "sequence_parallel": self.config.sequence_parallel and self.layout.tp > 1,
             # Packed micro-batches differ in length, and so do the activations that go between stages.
@@ -300,7 +302,18 @@ class TrainEngine:
         all_reduce(count, dist.ReduceOp.MAX, self._dp_group)
         batches = assign(lengths, costs, self.config.micro_batch_tokens, at_least=max(1, int(count)))
         multiple = self.layout.tp if self.config.sequence_parallel else 1
-        return [micro_batch(sequences, indices, packed=self.config.packing, multiple=multiple) for indices in batches]
+        positions = torch.tensor([sum(lengths[index] for index in indices) for indices in batches], device=self.device)
+        if self._gathers_tokens:
+            all_reduce(positions, dist.ReduceOp.MAX, self._dp_group)
+        return [
+            micro_batch(sequences, indices, packed=self.config.packing, multiple=multiple, positions=least)
+            for indices, least in zip(batches, positions.tolist(), strict=True)
+        ]
+
+    @property
+    def _gathers_tokens(self) -> bool:
+        """Whether ranks that share experts gather each other's tokens, and so need as many each."""
+        return self.layout.ep > 1 and self.config.megatron.get("moe_token_dispatcher_type") == "allgather"
 
     def _run(
         self,

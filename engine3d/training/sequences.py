@@ -198,18 +198,21 @@ def _fill(
     return [sorted(batch) for batch in batches]
 
 
-def micro_batch(sequences: Sequences, indices: Sequence[int], *, packed: bool, multiple: int) -> MicroBatch:
+def micro_batch(
+    sequences: Sequences, indices: Sequence[int], *, packed: bool, multiple: int, positions: int = 0
+) -> MicroBatch:
     """The micro-batch of the sequences at `indices`; its length is padded to a multiple of `multiple`.
 
     Args:
         packed: lay the sequences end to end; otherwise one a row.
+        positions: of a packed one, at least so many.
     """
     offsets = sequences.offsets()
     spans = [(offsets[index], offsets[index + 1]) for index in indices]
     lengths = [end - start for start, end in spans]
     flat = torch.cat([torch.arange(start, end) for start, end in spans] or [torch.empty(0, dtype=torch.int64)])
     if packed:
-        rows, width = 1, _padded(sum(lengths), multiple)
+        rows, width = 1, _padded(max(sum(lengths), positions), multiple)
         starts = [0, *torch.cumsum(torch.tensor(lengths), 0).tolist()][: len(lengths)]
     else:
         rows, width = max(1, len(lengths)), _padded(max(lengths, default=0), multiple)

@@ -391,3 +391,19 @@ def test_the_optimizers_state_may_wait_in_host_memory(directory: Path) -> None:
     for nbytes, was_away, is_there in others:
         assert was_away and is_there
         assert 2 * 4 * parameters <= nbytes < 1.2 * 2 * 4 * parameters  # two moments in float32, and room between
+
+
+def _gather(directory: Path) -> dict[str, Any]:
+    gathers = {"moe_token_dispatcher_type": "allgather"}
+    found = _train(directory, {"ep": 2}, 2, megatron=gathers)
+    with pytest.raises(UserError, match="allgather needs packing=true"):
+        _engine(directory, {"ep": 2}, 2, packing=False, megatron=gathers)
+    return found
+
+
+def test_tokens_may_be_gathered_for_experts(directory: Path, alone: dict[str, Any]) -> None:
+    ranks = run_distributed(_gather, 2, directory, timeout_s=180)
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+    assert len({rank["positions"] for rank in ranks}) == 1 < len({rank["tokens"] for rank in ranks})
