@@ -157,7 +157,7 @@ class _Rooms(threading.local):
 
 
 def _read_ahead(path: Path, start: int) -> None:
-    """Bring a stretch of a file into the system's cache. Linux reads two megabytes or less of what it is advised of."""
+    """Bring a stretch of a file into the system's cache. Linux reads but a few megabytes of what it is advised of."""
     scratch = bytearray(_SCRATCH_BYTES)
     with path.open("rb", buffering=0) as file:
         for offset in range(start, start + _STRETCH_BYTES, _SCRATCH_BYTES):
