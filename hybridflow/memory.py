@@ -133,15 +133,15 @@ def foresee(
         specs: of the actor and of each model beside it.
         gpu_bytes: of each GPU.
         sequence_tokens: of the longest prompt with its response.
-        with_engines: false leaves out the engines' weights and caches, and memory of the host: what is left is known at
-            once, without SGLang.
+        with_engines: false leaves out the engines' weights and caches, memory of the host, and what is only estimated:
+            what is left is known at once, without SGLang, and certain.
     """
     ranks = {role: _Ranks.of(recipe, role, devices[role], specs[role], sequence_tokens) for role in specs}
     engines = _engines(recipe, devices, specs["actor"]) if with_engines else dict.fromkeys(devices["rollout"], _NOTHING)
     every = sorted({device for role in (*specs, "rollout") for device in devices[role] if device.kind == "cuda"})
     gpus: list[GpuMemory] = []
     for device in every:
-        found = _gpu(recipe, device, specs, ranks, engines, gpu_bytes)
+        found = _gpu(recipe, device, specs, ranks, engines, gpu_bytes, estimate=with_engines)
         like = next((number for number, gpu in enumerate(gpus) if replace(gpu, devices=()) == found), None)
         if like is None:
             gpus.append(replace(found, devices=(device,)))
@@ -210,6 +210,8 @@ def _gpu(
     ranks: Mapping[str, _Ranks],
     engines: Mapping[Device, Serving],
     gpu_bytes: int,
+    *,
+    estimate: bool,
 ) -> GpuMemory:
     here = {role: each for role, each in ranks.items() if device in each.held}
     serving = engines.get(device)
@@ -227,9 +229,11 @@ def _gpu(
         always["engine weights"] = serving.weights - serving.shared
         tokens = _cache_tokens(recipe, serving, here, device, gpu_bytes)
         cache = tokens * serving.cache_of_a_token
-        always["engine workspace"] = _engine_workspace(recipe, specs["actor"])
-    always["communicators"] = sum(communicators(each.layout) for each in here.values())
-    always["runtime"] = DRIVER_BYTES + CONTEXT_BYTES * (len(here) + (serving is not None))
+        always["engine workspace"] = _engine_workspace(recipe, specs["actor"]) if estimate else 0
+    if estimate:
+        always["communicators"] = sum(communicators(each.layout) for each in here.values())
+        always["driver"] = DRIVER_BYTES
+    always["runtime"] = CONTEXT_BYTES * (len(here) + (serving is not None))
     always = {name: size for name, size in always.items() if size}
     kept = {"KV cache": cache} if cache and not recipe.rollout.engine.memory_saver else {}
     phases = []
