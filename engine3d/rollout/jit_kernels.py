@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -26,6 +25,8 @@ from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+from engine3d.rollout.launch import read_config
 
 _CACHE_VARIABLE, _CACHE = "TVM_FFI_CACHE_DIR", "~/.cache/tvm-ffi"
 _PREFIX = "engine3d-"
@@ -53,7 +54,7 @@ def start(server_arguments: Mapping[str, Any]) -> subprocess.Popen[bytes] | None
     """Begin to compile for an engine; None where that was done already on this machine, or cannot be done."""
     try:
         arguments = [str(server_arguments[name]) for name in ("model_path", "dtype", "tp_size")]
-        wanted = kernels(_config(Path(arguments[0])), arguments[1], int(arguments[2]))
+        wanted = kernels(read_config(Path(arguments[0])), arguments[1], int(arguments[2]))
         described = [version("sglang"), version("apache-tvm-ffi"), *map(str, wanted)]
         name = _PREFIX + hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
         stamp = Path(os.environ.get(_CACHE_VARIABLE, _CACHE)).expanduser() / name
@@ -92,11 +93,6 @@ def kernels(config: Mapping[str, Any], dtype: str, tp: int) -> list[Kernel]:
     return found
 
 
-def _config(model: Path) -> dict[str, Any]:
-    config = json.loads((model / "config.json").read_text())
-    return {**config, **config.get("text_config", {})}
-
-
 def _compile(kernel: Kernel) -> None:
     import torch
 
@@ -117,7 +113,7 @@ def main(arguments: list[str]) -> None:
     from sglang.jit_kernel.utils import arch
 
     model, dtype, tp, stamp = arguments
-    wanted = kernels(_config(Path(model)), dtype, int(tp))
+    wanted = kernels(read_config(Path(model)), dtype, int(tp))
     for kernel in wanted:
         import_module(f"sglang.jit_kernel.{kernel.module}")
     pynvml.nvmlInit()

@@ -59,14 +59,19 @@ class ModelFacts:
     """None where there are no weights, which is right for load_format dummy."""
 
 
+def read_config(directory: Path) -> dict[str, Any]:
+    """A HuggingFace model's config.json; of one with several parts, the text's fields among the others."""
+    config = json.loads((directory / "config.json").read_text())
+    return {**config, **config.get("text_config", {})}
+
+
 def read_model(directory: Path, weights_needed: bool) -> ModelFacts:
     """Read a model directory's config.json and the headers of its weights. Raises UserError naming what is missing."""
     config_path = directory / "config.json"
     if not config_path.is_file():
         raise UserError(f"model directory {directory} has no config.json")
     try:
-        config = json.loads(config_path.read_text())
-        config = {**config, **config.get("text_config", {})}
+        config = read_config(directory)
         vocab_size, max_positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
         architectures = tuple(config["architectures"])
     except (ValueError, KeyError, TypeError) as error:

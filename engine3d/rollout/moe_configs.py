@@ -8,13 +8,13 @@ all of them: what was tuned for all of a model's experts fits a part of them too
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine3d.rollout.launch import read_config
 from engine3d.rollout.server_arguments import sglang_directory
 
 VARIABLE = "SGLANG_MOE_CONFIG_DIR"
@@ -59,6 +59,5 @@ def link(tuned: Path, target: Path, experts: int, local: int) -> None:
 
 def _experts(model: Path) -> int:
     """Routed experts of a sparse layer; 0 for a dense model."""
-    config = json.loads((model / "config.json").read_text())
-    config = {**config, **config.get("text_config", {})}
+    config = read_config(model)
     return int(config.get("num_experts") or config.get("n_routed_experts") or 0)

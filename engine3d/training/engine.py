@@ -302,12 +302,15 @@ class TrainEngine:
         all_reduce(count, dist.ReduceOp.MAX, self._dp_group)
         batches = assign(lengths, costs, self.config.micro_batch_tokens, at_least=max(1, int(count)))
         multiple = self.layout.tp if self.config.sequence_parallel else 1
-        positions = torch.tensor([sum(lengths[index] for index in indices) for indices in batches], device=self.device)
+        positions = [0] * len(batches)
         if self._gathers_tokens:
-            all_reduce(positions, dist.ReduceOp.MAX, self._dp_group)
+            own = [sum(lengths[index] for index in indices) for indices in batches]
+            most = torch.tensor(own, device=self.device)
+            all_reduce(most, dist.ReduceOp.MAX, self._dp_group)
+            positions = most.tolist()
         return [
             micro_batch(sequences, indices, packed=self.config.packing, multiple=multiple, positions=least)
-            for indices, least in zip(batches, positions.tolist(), strict=True)
+            for indices, least in zip(batches, positions, strict=True)
         ]
 
     @property
