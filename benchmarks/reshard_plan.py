@@ -162,8 +162,7 @@ def plan_figures(
     if trace is trace_with_sglang:
         import_sglang(spec.hf_config)
     started = time.process_time()
-    # From the last to the first, a rank's experts ascend in Megatron-Core's memory, as they do in SGLang's.
-    spec = replace(spec, expert_order="descending")
+    spec = spec.of_trainer(layout, transformer_engine=True)
     tensors = {
         name: (tensor.shape, torch.float32 if tensor.buffer else torch.bfloat16)
         for name, tensor in spec.hf_tensors.items()

@@ -9,7 +9,6 @@ import socket
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -45,8 +44,7 @@ class TrainerRank:
         self._coordinates = parallel.initialise(layout, seed=0, timeout_s=_LIMIT_S)
         spec = load_model_spec(model)
         spec.check_layout(layout)
-        order = "descending" if spec.experts_may_descend(layout) else "ascending"
-        self._spec = replace(spec, expert_order=order)
+        self._spec = spec.of_trainer(layout, transformer_engine=platform.has_transformer_engine)
         # bfloat16 gradients: nothing is trained here, and the memory is for the engines.
         config = TrainConfig(dtype=dtype, optimizer=OptimizerConfig(precision_aware=dtype == "bfloat16"))
         self._module = wrap_for_training(build_model(self._spec, layout, self._dtype), config)

@@ -14,7 +14,6 @@ from engine3d.layout import Layout
 from engine3d.memory import Held, Serving, Working, held_by_rank, inference_peak, serving_by_rank, update_peak
 from engine3d.memory.overhead import CONTEXT_BYTES, DRIVER_BYTES, communicators, engine_workspace
 from engine3d.models import ModelSpec
-from engine3d.models.rules import ExpertOrder
 from engine3d.platform.cuda import graph_batch_sizes
 from engine3d.reshard.shards import Place
 from engine3d.reshard.source import PlannedTrainer
@@ -196,8 +195,8 @@ def _engines(recipe: Recipe, devices: Mapping[str, Sequence[Device]], spec: Mode
     sources = []
     if recipe.rollout.weights.share and set(devices["actor"]) & set(devices["rollout"]):
         layout = config.layout.layout(len(devices["actor"]))
-        order: ExpertOrder = "descending" if spec.experts_may_descend(layout) else "ascending"
-        planned = PlannedTrainer(replace(spec, expert_order=order), layout, getattr(torch, config.dtype))
+        numbered = spec.of_trainer(layout, transformer_engine=True)
+        planned = PlannedTrainer(numbered, layout, getattr(torch, config.dtype))
         sources = [planned.shards(rank, _place(device)) for rank, device in enumerate(devices["actor"])]
     serving = serving_by_rank(spec, recipe.rollout.engine, places, sources)
     return dict(zip(devices["rollout"], serving, strict=True))

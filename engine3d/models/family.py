@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,10 +170,17 @@ class ModelSpec:
                 f"because {self.family.architecture} has no experts"
             )
 
-    def experts_may_descend(self, layout: Layout) -> bool:
-        """Whether the experts of a rank may be numbered from the last to the first: groups of experts stay whole."""
-        per_rank, per_group = self.sizes.experts // layout.ep, self.sizes.experts // self.sizes.expert_groups
-        return self.sizes.expert_groups == 1 or per_rank % per_group == 0 or per_group % per_rank == 0
+    def of_trainer(self, layout: Layout, *, transformer_engine: bool) -> ModelSpec:
+        """The same with its experts numbered so that, where they can, they ascend in a trainer's memory.
+
+        Megatron-Core's buffers are filled from the last parameter to the first. Transformer Engine's layers, as they
+        are used here, register the last expert first; else the experts of a rank are numbered from the last to the
+        first, where groups of experts stay whole.
+        """
+        sizes = self.sizes
+        per_rank, per_group = sizes.experts // layout.ep, sizes.experts // sizes.expert_groups
+        whole = sizes.expert_groups == 1 or per_rank % per_group == 0 or per_group % per_rank == 0
+        return replace(self, expert_order="descending" if whole and not transformer_engine else "ascending")
 
     def parameter_count(self) -> int:
         """Parameters of the whole model; a tied output layer counts once, and buffers do not."""

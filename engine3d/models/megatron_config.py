@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -137,7 +139,8 @@ def _kernels() -> dict[str, Any]:
         "moe_grouped_gemm": fused,
         "moe_permute_fusion": fused,
         "bias_activation_fusion": fused,
-        "bias_dropout_fusion": fused,
+        # A fusion of nothing: there is neither dropout nor a bias, and a compiled sum costs more to call than it saves.
+        "bias_dropout_fusion": False,
         "apply_rope_fusion": fused,
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": platform.has_fused_weight_gradient,
@@ -152,7 +155,9 @@ def layer_spec(spec: ModelSpec, config: TransformerConfig) -> TransformerBlockSu
     layers = block.layer_specs
     if spec.sizes.latent is not None:
         layers = [_with_attention(layer, module=LatentAttention) for layer in layers]
-    if not platform.has_transformer_engine:
+    if platform.has_transformer_engine:
+        layers = [_with_lean_modules(layer) for layer in layers]
+    else:
         layers = [_with_local_modules(layer) for layer in layers]
         block = replace(block, layer_norm=RMSNorm)
     if spec.sizes.attention_bias and not config.add_bias_linear:
@@ -162,15 +167,32 @@ def layer_spec(spec: ModelSpec, config: TransformerConfig) -> TransformerBlockSu
 
 def _with_local_modules(layer: ModuleSpec) -> ModuleSpec:
     attention = layer.submodules.self_attention
-    norms = {
-        name: norm if norm is IdentityOp else RMSNorm
-        for name in ("q_layernorm", "k_layernorm", "kv_layernorm")
-        if (norm := getattr(attention.submodules, name, None)) is not None
-    }
-    modules = replace(attention.submodules, core_attention=CoreAttention, **norms)
+    modules = replace(_with_norms(attention.submodules, RMSNorm), core_attention=CoreAttention)
     layer = _with_attention(layer, submodules=modules)
     submodules = replace(layer.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm)
     return replace(layer, submodules=submodules)
+
+
+def _with_lean_modules(layer: ModuleSpec) -> ModuleSpec:
+    """Transformer Engine's layers, but for the norms that are not part of a linear layer, and for experts."""
+    from engine3d.models.transformer_engine_modules import GroupedColumns, GroupedRows, KernelRMSNorm
+
+    layer = _with_attention(layer, submodules=_with_norms(layer.submodules.self_attention.submodules, KernelRMSNorm))
+    submodules = _with_norms(layer.submodules, KernelRMSNorm)
+    mlp = submodules.mlp
+    if isinstance(mlp, partial) and mlp.func is MoELayer:
+        moe = mlp.keywords["submodules"]
+        experts = replace(moe.experts.keywords["submodules"], linear_fc1=GroupedColumns, linear_fc2=GroupedRows)
+        moe = replace(moe, experts=partial(moe.experts, submodules=experts))
+        submodules = replace(submodules, mlp=partial(mlp, submodules=moe))
+    return replace(layer, submodules=submodules)
+
+
+def _with_norms(submodules: Any, norm: type) -> Any:
+    """The norms that a specification has, each in its place."""
+    names = ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm")
+    present = [name for name in names if getattr(submodules, name, None) not in (None, IdentityOp)]
+    return replace(submodules, **dict.fromkeys(present, norm))
 
 
 def _with_attention(layer: ModuleSpec, **changes: Any) -> ModuleSpec:

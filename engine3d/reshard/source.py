@@ -157,13 +157,17 @@ def model_shards(
 
 
 def registration_order(name: str) -> tuple[int, ...]:
-    """A key that sorts the names of a model's parameters as its `named_parameters` does."""
+    """A key that sorts the names of a model's parameters as its `named_parameters` does.
+
+    A number after a word is that of an expert in one of Transformer Engine's grouped layers, as they are used here
+    (`models.transformer_engine_modules`): the last comes first.
+    """
     key: list[int] = []
     for part in name.split("."):
         numbered = _NUMBERED.fullmatch(part)
         word, number = numbered.groups() if numbered else (part, "")
         key += [_ORDER[word]] if word else []
-        key += [int(number)] if number else []
+        key += [-int(number) if word else int(number)] if number else []
     return tuple(key)
 
 

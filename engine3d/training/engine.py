@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,8 +126,7 @@ class TrainEngine:
         self.config, self.layout, self.value_head = config, layout, value_head
         spec = load_model_spec(model_directory, value_head=value_head)
         spec.check_layout(layout)
-        # Megatron's parameter buffers are filled from the last parameter to the first.
-        self.spec = replace(spec, expert_order="descending" if spec.experts_may_descend(layout) else "ascending")
+        self.spec = spec.of_trainer(layout, transformer_engine=platform.has_transformer_engine)
         if config.deterministic:
             platform.prepare_deterministic()
         self.coordinates = parallel.initialise(layout, seed=seed, timeout_s=config.timeout_s)

@@ -91,6 +91,38 @@ def test_what_needs_less_memory_learns_the_same(name: str, tmp_path: Path) -> No
         assert torch.equal(other["after"], kept["after"])
 
 
+def _with_experts_at_once_and_one_by_one(directory: Path) -> list[dict[str, Any]]:
+    from engine3d.models import transformer_engine_modules as modules
+
+    products = 0
+    at_once = modules.grouped_product
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        nonlocal products
+        products += 1
+        return at_once(*arguments)
+
+    found = []
+    for may in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(modules, "grouped_product", counted)
+            if not may:
+                patch.setattr(modules._Grouped, "_may_group", lambda *_: False)
+            found.append(_train(directory, {}, 1, dtype="bfloat16") | {"products": products})
+            products = 0
+    return found
+
+
+def test_experts_at_once_are_transformer_engines(tmp_path: Path) -> None:
+    tiny_models.make("qwen3_moe", tmp_path / "model")
+    [[one, other]] = run_distributed(_with_experts_at_once_and_one_by_one, 1, tmp_path / "model", timeout_s=300)
+    assert one["products"] > 0 and other["products"] == 0
+    assert one["losses"] == pytest.approx(other["losses"], rel=2e-3)
+    assert one["norms"] == pytest.approx(other["norms"], rel=0.02)
+    assert (one["before"] - other["before"]).abs().mean() < 0.01
+    assert (one["after"] - other["after"]).abs().mean() < 0.03
+
+
 def _train_all(directory: Path, world_size: int) -> list[dict[str, Any]]:
     return [_train(directory, sizes, world_size, dtype="bfloat16") for sizes in LAYOUTS[world_size]]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +111,13 @@ def test_what_a_token_takes_in_the_cache(name: str, tp: int, expected: int, tmp_
 
 
 def test_an_engine_shares_what_is_the_same_on_its_device(tmp_path: Path) -> None:
-    spec = replace(_with_layers("qwen3-30b-a3b", 2, tmp_path), expert_order="descending")
+    spec = _with_layers("qwen3-30b-a3b", 2, tmp_path)
     here, there = Place("node 0", "cuda:0"), Place("node 0", "cuda:1")
     source = planned_shards(spec, Layout(), 0, here, torch.bfloat16)
     beside, away = serving_by_rank(spec, RolloutConfig(dtype="bfloat16"), [here, there], [source])
     assert beside.weights == away.weights == 2 * spec.parameter_count()
     assert away.shared == 0
-    # All but queries, keys and values, which Megatron-Core lays out by group of heads, and the routers, whose rows are
-    # in the order of its experts.
+    # All but queries, keys and values, which Megatron-Core lays out by group of heads.
     sizes = spec.sizes
-    rows = (sizes.heads + 2 * sizes.groups) * sizes.head_dim + sizes.experts
+    rows = (sizes.heads + 2 * sizes.groups) * sizes.head_dim
     assert beside.weights - beside.shared == 2 * sizes.layers * sizes.hidden * rows

@@ -18,7 +18,7 @@ from tests.engine3d.reshard.worlds import bound, check, engines, full_tensors, m
 from tests.engine3d.tiny_models import CONFIGS, MOE
 
 LAYOUTS = [Layout(), Layout(tp=2), Layout(tp=4), Layout(pp=2), Layout(ep=4, dp=4), Layout(tp=2, ep=2, dp=2)]
-SPEC = replace(model_spec(MOE), expert_order="descending")
+SPEC = model_spec(MOE)
 
 
 def named(target: Shards, aliases: tuple[Alias, ...]) -> dict[str, Alias]:
@@ -33,7 +33,7 @@ def named(target: Shards, aliases: tuple[Alias, ...]) -> dict[str, Alias]:
     ids=str,
 )
 def test_bound_buffers_hold_what_they_should(layout: Layout, tp: int, ep: int, transformer_engine: bool) -> None:
-    for spec in (SPEC, replace(SPEC, expert_order="ascending"), model_spec(CONFIGS["llama"])):
+    for spec in (SPEC, replace(SPEC, expert_order="descending"), model_spec(CONFIGS["llama"])):
         if not spec.sizes.experts and (ep > 1 or layout.ep > 1):
             continue
         sources = trainer(spec, layout, transformer_engine=transformer_engine)
@@ -56,14 +56,16 @@ def test_all_experts_are_bound_where_the_layouts_agree() -> None:
         # Columns of the trainer's whole matrix: rows would lie further apart than SGLang's kernels may expect.
         assert "model.layers.1.mlp.down" not in aliases
         assert "model.norm.weight" in aliases
-        # The last of four ranks has rows of padding, and the router's rows are in another order.
+        # The last of four ranks has rows of padding.
         assert ("embed_tokens" in aliases) == (rank < 3)
-        assert "model.layers.0.mlp.gate.weight" not in aliases
+        assert "model.layers.0.mlp.gate.weight" in aliases
         # Of a group's two query heads the second lies before the key head.
         assert ("model.layers.0.qkv" in aliases) == (rank % 2 == 1)
-    ascending = trainer(replace(SPEC, expert_order="ascending"), Layout(ep=4, dp=4))
+    # Numbered downwards, experts lie downwards in memory, and a router's rows are in another order.
+    descending = trainer(replace(SPEC, expert_order="descending"), Layout(ep=4, dp=4))
     target = engines(SPEC, 4, 4)[0]
-    assert "model.layers.0.w13" not in named(target, find_aliases(ascending, target))
+    aliases = named(target, find_aliases(descending, target))
+    assert "model.layers.0.w13" not in aliases and "model.layers.0.mlp.gate.weight" not in aliases
 
 
 def test_experts_that_lie_apart_are_bound_with_strides() -> None:

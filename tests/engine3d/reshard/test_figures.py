@@ -19,7 +19,7 @@ from tests.engine3d.reshard.worlds import engines, shapes, trainer
 from tests.engine3d.tiny_models import MOE
 
 TENSORS = {"a": ((64,), torch.bfloat16), "b": ((32,), torch.bfloat16)}
-SPEC = replace(model_spec(MOE), expert_order="descending")
+SPEC = model_spec(MOE)
 
 
 def rank(name: str, number: int, node: int, device: int, *held: Holding) -> Shards:

@@ -21,7 +21,7 @@ from tests.engine3d.reshard.worlds import check, engine_rank, engines, place, sh
 from tests.engine3d.tiny_models import CONFIGS, MOE
 
 SPECS = {name: model_spec(CONFIGS[name]) for name in ("qwen3_moe", "qwen3-tied", "llama")}
-SMALL_MOE = replace(SPECS["qwen3_moe"], expert_order="descending")
+SMALL_MOE = SPECS["qwen3_moe"]
 LAYOUTS = [
     Layout(),
     Layout(tp=2),
@@ -154,14 +154,14 @@ def test_all_experts_of_a_rank_are_one_run() -> None:
         assert len(plan.transfers) == 1 and plan.transfers[0].source == 1
         pieces = plan.transfers[0].pieces
         assert len(pieces) == 1 and pieces.rows[0] == 1 and pieces.length[0] == buffers[number].elements
-        # Numbered upwards, experts lie downwards in Megatron's memory: a run for each, gate and up together.
-        ascending = trainer(replace(SMALL_MOE, expert_order="ascending"), Layout(ep=4, dp=4))
-        assert pieces_of(make_plan(ascending, [target], shapes(SMALL_MOE))) == 2
+        # Numbered downwards, experts lie downwards in Megatron's memory: a run for each, gate and up together.
+        descending = trainer(replace(SMALL_MOE, expert_order="descending"), Layout(ep=4, dp=4))
+        assert pieces_of(make_plan(descending, [target], shapes(SMALL_MOE))) == 2
 
 
 def test_experts_at_one_distance_are_rows_of_one_piece() -> None:
     # Without Transformer Engine an expert's two parameters are neighbours, and another expert's follow.
-    sources = trainer(SMALL_MOE, Layout(ep=2, dp=2), transformer_engine=False)
+    sources = trainer(replace(SMALL_MOE, expert_order="descending"), Layout(ep=2, dp=2), transformer_engine=False)
     buffers, holdings = engine_rank(SMALL_MOE, 2, 2, 0)
     number = [buffer.name for buffer in buffers].index("model.layers.2.w13")
     only = tuple(replace(holding, buffer=0) for holding in holdings if holding.buffer == number)
@@ -390,7 +390,7 @@ def test_no_sources_and_no_targets() -> None:
 
 
 def test_many_engines_cost_little_more_than_one() -> None:
-    spec = replace(model_spec({**MOE, "num_experts": 64, "num_hidden_layers": 12}), expert_order="descending")
+    spec = model_spec({**MOE, "num_experts": 64, "num_hidden_layers": 12})
     sources = trainer(spec, Layout(ep=8, dp=8, pp=4))
     seconds = []
     for count in (1, 16):

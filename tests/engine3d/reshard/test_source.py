@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from engine3d.layout import Layout
 from engine3d.models import model_spec
 from engine3d.models.rules import LocalParameter, Piece
+from engine3d.platform import platform
 from engine3d.reshard.shards import Place, Shards
 from engine3d.reshard.source import PlannedTrainer, model_shards, planned_shards, registration_order
 from tests.engine3d.distributed import run_distributed
@@ -42,8 +42,9 @@ def test_storages_are_buffers_and_views_are_holdings() -> None:
 
 
 def test_numbers_in_names_are_ordered_as_numbers() -> None:
-    names = [f"decoder.layers.2.mlp.experts.linear_fc1.weight{expert}" for expert in (0, 2, 10)]
-    names += [f"decoder.layers.10.mlp.experts.linear_fc1.weight{expert}" for expert in (0, 2, 10)]
+    names = [f"decoder.layers.2.mlp.experts.local_experts.{expert}.linear_fc1.weight" for expert in (0, 2, 10)]
+    # Grouped layers register the last expert first.
+    names += [f"decoder.layers.10.mlp.experts.linear_fc1.weight{expert}" for expert in (10, 2, 0)]
     as_text = sorted(names)
     assert as_text != names and sorted(as_text, key=registration_order) == names
 
@@ -66,7 +67,7 @@ def compare_all() -> dict[tuple[str, str], list[str]]:
 
         for name, config in CONFIGS.items():
             if layout.ep == 1 or "num_experts" in config or "n_routed_experts" in config:
-                spec = replace(model_spec(config), expert_order="descending")
+                spec = model_spec(config).of_trainer(layout, transformer_engine=platform.has_transformer_engine)
                 found[str(layout), name] = compare(spec, layout, coordinates)
         parallel_state.destroy_model_parallel()
     parallel.leave()
@@ -82,7 +83,8 @@ def compare(spec: Any, layout: Layout, coordinates: Any) -> list[str]:
     rank = int(os.environ["RANK"])
     model = wrap_for_training(build_model(spec, layout, torch.float32), TrainConfig())
     real, _ = model_shards(rank_parameters(model, spec, layout, coordinates), "real", rank, HERE)
-    planned = planned_shards(spec, layout, rank, HERE, torch.float32, transformer_engine=False)
+    fused = platform.has_transformer_engine
+    planned = planned_shards(spec, layout, rank, HERE, torch.float32, transformer_engine=fused)
     one, other = places(planned), places(real)
     return sorted(str(key) for key in one.keys() | other.keys() if one.get(key) != other.get(key))[:5]
 

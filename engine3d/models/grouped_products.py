@@ -1,0 +1,76 @@
+"""The matrix products of a rank's experts, all of them in one kernel each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def grouped_product(
+    tokens: Tensor, counts: Sequence[int], weights: Tensor, gradients: Tensor | None, parameter: Tensor
+) -> Tensor:
+    """Multiply each token by its expert's weight.
+
+        y[t] = weights[e] @ tokens[t], for the tokens t of expert e
+
+    The gradient of the weights is not returned: the backward pass adds it to `gradients`, where Megatron-Core wants it.
+
+    Args:
+        tokens: (M, K), those of the first expert first.
+        counts: of the tokens of each expert; their sum is M.
+        weights: (E, N, K), of the dtype of the tokens.
+        gradients: (E, N, K) of any floating dtype, or None for weights that are not trained.
+        parameter: one that says whether gradients are wanted, though the tokens may need none.
+
+    Returns:
+        (M, N), of the dtype of the tokens.
+    """
+    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=tokens.is_cuda)
+    ends = ends.to(tokens.device, non_blocking=True)
+    product: Tensor = _GroupedProduct.apply(tokens, ends, weights, gradients, parameter)  # type: ignore[no-untyped-call]
+    return product
+
+
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Tensors of one shape that lie one after another in memory, as one tensor (number, *shape); else None."""
+    first, last = tensors[0], tensors[-1]
+    step = first.numel() * first.element_size()
+    start = first.data_ptr()
+    together = (
+        first.is_contiguous()
+        and first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+        and all(tensor.data_ptr() == start + number * step for number, tensor in enumerate(tensors))
+    )
+    if not together:
+        return None
+    return first.detach().as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, ends: Tensor, weights: Tensor, gradients: Tensor | None, parameter: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(tokens, ends)
+        ctx.weights, ctx.gradients = weights, gradients
+        if not len(tokens):
+            return tokens.new_empty(0, weights.shape[1])
+        return F.grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        tokens, ends = ctx.saved_tensors
+        if not len(tokens):
+            return torch.zeros_like(tokens), None, None, None, None
+        gradient = gradient.contiguous()
+        of_tokens = F.grouped_mm(gradient, ctx.weights, offs=ends) if ctx.needs_input_grad[0] else None
+        if ctx.gradients is not None:
+            ctx.gradients.add_(F.grouped_mm(gradient.t(), tokens, offs=ends))
+        return of_tokens, None, None, None, None

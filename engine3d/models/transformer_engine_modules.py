@@ -1,0 +1,92 @@
+"""Layers in place of Transformer Engine's where those keep a GPU waiting for Python. Needs Transformer Engine.
+
+Its grouped layer multiplies the weights' gradients expert by expert, 4 ms of Python and launches for 32 experts on the
+way back; its RMSNorm goes through a fuser of operations. The kernels of the norm, the parameters and all else are its.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformer_engine_torch as kernels
+from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from transformer_engine.pytorch.constants import TE_DType
+
+from engine3d.models.grouped_products import as_one, grouped_product
+from engine3d.models.local_modules import RMSNorm
+
+
+class _Grouped:
+    """Mixed into a grouped linear layer of bf16 weights: its products are one kernel for all experts.
+
+    Megatron-Core's buffers are filled from the last registered parameter to the first, so the last expert is registered
+    first: then experts ascend in memory, there as here.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._names = [f"weight{number}" for number in range(self.num_gemms)]  # type: ignore[attr-defined]
+        parameters = self._parameters  # type: ignore[attr-defined]
+        block = torch.stack([parameters[name].detach() for name in self._names])
+        for name, place in zip(reversed(self._names), reversed(block.unbind()), strict=True):
+            parameters[name] = parameters.pop(name)
+            parameters[name].data = place
+
+    def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
+        """(tokens of all experts, in) and the number of each one's -> (tokens of all experts, out), and no bias."""
+        parameters = [self._parameters[name] for name in self._names]  # type: ignore[attr-defined]
+        first = parameters[0]
+        weights = as_one(parameters) if self._may_group(x, first) else None
+        gradients = None
+        if weights is not None and torch.is_grad_enabled() and first.requires_grad:
+            gradients = (
+                as_one([parameter.main_grad for parameter in parameters]) if hasattr(first, "main_grad") else None
+            )
+            weights = None if gradients is None else weights
+        if weights is None:
+            return super().forward(x, m_splits)  # type: ignore[misc, no-any-return]
+        return grouped_product(x.view(-1, x.shape[-1]), m_splits, weights, gradients, first), None
+
+    def _may_group(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether PyTorch has a kernel: it does for bf16 on Hopper and Blackwell."""
+        config = self.config  # type: ignore[attr-defined]
+        plain = not (self.use_bias or self.delay_wgrad_compute or config.fp8 or config.fp4)  # type: ignore[attr-defined]
+        return plain and x.dtype == weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] in (9, 10)
+
+
+class GroupedColumns(_Grouped, TEColumnParallelGroupedLinear):  # type: ignore[misc]
+    """The first layer of experts."""
+
+
+class GroupedRows(_Grouped, TERowParallelGroupedLinear):  # type: ignore[misc]
+    """The last layer of experts."""
+
+
+class KernelRMSNorm(RMSNorm):
+    """RMSNorm by Transformer Engine's kernels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden_size) of any floating dtype -> the same shape in the weight's dtype."""
+        normed: Tensor = _Normed.apply(x.to(self.weight.dtype), self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return normed
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        result, _, scales = kernels.rmsnorm_fwd(rows, weight, eps, None, None, TE_DType[weight.dtype], 0, False)
+        ctx.save_for_backward(rows, weight, scales)
+        return result.view(x.shape)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weight, scales = ctx.saved_tensors
+        of_rows, of_weight = kernels.rmsnorm_bwd(
+            gradient.reshape(rows.shape).contiguous(), rows, scales, weight, 0, False
+        )
+        return of_rows.view(gradient.shape), of_weight, None

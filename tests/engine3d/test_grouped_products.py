@@ -1,0 +1,84 @@
+"""The products of all experts at once are those of one expert after another, forwards and backwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine3d.models.grouped_products import as_one, grouped_product
+
+COUNTS = [3, 0, 5, 1]
+"""Tokens of each expert."""
+IN, OUT = 16, 24
+
+
+def _one_by_one(tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    pairs = zip(tokens.split(COUNTS), weights, strict=True)
+    return torch.cat([some @ weight.T for some, weight in pairs])
+
+
+def _drawn(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(COUNTS), IN), (len(COUNTS), OUT, IN), (sum(COUNTS), OUT)]
+    tokens, weights, gradient = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return tokens, weights, gradient
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=str)
+def test_products_and_gradients_are_those_of_each_expert(dtype: torch.dtype, limit: float) -> None:
+    tokens, weights, gradient = _drawn(dtype)
+    one, other = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
+    expected = _one_by_one(one, other)
+    expected.backward(gradient)  # type: ignore[no-untyped-call]
+    assert one.grad is not None and other.grad is not None
+
+    mine = tokens.clone().requires_grad_()
+    parameter = torch.nn.Parameter(weights[0].clone())
+    gradients = torch.ones(weights.shape)  # what earlier micro-batches left
+    result = grouped_product(mine, COUNTS, weights, gradients, parameter)
+    result.backward(gradient)  # type: ignore[no-untyped-call]
+    assert mine.grad is not None and result.dtype == dtype
+    torch.testing.assert_close(result, expected.detach(), rtol=limit, atol=limit)
+    torch.testing.assert_close(mine.grad, one.grad, rtol=limit, atol=limit)
+    torch.testing.assert_close(gradients, 1 + other.grad.float(), rtol=limit, atol=limit)
+    assert torch.equal(gradients[1], torch.ones(OUT, IN)), "an expert without tokens learns nothing"
+    assert parameter.grad is None
+
+
+def test_weights_learn_where_tokens_need_no_gradient() -> None:
+    tokens, weights, gradient = _drawn(torch.float32)
+    gradients = torch.zeros_like(weights)
+    result = grouped_product(tokens, COUNTS, weights, gradients, torch.nn.Parameter(weights[0]))
+    result.backward(gradient)  # type: ignore[no-untyped-call]
+    assert gradients.abs().sum() > 0
+
+
+def test_weights_that_do_not_learn_pass_gradients_on() -> None:
+    tokens, weights, gradient = _drawn(torch.float32)
+    mine = tokens.clone().requires_grad_()
+    frozen = torch.nn.Parameter(weights[0], requires_grad=False)
+    grouped_product(mine, COUNTS, weights, None, frozen).backward(gradient)  # type: ignore[no-untyped-call]
+    expected = torch.cat([some @ weight for some, weight in zip(gradient.split(COUNTS), weights, strict=True)])
+    torch.testing.assert_close(mine.grad, expected)
+
+
+def test_a_rank_without_tokens() -> None:
+    _, weights, _ = _drawn(torch.float32)
+    gradients, nothing = torch.ones_like(weights), torch.empty(0, IN, requires_grad=True)
+    result = grouped_product(nothing, [0] * len(COUNTS), weights, gradients, torch.nn.Parameter(weights[0]))
+    assert result.shape == (0, OUT)
+    result.sum().backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(gradients, torch.ones_like(weights))
+
+
+def test_what_lies_together_is_one_tensor() -> None:
+    memory = torch.arange(60.0)
+    parts = [memory[start : start + 12].view(3, 4) for start in (6, 18, 30)]
+    whole = as_one(parts)
+    assert whole is not None and torch.equal(whole, torch.stack(parts))
+    whole[1, 2, 3] = -1
+    assert memory[29] == -1
+    assert as_one(parts[::-1]) is None
+    assert as_one([parts[0], parts[2]]) is None
+    assert as_one([part.T for part in parts]) is None
+    assert as_one([parts[0], torch.zeros(3, 4)]) is None
