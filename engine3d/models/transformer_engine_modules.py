@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformer_engine_torch as kernels
 from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformer_engine.pytorch.constants import TE_DType
+from transformer_engine.pytorch.ops.basic.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 
 from engine3d.models.grouped_products import as_one, grouped_product
 from engine3d.models.local_modules import RMSNorm
@@ -78,7 +78,7 @@ class _Normed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        result, _, scales = kernels.rmsnorm_fwd(rows, weight, eps, None, None, TE_DType[weight.dtype], 0, False)
+        result, _, scales = rmsnorm_fwd(rows, weight, eps, None, None, TE_DType[weight.dtype], 0, False)
         ctx.save_for_backward(rows, weight, scales)
         return result.view(x.shape)
 
@@ -86,7 +86,5 @@ class _Normed(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weight, scales = ctx.saved_tensors
-        of_rows, of_weight = kernels.rmsnorm_bwd(
-            gradient.reshape(rows.shape).contiguous(), rows, scales, weight, 0, False
-        )
+        of_rows, of_weight = rmsnorm_bwd(gradient.reshape(rows.shape).contiguous(), rows, scales, weight, 0, False)
         return of_rows.view(gradient.shape), of_weight, None
