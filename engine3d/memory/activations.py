@@ -58,6 +58,11 @@ def gradients_of_layer(sizes: Sizes, layout: Layout, layer: int, itemsize: int, 
     return 2 * widest * itemsize
 
 
+def gradients_of_experts(sizes: Sizes, layout: Layout, itemsize: int) -> int:
+    """Bytes of the gradients of the first weights of a rank's experts, which are made before they are added up."""
+    return itemsize * sizes.experts // layout.ep * 2 * sizes.expert_ffn // layout.etp * sizes.hidden
+
+
 def _attention(sizes: Sizes, tp: int, spread: int, itemsize: int) -> float:
     inputs = 2 * sizes.hidden / spread  # of the norm, and of the projection after it
     heads = sizes.heads / tp

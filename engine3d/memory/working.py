@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from engine3d.layout import Coordinates, Layout
-from engine3d.memory.activations import gradients_of_layer, hidden_state, made_again_by_layer, saved_by_layer
+from engine3d.memory.activations import (
+    gradients_of_experts,
+    gradients_of_layer,
+    hidden_state,
+    made_again_by_layer,
+    saved_by_layer,
+)
 from engine3d.models.family import ModelSpec
 from engine3d.training.config import TrainConfig
 
@@ -56,10 +62,12 @@ def update_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainC
     # A layer is computed again once all that was saved by those after it has been used.
     computed_again = max(map(sum, zip(saved[:again], gradients[:again], strict=True)), default=0.0)
     layer_peak = max(max(gradients[again:], default=0.0), computed_again - sum(saved[again:]))
+    sparse = any(spec.sizes.is_sparse(layer) for layer in layers)
+    of_experts = gradients_of_experts(spec.sizes, layout, itemsize) if sparse else 0
     return Working(
         activations=round(under_way * kept * tokens),
         logits=_head(spec, layout, at, itemsize, tokens, backward=True),
-        layer=round(layer_peak * tokens),
+        layer=round(layer_peak * tokens) + of_experts,
     )
 
 

@@ -20,6 +20,7 @@ def grouped_product(
         y[t] = weights[e] @ tokens[t], for the tokens t of expert e
 
     The gradient of the weights is not returned: the backward pass adds it to `gradients`, where Megatron-Core wants it.
+    Each call's is rounded to the dtype of the weights before that, as it is where the two are not fused.
 
     Args:
         tokens: (M, K), those of the first expert first.

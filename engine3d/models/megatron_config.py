@@ -139,7 +139,7 @@ def _kernels() -> dict[str, Any]:
         "moe_grouped_gemm": fused,
         "moe_permute_fusion": fused,
         "bias_activation_fusion": fused,
-        # A fusion of nothing: there is neither dropout nor a bias, and a compiled sum costs more to call than it saves.
+        # There is no dropout, and hardly a model with a bias: a compiled sum costs more to call than it saves.
         "bias_dropout_fusion": False,
         "apply_rope_fusion": fused,
         "masked_softmax_fusion": False,
@@ -156,7 +156,7 @@ def layer_spec(spec: ModelSpec, config: TransformerConfig) -> TransformerBlockSu
     if spec.sizes.latent is not None:
         layers = [_with_attention(layer, module=LatentAttention) for layer in layers]
     if platform.has_transformer_engine:
-        layers = [_with_lean_modules(layer) for layer in layers]
+        layers = [_with_lean_modules(layer, config) for layer in layers]
     else:
         layers = [_with_local_modules(layer) for layer in layers]
         block = replace(block, layer_norm=RMSNorm)
@@ -173,19 +173,21 @@ def _with_local_modules(layer: ModuleSpec) -> ModuleSpec:
     return replace(layer, submodules=submodules)
 
 
-def _with_lean_modules(layer: ModuleSpec) -> ModuleSpec:
+def _with_lean_modules(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     """Transformer Engine's layers, but for the norms that are not part of a linear layer, and for experts."""
-    from engine3d.models.transformer_engine_modules import GroupedColumns, GroupedRows, KernelRMSNorm
+    from engine3d.models.transformer_engine_modules import GroupedColumns, GroupedRows, KernelRMSNorm, may_group
 
-    layer = _with_attention(layer, submodules=_with_norms(layer.submodules.self_attention.submodules, KernelRMSNorm))
-    submodules = _with_norms(layer.submodules, KernelRMSNorm)
-    mlp = submodules.mlp
-    if isinstance(mlp, partial) and mlp.func is MoELayer:
+    if not (config.layernorm_zero_centered_gamma or config.fused_residual_rmsnorm):
+        attention = _with_norms(layer.submodules.self_attention.submodules, KernelRMSNorm)
+        layer = _with_attention(layer, submodules=attention)
+        layer = replace(layer, submodules=_with_norms(layer.submodules, KernelRMSNorm))
+    mlp = layer.submodules.mlp
+    if isinstance(mlp, partial) and mlp.func is MoELayer and may_group(config):
         moe = mlp.keywords["submodules"]
         experts = replace(moe.experts.keywords["submodules"], linear_fc1=GroupedColumns, linear_fc2=GroupedRows)
         moe = replace(moe, experts=partial(moe.experts, submodules=experts))
-        submodules = replace(submodules, mlp=partial(mlp, submodules=moe))
-    return replace(layer, submodules=submodules)
+        layer = replace(layer, submodules=replace(layer.submodules, mlp=partial(mlp, submodules=moe)))
+    return layer
 
 
 def _with_norms(submodules: Any, norm: type) -> Any:

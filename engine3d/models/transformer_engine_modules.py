@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformer_engine.pytorch.constants import TE_DType
@@ -17,6 +18,15 @@ from transformer_engine.pytorch.ops.basic.rmsnorm import rmsnorm_bwd, rmsnorm_fw
 
 from engine3d.models.grouped_products import as_one, grouped_product
 from engine3d.models.local_modules import RMSNorm
+
+_ROW_ELEMENTS = 8
+
+
+def may_group(config: TransformerConfig) -> bool:
+    """Whether experts may be `GroupedColumns` and `GroupedRows`: with nothing that only Transformer Engine's have."""
+    other = config.add_bias_linear or config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
+    quantized = config.fp8 or config.fp4 or config.quant_recipe is not None
+    return not (other or quantized or getattr(config, "moe_single_grouped_weight", False))
 
 
 class _Grouped:
@@ -48,13 +58,16 @@ class _Grouped:
             weights = None if gradients is None else weights
         if weights is None:
             return super().forward(x, m_splits)  # type: ignore[misc, no-any-return]
-        return grouped_product(x.view(-1, x.shape[-1]), m_splits, weights, gradients, first), None
+        return grouped_product(x.reshape(-1, x.shape[-1]), m_splits, weights, gradients, first), None
 
     def _may_group(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether PyTorch has a kernel: it does for bf16 on Hopper and Blackwell."""
-        config = self.config  # type: ignore[attr-defined]
-        plain = not (self.use_bias or self.delay_wgrad_compute or config.fp8 or config.fp4)  # type: ignore[attr-defined]
-        return plain and x.dtype == weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] in (9, 10)
+        """Whether PyTorch has a kernel that can be relied on.
+
+        It has one for bf16 and rows of whole 16 bytes on Hopper; on Blackwell the gradient of an expert without tokens
+        may be anything (https://github.com/pytorch/pytorch/issues/172439).
+        """
+        whole = all(size % _ROW_ELEMENTS == 0 for size in weight.shape)
+        return whole and x.dtype == weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] == 9
 
 
 class GroupedColumns(_Grouped, TEColumnParallelGroupedLinear):  # type: ignore[misc]

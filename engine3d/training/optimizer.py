@@ -39,7 +39,8 @@ def wrap_for_training(module: Any, config: TrainConfig) -> Any:
 def _add_weight_gradients_at_once(module: Any) -> None:
     """Let Transformer Engine's layers add their weights' gradients to the buffers by the product that makes them.
 
-    Megatron-Core has one setting for these and for its own layers, which need apex for it.
+    Megatron-Core has one setting for these and for its own layers, which need apex for it. Experts whose products are
+    one kernel add theirs after it (`models.grouped_products`).
     """
     for layer in module.modules():
         if hasattr(layer, "fuse_wgrad_accumulation"):
