@@ -4,6 +4,9 @@
 
 runs a recipe on prompts of one length, prints a line for each phase of a step with its seconds and its share, and last
 one JSON object; draws what each GPU did meanwhile into the directory.
+
+Rewards are drawn from the text of a response: those of a task would all be 0 for a model of random weights, and so would
+be its gradients, which a GPU multiplies with less power.
 """
 
 from __future__ import annotations
@@ -33,6 +36,12 @@ from hybridflow.report.run_data import RunData, read_run
 from hybridflow.timeline import Span, step_ends
 
 _RUN = "run"
+_REWARD = """from zlib import crc32
+
+
+def score(generated_texts):
+    return [crc32(text.encode(errors="replace")) / 2**32 for text in generated_texts]
+"""
 _GIVE_BACK, _TAKE_BACK = "memory give-back", "memory take-back"
 _MEMORY = {"give_back": _GIVE_BACK, "take_back": _TAKE_BACK}
 _PHASES = {
@@ -105,12 +114,14 @@ def _settings(options: argparse.Namespace) -> tuple[Recipe, list[str]]:
         "data.source=jsonl",
         f"data.jsonl.train_path={options.directory / 'train.jsonl'}",
         f"data.jsonl.eval_path={options.directory / 'eval.jsonl'}",
+        f"reward.functions=[{{name: drawn, path: '{options.directory / 'reward.py'}:score'}}]",
         *options.overrides,
     ]
     recipe = load_recipe(options.recipe, settings)
     if options.made:
         return recipe, settings
     options.directory.mkdir(parents=True)
+    (options.directory / "reward.py").write_text(_REWARD)
     for name, size in (("train", count * recipe.trainer.prompts_per_step), ("eval", 64)):
         examples = prompts(size, options.prompt_tokens, seed=name)
         text = "".join(json.dumps({"prompt": each.prompt, "answer": each.answer}) + "\n" for each in examples)

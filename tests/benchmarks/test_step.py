@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,3 +114,11 @@ def test_bad_arguments_are_one_line(
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "new").exists()
+
+
+def test_rewards_differ_between_responses() -> None:
+    functions: dict[str, Any] = {}
+    exec(step._REWARD, functions)
+    rewards = functions["score"](["1", "2", "", "\ud800"])
+    assert len(set(rewards)) == 4 and all(0 <= reward < 1 for reward in rewards)
+    assert rewards == functions["score"](["1", "2", "", "\ud800"])
