@@ -5,8 +5,8 @@
 runs a recipe on prompts of one length, prints a line for each phase of a step with its seconds and its share, and last
 one JSON object; draws what each GPU did meanwhile into the directory.
 
-Rewards are drawn from the text of a response: those of a task would all be 0 for a model of random weights, and so would
-be its gradients, which a GPU multiplies with less power.
+Rewards are drawn from the text of a response: those of a task would all be 0 for a model of random weights, and so
+would be its gradients, which a GPU multiplies with less power.
 """
 
 from __future__ import annotations
