@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -36,12 +37,7 @@ from hybridflow.report.run_data import RunData, read_run
 from hybridflow.timeline import Span, step_ends
 
 _RUN = "run"
-_REWARD = """from zlib import crc32
-
-
-def score(generated_texts):
-    return [crc32(text.encode(errors="replace")) / 2**32 for text in generated_texts]
-"""
+_REWARD = Path(__file__).with_name("drawn_reward.py")
 _GIVE_BACK, _TAKE_BACK = "memory give-back", "memory take-back"
 _MEMORY = {"give_back": _GIVE_BACK, "take_back": _TAKE_BACK}
 _PHASES = {
@@ -114,14 +110,13 @@ def _settings(options: argparse.Namespace) -> tuple[Recipe, list[str]]:
         "data.source=jsonl",
         f"data.jsonl.train_path={options.directory / 'train.jsonl'}",
         f"data.jsonl.eval_path={options.directory / 'eval.jsonl'}",
-        f"reward.functions=[{{name: drawn, path: '{options.directory / 'reward.py'}:score'}}]",
+        f"reward.functions=[{{name: drawn, path: '{os.path.relpath(_REWARD)}:score'}}]",
         *options.overrides,
     ]
     recipe = load_recipe(options.recipe, settings)
     if options.made:
         return recipe, settings
     options.directory.mkdir(parents=True)
-    (options.directory / "reward.py").write_text(_REWARD)
     for name, size in (("train", count * recipe.trainer.prompts_per_step), ("eval", 64)):
         examples = prompts(size, options.prompt_tokens, seed=name)
         text = "".join(json.dumps({"prompt": each.prompt, "answer": each.answer}) + "\n" for each in examples)

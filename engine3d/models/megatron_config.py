@@ -166,11 +166,9 @@ def layer_spec(spec: ModelSpec, config: TransformerConfig) -> TransformerBlockSu
 
 
 def _with_local_modules(layer: ModuleSpec) -> ModuleSpec:
-    attention = layer.submodules.self_attention
-    modules = replace(_with_norms(attention.submodules, RMSNorm), core_attention=CoreAttention)
-    layer = _with_attention(layer, submodules=modules)
-    submodules = replace(layer.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm)
-    return replace(layer, submodules=submodules)
+    layer = _with_norms(layer, RMSNorm)
+    modules = replace(layer.submodules.self_attention.submodules, core_attention=CoreAttention)
+    return _with_attention(layer, submodules=modules)
 
 
 def _with_lean_modules(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
@@ -178,9 +176,7 @@ def _with_lean_modules(layer: ModuleSpec, config: TransformerConfig) -> ModuleSp
     from engine3d.models.transformer_engine_modules import GroupedColumns, GroupedRows, KernelRMSNorm, may_group
 
     if not (config.layernorm_zero_centered_gamma or config.fused_residual_rmsnorm):
-        attention = _with_norms(layer.submodules.self_attention.submodules, KernelRMSNorm)
-        layer = _with_attention(layer, submodules=attention)
-        layer = replace(layer, submodules=_with_norms(layer.submodules, KernelRMSNorm))
+        layer = _with_norms(layer, KernelRMSNorm)
     mlp = layer.submodules.mlp
     if isinstance(mlp, partial) and mlp.func is MoELayer and may_group(config):
         moe = mlp.keywords["submodules"]
@@ -190,11 +186,16 @@ def _with_lean_modules(layer: ModuleSpec, config: TransformerConfig) -> ModuleSp
     return layer
 
 
-def _with_norms(submodules: Any, norm: type) -> Any:
-    """The norms that a specification has, each in its place."""
-    names = ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm")
-    present = [name for name in names if getattr(submodules, name, None) not in (None, IdentityOp)]
-    return replace(submodules, **dict.fromkeys(present, norm))
+def _with_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
+    """`norm` wherever the layer and its attention have one of their own."""
+
+    def normed(submodules: Any) -> Any:
+        names = ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm")
+        present = [name for name in names if getattr(submodules, name, None) not in (None, IdentityOp)]
+        return replace(submodules, **dict.fromkeys(present, norm))
+
+    layer = _with_attention(layer, submodules=normed(layer.submodules.self_attention.submodules))
+    return replace(layer, submodules=normed(layer.submodules))
 
 
 def _with_attention(layer: ModuleSpec, **changes: Any) -> ModuleSpec:

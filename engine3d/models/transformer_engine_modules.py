@@ -1,7 +1,7 @@
 """Layers in place of Transformer Engine's where those keep a GPU waiting for Python. Needs Transformer Engine.
 
-Its grouped layer multiplies the weights' gradients expert by expert, 4 ms of Python and launches for 32 experts on the
-way back; its RMSNorm goes through a fuser of operations. The kernels of the norm, the parameters and all else are its.
+Its grouped layer multiplies the weights' gradients expert by expert, with a launch for each; its RMSNorm goes through a
+fuser of operations. The kernels of the norm, the parameters and all else are its.
 """
 
 from __future__ import annotations
@@ -50,13 +50,11 @@ class _Grouped:
         parameters = [self._parameters[name] for name in self._names]  # type: ignore[attr-defined]
         first = parameters[0]
         weights = as_one(parameters) if self._may_group(x, first) else None
+        learns = torch.is_grad_enabled() and first.requires_grad
         gradients = None
-        if weights is not None and torch.is_grad_enabled() and first.requires_grad:
-            gradients = (
-                as_one([parameter.main_grad for parameter in parameters]) if hasattr(first, "main_grad") else None
-            )
-            weights = None if gradients is None else weights
-        if weights is None:
+        if learns and weights is not None and hasattr(first, "main_grad"):
+            gradients = as_one([parameter.main_grad for parameter in parameters])
+        if weights is None or (learns and gradients is None):
             return super().forward(x, m_splits)  # type: ignore[misc, no-any-return]
         return grouped_product(x.reshape(-1, x.shape[-1]), m_splits, weights, gradients, first), None
 

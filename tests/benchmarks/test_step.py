@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks import step
+from benchmarks import drawn_reward, step
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS
 from hybridflow.device_samples import DeviceSample
 from hybridflow.report.run_data import Phase, RunData, Series
@@ -117,8 +116,6 @@ def test_bad_arguments_are_one_line(
 
 
 def test_rewards_differ_between_responses() -> None:
-    functions: dict[str, Any] = {}
-    exec(step._REWARD, functions)
-    rewards = functions["score"](["1", "2", "", "\ud800"])
+    rewards = drawn_reward.score(["1", "2", "", "\ud800"])
     assert len(set(rewards)) == 4 and all(0 <= reward < 1 for reward in rewards)
-    assert rewards == functions["score"](["1", "2", "", "\ud800"])
+    assert rewards == drawn_reward.score(["1", "2", "", "\ud800"])

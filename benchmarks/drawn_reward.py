@@ -1,0 +1,11 @@
+"""Rewards that differ between responses and say nothing of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from zlib import crc32
+
+
+def score(generated_texts: Sequence[str]) -> list[float]:
+    """For each response a number in [0, 1) that its text decides."""
+    return [crc32(text.encode(errors="replace")) / 2**32 for text in generated_texts]
