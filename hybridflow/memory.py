@@ -245,8 +245,8 @@ def _gpu(
         if each.trained:
             gradients = {} if alone else {"gradients": each.held[device].gradients}
             working = _at_work(each.update[device])
-            if (state := _away(recipe, role, each.held[device])) > sum(working.values()):
-                working = {"optimizer": state}
+            if _offloads(recipe, role) and each.held[device].staged > sum(working.values()):
+                working = {"optimizer": each.held[device].staged}
             items = kept | gradients | working
             phases.append(Phase(f"update of {role}", items, advice("update")))
     return GpuMemory((), always, tuple(phases), tokens)
@@ -326,9 +326,12 @@ def _add(items: dict[str, int], name: str, size: int) -> None:
 
 
 def _away(recipe: Recipe, role: str, held: Held) -> int:
-    """Of the optimizer's state, what waits in host memory between updates."""
-    offloads = role in recipe.trained_roles and recipe.train_config(role).optimizer.offload
-    return held.optimizer - held.masters if offloads else 0
+    """Of the optimizer's state, what is in host memory."""
+    return held.optimizer - held.masters if _offloads(recipe, role) else 0
+
+
+def _offloads(recipe: Recipe, role: str) -> bool:
+    return role in recipe.trained_roles and recipe.train_config(role).optimizer.offload
 
 
 def _place(device: Device) -> Place:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from engine3d.checkpoint.state import (
     RANDOM_KEY,
     HeldParameter,
     Kind,
+    allocate_moments,
     held_parameters,
     key_of,
     set_optimizer_step,
@@ -67,10 +69,8 @@ def _load(engine: TrainEngine, directory: Path, reader: CheckpointReader) -> Loa
     common = _object(reader, COMMON_KEY, 1, 0)
     has_moments = any(name.startswith("exp_avg/") for name in stored)
     held = held_parameters(engine)
-    for each in held:
-        if each.optimizer is not None and has_moments:
-            each.allocate_moments(common["optimizer_step"])
-    engine.put_state_away()
+    if engine.optimizer is not None and has_moments:
+        engine.make_optimizer_state(partial(allocate_moments, step=common["optimizer_step"]))
     kinds: tuple[Kind, ...] = ("weight", *MOMENTS) if has_moments else ("weight",)
     with ThreadPoolExecutor(_BATCHES, thread_name_prefix="batch") as pool:
         for _ in pool.map(lambda batch: _load_batch(reader, engine, batch, kinds), _batches(held)):

@@ -116,19 +116,18 @@ class HeldParameter:
         else:
             own.copy_(weight)  # in float32 the master is the model's own elements
 
-    def allocate_moments(self, step: int) -> None:
-        """Make room for moments, in an optimizer that has made no step yet."""
-        group, order = self.optimizer.model_param_group_index_map[self.parameter]
-        inner = self.optimizer.optimizer
-        main = inner.param_groups[group]["params"][order]
-        if hasattr(inner, "initialize_state"):  # Transformer Engine's FusedAdam counts steps in the group
-            inner.initialize_state(main, inner.store_param_remainders and main.dtype == torch.bfloat16)
-        else:
-            inner.state[main] = {
-                "step": torch.tensor(float(step)),
-                "exp_avg": torch.zeros_like(main),
-                "exp_avg_sq": torch.zeros_like(main),
-            }
+
+
+def allocate_moments(inner: Any, main: Tensor, *, step: int) -> None:
+    """Make room for a parameter's moments in one of PyTorch's optimizers."""
+    if hasattr(inner, "initialize_state"):  # Transformer Engine's FusedAdam counts steps in the group
+        inner.initialize_state(main, inner.store_param_remainders and main.dtype == torch.bfloat16)
+    else:
+        inner.state[main] = {
+            "step": torch.tensor(float(step)),
+            "exp_avg": torch.zeros_like(main),
+            "exp_avg_sq": torch.zeros_like(main),
+        }
 
 
 def join_remainder(high: Tensor, low: Tensor) -> Tensor:

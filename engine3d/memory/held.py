@@ -12,8 +12,10 @@ from engine3d.models.family import ModelSpec
 from engine3d.models.rules import local_parameters
 from engine3d.reshard.source import buffer_rules, parameter_buffer, tied_stages
 from engine3d.training.config import TrainConfig
+from engine3d.training.host_state import most_on_device
+from engine3d.training.optimizer import element_bytes
 
-_FLOAT32, _BFLOAT16 = 4, 2
+_FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +27,15 @@ class Held:
         gradients: the buffer that they are added up in.
         optimizer: this rank's part of Adam's two moments, and of what a bf16 weight lacks to float32. It is taken by
             the first update.
-        masters: of these, float32 weights, which are on the device even where the rest waits in host memory.
+        masters: of these, float32 weights, which are on the device even where the rest is in host memory.
+        staged: what the device has of the rest while it is updated, where that is in host memory.
     """
 
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
     masters: int = 0
+    staged: int = 0
 
     def __add__(self, other: Held) -> Held:
         return Held(
@@ -39,6 +43,7 @@ class Held:
             self.gradients + other.gradients,
             self.optimizer + other.optimizer,
             self.masters + other.masters,
+            max(self.staged, other.staged),  # one buffer is updated after the other
         )
 
     @property
@@ -69,7 +74,7 @@ def held_by_rank(
         transformer_engine: whether the model is built from Transformer Engine's layers.
     """
     itemsize = getattr(torch, config.dtype).itemsize
-    gradient, state, master = _bytes_of_an_element(config)
+    of_element = element_bytes(config)
     dense, experts = buffer_rules(spec.rules, layout)
     found = Held()
     for rules, copies in ((dense, layout.dp * layout.cp), (experts, layout.edp)):
@@ -84,15 +89,14 @@ def held_by_rank(
         found += Held(weights=elements * itemsize + others * _FLOAT32)
         if trainable:
             own = elements // copies
-            found += Held(gradients=elements * gradient, optimizer=own * state, masters=own * master)
+            masters, moments = own * of_element.master, own * of_element.moments
+            largest = min(own, max((prod(each.shape) for each in parameters), default=0))
+            found += Held(
+                gradients=elements * of_element.gradient,
+                optimizer=masters + moments,
+                masters=masters,
+                staged=most_on_device(moments, largest * of_element.moments),
+            )
     return found
 
 
-def _bytes_of_an_element(config: TrainConfig) -> tuple[int, int, int]:
-    """Of a weight's gradient, of what the optimizer keeps for it, and of this a float32 weight."""
-    if config.dtype == "float32":
-        return _FLOAT32, 2 * _FLOAT32, 0
-    if config.optimizer.precision_aware:
-        # Transformer Engine keeps the 16 bits by which a float32 weight differs from the bf16 one.
-        return _BFLOAT16, 3 * _BFLOAT16, 0
-    return _FLOAT32, 3 * _FLOAT32, _FLOAT32

@@ -52,8 +52,8 @@ class OptimizerConfig(Settings):
     )
     offload: bool = Field(
         False,
-        description="keep the state in page-locked host memory, and on the GPU only while it is updated; float32 "
-        "masters stay there, which precision_aware does without",
+        description="keep the state in page-locked host memory; an update brings it to the GPU part by part. float32 "
+        "masters stay on the GPU, which precision_aware does without",
     )
 
     @model_validator(mode="after")

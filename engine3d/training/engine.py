@@ -24,7 +24,7 @@ from engine3d.training import parallel
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.flops import sequence_flops
 from engine3d.training.host_state import HostState
-from engine3d.training.optimizer import build_optimizer, wrap_for_training
+from engine3d.training.optimizer import build_optimizer, element_bytes, wrap_for_training
 from engine3d.training.sequences import MicroBatch, Sequences, assign, least_micro_batches, micro_batch
 from engine3d.training.vocab_parallel import logprobs_and_entropy
 
@@ -271,11 +271,8 @@ class TrainEngine:
             self.restart_schedule()
         applied = math.isfinite(grad_norm) and not refused
         if applied:
-            if self._host_state is not None:
-                self._host_state.take()
             self.optimizer.step()
             self.scheduler.step(1)
-            self.put_state_away()
         if applied and not self._settled:
             # What is there now stays. Python's collector would look at it again, for half a second, after every few
             # dozen micro-batches, on each rank at another time, and all would wait for it.
@@ -373,6 +370,8 @@ class TrainEngine:
         """Start the optimizer's moments and its learning-rate schedule afresh; the weights stay."""
         self.config = self.config.model_copy(update={"optimizer": settings})
         # Their memory, before the new ones take their own.
+        if self._host_state is not None:
+            self._host_state.release()
         self.optimizer = self.scheduler = self._host_state = None
         self._start_optimizer()
 
@@ -380,12 +379,22 @@ class TrainEngine:
         self.optimizer, self.scheduler = build_optimizer(self.model, self.config)
         self._settled = False
         if self.config.optimizer.offload:
-            self._host_state = HostState(self.optimizer, self.device)
+            self._host_state = HostState(self.optimizer, self.device, element_bytes(self.config).moments)
 
-    def put_state_away(self) -> None:
-        """Have the optimizer's state in host memory, where it is to be between updates."""
+    def make_optimizer_state(self, initialise: Callable[[Any, Tensor], None]) -> None:
+        """Make the optimizer's state before its first step, where it is to be between updates.
+
+        Args:
+            initialise: gives one of PyTorch's optimizers the state of one of its parameters.
+        """
         if self._host_state is not None:
-            self._host_state.put_away()
+            self._host_state.make(initialise)
+            return
+        for each in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            if not each.is_stub_optimizer:
+                for group in each.optimizer.param_groups:
+                    for parameter in group["params"]:
+                        initialise(each.optimizer, parameter)
 
     def restart_schedule(self) -> None:
         """Begin the learning-rate schedule again, warm-up included; the optimizer's moments stay."""

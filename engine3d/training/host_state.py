@@ -1,9 +1,10 @@
-"""An optimizer's state in host memory while models compute, on the device while it is updated."""
+"""An optimizer's state in host memory, of which the device has a few parts at a time while it is updated."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -12,8 +13,11 @@ from torch import Tensor
 
 from engine3d.platform import platform
 
-_CHUNK_BYTES = 1 << 30
-"""Of the pieces in which memory is taken on both sides: large, so that the device's can be cut for anything else."""
+PART_BYTES = 1 << 29
+"""Of the state that is moved at once: a copy's time is then all transfer. The state of a large parameter is more."""
+
+PARTS_ON_DEVICE = 3
+"""One comes, one is updated, one goes."""
 
 _ALIGNMENT = 256
 
@@ -23,9 +27,9 @@ class _Slot:
     """Where a tensor of the state lies.
 
     Args:
-        state: an optimizer's, of one parameter; it always holds the tensor, wherever that is.
+        state: the optimizer's, of one parameter; it always holds the tensor, wherever that is.
         name: of the tensor in it.
-        start: first byte in its chunk.
+        start: its first byte in the part.
     """
 
     state: dict[str, Any]
@@ -34,96 +38,180 @@ class _Slot:
     shape: torch.Size
     dtype: torch.dtype
 
-    def view(self, memory: Tensor) -> Tensor:
-        return memory[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+    def lie_in(self, memory: Tensor) -> Tensor:
+        """Let the state's tensor be the one in a part's memory, and return it as it was."""
+        nbytes = prod(self.shape) * self.dtype.itemsize
+        before: Tensor = self.state[self.name]
+        self.state[self.name] = memory[self.start : self.start + nbytes].view(self.dtype).view(self.shape)
+        return before
 
 
 @dataclass
-class _Chunk:
-    nbytes: int = 0
+class _Part:
+    """Parameters that are updated at once, by the index of their group; and their state, once there is one."""
+
+    parameters: dict[int, list[Tensor]] = field(default_factory=dict)
     slots: list[_Slot] = field(default_factory=list)
+    nbytes: int = 0
     host: Tensor | None = None
-    device: Tensor | None = None
+
+    def lie_in(self, memory: Tensor) -> None:
+        for slot in self.slots:
+            slot.lie_in(memory)
+
+    def put_away(self, states: dict[Tensor, dict[str, Any]]) -> None:
+        """Move a state that was made on the device."""
+        self.slots, self.nbytes = [], 0
+        for parameter in (each for group in self.parameters.values() for each in group):
+            state = states.get(parameter, {})
+            for name, tensor in state.items():
+                if isinstance(tensor, Tensor) and tensor.numel() > 1:
+                    self.slots.append(_Slot(state, name, self.nbytes, tensor.shape, tensor.dtype))
+                    self.nbytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if self.host is None or self.host.numel() != self.nbytes:
+            self.host = platform.host_memory(self.nbytes)
+        for slot in self.slots:
+            before = slot.lie_in(self.host)
+            slot.state[slot.name].copy_(before, non_blocking=True)
 
 
 class HostState:
-    """Moves what Megatron-Core's optimizers keep of their parameters between the device and page-locked host memory.
+    """Keeps what Adam knows of its parameters in page-locked host memory.
+
+    An optimizer's `step` becomes one over a part of the parameters after another. While a part is updated, the state of
+    the next one comes and that of the one before goes: the device has three parts at most, also in the step that makes
+    the state, and the copies take as long as the slower direction. An element's result is that of a single step.
 
     Args:
-        optimizer: Megatron-Core's, over one or several.
+        optimizer: Megatron-Core's, over one or several of PyTorch's kind.
         device: where updates are made.
+        itemsize: bytes of the state of an element.
     """
 
-    def __init__(self, optimizer: Any, device: torch.device) -> None:
-        self._optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
+    def __init__(self, optimizer: Any, device: torch.device, itemsize: int) -> None:
         self._device = device
-        self._chunks: list[_Chunk] = []
+        self._parts: list[tuple[Any, list[_Part]]] = []
+        for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+            if not each.is_stub_optimizer:
+                inner = each.optimizer
+                parts = list(_cut(inner.param_groups, itemsize))
+                inner.step = partial(self._step, inner, parts, inner.step)
+                self._parts.append((inner, parts))
 
     @property
     def nbytes(self) -> int:
-        """Host memory that is held, but for what PyTorch takes more: it rounds each GiB or less to a power of two."""
-        return sum(chunk.nbytes for chunk in self._chunks)
+        """Host memory that is held, but for what PyTorch takes more: it rounds each part to a power of two."""
+        return sum(part.nbytes for _, parts in self._parts for part in parts)
 
-    def take(self) -> None:
-        """Have the state on the device; a state that was never put away is there."""
-        for chunk in self._chunks:
-            if chunk.device is None and chunk.host is not None:
-                chunk.device = torch.empty(chunk.nbytes, dtype=torch.uint8, device=self._device)
-                chunk.device.copy_(chunk.host, non_blocking=True)
-                for slot in chunk.slots:
-                    slot.state[slot.name] = slot.view(chunk.device)
+    def make(self, initialise: Callable[[Any, Tensor], None]) -> None:
+        """Make a state that no step has made, or make it anew.
 
-    def put_away(self) -> None:
-        """Have the state in host memory alone."""
-        if not self._is_known():
-            self._chunks = []  # made by the first update, or loaded
-            self._chunks = list(self._arranged())
-        for chunk in self._chunks:
-            if chunk.host is None:
-                chunk.host = platform.host_memory(chunk.nbytes)
-                for slot in chunk.slots:
-                    slot.view(chunk.host).copy_(slot.state[slot.name], non_blocking=True)
-            elif chunk.device is not None:
-                chunk.host.copy_(chunk.device, non_blocking=True)
+        Args:
+            initialise: gives one of PyTorch's optimizers the state of one of its parameters, on the device.
+        """
+        for inner, parts in self._parts:
+            for part in parts:
+                for parameter in (each for group in part.parameters.values() for each in group):
+                    initialise(inner, parameter)
+                part.put_away(inner.state)
         platform.synchronize()
-        for chunk in self._chunks:
-            assert chunk.host is not None
-            for slot in chunk.slots:
-                slot.state[slot.name] = slot.view(chunk.host)
-            chunk.device = None
 
-    def _tensors(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-        for optimizer in self._optimizers:
-            if not optimizer.is_stub_optimizer:
-                for state in optimizer.optimizer.state.values():
-                    for name, tensor in state.items():
-                        if isinstance(tensor, Tensor) and tensor.numel() > 1:
-                            yield state, name, tensor
+    def release(self) -> None:
+        """Give the memory back, and the optimizers their own `step`."""
+        for inner, _ in self._parts:
+            del inner.step
+        self._parts = []
 
-    def _is_known(self) -> bool:
-        """Whether every tensor of the state is a part of the chunks."""
-        known = {
-            memory.untyped_storage().data_ptr()
-            for chunk in self._chunks
-            for memory in (chunk.host, chunk.device)
-            if memory is not None
-        }
-        return all(tensor.untyped_storage().data_ptr() in known for _, _, tensor in self._tensors())
+    def _step(self, inner: Any, parts: list[_Part], step: Callable[[], None]) -> None:
+        groups = inner.param_groups
+        whole = [(group["params"], group.get("step")) for group in groups]
+        way = _Way(parts, self._device)
+        try:
+            for number, part in enumerate(parts):
+                way.bring(number)
+                for index, (group, (_, made)) in enumerate(zip(groups, whole, strict=True)):
+                    group["params"] = part.parameters.get(index, [])
+                    group.pop("step", None)
+                    if made is not None:  # Transformer Engine's Adam counts in the group
+                        group["step"] = made
+                step()
+                if part.host is None:
+                    part.put_away(inner.state)
+                else:
+                    way.send(number)
+        finally:
+            for group, (parameters, _) in zip(groups, whole, strict=True):
+                group["params"] = parameters
+        platform.synchronize()
 
-    def _arranged(self) -> Iterator[_Chunk]:
-        """Chunks with a place for every tensor."""
-        chunk = _Chunk()
-        for state, name, tensor in self._tensors():
-            slot = _Slot(state, name, chunk.nbytes, tensor.shape, tensor.dtype)
-            if chunk.nbytes and chunk.nbytes + slot.nbytes > _CHUNK_BYTES:
-                yield chunk
-                chunk = _Chunk()
-                slot.start = 0
-            chunk.slots.append(slot)
-            chunk.nbytes += -(-slot.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if chunk.slots:
-            yield chunk
+
+class _Way:
+    """Parts between host and device, beside the work of the device; those that have no state yet stay where they are."""
+
+    def __init__(self, parts: Sequence[_Part], device: torch.device) -> None:
+        self._parts = parts
+        streams = torch.get_device_module(device)
+        self._use = streams.stream
+        self._current = streams.current_stream()
+        self._coming, self._going = streams.Stream(), streams.Stream()
+        size = max(part.nbytes for part in parts)
+        places = min(PARTS_ON_DEVICE, len(parts))
+        self._memory = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(places)]
+        self._coming.wait_stream(self._current)  # what is queued may still use this memory
+        self._came: list[Any] = []
+        self._gone: list[Any] = []
+
+    def bring(self, number: int) -> None:
+        """Have a part's state on the device for what is queued from now on, and the next one on its way."""
+        for each in range(len(self._came), min(number + 2, len(self._parts))):
+            self._fetch(each)
+        part = self._parts[number]
+        if part.host is not None:
+            self._current.wait_event(self._came[number])
+            part.lie_in(self._place(number))
+
+    def send(self, number: int) -> None:
+        """Bring a part's state back once what is queued is done; the optimizer has it in host memory again."""
+        part = self._parts[number]
+        assert part.host is not None
+        self._going.wait_stream(self._current)
+        with self._use(self._going):
+            part.host.copy_(self._place(number)[: part.nbytes], non_blocking=True)
+        self._gone.append(self._going.record_event())
+        part.lie_in(part.host)
+
+    def _fetch(self, number: int) -> None:
+        part = self._parts[number]
+        if part.host is not None:
+            if number >= len(self._memory):
+                self._coming.wait_event(self._gone[number - len(self._memory)])
+            with self._use(self._coming):
+                self._place(number)[: part.nbytes].copy_(part.host, non_blocking=True)
+        self._came.append(self._coming.record_event())
+
+    def _place(self, number: int) -> Tensor:
+        return self._memory[number % len(self._memory)]
+
+
+def most_on_device(nbytes: int, largest: int) -> int:
+    """Bytes of the device that the update of a state in host memory takes.
+
+    Args:
+        nbytes: of the state.
+        largest: of which a single parameter's state takes so many.
+    """
+    return min(nbytes, PARTS_ON_DEVICE * max(PART_BYTES, largest))
+
+
+def _cut(groups: Sequence[dict[str, Any]], itemsize: int) -> Iterator[_Part]:
+    """Parts whose state is of `PART_BYTES` or of one parameter; at least one, as a step without parameters counts."""
+    part, size = _Part(), 0
+    for index, group in enumerate(groups):
+        for parameter in group["params"]:
+            nbytes = itemsize * parameter.numel()
+            if size and size + nbytes > PART_BYTES:
+                yield part
+                part, size = _Part(), 0
+            part.parameters.setdefault(index, []).append(parameter)
+            size += nbytes
+    yield part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,34 @@ import torch
 from engine3d.errors import UserError
 from engine3d.platform import platform
 from engine3d.training.config import TrainConfig
+
+
+_FLOAT32, _BFLOAT16 = 4, 2
+
+
+@dataclass(frozen=True, slots=True)
+class ElementBytes:
+    """What there is of an element of a weight beside itself, in bytes.
+
+    Args:
+        gradient: in the buffer that gradients are added up in.
+        master: a float32 weight, which is on the device.
+        moments: Adam's two, and with them what a bf16 weight lacks to float32 where it has no master.
+    """
+
+    gradient: int
+    master: int
+    moments: int
+
+
+def element_bytes(config: TrainConfig) -> ElementBytes:
+    """By the dtype of the model and the settings of its optimizer."""
+    if config.dtype == "float32":
+        return ElementBytes(gradient=_FLOAT32, master=0, moments=2 * _FLOAT32)
+    if config.optimizer.precision_aware:
+        # Transformer Engine keeps the 16 bits by which a float32 weight differs from the bf16 one.
+        return ElementBytes(gradient=_BFLOAT16, master=0, moments=3 * _BFLOAT16)
+    return ElementBytes(gradient=_FLOAT32, master=_FLOAT32, moments=2 * _FLOAT32)
 
 
 def wrap_for_training(module: Any, config: TrainConfig) -> Any:

@@ -356,41 +356,54 @@ def _anew(directory: Path, settings: OptimizerConfig) -> list[float]:
     return norms
 
 
-def _offload(directory: Path) -> tuple[list[dict[str, Any]], list[tuple[int, bool, bool]]]:
-    """Updates with the optimizer's state kept on the device and in host memory; and where it was in the latter."""
-    from engine3d.training.host_state import HostState
+def _offload(directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Updates with the optimizer's state kept on the device and in host memory; and how it was in the latter."""
+    from engine3d.training import host_state
 
     kept = [_train(directory, {}, 1) | {"anew": _anew(directory, SETTINGS)}]
-    seen: list[tuple[int, bool, bool]] = []
-
-    def watched(take: Any) -> Any:
-        def call(state: HostState) -> None:
-            before = [chunk.device is None for chunk in state._chunks]
-            take(state)
-            after = [chunk.device is not None for chunk in state._chunks]
-            seen.append((state.nbytes, all(before), all(after)))
-
-        return call
-
-    HostState.take = watched(HostState.take)  # type: ignore[method-assign]
     offloaded = SETTINGS.model_copy(update={"offload": True})
-    trained = _train(directory, {}, 1, optimizer=offloaded)
-    watched_steps = list(seen)
-    kept.append(trained | {"anew": _anew(directory, offloaded)})
-    return kept, watched_steps
+    made: list[host_state.HostState] = []
+    moved = 0
+    make, send = host_state.HostState.__init__, host_state._Way.send
+
+    def watched_make(state: host_state.HostState, *arguments: Any) -> None:
+        make(state, *arguments)
+        made.append(state)
+
+    def watched_send(way: host_state._Way, number: int) -> None:
+        nonlocal moved
+        part = way._parts[number]
+        assert _memory_of(part) == {way._place(number).untyped_storage().data_ptr()}
+        moved += 1
+        send(way, number)
+        assert part.host is not None and _memory_of(part) == {part.host.untyped_storage().data_ptr()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_state, "PART_BYTES", 16384)
+        patch.setattr(host_state.HostState, "__init__", watched_make)
+        patch.setattr(host_state._Way, "send", watched_send)
+        trained = _train(directory, {}, 1, optimizer=offloaded)
+        [state] = made
+        parts = [part for _, parts in state._parts for part in parts]
+        told = {"nbytes": state.nbytes, "parts": [part.nbytes for part in parts], "moved": moved}
+        told["largest"] = max(slot.shape.numel() for part in parts for slot in part.slots)
+        kept.append(trained | {"anew": _anew(directory, offloaded)})
+    return kept, told
 
 
-def test_the_optimizers_state_may_wait_in_host_memory(directory: Path) -> None:
-    [((on_device, in_host), seen)] = run_distributed(_offload, 1, directory, timeout_s=180)
+def _memory_of(part: Any) -> set[int]:
+    return {slot.state[slot.name].untyped_storage().data_ptr() for slot in part.slots}
+
+
+def test_the_optimizers_state_may_be_in_host_memory(directory: Path) -> None:
+    [((on_device, in_host), told)] = run_distributed(_offload, 1, directory, timeout_s=180)
     assert in_host["losses"] == on_device["losses"] and in_host["norms"] == on_device["norms"]
     assert in_host["anew"] == on_device["anew"]
     assert torch.equal(in_host["after"], on_device["after"])
-    [first, *others] = seen
-    assert first[0] == 0 and len(others) == 2  # the first update makes the state
     parameters = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(directory).parameters())
-    for nbytes, was_away, is_there in others:
-        assert was_away and is_there
-        assert 2 * 4 * parameters <= nbytes < 1.2 * 2 * 4 * parameters  # two moments in float32, and room between
+    assert 2 * 4 * parameters <= told["nbytes"] < 1.2 * 2 * 4 * parameters  # two moments in float32, and room between
+    assert len(told["parts"]) > 3 and max(told["parts"]) < 1.2 * max(16384, 2 * 4 * told["largest"])
+    assert told["moved"] == 2 * len(told["parts"])  # in all of three updates but the first, which makes the state
 
 
 def _gather(directory: Path) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def test_the_more_is_computed_again_the_less_is_kept() -> None:
     assert "recompute" not in ledgers[4].gpus[0].phases[-1].less
 
 
-def test_an_optimizer_in_host_memory_is_on_the_gpu_only_in_an_update() -> None:
+def test_of_an_optimizer_in_host_memory_an_update_takes_a_few_parts_to_the_gpu() -> None:
     small = (*LEAST, "train.micro_batch_tokens=2048")
     on_gpu = _ledger("qwen3-30b-a3b-4xh200.yaml", *small)
     in_host = _ledger("qwen3-30b-a3b-4xh200.yaml", *small, "train.optimizer.offload=true")
@@ -112,7 +112,8 @@ def test_an_optimizer_in_host_memory_is_on_the_gpu_only_in_an_update() -> None:
     assert "actor optimizer" not in after.always
     rollout, _, update = after.phases
     assert before.total(before.phases[0]) - after.total(rollout) == state
-    assert update.items["optimizer"] == state and "activations" not in update.items
+    # A rank's share of what is not experts, which is less than three parts with the state of the embedding.
+    assert update.items["optimizer"] == pytest.approx(6 * DENSE / 4, rel=1e-3) and "activations" not in update.items
     assert in_host.hosts == ({"actor optimizer": 4 * state},) and on_gpu.hosts == ({},)
     assert in_host.lines()[-1] == (
         f"node 0: {4 * state / 1e9:.1f} GB of host memory, page-locked: actor optimizer {4 * state / 1e9:.1f}"
