@@ -292,12 +292,11 @@ def _cache_tokens(recipe: Recipe, serving: Serving, here: Mapping[str, _Ranks], 
     engine = recipe.rollout.engine
     if not serving.cache_of_a_token:
         return 0
-    if engine.max_total_tokens is not None:
-        return engine.max_total_tokens
     taken = sum(each.held[device].weights for each in here.values())
     free = gpu_bytes - taken - DRIVER_BYTES - CONTEXT_BYTES * (len(here) + 1)
     left = engine.mem_fraction_static * free - (serving.weights - serving.shared)
-    return max(0, int(left // serving.cache_of_a_token))
+    found = max(0, int(left // serving.cache_of_a_token))
+    return found if engine.max_total_tokens is None else min(found, engine.max_total_tokens)
 
 
 def _hosts(
