@@ -28,6 +28,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Never
 
 from engine3d.errors import EngineError, UserError
+from engine3d.imports import uncollected
 
 if TYPE_CHECKING:
     from hybridflow.config import Recipe
@@ -124,12 +125,14 @@ def _named_nodes(parsed: argparse.Namespace) -> list[Node] | None:
 
 
 def _checked_recipe(parsed: argparse.Namespace, nodes: Sequence[Node] | None = None) -> Recipe:
-    from hybridflow.config import load_recipe
+    with uncollected():
+        from hybridflow.config import load_recipe
 
     overrides = [*(_METRIC_SINKS if parsed.track_metrics else ()), *parsed.overrides]
     recipe = load_recipe(parsed.recipe, overrides)
 
-    from hybridflow.check import check_recipe
+    with uncollected():
+        from hybridflow.check import check_recipe
 
     gpu_bytes = round(parsed.gpu_gb * 1e9) if parsed.gpu_gb is not None else None
     # With --memory the ledger is shown first, and then refuses.
@@ -139,7 +142,8 @@ def _checked_recipe(parsed: argparse.Namespace, nodes: Sequence[Node] | None = N
 
 
 def _train(recipe: Recipe) -> int:
-    from hybridflow.trainer import train
+    with uncollected():
+        from hybridflow.trainer import train
 
     train(recipe)
     return 0

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import psutil
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -195,6 +196,8 @@ def _hold(path: Path) -> TextIO:
 def stop_ray() -> None:
     """Stop what `start_ray` started, to the last process, or leave the cluster that it attached to."""
     global _local, _owned
+    if _local is not None:
+        _end_autoscaler()
     ray.shutdown()
     if _local is not None:
         local, _local = _local, None
@@ -204,6 +207,14 @@ def stop_ray() -> None:
         Path(_owned.name).unlink(missing_ok=True)
         _owned.close()
         _owned = None
+
+
+def _end_autoscaler() -> None:
+    """Kill what Ray would ask to end in order and then wait a second for: it has no machines to give back."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if any(word.endswith("/monitor.py") and "/autoscaler/" in word for word in child.cmdline()):
+                child.kill()
 
 
 def cluster_nodes() -> list[Node]:

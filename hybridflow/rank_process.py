@@ -5,10 +5,14 @@ Importing this module brings in neither torch nor an engine: the rank's environm
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
+import select
 import signal
+import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError
+from engine3d.imports import uncollected
 from engine3d.layout import Coordinates, Layout
 from engine3d.out_of_memory import in_short
 from hybridflow.timeline import Span
@@ -78,6 +83,8 @@ class RankProcess:
         self._worker: Any = None
         self._store: Any = None  # a TCPStore, on rank 0
         os.environ.update(environment)
+        self._importing = contextlib.ExitStack()
+        self._importing.enter_context(uncollected())
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
             log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -91,18 +98,31 @@ class RankProcess:
     def identify(self) -> tuple[int, str, str, int]:
         """Process id, id and address of the node, and on rank 0 the port of the store at which the ranks will meet.
 
-        The store listens from here on, so that no other process of the run can be given its port.
+        Something listens there from here on, so that no other process of the run can be given the port.
         """
         import ray
         import ray.util
 
         address = ray.util.get_node_ip_address()
-        if self._rank == 0:
+        port = self._listen(address) if self._rank == 0 else 0
+        return os.getpid(), ray.get_runtime_context().get_node_id(), address, port
+
+    def _listen(self, address: str) -> int:
+        """Let the ranks find a store, made when the first of them knocks: only then is torch known to be wanted."""
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        listening = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=socket.SOMAXCONN)
+        port: int = listening.getsockname()[1]
+
+        def serve() -> None:
+            select.select([listening], [], [])
             from torch.distributed import TCPStore
 
-            self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        node = ray.get_runtime_context().get_node_id()
-        return os.getpid(), node, address, self._store.port if self._store is not None else 0
+            descriptor = listening.detach()
+            self._store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+
+        threading.Thread(target=serve, name="store", daemon=True).start()
+        return port
 
     def construct(
         self, factory: Callable[..., Any], context: WorkerContext, arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -146,6 +166,7 @@ class RankProcess:
             return Answer(Span(self._role, self._rank, method, begin, time.time()), summary), kept
 
         failure, answer = self._run(method, run)
+        self._importing.close()  # with its first call a worker has imported what it needs
         return answer if failure is None else (failure, failure)
 
     def close(self) -> None:

@@ -7,12 +7,17 @@ of SGLang is imported here, because the rollout client asks for the arguments an
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
 
 # Read by our SGLang plugin (engine3d.rollout.sglang_plugin), in SGLang's main process.
 START_METHOD_VARIABLE = "ENGINE3D_SGLANG_START_METHOD"
+
+_LEFT_OUT = ("scipy", "torchao")
+"""What transformers imports with any model where it is installed, for object detection and a quantization: a second of
+each start, for nothing here."""
 
 
 def activate() -> str | None:
@@ -22,6 +27,9 @@ def activate() -> str | None:
     """
     if torch.cuda.is_available() or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
+    if "transformers" not in sys.modules:  # which looks once for what there is
+        for name in _LEFT_OUT:
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     return "engine3d.platform.sglang_cpu_platform.NativeCpuPlatform"
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine3d.errors import UserError
 from hybridflow.data.tasks import Example
@@ -44,7 +46,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     if not (directory / "tokenizer_config.json").is_file():
         raise UserError(f"no tokenizer in {directory}: expected tokenizer_config.json and the files it names")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        tokenizer = _tokenizer_class(directory).from_pretrained(str(directory), local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"cannot load the tokenizer in {directory}: {' '.join(str(error).split())[:300]}") from None
     if tokenizer.eos_token_id is None:
@@ -52,6 +54,17 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _tokenizer_class(directory: Path) -> Any:
+    """What transformers finds for a directory, without a second of imports where the directory names it."""
+    facts = json.loads((directory / "tokenizer_config.json").read_text())
+    named = facts.get("tokenizer_class") if isinstance(facts, dict) and "auto_map" not in facts else None
+    if named == PreTrainedTokenizerFast.__name__:
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def encode_prompts(

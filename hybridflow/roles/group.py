@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,8 +235,9 @@ def _place(device: Device, nodes: Sequence[Node]) -> Place:
 def wait_for(roles: Roles, *names: str) -> None:
     """Wait until the named roles have started, each within its limit; raise at once when any role fails to."""
     pending = {roles.starting[name] for name in names}
+    starting = set(roles.starting.values())
     while pending:
-        done, _ = wait(roles.starting.values(), timeout=1.0, return_when=FIRST_EXCEPTION)
+        done, starting = wait(starting, return_when=FIRST_COMPLETED)
         for future in done:
             future.result()
         pending -= done

@@ -191,6 +191,21 @@ def test_the_character_tokenizer_is_a_huggingface_directory(tmp_path: Path) -> N
     assert answer.stdout.strip() == "[4, 10, 13, 5, 8, 16, 17, 18, 7] [0, 1, 2] 19"
 
 
+@pytest.mark.parametrize("model_type", [None, "llama", "qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["TokenizersBackend", "PreTrainedTokenizerFast"])
+def test_a_tokenizer_is_the_one_that_transformers_finds(name: str, model_type: str | None, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    make_character_tokenizer(ARITHMETIC_CHARACTERS, tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": name}))
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    found, expected = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert type(found) is type(expected) and found.get_vocab() == expected.get_vocab()
+    assert found.encode("17+25=") == expected.encode("17+25=") == [4, 10, 13, 5, 8, 16]
+
+
 def test_encoding_prompts_and_answers(tmp_path: Path) -> None:
     tokenizer = make_character_tokenizer(ARITHMETIC_CHARACTERS, tmp_path)
     examples = [Example("1+2=", "3"), Example("10+2=", "12")]

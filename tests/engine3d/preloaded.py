@@ -1,0 +1,12 @@
+"""What every rank of a test needs, imported once in the server that the ranks are forked from."""
+
+from __future__ import annotations
+
+from engine3d.imports import uncollected
+
+with uncollected():  # which also spares the ranks looking through all of it
+    import transformers  # noqa: F401
+
+    import engine3d.models.build
+    import engine3d.models.weights
+    import engine3d.training.parallel  # noqa: F401
