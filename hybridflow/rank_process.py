@@ -136,7 +136,9 @@ class RankProcess:
         def build() -> None:
             self._worker = factory(context, *args, **kwargs)
 
-        return self._run("start", build)[0]
+        failure, _ = self._run("start", build)
+        self._importing.close()
+        return failure
 
     def call(
         self, method: str, keep: bool, earlier: Sequence[Any], /, *args: Any, **kwargs: Any
@@ -166,7 +168,6 @@ class RankProcess:
             return Answer(Span(self._role, self._rank, method, begin, time.time()), summary), kept
 
         failure, answer = self._run(method, run)
-        self._importing.close()  # with its first call a worker has imported what it needs
         return answer if failure is None else (failure, failure)
 
     def close(self) -> None:

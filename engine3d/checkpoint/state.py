@@ -117,7 +117,6 @@ class HeldParameter:
             own.copy_(weight)  # in float32 the master is the model's own elements
 
 
-
 def allocate_moments(inner: Any, main: Tensor, *, step: int) -> None:
     """Make room for a parameter's moments in one of PyTorch's optimizers."""
     if hasattr(inner, "initialize_state"):  # Transformer Engine's FusedAdam counts steps in the group

@@ -98,5 +98,3 @@ def held_by_rank(
                 staged=most_on_device(moments, largest * of_element.moments),
             )
     return found
-
-

@@ -439,6 +439,8 @@ class TrainEngine:
     def close(self) -> None:
         """End the model's process groups. Another engine may be built in this process after it."""
         gc.unfreeze()
+        if self._host_state is not None:
+            self._host_state.release()
         parallel.release()
 
 

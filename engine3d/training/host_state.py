@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine3d.errors import EngineError
 from engine3d.platform import platform
 
 PART_BYTES = 1 << 29
@@ -20,6 +22,7 @@ PARTS_ON_DEVICE = 3
 """One comes, one is updated, one goes."""
 
 _ALIGNMENT = 256
+_TAKING_S = 600.0
 
 
 @dataclass
@@ -52,7 +55,8 @@ class _Part:
 
     parameters: dict[int, list[Tensor]] = field(default_factory=dict)
     slots: list[_Slot] = field(default_factory=list)
-    nbytes: int = 0
+    nbytes: int = 0  # at most so many, before the state is there
+    taken: Future[Tensor] | None = None
     host: Tensor | None = None
 
     def lie_in(self, memory: Tensor) -> None:
@@ -68,11 +72,25 @@ class _Part:
                 if isinstance(tensor, Tensor) and tensor.numel() > 1:
                     self.slots.append(_Slot(state, name, self.nbytes, tensor.shape, tensor.dtype))
                     self.nbytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if self.host is None or self.host.numel() != self.nbytes:
-            self.host = platform.host_memory(self.nbytes)
+        if self.host is None:
+            self.host = self._taken()[: self.nbytes]
         for slot in self.slots:
             before = slot.lie_in(self.host)
             slot.state[slot.name].copy_(before, non_blocking=True)
+
+    def _taken(self) -> Tensor:
+        assert self.taken is not None
+        try:
+            memory = self.taken.result(_TAKING_S)
+            return memory if memory.numel() >= self.nbytes else platform.host_memory(self.nbytes)
+        except TimeoutError:
+            raise EngineError(f"host memory: the system gave none for the optimizer in {_TAKING_S:.0f} s") from None
+        except (RuntimeError, MemoryError) as error:
+            why = str(error).splitlines()[0]
+            raise EngineError(
+                f"host memory: no {self.nbytes / 1e9:.1f} GB more, page-locked, for the optimizer's state ({why}); set "
+                "offload=false for it, or give the node more memory"
+            ) from None
 
 
 class HostState:
@@ -82,6 +100,9 @@ class HostState:
     the next one comes and that of the one before goes: the device has three parts at most, also in the step that makes
     the state, and the copies take as long as the slower direction. An element's result is that of a single step.
 
+    The memory is taken from now on in a thread, as a system may need a second for each 3 GB: other ranks and engines
+    start meanwhile, and the first samples are made.
+
     Args:
         optimizer: Megatron-Core's, over one or several of PyTorch's kind.
         device: where updates are made.
@@ -90,18 +111,23 @@ class HostState:
 
     def __init__(self, optimizer: Any, device: torch.device, itemsize: int) -> None:
         self._device = device
+        self._taking = ThreadPoolExecutor(
+            1, thread_name_prefix="host memory", initializer=platform.device, initargs=(device.index or 0,)
+        )
         self._parts: list[tuple[Any, list[_Part]]] = []
         for each in getattr(optimizer, "chained_optimizers", [optimizer]):
             if not each.is_stub_optimizer:
                 inner = each.optimizer
                 parts = list(_cut(inner.param_groups, itemsize))
+                for part in parts:
+                    part.taken = self._taking.submit(platform.host_memory, part.nbytes)
                 inner.step = partial(self._step, inner, parts, inner.step)
                 self._parts.append((inner, parts))
 
     @property
     def nbytes(self) -> int:
         """Host memory that is held, but for what PyTorch takes more: it rounds each part to a power of two."""
-        return sum(part.nbytes for _, parts in self._parts for part in parts)
+        return sum(part.nbytes for _, parts in self._parts for part in parts if part.host is not None)
 
     def make(self, initialise: Callable[[Any, Tensor], None]) -> None:
         """Make a state that no step has made, or make it anew.
@@ -118,6 +144,7 @@ class HostState:
 
     def release(self) -> None:
         """Give the memory back, and the optimizers their own `step`."""
+        self._taking.shutdown(cancel_futures=True)
         for inner, _ in self._parts:
             del inner.step
         self._parts = []
@@ -146,7 +173,7 @@ class HostState:
 
 
 class _Way:
-    """Parts between host and device, beside the work of the device; those that have no state yet stay where they are."""
+    """Parts between host and device, beside the device's work. Those that have no state yet are left alone."""
 
     def __init__(self, parts: Sequence[_Part], device: torch.device) -> None:
         self._parts = parts
@@ -154,7 +181,7 @@ class _Way:
         self._use = streams.stream
         self._current = streams.current_stream()
         self._coming, self._going = streams.Stream(), streams.Stream()
-        size = max(part.nbytes for part in parts)
+        size = max(part.nbytes if part.host is not None else 0 for part in parts)
         places = min(PARTS_ON_DEVICE, len(parts))
         self._memory = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(places)]
         self._coming.wait_stream(self._current)  # what is queued may still use this memory
@@ -205,13 +232,13 @@ def most_on_device(nbytes: int, largest: int) -> int:
 
 def _cut(groups: Sequence[dict[str, Any]], itemsize: int) -> Iterator[_Part]:
     """Parts whose state is of `PART_BYTES` or of one parameter; at least one, as a step without parameters counts."""
-    part, size = _Part(), 0
+    part = _Part()
     for index, group in enumerate(groups):
         for parameter in group["params"]:
-            nbytes = itemsize * parameter.numel()
-            if size and size + nbytes > PART_BYTES:
+            nbytes = itemsize * (parameter.numel() + _ALIGNMENT)  # of no more tensors than bytes
+            if part.nbytes and part.nbytes + nbytes > PART_BYTES:
                 yield part
-                part, size = _Part(), 0
+                part = _Part()
             part.parameters.setdefault(index, []).append(parameter)
-            size += nbytes
+            part.nbytes += nbytes
     yield part

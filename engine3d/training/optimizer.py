@@ -11,7 +11,6 @@ from engine3d.errors import UserError
 from engine3d.platform import platform
 from engine3d.training.config import TrainConfig
 
-
 _FLOAT32, _BFLOAT16 = 4, 2
 
 

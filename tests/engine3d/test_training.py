@@ -363,7 +363,7 @@ def _offload(directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     kept = [_train(directory, {}, 1) | {"anew": _anew(directory, SETTINGS)}]
     offloaded = SETTINGS.model_copy(update={"offload": True})
     made: list[host_state.HostState] = []
-    moved = 0
+    told: dict[str, Any] = {"moved": 0}
     make, send = host_state.HostState.__init__, host_state._Way.send
 
     def watched_make(state: host_state.HostState, *arguments: Any) -> None:
@@ -371,10 +371,11 @@ def _offload(directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         made.append(state)
 
     def watched_send(way: host_state._Way, number: int) -> None:
-        nonlocal moved
         part = way._parts[number]
         assert _memory_of(part) == {way._place(number).untyped_storage().data_ptr()}
-        moved += 1
+        told["moved"] += 1
+        told["nbytes"], told["parts"] = made[0].nbytes, [part.nbytes for part in way._parts]
+        told["largest"] = max(slot.shape.numel() for part in way._parts for slot in part.slots)
         send(way, number)
         assert part.host is not None and _memory_of(part) == {part.host.untyped_storage().data_ptr()}
 
@@ -383,12 +384,10 @@ def _offload(directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         patch.setattr(host_state.HostState, "__init__", watched_make)
         patch.setattr(host_state._Way, "send", watched_send)
         trained = _train(directory, {}, 1, optimizer=offloaded)
-        [state] = made
-        parts = [part for _, parts in state._parts for part in parts]
-        told = {"nbytes": state.nbytes, "parts": [part.nbytes for part in parts], "moved": moved}
-        told["largest"] = max(slot.shape.numel() for part in parts for slot in part.slots)
+        assert not made[0].nbytes  # it is given back with the engine
+        of_one = dict(told)
         kept.append(trained | {"anew": _anew(directory, offloaded)})
-    return kept, told
+    return kept, of_one
 
 
 def _memory_of(part: Any) -> set[int]:
