@@ -12,7 +12,7 @@ from engine3d.checkpoint.plan import plan_checkpoint
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.memory import Held, Serving, Working, held_by_rank, inference_peak, serving_by_rank, update_peak
-from engine3d.memory.overhead import CONTEXT_BYTES, DRIVER_BYTES, communicators, engine_workspace
+from engine3d.memory.overhead import CONTEXT_BYTES, DRIVER_BYTES, MODEL_BYTES, communicators, engine_workspace
 from engine3d.models import ModelSpec
 from engine3d.platform.cuda import graph_batch_sizes
 from engine3d.reshard.shards import Place
@@ -231,6 +231,7 @@ def _gpu(
         always["engine workspace"] = _engine_workspace(recipe, specs["actor"]) if estimate else 0
     if estimate:
         always["communicators"] = sum(communicators(each.layout) for each in here.values())
+        always["libraries"] = MODEL_BYTES * len(here)
         always["driver"] = DRIVER_BYTES
     always["runtime"] = CONTEXT_BYTES * (len(here) + (serving is not None))
     always = {name: size for name, size in always.items() if size}

@@ -10,6 +10,10 @@ DRIVER_BYTES = 650 * 10**6
 CONTEXT_BYTES = 620 << 20
 """Of every process: CUDA's context, the kernels that were loaded, cuBLAS's workspace."""
 
+MODEL_BYTES = 2400 * 10**6
+"""Of every model's process beside that, once it was at work: kernels and workspaces of its libraries, and what PyTorch's
+allocator cannot give back because something small is left in a block."""
+
 _COMMUNICATOR_BYTES = 484 << 20
 _PEER_BYTES = 640 << 20
 """Of NCCL: for each group of ranks that communicates, and for each rank with which tokens are exchanged."""

@@ -67,7 +67,9 @@ def trace_load(model: nn.Module, tensors: Tensors) -> LoadTrace:
             raise
         except Exception as error:
             raise recorder.refusal(error) from error
-    return recorder.result()
+    trace = recorder.result()
+    recorder.forget()
+    return trace
 
 
 def refresh_derived(model: nn.Module) -> None:
@@ -248,6 +250,10 @@ class _Recorder:
             buffers.append(target.buffer)
             tensors.append(target.tensor)
         return LoadTrace(tuple(buffers), tuple(holdings), tuple(tensors))
+
+    def forget(self) -> None:
+        """Leave the model's memory to the model: stand-ins and the recorder know each other, until Python collects."""
+        self._targets.clear()
 
     def refusal(self, error: Exception) -> UserError | EngineError:
         """What an error inside a loader means: it refuses the tensor that it was given last."""

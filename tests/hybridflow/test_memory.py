@@ -134,7 +134,7 @@ def test_without_engines_all_is_as_with_them_but_for_what_is_theirs(name: str, m
     models = memory.foresee(
         recipe, devices, specs, gpu_bytes=whole.gpu_bytes, sequence_tokens=tokens, with_engines=False
     )
-    theirs = {"engine weights", "KV cache", "engine workspace", "communicators", "driver"}
+    theirs = {"engine weights", "KV cache", "engine workspace", "communicators", "driver", "libraries"}
     for gpu, less in zip(whole.gpus, models.gpus, strict=True):
         assert less.always == {name: size for name, size in gpu.always.items() if name not in theirs}
         for phase, left in zip(gpu.phases, less.phases, strict=True):

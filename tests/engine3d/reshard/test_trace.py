@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,22 @@ def test_what_is_traced_is_what_the_loader_makes(name: str, tp: int, ep: int) ->
             assert torch.equal(found, expected), buffer.name
         traces.append(trace)
     check_same_model(traces, shapes(tensors))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_parameter_that_was_traced_may_give_its_memory_up(name: str) -> None:
+    with engine_rank(1, 1, 0):
+        model = build_model(MODELS[name], torch.bfloat16, "cpu")
+        gc.collect()
+        gc.disable()
+        try:
+            trace_load(model, hf_tensors(MODELS[name]))
+            for parameter in model.parameters():
+                storage = parameter.untyped_storage()
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
+                assert torch._C._storage_Use_Count(storage._cdata) == 1, "something else than this test has it"
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
