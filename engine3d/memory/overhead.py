@@ -11,8 +11,8 @@ CONTEXT_BYTES = 620 << 20
 """Of every process: CUDA's context, the kernels that were loaded, cuBLAS's workspace."""
 
 MODEL_BYTES = 2400 * 10**6
-"""Of every model's process beside that, once it was at work: kernels and workspaces of its libraries, and what PyTorch's
-allocator cannot give back because something small is left in a block."""
+"""Of every model's process beside that, once it was at work: kernels and workspaces of its libraries, and blocks that
+PyTorch's allocator cannot give back because something small is left in them."""
 
 _COMMUNICATOR_BYTES = 484 << 20
 _PEER_BYTES = 640 << 20
