@@ -22,6 +22,7 @@ from hybridflow.devices import Device, DeviceMap, Node, highest_cpu_slot, pool_d
 from hybridflow.gpu_check import check_libraries, check_memory, used_gpus
 from hybridflow.gpu_use import check_gpus_free
 from hybridflow.initial_model import initial_spec, initial_tokenizer
+from hybridflow.machine import machine_bytes
 from hybridflow.resume import check_checkpoint_directory, find_resumption
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.run import encode, prompt_limit
@@ -34,6 +35,7 @@ def check_recipe(
     cluster: Sequence[Node] | None = None,
     *,
     gpu_bytes: int | None = None,
+    host_bytes: int | None = None,
     must_fit: bool = True,
 ) -> list[str]:
     """Check placement, layouts, model files, prompts, checkpoints, reward functions and sinks of a recipe.
@@ -44,7 +46,8 @@ def check_recipe(
         recipe: what is to run.
         cluster: nodes to run on; None for this machine.
         gpu_bytes: memory of each GPU; if None, what this machine's have, and unknown of other nodes.
-        must_fit: whether to refuse models that a GPU has no room for, whatever the engines take.
+        host_bytes: memory of each node; if None, what this machine has, and unknown of other nodes.
+        must_fit: whether to refuse models that a GPU or a node has no room for, whatever the engines take.
 
     Returns:
         What only makes the run slower, a line each.
@@ -79,7 +82,9 @@ def check_recipe(
     if recipe.metrics.wandb:
         attempt(check_wandb)
     if must_fit and devices is not None and not errors and (cluster is None or gpu_bytes is not None):
-        attempt(partial(check_memory, gpu_bytes=gpu_bytes), recipe, devices, specs)
+        if cluster is None and host_bytes is None:
+            host_bytes = machine_bytes()
+        attempt(partial(check_memory, gpu_bytes=gpu_bytes, host_bytes=host_bytes), recipe, devices, specs)
     if errors:
         raise SettingsError(errors)
     return warnings

@@ -84,7 +84,8 @@ def _train_or_check(parsed: argparse.Namespace) -> int:
     if parsed.command == "check":
         return _check(parsed)
     of_check = {"--memory": parsed.memory, "--nodes": parsed.nodes, "--gpus-per-node": parsed.gpus_per_node}
-    if given := [option for option, value in (of_check | {"--gpu-gb": parsed.gpu_gb}).items() if value]:
+    of_check |= {"--gpu-gb": parsed.gpu_gb, "--host-gb": parsed.host_gb}
+    if given := [option for option, value in of_check.items() if value]:
         raise UserError(f"{given[0]} is an option of hybridflow check, and starts nothing")
     recipe = _checked_recipe(parsed)
     try:
@@ -99,7 +100,7 @@ def _check(parsed: argparse.Namespace) -> int:
     if parsed.memory:
         from hybridflow.memory_check import recipe_ledger
 
-        ledger = recipe_ledger(recipe, nodes, parsed.gpu_gb)
+        ledger = recipe_ledger(recipe, nodes, parsed.gpu_gb, parsed.host_gb)
         print("\n".join(ledger.lines()))
         ledger.check()
     if nodes is None:
@@ -134,9 +135,9 @@ def _checked_recipe(parsed: argparse.Namespace, nodes: Sequence[Node] | None = N
     with uncollected():
         from hybridflow.check import check_recipe
 
-    gpu_bytes = round(parsed.gpu_gb * 1e9) if parsed.gpu_gb is not None else None
+    gpu_bytes, host_bytes = (None if each is None else round(each * 1e9) for each in (parsed.gpu_gb, parsed.host_gb))
     # With --memory the ledger is shown first, and then refuses.
-    for warning in check_recipe(recipe, nodes, gpu_bytes=gpu_bytes, must_fit=not parsed.memory):
+    for warning in check_recipe(recipe, nodes, gpu_bytes=gpu_bytes, host_bytes=host_bytes, must_fit=not parsed.memory):
         print(warning, flush=True)
     return recipe
 
@@ -214,6 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=int, metavar="N", help="check: on so many nodes, not on this machine")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="check: GPUs of each of these nodes (8)")
     parser.add_argument("--gpu-gb", type=float, metavar="GB", help="check: memory of each GPU, in 1e9 bytes")
+    parser.add_argument("--host-gb", type=float, metavar="GB", help="check: memory of each node, in 1e9 bytes")
     return parser
 
 

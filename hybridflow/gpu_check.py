@@ -98,6 +98,7 @@ def check_memory(
     specs: Mapping[str, ModelSpec],
     *,
     gpu_bytes: int | None = None,
+    host_bytes: int | None = None,
 ) -> None:
     """Refuse what cannot fit whatever an engine takes, and however short responses are: at once, without SGLang.
 
@@ -105,6 +106,7 @@ def check_memory(
         devices: which the recipe's layouts fit.
         specs: of the actor and of each model beside it.
         gpu_bytes: of each GPU; None for this machine's largest, where it can be read.
+        host_bytes: of each node's memory, if that is known.
 
     Raises:
         UserError: as `Ledger.check`.
@@ -115,7 +117,15 @@ def check_memory(
         found = [answer(name, lambda reader, gpu: reader.memory(gpu)) for name in used_gpus(devices).values()]
         gpu_bytes = max((memory.total_bytes for memory in found if memory is not None), default=None)
     if gpu_bytes is not None:
-        foresee(recipe, devices, specs, gpu_bytes=gpu_bytes, sequence_tokens=1, with_engines=False).check()
+        foresee(
+            recipe,
+            devices,
+            specs,
+            gpu_bytes=gpu_bytes,
+            host_bytes=host_bytes,
+            sequence_tokens=1,
+            with_engines=False,
+        ).check()
 
 
 def _on_gpus(devices: Sequence[Device]) -> bool:

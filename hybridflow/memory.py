@@ -74,6 +74,7 @@ class Ledger:
         hosts: for each node, what is taken of its memory, by name, in bytes.
         sequence_tokens: of the longest prompt with its response.
         requests: that an engine is to run at once.
+        host_bytes: of each node's memory; None where that is not known.
     """
 
     gpus: tuple[GpuMemory, ...]
@@ -81,6 +82,7 @@ class Ledger:
     hosts: tuple[Mapping[str, int], ...]
     sequence_tokens: int
     requests: int
+    host_bytes: int | None = None
 
     def lines(self) -> list[str]:
         """As it is shown: for each kind of GPU every phase with what is there, in GB (1e9 bytes)."""
@@ -103,7 +105,7 @@ class Ledger:
         """Refuse a run that cannot fit.
 
         Raises:
-            UserError: names the first GPU, the phase, what is there, and what to change.
+            UserError: names the first GPU or node, the phase, what is there, and what to change.
         """
         for gpu in self.gpus:
             worst, total = gpu.worst, gpu.total(gpu.worst)
@@ -112,6 +114,13 @@ class Ledger:
                 raise UserError(
                     f"{_names(gpu.devices)}: {total / 1e9:.1f} GB in phase {worst.name} on a GPU of "
                     f"{self.gpu_bytes / 1e9:.1f} GB ({items}); to need less: {worst.less}"
+                )
+        for node, taken in enumerate(self.hosts):
+            if self.host_bytes is not None and sum(taken.values()) > self.host_bytes:
+                raise UserError(
+                    f"node {node}: {sum(taken.values()) / 1e9:.1f} GB of host memory, page-locked, on a node of "
+                    f"{self.host_bytes / 1e9:.1f} GB ({_items(taken)}); to need less: train.optimizer.offload=false, "
+                    "checkpoint.async_save=false, or more nodes"
                 )
 
 
@@ -122,6 +131,7 @@ def foresee(
     *,
     gpu_bytes: int,
     sequence_tokens: int,
+    host_bytes: int | None = None,
     with_engines: bool = True,
 ) -> Ledger:
     """The ledger of a recipe whose layouts fit its devices.
@@ -132,8 +142,9 @@ def foresee(
         specs: of the actor and of each model beside it.
         gpu_bytes: of each GPU.
         sequence_tokens: of the longest prompt with its response.
-        with_engines: false leaves out the engines' weights and caches, memory of the host, and what is only estimated:
-            what is left is known at once, without SGLang, and certain.
+        host_bytes: of each node's memory, if that is known.
+        with_engines: false leaves out the engines' weights and caches, checkpoints on their way to files, and what is
+            only estimated: what is left is known at once, without SGLang, and certain.
     """
     ranks = {role: _Ranks.of(recipe, role, devices[role], specs[role], sequence_tokens) for role in specs}
     engines = _engines(recipe, devices, specs["actor"]) if with_engines else dict.fromkeys(devices["rollout"], _NOTHING)
@@ -149,9 +160,10 @@ def foresee(
     return Ledger(
         tuple(gpus),
         gpu_bytes,
-        _hosts(recipe, devices, specs, ranks) if with_engines else (),
+        _hosts(recipe, devices, specs, ranks, checkpoints=with_engines),
         sequence_tokens,
         recipe.rollout.engine.max_running_requests,
+        host_bytes,
     )
 
 
@@ -305,6 +317,8 @@ def _hosts(
     devices: Mapping[str, Sequence[Device]],
     specs: Mapping[str, ModelSpec],
     ranks: Mapping[str, _Ranks],
+    *,
+    checkpoints: bool,
 ) -> tuple[Mapping[str, int], ...]:
     nodes = 1 + max(device.node for role in (*specs, "rollout") for device in devices[role])
     found: list[dict[str, int]] = [{} for _ in range(nodes)]
@@ -313,7 +327,7 @@ def _hosts(
         for device, held in ranks[role].held.items():
             if state := _away(recipe, role, held):
                 _add(found[device.node], f"{role} optimizer", state)
-        if recipe.checkpoint.saves_in_background:
+        if checkpoints and recipe.checkpoint.saves_in_background:
             layout: Layout = config.layout.layout(len(devices[role]))
             plan = plan_checkpoint(specs[role], layout, precision_aware=config.optimizer.precision_aware)
             for rank, device in zip(plan.ranks, devices[role], strict=True):

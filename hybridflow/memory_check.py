@@ -13,16 +13,20 @@ from hybridflow.check import check_prompts, planned_devices, role_spec
 from hybridflow.config import Recipe
 from hybridflow.devices import Node
 from hybridflow.initial_model import initial_spec
+from hybridflow.machine import machine_bytes
 from hybridflow.memory import Ledger, foresee
 
 
-def recipe_ledger(recipe: Recipe, nodes: Sequence[Node] | None, gpu_gb: float | None) -> Ledger:
+def recipe_ledger(
+    recipe: Recipe, nodes: Sequence[Node] | None, gpu_gb: float | None, host_gb: float | None = None
+) -> Ledger:
     """The ledger of a recipe that has passed its checks.
 
     Args:
         recipe: the run.
         nodes: of the cluster; None for this machine.
         gpu_gb: memory of each GPU in GB (1e9 bytes); None for what this machine's have.
+        host_gb: memory of each node in GB; None for what this machine has, and unknown of other nodes.
 
     Raises:
         UserError: no GPU is used, or how large they are is not known.
@@ -37,7 +41,10 @@ def recipe_ledger(recipe: Recipe, nodes: Sequence[Node] | None, gpu_gb: float | 
     gpu_bytes = round(gpu_gb * 1e9) if gpu_gb is not None else torch.cuda.get_device_properties(0).total_memory
     specs = recipe_specs(recipe)
     sequence_tokens = check_prompts(recipe, specs["actor"])
-    return foresee(recipe, devices, specs, gpu_bytes=gpu_bytes, sequence_tokens=sequence_tokens)
+    host_bytes = machine_bytes() if nodes is None else None
+    if host_gb is not None:
+        host_bytes = round(host_gb * 1e9)
+    return foresee(recipe, devices, specs, gpu_bytes=gpu_bytes, host_bytes=host_bytes, sequence_tokens=sequence_tokens)
 
 
 def recipe_specs(recipe: Recipe) -> dict[str, ModelSpec]:

@@ -14,6 +14,7 @@ from hybridflow.check import check_prompts, planned_devices
 from hybridflow.cli import main
 from hybridflow.config import Recipe, load_recipe
 from hybridflow.devices import Node
+from hybridflow.machine import machine_bytes
 from hybridflow.memory import Ledger
 from hybridflow.memory_check import recipe_ledger, recipe_specs
 
@@ -122,6 +123,27 @@ def test_of_an_optimizer_in_host_memory_an_update_takes_a_few_parts_to_the_gpu()
     assert "activations" in large.gpus[0].phases[-1].items and "optimizer" not in large.gpus[0].phases[-1].items
     assert "train.optimizer.offload" in before.phases[-1].less
     assert "train.optimizer.offload" not in large.gpus[0].phases[-1].less
+
+
+def test_what_does_not_fit_a_node_is_refused_with_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(RECIPES / "qwen3-30b-a3b-2xh200.yaml")
+    node = ["--nodes", "1", "--gpus-per-node", "2", "--gpu-gb", "150.7"]
+    for shown in ([], ["--memory"]):
+        assert main(["check", recipe, *node, *shown, "--host-gb", "256"]) == 0
+        assert main(["check", recipe, *node, *shown, "--host-gb", "128"]) == 2
+        refused = "node 0: 183.2 GB of host memory, page-locked, on a node of 128.0 GB (actor optimizer 183.2); to need"
+        assert refused in capsys.readouterr().err
+    assert main(["check", recipe, *node, "--host-gb", "128", "train.optimizer.offload=false"]) == 2
+    assert "phase update of actor" in capsys.readouterr().err
+
+
+def test_a_container_has_what_its_control_group_may_take(tmp_path: Path) -> None:
+    limit = tmp_path / "memory.max"
+    machine = machine_bytes(limit)
+    limit.write_text("max\n")
+    assert machine_bytes(limit) == machine > 10**9
+    limit.write_text("1000000\n")
+    assert machine_bytes(limit) == 10**6
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b-4xh200.yaml", "h200-1gpu.yaml", "h200-1gpu-ppo.yaml"])
