@@ -84,7 +84,7 @@ def _train_or_check(parsed: argparse.Namespace) -> int:
     if parsed.command == "check":
         return _check(parsed)
     of_check = {"--memory": parsed.memory, "--nodes": parsed.nodes, "--gpus-per-node": parsed.gpus_per_node}
-    of_check |= {"--gpu-gb": parsed.gpu_gb, "--host-gb": parsed.host_gb}
+    of_check |= {"--gpu-gb": parsed.gpu_gb, "--host-gb": parsed.host_gb}  # both above 0
     if given := [option for option, value in of_check.items() if value]:
         raise UserError(f"{given[0]} is an option of hybridflow check, and starts nothing")
     recipe = _checked_recipe(parsed)
@@ -96,6 +96,8 @@ def _train_or_check(parsed: argparse.Namespace) -> int:
 
 def _check(parsed: argparse.Namespace) -> int:
     nodes = _named_nodes(parsed)
+    if nodes is not None and parsed.host_gb is not None and parsed.gpu_gb is None:
+        raise UserError("--host-gb: expected --gpu-gb too, such as --gpu-gb 141")
     recipe = _checked_recipe(parsed, nodes)
     if parsed.memory:
         from hybridflow.memory_check import recipe_ledger
@@ -214,9 +216,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", action="store_true", help="check: say what each GPU will hold in each phase")
     parser.add_argument("--nodes", type=int, metavar="N", help="check: on so many nodes, not on this machine")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="check: GPUs of each of these nodes (8)")
-    parser.add_argument("--gpu-gb", type=float, metavar="GB", help="check: memory of each GPU, in 1e9 bytes")
-    parser.add_argument("--host-gb", type=float, metavar="GB", help="check: memory of each node, in 1e9 bytes")
+    parser.add_argument("--gpu-gb", type=_gigabytes, metavar="GB", help="check: memory of each GPU, in 1e9 bytes")
+    parser.add_argument("--host-gb", type=_gigabytes, metavar="GB", help="check: memory of each node, in 1e9 bytes")
     return parser
+
+
+def _gigabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text}")
+    return value
 
 
 def _checkpoint_parser() -> argparse.ArgumentParser:

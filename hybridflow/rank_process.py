@@ -115,11 +115,17 @@ class RankProcess:
         port: int = listening.getsockname()[1]
 
         def serve() -> None:
-            select.select([listening], [], [])
-            from torch.distributed import TCPStore
+            try:
+                knock = select.poll()
+                knock.register(listening, select.POLLIN)
+                knock.poll()
+                from torch.distributed import TCPStore
 
-            descriptor = listening.detach()
-            self._store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+                listens = listening.detach()
+                self._store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listens)
+            except BaseException:  # nobody would answer those who wait
+                traceback.print_exc()
+                os._exit(1)
 
         threading.Thread(target=serve, name="store", daemon=True).start()
         return port

@@ -160,7 +160,6 @@ class _Recorder:
     """What a loader does, write by write."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
         self._targets: list[_Target] = []
         self._by_storage: dict[int, list[int]] = {}
         self._lock = threading.Lock()

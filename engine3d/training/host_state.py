@@ -79,14 +79,15 @@ class _Part:
             slot.state[slot.name].copy_(before, non_blocking=True)
 
     def _taken(self) -> Tensor:
-        assert self.taken is not None
+        taken, self.taken = self.taken, None
+        assert taken is not None
         try:
-            memory = self.taken.result(_TAKING_S)
+            memory = taken.result(_TAKING_S)
             return memory if memory.numel() >= self.nbytes else platform.host_memory(self.nbytes)
         except TimeoutError:
             raise EngineError(f"host memory: the system gave none for the optimizer in {_TAKING_S:.0f} s") from None
         except (RuntimeError, MemoryError) as error:
-            why = str(error).splitlines()[0]
+            why = (str(error) or type(error).__name__).splitlines()[0]
             raise EngineError(
                 f"host memory: no {self.nbytes / 1e9:.1f} GB more, page-locked, for the optimizer's state ({why}); set "
                 "offload=false for it, or give the node more memory"
@@ -143,7 +144,7 @@ class HostState:
         platform.synchronize()
 
     def release(self) -> None:
-        """Give the memory back, and the optimizers their own `step`."""
+        """Let go of the memory, which is free once the optimizers are gone, and give them their own `step`."""
         self._taking.shutdown(cancel_futures=True)
         for inner, _ in self._parts:
             del inner.step
@@ -181,9 +182,10 @@ class _Way:
         self._use = streams.stream
         self._current = streams.current_stream()
         self._coming, self._going = streams.Stream(), streams.Stream()
-        size = max(part.nbytes if part.host is not None else 0 for part in parts)
-        places = min(PARTS_ON_DEVICE, len(parts))
-        self._memory = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(places)]
+        sizes = [part.nbytes if part.host is not None else 0 for part in parts]
+        ring = [max(sizes)] * min(PARTS_ON_DEVICE, len(parts))
+        places = sizes if sum(sizes) <= sum(ring) else ring
+        self._memory = [torch.empty(size, dtype=torch.uint8, device=device) for size in places]
         self._coming.wait_stream(self._current)  # what is queued may still use this memory
         self._came: list[Any] = []
         self._gone: list[Any] = []
@@ -235,7 +237,7 @@ def _cut(groups: Sequence[dict[str, Any]], itemsize: int) -> Iterator[_Part]:
     part = _Part()
     for index, group in enumerate(groups):
         for parameter in group["params"]:
-            nbytes = itemsize * (parameter.numel() + _ALIGNMENT)  # of no more tensors than bytes
+            nbytes = itemsize * (parameter.numel() + _ALIGNMENT)  # a byte of it in each tensor, and those rounded up
             if part.nbytes and part.nbytes + nbytes > PART_BYTES:
                 yield part
                 part = _Part()

@@ -203,6 +203,7 @@ def test_the_command_shows_the_ledger_and_ends_with_2_where_nothing_fits(capsys:
         (["check", "h200-1gpu.yaml", "--memory", "--nodes", "0"], "--nodes 0: expected a whole number"),
         (["check", "qwen3-30b-a3b-4xh200.yaml", "--nodes", "1", "--gpus-per-node", "2"], "there is no cuda:2"),
         (["train", "demo.yaml", "--nodes", "2"], "--nodes is an option of hybridflow check"),
+        (["check", "h200-1gpu.yaml", "--nodes", "1", "--host-gb", "100"], "--host-gb: expected --gpu-gb too"),
     ],
 )
 def test_bad_options_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,3 +211,12 @@ def test_bad_options_are_one_line(words: list[str], message: str, capsys: pytest
     assert main(words) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "0", "-5", "much"])
+def test_a_size_is_a_number_above_0(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["check", str(RECIPES / "h200-1gpu.yaml"), f"--host-gb={size}"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert f"--host-gb: expected a number above 0, found {size}" in error and error.count("\n") == 1
