@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine3d.models.rules import LocalParameter
 from engine3d.models.weights import rank_parameters
+from engine3d.training.optimizer import of_buffers
 
 if TYPE_CHECKING:
     from engine3d.training.engine import TrainEngine
@@ -169,10 +170,7 @@ def writes(held: HeldParameter) -> bool:
 
 
 def _optimizers(engine: TrainEngine) -> Iterator[Any]:
-    if engine.optimizer is not None:
-        for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
-            if not optimizer.is_stub_optimizer:
-                yield optimizer
+    return iter(of_buffers(engine.optimizer) if engine.optimizer is not None else ())
 
 
 def optimizer_step(engine: TrainEngine) -> int:

@@ -24,7 +24,7 @@ from engine3d.training import parallel
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.flops import sequence_flops
 from engine3d.training.host_state import HostState
-from engine3d.training.optimizer import build_optimizer, element_bytes, wrap_for_training
+from engine3d.training.optimizer import build_optimizer, element_bytes, of_buffers, wrap_for_training
 from engine3d.training.sequences import MicroBatch, Sequences, assign, least_micro_batches, micro_batch
 from engine3d.training.vocab_parallel import logprobs_and_entropy
 
@@ -390,11 +390,10 @@ class TrainEngine:
         if self._host_state is not None:
             self._host_state.make(initialise)
             return
-        for each in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            if not each.is_stub_optimizer:
-                for group in each.optimizer.param_groups:
-                    for parameter in group["params"]:
-                        initialise(each.optimizer, parameter)
+        for each in of_buffers(self.optimizer):
+            for group in each.optimizer.param_groups:
+                for parameter in group["params"]:
+                    initialise(each.optimizer, parameter)
 
     def restart_schedule(self) -> None:
         """Begin the learning-rate schedule again, warm-up included; the optimizer's moments stay."""

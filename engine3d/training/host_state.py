@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from engine3d.errors import EngineError
 from engine3d.platform import platform
+from engine3d.training.optimizer import of_buffers
 
 PART_BYTES = 1 << 29
 """Of the state that is moved at once: a copy's time is then all transfer. The state of a large parameter is more."""
@@ -59,6 +61,9 @@ class _Part:
     taken: Future[Tensor] | None = None
     host: Tensor | None = None
 
+    def every(self) -> Iterator[Tensor]:
+        return chain.from_iterable(self.parameters.values())
+
     def lie_in(self, memory: Tensor) -> None:
         for slot in self.slots:
             slot.lie_in(memory)
@@ -66,7 +71,7 @@ class _Part:
     def put_away(self, states: dict[Tensor, dict[str, Any]]) -> None:
         """Move a state that was made on the device."""
         self.slots, self.nbytes = [], 0
-        for parameter in (each for group in self.parameters.values() for each in group):
+        for parameter in self.every():
             state = states.get(parameter, {})
             for name, tensor in state.items():
                 if isinstance(tensor, Tensor) and tensor.numel() > 1:
@@ -116,14 +121,12 @@ class HostState:
             1, thread_name_prefix="host memory", initializer=platform.device, initargs=(device.index or 0,)
         )
         self._parts: list[tuple[Any, list[_Part]]] = []
-        for each in getattr(optimizer, "chained_optimizers", [optimizer]):
-            if not each.is_stub_optimizer:
-                inner = each.optimizer
-                parts = list(_cut(inner.param_groups, itemsize))
-                for part in parts:
-                    part.taken = self._taking.submit(platform.host_memory, part.nbytes)
-                inner.step = partial(self._step, inner, parts, inner.step)
-                self._parts.append((inner, parts))
+        for inner in (each.optimizer for each in of_buffers(optimizer)):
+            parts = list(_cut(inner.param_groups, itemsize))
+            for part in parts:
+                part.taken = self._taking.submit(platform.host_memory, part.nbytes)
+            inner.step = partial(self._step, inner, parts, inner.step)
+            self._parts.append((inner, parts))
 
     @property
     def nbytes(self) -> int:
@@ -138,7 +141,7 @@ class HostState:
         """
         for inner, parts in self._parts:
             for part in parts:
-                for parameter in (each for group in part.parameters.values() for each in group):
+                for parameter in part.every():
                     initialise(inner, parameter)
                 part.put_away(inner.state)
         platform.synchronize()

@@ -39,6 +39,12 @@ def element_bytes(config: TrainConfig) -> ElementBytes:
     return ElementBytes(gradient=_FLOAT32, master=_FLOAT32, moments=2 * _FLOAT32)
 
 
+def of_buffers(optimizer: Any) -> list[Any]:
+    """Of Megatron-Core's optimizer, those that hold parameters on this rank: one for each kind of buffer."""
+    every = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [each for each in every if not each.is_stub_optimizer]
+
+
 def wrap_for_training(module: Any, config: TrainConfig) -> Any:
     """The module in Megatron-Core's DistributedDataParallel: gradients in contiguous buffers, summed over dp."""
     from megatron.core.distributed import (
