@@ -173,16 +173,19 @@ def _with_local_modules(layer: ModuleSpec) -> ModuleSpec:
 
 def _with_lean_modules(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     """Transformer Engine's layers, but for the norms that are not part of a linear layer, and for experts."""
-    from engine3d.models.transformer_engine_modules import GroupedColumns, GroupedRows, KernelRMSNorm, may_group
+    from engine3d.models import transformer_engine_modules as lean
 
     if not (config.layernorm_zero_centered_gamma or config.fused_residual_rmsnorm):
-        layer = _with_norms(layer, KernelRMSNorm)
+        layer = _with_norms(layer, lean.KernelRMSNorm)
     mlp = layer.submodules.mlp
-    if isinstance(mlp, partial) and mlp.func is MoELayer and may_group(config):
+    if isinstance(mlp, partial) and mlp.func is MoELayer and lean.may_group(config):
         moe = mlp.keywords["submodules"]
-        experts = replace(moe.experts.keywords["submodules"], linear_fc1=GroupedColumns, linear_fc2=GroupedRows)
+        linear = {"linear_fc1": lean.GroupedColumns, "linear_fc2": lean.GroupedRows}
+        experts = replace(moe.experts.keywords["submodules"], **linear)
         moe = replace(moe, experts=partial(moe.experts, submodules=experts))
-        layer = replace(layer, submodules=replace(layer.submodules, mlp=partial(mlp, submodules=moe)))
+        module = lean.MoELayerInOneStep if lean.may_be_one_step(config) else MoELayer
+        mlp = partial(module, *mlp.args, **mlp.keywords | {"submodules": moe})
+        layer = replace(layer, submodules=replace(layer.submodules, mlp=mlp))
     return layer
 
 

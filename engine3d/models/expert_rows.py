@@ -1,0 +1,125 @@
+"""The tokens of a rank's experts as rows: which token each row is, and what is computed row by row.
+
+An expert's tokens are rows one after another, and so are experts, as a product over all of them wants it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the tokens of experts are, M rows for N tokens.
+
+    Args:
+        ends: (E,) int32, the row after the last one of each expert.
+        token: (M,) int32 of each row.
+        place: (M,) int64 of each row's score among all scores.
+        score: (M,) float32 of each row.
+        of_token: (N, K) int32, the rows of each token, in ascending order.
+        per_token: (N,) int32, how many of these there are.
+    """
+
+    ends: Tensor
+    token: Tensor
+    place: Tensor
+    score: Tensor
+    of_token: Tensor
+    per_token: Tensor
+
+
+def rows_of(scores: Tensor, most: int) -> Rows:
+    """Give each token of each expert a row. On a GPU it waits for the number of rows.
+
+    Args:
+        scores: (R, E, T) float32 of the tokens of each of R ranks, -inf for experts that do not see the token. Token
+            t of rank r is number r * T + t.
+        most: experts of any token, K.
+    """
+    ranks, experts, tokens = scores.shape
+    seen = (scores.transpose(0, 1) > -torch.inf).to(torch.int32, memory_format=torch.contiguous_format)
+    up_to = seen.view(-1).cumsum(0, dtype=torch.int32).view(experts, ranks * tokens)
+    ends = up_to[:, -1].contiguous()
+    most = min(most, experts)
+    if scores.is_cuda:
+        from engine3d.models.expert_kernels import lay_out
+
+        token, place, score, of_token, per_token = lay_out(scores, up_to, most)
+        count = int(ends[-1])
+        return Rows(ends, token[:count], place[:count], score[:count], of_token, per_token)
+    expert, token = seen.view(experts, -1).nonzero().unbind(1)
+    rank, number = token // tokens, token % tokens
+    place = (rank * experts + expert) * tokens + number
+    per_token = seen.view(experts, -1).sum(0, dtype=torch.int32)
+    starts = per_token.cumsum(0) - per_token
+    by_token = torch.argsort(token, stable=True)
+    within = torch.arange(len(token)) - starts[token[by_token]]
+    of_token = torch.zeros(ranks * tokens, most, dtype=torch.int32)
+    of_token[token[by_token], within] = by_token.int()
+    return Rows(ends, token.int(), place, scores.view(-1)[place], of_token, per_token)
+
+
+def take_rows(tokens: Tensor, rows: Rows) -> Tensor:
+    """(N, H) -> (M, H): the token of each row."""
+    if tokens.is_cuda:
+        from engine3d.models.expert_kernels import take
+
+        return take(tokens, rows.token)
+    return tokens.index_select(0, rows.token)
+
+
+def sum_rows(values: Tensor, rows: Rows) -> Tensor:
+    """(M, H) -> (N, H) of the same dtype: the sum of each token's rows, in float32; 0 for a token without."""
+    if values.is_cuda:
+        from engine3d.models.expert_kernels import sum_of
+
+        return sum_of(values, rows.of_token, rows.per_token)
+    wide = torch.zeros(len(rows.per_token), values.shape[1], dtype=torch.float32)
+    return wide.index_add_(0, rows.token, values.float()).to(values.dtype)
+
+
+def gated(values: Tensor, score: Tensor) -> Tensor:
+    """SwiGLU times the row's score, in float32: silu(values[:, :I]) * values[:, I:] * score.
+
+    Args:
+        values: (M, 2 I).
+        score: (M,) float32.
+
+    Returns:
+        (M, I) of the dtype of the values.
+    """
+    if values.is_cuda:
+        from engine3d.models.expert_kernels import gate
+
+        return gate(values, score)
+    first, second = values.float().chunk(2, dim=1)
+    return (F.silu(first) * second * score[:, None]).to(values.dtype)
+
+
+def gated_gradient(values: Tensor, score: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `gated` gave, made again, and its gradients.
+
+    Args:
+        values, score: as of `gated`.
+        gradient: (M, I) of its result.
+
+    Returns:
+        the result (M, I), the gradient of the values (M, 2 I), and that of the scores (M,) in float32.
+    """
+    if values.is_cuda:
+        from engine3d.models.expert_kernels import gate_gradient
+
+        return gate_gradient(values, score, gradient)
+    first, second = values.float().chunk(2, dim=1)
+    wide, weight = gradient.float(), score[:, None]
+    sigmoid = first.sigmoid()
+    silu = first * sigmoid
+    slope = sigmoid * (1 + first * (1 - sigmoid))
+    of_values = torch.cat([wide * weight * second * slope, wide * weight * silu], dim=1)
+    of_score = (wide * silu * second).sum(1)
+    return (silu * second * weight).to(values.dtype), of_values.to(values.dtype), of_score

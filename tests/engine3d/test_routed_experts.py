@@ -1,0 +1,206 @@
+"""Experts in one step against one expert after another, and the kernels of GPUs against the same in PyTorch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine3d.models import expert_rows
+from engine3d.models.expert_rows import Rows
+from engine3d.models.routed_experts import Weights, routed_experts
+from tests.engine3d.distributed import run_distributed
+
+TOKENS, HIDDEN, WIDTH, EXPERTS, MOST = 10, 16, 24, 4, 2
+"""Tokens of a rank, what they are, how wide an expert is, experts over all ranks, experts of a token."""
+
+CASES = {
+    "even": [0, 1, 2, 3],
+    "some experts without tokens": [0, 3],
+    "all of the last rank's experts without tokens": [0, 1],
+    "of one expert": [2],
+}
+"""Which experts are chosen from."""
+
+
+def _drawn(world: int, dtype: torch.dtype, chosen: list[int]) -> dict[str, Tensor]:
+    """All ranks' tokens, routing and gradients, and all experts, the same on every rank."""
+    generator = torch.Generator().manual_seed(len(chosen))
+    count = world * TOKENS
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    logits = torch.full((count, EXPERTS), -torch.inf)
+    logits[:, chosen] = draw(count, len(chosen))
+    routing = torch.zeros(count, EXPERTS, dtype=torch.bool)
+    routing.scatter_(1, logits.topk(min(MOST, len(chosen)), dim=1).indices, True)
+    routing[3] = False  # a token without experts
+    probabilities = torch.where(routing, draw(count, EXPERTS).sigmoid(), 0.0)
+    probabilities[5] = 0.0  # probabilities that underflow still route
+    return {
+        "hidden": draw(count, HIDDEN).to(dtype),
+        "probabilities": probabilities,
+        "routing": routing,
+        "first": (draw(EXPERTS, 2 * WIDTH, HIDDEN) / 4).to(dtype),
+        "last": (draw(EXPERTS, HIDDEN, WIDTH) / 4).to(dtype),
+        "gradient": draw(count, HIDDEN).to(dtype),
+    }
+
+
+def _one_by_one(drawn: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The result and all gradients by autograd, in float64."""
+    hidden, probabilities, first, last = (
+        drawn[name].double().requires_grad_() for name in ("hidden", "probabilities", "first", "last")
+    )
+    result = torch.zeros_like(hidden)
+    for expert in range(EXPERTS):
+        gate, up = (hidden @ first[expert].T).chunk(2, dim=1)
+        made = (F.silu(gate) * up) @ last[expert].T
+        result = result + torch.where(drawn["routing"][:, expert, None], made * probabilities[:, expert, None], 0.0)
+    result.backward(drawn["gradient"].double())  # type: ignore[no-untyped-call]
+    found = {"result": result.detach(), "hidden": hidden.grad, "probabilities": probabilities.grad}
+    return {
+        name: tensor
+        for name, tensor in (found | {"first": first.grad, "last": last.grad}).items()
+        if tensor is not None
+    }
+
+
+def _in_one_step(chosen: list[int], dtype: torch.dtype, device: str) -> None:
+    """Assert that this rank's part is right."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    drawn = _drawn(world, dtype, chosen)
+    expected = _one_by_one(drawn)
+    mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
+    experts = slice(rank * EXPERTS // world, (rank + 1) * EXPERTS // world)
+    hidden, probabilities = (drawn[name][mine].to(device).requires_grad_() for name in ("hidden", "probabilities"))
+    values = [drawn[name][experts].to(device) for name in ("first", "last")]
+    # What earlier micro-batches left.
+    gradients = [torch.ones_like(each, dtype=torch.float32) for each in values]
+    weights = [
+        Weights(each, grown, torch.nn.Parameter(each[0].clone())) for each, grown in zip(values, gradients, strict=True)
+    ]
+    group = dist.group.WORLD
+    assert group is not None
+
+    def made(first: Weights, last: Weights) -> Tensor:
+        routing = drawn["routing"][mine].to(device)
+        return routed_experts(hidden, probabilities, routing, first, last, most=MOST, group=group)
+
+    result = made(weights[0], weights[1])
+    result.backward(drawn["gradient"][mine].to(device))  # type: ignore[no-untyped-call]
+    limit = 1e-5 if dtype == torch.float32 else 3e-2
+
+    def alike(found: Any, name: str, part: slice) -> None:
+        right = expected[name][part]
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(
+            found.cpu().double(), right, rtol=limit, atol=limit * scale, msg=lambda m: f"{name}: {m}"
+        )
+
+    assert result.dtype == dtype
+    alike(result.detach(), "result", mine)
+    alike(hidden.grad, "hidden", mine)
+    # A probability that no expert sees has no gradient, which autograd's zeros agree with.
+    alike(probabilities.grad, "probabilities", mine)
+    for name, grown in zip(("first", "last"), gradients, strict=True):
+        alike(grown - 1, name, experts)
+        idle = [number for number in range(EXPERTS) if number not in chosen]
+        for number in idle:
+            if experts.start <= number < experts.stop:
+                assert torch.equal(grown[number - experts.start], torch.ones_like(grown[0]))
+    frozen = [Weights(each, None, torch.nn.Parameter(each[0], requires_grad=False)) for each in values]
+    with torch.no_grad():
+        assert torch.equal(made(*frozen), result)
+    hidden.grad = None
+    made(*frozen).backward(drawn["gradient"][mine].to(device))  # type: ignore[no-untyped-call]
+    alike(hidden.grad, "hidden", mine)
+    dist.destroy_process_group()
+
+
+def _all_cases(device: str) -> None:
+    for chosen in CASES.values():
+        for dtype in (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16,):
+            _in_one_step(chosen, dtype, device)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_at_once_is_one_by_one(world: int) -> None:
+    run_distributed(_all_cases, world, "cpu", timeout_s=120)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_at_once_is_one_by_one_on_gpus(world: int) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    run_distributed(_all_cases, world, "cuda", timeout_s=300)
+
+
+def _compare(device: str) -> None:
+    from engine3d.models import expert_kernels
+
+    expert_kernels._WIDTH, expert_kernels._CELLS = 16, 32
+    generator = torch.Generator().manual_seed(3)
+    for ranks, experts, tokens, most, width in [(1, 3, 9, 2, 16), (2, 5, 7, 3, 40), (3, 1, 4, 4, 24)]:
+        scores = torch.rand(ranks, experts, tokens, generator=generator)
+        least = scores.topk(min(most, experts), dim=1).values[:, -1:]
+        scores[(scores < least) | (torch.rand(scores.shape, generator=generator) < 0.3)] = -torch.inf
+        expected = expert_rows.rows_of(scores, most)
+        seen = (scores.transpose(0, 1) > -torch.inf).reshape(experts, -1)
+        up_to = seen.flatten().cumsum(0, dtype=torch.int32).view(seen.shape)
+        token, place, score, of_token, per_token = expert_kernels.lay_out(
+            scores.to(device), up_to.to(device), min(most, experts)
+        )
+        count = len(expected.token)
+        assert torch.equal(token[:count].cpu(), expected.token) and torch.equal(place[:count].cpu(), expected.place)
+        assert torch.equal(score[:count].cpu(), expected.score) and torch.equal(per_token.cpu(), expected.per_token)
+        for number, rows in enumerate(expected.per_token.tolist()):
+            assert torch.equal(of_token[number, :rows].cpu(), expected.of_token[number, :rows])
+        there = Rows(*(getattr(expected, name).to(device) for name in vars(expected)))
+
+        hidden = torch.randn(ranks * tokens, width, generator=generator)
+        taken = expert_kernels.take(hidden.to(device), there.token)
+        assert torch.equal(taken.cpu(), expert_rows.take_rows(hidden, expected))
+        values = torch.randn(count, width, generator=generator)
+        added = expert_kernels.sum_of(values.to(device), there.of_token, there.per_token)
+        torch.testing.assert_close(added.cpu(), expert_rows.sum_rows(values, expected))
+
+        between, slope = (
+            torch.randn(count, 2 * width, generator=generator),
+            torch.randn(count, width, generator=generator),
+        )
+        made = expert_kernels.gate(between.to(device), there.score)
+        torch.testing.assert_close(made.cpu(), expert_rows.gated(between, expected.score))
+        found = expert_kernels.gate_gradient(between.to(device), there.score, slope.to(device))
+        for one, other in zip(found, expert_rows.gated_gradient(between, expected.score, slope), strict=True):
+            torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.processes
+def test_kernels_interpreted() -> None:
+    # In a process of its own, because Triton asks when it is imported.
+    code = f"from {__name__} import _compare; _compare('cpu')"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_on_a_gpu() -> None:
+    _compare("cuda")
