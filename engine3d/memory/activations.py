@@ -12,9 +12,12 @@ from engine3d.models.sizes import Latent, Sizes
 _FLOAT32 = 4
 _ROUTER_COPIES = 3
 """Float32 tensors of the router with a figure for each expert: logits, probabilities, and their normalised form."""
+_ROW_BYTES = 16
 
 
-def saved_by_layer(sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool) -> float:
+def saved_by_layer(
+    sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool, one_step: bool
+) -> float:
     """Bytes a token that one layer saves, without recomputation.
 
     Routed tokens are taken to be spread evenly over the ranks.
@@ -25,10 +28,16 @@ def saved_by_layer(sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, s
         layer: its number.
         itemsize: of the dtype that the model computes in.
         sequence_parallel: norms and routing are cut over tp too.
+        one_step: experts are one step, which makes again what it is given and what its activation gave.
     """
     spread = layout.tp if sequence_parallel else 1
-    mlp = _experts if sizes.is_sparse(layer) else _dense_mlp
-    return _attention(sizes, layout.tp, spread, itemsize) + mlp(sizes, layout, spread, itemsize)
+    if not sizes.is_sparse(layer):
+        mlp = _dense_mlp(sizes, layout, spread, itemsize)
+    elif one_step:
+        mlp = _one_step_experts(sizes, layout, spread, itemsize)
+    else:
+        mlp = _experts(sizes, layout, spread, itemsize)
+    return _attention(sizes, layout.tp, spread, itemsize) + mlp
 
 
 def hidden_state(sizes: Sizes, layout: Layout, itemsize: int, *, sequence_parallel: bool) -> float:
@@ -36,7 +45,9 @@ def hidden_state(sizes: Sizes, layout: Layout, itemsize: int, *, sequence_parall
     return sizes.hidden * itemsize / (layout.tp if sequence_parallel else 1)
 
 
-def made_again_by_layer(sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool) -> float:
+def made_again_by_layer(
+    sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool, one_step: bool
+) -> float:
     """Bytes a token of what one layer saves that selective recomputation does without.
 
     Of experts their products and the norm before them, of latent attention the norm and what is projected up. Other
@@ -45,17 +56,35 @@ def made_again_by_layer(sizes: Sizes, layout: Layout, layer: int, itemsize: int,
     spread = layout.tp if sequence_parallel else 1
     elements = 0.0
     if sizes.is_sparse(layer):
-        elements += (sizes.experts_per_token * sizes.expert_ffn + sizes.hidden) / spread
+        product = 0 if one_step else sizes.experts_per_token * sizes.expert_ffn
+        elements += (product + sizes.hidden) / spread
     if sizes.latent is not None:
         elements += sizes.hidden / spread + sum(_projected_up(sizes, sizes.latent, sizes.heads / layout.tp))
     return itemsize * elements
 
 
-def gradients_of_layer(sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool) -> float:
+def gradients_of_layer(
+    sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool, one_step: bool
+) -> float:
     """Bytes a token that the backward pass of one layer takes beside what is saved: the widest gradients at a time."""
     spread = layout.tp if sequence_parallel else 1
-    widest = sizes.experts_per_token * sizes.hidden / spread if sizes.is_sparse(layer) else sizes.ffn / layout.tp
-    return 2 * widest * itemsize
+    if not sizes.is_sparse(layer):
+        return 2 * sizes.ffn / layout.tp * itemsize
+    rows = sizes.experts_per_token / spread
+    if not one_step:
+        return 2 * rows * sizes.hidden * itemsize
+    gathered = layout.ep / spread * sizes.hidden
+    of_activation = gathered + rows * (sizes.hidden + 4 * sizes.expert_ffn)
+    of_tokens = 2 * gathered + rows * (sizes.hidden + 2 * sizes.expert_ffn)
+    return max(of_activation, of_tokens) * itemsize
+
+
+def made_by_experts(sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool) -> float:
+    """Bytes a token that a layer's experts, in one step, take beside what is saved while the layer computes."""
+    if not sizes.is_sparse(layer):
+        return 0.0
+    spread = layout.tp if sequence_parallel else 1
+    return sizes.experts_per_token / spread * (sizes.hidden + sizes.expert_ffn) * itemsize
 
 
 def gradients_of_experts(sizes: Sizes, layout: Layout, itemsize: int) -> int:
@@ -100,10 +129,22 @@ def _dense_mlp(sizes: Sizes, layout: Layout, spread: int, itemsize: int) -> floa
 
 
 def _experts(sizes: Sizes, layout: Layout, spread: int, itemsize: int) -> float:
-    inputs = 2 * sizes.hidden / spread
     routed = sizes.experts_per_token / spread
     # Each of the ranks that share an expert sees the tokens of all of them, and does its part of the width.
     given = routed * (layout.etp * sizes.hidden + 3 * sizes.expert_ffn)
+    return itemsize * given + _FLOAT32 * routed + _beside_experts(sizes, layout, spread, itemsize)
+
+
+def _one_step_experts(sizes: Sizes, layout: Layout, spread: int, itemsize: int) -> float:
+    routed = sizes.experts_per_token / spread
+    # Of each row its token, its place and its score, with room for all tokens of all ranks; and of each token its rows.
+    rows = layout.ep * (_ROW_BYTES * routed + 4 * (routed + 1 / spread))
+    return itemsize * routed * 2 * sizes.expert_ffn + rows + _beside_experts(sizes, layout, spread, itemsize)
+
+
+def _beside_experts(sizes: Sizes, layout: Layout, spread: int, itemsize: int) -> float:
+    """Of the norm, the shared expert and the router."""
+    inputs = 2 * sizes.hidden / spread
     shared = 3 * sizes.shared_ffn / layout.tp
-    router = (_ROUTER_COPIES * _FLOAT32 + 1) * sizes.experts / spread + _FLOAT32 * routed
-    return itemsize * (inputs + given + shared) + router
+    router = (_ROUTER_COPIES * _FLOAT32 + 1) * sizes.experts / spread
+    return itemsize * (inputs + shared) + router

@@ -12,6 +12,7 @@ from engine3d.memory.activations import (
     gradients_of_layer,
     hidden_state,
     made_again_by_layer,
+    made_by_experts,
     saved_by_layer,
 )
 from engine3d.models.family import ModelSpec
@@ -50,15 +51,16 @@ def update_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainC
     """
     itemsize, cut = getattr(torch, config.dtype).itemsize, {"sequence_parallel": config.sequence_parallel}
     layers = spec.rules.stage_layers(layout, at.pp)
-    saved = [saved_by_layer(spec.sizes, layout, layer, itemsize, **cut) for layer in layers]
-    gradients = [gradients_of_layer(spec.sizes, layout, layer, itemsize, **cut) for layer in layers]
+    how = cut | {"one_step": config.has_one_step_experts(layout)}
+    saved = [saved_by_layer(spec.sizes, layout, layer, itemsize, **how) for layer in layers]
+    gradients = [gradients_of_layer(spec.sizes, layout, layer, itemsize, **how) for layer in layers]
     under_way = layout.pp - at.pp  # micro-batches of a stage whose backward pass has not begun
     again = len(layers) if config.recompute_layers is None else min(config.recompute_layers, len(layers))
     if config.recompute != "full":
         again = 0
     kept = again * hidden_state(spec.sizes, layout, itemsize, **cut) + sum(saved[again:])
     if config.recompute == "selective":
-        kept -= sum(made_again_by_layer(spec.sizes, layout, layer, itemsize, **cut) for layer in layers)
+        kept -= sum(made_again_by_layer(spec.sizes, layout, layer, itemsize, **how) for layer in layers)
     # A layer is computed again once all that was saved by those after it has been used.
     computed_again = max(map(sum, zip(saved[:again], gradients[:again], strict=True)), default=0.0)
     layer_peak = max(max(gradients[again:], default=0.0), computed_again - sum(saved[again:]))
@@ -75,7 +77,12 @@ def inference_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: Tra
     """Of log-probs or values without gradients; arguments as in `update_peak`."""
     itemsize, cut = getattr(torch, config.dtype).itemsize, {"sequence_parallel": config.sequence_parallel}
     layers = spec.rules.stage_layers(layout, at.pp)
-    saved = [saved_by_layer(spec.sizes, layout, layer, itemsize, **cut) for layer in layers]
+    one_step = config.has_one_step_experts(layout)
+    saved = [
+        saved_by_layer(spec.sizes, layout, layer, itemsize, **cut, one_step=one_step)
+        + (made_by_experts(spec.sizes, layout, layer, itemsize, **cut) if one_step else 0)
+        for layer in layers
+    ]
     return Working(
         activations=0,
         logits=_head(spec, layout, at, itemsize, tokens, backward=False),

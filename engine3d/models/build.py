@@ -26,6 +26,7 @@ def build_model(
     pre_process: bool | None = None,
     post_process: bool | None = None,
     overrides: Mapping[str, Any] | None = None,
+    one_step_experts: bool = True,
 ) -> GPTModel:
     """Build this rank's part of the model. Its parameters hold nothing yet: `load_weights` fills them.
 
@@ -39,6 +40,7 @@ def build_model(
         pre_process: whether this rank embeds tokens; the first pipeline stage unless given.
         post_process: whether this rank has the output layer; the last pipeline stage unless given.
         overrides: arguments of Megatron's TransformerConfig.
+        one_step_experts: see `layer_spec`.
 
     Raises:
         UserError: the layout does not divide the model, or Megatron refuses an argument.
@@ -47,7 +49,7 @@ def build_model(
     post_process = parallel_state.is_pipeline_last_stage() if post_process is None else post_process
     model = GPTModel(
         config=config,
-        transformer_layer_spec=spec.layer_spec(config),
+        transformer_layer_spec=spec.layer_spec(config, one_step_experts=one_step_experts),
         vocab_size=spec.padded_vocabulary(layout),
         max_sequence_length=spec.sizes.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage() if pre_process is None else pre_process,

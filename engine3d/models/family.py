@@ -203,11 +203,18 @@ class ModelSpec:
 
         return transformer_config(self, layout, dtype, **overrides)
 
-    def layer_spec(self, config: TransformerConfig) -> TransformerBlockSubmodules | ModuleSpec:
-        """Megatron's layers for this rank's stage: Transformer Engine where it is present, else Megatron's own."""
+    def layer_spec(
+        self, config: TransformerConfig, *, one_step_experts: bool = True
+    ) -> TransformerBlockSubmodules | ModuleSpec:
+        """Megatron's layers for this rank's stage: Transformer Engine where it is present, else Megatron's own.
+
+        Args:
+            config: Megatron's configuration.
+            one_step_experts: with Transformer Engine, make one step of what experts do where that can be done.
+        """
         from engine3d.models.megatron_config import layer_spec
 
-        return layer_spec(self, config)
+        return layer_spec(self, config, one_step_experts=one_step_experts)
 
 
 def _elements(tensor: HFTensor) -> int:

@@ -147,7 +147,9 @@ def _kernels() -> dict[str, Any]:
     }
 
 
-def layer_spec(spec: ModelSpec, config: TransformerConfig) -> TransformerBlockSubmodules:
+def layer_spec(
+    spec: ModelSpec, config: TransformerConfig, *, one_step_experts: bool = True
+) -> TransformerBlockSubmodules:
     """The layers of this rank's pipeline stage; Megatron's process groups must have been started."""
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=platform.has_transformer_engine, normalization="RMSNorm"
@@ -156,7 +158,7 @@ def layer_spec(spec: ModelSpec, config: TransformerConfig) -> TransformerBlockSu
     if spec.sizes.latent is not None:
         layers = [_with_attention(layer, module=LatentAttention) for layer in layers]
     if platform.has_transformer_engine:
-        layers = [_with_lean_modules(layer, config) for layer in layers]
+        layers = [_with_lean_modules(layer, config, one_step_experts) for layer in layers]
     else:
         layers = [_with_local_modules(layer) for layer in layers]
         block = replace(block, layer_norm=RMSNorm)
@@ -171,7 +173,7 @@ def _with_local_modules(layer: ModuleSpec) -> ModuleSpec:
     return _with_attention(layer, submodules=modules)
 
 
-def _with_lean_modules(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+def _with_lean_modules(layer: ModuleSpec, config: TransformerConfig, one_step: bool) -> ModuleSpec:
     """Transformer Engine's layers, but for the norms that are not part of a linear layer, and for experts."""
     from engine3d.models import transformer_engine_modules as lean
 
@@ -183,7 +185,7 @@ def _with_lean_modules(layer: ModuleSpec, config: TransformerConfig) -> ModuleSp
         linear = {"linear_fc1": lean.GroupedColumns, "linear_fc2": lean.GroupedRows}
         experts = replace(moe.experts.keywords["submodules"], **linear)
         moe = replace(moe, experts=partial(moe.experts, submodules=experts))
-        module = lean.MoELayerInOneStep if lean.may_be_one_step(config) else MoELayer
+        module = lean.MoELayerInOneStep if one_step and lean.may_be_one_step(config) else MoELayer
         mlp = partial(module, *mlp.args, **mlp.keywords | {"submodules": moe})
         layer = replace(layer, submodules=replace(layer.submodules, mlp=mlp))
     return layer

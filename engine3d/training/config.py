@@ -76,6 +76,11 @@ class TrainConfig(Settings):
     micro_batch_tokens: int = Field(8192, ge=1, description="most tokens of a micro-batch; a longer sequence is alone")
     packing: bool = Field(True, description="lay sequences end to end; otherwise pad each to the longest")
     sequence_parallel: bool = Field(True, description="split activations over tp where tp is above 1")
+    one_step_experts: bool = Field(
+        True,
+        description="make one step of what experts do where ranks gather each other's tokens or ep is 1: faster, and "
+        "less is kept for the backward pass. Otherwise Megatron-Core's dispatcher and its experts",
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
         description="what the backward pass computes again in place of keeping it: nothing, norms and activation "
@@ -92,6 +97,15 @@ class TrainConfig(Settings):
     megatron: dict[str, Any] = Field(
         default_factory=dict, description="further fields of Megatron-Core's TransformerConfig, as they are named there"
     )
+
+    def gathers_tokens(self, layout: Layout) -> bool:
+        """Whether ranks that share experts gather each other's tokens, and so need as many each."""
+        return layout.ep > 1 and self.megatron.get("moe_token_dispatcher_type") == "allgather"
+
+    def has_one_step_experts(self, layout: Layout) -> bool:
+        """Whether experts are one step on a GPU that can do it; a Megatron-Core option may yet prevent it."""
+        together = layout.ep == 1 or self.gathers_tokens(layout)
+        return self.one_step_experts and together and layout.etp == 1 and self.dtype == "bfloat16"
 
     @model_validator(mode="after")
     def _layers_are_computed_again(self) -> TrainConfig:

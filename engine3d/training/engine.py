@@ -137,7 +137,13 @@ class TrainEngine:
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
         self._dp_group = parallel_state.get_data_parallel_group()
-        module = build_model(self.spec, layout, self.dtype, overrides=self._megatron_settings())
+        module = build_model(
+            self.spec,
+            layout,
+            self.dtype,
+            overrides=self._megatron_settings(),
+            one_step_experts=config.one_step_experts,
+        )
         if load:
             load_weights(module, self.spec, layout, self.coordinates, model_directory, needs_head=not trainable)
         self.device = next(module.parameters()).device
@@ -153,7 +159,7 @@ class TrainEngine:
             self.model = module.eval().requires_grad_(False)
 
     def _megatron_settings(self) -> dict[str, Any]:
-        if self._gathers_tokens and not self.config.packing:
+        if self.config.gathers_tokens(self.layout) and not self.config.packing:
             raise UserError("moe_token_dispatcher_type=allgather needs packing=true, found false")
         settings: dict[str, Any] = {
             "sequence_parallel": self.config.sequence_parallel and self.layout.tp > 1,
@@ -299,7 +305,7 @@ class TrainEngine:
         batches = assign(lengths, costs, self.config.micro_batch_tokens, at_least=max(1, int(count)))
         multiple = self.layout.tp if self.config.sequence_parallel else 1
         positions = [0] * len(batches)
-        if self._gathers_tokens:
+        if self.config.gathers_tokens(self.layout):
             own = [sum(lengths[index] for index in indices) for indices in batches]
             most = torch.tensor(own, device=self.device)
             all_reduce(most, dist.ReduceOp.MAX, self._dp_group)
@@ -308,11 +314,6 @@ class TrainEngine:
             micro_batch(sequences, indices, packed=self.config.packing, multiple=multiple, positions=least)
             for indices, least in zip(batches, positions, strict=True)
         ]
-
-    @property
-    def _gathers_tokens(self) -> bool:
-        """Whether ranks that share experts gather each other's tokens, and so need as many each."""
-        return self.layout.ep > 1 and self.config.megatron.get("moe_token_dispatcher_type") == "allgather"
 
     def _run(
         self,

@@ -88,7 +88,7 @@ def test_the_peak_of_an_update_on_gpus_was_foreseen(name: str, tmp_path: Path) -
     spec = _with_layers(option["--model"], int(option["--layers"]), tmp_path)
     layout = parse_layout(option["--train"])
     optimizer = OptimizerConfig(precision_aware="--precision-aware" in words)
-    config = TrainConfig(optimizer=optimizer, recompute=option.get("--recompute", "none"))  # type: ignore[arg-type]
+    config = TrainConfig(optimizer=optimizer, recompute=option.get("--recompute", "none"), one_step_experts=False)  # type: ignore[arg-type]
     peaks = []
     for _, at in layout.ranks():
         working = update_peak(spec, layout, at, config, tokens=int(option["--micro-batch-tokens"]))

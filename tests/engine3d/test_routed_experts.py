@@ -77,10 +77,7 @@ def _one_by_one(drawn: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _in_one_step(chosen: list[int], dtype: torch.dtype, device: str) -> None:
     """Assert that this rank's part is right."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
     drawn = _drawn(world, dtype, chosen)
     expected = _one_by_one(drawn)
     mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
@@ -127,13 +124,16 @@ def _in_one_step(chosen: list[int], dtype: torch.dtype, device: str) -> None:
     hidden.grad = None
     made(*frozen).backward(drawn["gradient"][mine].to(device))  # type: ignore[no-untyped-call]
     alike(hidden.grad, "hidden", mine)
-    dist.destroy_process_group()
 
 
 def _all_cases(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     for chosen in CASES.values():
         for dtype in (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16,):
             _in_one_step(chosen, dtype, device)
+    dist.destroy_process_group()
 
 
 @pytest.mark.processes
