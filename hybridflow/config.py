@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -119,6 +119,23 @@ class WarmupConfig(Settings):
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
 
 
+class ProfileConfig(Settings):
+    """Which updates write a trace of what they spend their time on: `profile/step-N-ROLE.json.gz` in the run's
+    directory, by the first rank of every role that learns."""
+
+    steps: tuple[Annotated[int, Field(ge=1)], ...]
+    """The trainer's steps, from 1, whose first update is traced."""
+    micro_batches: int = Field(2, ge=1)
+    """How many of its micro-batches, forward and backward: from the second on, or from the first if there are no
+    more."""
+
+    @model_validator(mode="after")
+    def _some_step(self) -> ProfileConfig:
+        if not self.steps:
+            raise ValueError("steps=[] traces nothing, expected at least one step; or no profile")
+        return self
+
+
 class TrainerConfig(Settings):
     """The loop."""
 
@@ -141,6 +158,14 @@ class TrainerConfig(Settings):
     """Temperature of those responses; 0 takes the most likely token."""
     export: bool = True
     """Write the trained model as a HuggingFace directory at the end."""
+    profile: ProfileConfig | None = None
+    """Write traces of some updates; none if null."""
+
+    @model_validator(mode="after")
+    def _traced_steps_are_run(self) -> TrainerConfig:
+        if self.profile is not None and (last := max(self.profile.steps)) > self.steps:
+            raise ValueError(f"profile.steps has step {last}, and steps={self.steps}; expected none after the last one")
+        return self
 
     @property
     def updates_per_step(self) -> int:

@@ -64,6 +64,10 @@ class Run:
     def log_directory(self) -> Path:
         return self.directory / "logs"
 
+    def trace_path(self, step: int, role: str) -> Path:
+        """Of the trace of a role's update, where `trainer.profile` asks for one."""
+        return self.directory / "profile" / f"step-{step}-{role}.json.gz"
+
 
 _SETTING = "run_dir/name"
 EXPORT = "model"

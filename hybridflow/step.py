@@ -273,14 +273,16 @@ class Step:
         machinery.phases.enter("update")
         models, trainer = machinery.roles.models, machinery.recipe.trainer
         critics = {role: kind for role, kind in _CRITICS.items() if role in models}
+        actor_learns = self.number > config.critic_warmup_steps
         machinery.weights.before_update(self.version)
+        self._trace(*critics, *(["actor"] if actor_learns else []))
         calls: dict[str, list[Future]] = {role: [] for role in (*critics, "actor")}
         with Timer(self.values, metrics.TRAIN_UPDATE_TIME):
             mini_batches = [_weighted(each, config) for each in batch.split(trainer.mini_batches)] * trainer.epochs
             # One model after another: where they share devices, each has one turn.
             for role, kind in critics.items():
                 calls[role] = [models[role].update_values(each, algorithm=config, kind=kind) for each in mini_batches]
-            if self.number > config.critic_warmup_steps:
+            if actor_learns:
                 calls["actor"] = [self._update_actor(each, config, whiten) for each in mini_batches]
             results = {role: [future.result() for future in futures] for role, futures in calls.items()}
         self.updates = results.pop("actor")
@@ -289,6 +291,16 @@ class Step:
         for role, updates in results.items():
             self.values |= update_metrics(updates, NAMES[critics[role]])
         self._control(len(batch))
+
+    def _trace(self, *roles: str) -> None:
+        """Have the next update of each role traced, if `trainer.profile` names this step."""
+        settings = self.machinery.recipe.trainer.profile
+        if settings is None or self.number not in settings.steps:
+            return
+        for role in roles:
+            path = self.machinery.run.trace_path(self.number, role)
+            group = self.machinery.roles.learning[role]
+            group.trace_next_update(path, micro_batches=settings.micro_batches).result()
 
     def _update_actor(self, batch: RemoteBatch, config: AlgorithmConfig, whiten: Moments | None) -> Future:
         recipe = self.machinery.recipe

@@ -25,6 +25,7 @@ from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.flops import sequence_flops
 from engine3d.training.host_state import HostState
 from engine3d.training.optimizer import build_optimizer, element_bytes, of_buffers, wrap_for_training
+from engine3d.training.profile import UpdateTrace
 from engine3d.training.sequences import MicroBatch, Sequences, assign, least_micro_batches, micro_batch
 from engine3d.training.vocab_parallel import logprobs_and_entropy
 
@@ -152,6 +153,7 @@ class TrainEngine:
         self.scheduler: Any = None
         self._settled = False
         self._host_state: HostState | None = None
+        self._trace: UpdateTrace | None = None
         if trainable:
             self.model = wrap_for_training(module, config)
             self._start_optimizer()
@@ -288,6 +290,10 @@ class TrainEngine:
         positions = sum(batch.positions for batch in batches)
         return UpdateResult(facts, grad_norm, learning_rate, applied, sequences.tokens.numel(), positions, refused)
 
+    def trace_next_update(self, path: Path, micro_batches: int) -> None:
+        """Have the next update write a trace of some of its micro-batches on this rank; see `UpdateTrace`."""
+        self._trace = UpdateTrace(path, micro_batches)
+
     def _refuses(self, guard: UpdateGuard, facts: list[Any]) -> bool:
         """What the guard says, on all ranks alike; tensor-parallel ranks count the same tokens as often each."""
         mean = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -331,7 +337,10 @@ class TrainEngine:
             output = model(batch.input_ids, batch.position_ids, None, packed_seq_params=_packed_parameters(batch))
             return output, partial(self._loss, batch, loss_function, temperature, with_entropy)
 
-        return self._forward_backward(
+        schedule = self._forward_backward
+        if self._trace is not None and not forward_only:
+            schedule, self._trace = partial(self._trace.run, schedule), None
+        return schedule(
             forward_step_func=forward_step,
             data_iterator=iter(batches),
             model=[self.model],

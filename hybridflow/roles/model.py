@@ -180,6 +180,12 @@ class ModelWorker:
         )
 
     @register(ONE_TO_ALL)
+    def trace_next_update(self, path: Path, *, micro_batches: int) -> None:
+        """Have the first rank's next update write a trace; see `TrainEngine.trace_next_update`."""
+        if self._rank == 0:
+            self._engine.trace_next_update(path, micro_batches)
+
+    @register(ONE_TO_ALL)
     def reset_optimizer(self, config: OptimizerConfig) -> None:
         """Start the optimizer and its schedule afresh, with other settings."""
         self._checkpoint.forget()

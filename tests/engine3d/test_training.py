@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -419,3 +421,64 @@ def test_tokens_may_be_gathered_for_experts(directory: Path, alone: dict[str, An
         assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-4)
     assert len({rank["positions"] for rank in ranks}) == 1 < len({rank["tokens"] for rank in ranks})
+
+
+TRACED = {"two": 2, "all": 4, "more": 9}
+"""How many of the four micro-batches of an update are asked for."""
+
+
+def _updates(directory: Path, traces: Path | None, sizes: dict[str, int], world_size: int) -> list[Any]:
+    """What four updates came to, of which the first three are traced."""
+    engine = _engine(directory, sizes, world_size, micro_batch_tokens=30)
+    sequences, _ = _own(_samples(), engine)
+    seen: list[Any] = []
+    for name, count in [*TRACED.items(), ("none", 0)]:
+        if traces is not None and count:
+            engine.trace_next_update(traces / f"{name}-{dist.get_rank()}.json.gz", count)
+        outputs = engine.logprobs(sequences)  # is no update
+        seen.append(None if outputs is None else outputs.logprobs.tolist())
+        result = engine.update(sequences, _loss, with_entropy=True)
+        seen.append((result.grad_norm, [float(loss) for loss in result.facts]))
+        assert not torch._C._autograd._profiler_enabled()
+    engine.close()
+    return seen
+
+
+def _traced(directory: Path, traces: Path, sizes: dict[str, int], world_size: int) -> list[Any]:
+    return [_updates(directory, each, sizes, world_size) for each in (None, traces)]
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}])
+def test_a_traced_update_is_the_same(directory: Path, tmp_path: Path, sizes: dict[str, int]) -> None:
+    world_size = sizes.get("pp", 1)
+    for untraced, traced in run_distributed(_traced, world_size, directory, tmp_path, sizes, world_size, timeout_s=180):
+        assert traced == untraced
+    expected = {"two": [2, 3], "all": [1, 2, 3, 4], "more": [1, 2, 3, 4]}
+    names = [f"{name}-{rank}.json.gz" for name in TRACED for rank in range(world_size)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    for name in names:
+        with gzip.open(tmp_path / name, "rt") as file:
+            events = json.load(file)["traceEvents"]
+        operations = [event["name"] for event in events if event.get("cat") in ("cpu_op", "user_annotation")]
+        labels = [each for each in operations if each.startswith("micro-batch ")]
+        assert sorted(labels) == [f"micro-batch {number}" for number in expected[name.split("-")[0]]]
+        assert any("Backward" in each for each in operations)
+
+
+def _fails_while_traced(directory: Path, traces: Path) -> None:
+    engine = _engine(directory, {}, 1, micro_batch_tokens=30)
+    sequences, _ = _own(_samples(), engine)
+
+    def broken(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
+        raise ArithmeticError
+
+    engine.trace_next_update(traces / "failed.json.gz", 9)
+    with pytest.raises(ArithmeticError):
+        engine.update(sequences, broken)
+    assert not torch._C._autograd._profiler_enabled()
+    engine.close()
+
+
+def test_an_update_that_fails_leaves_no_trace(directory: Path, tmp_path: Path) -> None:
+    run_distributed(_fails_while_traced, 1, directory, tmp_path, timeout_s=120)
+    assert not list(tmp_path.iterdir())

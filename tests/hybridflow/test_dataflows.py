@@ -24,6 +24,7 @@ PLACEMENTS = {
     "split": ["placement.pools={policy: cpu:0, judges: cpu:1}"],
     "standalone": ["placement.pools={actor: cpu:0, reference: cpu:1, critic: cpu:2, rollout: cpu:3}"],
 }
+TRACES = {"colocate": ["trainer.profile={steps: [1, 3], micro_batches: 1}"], "split": [], "standalone": []}
 ONE_RANK = ["train.layout.ep=1", "critic.train.layout.ep=1"]
 FEW = ["algorithm.critic_warmup_steps=1", "trainer.steps=3", "rollout.samples_per_prompt=2"]
 GUARDED = [
@@ -72,7 +73,9 @@ def test_ppo_is_the_same_on_every_placement(tmp_path: Path) -> None:
     reward = f"reward.functions=[{{name: length, path: '{tmp_path}/slow.py:score'}}]"
     for name, pools in PLACEMENTS.items():
         recipe = str(RECIPES / f"placement/{name}.yaml")
-        done = run_recipe(recipe, tmp_path, *pools, *ONE_RANK, *FEW, *GUARDED, reward, "trainer.prompts_per_step=64")
+        done = run_recipe(
+            recipe, tmp_path, *pools, *ONE_RANK, *FEW, *GUARDED, *TRACES[name], reward, "trainer.prompts_per_step=64"
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         found[name] = records(tmp_path / "small", "sft", "train", "eval")
         assert "updates would have begun past algorithm.kl_guard=1e-12 and were skipped" in done.stderr
@@ -83,6 +86,8 @@ def test_ppo_is_the_same_on_every_placement(tmp_path: Path) -> None:
             judges = itertools.combinations(("reference", "critic", "reward"), 2)
             assert {frozenset(pair) for pair in judges} <= together
         (tmp_path / "small").rename(tmp_path / name)
+    traces = ["step-1-critic.json.gz", "step-3-actor.json.gz", "step-3-critic.json.gz"]  # the actor learns from step 2
+    assert sorted(path.name for path in tmp_path.glob("*/profile/*")) == traces
     same = [[_timeless(record) for record in one] for one in found.values()]
     assert same[0] == same[1] == same[2]
     first, second, third = (record for record in found["split"] if record["phase"] == "train")

@@ -1,0 +1,82 @@
+"""A trace of some micro-batches of an update: what they spend their time on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from engine3d.platform import platform
+
+
+class UpdateTrace:
+    """Some consecutive micro-batches of one update, forward and backward, as torch.profiler sees them on this rank.
+
+    They begin with the second micro-batch where the update has enough, since the first one is often not like the
+    others; with the first one otherwise. The trace ends when the micro-batch after them begins, or with the schedule,
+    which then also adds up the gradients of all ranks.
+
+    Args:
+        path: of the file to write, in Chrome's trace event format; its name ends in `.json.gz`. The forward pass of the
+            n-th micro-batch of the update, from 1, is the event `micro-batch n`.
+        micro_batches: how many of them; all that there are if the update has fewer.
+    """
+
+    def __init__(self, path: Path, micro_batches: int) -> None:
+        self._path, self._micro_batches = path, micro_batches
+        self._profiler: profile | None = None
+
+    def run(
+        self,
+        schedule: Callable[..., Any],
+        *,
+        forward_step_func: Callable[..., Any],
+        num_microbatches: int,
+        **arguments: Any,
+    ) -> Any:
+        """What one of Megatron-Core's pipeline schedules returns for these arguments; it is traced meanwhile."""
+        first = 1 if num_microbatches > self._micro_batches else 0
+        numbers = itertools.count()
+
+        def forward_step(*step: Any) -> Any:
+            number = next(numbers)
+            if number == first:
+                self._begin()
+            elif number == first + self._micro_batches:
+                self._write()
+            with record_function(f"micro-batch {number + 1}"):
+                return forward_step_func(*step)
+
+        try:
+            results = schedule(forward_step_func=forward_step, num_microbatches=num_microbatches, **arguments)
+            self._write()
+        finally:
+            self._end()  # where the schedule failed; a process has one profiler
+        return results
+
+    def _begin(self) -> None:
+        platform.synchronize()
+        devices = [ProfilerActivity.CUDA] if platform.device_type == "cuda" else []
+        # Without acc_events it warns that it keeps the last of several cycles; this is one.
+        self._profiler = profile(activities=[ProfilerActivity.CPU, *devices], acc_events=True)
+        self._profiler.start()
+
+    def _end(self) -> profile | None:
+        """End the profiler, if it runs; it has the events."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            platform.synchronize()
+            profiler.stop()
+        return profiler
+
+    def _write(self) -> None:
+        """End the profiler, if it runs, and write its events, all of them or none."""
+        profiler = self._end()
+        if profiler is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self._path.with_name(f".partial-{self._path.name}")
+            profiler.export_chrome_trace(str(partial))
+            partial.replace(self._path)
