@@ -91,36 +91,44 @@ def test_what_needs_less_memory_learns_the_same(name: str, tmp_path: Path) -> No
         assert torch.equal(other["after"], kept["after"])
 
 
-def _with_experts_at_once_and_one_by_one(directory: Path) -> list[dict[str, Any]]:
+def _with_experts_of_each_kind(directory: Path) -> list[dict[str, Any]]:
+    """In one step, with a product for all experts at once, and as Transformer Engine has them."""
     from engine3d.models import transformer_engine_modules as modules
 
-    products = 0
-    at_once = modules.grouped_product
+    calls = {"routed_experts": 0, "grouped_product": 0}
 
-    def counted(*arguments: Any) -> torch.Tensor:
-        nonlocal products
-        products += 1
-        return at_once(*arguments)
+    def counted(name: str) -> Any:
+        function = getattr(modules, name)
+
+        def call(*arguments: Any, **named: Any) -> torch.Tensor:
+            calls[name] += 1
+            result: torch.Tensor = function(*arguments, **named)
+            return result
+
+        return call
 
     found = []
-    for may in (True, False):
+    for one_step, may in ((True, True), (False, True), (False, False)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(modules, "grouped_product", counted)
+            for name in calls:
+                calls[name] = 0
+                patch.setattr(modules, name, counted(name))
             if not may:
                 patch.setattr(modules._Grouped, "_may_group", lambda *_: False)
-            found.append(_train(directory, {}, 1, dtype="bfloat16") | {"products": products})
-            products = 0
+            trained = _train(directory, {}, 1, dtype="bfloat16", one_step_experts=one_step)
+            found.append(trained | {"calls": [count > 0 for count in calls.values()]})
     return found
 
 
 def test_experts_at_once_are_transformer_engines(tmp_path: Path) -> None:
     tiny_models.make("qwen3_moe", tmp_path / "model")
-    [[one, other]] = run_distributed(_with_experts_at_once_and_one_by_one, 1, tmp_path / "model", timeout_s=300)
-    assert one["products"] > 0 and other["products"] == 0
-    assert one["losses"] == pytest.approx(other["losses"], rel=2e-3)
-    assert one["norms"] == pytest.approx(other["norms"], rel=0.02)
-    assert (one["before"] - other["before"]).abs().mean() < 0.01
-    assert (one["after"] - other["after"]).abs().mean() < 0.03
+    [[one_step, at_once, other]] = run_distributed(_with_experts_of_each_kind, 1, tmp_path / "model", timeout_s=300)
+    assert [each["calls"] for each in (one_step, at_once, other)] == [[True, False], [False, True], [False, False]]
+    for one in (one_step, at_once):
+        assert one["losses"] == pytest.approx(other["losses"], rel=2e-3)
+        assert one["norms"] == pytest.approx(other["norms"], rel=0.02)
+        assert (one["before"] - other["before"]).abs().mean() < 0.01
+        assert (one["after"] - other["after"]).abs().mean() < 0.03
 
 
 def _train_all(directory: Path, world_size: int) -> list[dict[str, Any]]:
