@@ -137,13 +137,17 @@ def test_what_does_not_fit_a_node_is_refused_with_what_to_change(capsys: pytest.
     assert "phase update of actor" in capsys.readouterr().err
 
 
-def test_a_container_has_what_its_control_group_may_take(tmp_path: Path) -> None:
-    limit = tmp_path / "memory.max"
-    machine = machine_bytes(limit)
-    limit.write_text("max\n")
-    assert machine_bytes(limit) == machine > 10**9
+@pytest.mark.parametrize(
+    ("name", "no_limit"), [("memory.max", "max"), ("memory/memory.limit_in_bytes", "9223372036854771712")]
+)
+def test_a_container_has_what_its_control_group_may_take(name: str, no_limit: str, tmp_path: Path) -> None:
+    limit = tmp_path / name
+    limit.parent.mkdir(exist_ok=True)
+    machine = machine_bytes(tmp_path)
+    limit.write_text(f"{no_limit}\n")
+    assert machine_bytes(tmp_path) == machine > 10**9
     limit.write_text("1000000\n")
-    assert machine_bytes(limit) == 10**6
+    assert machine_bytes(tmp_path) == 10**6
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b-4xh200.yaml", "h200-1gpu.yaml", "h200-1gpu-ppo.yaml"])
