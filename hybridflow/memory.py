@@ -17,6 +17,7 @@ from engine3d.models import ModelSpec
 from engine3d.platform.cuda import graph_batch_sizes
 from engine3d.reshard.shards import Place
 from engine3d.reshard.source import PlannedTrainer
+from engine3d.rollout.launch import most_requests
 from hybridflow.config import Recipe
 from hybridflow.devices import Device
 
@@ -267,11 +268,12 @@ def _gpu(
 
 def _engine_workspace(recipe: Recipe, spec: ModelSpec) -> int:
     config = recipe.rollout.engine
+    requests = most_requests(config)
     return engine_workspace(
-        requests=config.max_running_requests,
+        requests=requests,
         vocabulary=spec.vocab_size,
         layers=spec.sizes.layers,
-        graphs=len(graph_batch_sizes(config.max_running_requests)) if config.cuda_graph else 0,
+        graphs=len(graph_batch_sizes(requests)) if config.cuda_graph else 0,
         tp=config.tp,
     )
 

@@ -79,6 +79,15 @@ def test_a_cache_that_holds_few_of_the_requests_is_told() -> None:
     assert few.lines()[0].endswith("KV cache of 524,288 tokens")
 
 
+def test_as_many_graphs_are_counted_as_an_engine_captures() -> None:
+    """It is told to run one request more (see SPARE_REQUESTS), and a batch of 9 has a graph beside that of 8."""
+    eight, nine = (
+        _ledger("qwen3-30b-a3b-4xh200.yaml", f"rollout.engine.max_running_requests={most}", *own)
+        for most, own in ((8, []), (9, ["rollout.engine.server_args.cuda_graph_max_bs_decode=9"]))
+    )
+    assert eight.gpus[0].always["engine workspace"] == nine.gpus[0].always["engine workspace"]
+
+
 def test_what_cannot_fit_is_refused_with_the_phase_and_what_to_change() -> None:
     ledger = _ledger("qwen3-30b-a3b-4xh200.yaml", *LEAST, "train.recompute=none", gpu_gb=141.0)
     with pytest.raises(UserError) as refused:
