@@ -71,7 +71,7 @@ class Ledger:
 
     Args:
         gpus: in order of the first of the devices that are alike.
-        gpu_bytes: of each GPU.
+        gpu_bytes: of each GPU; None where that is not known.
         hosts: for each node, what is taken of its memory, by name, in bytes.
         sequence_tokens: of the longest prompt with its response.
         requests: that an engine is to run at once.
@@ -79,7 +79,7 @@ class Ledger:
     """
 
     gpus: tuple[GpuMemory, ...]
-    gpu_bytes: int
+    gpu_bytes: int | None
     hosts: tuple[Mapping[str, int], ...]
     sequence_tokens: int
     requests: int
@@ -92,7 +92,8 @@ class Ledger:
             room = f", KV cache of {gpu.cache_tokens:,} tokens" if gpu.cache_tokens else ""
             if gpu.cache_tokens and (fit := gpu.cache_tokens // self.sequence_tokens) < self.requests:
                 room += f": {fit} of {self.requests} requests at once, where all are of {self.sequence_tokens} tokens"
-            most = f"{gpu.total(gpu.worst) / 1e9:.1f} of {self.gpu_bytes / 1e9:.1f} GB in {gpu.worst.name}"
+            has = "" if self.gpu_bytes is None else f" of {self.gpu_bytes / 1e9:.1f}"
+            most = f"{gpu.total(gpu.worst) / 1e9:.1f}{has} GB in {gpu.worst.name}"
             found.append(f"{_names(gpu.devices)}: at most {most}{room}")
             found.append(_line("always", sum(gpu.always.values()), gpu.always))
             found += [_line(phase.name, gpu.total(phase), phase.items, "+ ") for phase in gpu.phases]
@@ -103,14 +104,14 @@ class Ledger:
         return found
 
     def check(self) -> None:
-        """Refuse a run that cannot fit.
+        """Refuse a run that cannot fit, as far as sizes are known.
 
         Raises:
             UserError: names the first GPU or node, the phase, what is there, and what to change.
         """
         for gpu in self.gpus:
             worst, total = gpu.worst, gpu.total(gpu.worst)
-            if total > self.gpu_bytes:
+            if self.gpu_bytes is not None and total > self.gpu_bytes:
                 items = _items({**gpu.always, **worst.items})
                 raise UserError(
                     f"{_names(gpu.devices)}: {total / 1e9:.1f} GB in phase {worst.name} on a GPU of "
@@ -130,7 +131,7 @@ def foresee(
     devices: Mapping[str, Sequence[Device]],
     specs: Mapping[str, ModelSpec],
     *,
-    gpu_bytes: int,
+    gpu_bytes: int | None,
     sequence_tokens: int,
     host_bytes: int | None = None,
     with_engines: bool = True,
@@ -141,7 +142,7 @@ def foresee(
         recipe: the run.
         devices: of each role.
         specs: of the actor and of each model beside it.
-        gpu_bytes: of each GPU.
+        gpu_bytes: of each GPU; None if that is not known: it has to be with engines, whose caches go by it.
         sequence_tokens: of the longest prompt with its response.
         host_bytes: of each node's memory, if that is known.
         with_engines: false leaves out the engines' weights and caches, checkpoints on their way to files, and what is
@@ -221,7 +222,7 @@ def _gpu(
     specs: Mapping[str, ModelSpec],
     ranks: Mapping[str, _Ranks],
     engines: Mapping[Device, Serving],
-    gpu_bytes: int,
+    gpu_bytes: int | None,
     *,
     estimate: bool,
 ) -> GpuMemory:
@@ -302,11 +303,14 @@ def _advice(recipe: Recipe, role: str, call: str, *, cache: bool) -> str:
     return ", ".join([*advice, f"more of tp, pp and ep in {train}.layout, or more GPUs"])
 
 
-def _cache_tokens(recipe: Recipe, serving: Serving, here: Mapping[str, _Ranks], device: Device, gpu_bytes: int) -> int:
+def _cache_tokens(
+    recipe: Recipe, serving: Serving, here: Mapping[str, _Ranks], device: Device, gpu_bytes: int | None
+) -> int:
     """How many tokens the KV cache has room for, as SGLang works it out beside models that have made no update yet."""
     engine = recipe.rollout.engine
     if not serving.cache_of_a_token:
         return 0
+    assert gpu_bytes is not None
     taken = sum(each.held[device].weights for each in here.values())
     free = gpu_bytes - taken - DRIVER_BYTES - CONTEXT_BYTES * (len(here) + 1)
     left = engine.mem_fraction_static * free - (serving.weights - serving.shared)

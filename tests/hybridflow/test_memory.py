@@ -142,6 +142,9 @@ def test_what_does_not_fit_a_node_is_refused_with_what_to_change(capsys: pytest.
         assert main(["check", recipe, *node, *shown, "--host-gb", "128"]) == 2
         refused = "node 0: 183.2 GB of host memory, page-locked, on a node of 128.0 GB (actor optimizer 183.2); to need"
         assert refused in capsys.readouterr().err
+    assert main(["check", recipe, *node[:4], "--host-gb", "256"]) == 0  # GPUs of unknown size
+    assert main(["check", recipe, *node[:4], "--host-gb", "128"]) == 2
+    assert refused in capsys.readouterr().err
     assert main(["check", recipe, *node, "--host-gb", "128", "train.optimizer.offload=false"]) == 2
     assert "phase update of actor" in capsys.readouterr().err
 
@@ -216,7 +219,7 @@ def test_the_command_shows_the_ledger_and_ends_with_2_where_nothing_fits(capsys:
         (["check", "h200-1gpu.yaml", "--memory", "--nodes", "0"], "--nodes 0: expected a whole number"),
         (["check", "qwen3-30b-a3b-4xh200.yaml", "--nodes", "1", "--gpus-per-node", "2"], "there is no cuda:2"),
         (["train", "demo.yaml", "--nodes", "2"], "--nodes is an option of hybridflow check"),
-        (["check", "h200-1gpu.yaml", "--nodes", "1", "--host-gb", "100"], "--host-gb: expected --gpu-gb too"),
+        (["check", "h200-1gpu.yaml", "--memory", "--nodes", "1", "--host-gb", "100"], "expected --gpu-gb"),
     ],
 )
 def test_bad_options_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
