@@ -66,13 +66,30 @@ class GpuMemory:
 
 
 @dataclass(frozen=True)
+class HostMemory:
+    """What is taken of a node's memory.
+
+    Args:
+        items: by name, in bytes.
+        less: the setting that would make the largest of them less.
+    """
+
+    items: Mapping[str, int]
+    less: str
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+
+@dataclass(frozen=True)
 class Ledger:
     """What a run is going to hold.
 
     Args:
         gpus: in order of the first of the devices that are alike.
         gpu_bytes: of each GPU; None where that is not known.
-        hosts: for each node, what is taken of its memory, by name, in bytes.
+        hosts: what is taken of each node's memory.
         sequence_tokens: of the longest prompt with its response.
         requests: that an engine is to run at once.
         host_bytes: of each node's memory; None where that is not known.
@@ -80,7 +97,7 @@ class Ledger:
 
     gpus: tuple[GpuMemory, ...]
     gpu_bytes: int | None
-    hosts: tuple[Mapping[str, int], ...]
+    hosts: tuple[HostMemory, ...]
     sequence_tokens: int
     requests: int
     host_bytes: int | None = None
@@ -97,10 +114,10 @@ class Ledger:
             found.append(f"{_names(gpu.devices)}: at most {most}{room}")
             found.append(_line("always", sum(gpu.always.values()), gpu.always))
             found += [_line(phase.name, gpu.total(phase), phase.items, "+ ") for phase in gpu.phases]
-        for node, items in enumerate(self.hosts):
-            if items:
-                total = sum(items.values())
-                found.append(f"node {node}: {total / 1e9:.1f} GB of host memory, page-locked: {_items(items)}")
+        for node, host in enumerate(self.hosts):
+            if host.items:
+                taken = f"{host.total / 1e9:.1f} GB of host memory, page-locked: {_items(host.items)}"
+                found.append(f"node {node}: {taken}")
         return found
 
     def check(self) -> None:
@@ -117,12 +134,11 @@ class Ledger:
                     f"{_names(gpu.devices)}: {total / 1e9:.1f} GB in phase {worst.name} on a GPU of "
                     f"{self.gpu_bytes / 1e9:.1f} GB ({items}); to need less: {worst.less}"
                 )
-        for node, taken in enumerate(self.hosts):
-            if self.host_bytes is not None and sum(taken.values()) > self.host_bytes:
+        for node, host in enumerate(self.hosts):
+            if self.host_bytes is not None and host.total > self.host_bytes:
                 raise UserError(
-                    f"node {node}: {sum(taken.values()) / 1e9:.1f} GB of host memory, page-locked, on a node of "
-                    f"{self.host_bytes / 1e9:.1f} GB ({_items(taken)}); to need less: train.optimizer.offload=false, "
-                    "checkpoint.async_save=false, or more nodes"
+                    f"node {node}: {host.total / 1e9:.1f} GB of host memory, page-locked, on a node of "
+                    f"{self.host_bytes / 1e9:.1f} GB ({_items(host.items)}); to need less: {host.less}, or more nodes"
                 )
 
 
@@ -286,8 +302,7 @@ def _at_work(working: Working) -> dict[str, int]:
 
 def _advice(recipe: Recipe, role: str, call: str, *, cache: bool) -> str:
     """What would make a phase of training need less, the cheapest first."""
-    config, own = recipe.train_config(role), role in recipe.models and recipe.models[role].train is not None
-    train = f"{role}.train" if own else "train"
+    config, train = recipe.train_config(role), _train_setting(recipe, role)
     advice = []
     if cache:
         advice.append("rollout.engine.memory_saver=true")
@@ -301,6 +316,11 @@ def _advice(recipe: Recipe, role: str, call: str, *, cache: bool) -> str:
     if role in recipe.trained_roles and not config.optimizer.offload:
         advice.append(f"{train}.optimizer.offload=true")
     return ", ".join([*advice, f"more of tp, pp and ep in {train}.layout, or more GPUs"])
+
+
+def _train_setting(recipe: Recipe, role: str) -> str:
+    """Where a recipe says how a role is trained."""
+    return f"{role}.train" if role in recipe.models and recipe.models[role].train is not None else "train"
 
 
 def _cache_tokens(
@@ -325,20 +345,23 @@ def _hosts(
     ranks: Mapping[str, _Ranks],
     *,
     checkpoints: bool,
-) -> tuple[Mapping[str, int], ...]:
+) -> tuple[HostMemory, ...]:
     nodes = 1 + max(device.node for role in (*specs, "rollout") for device in devices[role])
     found: list[dict[str, int]] = [{} for _ in range(nodes)]
+    less = {}
     for role in recipe.trained_roles:
-        config = recipe.train_config(role)
+        config, name = recipe.train_config(role), f"{role} optimizer"
+        less[name] = f"{_train_setting(recipe, role)}.optimizer.offload=false"
         for device, held in ranks[role].held.items():
             if state := _away(recipe, role, held):
-                _add(found[device.node], f"{role} optimizer", state)
+                _add(found[device.node], name, state)
         if checkpoints and recipe.checkpoint.saves_in_background:
             layout: Layout = config.layout.layout(len(devices[role]))
             plan = plan_checkpoint(specs[role], layout, precision_aware=config.optimizer.precision_aware)
+            less[name := "checkpoints that are being written"] = "checkpoint.async_save=false"
             for rank, device in zip(plan.ranks, devices[role], strict=True):
-                _add(found[device.node], "checkpoints that are being written", rank.host)
-    return tuple(found)
+                _add(found[device.node], name, rank.host)
+    return tuple(HostMemory(items, less[max(items, key=items.__getitem__)] if items else "") for items in found)
 
 
 def _add(items: dict[str, int], name: str, size: int) -> None:

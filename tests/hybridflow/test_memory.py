@@ -124,7 +124,7 @@ def test_of_an_optimizer_in_host_memory_an_update_takes_a_few_parts_to_the_gpu()
     assert before.total(before.phases[0]) - after.total(rollout) == state
     # A rank's share of what is not experts, which is less than three parts with the state of the embedding.
     assert update.items["optimizer"] == pytest.approx(6 * DENSE / 4, rel=1e-3) and "activations" not in update.items
-    assert in_host.hosts == ({"actor optimizer": 4 * state},) and on_gpu.hosts == ({},)
+    assert [host.items for host in (*in_host.hosts, *on_gpu.hosts)] == [{"actor optimizer": 4 * state}, {}]
     assert in_host.lines()[-1] == (
         f"node 0: {4 * state / 1e9:.1f} GB of host memory, page-locked: actor optimizer {4 * state / 1e9:.1f}"
     )
@@ -147,6 +147,22 @@ def test_what_does_not_fit_a_node_is_refused_with_what_to_change(capsys: pytest.
     assert refused in capsys.readouterr().err
     assert main(["check", recipe, *node, "--host-gb", "128", "train.optimizer.offload=false"]) == 2
     assert "phase update of actor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "less"),
+    [
+        (["train.optimizer.offload=true"], "train.optimizer.offload=false"),
+        (["critic.train.optimizer.offload=true"], "critic.train.optimizer.offload=false"),
+        # A checkpoint of both, of which only the critic's moments are beside it.
+        (["critic.train.optimizer.offload=true", "checkpoint.save_interval=1"], "checkpoint.async_save=false"),
+    ],
+)
+def test_what_takes_the_most_of_a_nodes_memory_is_to_be_less(overrides: list[str], less: str) -> None:
+    ledger = recipe_ledger(_recipe("h200-1gpu-ppo.yaml", *overrides), FOUR, 150.0, host_gb=1.0)
+    with pytest.raises(UserError) as refused:
+        ledger.check()
+    assert str(refused.value).endswith(f"; to need less: {less}, or more nodes")
 
 
 @pytest.mark.parametrize(
@@ -197,8 +213,8 @@ def test_what_a_setting_saves(tmp_path: Path) -> None:
     assert gradients[0] == 2 * gradients[1]
     # A copy of the actor's and the critic's float32 weights and moments.
     state = first.always["actor optimizer"] + second.always["critic optimizer"]
-    assert [sum(items.values()) for items in kept.hosts] == [pytest.approx(state, rel=1e-3)]
-    assert saved.hosts == ({},)
+    assert [host.total for host in kept.hosts] == [pytest.approx(state, rel=1e-3)]
+    assert [host.items for host in saved.hosts] == [{}]
 
 
 def test_the_command_shows_the_ledger_and_ends_with_2_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
