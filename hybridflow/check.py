@@ -19,7 +19,7 @@ from engine3d.rollout.served import check_served
 from hybridflow.config import Recipe
 from hybridflow.contradictions import check_accepted
 from hybridflow.devices import Device, DeviceMap, Node, highest_cpu_slot, pool_devices
-from hybridflow.gpu_check import check_libraries, check_memory, used_gpus
+from hybridflow.gpu_check import check_libraries, check_memory, largest_gpu, used_gpus
 from hybridflow.gpu_use import check_gpus_free
 from hybridflow.initial_model import initial_spec, initial_tokenizer
 from hybridflow.machine import machine_bytes
@@ -45,7 +45,7 @@ def check_recipe(
     Args:
         recipe: what is to run.
         cluster: nodes to run on; None for this machine.
-        gpu_bytes: memory of each GPU; if None, what this machine's have, and unknown of other nodes.
+        gpu_bytes: memory of each GPU; if None, what this machine's largest has, and unknown of other nodes.
         host_bytes: memory of each node; if None, what this machine has, and unknown of other nodes.
         must_fit: whether to refuse models that a GPU or a node has no room for, whatever the engines take.
 
@@ -81,9 +81,10 @@ def check_recipe(
     attempt(check_rewards, recipe)
     if recipe.metrics.wandb:
         attempt(check_wandb)
-    if must_fit and devices is not None and not errors and (cluster is None or gpu_bytes is not None):
-        if cluster is None and host_bytes is None:
-            host_bytes = machine_bytes()
+    if must_fit and devices is not None and not errors:
+        if cluster is None:
+            gpu_bytes = largest_gpu(devices) if gpu_bytes is None else gpu_bytes
+            host_bytes = machine_bytes() if host_bytes is None else host_bytes
         attempt(partial(check_memory, gpu_bytes=gpu_bytes, host_bytes=host_bytes), recipe, devices, specs)
     if errors:
         raise SettingsError(errors)

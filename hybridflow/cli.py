@@ -96,8 +96,6 @@ def _train_or_check(parsed: argparse.Namespace) -> int:
 
 def _check(parsed: argparse.Namespace) -> int:
     nodes = _named_nodes(parsed)
-    if nodes is not None and parsed.host_gb is not None and parsed.gpu_gb is None:
-        raise UserError("--host-gb: expected --gpu-gb too, such as --gpu-gb 141")
     recipe = _checked_recipe(parsed, nodes)
     if parsed.memory:
         from hybridflow.memory_check import recipe_ledger

@@ -92,40 +92,36 @@ def check_rollout_libraries(recipe: Recipe, devices: Devices, *, latent: bool) -
             )
 
 
+def largest_gpu(devices: Devices) -> int | None:
+    """Bytes of the largest GPU of this machine on which models and engines are placed; None where it cannot be read."""
+    found = [answer(name, lambda reader, gpu: reader.memory(gpu)) for name in used_gpus(devices).values()]
+    return max((memory.total_bytes for memory in found if memory is not None), default=None)
+
+
 def check_memory(
     recipe: Recipe,
     devices: Devices,
     specs: Mapping[str, ModelSpec],
     *,
-    gpu_bytes: int | None = None,
-    host_bytes: int | None = None,
+    gpu_bytes: int | None,
+    host_bytes: int | None,
 ) -> None:
     """Refuse what cannot fit whatever an engine takes, and however short responses are: at once, without SGLang.
 
     Args:
         devices: which the recipe's layouts fit.
         specs: of the actor and of each model beside it.
-        gpu_bytes: of each GPU; None for this machine's largest, where it can be read.
+        gpu_bytes: of each GPU, if that is known.
         host_bytes: of each node's memory, if that is known.
 
     Raises:
         UserError: as `Ledger.check`.
     """
-    if not any(map(_on_gpus, devices.values())):
+    if not any(map(_on_gpus, devices.values())) or (gpu_bytes is None and host_bytes is None):
         return
-    if gpu_bytes is None:
-        found = [answer(name, lambda reader, gpu: reader.memory(gpu)) for name in used_gpus(devices).values()]
-        gpu_bytes = max((memory.total_bytes for memory in found if memory is not None), default=None)
-    if gpu_bytes is not None:
-        foresee(
-            recipe,
-            devices,
-            specs,
-            gpu_bytes=gpu_bytes,
-            host_bytes=host_bytes,
-            sequence_tokens=1,
-            with_engines=False,
-        ).check()
+    foresee(
+        recipe, devices, specs, gpu_bytes=gpu_bytes, host_bytes=host_bytes, sequence_tokens=1, with_engines=False
+    ).check()
 
 
 def _on_gpus(devices: Sequence[Device]) -> bool:

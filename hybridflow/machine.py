@@ -6,17 +6,21 @@ from pathlib import Path
 
 import psutil
 
-_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_GROUPS = Path("/sys/fs/cgroup")
+_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
+"""Of control groups version 2, where "max" is no limit, and of version 1, where more than any machine has is none."""
 
 
-def machine_bytes(limit: Path = _LIMIT) -> int:
+def machine_bytes(groups: Path = _GROUPS) -> int:
     """Memory that this process's machine has, or its container's share of it.
 
     Args:
-        limit: where a control group says how much it may take: a number, or "max".
+        groups: where control groups say how much they may take.
     """
-    total = int(psutil.virtual_memory().total)
-    try:
-        return min(total, int(limit.read_text()))
-    except (OSError, ValueError):
-        return total
+    found = [int(psutil.virtual_memory().total)]
+    for name in _LIMITS:
+        try:
+            found.append(int((groups / name).read_text()))
+        except (OSError, ValueError):
+            continue
+    return min(found)

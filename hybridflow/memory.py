@@ -17,6 +17,7 @@ from engine3d.models import ModelSpec
 from engine3d.platform.cuda import graph_batch_sizes
 from engine3d.reshard.shards import Place
 from engine3d.reshard.source import PlannedTrainer
+from engine3d.rollout.launch import most_requests
 from hybridflow.config import Recipe
 from hybridflow.devices import Device
 
@@ -65,21 +66,38 @@ class GpuMemory:
 
 
 @dataclass(frozen=True)
+class HostMemory:
+    """What is taken of a node's memory.
+
+    Args:
+        items: by name, in bytes.
+        less: the setting that would make the largest of them less.
+    """
+
+    items: Mapping[str, int]
+    less: str
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+
+@dataclass(frozen=True)
 class Ledger:
     """What a run is going to hold.
 
     Args:
         gpus: in order of the first of the devices that are alike.
-        gpu_bytes: of each GPU.
-        hosts: for each node, what is taken of its memory, by name, in bytes.
+        gpu_bytes: of each GPU; None where that is not known.
+        hosts: what is taken of each node's memory.
         sequence_tokens: of the longest prompt with its response.
         requests: that an engine is to run at once.
         host_bytes: of each node's memory; None where that is not known.
     """
 
     gpus: tuple[GpuMemory, ...]
-    gpu_bytes: int
-    hosts: tuple[Mapping[str, int], ...]
+    gpu_bytes: int | None
+    hosts: tuple[HostMemory, ...]
     sequence_tokens: int
     requests: int
     host_bytes: int | None = None
@@ -91,36 +109,36 @@ class Ledger:
             room = f", KV cache of {gpu.cache_tokens:,} tokens" if gpu.cache_tokens else ""
             if gpu.cache_tokens and (fit := gpu.cache_tokens // self.sequence_tokens) < self.requests:
                 room += f": {fit} of {self.requests} requests at once, where all are of {self.sequence_tokens} tokens"
-            most = f"{gpu.total(gpu.worst) / 1e9:.1f} of {self.gpu_bytes / 1e9:.1f} GB in {gpu.worst.name}"
+            has = "" if self.gpu_bytes is None else f" of {self.gpu_bytes / 1e9:.1f}"
+            most = f"{gpu.total(gpu.worst) / 1e9:.1f}{has} GB in {gpu.worst.name}"
             found.append(f"{_names(gpu.devices)}: at most {most}{room}")
             found.append(_line("always", sum(gpu.always.values()), gpu.always))
             found += [_line(phase.name, gpu.total(phase), phase.items, "+ ") for phase in gpu.phases]
-        for node, items in enumerate(self.hosts):
-            if items:
-                total = sum(items.values())
-                found.append(f"node {node}: {total / 1e9:.1f} GB of host memory, page-locked: {_items(items)}")
+        for node, host in enumerate(self.hosts):
+            if host.items:
+                taken = f"{host.total / 1e9:.1f} GB of host memory, page-locked: {_items(host.items)}"
+                found.append(f"node {node}: {taken}")
         return found
 
     def check(self) -> None:
-        """Refuse a run that cannot fit.
+        """Refuse a run that cannot fit, as far as sizes are known.
 
         Raises:
             UserError: names the first GPU or node, the phase, what is there, and what to change.
         """
         for gpu in self.gpus:
             worst, total = gpu.worst, gpu.total(gpu.worst)
-            if total > self.gpu_bytes:
+            if self.gpu_bytes is not None and total > self.gpu_bytes:
                 items = _items({**gpu.always, **worst.items})
                 raise UserError(
                     f"{_names(gpu.devices)}: {total / 1e9:.1f} GB in phase {worst.name} on a GPU of "
                     f"{self.gpu_bytes / 1e9:.1f} GB ({items}); to need less: {worst.less}"
                 )
-        for node, taken in enumerate(self.hosts):
-            if self.host_bytes is not None and sum(taken.values()) > self.host_bytes:
+        for node, host in enumerate(self.hosts):
+            if self.host_bytes is not None and host.total > self.host_bytes:
                 raise UserError(
-                    f"node {node}: {sum(taken.values()) / 1e9:.1f} GB of host memory, page-locked, on a node of "
-                    f"{self.host_bytes / 1e9:.1f} GB ({_items(taken)}); to need less: train.optimizer.offload=false, "
-                    "checkpoint.async_save=false, or more nodes"
+                    f"node {node}: {host.total / 1e9:.1f} GB of host memory, page-locked, on a node of "
+                    f"{self.host_bytes / 1e9:.1f} GB ({_items(host.items)}); to need less: {host.less}, or more nodes"
                 )
 
 
@@ -129,7 +147,7 @@ def foresee(
     devices: Mapping[str, Sequence[Device]],
     specs: Mapping[str, ModelSpec],
     *,
-    gpu_bytes: int,
+    gpu_bytes: int | None,
     sequence_tokens: int,
     host_bytes: int | None = None,
     with_engines: bool = True,
@@ -140,7 +158,7 @@ def foresee(
         recipe: the run.
         devices: of each role.
         specs: of the actor and of each model beside it.
-        gpu_bytes: of each GPU.
+        gpu_bytes: of each GPU; None if that is not known: it has to be with engines, whose caches go by it.
         sequence_tokens: of the longest prompt with its response.
         host_bytes: of each node's memory, if that is known.
         with_engines: false leaves out the engines' weights and caches, checkpoints on their way to files, and what is
@@ -220,7 +238,7 @@ def _gpu(
     specs: Mapping[str, ModelSpec],
     ranks: Mapping[str, _Ranks],
     engines: Mapping[Device, Serving],
-    gpu_bytes: int,
+    gpu_bytes: int | None,
     *,
     estimate: bool,
 ) -> GpuMemory:
@@ -267,11 +285,12 @@ def _gpu(
 
 def _engine_workspace(recipe: Recipe, spec: ModelSpec) -> int:
     config = recipe.rollout.engine
+    requests = most_requests(config)
     return engine_workspace(
-        requests=config.max_running_requests,
+        requests=requests,
         vocabulary=spec.vocab_size,
         layers=spec.sizes.layers,
-        graphs=len(graph_batch_sizes(config.max_running_requests)) if config.cuda_graph else 0,
+        graphs=len(graph_batch_sizes(requests)) if config.cuda_graph else 0,
         tp=config.tp,
     )
 
@@ -283,8 +302,7 @@ def _at_work(working: Working) -> dict[str, int]:
 
 def _advice(recipe: Recipe, role: str, call: str, *, cache: bool) -> str:
     """What would make a phase of training need less, the cheapest first."""
-    config, own = recipe.train_config(role), role in recipe.models and recipe.models[role].train is not None
-    train = f"{role}.train" if own else "train"
+    config, train = recipe.train_config(role), _train_setting(recipe, role)
     advice = []
     if cache:
         advice.append("rollout.engine.memory_saver=true")
@@ -300,11 +318,19 @@ def _advice(recipe: Recipe, role: str, call: str, *, cache: bool) -> str:
     return ", ".join([*advice, f"more of tp, pp and ep in {train}.layout, or more GPUs"])
 
 
-def _cache_tokens(recipe: Recipe, serving: Serving, here: Mapping[str, _Ranks], device: Device, gpu_bytes: int) -> int:
+def _train_setting(recipe: Recipe, role: str) -> str:
+    """Where a recipe says how a role is trained."""
+    return f"{role}.train" if role in recipe.models and recipe.models[role].train is not None else "train"
+
+
+def _cache_tokens(
+    recipe: Recipe, serving: Serving, here: Mapping[str, _Ranks], device: Device, gpu_bytes: int | None
+) -> int:
     """How many tokens the KV cache has room for, as SGLang works it out beside models that have made no update yet."""
     engine = recipe.rollout.engine
     if not serving.cache_of_a_token:
         return 0
+    assert gpu_bytes is not None
     taken = sum(each.held[device].weights for each in here.values())
     free = gpu_bytes - taken - DRIVER_BYTES - CONTEXT_BYTES * (len(here) + 1)
     left = engine.mem_fraction_static * free - (serving.weights - serving.shared)
@@ -319,20 +345,23 @@ def _hosts(
     ranks: Mapping[str, _Ranks],
     *,
     checkpoints: bool,
-) -> tuple[Mapping[str, int], ...]:
+) -> tuple[HostMemory, ...]:
     nodes = 1 + max(device.node for role in (*specs, "rollout") for device in devices[role])
     found: list[dict[str, int]] = [{} for _ in range(nodes)]
+    less = {}
     for role in recipe.trained_roles:
-        config = recipe.train_config(role)
+        config, name = recipe.train_config(role), f"{role} optimizer"
+        less[name] = f"{_train_setting(recipe, role)}.optimizer.offload=false"
         for device, held in ranks[role].held.items():
             if state := _away(recipe, role, held):
-                _add(found[device.node], f"{role} optimizer", state)
+                _add(found[device.node], name, state)
         if checkpoints and recipe.checkpoint.saves_in_background:
             layout: Layout = config.layout.layout(len(devices[role]))
             plan = plan_checkpoint(specs[role], layout, precision_aware=config.optimizer.precision_aware)
+            less[name := "checkpoints that are being written"] = "checkpoint.async_save=false"
             for rank, device in zip(plan.ranks, devices[role], strict=True):
-                _add(found[device.node], "checkpoints that are being written", rank.host)
-    return tuple(found)
+                _add(found[device.node], name, rank.host)
+    return tuple(HostMemory(items, less[max(items, key=items.__getitem__)] if items else "") for items in found)
 
 
 def _add(items: dict[str, int], name: str, size: int) -> None:

@@ -120,6 +120,7 @@ class EngineCheckpoint:
             self._preparing.start()
 
     def _take(self, sizes: list[tuple[int, torch.dtype]]) -> None:
+        platform.device(self._engine.device.index or 0)  # a thread has none
         with contextlib.suppress(RuntimeError, MemoryError):  # the save tries again, and says so
             self._staging.room(sizes)
 

@@ -18,9 +18,7 @@ _ALIGNMENT = 64
 class Staging:
     """Chunks of host memory into which a state is copied, so that training can go on while files are written from it.
 
-    They are taken once and used for every save.
-
-    In chunks, because page-locked memory is given out in powers of two.
+    They are taken once and used for every save. Of a state that has grown, those that are too small are taken anew.
     """
 
     def __init__(self) -> None:
@@ -70,5 +68,5 @@ class HostRoom:
         """A tensor whose values are those of the last one."""
         nbytes = prod(shape) * dtype.itemsize
         if self._memory.numel() < nbytes:
-            self._memory = platform.host_memory(max(nbytes, MAX_PIECE_BYTES))
+            self._memory = platform.host_scratch(max(nbytes, MAX_PIECE_BYTES))
         return self._memory[:nbytes].view(dtype).view(shape)

@@ -15,6 +15,7 @@ from engine3d.platform.copies import Copies, CopyMethod, RunCopies
 from engine3d.platform.cuda_wire import NcclWire
 from engine3d.platform.interface import DeviceMemory, Platform
 from engine3d.platform.memory_handles import MemoryHandle
+from engine3d.platform.page_locked import page_locked
 from engine3d.platform.wire import Wire
 
 # Dense bf16, from NVIDIA's datasheets; the PCIe and NVL forms of a chip are slower and have names of their own.
@@ -94,6 +95,9 @@ class CudaPlatform(Platform):
         )
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
+        return page_locked(nbytes)
+
+    def host_scratch(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:

@@ -75,7 +75,17 @@ class Platform(ABC):
 
     @abstractmethod
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8 of host memory that the device copies into at its full rate."""
+        """(nbytes,) uint8 of host memory that the device copies into at its full rate. No more is taken of the system.
+
+        To be called in a thread whose device is current.
+
+        Raises:
+            RuntimeError: there is not so much.
+        """
+
+    @abstractmethod
+    def host_scratch(self, nbytes: int) -> torch.Tensor:
+        """As `host_memory`, for a while and at once: from what was let go before. Up to twice as much may be taken."""
 
     @abstractmethod
     def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:

@@ -94,10 +94,18 @@ def context_length(config: RolloutConfig, model: ModelFacts) -> int:
     return config.context_length
 
 
+def most_requests(config: RolloutConfig) -> int:
+    """Requests that SGLang is told to run at once."""
+    return config.max_running_requests + (0 if _has_own_graphs(config) else SPARE_REQUESTS)
+
+
+def _has_own_graphs(config: RolloutConfig) -> bool:
+    return not _OTHER_GRAPHS.isdisjoint(config.server_args)
+
+
 def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]:
     """Arguments of `sglang.Engine`: ours, then what the platform needs, then what the user gave for SGLang."""
-    given_graphs = not _OTHER_GRAPHS.isdisjoint(config.server_args)
-    requests = config.max_running_requests + (0 if given_graphs else SPARE_REQUESTS)
+    requests = most_requests(config)
     arguments: dict[str, Any] = {
         "model_path": str(model.directory),
         "skip_tokenizer_init": True,
@@ -118,7 +126,7 @@ def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
         "log_level": "info",
     }
     arguments |= platform.rollout_server_arguments(requests)
-    if given_graphs:
+    if _has_own_graphs(config):
         arguments.pop("cuda_graph_bs_decode", None)
     if config.attention_backend is not None:
         arguments["attention_backend"] = config.attention_backend

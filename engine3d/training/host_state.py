@@ -130,7 +130,7 @@ class HostState:
 
     @property
     def nbytes(self) -> int:
-        """Host memory that is held, but for what PyTorch takes more: it rounds each part to a power of two."""
+        """Host memory in which the state lies."""
         return sum(part.nbytes for _, parts in self._parts for part in parts if part.host is not None)
 
     def make(self, initialise: Callable[[Any, Tensor], None]) -> None:

@@ -43,7 +43,7 @@ def test_every_phase_that_was_seen_is_compared_and_the_worst_moment_of_all() -> 
         Phase("update of actor", {"gradients": 17 * 10**9}, ""),
     )
     gpus = (GpuMemory((Device(0, "cuda", 0),), {"actor weights": 64 * 10**9}, phases, 100),)
-    found = {each.phase: each for each in memory.compare(_run(), Ledger(gpus, 10**11, ({},), 10, 10))}
+    found = {each.phase: each for each in memory.compare(_run(), Ledger(gpus, 10**11, (), 10, 10))}
     assert found.keys() == {"rollout", "update of actor", "most"}
     assert found["rollout"].error == pytest.approx(74 / 71 - 1)
     assert found["update of actor"].error == 0

@@ -155,6 +155,19 @@ def test_models_that_no_gpu_has_room_for_are_refused_at_once(
 
 
 @pytest.mark.usefixtures("four_gpus")
+def test_host_memory_is_checked_on_this_machine_also_where_its_gpus_say_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offload = "train.optimizer.offload=true"
+    use(monkeypatch, Absent)
+    told(capsys, 0, offload)
+    assert "GB of host memory, page-locked, on a node of 1.0 GB (" in told(capsys, 2, offload, "--host-gb", "1")
+    monkeypatch.setattr(check, "machine_bytes", lambda: 10**9)
+    assert "on a node of 1.0 GB (" in told(capsys, 2, offload)
+    told(capsys, 0, offload, *NODES)  # of unknown size
+
+
+@pytest.mark.usefixtures("four_gpus")
 def test_the_gpus_of_models_and_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b,GPU-c")
     devices = {

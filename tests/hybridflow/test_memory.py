@@ -79,6 +79,15 @@ def test_a_cache_that_holds_few_of_the_requests_is_told() -> None:
     assert few.lines()[0].endswith("KV cache of 524,288 tokens")
 
 
+def test_as_many_graphs_are_counted_as_an_engine_captures() -> None:
+    """It is told to run one request more (see SPARE_REQUESTS), and a batch of 9 has a graph beside that of 8."""
+    eight, nine = (
+        _ledger("qwen3-30b-a3b-4xh200.yaml", f"rollout.engine.max_running_requests={most}", *own)
+        for most, own in ((8, []), (9, ["rollout.engine.server_args.cuda_graph_max_bs_decode=9"]))
+    )
+    assert eight.gpus[0].always["engine workspace"] == nine.gpus[0].always["engine workspace"]
+
+
 def test_what_cannot_fit_is_refused_with_the_phase_and_what_to_change() -> None:
     ledger = _ledger("qwen3-30b-a3b-4xh200.yaml", *LEAST, "train.recompute=none", gpu_gb=141.0)
     with pytest.raises(UserError) as refused:
@@ -115,7 +124,7 @@ def test_of_an_optimizer_in_host_memory_an_update_takes_a_few_parts_to_the_gpu()
     assert before.total(before.phases[0]) - after.total(rollout) == state
     # A rank's share of what is not experts, which is less than three parts with the state of the embedding.
     assert update.items["optimizer"] == pytest.approx(6 * DENSE / 4, rel=1e-3) and "activations" not in update.items
-    assert in_host.hosts == ({"actor optimizer": 4 * state},) and on_gpu.hosts == ({},)
+    assert [host.items for host in (*in_host.hosts, *on_gpu.hosts)] == [{"actor optimizer": 4 * state}, {}]
     assert in_host.lines()[-1] == (
         f"node 0: {4 * state / 1e9:.1f} GB of host memory, page-locked: actor optimizer {4 * state / 1e9:.1f}"
     )
@@ -133,17 +142,40 @@ def test_what_does_not_fit_a_node_is_refused_with_what_to_change(capsys: pytest.
         assert main(["check", recipe, *node, *shown, "--host-gb", "128"]) == 2
         refused = "node 0: 183.2 GB of host memory, page-locked, on a node of 128.0 GB (actor optimizer 183.2); to need"
         assert refused in capsys.readouterr().err
+    assert main(["check", recipe, *node[:4], "--host-gb", "256"]) == 0  # GPUs of unknown size
+    assert main(["check", recipe, *node[:4], "--host-gb", "128"]) == 2
+    assert refused in capsys.readouterr().err
     assert main(["check", recipe, *node, "--host-gb", "128", "train.optimizer.offload=false"]) == 2
     assert "phase update of actor" in capsys.readouterr().err
 
 
-def test_a_container_has_what_its_control_group_may_take(tmp_path: Path) -> None:
-    limit = tmp_path / "memory.max"
-    machine = machine_bytes(limit)
-    limit.write_text("max\n")
-    assert machine_bytes(limit) == machine > 10**9
+@pytest.mark.parametrize(
+    ("overrides", "less"),
+    [
+        (["train.optimizer.offload=true"], "train.optimizer.offload=false"),
+        (["critic.train.optimizer.offload=true"], "critic.train.optimizer.offload=false"),
+        # A checkpoint of both, of which only the critic's moments are beside it.
+        (["critic.train.optimizer.offload=true", "checkpoint.save_interval=1"], "checkpoint.async_save=false"),
+    ],
+)
+def test_what_takes_the_most_of_a_nodes_memory_is_to_be_less(overrides: list[str], less: str) -> None:
+    ledger = recipe_ledger(_recipe("h200-1gpu-ppo.yaml", *overrides), FOUR, 150.0, host_gb=1.0)
+    with pytest.raises(UserError) as refused:
+        ledger.check()
+    assert str(refused.value).endswith(f"; to need less: {less}, or more nodes")
+
+
+@pytest.mark.parametrize(
+    ("name", "no_limit"), [("memory.max", "max"), ("memory/memory.limit_in_bytes", "9223372036854771712")]
+)
+def test_a_container_has_what_its_control_group_may_take(name: str, no_limit: str, tmp_path: Path) -> None:
+    limit = tmp_path / name
+    limit.parent.mkdir(exist_ok=True)
+    machine = machine_bytes(tmp_path)
+    limit.write_text(f"{no_limit}\n")
+    assert machine_bytes(tmp_path) == machine > 10**9
     limit.write_text("1000000\n")
-    assert machine_bytes(limit) == 10**6
+    assert machine_bytes(tmp_path) == 10**6
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b-4xh200.yaml", "h200-1gpu.yaml", "h200-1gpu-ppo.yaml"])
@@ -181,8 +213,8 @@ def test_what_a_setting_saves(tmp_path: Path) -> None:
     assert gradients[0] == 2 * gradients[1]
     # A copy of the actor's and the critic's float32 weights and moments.
     state = first.always["actor optimizer"] + second.always["critic optimizer"]
-    assert [sum(items.values()) for items in kept.hosts] == [pytest.approx(state, rel=1e-3)]
-    assert saved.hosts == ({},)
+    assert [host.total for host in kept.hosts] == [pytest.approx(state, rel=1e-3)]
+    assert [host.items for host in saved.hosts] == [{}]
 
 
 def test_the_command_shows_the_ledger_and_ends_with_2_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +235,7 @@ def test_the_command_shows_the_ledger_and_ends_with_2_where_nothing_fits(capsys:
         (["check", "h200-1gpu.yaml", "--memory", "--nodes", "0"], "--nodes 0: expected a whole number"),
         (["check", "qwen3-30b-a3b-4xh200.yaml", "--nodes", "1", "--gpus-per-node", "2"], "there is no cuda:2"),
         (["train", "demo.yaml", "--nodes", "2"], "--nodes is an option of hybridflow check"),
-        (["check", "h200-1gpu.yaml", "--nodes", "1", "--host-gb", "100"], "--host-gb: expected --gpu-gb too"),
+        (["check", "h200-1gpu.yaml", "--memory", "--nodes", "1", "--host-gb", "100"], "expected --gpu-gb"),
     ],
 )
 def test_bad_options_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
