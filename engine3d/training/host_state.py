@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from math import prod
+from threading import Event, Thread, main_thread
 from typing import Any
 
 import torch
@@ -117,16 +118,18 @@ class HostState:
 
     def __init__(self, optimizer: Any, device: torch.device, itemsize: int) -> None:
         self._device = device
-        self._taking = ThreadPoolExecutor(
-            1, thread_name_prefix="host memory", initializer=platform.device, initargs=(device.index or 0,)
-        )
         self._parts: list[tuple[Any, list[_Part]]] = []
+        wanted: list[tuple[Future[Tensor], int]] = []
         for inner in (each.optimizer for each in of_buffers(optimizer)):
             parts = list(_cut(inner.param_groups, itemsize))
             for part in parts:
-                part.taken = self._taking.submit(platform.host_memory, part.nbytes)
+                part.taken = Future()
+                wanted.append((part.taken, part.nbytes))
             inner.step = partial(self._step, inner, parts, inner.step)
             self._parts.append((inner, parts))
+        self._released = Event()
+        self._taking = Thread(target=_take, args=[wanted, device.index or 0, self._released], name="host memory")
+        self._taking.start()
 
     @property
     def nbytes(self) -> int:
@@ -148,7 +151,8 @@ class HostState:
 
     def release(self) -> None:
         """Let go of the memory, which is free once the optimizers are gone, and give them their own `step`."""
-        self._taking.shutdown(cancel_futures=True)
+        self._released.set()
+        self._taking.join()
         for inner, _ in self._parts:
             del inner.step
         self._parts = []
@@ -233,6 +237,18 @@ def most_on_device(nbytes: int, largest: int) -> int:
         largest: of which a single parameter's state takes so many.
     """
     return min(nbytes, PARTS_ON_DEVICE * max(PART_BYTES, largest))
+
+
+def _take(wanted: Sequence[tuple[Future[Tensor], int]], device: int, released: Event) -> None:
+    """Take memories of these sizes one after the other, until they are not wanted any more or the process ends."""
+    for taken, nbytes in wanted:
+        if released.is_set() or not main_thread().is_alive():  # an end waits for this thread
+            return
+        try:
+            platform.device(device)
+            taken.set_result(platform.host_memory(nbytes))
+        except Exception as error:  # for the thread that waits for this one
+            taken.set_exception(error)
 
 
 def _cut(groups: Sequence[dict[str, Any]], itemsize: int) -> Iterator[_Part]:
