@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ from engine3d.models import expert_rows
 from engine3d.models.expert_rows import Rows
 from engine3d.models.routed_experts import Weights, routed_experts
 from tests.engine3d.distributed import run_distributed
+from tests.engine3d.interpreted import run_interpreted
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, MOST = 10, 16, 24, 4, 2
 """Tokens of a rank, what they are, how wide an expert is, experts over all ranks, experts of a token."""
@@ -193,11 +191,7 @@ def _compare(device: str) -> None:
 
 @pytest.mark.processes
 def test_kernels_interpreted() -> None:
-    # In a process of its own, because Triton asks when it is imported.
-    code = f"from {__name__} import _compare; _compare('cpu')"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
+    run_interpreted(_compare)
 
 
 @pytest.mark.gpu

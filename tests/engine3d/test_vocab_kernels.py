@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+
+from tests.engine3d.interpreted import run_interpreted
 
 COLUMNS = 16
 """Of a block of a kernel: rows take several."""
@@ -45,11 +42,7 @@ def _compare(device: str) -> None:
 
 @pytest.mark.processes
 def test_interpreted() -> None:
-    # In a process of its own, because Triton asks when it is imported.
-    code = f"from {__name__} import _compare; _compare('cpu')"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
+    run_interpreted(_compare)
 
 
 @pytest.mark.gpu
