@@ -136,9 +136,12 @@ def check_layouts(
     layouts = {}
     for role in sorted(devices.keys() - {"rollout", "reward"}):
         try:
-            layouts[role] = recipe.train_config(role).layout.layout(len(devices[role]))
+            config = recipe.train_config(role)
+            layouts[role] = config.layout.layout(len(devices[role]))
             if (spec := specs[role]) is not None:
                 spec.check_layout(layouts[role])
+                if role in recipe.trained_roles:
+                    config.check_trained(spec.sizes, layouts[role])
         except UserError as error:
             own = role in recipe.models and recipe.models[role].train is not None
             raise UserError(f"{f'{role}.' if own else ''}train.layout on placement.{role}: {error}") from None

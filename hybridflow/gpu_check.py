@@ -17,6 +17,9 @@ from hybridflow.memory import foresee
 Devices = Mapping[str, Sequence[Device]]
 """The devices of each role."""
 
+_ONE_STEP_CAPABILITY = 9
+"""Major compute capability of GPUs whose kernel `GroupedColumns` relies on."""
+
 _ROLLOUT_LIBRARIES = {"sgl_kernel": "sglang-kernel", "flashinfer": "flashinfer-python"}
 """Modules that SGLang imports wherever it runs on a GPU, and the packages that have them."""
 
@@ -49,12 +52,38 @@ def check_libraries(recipe: Recipe, devices: Devices | None, spec: ModelSpec) ->
     if _on_gpus(devices["rollout"]):
         check_rollout_libraries(recipe, devices, latent=spec.sizes.latent is not None)
     trained = [held for role, held in devices.items() if role not in ("rollout", "reward")]
-    if platform.has_transformer_engine or not any(map(_on_gpus, trained)):
+    if not any(map(_on_gpus, trained)):
         return []
+    if platform.has_transformer_engine:
+        return _slower_experts(recipe, devices, spec)
     return [
         "train: Transformer Engine is absent; Megatron-Core's own layers take its place, slower and one expert after "
         "the other: pip install --no-build-isolation -r requirements-gpu.txt"
     ]
+
+
+def _slower_experts(recipe: Recipe, devices: Devices, spec: ModelSpec) -> list[str]:
+    wanted = any(
+        recipe.train_config(role).has_one_step_experts(spec.sizes, recipe.train_config(role).layout.layout(len(held)))
+        for role, held in devices.items()
+        if role not in ("rollout", "reward") and _on_gpus(held)
+    )
+    other = gpu_without_one_step_experts(devices)
+    if not (spec.sizes.experts and wanted) or other is None:
+        return []
+    return [
+        f"train.one_step_experts: {other}, and one step needs 9.x; Megatron-Core's own steps take its place, slower "
+        "and with more memory"
+    ]
+
+
+def gpu_without_one_step_experts(devices: Devices) -> str | None:
+    """The first of this machine's GPUs that has no kernel for experts in one step, with its compute capability."""
+    for index, name in used_gpus(devices).items():
+        capability = answer(name, lambda reader, gpu: reader.capability(gpu))
+        if capability is not None and capability[0] != _ONE_STEP_CAPABILITY:
+            return f"GPU {index} of this machine has compute capability {capability[0]}.{capability[1]}"
+    return None
 
 
 def check_rollout_libraries(recipe: Recipe, devices: Devices, *, latent: bool) -> None:

@@ -151,6 +151,7 @@ def foresee(
     sequence_tokens: int,
     host_bytes: int | None = None,
     with_engines: bool = True,
+    one_step_experts: bool = True,
 ) -> Ledger:
     """The ledger of a recipe whose layouts fit its devices.
 
@@ -163,8 +164,11 @@ def foresee(
         host_bytes: of each node's memory, if that is known.
         with_engines: false leaves out the engines' weights and caches, checkpoints on their way to files, and what is
             only estimated: what is left is known at once, without SGLang, and certain.
+        one_step_experts: whether the GPUs can make one step of what experts do, as Hopper's can.
     """
-    ranks = {role: _Ranks.of(recipe, role, devices[role], specs[role], sequence_tokens) for role in specs}
+    ranks = {
+        role: _Ranks.of(recipe, role, devices[role], specs[role], sequence_tokens, one_step_experts) for role in specs
+    }
     engines = _engines(recipe, devices, specs["actor"]) if with_engines else dict.fromkeys(devices["rollout"], _NOTHING)
     every = sorted({device for role in (*specs, "rollout") for device in devices[role] if device.kind == "cuda"})
     gpus: list[GpuMemory] = []
@@ -196,8 +200,18 @@ class _Ranks:
     update: dict[Device, Working]
 
     @classmethod
-    def of(cls, recipe: Recipe, role: str, devices: Sequence[Device], spec: ModelSpec, sequence_tokens: int) -> _Ranks:
+    def of(
+        cls,
+        recipe: Recipe,
+        role: str,
+        devices: Sequence[Device],
+        spec: ModelSpec,
+        sequence_tokens: int,
+        one_step_experts: bool,
+    ) -> _Ranks:
         config, trained = recipe.train_config(role), role in recipe.trained_roles
+        if not one_step_experts:
+            config = config.model_copy(update={"one_step_experts": False})
         layout = config.layout.layout(len(devices))
         samples = recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt
         share = -(-samples // layout.dp)

@@ -12,6 +12,7 @@ from engine3d.platform import platform
 from hybridflow.check import check_prompts, planned_devices, role_spec
 from hybridflow.config import Recipe
 from hybridflow.devices import Node
+from hybridflow.gpu_check import gpu_without_one_step_experts
 from hybridflow.initial_model import initial_spec
 from hybridflow.machine import machine_bytes
 from hybridflow.memory import Ledger, foresee
@@ -44,7 +45,15 @@ def recipe_ledger(
     host_bytes = machine_bytes() if nodes is None else None
     if host_gb is not None:
         host_bytes = round(host_gb * 1e9)
-    return foresee(recipe, devices, specs, gpu_bytes=gpu_bytes, host_bytes=host_bytes, sequence_tokens=sequence_tokens)
+    return foresee(
+        recipe,
+        devices,
+        specs,
+        gpu_bytes=gpu_bytes,
+        host_bytes=host_bytes,
+        sequence_tokens=sequence_tokens,
+        one_step_experts=nodes is not None or gpu_without_one_step_experts(devices) is None,
+    )
 
 
 def recipe_specs(recipe: Recipe) -> dict[str, ModelSpec]:

@@ -84,7 +84,8 @@ def made_by_experts(sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, 
     if not sizes.is_sparse(layer):
         return 0.0
     spread = layout.tp if sequence_parallel else 1
-    return sizes.experts_per_token / spread * (sizes.hidden + sizes.expert_ffn) * itemsize
+    gathered, rows = layout.ep / spread * sizes.hidden, sizes.experts_per_token / spread
+    return (rows * sizes.hidden + max(gathered, rows * sizes.expert_ffn)) * itemsize
 
 
 def gradients_of_experts(sizes: Sizes, layout: Layout, itemsize: int) -> int:

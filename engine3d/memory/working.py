@@ -51,7 +51,7 @@ def update_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainC
     """
     itemsize, cut = getattr(torch, config.dtype).itemsize, {"sequence_parallel": config.sequence_parallel}
     layers = spec.rules.stage_layers(layout, at.pp)
-    how = cut | {"one_step": config.has_one_step_experts(layout)}
+    how = cut | {"one_step": config.has_one_step_experts(spec.sizes, layout)}
     saved = [saved_by_layer(spec.sizes, layout, layer, itemsize, **how) for layer in layers]
     gradients = [gradients_of_layer(spec.sizes, layout, layer, itemsize, **how) for layer in layers]
     under_way = layout.pp - at.pp  # micro-batches of a stage whose backward pass has not begun
@@ -77,7 +77,7 @@ def inference_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: Tra
     """Of log-probs or values without gradients; arguments as in `update_peak`."""
     itemsize, cut = getattr(torch, config.dtype).itemsize, {"sequence_parallel": config.sequence_parallel}
     layers = spec.rules.stage_layers(layout, at.pp)
-    one_step = config.has_one_step_experts(layout)
+    one_step = config.has_one_step_experts(spec.sizes, layout)
     saved = [
         saved_by_layer(spec.sizes, layout, layer, itemsize, **cut, one_step=one_step)
         + (made_by_experts(spec.sizes, layout, layer, itemsize, **cut) if one_step else 0)

@@ -26,7 +26,7 @@ def build_model(
     pre_process: bool | None = None,
     post_process: bool | None = None,
     overrides: Mapping[str, Any] | None = None,
-    one_step_experts: bool = True,
+    one_step_experts: bool = False,
 ) -> GPTModel:
     """Build this rank's part of the model. Its parameters hold nothing yet: `load_weights` fills them.
 

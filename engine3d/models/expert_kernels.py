@@ -113,7 +113,7 @@ def _lay_out(  # type: ignore[no-untyped-def]
     inside = (number < tokens)[None, :] & (expert < experts)[:, None]
     here = (rank * experts + expert)[:, None].to(tl.int64) * tokens + number[None, :]
     found = tl.load(scores + here, mask=inside, other=-float("inf"))
-    seen = found > -float("inf")
+    seen = found != -float("inf")
     index = rank * tokens + number
     row = tl.load(up_to + expert[:, None].to(tl.int64) * count + index[None, :], mask=seen, other=1) - 1
     ordinal = tl.cumsum(seen.to(tl.int32), axis=0) - 1

@@ -1,6 +1,7 @@
 """The tokens of a rank's experts as rows: which token each row is, and what is computed row by row.
 
-An expert's tokens are rows one after another, and so are experts, as a product over all of them wants it.
+An expert's tokens are rows one after another, and so are experts, as a product over all of them wants it. What is here
+in PyTorch, for the CPU, is what the kernels for GPUs are tested against.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def rows_of(scores: Tensor, most: int) -> Rows:
         most: experts of any token, K.
     """
     ranks, experts, tokens = scores.shape
-    seen = (scores.transpose(0, 1) > -torch.inf).to(torch.int32, memory_format=torch.contiguous_format)
+    seen = (scores.transpose(0, 1) != -torch.inf).to(torch.int32, memory_format=torch.contiguous_format)
     up_to = seen.view(-1).cumsum(0, dtype=torch.int32).view(experts, ranks * tokens)
     ends = up_to[:, -1].contiguous()
     most = min(most, experts)

@@ -204,13 +204,13 @@ class ModelSpec:
         return transformer_config(self, layout, dtype, **overrides)
 
     def layer_spec(
-        self, config: TransformerConfig, *, one_step_experts: bool = True
+        self, config: TransformerConfig, *, one_step_experts: bool = False
     ) -> TransformerBlockSubmodules | ModuleSpec:
         """Megatron's layers for this rank's stage: Transformer Engine where it is present, else Megatron's own.
 
         Args:
             config: Megatron's configuration.
-            one_step_experts: with Transformer Engine, make one step of what experts do where that can be done.
+            one_step_experts: make one step of what experts do, which needs Transformer Engine.
         """
         from engine3d.models.megatron_config import layer_spec
 

@@ -20,6 +20,7 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models.family import ModelSpec
 from engine3d.models.local_modules import CoreAttention, LatentAttention, RMSNorm
+from engine3d.models.moe_layer import MoELayerInOneStep
 from engine3d.models.sizes import Latent
 from engine3d.platform import platform
 
@@ -148,7 +149,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def layer_spec(
-    spec: ModelSpec, config: TransformerConfig, *, one_step_experts: bool = True
+    spec: ModelSpec, config: TransformerConfig, *, one_step_experts: bool = False
 ) -> TransformerBlockSubmodules:
     """The layers of this rank's pipeline stage; Megatron's process groups must have been started."""
     block = get_gpt_decoder_block_spec(
@@ -185,8 +186,7 @@ def _with_lean_modules(layer: ModuleSpec, config: TransformerConfig, one_step: b
         linear = {"linear_fc1": lean.GroupedColumns, "linear_fc2": lean.GroupedRows}
         experts = replace(moe.experts.keywords["submodules"], **linear)
         moe = replace(moe, experts=partial(moe.experts, submodules=experts))
-        module = lean.MoELayerInOneStep if one_step and lean.may_be_one_step(config) else MoELayer
-        mlp = partial(module, *mlp.args, **mlp.keywords | {"submodules": moe})
+        mlp = partial(MoELayerInOneStep if one_step else MoELayer, *mlp.args, **mlp.keywords | {"submodules": moe})
         layer = replace(layer, submodules=replace(layer.submodules, mlp=mlp))
     return layer
 

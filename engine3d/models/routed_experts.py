@@ -104,18 +104,19 @@ class _RoutedExperts(torch.autograd.Function):
         hidden, between, *of_rows = ctx.saved_tensors
         rows, first, last, way = Rows(*of_rows), ctx.first, ctx.last, ctx.way
         gathered_gradient = way.gather(gradient.contiguous())
-        gathered = way.gather(hidden)
+        gathered = way.gather(hidden) if first.gradients is not None else None
         of_made = take_rows(gathered_gradient.value(), rows)
         del gathered_gradient
         activated, of_between, of_score = gated_gradient(between, rows.score, _product(of_made, last.values, rows))
         of_scores = of_score.new_zeros(way.ranks * len(hidden) * len(first.values))
         of_scores.scatter_(0, rows.place, of_score)
         of_probabilities = way.from_experts(of_scores.view(way.ranks, len(first.values), len(hidden)))
-        _learn(last, of_made, activated, rows)
+        if last.gradients is not None:
+            _learn(last.gradients, of_made, activated, rows)
         del of_made, activated
         of_hidden = way.add_up(sum_rows(_product(of_between, first.values, rows), rows))
-        # Beside the sum over ranks.
-        _learn(first, of_between, take_rows(gathered.value(), rows), rows)
+        if gathered is not None:  # beside the sum over ranks
+            _learn(first.gradients, of_between, take_rows(gathered.value(), rows), rows)
         of_routed = of_probabilities.value().view(-1, len(hidden)).t().contiguous()
         return of_hidden.value(), of_routed, None, None, None, None, None, None, None
 
@@ -134,10 +135,10 @@ def _product(rows_in: Tensor, weights: Tensor, rows: Rows) -> Tensor:
     return F.grouped_mm(rows_in, weights, offs=rows.ends)
 
 
-def _learn(weights: Weights, gradient: Tensor, given: Tensor, rows: Rows) -> None:
-    """Add the gradient of a layer's weights, from that of its result (M, out) and what it was given (M, in)."""
-    if weights.gradients is not None and len(given):
-        weights.gradients.add_(F.grouped_mm(gradient.t(), given, offs=rows.ends))
+def _learn(gradients: Tensor, gradient: Tensor, given: Tensor, rows: Rows) -> None:
+    """Add to the gradients of a layer's weights, from that of its result (M, out) and what it was given (M, in)."""
+    if len(given):
+        gradients.add_(F.grouped_mm(gradient.t(), given, offs=rows.ends))
 
 
 @dataclass

@@ -1,8 +1,7 @@
 """Layers in place of Transformer Engine's where those keep a GPU waiting for Python. Needs Transformer Engine.
 
 Its grouped layer multiplies the weights' gradients expert by expert, with a launch for each; its RMSNorm goes through a
-fuser of operations; and between Megatron-Core's dispatcher and its experts there are dozens of small steps. The kernels
-of the norm, the parameters and all else are its.
+fuser of operations. The kernels of the norm, the parameters and all else are its.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -21,7 +18,7 @@ from transformer_engine.pytorch.ops.basic.rmsnorm import rmsnorm_bwd, rmsnorm_fw
 
 from engine3d.models.grouped_products import as_one, grouped_product
 from engine3d.models.local_modules import RMSNorm
-from engine3d.models.routed_experts import Weights, routed_experts
+from engine3d.models.routed_experts import Weights
 
 _ROW_ELEMENTS = 8
 
@@ -31,42 +28,6 @@ def may_group(config: TransformerConfig) -> bool:
     other = config.add_bias_linear or config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
     quantized = config.fp8 or config.fp4 or config.quant_recipe is not None
     return not (other or quantized or getattr(config, "moe_single_grouped_weight", False))
-
-
-def may_be_one_step(config: TransformerConfig) -> bool:
-    """Whether layers of experts may be `MoELayerInOneStep`: what `may_group` allows, and nothing between the steps."""
-    together = config.expert_model_parallel_size == 1 or config.moe_token_dispatcher_type == "allgather"
-    whole = config.expert_tensor_parallel_size == 1 and config.cuda_graph_impl == "none"
-    swiglu = config.gated_linear_unit and config.activation_func is F.silu
-    plain = config.activation_func_clamp_value is None and config.moe_mlp_glu_interleave_size is None
-    inside = config.moe_apply_probs_on_input or config.moe_latent_size or config.moe_shared_expert_overlap
-    elsewhere = config.fine_grained_activation_offloading or "moe" in (config.recompute_modules or ())
-    return may_group(config) and together and whole and swiglu and plain and not (inside or elsewhere)
-
-
-class MoELayerInOneStep(MoELayer):  # type: ignore[misc]
-    """A layer of `_Grouped` experts that makes one step of what they do with all tokens: see `routed_experts`."""
-
-    def forward(
-        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, None]:
-        """[s, b, hidden] -> the same, and no bias. `padding_mask`, [b, s], is the router's."""
-        first, last = (layer.together(hidden_states) for layer in (self.experts.linear_fc1, self.experts.linear_fc2))
-        if first is None or last is None or intermediate_tensors is not None:
-            return super().forward(hidden_states, intermediate_tensors, padding_mask)  # type: ignore[no-any-return]
-        shared = self.shared_experts_compute(hidden_states)
-        mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool()
-        probabilities, routing = self.route(hidden_states, mask)
-        output = routed_experts(
-            hidden_states.reshape(-1, hidden_states.shape[-1]),
-            probabilities,
-            routing,
-            first,
-            last,
-            most=self.config.moe_router_topk,
-            group=self.ep_group,
-        ).view(hidden_states.shape)
-        return output if shared is None else output + shared, None
 
 
 class _Grouped:
@@ -87,21 +48,24 @@ class _Grouped:
 
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
         """(tokens of all experts, in) and the number of each one's -> (tokens of all experts, out), and no bias."""
-        weights = self.together(x)
+        weights = self.together(x.dtype)
         if weights is None:
             return super().forward(x, m_splits)  # type: ignore[misc, no-any-return]
         tokens = x.reshape(-1, x.shape[-1])
         return grouped_product(tokens, m_splits, weights.values, weights.gradients, weights.parameter), None
 
-    def together(self, x: Tensor) -> Weights | None:
-        """The weights of all experts as one tensor, and their gradients; None where either is in pieces.
+    def together(self, dtype: torch.dtype) -> Weights | None:
+        """The weights of all experts as one tensor, and their gradients.
 
         Args:
-            x: what is multiplied with them.
+            dtype: of what they are multiplied with.
+
+        Returns:
+            None where either is in pieces, or there is no kernel for such a product.
         """
         parameters = [self._parameters[name] for name in self._names]  # type: ignore[attr-defined]
         first = parameters[0]
-        values = as_one(parameters) if self._may_group(x, first) else None
+        values = as_one(parameters) if self._may_group(dtype, first) else None
         if values is None:
             return None
         if not (torch.is_grad_enabled() and first.requires_grad):
@@ -111,14 +75,14 @@ class _Grouped:
             gradients = as_one([parameter.main_grad for parameter in parameters])
         return None if gradients is None else Weights(values, gradients, first)
 
-    def _may_group(self, x: Tensor, weight: Tensor) -> bool:
+    def _may_group(self, dtype: torch.dtype, weight: Tensor) -> bool:
         """Whether PyTorch has a kernel that can be relied on.
 
         It has one for bf16 and rows of whole 16 bytes on Hopper; on Blackwell the gradient of an expert without tokens
         may be anything (https://github.com/pytorch/pytorch/issues/172439).
         """
         whole = all(size % _ROW_ELEMENTS == 0 for size in weight.shape)
-        return whole and x.dtype == weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] == 9
+        return whole and dtype == weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] == 9
 
 
 class GroupedColumns(_Grouped, TEColumnParallelGroupedLinear):  # type: ignore[misc]

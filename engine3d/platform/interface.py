@@ -85,7 +85,7 @@ class Platform(ABC):
 
     @abstractmethod
     def host_scratch(self, nbytes: int) -> torch.Tensor:
-        """As `host_memory`, for a while and at once: from what was let go before. Up to twice as much may be taken."""
+        """As `host_memory`, but from PyTorch's cache of such memory: soon there, and rounded up to a power of two."""
 
     @abstractmethod
     def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:

@@ -6,8 +6,34 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from engine3d.errors import UserError
 from engine3d.layout import Layout
+from engine3d.models.sizes import Sizes
 from engine3d.settings import Settings
+
+_NOT_IN_ONE_STEP = (
+    "activation_func",
+    "activation_func_clamp_value",
+    "activation_func_fp8_input_store",
+    "add_bias_linear",
+    "cuda_graph_impl",
+    "delay_wgrad_compute",
+    "fine_grained_activation_offloading",
+    "fp4",
+    "fp8",
+    "glu_linear_offset",
+    "moe_apply_probs_on_input",
+    "moe_latent_size",
+    "moe_mlp_glu_interleave_size",
+    "moe_pad_expert_input_to_capacity",
+    "moe_shared_expert_overlap",
+    "moe_single_grouped_weight",
+    "overlap_dispatch_backward_with_experts_wgrad",
+    "quant_recipe",
+    "use_te_activation_func",
+    "use_transformer_engine_op_fuser",
+)
+"""Megatron-Core's options that only its own steps have."""
 
 
 class LayoutConfig(Settings):
@@ -78,8 +104,8 @@ class TrainConfig(Settings):
     sequence_parallel: bool = Field(True, description="split activations over tp where tp is above 1")
     one_step_experts: bool = Field(
         True,
-        description="make one step of what experts do where ranks gather each other's tokens or ep is 1: faster, and "
-        "less is kept for the backward pass. Otherwise Megatron-Core's dispatcher and its experts",
+        description="make one step of what experts do where ranks gather each other's tokens or ep is 1 "
+        "(bf16, Hopper): faster, and less is kept for the backward pass. Otherwise the steps are Megatron-Core's",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
@@ -102,10 +128,26 @@ class TrainConfig(Settings):
         """Whether ranks that share experts gather each other's tokens, and so need as many each."""
         return layout.ep > 1 and self.megatron.get("moe_token_dispatcher_type") == "allgather"
 
-    def has_one_step_experts(self, layout: Layout) -> bool:
-        """Whether experts are one step on a GPU that can do it; a Megatron-Core option may yet prevent it."""
+    def has_one_step_experts(self, sizes: Sizes, layout: Layout) -> bool:
+        """Whether experts are one step, on a GPU that can do it."""
         together = layout.ep == 1 or self.gathers_tokens(layout)
-        return self.one_step_experts and together and layout.etp == 1 and self.dtype == "bfloat16"
+        whole = layout.etp == 1 and (layout.tp == 1 or self.sequence_parallel)
+        rows = self.dtype == "bfloat16" and sizes.hidden % 8 == 0 and sizes.expert_ffn % 8 == 0
+        plain = not sizes.mlp_bias and "moe" not in self.megatron.get("recompute_modules", ())
+        other = any(self.megatron.get(name) not in (None, False, 0, "none") for name in _NOT_IN_ONE_STEP)
+        return self.one_step_experts and together and whole and rows and plain and not other
+
+    def check_trained(self, sizes: Sizes, layout: Layout) -> None:
+        """Refuse what a model cannot be trained with.
+
+        Raises:
+            UserError: names the setting.
+        """
+        if sizes.experts and layout.tp > 1 and not self.sequence_parallel:
+            raise UserError(
+                f"sequence_parallel=false with tp={layout.tp}: expected true, because the model has experts, which "
+                "would learn from every token once for each tp rank"
+            )
 
     @model_validator(mode="after")
     def _layers_are_computed_again(self) -> TrainConfig:

@@ -127,6 +127,8 @@ class TrainEngine:
         self.config, self.layout, self.value_head = config, layout, value_head
         spec = load_model_spec(model_directory, value_head=value_head)
         spec.check_layout(layout)
+        if trainable:
+            config.check_trained(spec.sizes, layout)
         self.spec = spec.of_trainer(layout, transformer_engine=platform.has_transformer_engine)
         if config.deterministic:
             platform.prepare_deterministic()
@@ -143,7 +145,7 @@ class TrainEngine:
             layout,
             self.dtype,
             overrides=self._megatron_settings(),
-            one_step_experts=config.one_step_experts,
+            one_step_experts=config.has_one_step_experts(spec.sizes, layout),
         )
         if load:
             load_weights(module, self.spec, layout, self.coordinates, model_directory, needs_head=not trainable)
@@ -292,7 +294,7 @@ class TrainEngine:
 
     def trace_next_update(self, path: Path, micro_batches: int) -> None:
         """Have the next update write a trace of some of its micro-batches on this rank; see `UpdateTrace`."""
-        self._trace = UpdateTrace(path, micro_batches)
+        self._trace = UpdateTrace(path, micro_batches, ahead=self.layout.pp - 1 - self.coordinates.pp)
 
     def _refuses(self, guard: UpdateGuard, facts: list[Any]) -> bool:
         """What the guard says, on all ranks alike; tensor-parallel ranks count the same tokens as often each."""

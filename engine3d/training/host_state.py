@@ -241,11 +241,11 @@ def most_on_device(nbytes: int, largest: int) -> int:
 
 def _take(wanted: Sequence[tuple[Future[Tensor], int]], device: int, released: Event) -> None:
     """Take memories of these sizes one after the other, until they are not wanted any more or the process ends."""
+    platform.device(device)
     for taken, nbytes in wanted:
         if released.is_set() or not main_thread().is_alive():  # an end waits for this thread
             return
         try:
-            platform.device(device)
             taken.set_result(platform.host_memory(nbytes))
         except Exception as error:  # for the thread that waits for this one
             taken.set_exception(error)

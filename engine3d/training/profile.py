@@ -16,17 +16,19 @@ class UpdateTrace:
     """Some consecutive micro-batches of one update, forward and backward, as torch.profiler sees them on this rank.
 
     They begin with the second micro-batch where the update has enough, since the first one is often not like the
-    others; with the first one otherwise. The trace ends when the micro-batch after them begins, or with the schedule,
-    which then also adds up the gradients of all ranks.
+    others; with the first one otherwise. A pipeline stage goes forward with some micro-batches before it goes backward
+    with the first one: there they begin after those, and as many backward passes, of earlier ones, are between their
+    forward passes. The trace ends when the micro-batch after them begins, or with the schedule.
 
     Args:
         path: of the file to write, in Chrome's trace event format; its name ends in `.json.gz`. The forward pass of the
             n-th micro-batch of the update, from 1, is the event `micro-batch n`.
         micro_batches: how many of them; all that there are if the update has fewer.
+        ahead: forward passes of this rank's pipeline stage before its first backward pass, but for that one's own.
     """
 
-    def __init__(self, path: Path, micro_batches: int) -> None:
-        self._path, self._micro_batches = path, micro_batches
+    def __init__(self, path: Path, micro_batches: int, *, ahead: int = 0) -> None:
+        self._path, self._micro_batches, self._ahead = path, micro_batches, ahead
         self._profiler: profile | None = None
 
     def run(
@@ -38,7 +40,7 @@ class UpdateTrace:
         **arguments: Any,
     ) -> Any:
         """What one of Megatron-Core's pipeline schedules returns for these arguments; it is traced meanwhile."""
-        first = 1 if num_microbatches > self._micro_batches else 0
+        first = max(0, min(max(1, self._ahead), num_microbatches - self._micro_batches))
         numbers = itertools.count()
 
         def forward_step(*step: Any) -> Any:

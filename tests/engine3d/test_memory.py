@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.reshard_plan import named_model, parse_layout
 from engine3d.layout import Layout
-from engine3d.memory import Held, held_by_rank, serving_by_rank, update_peak
+from engine3d.memory import Held, activations, held_by_rank, serving_by_rank, update_peak
 from engine3d.memory.serving import cache_of_a_token
 from engine3d.models import ModelSpec, load_model_spec
 from engine3d.reshard.shards import Place
@@ -80,20 +80,50 @@ def _measured(name: str) -> dict[str, Any]:
     return figures
 
 
-@pytest.mark.parametrize("name", ["h200-2gpu-16-layers-no-cutlass.json"])
-def test_the_peak_of_an_update_on_gpus_was_foreseen(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "one_step_experts"),
+    [
+        ("h200-2gpu-16-layers-no-cutlass.json", False),
+        ("h200-2gpu-24-layers-megatron-experts.json", False),
+        ("h200-2gpu-24-layers-router-fusion.json", True),
+    ],
+)
+def test_the_peak_of_an_update_on_gpus_was_foreseen(name: str, one_step_experts: bool, tmp_path: Path) -> None:
     figures = _measured(name)
     words = figures["command"].split()
     option = dict(itertools.pairwise(words))
     spec = _with_layers(option["--model"], int(option["--layers"]), tmp_path)
     layout = parse_layout(option["--train"])
-    optimizer = OptimizerConfig(precision_aware="--precision-aware" in words)
-    config = TrainConfig(optimizer=optimizer, recompute=option.get("--recompute", "none"), one_step_experts=False)  # type: ignore[arg-type]
+    config = TrainConfig(
+        optimizer=OptimizerConfig(precision_aware="--precision-aware" in words),
+        one_step_experts=one_step_experts,
+        megatron=json.loads(option.get("--megatron", "{}")),
+    )
+    assert config.has_one_step_experts(spec.sizes, layout) == one_step_experts
     peaks = []
     for _, at in layout.ranks():
         working = update_peak(spec, layout, at, config, tokens=int(option["--micro-batch-tokens"]))
         peaks.append(held_by_rank(spec, layout, at, config).total + working.peak)
     assert max(peaks) == pytest.approx(figures["peak_memory_bytes"], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("ep", "kept_less", "gradients", "made"),
+    [
+        # Of 8 experts' tokens and activations, 8 * (2048 + 3 * 768 - 2 * 768) elements, and a score; more are 8 rows of
+        # 16 bytes for each of the ranks, and 9 numbers of 4.
+        (1, 2 * 8 * (2048 + 768) + 4 * 8 - 164, 2 * (2048 + 8 * (2048 + 4 * 768)), 2 * 8 * (2048 + 768)),
+        (4, 2 * 8 * (2048 + 768) + 4 * 8 - 656, 2 * (4 * 2048 + 8 * (2048 + 4 * 768)), 2 * (8 * 2048 + 4 * 2048)),
+        (16, 2 * 8 * (2048 + 768) + 4 * 8 - 2624, 2 * (32 * 2048 + 8 * (2048 + 2 * 768)), 2 * (8 * 2048 + 16 * 2048)),
+    ],
+)
+def test_what_a_token_takes_of_experts_in_one_step(ep: int, kept_less: int, gradients: int, made: int) -> None:
+    sizes, layout = named_model("qwen3-30b-a3b").sizes, Layout(ep=ep, dp=ep)
+    arguments: dict[str, Any] = {"layer": 0, "itemsize": 2, "sequence_parallel": True}
+    saved = [activations.saved_by_layer(sizes, layout, **arguments, one_step=one_step) for one_step in (False, True)]
+    assert saved[0] - saved[1] == kept_less
+    assert activations.gradients_of_layer(sizes, layout, **arguments, one_step=True) == gradients
+    assert activations.made_by_experts(sizes, layout, **arguments) == made
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def test_without_any_an_error_says_why() -> None:
         CudaPlatform().host_memory(1)
 
 
+@pytest.mark.gpu
 @on_gpu
 def test_no_more_is_taken_than_is_asked_for_and_all_of_it_comes_back() -> None:
     nbytes = (1 << 30) + (1 << 29)
@@ -51,6 +52,7 @@ def test_no_more_is_taken_than_is_asked_for_and_all_of_it_comes_back() -> None:
     assert bool((device == 7).all())
 
 
+@pytest.mark.gpu
 @on_gpu
 def test_what_there_is_not_is_refused_and_forgotten() -> None:
     with pytest.raises(RuntimeError, match="cudaHostAlloc: out of memory"):

@@ -1,19 +1,29 @@
-"""Experts in one step against one expert after another, and the kernels of GPUs against the same in PyTorch."""
+"""Experts in one step against one expert after another, layers of them against Megatron-Core's, and kernels of GPUs
+against the same in PyTorch."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from engine3d.models import expert_rows
-from engine3d.models.expert_rows import Rows
+from benchmarks.reshard_plan import named_model
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.models import build_model, expert_rows, load_model_spec, load_weights
+from engine3d.models.expert_rows import Rows, rows_of
+from engine3d.models.moe_layer import MoELayerInOneStep
 from engine3d.models.routed_experts import Weights, routed_experts
+from engine3d.training import parallel
+from engine3d.training.config import TrainConfig
+from tests.engine3d import tiny_models
 from tests.engine3d.distributed import run_distributed
 from tests.engine3d.interpreted import run_interpreted
 
@@ -147,6 +157,94 @@ def test_all_at_once_is_one_by_one_on_gpus(world: int) -> None:
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
     run_distributed(_all_cases, world, "cuda", timeout_s=300)
+
+
+def test_a_router_that_is_no_number_shows() -> None:
+    scores = torch.full((1, 2, 3), -torch.inf)
+    scores[0, 1, 2] = torch.nan
+    assert rows_of(scores, 1).token.tolist() == [2]
+
+
+class _Stacked:
+    """The weights of experts that Megatron-Core has one by one."""
+
+    def __init__(self, linear: list[Any]) -> None:
+        self.values = torch.stack([each.weight.detach() for each in linear])
+        self.gradients = torch.zeros_like(self.values)
+        self.parameter = linear[0].weight
+
+    def together(self, dtype: torch.dtype) -> Weights:
+        assert dtype == self.values.dtype
+        return Weights(self.values, self.gradients, self.parameter)
+
+
+def _layers(directory: Path, layout: Layout, overrides: dict[str, Any]) -> None:
+    """Assert that a model with layers in one step is Megatron-Core's, forwards and backwards."""
+    coordinates = parallel.initialise(layout, seed=1, timeout_s=60)
+    spec = load_model_spec(directory)
+    model = build_model(spec, layout, torch.float32, overrides=overrides)
+    load_weights(model, spec, layout, coordinates, directory)
+    generator = torch.Generator().manual_seed(coordinates.dp)
+    tokens = torch.randint(spec.vocab_size, (2, 12), generator=generator)
+    slope = torch.randn(2, 12, spec.padded_vocabulary(layout) // layout.tp, generator=generator)
+
+    def learned() -> tuple[Tensor, dict[str, Tensor]]:
+        model.zero_grad()
+        result = model(tokens, torch.arange(12).expand_as(tokens), None)
+        (result * slope).sum().backward()
+        return result.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+    expected, gradients = learned()
+    stacked: dict[str, _Stacked] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer):
+            module.__class__ = MoELayerInOneStep
+            for linear in ("linear_fc1", "linear_fc2"):
+                each = _Stacked([getattr(expert, linear) for expert in module.experts.local_experts])
+                setattr(module.experts, linear, each)
+                stacked |= {f"{name}.experts.local_experts.{{}}.{linear}.weight": each}
+    found, mine = learned()
+    for name, each in stacked.items():
+        mine |= {name.format(number): gradient for number, gradient in enumerate(each.gradients)}
+    assert len(stacked) >= 4
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(mine[name], gradient, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+    parallel.release()
+
+
+def _all_layers(directory: Path, ep: int, ways: list[dict[str, Any]]) -> None:
+    for overrides in ways:
+        _layers(directory, Layout(ep=ep, dp=ep), overrides | {"moe_token_dispatcher_type": "allgather"})
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_layers_are_megatron_cores(name: str, tmp_path: Path) -> None:
+    tiny_models.make(name, tmp_path / "model")
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    run_distributed(_all_layers, 2, tmp_path / "model", 2, [{}, again], timeout_s=120)
+
+
+def test_what_is_no_single_step() -> None:
+    sizes = named_model("qwen3-30b-a3b").sizes
+    gathering = {"moe_token_dispatcher_type": "allgather"}
+
+    def one_step(layout: Layout, **settings: Any) -> bool:
+        return TrainConfig(**settings).has_one_step_experts(sizes, layout)
+
+    assert one_step(Layout()) and one_step(Layout(tp=2)) and one_step(Layout(ep=2, dp=2), megatron=gathering)
+    assert not one_step(Layout(ep=2, dp=2))
+    assert not one_step(Layout(tp=2, etp=2)) and not one_step(Layout(tp=2), sequence_parallel=False)
+    assert not one_step(Layout(), dtype="float32") and not one_step(Layout(), one_step_experts=False)
+    assert not one_step(Layout(), megatron={"moe_pad_expert_input_to_capacity": True})
+    assert not one_step(Layout(), megatron={"recompute_modules": ["moe"]})
+    assert one_step(Layout(), megatron={"moe_shared_expert_overlap": False, "cuda_graph_impl": "none"})
+    with pytest.raises(
+        UserError, match="sequence_parallel=false with tp=2: expected true, because the model has experts"
+    ):
+        TrainConfig(sequence_parallel=False).check_trained(sizes, Layout(tp=2))
+    TrainConfig(sequence_parallel=False).check_trained(named_model("llama-3-70b").sizes, Layout(tp=2))
 
 
 def _compare(device: str) -> None:

@@ -40,6 +40,7 @@ BESIDE = {
         "placement.rollout=cpu:0-1",
         "train.layout.ep=1",
     ),
+    "train.sequence_parallel=false": ("train.layout={tp: 2}",),
     "algorithm={name: ppo}": ("critic.path=/no/such/critic",),
     "algorithm={kl_coef: 0.1, kl_guard: 0.1}": ("trainer.mini_batches=1",),
 }
@@ -97,6 +98,10 @@ def test_a_recipe_with_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None
         (
             "placement.reward=cpu:0-1",
             "placement.reward: 2 devices, expected one; reward.functions[].workers is how many",
+        ),
+        (
+            "train.sequence_parallel=false",
+            "train.layout on placement.actor: sequence_parallel=false with tp=2: expected true, because the model has",
         ),
         ("train.layout.cp=2", "cp=2: expected 1, because training does not cut sequences over ranks yet"),
         ("train.optimizer.precision_aware=true", "precision_aware=true needs Transformer Engine"),

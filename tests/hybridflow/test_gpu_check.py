@@ -66,6 +66,20 @@ def test_without_transformer_engine_there_is_one_line_more(capsys: pytest.Captur
 
 
 @pytest.mark.usefixtures("four_gpus")
+def test_gpus_whose_experts_take_more_steps_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FourGpus, "has_transformer_engine", True)
+    assert "one_step_experts" not in told(capsys, 0)
+    use(monkeypatch, Ampere)
+    assert told(capsys, 0).startswith(
+        "train.one_step_experts: GPU 0 of this machine has compute capability 8.0, and one step needs 9.x; "
+    )
+    assert "one_step_experts" not in told(capsys, 0, "train.one_step_experts=false")
+    assert "one_step_experts" not in told(capsys, 0, *NODES)
+
+
+@pytest.mark.usefixtures("four_gpus")
 def test_a_gpu_in_use_is_refused_on_this_machine_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +157,7 @@ def test_flash_attention_3_needs_a_gpu_that_it_is_made_for(
 def test_models_that_no_gpu_has_room_for_are_refused_at_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = "GPU 0 of node 0: 19.4 GB in phase update of actor on a GPU of 16.0 GB (actor weights 1.9, "
+    refused = "GPU 0 of node 0: 19.2 GB in phase update of actor on a GPU of 16.0 GB (actor weights 1.9, "
     assert refused in told(capsys, 2, *NODES, "--gpu-gb", "16")
     assert refused in told(capsys, 2, "--gpu-gb", "16")
     told(capsys, 0, *NODES, "--gpu-gb", "20")  # enough for short responses

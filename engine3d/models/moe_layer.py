@@ -1,0 +1,36 @@
+"""Megatron-Core's layer of experts, with one step in place of its dispatcher's and its experts'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+from engine3d.models.routed_experts import routed_experts
+
+
+class MoELayerInOneStep(MoELayer):  # type: ignore[misc]
+    """A layer whose experts can say what their weights are `together`; see `routed_experts`."""
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """[s, b, hidden] -> the same, and no bias. `padding_mask`, [b, s], is the router's."""
+        experts = self.experts
+        first, last = (layer.together(hidden_states.dtype) for layer in (experts.linear_fc1, experts.linear_fc2))
+        if first is None or last is None or intermediate_tensors is not None:
+            return super().forward(hidden_states, intermediate_tensors, padding_mask)  # type: ignore[no-any-return]
+        shared = self.shared_experts_compute(hidden_states)
+        mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool()
+        probabilities, routing = self.route(hidden_states, mask)
+        output = routed_experts(
+            hidden_states.reshape(-1, hidden_states.shape[-1]),
+            probabilities,
+            routing,
+            first,
+            last,
+            most=self.config.moe_router_topk,
+            group=self.ep_group,
+        ).view(hidden_states.shape)
+        return output if shared is None else output + shared, None
