@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--recompute-layers", type=int, help="of each stage, with --recompute full; else all")
     parser.add_argument("--offload", action="store_true", help="the optimizer's state, to host memory")
     parser.add_argument("--precision-aware", action="store_true", help="gradients and Adam's moments in bf16")
-    parser.add_argument("--megatron-experts", action="store_true", help="experts in Megatron-Core's steps: train.one_step_experts=false")
+    parser.add_argument("--megatron-experts", action="store_true", help="as train.one_step_experts=false")
     parser.add_argument("--megatron", type=json.loads, default={}, help="JSON of further TransformerConfig fields")
     parser.add_argument("--profile", type=Path, help="file for the kernels of one step of the engine on rank 0")
     try:
