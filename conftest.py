@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine3d.imports import uncollected
+from engine3d.imports import quick_imports
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    with uncollected():
+    with quick_imports():
         return (yield)
 
 

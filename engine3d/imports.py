@@ -1,24 +1,62 @@
-"""Imports without the garbage collector: what is imported stays, and looking through it again and again takes time."""
+"""Imports that do only what is needed: a fifth of each process's start is spent on what nobody asks for."""
 
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+_find_all = importlib.metadata.packages_distributions
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Let nothing be collected in the block; what is there once modules were imported is not looked through again."""
+def quick_imports() -> Iterator[None]:
+    """Let nothing be collected in the block, nor all installed packages be looked through.
+
+    What is imported stays: the garbage collector would look through it again and again, and does not look through it
+    afterwards either. And transformers asks for the files of every installed distribution, to find a few versions.
+    """
     if not gc.isenabled():
         yield
         return
     before = len(sys.modules)
     gc.disable()
+    importlib.metadata.packages_distributions = _Distributions
     try:
         yield
     finally:
+        importlib.metadata.packages_distributions = _find_all
         if len(sys.modules) > before:
             gc.freeze()
         gc.enable()
+
+
+class _Distributions(Mapping[str, list[str]]):
+    """As `importlib.metadata.packages_distributions()`, but that one distribution is not looked for among all.
+
+    A package whose distribution has the same name, as most have, is found to be in that one.
+    """
+
+    def __getitem__(self, package: str) -> list[str]:
+        try:
+            importlib.metadata.distribution(package)
+        except importlib.metadata.PackageNotFoundError:
+            return self._all[package]
+        return [package]
+
+    def get(self, package: str, default: Any = None) -> Any:
+        return self._all.get(package, default)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @cached_property
+    def _all(self) -> Mapping[str, list[str]]:
+        return _find_all()

@@ -28,7 +28,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Never
 
 from engine3d.errors import EngineError, UserError
-from engine3d.imports import uncollected
+from engine3d.imports import quick_imports
 
 if TYPE_CHECKING:
     from hybridflow.config import Recipe
@@ -126,13 +126,13 @@ def _named_nodes(parsed: argparse.Namespace) -> list[Node] | None:
 
 
 def _checked_recipe(parsed: argparse.Namespace, nodes: Sequence[Node] | None = None) -> Recipe:
-    with uncollected():
+    with quick_imports():
         from hybridflow.config import load_recipe
 
     overrides = [*(_METRIC_SINKS if parsed.track_metrics else ()), *parsed.overrides]
     recipe = load_recipe(parsed.recipe, overrides)
 
-    with uncollected():
+    with quick_imports():
         from hybridflow.check import check_recipe
 
     gpu_bytes, host_bytes = (None if each is None else round(each * 1e9) for each in (parsed.gpu_gb, parsed.host_gb))
@@ -143,7 +143,7 @@ def _checked_recipe(parsed: argparse.Namespace, nodes: Sequence[Node] | None = N
 
 
 def _train(recipe: Recipe) -> int:
-    with uncollected():
+    with quick_imports():
         from hybridflow.trainer import train
 
     train(recipe)

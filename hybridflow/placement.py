@@ -15,13 +15,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-import psutil
 import ray
+from ray._private.node import Node as RayNode
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -40,6 +40,9 @@ _owned: TextIO | None = None
 _RAY_PREFIX = "hf-ray-"
 _LONGEST_PARENT = 24
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+# How a node of Ray starts its autoscaler, what forwards the workers' output, and the server of its dashboard, for which
+# `ray.init` waits: two seconds of every start, for nothing here.
+_LEFT_OUT = ("start_monitor", "start_log_monitor", "start_api_server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,20 +132,34 @@ def _start_here(cpus: int, object_store_bytes: int | None) -> None:
     _local = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     os.environ[_MARKER] = directory
     try:
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=False,
-            object_store_memory=object_store_bytes,
-            _temp_dir=directory,
-            **_QUIET,
-        )
+        with _only_what_is_needed():
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=object_store_bytes,
+                _temp_dir=directory,
+                **_QUIET,
+            )
     except Exception as error:
         stop_ray()
         raise EngineError(f"Ray did not start on this machine: {_first_line(error)}") from error
     except BaseException:
         stop_ray()
         raise
+
+
+@contextlib.contextmanager
+def _only_what_is_needed() -> Iterator[None]:
+    """Let a Ray that is started in the block have no processes but its server, its scheduler and the agents of that."""
+    methods = {name: getattr(RayNode, name) for name in _LEFT_OUT}
+    for name in methods:
+        setattr(RayNode, name, lambda node, **_: None)
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(RayNode, name, method)
 
 
 def remove_orphans() -> None:
@@ -196,8 +213,6 @@ def _hold(path: Path) -> TextIO:
 def stop_ray() -> None:
     """Stop what `start_ray` started, to the last process, or leave the cluster that it attached to."""
     global _local, _owned
-    if _local is not None:
-        _end_autoscaler()
     ray.shutdown()
     if _local is not None:
         local, _local = _local, None
@@ -207,14 +222,6 @@ def stop_ray() -> None:
         Path(_owned.name).unlink(missing_ok=True)
         _owned.close()
         _owned = None
-
-
-def _end_autoscaler() -> None:
-    """Kill what Ray would ask to end in order and then wait a second for: it has no machines to give back."""
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
-            if any(word.endswith("/monitor.py") and "/autoscaler/" in word for word in child.cmdline()):
-                child.kill()
 
 
 def cluster_nodes() -> list[Node]:

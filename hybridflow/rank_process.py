@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError
-from engine3d.imports import uncollected
+from engine3d.imports import quick_imports
 from engine3d.layout import Coordinates, Layout
 from engine3d.out_of_memory import in_short
 from hybridflow.timeline import Span
@@ -84,7 +84,7 @@ class RankProcess:
         self._store: Any = None  # a TCPStore, on rank 0
         os.environ.update(environment)
         self._importing = contextlib.ExitStack()
-        self._importing.enter_context(uncollected())
+        self._importing.enter_context(quick_imports())
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
             log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

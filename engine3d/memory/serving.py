@@ -8,6 +8,7 @@ from math import prod
 
 import torch
 
+from engine3d.imports import quick_imports
 from engine3d.models.family import ModelSpec
 from engine3d.models.sizes import Sizes
 from engine3d.reshard.aliases import find_aliases
@@ -46,7 +47,8 @@ def serving_by_rank(
     Raises:
         UserError: SGLang refuses the model or the layout.
     """
-    import sglang.srt.layers.sampler  # noqa: F401  before a stand-in rank makes torch's logger ask for one
+    with quick_imports():
+        import sglang.srt.layers.sampler  # noqa: F401  before a stand-in rank makes torch's logger ask for one
 
     from engine3d.reshard.simulate import trace_engine_layout
 

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from engine3d.errors import UserError
+from engine3d.imports import quick_imports
 from engine3d.reshard.same_model import check_same_model
 from engine3d.reshard.shards import Buffer, Holding
 from engine3d.reshard.trace import LoadTrace, Tensors, trace_load
@@ -112,11 +113,12 @@ def engine_rank(
     Raises:
         UserError: SGLang refuses the layout, here or when a model is built.
     """
-    from sglang.srt.distributed import parallel_state
-    from sglang.srt.layers import dp_attention
-    from sglang.srt.layers.moe import initialize_moe_config
-    from sglang.srt.layers.rotary_embedding import factory
-    from sglang.srt.runtime_context import get_context
+    with quick_imports():
+        from sglang.srt.distributed import parallel_state
+        from sglang.srt.layers import dp_attention
+        from sglang.srt.layers.moe import initialize_moe_config
+        from sglang.srt.layers.rotary_embedding import factory
+        from sglang.srt.runtime_context import get_context
 
     if other := sorted(_OTHER_CUTS & server_args.keys()):
         raise UserError(
@@ -228,7 +230,9 @@ def _model_class(architecture: str) -> type[nn.Module]:
     defines = re.compile(rf"^class {re.escape(architecture)}\b", re.MULTILINE)
     for path in sorted((sglang_directory() / "srt" / "models").glob("*.py")):
         if defines.search(path.read_text()):
-            found: type[nn.Module] = getattr(importlib.import_module(f"sglang.srt.models.{path.stem}"), architecture)
+            with quick_imports():
+                module = importlib.import_module(f"sglang.srt.models.{path.stem}")
+            found: type[nn.Module] = getattr(module, architecture)
             return found
     raise UserError(f"SGLang has no model of the architecture {architecture}")
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import EngineError
-from engine3d.imports import uncollected
+from engine3d.imports import quick_imports
 from engine3d.platform import platform
 from engine3d.rollout import jit_kernels, moe_configs
 from engine3d.rollout.log import log_answered
@@ -354,7 +354,7 @@ def main() -> None:
     if platform.gpus:
         jit_kernels.start(launch.server_arguments)
     # Slow from here on: the client's end is watched already.
-    with uncollected():
+    with quick_imports():
         engine_class = _engine_class()
     engine = engine_class(**launch.server_arguments)
     engine.loop.run_until_complete(_Server(engine, client).serve())

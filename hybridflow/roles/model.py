@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine3d.checkpoint.manifest import FileEntry, RoleFacts
 from engine3d.errors import EngineError, UserError
-from engine3d.imports import uncollected
+from engine3d.imports import quick_imports
 from engine3d.platform import platform
 from engine3d.reshard.shards import Place
 from engine3d.training.config import OptimizerConfig, TrainConfig
@@ -123,7 +123,7 @@ class ModelWorker:
         Returns:
             The libraries that this rank found, by name.
         """
-        with uncollected():  # Megatron-Core is only imported where it runs
+        with quick_imports():  # Megatron-Core is only imported where it runs
             from engine3d.checkpoint.save import EngineCheckpoint
             from engine3d.training.engine import TrainEngine
 

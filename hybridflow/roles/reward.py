@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from engine3d.errors import UserError
+from engine3d.imports import quick_imports
 from hybridflow.batch import RolloutBatch
 from hybridflow.columns import Columns
 from hybridflow.data.tasks import Example
@@ -53,7 +54,8 @@ class FunctionRewardWorker:
     @register(ONE_TO_ALL)
     def start(self) -> None:
         """Load the tokenizer and import every function."""
-        from hybridflow.data.tokenizer import load_tokenizer  # slow: roles that start after this one do not wait for it
+        with quick_imports():  # slow all the same: roles that start after this one do not wait for it
+            from hybridflow.data.tokenizer import load_tokenizer
 
         for functions in self._functions.values():
             functions.load()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine3d.imports import uncollected
+from engine3d.imports import quick_imports
 
-with uncollected():  # which also spares the ranks looking through all of it
+with quick_imports():  # which also spares the ranks looking through all of it
     import transformers  # noqa: F401
 
     import engine3d.models.build

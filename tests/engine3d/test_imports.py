@@ -1,0 +1,35 @@
+"""Imports that do only what is needed find what the others find."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+
+import pytest
+
+from engine3d.imports import quick_imports
+
+
+def test_distributions_are_found_as_by_looking_through_all() -> None:
+    everything = importlib.metadata.packages_distributions()
+    with quick_imports():
+        assert not gc.isenabled()
+        found = importlib.metadata.packages_distributions()
+    assert gc.isenabled()
+    assert importlib.metadata.packages_distributions() == everything
+    assert found["torch"] == ["torch"]
+    assert found["yaml"] == everything["yaml"] == ["PyYAML"]  # a distribution of another name
+    assert found.get("yaml") == ["PyYAML"] and found.get("no_such_package") is None
+    assert found.keys() == everything.keys()
+    with pytest.raises(KeyError):
+        found["no_such_package"]
+
+
+def test_what_transformers_reads_of_versions_is_what_is_installed() -> None:
+    with quick_imports():
+        from transformers.utils import import_utils
+    for package in ("torch", "numpy", "tokenizers", "huggingface_hub"):
+        assert import_utils._is_package_available(package, return_version=True) == (
+            True,
+            importlib.metadata.version(package),
+        )
