@@ -40,8 +40,9 @@ _owned: TextIO | None = None
 _RAY_PREFIX = "hf-ray-"
 _LONGEST_PARENT = 24
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-# How a node of Ray starts its autoscaler, what forwards the workers' output, and the server of its dashboard, for which
-# `ray.init` waits: two seconds of every start, for nothing here.
+# How a node of Ray starts its autoscaler, what forwards the workers' output, and the server of its dashboard.
+# `ray.init` waits for that: two seconds of every start, for nothing here. It has no arguments for these; where a Ray's
+# node starts them otherwise, they are started.
 _LEFT_OUT = ("start_monitor", "start_log_monitor", "start_api_server")
 
 
@@ -152,7 +153,7 @@ def _start_here(cpus: int, object_store_bytes: int | None) -> None:
 @contextlib.contextmanager
 def _only_what_is_needed() -> Iterator[None]:
     """Let a Ray that is started in the block have no processes but its server, its scheduler and the agents of that."""
-    methods = {name: getattr(RayNode, name) for name in _LEFT_OUT}
+    methods = {name: getattr(RayNode, name) for name in _LEFT_OUT if hasattr(RayNode, name)}
     for name in methods:
         setattr(RayNode, name, lambda node, **_: None)
     try:
