@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.reshard_plan import named_model
 from engine3d.errors import UserError
-from engine3d.layout import Layout
+from engine3d.layout import Coordinates, Layout
 from engine3d.models import build_model, expert_rows, load_model_spec, load_weights
 from engine3d.models.expert_rows import Rows, rows_of
 from engine3d.models.moe_layer import MoELayerInOneStep
@@ -178,9 +178,8 @@ class _Stacked:
         return Weights(self.values, self.gradients, self.parameter)
 
 
-def _layers(directory: Path, layout: Layout, overrides: dict[str, Any]) -> None:
+def _layers(directory: Path, layout: Layout, coordinates: Coordinates, overrides: dict[str, Any]) -> None:
     """Assert that a model with layers in one step is Megatron-Core's, forwards and backwards."""
-    coordinates = parallel.initialise(layout, seed=1, timeout_s=60)
     spec = load_model_spec(directory)
     model = build_model(spec, layout, torch.float32, overrides=overrides)
     load_weights(model, spec, layout, coordinates, directory)
@@ -210,12 +209,14 @@ def _layers(directory: Path, layout: Layout, overrides: dict[str, Any]) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     for name, gradient in gradients.items():
         torch.testing.assert_close(mine[name], gradient, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
-    parallel.release()
 
 
 def _all_layers(directory: Path, ep: int, ways: list[dict[str, Any]]) -> None:
+    layout = Layout(ep=ep, dp=ep)
+    coordinates = parallel.initialise(layout, seed=1, timeout_s=60)
     for overrides in ways:
-        _layers(directory, Layout(ep=ep, dp=ep), overrides | {"moe_token_dispatcher_type": "allgather"})
+        _layers(directory, layout, coordinates, overrides | {"moe_token_dispatcher_type": "allgather"})
+    parallel.release()
 
 
 @pytest.mark.processes
