@@ -8,6 +8,7 @@ from pathlib import Path
 
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec
+from engine3d.models.grouped_products import CAPABILITY
 from engine3d.platform import platform
 from hybridflow.config import Recipe
 from hybridflow.devices import Device
@@ -16,9 +17,6 @@ from hybridflow.memory import foresee
 
 Devices = Mapping[str, Sequence[Device]]
 """The devices of each role."""
-
-_ONE_STEP_CAPABILITY = 9
-"""Major compute capability of GPUs whose kernel `GroupedColumns` relies on."""
 
 _ROLLOUT_LIBRARIES = {"sgl_kernel": "sglang-kernel", "flashinfer": "flashinfer-python"}
 """Modules that SGLang imports wherever it runs on a GPU, and the packages that have them."""
@@ -63,17 +61,18 @@ def check_libraries(recipe: Recipe, devices: Devices | None, spec: ModelSpec) ->
 
 
 def _slower_experts(recipe: Recipe, devices: Devices, spec: ModelSpec) -> list[str]:
+    configs = {role: recipe.train_config(role) for role in devices.keys() - {"rollout", "reward"}}
     wanted = any(
-        recipe.train_config(role).has_one_step_experts(spec.sizes, recipe.train_config(role).layout.layout(len(held)))
-        for role, held in devices.items()
-        if role not in ("rollout", "reward") and _on_gpus(held)
+        config.has_one_step_experts(spec.sizes, config.layout.layout(len(devices[role])))
+        for role, config in configs.items()
+        if _on_gpus(devices[role])
     )
-    other = gpu_without_one_step_experts(devices)
-    if not (spec.sizes.experts and wanted) or other is None:
+    other = gpu_without_one_step_experts(devices) if spec.sizes.experts and wanted else None
+    if other is None:
         return []
     return [
-        f"train.one_step_experts: {other}, and one step needs 9.x; Megatron-Core's own steps take its place, slower "
-        "and with more memory"
+        f"train.one_step_experts: {other}, and one step needs {CAPABILITY}.x; Megatron-Core's own steps take its "
+        "place, slower and with more memory"
     ]
 
 
@@ -81,7 +80,7 @@ def gpu_without_one_step_experts(devices: Devices) -> str | None:
     """The first of this machine's GPUs that has no kernel for experts in one step, with its compute capability."""
     for index, name in used_gpus(devices).items():
         capability = answer(name, lambda reader, gpu: reader.capability(gpu))
-        if capability is not None and capability[0] != _ONE_STEP_CAPABILITY:
+        if capability is not None and capability[0] != CAPABILITY:
             return f"GPU {index} of this machine has compute capability {capability[0]}.{capability[1]}"
     return None
 

@@ -11,6 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+CAPABILITY = 9
+"""Major compute capability of the GPUs, Hopper's, for which PyTorch has a kernel that can be relied on.
+
+On Blackwell the gradient of an expert without tokens may be anything (https://github.com/pytorch/pytorch/issues/172439).
+"""
+
+ROW_ELEMENTS = 8
+"""Rows of bf16 are to be multiples of so many: whole 16 bytes."""
+
 
 def grouped_product(
     tokens: Tensor, counts: Sequence[int], weights: Tensor, gradients: Tensor | None, parameter: Tensor
@@ -34,8 +43,21 @@ def grouped_product(
     """
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=tokens.is_cuda)
     ends = ends.to(tokens.device, non_blocking=True)
-    product: Tensor = _GroupedProduct.apply(tokens, ends, weights, gradients, parameter)  # type: ignore[no-untyped-call]
-    return product
+    result: Tensor = _GroupedProduct.apply(tokens, ends, weights, gradients, parameter)  # type: ignore[no-untyped-call]
+    return result
+
+
+def product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """(M, in) and (E, in, out) -> (M, out): each row by its expert's weight, where those of an expert end at `ends`."""
+    if not len(rows):
+        return rows.new_empty(0, weights.shape[2])
+    return F.grouped_mm(rows, weights, offs=ends)
+
+
+def learn(gradients: Tensor, gradient: Tensor, rows: Tensor, ends: Tensor) -> None:
+    """Add to the gradients of weights, (E, out, in), from that of their product (M, out) with rows (M, in)."""
+    if len(rows):
+        gradients.add_(F.grouped_mm(gradient.t(), rows, offs=ends))
 
 
 def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -60,18 +82,14 @@ class _GroupedProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(tokens, ends)
         ctx.weights, ctx.gradients = weights, gradients
-        if not len(tokens):
-            return tokens.new_empty(0, weights.shape[1])
-        return F.grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
+        return product(tokens, weights.transpose(1, 2), ends)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         tokens, ends = ctx.saved_tensors
-        if not len(tokens):
-            return torch.zeros_like(tokens), None, None, None, None
         gradient = gradient.contiguous()
-        of_tokens = F.grouped_mm(gradient, ctx.weights, offs=ends) if ctx.needs_input_grad[0] else None
+        of_tokens = product(gradient, ctx.weights, ends) if ctx.needs_input_grad[0] else None
         if ctx.gradients is not None:
-            ctx.gradients.add_(F.grouped_mm(gradient.t(), tokens, offs=ends))
+            learn(ctx.gradients, gradient, tokens, ends)
         return of_tokens, None, None, None, None

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine3d.models.expert_rows import Rows, gated, gated_gradient, rows_of, sum_rows, take_rows
+from engine3d.models.grouped_products import learn, product
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class _RoutedExperts(torch.autograd.Function):
         gathered = way.gather(hidden)
         rows = rows_of(scores.value(), most)
         given = take_rows(gathered.value(), rows)
-        between = _product(given, first.values.transpose(1, 2), rows)
+        between = product(given, first.values.transpose(1, 2), rows.ends)
         del given, gathered
-        made = _product(gated(between, rows.score), last.values.transpose(1, 2), rows)
+        made = product(gated(between, rows.score), last.values.transpose(1, 2), rows.ends)
         parts = sum_rows(made, rows)
         ctx.save_for_backward(hidden, between, *vars(rows).values())
-        ctx.first, ctx.last, ctx.way, ctx.shape = first, last, way, probabilities.shape
+        ctx.first, ctx.last, ctx.way = first, last, way
         return way.add_up(parts).value()
 
     @staticmethod
@@ -107,16 +107,16 @@ class _RoutedExperts(torch.autograd.Function):
         gathered = way.gather(hidden) if first.gradients is not None else None
         of_made = take_rows(gathered_gradient.value(), rows)
         del gathered_gradient
-        activated, of_between, of_score = gated_gradient(between, rows.score, _product(of_made, last.values, rows))
+        activated, of_between, of_score = gated_gradient(between, rows.score, product(of_made, last.values, rows.ends))
         of_scores = of_score.new_zeros(way.ranks * len(hidden) * len(first.values))
         of_scores.scatter_(0, rows.place, of_score)
         of_probabilities = way.from_experts(of_scores.view(way.ranks, len(first.values), len(hidden)))
         if last.gradients is not None:
-            _learn(last.gradients, of_made, activated, rows)
+            learn(last.gradients, of_made, activated, rows.ends)
         del of_made, activated
-        of_hidden = way.add_up(sum_rows(_product(of_between, first.values, rows), rows))
+        of_hidden = way.add_up(sum_rows(product(of_between, first.values, rows.ends), rows))
         if gathered is not None:  # beside the sum over ranks
-            _learn(first.gradients, of_between, take_rows(gathered.value(), rows), rows)
+            learn(first.gradients, of_between, take_rows(gathered.value(), rows), rows.ends)
         of_routed = of_probabilities.value().view(-1, len(hidden)).t().contiguous()
         return of_hidden.value(), of_routed, None, None, None, None, None, None, None
 
@@ -126,19 +126,6 @@ def _scores(probabilities: Tensor, routing: Tensor) -> Tensor:
     result = probabilities.new_empty(probabilities.shape[::-1])
     nothing = probabilities.new_full((), -torch.inf)
     return torch.where(routing.t(), probabilities.t(), nothing, out=result)
-
-
-def _product(rows_in: Tensor, weights: Tensor, rows: Rows) -> Tensor:
-    """(M, in) and (E, in, out) -> (M, out)."""
-    if not len(rows_in):
-        return rows_in.new_empty(0, weights.shape[2])
-    return F.grouped_mm(rows_in, weights, offs=rows.ends)
-
-
-def _learn(gradients: Tensor, gradient: Tensor, given: Tensor, rows: Rows) -> None:
-    """Add to the gradients of a layer's weights, from that of its result (M, out) and what it was given (M, in)."""
-    if len(given):
-        gradients.add_(F.grouped_mm(gradient.t(), given, offs=rows.ends))
 
 
 @dataclass

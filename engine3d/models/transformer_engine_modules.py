@@ -16,11 +16,9 @@ from torch.autograd.function import once_differentiable
 from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.ops.basic.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 
-from engine3d.models.grouped_products import as_one, grouped_product
+from engine3d.models.grouped_products import CAPABILITY, ROW_ELEMENTS, as_one, grouped_product
 from engine3d.models.local_modules import RMSNorm
 from engine3d.models.routed_experts import Weights
-
-_ROW_ELEMENTS = 8
 
 
 def may_group(config: TransformerConfig) -> bool:
@@ -76,13 +74,9 @@ class _Grouped:
         return None if gradients is None else Weights(values, gradients, first)
 
     def _may_group(self, dtype: torch.dtype, weight: Tensor) -> bool:
-        """Whether PyTorch has a kernel that can be relied on.
-
-        It has one for bf16 and rows of whole 16 bytes on Hopper; on Blackwell the gradient of an expert without tokens
-        may be anything (https://github.com/pytorch/pytorch/issues/172439).
-        """
-        whole = all(size % _ROW_ELEMENTS == 0 for size in weight.shape)
-        return whole and dtype == weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] == 9
+        """Whether PyTorch has a kernel that can be relied on: for bf16, whole rows, and this GPU."""
+        whole = all(size % ROW_ELEMENTS == 0 for size in weight.shape)
+        return whole and dtype == weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] == CAPABILITY
 
 
 class GroupedColumns(_Grouped, TEColumnParallelGroupedLinear):  # type: ignore[misc]

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
+from engine3d.models.grouped_products import ROW_ELEMENTS
 from engine3d.models.sizes import Sizes
 from engine3d.settings import Settings
 
@@ -132,8 +133,8 @@ class TrainConfig(Settings):
         """Whether experts are one step, on a GPU that can do it."""
         together = layout.ep == 1 or self.gathers_tokens(layout)
         whole = layout.etp == 1 and (layout.tp == 1 or self.sequence_parallel)
-        rows = self.dtype == "bfloat16" and sizes.hidden % 8 == 0 and sizes.expert_ffn % 8 == 0
-        plain = not sizes.mlp_bias and "moe" not in self.megatron.get("recompute_modules", ())
+        rows = self.dtype == "bfloat16" and not (sizes.hidden % ROW_ELEMENTS or sizes.expert_ffn % ROW_ELEMENTS)
+        plain = not sizes.mlp_bias and "moe" not in (self.megatron.get("recompute_modules") or ())
         other = any(self.megatron.get(name) not in (None, False, 0, "none") for name in _NOT_IN_ONE_STEP)
         return self.one_step_experts and together and whole and rows and plain and not other
 
