@@ -143,8 +143,7 @@ def check_layouts(
                 if role in recipe.trained_roles:
                     config.check_trained(spec.sizes, layouts[role])
         except UserError as error:
-            own = role in recipe.models and recipe.models[role].train is not None
-            raise UserError(f"{f'{role}.' if own else ''}train.layout on placement.{role}: {error}") from None
+            raise UserError(f"{recipe.train_setting(role)}.layout on placement.{role}: {error}") from None
     try:
         engines = recipe.rollout.layout(len(devices["rollout"]))
     except UserError as error:

@@ -359,6 +359,11 @@ class Recipe(Settings):
         """How a role's model is laid out and trained."""
         return (self.models[role].train if role != "actor" else None) or self.train
 
+    def train_setting(self, role: str) -> str:
+        """The name of the setting that says so."""
+        own = role in self.models and self.models[role].train is not None
+        return f"{role}.train" if own else "train"
+
     @property
     def directory(self) -> Path:
         """The run's directory."""

@@ -316,7 +316,7 @@ def _at_work(working: Working) -> dict[str, int]:
 
 def _advice(recipe: Recipe, role: str, call: str, *, cache: bool) -> str:
     """What would make a phase of training need less, the cheapest first."""
-    config, train = recipe.train_config(role), _train_setting(recipe, role)
+    config, train = recipe.train_config(role), recipe.train_setting(role)
     advice = []
     if cache:
         advice.append("rollout.engine.memory_saver=true")
@@ -330,11 +330,6 @@ def _advice(recipe: Recipe, role: str, call: str, *, cache: bool) -> str:
     if role in recipe.trained_roles and not config.optimizer.offload:
         advice.append(f"{train}.optimizer.offload=true")
     return ", ".join([*advice, f"more of tp, pp and ep in {train}.layout, or more GPUs"])
-
-
-def _train_setting(recipe: Recipe, role: str) -> str:
-    """Where a recipe says how a role is trained."""
-    return f"{role}.train" if role in recipe.models and recipe.models[role].train is not None else "train"
 
 
 def _cache_tokens(
@@ -365,7 +360,7 @@ def _hosts(
     less = {}
     for role in recipe.trained_roles:
         config, name = recipe.train_config(role), f"{role} optimizer"
-        less[name] = f"{_train_setting(recipe, role)}.optimizer.offload=false"
+        less[name] = f"{recipe.train_setting(role)}.optimizer.offload=false"
         for device, held in ranks[role].held.items():
             if state := _away(recipe, role, held):
                 _add(found[device.node], name, state)
