@@ -15,20 +15,25 @@ from engine3d.reshard.aliases import find_aliases
 from engine3d.reshard.shards import Buffer, Place, Shards
 from engine3d.rollout.config import RolloutConfig
 
+PREFIX_TOKENS = 128 * 1024
+"""Tokens of a prefix whose keys and values SGLang makes at a time: its SGLANG_MAX_KV_CHUNK_CAPACITY."""
+
 
 @dataclass(frozen=True, slots=True)
 class Serving:
     """Bytes of a rank.
 
     Args:
-        weights: of its parameters.
+        weights: of its parameters, and of what is made from them once.
         shared: of which these are memory of a trainer's rank on its device.
         cache_of_a_token: in the KV cache.
+        prefix_of_a_token: while a prompt is read, of a token of its prefix that is in the cache.
     """
 
     weights: int
     shared: int
     cache_of_a_token: int
+    prefix_of_a_token: int
 
 
 def serving_by_rank(
@@ -58,6 +63,8 @@ def serving_by_rank(
     }
     traces = trace_engine_layout(spec.hf_config, tensors, config.tp, config.ep, dtype, config.server_args)
     cache = cache_of_a_token(spec.sizes, config.tp, dtype.itemsize)
+    prefix = prefix_of_a_token(spec.sizes, config.tp, dtype.itemsize)
+    absorbed = absorbed_weights(spec.sizes, config.tp, dtype.itemsize)
     found = []
     for number, place in enumerate(places):
         trace = traces[number % config.tp]
@@ -65,7 +72,7 @@ def serving_by_rank(
         near = [source for source in sources if source.place == place]
         aliases = find_aliases(near, target) if near else ()
         shared = sum(_nbytes(trace.buffers[alias.target_buffer]) for alias in aliases)
-        found.append(Serving(sum(map(_nbytes, trace.buffers)), shared, cache))
+        found.append(Serving(sum(map(_nbytes, trace.buffers)) + absorbed, shared, cache, prefix))
     return found
 
 
@@ -77,6 +84,29 @@ def cache_of_a_token(sizes: Sizes, tp: int, itemsize: int) -> int:
     if sizes.latent is not None:
         return (sizes.latent.key_value_rank + sizes.latent.rotary_dim) * sizes.layers * itemsize
     return max(1, sizes.groups // tp) * (sizes.head_dim + sizes.value_dim) * sizes.layers * itemsize
+
+
+def prefix_of_a_token(sizes: Sizes, tp: int, itemsize: int) -> int:
+    """Bytes of a token of a prefix in one layer on one rank, where keys and values of its heads come from a latent.
+
+    They are made together; then keys are put beside their turned part. See `_chunked_prefix_attn_mha` in SGLang's
+    models/deepseek_common/attention_forward_methods/forward_mha.py.
+    """
+    latent = sizes.latent
+    if latent is None:
+        return 0
+    still = sizes.head_dim - latent.rotary_dim
+    of_a_head = still + latent.value_dim + sizes.head_dim
+    return (latent.key_value_rank + latent.rotary_dim + sizes.heads // tp * of_a_head) * itemsize
+
+
+def absorbed_weights(sizes: Sizes, tp: int, itemsize: int) -> int:
+    """Bytes of the copies of `kv_b_proj` on one rank, over all layers, with which a latent is used as it is."""
+    latent = sizes.latent
+    if latent is None:
+        return 0
+    rows = sizes.heads // tp * (sizes.head_dim - latent.rotary_dim + latent.value_dim)
+    return sizes.layers * rows * latent.key_value_rank * itemsize
 
 
 def _nbytes(buffer: Buffer) -> int:

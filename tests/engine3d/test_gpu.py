@@ -93,12 +93,14 @@ def test_what_needs_less_memory_learns_the_same(name: str, tmp_path: Path) -> No
 
 def _with_experts_of_each_kind(directory: Path) -> list[dict[str, Any]]:
     """In one step, with a product for all experts at once, and as Transformer Engine has them."""
+    from engine3d.models import moe_layer
     from engine3d.models import transformer_engine_modules as modules
 
-    calls = {"routed_experts": 0, "grouped_product": 0}
+    where = {"routed_experts": moe_layer, "grouped_product": modules}
+    calls = dict.fromkeys(where, 0)
 
     def counted(name: str) -> Any:
-        function = getattr(modules, name)
+        function = getattr(where[name], name)
 
         def call(*arguments: Any, **named: Any) -> torch.Tensor:
             calls[name] += 1
@@ -112,7 +114,7 @@ def _with_experts_of_each_kind(directory: Path) -> list[dict[str, Any]]:
         with pytest.MonkeyPatch.context() as patch:
             for name in calls:
                 calls[name] = 0
-                patch.setattr(modules, name, counted(name))
+                patch.setattr(where[name], name, counted(name))
             if not may:
                 patch.setattr(modules._Grouped, "_may_group", lambda *_: False)
             trained = _train(directory, {}, 1, dtype="bfloat16", one_step_experts=one_step)

@@ -13,7 +13,7 @@ import torch
 from benchmarks.reshard_plan import named_model, parse_layout
 from engine3d.layout import Layout
 from engine3d.memory import Held, activations, held_by_rank, serving_by_rank, update_peak
-from engine3d.memory.serving import cache_of_a_token
+from engine3d.memory.serving import absorbed_weights, cache_of_a_token, prefix_of_a_token
 from engine3d.models import ModelSpec, load_model_spec
 from engine3d.reshard.shards import Place
 from engine3d.reshard.source import planned_shards
@@ -138,6 +138,22 @@ def test_what_a_token_takes_of_experts_in_one_step(ep: int, kept_less: int, grad
 def test_what_a_token_takes_in_the_cache(name: str, tp: int, expected: int, tmp_path: Path) -> None:
     tiny_models.make(name, tmp_path)
     assert cache_of_a_token(load_model_spec(tmp_path).sizes, tp, 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "prefix", "absorbed"),
+    [
+        ("qwen3_moe", 1, 0, 0),
+        # The latent and its turned part, then for each head its key twice, of which once with the turned part, and its
+        # value; and for each layer and head, keys and values from the latent.
+        ("deepseek_v3", 1, 2 * (16 + 8 + 4 * (16 + 12 + 24)), 2 * 4 * 4 * (16 + 12) * 16),
+        ("deepseek_v3", 4, 2 * (16 + 8 + 16 + 12 + 24), 2 * 4 * (16 + 12) * 16),
+    ],
+)
+def test_what_a_latent_is_made_into(name: str, tp: int, prefix: int, absorbed: int, tmp_path: Path) -> None:
+    tiny_models.make(name, tmp_path)
+    sizes = load_model_spec(tmp_path).sizes
+    assert (prefix_of_a_token(sizes, tp, 2), absorbed_weights(sizes, tp, 2)) == (prefix, absorbed)
 
 
 def test_an_engine_shares_what_is_the_same_on_its_device(tmp_path: Path) -> None:
