@@ -266,6 +266,7 @@ def _gpu(
         held = each.held[device]
         always[f"{role} weights"] = held.weights
         always[f"{role} optimizer"] = held.optimizer - _away(recipe, role, held)
+        always[f"{role} placeholders"] = held.placeholders
         if alone:
             always[f"{role} gradients"] = held.gradients
     tokens, cache = 0, 0
@@ -343,7 +344,7 @@ def _cache_tokens(
     if not serving.cache_of_a_token:
         return 0
     assert gpu_bytes is not None
-    taken = sum(each.held[device].weights for each in here.values())
+    taken = sum(held.weights + held.placeholders for held in (each.held[device] for each in here.values()))
     free = gpu_bytes - taken - DRIVER_BYTES - CONTEXT_BYTES * (len(here) + 1)
     left = engine.mem_fraction_static * free - (serving.weights - serving.shared)
     found = max(0, int(left // serving.cache_of_a_token))

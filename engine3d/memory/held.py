@@ -29,6 +29,8 @@ class Held:
             the first update.
         masters: of these, float32 weights, which are on the device even where the rest is in host memory.
         staged: what the device has of the rest while it is updated, where that is in host memory.
+        placeholders: what Transformer Engine hands autograd in place of gradients, a tensor for each shape of a linear
+            layer's weight.
     """
 
     weights: int = 0
@@ -36,6 +38,7 @@ class Held:
     optimizer: int = 0
     masters: int = 0
     staged: int = 0
+    placeholders: int = 0
 
     def __add__(self, other: Held) -> Held:
         return Held(
@@ -44,11 +47,12 @@ class Held:
             self.optimizer + other.optimizer,
             self.masters + other.masters,
             max(self.staged, other.staged),  # one buffer is updated after the other
+            self.placeholders + other.placeholders,
         )
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.placeholders
 
 
 def held_by_rank(
@@ -97,4 +101,7 @@ def held_by_rank(
                 masters=masters,
                 staged=most_on_device(moments, largest * of_element.moments),
             )
+        if trainable and transformer_engine and rules is dense:  # experts are multiplied without
+            shapes = {each.shape for each in parameters if ".linear_" in each.name and len(each.shape) == 2}
+            found += Held(placeholders=sum(map(prod, shapes)) * itemsize)
     return found

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformer_engine.pytorch.constants import TE_DType
+from transformer_engine.pytorch.module.base import get_dummy_wgrad
 from transformer_engine.pytorch.ops.basic.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 
 from engine3d.models.grouped_products import CAPABILITY, ROW_ELEMENTS, as_one, grouped_product
@@ -85,6 +86,18 @@ class GroupedColumns(_Grouped, TEColumnParallelGroupedLinear):  # type: ignore[m
 
 class GroupedRows(_Grouped, TERowParallelGroupedLinear):  # type: ignore[misc]
     """The last layer of experts."""
+
+
+def take_placeholders(model: torch.nn.Module) -> None:
+    """Have what Transformer Engine hands autograd in place of a weight's gradient, which it adds to a buffer itself.
+
+    That is a tensor for each shape of a weight, which it would make in the first backward pass, and keeps.
+    """
+    for module in model.modules():
+        if getattr(module, "fuse_wgrad_accumulation", False) and not isinstance(module, _Grouped):
+            for weight in module.parameters(recurse=False):
+                if weight.requires_grad and weight.dim() == 2:
+                    get_dummy_wgrad(list(weight.shape), weight.dtype)
 
 
 class KernelRMSNorm(RMSNorm):

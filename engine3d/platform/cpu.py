@@ -52,6 +52,9 @@ class CpuPlatform(Platform):
     def empty_cache(self) -> None:
         """The CPU allocator keeps no cache of its own."""
 
+    def take_workspaces(self) -> None:
+        """What is free is given back page by page."""
+
     def memory(self) -> DeviceMemory:
         page = os.sysconf("SC_PAGE_SIZE")
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * page

@@ -70,6 +70,14 @@ class Platform(ABC):
         """Give memory that the allocator holds unused back to the device."""
 
     @abstractmethod
+    def take_workspaces(self) -> None:
+        """Take what libraries keep from their first use on, in this thread and in autograd's, as memory of its own.
+
+        PyTorch's allocator would cut it from what is free by then, such as the memory of a micro-batch's logits, none
+        of which could be given back after that.
+        """
+
+    @abstractmethod
     def memory(self) -> DeviceMemory:
         """Memory of this process's current device."""
 

@@ -161,6 +161,7 @@ class TrainEngine:
             self._start_optimizer()
         else:
             self.model = module.eval().requires_grad_(False)
+        self._take_what_stays()
 
     def _megatron_settings(self) -> dict[str, Any]:
         if self.config.gathers_tokens(self.layout) and not self.config.packing:
@@ -386,6 +387,14 @@ class TrainEngine:
             self._host_state.release()
         self.optimizer = self.scheduler = self._host_state = None
         self._start_optimizer()
+
+    def _take_what_stays(self) -> None:
+        """Before any call has made and freed large tensors: small ones that stay would lie in their memory."""
+        platform.take_workspaces()
+        if self.optimizer is not None and platform.has_transformer_engine:
+            from engine3d.models.transformer_engine_modules import take_placeholders
+
+            take_placeholders(self.module)
 
     def _start_optimizer(self) -> None:
         self.optimizer, self.scheduler = build_optimizer(self.model, self.config)

@@ -160,6 +160,7 @@ class HostState:
     def _step(self, inner: Any, parts: list[_Part], step: Callable[[], None]) -> None:
         groups = inner.param_groups
         whole = [(group["params"], group.get("step")) for group in groups]
+        platform.empty_cache()  # activations' memory is in pieces, none of which may be as large as a part
         way = _Way(parts, self._device)
         try:
             for number, part in enumerate(parts):

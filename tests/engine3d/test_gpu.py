@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.random_engine import random_engine, random_sequences, train_on
 from engine3d.layout import Layout
 from engine3d.platform import platform
 from engine3d.training.config import OptimizerConfig, TrainConfig
@@ -89,6 +90,41 @@ def test_what_needs_less_memory_learns_the_same(name: str, tmp_path: Path) -> No
     for other in others:
         assert other["losses"] == kept["losses"] and other["norms"] == kept["norms"]
         assert torch.equal(other["after"], kept["after"])
+
+
+def _memory_of_updates() -> list[dict[str, int]]:
+    """With an embedding whose part of the optimizer's state is larger than any piece of a micro-batch's memory."""
+    config = tiny_models.CONFIGS["llama"] | {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "vocab_size": 65536,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    }
+    engine = random_engine(
+        config,
+        Layout(),
+        dtype="bfloat16",
+        optimizer=OptimizerConfig(precision_aware=True, offload=True),
+        micro_batch_tokens=4096,
+    )
+    sequences = random_sequences(engine, 3 * 4096, 1024)
+    found = []
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        train_on(engine, sequences)
+        most = {"peak": torch.cuda.max_memory_allocated(), "peak reserved": torch.cuda.max_memory_reserved()}
+        engine.give_back()
+        found.append(most | {"kept": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()})
+    return found
+
+
+def test_an_updates_memory_is_not_left_in_pieces() -> None:
+    [[_, *updates]] = run_distributed(_memory_of_updates, 1, timeout_s=180)
+    for update in updates:
+        assert update["reserved"] - update["kept"] < 64 << 20, update
+        assert update["peak reserved"] < 1.15 * update["peak"], update
 
 
 def _with_experts_of_each_kind(directory: Path) -> list[dict[str, Any]]:
