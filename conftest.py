@@ -17,3 +17,8 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("processes") is not None)
+    for item in items:
+        # Of several workers one has whole runs, one after the other, and one has ranks and engines without them.
+        if item.get_closest_marker("processes") is not None:
+            runs = "hybridflow" in item.nodeid.split("/")
+            item.add_marker(pytest.mark.xdist_group("runs" if runs else "ranks"))
