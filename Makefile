@@ -23,7 +23,7 @@ demo: setup
 	@hybridflow train launch/recipes/demo.yaml $(ARGS)
 
 test: setup
-	@python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	ruff check .

@@ -1,7 +1,6 @@
-"""Order of the tests, and what several workers (pytest-xdist) may run at the same time.
+"""Order of the tests: files that start processes come last, so that a quick failure shows in the first seconds.
 
-Those that start processes come last, so that a quick failure shows in the first seconds; of these whole runs come
-first, as their files take longest. Such a file is one worker's, for what its tests share.
+Of these, whole runs come first: they take longest, and of two workers neither is left alone with them at the end.
 """
 
 from __future__ import annotations
@@ -19,18 +18,6 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_order)
-    for item in items:
-        if _starts_processes(item):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-
-
-def _order(item: pytest.Item) -> tuple[bool, bool]:
-    starts = _starts_processes(item)
-    return starts, starts and "hybridflow" not in item.path.parts
-
-
-def _starts_processes(item: pytest.Item) -> bool:
-    return item.get_closest_marker("processes") is not None
+    starting = {item.path for item in items if item.get_closest_marker("processes") is not None}
+    items.sort(key=lambda item: (item.path in starting, item.path in starting and "hybridflow" not in item.path.parts))
