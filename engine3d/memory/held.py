@@ -101,7 +101,8 @@ def held_by_rank(
                 masters=masters,
                 staged=most_on_device(moments, largest * of_element.moments),
             )
-        if trainable and transformer_engine and rules is dense:  # experts are multiplied without
-            shapes = {each.shape for each in parameters if ".linear_" in each.name and len(each.shape) == 2}
+        if trainable and transformer_engine:
+            linear = [each for each in parameters if ".linear_" in each.name and len(each.shape) == 2]
+            shapes = {each.shape for each in linear if ".experts." not in each.name}  # experts are multiplied without
             found += Held(placeholders=sum(map(prod, shapes)) * itemsize)
     return found

@@ -156,6 +156,20 @@ def test_what_a_latent_is_made_into(name: str, tp: int, prefix: int, absorbed: i
     assert (prefix_of_a_token(sizes, tp, 2), absorbed_weights(sizes, tp, 2)) == (prefix, absorbed)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_placeholder_is_held_for_each_shape_of_a_linear_layer(tp: int, tmp_path: Path) -> None:
+    spec = _with_layers("qwen3-30b-a3b", 2, tmp_path)
+    layout, config = Layout(tp=tp), TrainConfig(dtype="bfloat16")
+    held, *others = (
+        held_by_rank(spec, layout, layout.coordinates(0), config, **less)
+        for less in ({}, {"trainable": False}, {"transformer_engine": False})
+    )
+    sizes = spec.sizes
+    qkv = (sizes.heads + 2 * sizes.groups) * sizes.head_dim * sizes.hidden
+    assert held.placeholders == 2 * (qkv + sizes.heads * sizes.head_dim * sizes.hidden) // tp  # both layers' are alike
+    assert [other.placeholders for other in others] == [0, 0]
+
+
 def test_an_engine_shares_what_is_the_same_on_its_device(tmp_path: Path) -> None:
     spec = _with_layers("qwen3-30b-a3b", 2, tmp_path)
     here, there = Place("node 0", "cuda:0"), Place("node 0", "cuda:1")
