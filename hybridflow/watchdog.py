@@ -18,11 +18,13 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 LOCK = ".lock"
 """Ends the name of the file beside DIRECTORY that its owner holds."""
 _LIMIT_S = 20.0
+_LATER_S = 2.0
 
 
 def run_processes(marker: str, directory: str) -> list[int]:
@@ -35,19 +37,30 @@ def run_processes(marker: str, directory: str) -> list[int]:
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and int(entry.name) not in spared:
                 groups[int(entry.name)] = os.getpgid(int(entry.name))
-                marked = marker.encode() in (entry / "environ").read_bytes().split(b"\0")
-                if marked or _has_open(entry / "fd", directory):
+                if any(_shows(thread, marker, directory) for thread in _threads(entry)):
                     found.add(int(entry.name))
     # Ray gives each worker a group of its own; the group of the daemons is that of the program which started the run.
     leaders = {pid for pid in found if groups[pid] == pid}
     return [pid for pid in groups if pid in found or groups[pid] in leaders]
 
 
-def _has_open(descriptors: Path, directory: str) -> bool:
-    for descriptor in descriptors.iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            if str(descriptor.readlink()).startswith(f"{directory}/"):
-                return True
+def _threads(process: Path) -> Iterable[Path]:
+    """The first, which shows what all have; where that has ended, each."""
+    with contextlib.suppress(OSError):
+        if (process / "environ").read_bytes():
+            return [process]
+    return (process / "task").iterdir()
+
+
+def _shows(thread: Path, marker: str, directory: str) -> bool:
+    with contextlib.suppress(OSError):
+        if marker.encode() in (thread / "environ").read_bytes().split(b"\0"):
+            return True
+    with contextlib.suppress(OSError):
+        for descriptor in (thread / "fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if str(descriptor.readlink()).startswith(f"{directory}/"):
+                    return True
     return False
 
 
@@ -79,10 +92,19 @@ def _has_ended(pid: int) -> bool:
 
 def main() -> None:
     marker, directory, *programs = sys.argv[1:]
+    starter = os.getppid()
     sys.stdin.buffer.read()
     kill_run(marker, directory)
     shutil.rmtree(directory, ignore_errors=True)
     Path(directory + LOCK).unlink(missing_ok=True)
+    _run(programs)
+    if os.getppid() != starter:
+        # Nobody waits for this process. One of the run's that others have ended may have held its locks until now.
+        time.sleep(_LATER_S)
+        _run(programs)
+
+
+def _run(programs: list[str]) -> None:
     for program in programs:
         runpy.run_path(program, run_name="__main__")
 
