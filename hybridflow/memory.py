@@ -266,7 +266,7 @@ def _gpu(
         held = each.held[device]
         always[f"{role} weights"] = held.weights
         always[f"{role} optimizer"] = held.optimizer - _away(recipe, role, held)
-        always[f"{role} placeholders"] = held.placeholders
+        always[f"{role} dummy gradients"] = held.dummy_gradients
         if alone:
             always[f"{role} gradients"] = held.gradients
     tokens, cache = 0, 0
@@ -344,7 +344,7 @@ def _cache_tokens(
     if not serving.cache_of_a_token:
         return 0
     assert gpu_bytes is not None
-    taken = sum(held.weights + held.placeholders for held in (each.held[device] for each in here.values()))
+    taken = sum(held.weights + held.dummy_gradients for held in (each.held[device] for each in here.values()))
     free = gpu_bytes - taken - DRIVER_BYTES - CONTEXT_BYTES * (len(here) + 1)
     left = engine.mem_fraction_static * free - (serving.weights - serving.shared)
     found = max(0, int(left // serving.cache_of_a_token))

@@ -29,8 +29,8 @@ class Held:
             the first update.
         masters: of these, float32 weights, which are on the device even where the rest is in host memory.
         staged: what the device has of the rest while it is updated, where that is in host memory.
-        placeholders: what Transformer Engine hands autograd in place of gradients, a tensor for each shape of a linear
-            layer's weight.
+        dummy_gradients: what Transformer Engine hands autograd in place of gradients that it adds to their buffer
+            itself: a tensor for each shape of a linear layer's weight.
     """
 
     weights: int = 0
@@ -38,7 +38,7 @@ class Held:
     optimizer: int = 0
     masters: int = 0
     staged: int = 0
-    placeholders: int = 0
+    dummy_gradients: int = 0
 
     def __add__(self, other: Held) -> Held:
         return Held(
@@ -47,12 +47,12 @@ class Held:
             self.optimizer + other.optimizer,
             self.masters + other.masters,
             max(self.staged, other.staged),  # one buffer is updated after the other
-            self.placeholders + other.placeholders,
+            self.dummy_gradients + other.dummy_gradients,
         )
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.placeholders
+        return self.weights + self.gradients + self.optimizer + self.dummy_gradients
 
 
 def held_by_rank(
@@ -104,5 +104,5 @@ def held_by_rank(
         if trainable and transformer_engine:
             linear = [each for each in parameters if ".linear_" in each.name and len(each.shape) == 2]
             shapes = {each.shape for each in linear if ".experts." not in each.name}  # experts are multiplied without
-            found += Held(placeholders=sum(map(prod, shapes)) * itemsize)
+            found += Held(dummy_gradients=sum(map(prod, shapes)) * itemsize)
     return found

@@ -95,18 +95,15 @@ def prefix_of_a_token(sizes: Sizes, tp: int, itemsize: int) -> int:
     latent = sizes.latent
     if latent is None:
         return 0
-    still = sizes.head_dim - latent.rotary_dim
-    of_a_head = still + latent.value_dim + sizes.head_dim
-    return (latent.key_value_rank + latent.rotary_dim + sizes.heads // tp * of_a_head) * itemsize
+    of_heads = (sizes.from_latent + sizes.heads * sizes.head_dim) // tp
+    return (latent.key_value_rank + latent.rotary_dim + of_heads) * itemsize
 
 
 def absorbed_weights(sizes: Sizes, tp: int, itemsize: int) -> int:
     """Bytes of the copies of `kv_b_proj` on one rank, over all layers, with which a latent is used as it is."""
-    latent = sizes.latent
-    if latent is None:
+    if sizes.latent is None:
         return 0
-    rows = sizes.heads // tp * (sizes.head_dim - latent.rotary_dim + latent.value_dim)
-    return sizes.layers * rows * latent.key_value_rank * itemsize
+    return sizes.layers * sizes.from_latent // tp * sizes.latent.key_value_rank * itemsize
 
 
 def _nbytes(buffer: Buffer) -> int:

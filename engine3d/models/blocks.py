@@ -104,7 +104,6 @@ def latent_attention(sizes: Sizes, latent: Latent) -> tuple[Rule, ...]:
     """
     megatron, hf = MEGATRON + "self_attention.", HF + "self_attn."
     queries, values = sizes.heads * sizes.head_dim, sizes.heads * sizes.value_dim
-    keys_and_values = sizes.heads * (sizes.head_dim - latent.rotary_dim) + values
 
     def down(name: str, hf_name: str, rows: int) -> Rule:
         tensor = HFTensor(f"{hf}{hf_name}.weight", (rows, sizes.hidden))
@@ -129,7 +128,7 @@ def latent_attention(sizes: Sizes, latent: Latent) -> tuple[Rule, ...]:
         *query_rules,
         down("linear_kv_down_proj", "kv_a_proj_with_mqa", latent.key_value_rank + latent.rotary_dim),
         latent_norm("kv_layernorm", "kv_a_layernorm", latent.key_value_rank, "linear_kv_up_proj"),
-        up("linear_kv_up_proj", "kv_b_proj", keys_and_values, latent.key_value_rank),
+        up("linear_kv_up_proj", "kv_b_proj", sizes.from_latent, latent.key_value_rank),
         Rule(megatron + "linear_proj.weight", Row(HFTensor(hf + "o_proj.weight", (sizes.hidden, values)))),
     )
 

@@ -86,6 +86,13 @@ class Sizes:
         """Elements of a value head."""
         return self.latent.value_dim if self.latent else self.head_dim
 
+    @property
+    def from_latent(self) -> int:
+        """Elements of a token's keys and values over all heads that are made from its latent; 0 without latents."""
+        if self.latent is None:
+            return 0
+        return self.heads * (self.head_dim - self.latent.rotary_dim + self.latent.value_dim)
+
     def is_sparse(self, layer: int) -> bool:
         return bool(self.sparse) and self.sparse[layer]
 

@@ -88,7 +88,7 @@ class GroupedRows(_Grouped, TERowParallelGroupedLinear):  # type: ignore[misc]
     """The last layer of experts."""
 
 
-def take_placeholders(model: torch.nn.Module) -> None:
+def take_dummy_gradients(model: torch.nn.Module) -> None:
     """Have what Transformer Engine hands autograd in place of a weight's gradient, which it adds to a buffer itself.
 
     That is a tensor for each shape of a weight, which it would make in the first backward pass, and keeps.

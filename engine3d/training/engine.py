@@ -392,9 +392,9 @@ class TrainEngine:
         """Before any call has made and freed large tensors: small ones that stay would lie in their memory."""
         platform.take_workspaces()
         if self.optimizer is not None and platform.has_transformer_engine:
-            from engine3d.models.transformer_engine_modules import take_placeholders
+            from engine3d.models.transformer_engine_modules import take_dummy_gradients
 
-            take_placeholders(self.module)
+            take_dummy_gradients(self.module)
 
     def _start_optimizer(self) -> None:
         self.optimizer, self.scheduler = build_optimizer(self.model, self.config)

@@ -61,9 +61,8 @@ def _projections(sizes: Sizes) -> int:
         to_queries = _linear(hidden, queries)
     else:
         to_queries = _linear(hidden, latent.query_rank) + _linear(latent.query_rank, queries)
-    keys_and_values = sizes.heads * (sizes.head_dim - latent.rotary_dim + latent.value_dim)
     to_latent = _linear(hidden, latent.key_value_rank + latent.rotary_dim)
-    return to_queries + to_latent + _linear(latent.key_value_rank, keys_and_values) + output
+    return to_queries + to_latent + _linear(latent.key_value_rank, sizes.from_latent) + output
 
 
 def _gated(sizes: Sizes, intermediate: int) -> int:

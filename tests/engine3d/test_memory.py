@@ -157,7 +157,7 @@ def test_what_a_latent_is_made_into(name: str, tp: int, prefix: int, absorbed: i
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_placeholder_is_held_for_each_shape_of_a_linear_layer(tp: int, tmp_path: Path) -> None:
+def test_a_dummy_gradient_is_held_for_each_shape_of_a_linear_layer(tp: int, tmp_path: Path) -> None:
     spec = _with_layers("qwen3-30b-a3b", 2, tmp_path)
     layout, config = Layout(tp=tp), TrainConfig(dtype="bfloat16")
     held, *others = (
@@ -166,8 +166,9 @@ def test_a_placeholder_is_held_for_each_shape_of_a_linear_layer(tp: int, tmp_pat
     )
     sizes = spec.sizes
     qkv = (sizes.heads + 2 * sizes.groups) * sizes.head_dim * sizes.hidden
-    assert held.placeholders == 2 * (qkv + sizes.heads * sizes.head_dim * sizes.hidden) // tp  # both layers' are alike
-    assert [other.placeholders for other in others] == [0, 0]
+    projection = sizes.heads * sizes.head_dim * sizes.hidden
+    assert held.dummy_gradients == 2 * (qkv + projection) // tp  # both layers' are alike
+    assert [other.dummy_gradients for other in others] == [0, 0]
 
 
 def test_an_engine_shares_what_is_the_same_on_its_device(tmp_path: Path) -> None:
