@@ -13,7 +13,7 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.memory import Held, Serving, Working, held_by_rank, inference_peak, serving_by_rank, update_peak
 from engine3d.memory.overhead import CONTEXT_BYTES, DRIVER_BYTES, MODEL_BYTES, communicators, engine_workspace
-from engine3d.memory.serving import PREFIX_TOKENS
+from engine3d.memory.serving import PREFIX_TOKENS, prompt_tokens
 from engine3d.models import ModelSpec
 from engine3d.platform.cuda import graph_batch_sizes
 from engine3d.reshard.shards import Place
@@ -23,7 +23,7 @@ from hybridflow.config import Recipe
 from hybridflow.devices import Device
 
 GENERATE = "rollout"
-_NOTHING = Serving(weights=0, shared=0, cache_of_a_token=0, prefix_of_a_token=0)
+_NOTHING = Serving(weights=0, shared=0, cache_of_a_token=0, prefix_of_a_token=0, prompt_of_a_token=0)
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,9 @@ def _gpu(
     if serving is not None:
         less = "a smaller rollout.engine.mem_fraction_static or max_total_tokens"
         prefixes = min(tokens, PREFIX_TOKENS) * serving.prefix_of_a_token if estimate else 0
-        items = {"KV cache": cache} | ({"prefixes": prefixes} if prefixes else {})
+        prompts = prompt_tokens(recipe.rollout.engine) * serving.prompt_of_a_token if estimate else 0
+        items = {"KV cache": cache, "prefixes": prefixes, "prompts": prompts}
+        items = {name: size for name, size in items.items() if size}
         phases.append(Phase(GENERATE, items, less))
     for role, each in here.items():
         advice = partial(_advice, recipe, role, cache=bool(kept))

@@ -18,6 +18,10 @@ from engine3d.rollout.config import RolloutConfig
 PREFIX_TOKENS = 128 * 1024
 """Tokens of a prefix whose keys and values SGLang makes at a time: its SGLANG_MAX_KV_CHUNK_CAPACITY."""
 
+_PROMPT_TOKENS, _UNCUT_PROMPT_TOKENS = 8192, 16384
+"""Tokens of prompts that SGLang reads at a time: its `chunked_prefill_size` for GPUs of 60 to 160 GB, and its
+`max_prefill_tokens`, which holds where prompts are not cut."""
+
 
 @dataclass(frozen=True, slots=True)
 class Serving:
@@ -28,12 +32,14 @@ class Serving:
         shared: of which these are memory of a trainer's rank on its device.
         cache_of_a_token: in the KV cache.
         prefix_of_a_token: while a prompt is read, of a token of its prefix that is in the cache.
+        prompt_of_a_token: while a prompt is read, of a token of it.
     """
 
     weights: int
     shared: int
     cache_of_a_token: int
     prefix_of_a_token: int
+    prompt_of_a_token: int
 
 
 def serving_by_rank(
@@ -64,6 +70,7 @@ def serving_by_rank(
     traces = trace_engine_layout(spec.hf_config, tensors, config.tp, config.ep, dtype, config.server_args)
     cache = cache_of_a_token(spec.sizes, config.tp, dtype.itemsize)
     prefix = prefix_of_a_token(spec.sizes, config.tp, dtype.itemsize)
+    prompt = prompt_of_a_token(spec.sizes, config.tp, config.ep, dtype.itemsize)
     absorbed = absorbed_weights(spec.sizes, config.tp, dtype.itemsize)
     found = []
     for number, place in enumerate(places):
@@ -72,7 +79,7 @@ def serving_by_rank(
         near = [source for source in sources if source.place == place]
         aliases = find_aliases(near, target) if near else ()
         shared = sum(_nbytes(trace.buffers[alias.target_buffer]) for alias in aliases)
-        found.append(Serving(sum(map(_nbytes, trace.buffers)) + absorbed, shared, cache, prefix))
+        found.append(Serving(sum(map(_nbytes, trace.buffers)) + absorbed, shared, cache, prefix, prompt))
     return found
 
 
@@ -97,6 +104,26 @@ def prefix_of_a_token(sizes: Sizes, tp: int, itemsize: int) -> int:
         return 0
     of_heads = (sizes.from_latent + sizes.heads * sizes.head_dim) // tp
     return (latent.key_value_rank + latent.rotary_dim + of_heads) * itemsize
+
+
+def prompt_tokens(config: RolloutConfig) -> int:
+    """Tokens of prompts that an engine reads at a time, a single longer prompt aside."""
+    size = config.server_args.get("chunked_prefill_size") or _PROMPT_TOKENS
+    return size if size > 0 else config.server_args.get("max_prefill_tokens") or _UNCUT_PROMPT_TOKENS
+
+
+def prompt_of_a_token(sizes: Sizes, tp: int, ep: int, itemsize: int) -> int:
+    """Bytes of a token of a prompt on one rank in the widest layer: what goes in and beside it, and what its MLP makes.
+
+    Gate and up together, their product, and of experts what each of a token's gives: each a block that PyTorch's
+    allocator keeps for the next layer. SGLang has room for all of a token's experts on every rank. See its
+    layers/moe/moe_runner/triton_utils/fused_moe.py.
+    """
+    widths = [3 * sizes.ffn // tp] if not all(sizes.is_sparse(layer) for layer in range(sizes.layers)) else []
+    if sizes.experts:
+        shared = 3 * sizes.shared_ffn // tp
+        widths.append(sizes.experts_per_token * (3 * sizes.expert_ffn * ep // tp + sizes.hidden) + shared)
+    return (2 * sizes.hidden + max(widths)) * itemsize
 
 
 def absorbed_weights(sizes: Sizes, tp: int, itemsize: int) -> int:

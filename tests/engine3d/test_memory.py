@@ -13,7 +13,13 @@ import torch
 from benchmarks.reshard_plan import named_model, parse_layout
 from engine3d.layout import Layout
 from engine3d.memory import Held, activations, held_by_rank, serving_by_rank, update_peak
-from engine3d.memory.serving import absorbed_weights, cache_of_a_token, prefix_of_a_token
+from engine3d.memory.serving import (
+    absorbed_weights,
+    cache_of_a_token,
+    prefix_of_a_token,
+    prompt_of_a_token,
+    prompt_tokens,
+)
 from engine3d.models import ModelSpec, load_model_spec
 from engine3d.reshard.shards import Place
 from engine3d.reshard.source import planned_shards
@@ -154,6 +160,29 @@ def test_what_a_latent_is_made_into(name: str, tp: int, prefix: int, absorbed: i
     tiny_models.make(name, tmp_path)
     sizes = load_model_spec(tmp_path).sizes
     assert (prefix_of_a_token(sizes, tp, 2), absorbed_weights(sizes, tp, 2)) == (prefix, absorbed)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "ep", "elements"),
+    [
+        ("llama-3-70b", 1, 1, 2 * 8192 + 3 * 28672),
+        ("llama-3-70b", 4, 1, 2 * 8192 + 3 * 7168),
+        # What eight experts give is of the whole width on every rank, and so is what is in them if experts are not cut.
+        ("qwen3-30b-a3b", 1, 1, 2 * 2048 + 8 * (3 * 768 + 2048)),
+        ("qwen3-30b-a3b", 4, 1, 2 * 2048 + 8 * (3 * 192 + 2048)),
+        ("qwen3-30b-a3b", 4, 4, 2 * 2048 + 8 * (3 * 768 + 2048)),
+        # Wider than its first three layers, which are dense, and with a shared expert.
+        ("deepseek-v3", 8, 8, 2 * 7168 + 8 * (3 * 2048 + 7168) + 3 * 256),
+    ],
+)
+def test_the_widest_layer_takes_most_of_a_prompt(model: str, tp: int, ep: int, elements: int) -> None:
+    assert prompt_of_a_token(named_model(model).sizes, tp, ep, 2) == 2 * elements
+
+
+def test_prompts_are_read_as_the_engine_is_told() -> None:
+    cases = [({}, 8192), ({"chunked_prefill_size": 512}, 512), ({"chunked_prefill_size": -1}, 16384)]
+    for arguments, tokens in [*cases, ({"chunked_prefill_size": -1, "max_prefill_tokens": 99}, 99)]:
+        assert prompt_tokens(RolloutConfig(server_args=arguments)) == tokens
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -59,7 +59,9 @@ def test_the_large_recipe_holds_what_can_be_counted_by_hand() -> None:
     phases = {phase.name: phase for phase in gpu.phases}
     assert phases["update of actor"].items["gradients"] == pytest.approx(2 * mine, rel=1e-4)
     assert "gradients" not in phases["infer of actor"].items
-    assert phases["rollout"].items == {"KV cache": 2101248 * L * 2 * D * 2}
+    # Of 8,192 tokens of prompts what experts make of them: eight, each one's width three times and what it gives.
+    prompts = 8192 * 2 * (2 * H + 8 * (3 * F + H))
+    assert phases["rollout"].items == {"KV cache": 2101248 * L * 2 * D * 2, "prompts": prompts}
     assert "KV cache" not in phases["update of actor"].items
     kept = phases["update of actor"].items["activations"]
     assert kept == 16384 * L * H * 2  # the input of every layer
@@ -188,7 +190,7 @@ def test_without_engines_all_is_as_with_them_but_for_what_is_theirs(name: str, m
     models = memory.foresee(
         recipe, devices, specs, gpu_bytes=whole.gpu_bytes, sequence_tokens=tokens, with_engines=False
     )
-    theirs = {"engine weights", "KV cache", "engine workspace", "communicators", "driver", "libraries"}
+    theirs = {"engine weights", "KV cache", "prompts", "engine workspace", "communicators", "driver", "libraries"}
     for gpu, less in zip(whole.gpus, models.gpus, strict=True):
         assert less.always == {name: size for name, size in gpu.always.items() if name not in theirs}
         for phase, left in zip(gpu.phases, less.phases, strict=True):
