@@ -286,7 +286,9 @@ def _gpu(
     if serving is not None:
         less = "a smaller rollout.engine.mem_fraction_static or max_total_tokens"
         prefixes = min(tokens, PREFIX_TOKENS) * serving.prefix_of_a_token if estimate else 0
-        prompts = prompt_tokens(recipe.rollout.engine) * serving.prompt_of_a_token if estimate else 0
+        prompts = 0
+        if estimate and gpu_bytes is not None:
+            prompts = prompt_tokens(recipe.rollout.engine, gpu_bytes) * serving.prompt_of_a_token
         items = {"KV cache": cache, "prefixes": prefixes, "prompts": prompts}
         items = {name: size for name, size in items.items() if size}
         phases.append(Phase(GENERATE, items, less))

@@ -18,9 +18,11 @@ from engine3d.rollout.config import RolloutConfig
 PREFIX_TOKENS = 128 * 1024
 """Tokens of a prefix whose keys and values SGLang makes at a time: its SGLANG_MAX_KV_CHUNK_CAPACITY."""
 
-_PROMPT_TOKENS, _UNCUT_PROMPT_TOKENS = 8192, 16384
-"""Tokens of prompts that SGLang reads at a time: its `chunked_prefill_size` for GPUs of 60 to 160 GB, and its
-`max_prefill_tokens`, which holds where prompts are not cut."""
+_PROMPT_TOKENS = {35: 2048, 60: 4096, 160: 8192}
+"""Tokens of prompts that SGLang reads at a time on GPUs of less than so many GiB: its `chunked_prefill_size`."""
+
+_MOST_PROMPT_TOKENS = 16384
+"""On larger ones; and its `max_prefill_tokens`, which holds where prompts are not cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +108,11 @@ def prefix_of_a_token(sizes: Sizes, tp: int, itemsize: int) -> int:
     return (latent.key_value_rank + latent.rotary_dim + of_heads) * itemsize
 
 
-def prompt_tokens(config: RolloutConfig) -> int:
-    """Tokens of prompts that an engine reads at a time, a single longer prompt aside."""
-    size = config.server_args.get("chunked_prefill_size") or _PROMPT_TOKENS
-    return size if size > 0 else config.server_args.get("max_prefill_tokens") or _UNCUT_PROMPT_TOKENS
+def prompt_tokens(config: RolloutConfig, gpu_bytes: int) -> int:
+    """Tokens of prompts that an engine reads at a time on GPUs of that size, a single longer prompt aside."""
+    own = next((tokens for gib, tokens in _PROMPT_TOKENS.items() if gpu_bytes < gib << 30), _MOST_PROMPT_TOKENS)
+    size = config.server_args.get("chunked_prefill_size") or own
+    return size if size > 0 else config.server_args.get("max_prefill_tokens") or _MOST_PROMPT_TOKENS
 
 
 def prompt_of_a_token(sizes: Sizes, tp: int, ep: int, itemsize: int) -> int:

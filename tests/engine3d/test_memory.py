@@ -179,10 +179,21 @@ def test_the_widest_layer_takes_most_of_a_prompt(model: str, tp: int, ep: int, e
     assert prompt_of_a_token(named_model(model).sizes, tp, ep, 2) == 2 * elements
 
 
-def test_prompts_are_read_as_the_engine_is_told() -> None:
-    cases = [({}, 8192), ({"chunked_prefill_size": 512}, 512), ({"chunked_prefill_size": -1}, 16384)]
-    for arguments, tokens in [*cases, ({"chunked_prefill_size": -1, "max_prefill_tokens": 99}, 99)]:
-        assert prompt_tokens(RolloutConfig(server_args=arguments)) == tokens
+@pytest.mark.parametrize(
+    ("gpu_gb", "arguments", "tokens"),
+    [
+        (25.8, {}, 2048),
+        (51.5, {}, 4096),
+        (85.5, {}, 8192),
+        (150.7, {}, 8192),
+        (192.0, {}, 16384),
+        (150.7, {"chunked_prefill_size": 512}, 512),
+        (150.7, {"chunked_prefill_size": -1}, 16384),
+        (150.7, {"chunked_prefill_size": -1, "max_prefill_tokens": 99}, 99),
+    ],
+)
+def test_prompts_are_read_as_the_engine_is_told(gpu_gb: float, arguments: dict[str, int], tokens: int) -> None:
+    assert prompt_tokens(RolloutConfig(server_args=arguments), round(gpu_gb * 1e9)) == tokens
 
 
 @pytest.mark.parametrize("tp", [1, 2])
