@@ -285,13 +285,11 @@ def _gpu(
     phases = []
     if serving is not None:
         less = "a smaller rollout.engine.mem_fraction_static or max_total_tokens"
-        prefixes = min(tokens, PREFIX_TOKENS) * serving.prefix_of_a_token if estimate else 0
-        prompts = 0
-        if estimate and gpu_bytes is not None:
-            prompts = prompt_tokens(recipe.rollout.engine, gpu_bytes) * serving.prompt_of_a_token
-        items = {"KV cache": cache, "prefixes": prefixes, "prompts": prompts}
-        items = {name: size for name, size in items.items() if size}
-        phases.append(Phase(GENERATE, items, less))
+        items = {"KV cache": cache, "prefixes": min(tokens, PREFIX_TOKENS) * serving.prefix_of_a_token}
+        if estimate:
+            assert gpu_bytes is not None
+            items["prompts"] = prompt_tokens(recipe.rollout.engine, gpu_bytes) * serving.prompt_of_a_token
+        phases.append(Phase(GENERATE, {name: size for name, size in items.items() if size}, less))
     for role, each in here.items():
         advice = partial(_advice, recipe, role, cache=bool(kept))
         phases.append(Phase(f"infer of {role}", kept | _at_work(each.inference[device]), advice("infer")))

@@ -59,7 +59,7 @@ def made_again_by_layer(
         product = 0 if one_step else sizes.experts_per_token * sizes.expert_ffn
         elements += (product + sizes.hidden) / spread
     if sizes.latent is not None:
-        elements += sizes.hidden / spread + sum(_projected_up(sizes, sizes.latent, sizes.heads / layout.tp))
+        elements += sizes.hidden / spread + sum(_projected_up(sizes, sizes.latent, layout.tp))
     return itemsize * elements
 
 
@@ -96,7 +96,7 @@ def gradients_of_experts(sizes: Sizes, layout: Layout, itemsize: int) -> int:
 def _attention(sizes: Sizes, tp: int, spread: int, itemsize: int) -> float:
     inputs = 2 * sizes.hidden / spread  # of the norm, and of the projection after it
     heads = sizes.heads / tp
-    core = _latent(sizes, sizes.latent, heads) if sizes.latent is not None else _grouped(sizes, tp, heads)
+    core = _latent(sizes, sizes.latent, tp) if sizes.latent is not None else _grouped(sizes, tp, heads)
     output = heads * sizes.value_dim
     statistics = _FLOAT32 * heads  # log-sum-exp
     return itemsize * (inputs + core + output) + statistics
@@ -110,18 +110,17 @@ def _grouped(sizes: Sizes, tp: int, heads: float) -> float:
     return turned + before + groups * sizes.head_dim
 
 
-def _latent(sizes: Sizes, latent: Latent, heads: float) -> float:
+def _latent(sizes: Sizes, latent: Latent, tp: int) -> float:
     """Elements of multi-head latent attention, of which the ranks of a tensor-parallel group all make the latents."""
     to_queries = 2 * latent.query_rank if latent.query_rank is not None else 0  # before the norm and after it
     to_keys = 2 * latent.key_value_rank + latent.rotary_dim
-    return to_queries + to_keys + sum(_projected_up(sizes, latent, heads))
+    return to_queries + to_keys + sum(_projected_up(sizes, latent, tp))
 
 
-def _projected_up(sizes: Sizes, latent: Latent, heads: float) -> tuple[float, float, float]:
+def _projected_up(sizes: Sizes, latent: Latent, tp: int) -> tuple[float, float, float]:
     """Elements of queries, of keys and values, and of all as attention takes them."""
-    queries = heads * sizes.head_dim
-    keys_and_values = heads * (sizes.head_dim - latent.rotary_dim + latent.value_dim)
-    return queries, keys_and_values, 2 * queries + heads * latent.value_dim
+    queries, values = sizes.heads * sizes.head_dim / tp, sizes.heads * latent.value_dim / tp
+    return queries, sizes.from_latent / tp, 2 * queries + values
 
 
 def _dense_mlp(sizes: Sizes, layout: Layout, spread: int, itemsize: int) -> float:

@@ -122,11 +122,10 @@ def prompt_of_a_token(sizes: Sizes, tp: int, ep: int, itemsize: int) -> int:
     allocator keeps for the next layer. SGLang has room for all of a token's experts on every rank. See its
     layers/moe/moe_runner/triton_utils/fused_moe.py.
     """
-    widths = [3 * sizes.ffn // tp] if not all(sizes.is_sparse(layer) for layer in range(sizes.layers)) else []
-    if sizes.experts:
-        shared = 3 * sizes.shared_ffn // tp
-        widths.append(sizes.experts_per_token * (3 * sizes.expert_ffn * ep // tp + sizes.hidden) + shared)
-    return (2 * sizes.hidden + max(widths)) * itemsize
+    dense = 3 * sizes.ffn // tp
+    experts = sizes.experts_per_token * (3 * sizes.expert_ffn * ep // tp + sizes.hidden) + 3 * sizes.shared_ffn // tp
+    widest = max(experts if sizes.is_sparse(layer) else dense for layer in range(sizes.layers))
+    return (2 * sizes.hidden + widest) * itemsize
 
 
 def absorbed_weights(sizes: Sizes, tp: int, itemsize: int) -> int:
