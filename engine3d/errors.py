@@ -9,3 +9,8 @@ class UserError(Exception):
 
 class EngineError(RuntimeError):
     """An engine failed while running. The message names the engine, the phase and the cause."""
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """Text as it stands in a message: its beginning, where there is more of it than `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -2,10 +2,69 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import math
+import typing
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic_core import PydanticKnownError
+
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Sizes of numbers beside 0 that can be reckoned with in float32."""
+LONGEST_S = 1e8
+"""Of a limit of time, three years: clocks cannot count to any."""
+MOST_TOKENS = 1 << 30
+"""Of a sequence, and of a vocabulary."""
+MOST_SAMPLES = 1 << 20
+"""Of a step: the driver holds figures of each."""
+MOST_RANKS = 1 << 17
+_LARGEST_INTEGER = 1 << 53
 
 
 class Settings(BaseModel):
-    """A frozen group of settings: unknown keys are refused, each setting has one default at most."""
+    """A frozen group of settings: unknown keys are refused, each setting has one default at most.
+
+    A boolean is no number, a number is one that float32 can hold, and no text has a null character.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    other_names: ClassVar[Mapping[str, str]] = {}
+    """What others call settings of this group and of those in it, and what to tell who writes such a name."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        values = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(each, str | PurePath) and "\0" in str(each) for each in values):
+            raise ValueError("a null character in a text, expected none")
+        if any(isinstance(each, bool) for each in values) and info.field_name is not None:
+            kinds = set(_leaves(cls.model_fields[info.field_name].annotation))
+            if not kinds & {bool, Any, object} and (number := kinds & {int, float}):
+                raise PydanticKnownError("float_type" if float in number else "int_type")
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _is_a_size(cls, value: Any) -> Any:
+        """After the limits that the setting has of its own, which say more."""
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(each, int | float) and not isinstance(each, bool) and math.isfinite(each):
+                most = LARGEST if isinstance(each, float) else _LARGEST_INTEGER
+                if each > most:
+                    raise PydanticKnownError("less_than_equal", {"le": most})
+                if each < -most:
+                    raise PydanticKnownError("greater_than_equal", {"ge": -most})
+                if 0 < abs(each) < SMALLEST:
+                    raise PydanticKnownError("greater_than_equal", {"ge": SMALLEST})
+        return value
+
+
+def _leaves(annotation: Any) -> typing.Iterator[Any]:
+    """The types that an annotation is made of."""
+    parts = typing.get_args(annotation)
+    if not parts or typing.get_origin(annotation) is typing.Literal:
+        yield annotation
+    for part in parts:
+        yield from _leaves(part)

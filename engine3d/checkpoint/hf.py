@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import shutil
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from engine3d.checkpoint.manifest import (
     write_manifest,
 )
 from engine3d.checkpoint.metadata import difference, read_metadata
+from engine3d.checkpoint.piece_checksums import PieceChecksums
+from engine3d.checkpoint.verify import check_described
 from engine3d.errors import EngineError, UserError
 from engine3d.models import ModelSpec, check_weights, load_model_spec
 from engine3d.models.rules import Box
@@ -39,13 +42,19 @@ _IMPORTED, _IMPORTED_ROLE = "imported", "actor"
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, *, role: str = "actor", dtype: str = "bfloat16", max_shard_bytes: float = 5e9
+    checkpoint: Path,
+    out: Path,
+    *,
+    role: str = "actor",
+    dtype: str = "bfloat16",
+    max_shard_bytes: float = 5e9,
+    verify: bool = True,
 ) -> None:
     """Write the weights of a checkpoint, of whatever layout, as a HuggingFace directory.
 
     The pieces that the checkpoint's ranks wrote are read one after another, and each goes to its place in the files. In
-    memory there are at most two of them, and the list of all. The directory is written beside `out` and renamed at the
-    end.
+    memory there are at most three of them, and the list of all. What is read is compared with its checksum: each piece,
+    the model's config and its tokenizer. The directory is written beside `out` and renamed at the end.
 
     Args:
         checkpoint: the directory of one step.
@@ -53,6 +62,7 @@ def export_checkpoint(
         role: whose weights.
         dtype: of the written tensors; the model's float32 buffers stay float32.
         max_shard_bytes: largest file, unless a single tensor is larger.
+        verify: false exports what is there, whatever the checksums say.
 
     Raises:
         UserError: no such checkpoint or role, `out` exists, the checkpoint is damaged, or its tensors are not those of
@@ -63,11 +73,13 @@ def export_checkpoint(
     if role not in manifest.roles:
         accepted = ", ".join(sorted(manifest.roles))
         raise UserError(f"export: {checkpoint} has no role {role}; expected one of {accepted}")
+    if verify:
+        check_described(checkpoint, role)
     model = _model_files(checkpoint, role)
     if not model.is_dir():
         model = checkpoint / MODEL
     spec = load_model_spec(model, value_head=manifest.roles[role].value_head)
-    saved = _SavedTensors(checkpoint, manifest, role)
+    saved = _SavedTensors(checkpoint, manifest, role, verify=verify)
     saved.check(spec, model.name)
     plan = plan_model_export(spec, _dtype(dtype), max_shard_bytes)
     partial = out.with_name(f".{out.name}.partial")
@@ -177,13 +189,13 @@ class _SavedTensors:
         UserError: the checkpoint's description of them cannot be read.
     """
 
-    def __init__(self, checkpoint: Path, manifest: Manifest, role: str) -> None:
-        from torch.distributed.checkpoint import FileSystemReader
+    def __init__(self, checkpoint: Path, manifest: Manifest, role: str, *, verify: bool) -> None:
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         self._checkpoint = checkpoint
         self._directory = checkpoint / role
-        self._reader = FileSystemReader(self._directory)
+        self._checksums = PieceChecksums(self._directory)
+        self._verify = verify
         self._metadata = read_metadata(checkpoint, manifest, role)
         self._stored = {
             key.removeprefix(_WEIGHT): stored
@@ -211,22 +223,26 @@ class _SavedTensors:
             if index.fqn.startswith(_WEIGHT) and index.offset is not None:
                 by_file.setdefault(info.relative_path, []).append((info, name, index.offset))
         for file, pieces in sorted(by_file.items()):
-            path = self._directory / file
             try:
-                with path.open("rb") as stream:
+                with (self._directory / file).open("rb") as stream:
                     for info, name, offset in sorted(pieces, key=lambda piece: piece[0].offset):
-                        # What `read_data` does, without its second copy of the piece.
-                        part = self._reader._slice_file(stream, info)
-                        values = torch.load(part, map_location="cpu", weights_only=True)
+                        stream.seek(info.offset)
+                        data = stream.read(info.length)
+                        self._compare(file, info.offset, data, name)
+                        values = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+                        del data
                         box = tuple((first, first + size) for first, size in zip(offset, values.shape, strict=True))
                         yield name, box, values
             except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, ValueError) as error:
-                raise self._damaged(path, error) from error
+                raise self._damaged(file, f"cannot be read ({' '.join(str(error).split())})") from error
 
-    def _damaged(self, path: Path, error: Exception) -> UserError:
-        reason = " ".join(str(error).split())
+    def _compare(self, file: str, start: int, data: bytes, name: str) -> None:
+        if self._verify and self._checksums.covers(file) and (why := self._checksums.compare(file, start, [data])):
+            raise self._damaged(file, f"{why} ({name})")
+
+    def _damaged(self, file: str, reason: str) -> UserError:
         return UserError(
-            f"checkpoint {self._checkpoint}: {path.relative_to(self._checkpoint)} cannot be read ({reason}); "
+            f"checkpoint {self._checkpoint}: {self._directory.name}/{file} {reason}; "
             f"`hybridflow checkpoint verify {self._checkpoint}` says what is damaged"
         )
 

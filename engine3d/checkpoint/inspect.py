@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -12,6 +11,7 @@ from typing import Any
 from engine3d.checkpoint.manifest import FileEntry, Manifest, RoleFacts, read_manifest, visible_damage
 from engine3d.checkpoint.metadata import read_metadata
 from engine3d.errors import UserError
+from engine3d.input_files import MOST_LIST_BYTES, FileError, read_json_object
 
 DRIVER = "driver.json"
 """What the program that trains keeps beside the roles' state."""
@@ -71,12 +71,10 @@ def _role(facts: RoleFacts) -> str:
 def _driver_lines(directory: Path) -> list[str]:
     path = directory / DRIVER
     try:
-        facts = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        return [f"driver: {DRIVER} cannot be read: {' '.join(str(error).split())}"]
-    return ["driver: " + ", ".join(_driver_facts(facts))] if isinstance(facts, dict) else []
+        facts = read_json_object(path, MOST_LIST_BYTES) if path.exists() else {}
+    except FileError as error:
+        return [f"driver: {DRIVER} cannot be read: {error.reason}"]
+    return ["driver: " + ", ".join(_driver_facts(facts))] if facts else []
 
 
 def _driver_facts(facts: dict[str, Any]) -> Iterator[str]:

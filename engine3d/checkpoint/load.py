@@ -54,11 +54,11 @@ class Loaded:
     same_layout: bool
 
 
-def load_state(engine: TrainEngine, directory: Path) -> Loaded:
+def load_state(engine: TrainEngine, directory: Path, *, verify: bool = True) -> Loaded:
     """Bring an engine to a saved state; every rank calls this. See `EngineCheckpoint.load`."""
     from engine3d.checkpoint.reader import CheckpointReader
 
-    with CheckpointReader(directory) as reader:
+    with CheckpointReader(directory, verify=verify) as reader:
         reader.begin(dist.get_rank())
         return _load(engine, directory, reader)
 

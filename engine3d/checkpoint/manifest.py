@@ -18,12 +18,17 @@ import xxhash
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from engine3d.errors import EngineError, UserError
+from engine3d.input_files import MOST_LIST_BYTES, FileError, JsonError, parse_json, read_bytes
 
-FORMAT = 2
-"""Of manifests and of what they describe; readers refuse a higher one. Format 1 has no state of the algorithm."""
+FORMAT = 3
+"""Of manifests and of what they describe; readers refuse a higher one. Format 1 has no state of the algorithm. Before
+format 3 the manifest has no checksum of its own, the pieces of tensors have none, and evaluations do not say what they
+measured."""
 
 MANIFEST = "manifest.json"
 
+_SEAL = "checksum"
+_FIRST_SEALED = 3
 _BLOCK = 4 << 20
 _STEP = re.compile(r"step-(\d{8,})")
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -176,10 +181,10 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         _check_files(directory, manifest)
     except _NotWhole as error:
         raise EngineError(f"checkpoint {directory}: {error}; do all nodes see the same directory?") from None
-    text = json.dumps(dataclasses.asdict(manifest), indent=1) + "\n"
     scratch = directory / f".{MANIFEST}.new"
-    with scratch.open("w") as file:
-        file.write(text)
+    text = json.dumps(dataclasses.asdict(manifest), indent=1)
+    with scratch.open("wb") as file:
+        file.write(sealed(text) if manifest.format >= _FIRST_SEALED else text.encode())
         file.flush()
         os.fsync(file.fileno())
     # A file is only found again if the folders that lead to it are on the disk; the manifest's name comes after them.
@@ -189,6 +194,12 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         _sync_directory(folder)
     scratch.replace(directory / MANIFEST)
     _sync_directory(directory)
+
+
+def sealed(text: str) -> bytes:
+    """A manifest as it is stored: a JSON object, whose first line is the checksum of all that follows it."""
+    rest = f"{text.removeprefix('{')}\n".encode()
+    return f'{{"{_SEAL}": "{Hash(rest).checksum()}",'.encode() + rest
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -324,29 +335,36 @@ def _named_like_one(root: Path) -> Iterator[Path]:
 def _read(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        if not directory.exists():
+        text = read_bytes(path, MOST_LIST_BYTES)
+    except FileError as error:
+        if error.errno == errno.ENOENT and not directory.exists():
             raise _NotWhole("there is no such directory") from None
-        raise _NotWhole(f"it has no {MANIFEST}: it is no checkpoint, or its save was not finished") from None
-    except NotADirectoryError:
-        raise _NotWhole("it is a file, expected the directory of a checkpoint") from None
-    except OSError as error:
-        raise _NotWhole(f"{MANIFEST} cannot be read: {error.strerror}") from None
+        if error.errno == errno.ENOENT:
+            raise _NotWhole(f"it has no {MANIFEST}: it is no checkpoint, or its save was not finished") from None
+        if error.errno == errno.ENOTDIR:
+            raise _NotWhole("it is a file, expected the directory of a checkpoint") from None
+        raise _NotWhole(f"{MANIFEST} {error.reason}") from None
     try:
-        facts = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _NotWhole(f"{MANIFEST} is damaged: {' '.join(str(error).split())}") from None
+        facts = parse_json(text)
+    except JsonError as error:
+        raise _NotWhole(f"{MANIFEST} is damaged: {error}") from None
     if not isinstance(facts, dict) or type(facts.get("format")) is not int:
         raise _NotWhole(f"{MANIFEST} is not the manifest of a checkpoint: it has no format")
     if facts["format"] > FORMAT:
         raise _Newer(f"{MANIFEST} has format {facts['format']}, this version reads {FORMAT}: a newer one made it")
+    if facts["format"] >= _FIRST_SEALED:
+        seal, newline, rest = text.partition(b"\n")
+        if seal != f'{{"{_SEAL}": "{Hash(newline + rest).checksum()}",'.encode():
+            raise _NotWhole(f"{MANIFEST} is damaged: its checksum is not that of its text")
+        text = b"{" + rest
     try:
         manifest = _MANIFESTS.validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         key = ".".join(map(str, first["loc"]))
         raise _NotWhole(f"{MANIFEST} is damaged: {key}: {first['msg']}") from None
+    if not manifest.files:
+        raise _NotWhole(f"{MANIFEST} is damaged: it lists no file")
     paths = [entry.path for entry in manifest.files]
     if len(set(paths)) < len(paths):
         raise _NotWhole(f"{MANIFEST} is damaged: it lists a file twice")

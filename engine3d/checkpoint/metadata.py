@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine3d.checkpoint.manifest import Hash, Manifest
 from engine3d.errors import UserError
+from engine3d.input_files import FileError, read_bytes
+from engine3d.models.safetensors_files import is_file_name
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -57,9 +59,9 @@ def read_metadata(checkpoint: Path, manifest: Manifest, role: str) -> Metadata:
     if entry is None:
         raise UserError(f"{where} is not listed in the manifest")
     try:
-        data = (checkpoint / path).read_bytes()
-    except OSError as error:
-        raise UserError(f"{where} cannot be read: {error.strerror}") from None
+        data = read_bytes(checkpoint / path, entry.size)
+    except FileError as error:
+        raise UserError(f"{where} {error.reason}") from None
     if Hash(data).checksum() != entry.checksum:
         raise UserError(f"{where} is damaged: its checksum is not that of the manifest")
     return parse_metadata(data, where)
@@ -91,6 +93,9 @@ def parse_metadata(data: bytes, where: str) -> Metadata:
         raise UserError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(found, Metadata):
         raise UserError(f"{where} does not describe tensors")
+    for stored in (found.storage_data or {}).values():
+        if not is_file_name(name := str(getattr(stored, "relative_path", ""))):
+            raise UserError(f"{where} names the file {name!r}, expected one of its own directory")
     return found
 
 

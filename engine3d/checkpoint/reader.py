@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import threading
+from collections.abc import Buffer
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import groupby
@@ -30,6 +32,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from engine3d.checkpoint.metadata import METADATA, parse_metadata
+from engine3d.checkpoint.piece_checksums import PieceChecksums
 from engine3d.checkpoint.staging import HostRoom
 from engine3d.errors import EngineError, UserError
 
@@ -50,13 +53,19 @@ class CheckpointReader(FileSystemReader):
     """Reads the pieces of a plan in the order in which they lie in the files, several stretches of files at once.
 
     Has threads until it is closed, for all plans that are read at a time.
+
+    Args:
+        directory: of the role.
+        verify: compare every piece with its checksum; those of older versions have none.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, verify: bool = True) -> None:
         super().__init__(directory)
         self._directory = directory
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint")
         self._rooms = _Rooms()
+        self._checksums = PieceChecksums(directory)
+        self._verify = verify
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -121,22 +130,41 @@ class CheckpointReader(FileSystemReader):
                 os.posix_fadvise(file.fileno(), first, last.offset + last.length - first, os.POSIX_FADV_WILLNEED)
                 for item in items:
                     self._read_item(file, item, planner, self._rooms.room)
-        except (OSError, EOFError, RuntimeError) as error:
-            raise EngineError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+        except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+            reason = str(error) if isinstance(error, EngineError) else f"cannot be read: {' '.join(str(error).split())}"
+            raise EngineError(
+                f"{path} {reason}; `hybridflow checkpoint verify {self._directory.parent}` says what is damaged"
+            ) from error
 
     def _read_item(self, file: io.FileIO, item: ReadItem, planner: LoadPlanner, room: HostRoom) -> None:
         stored = self.storage_data[item.storage_index]
         view = _create_file_view(file, stored.offset, stored.length)
         if item.type == LoadItemType.BYTE_IO:
-            planner.load_bytes(item, io.BytesIO(view.read(-1)))
+            data = view.read(-1)
+            self._compare(item, data)
+            planner.load_bytes(item, io.BytesIO(data))
             return
         # Not torch.load, which takes new memory for each piece, and copies it once more.
         values = room.room(*self._pieces[item.storage_index.fqn, item.storage_index.offset])
         archive: Any = torch._C.PyTorchFileReader(cast("IO[bytes]", view))
-        _read_into(file, stored.offset + archive.get_record_offset(_VALUES), values)
+        first = archive.get_record_offset(_VALUES)
+        _read_into(file, stored.offset + first, values)
+        if self._verify:
+            last = first + values.nbytes
+            head = os.pread(file.fileno(), first, stored.offset)
+            tail = os.pread(file.fileno(), stored.length - last, stored.offset + last)
+            self._compare(item, head, _bytes_of(values), tail)
         target = planner.resolve_tensor(item).detach()
         target.copy_(narrow_tensor_by_index(values, item.storage_offsets, item.lengths))
         planner.commit_tensor(item, target)
+
+    def _compare(self, item: ReadItem, *data: Buffer) -> None:
+        """Raise EngineError, which goes on after the name of the file, unless a piece is what was saved."""
+        stored = self.storage_data[item.storage_index]
+        if not self._verify or not self._checksums.covers(stored.relative_path):
+            return
+        if reason := self._checksums.compare(stored.relative_path, stored.offset, data):
+            raise EngineError(f"{reason} ({item.storage_index.fqn})")
 
     @cached_property
     def _pieces(self) -> dict[tuple[str, torch.Size | None], tuple[torch.Size, torch.dtype]]:
@@ -169,12 +197,17 @@ def _read_into(file: io.FileIO, start: int, values: Tensor) -> None:
     """Fill a contiguous tensor in host memory with what lies in a file from byte `start` on."""
     if not values.numel():
         return
-    rest = memoryview(values.view(-1).view(torch.uint8).numpy())
+    rest = _bytes_of(values)
     while rest:
         count = os.preadv(file.fileno(), [rest], start)
         if not count:
             raise EOFError(f"it ends at byte {start}, {len(rest)} bytes before the end of a piece")
         rest, start = rest[count:], start + count
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return memoryview(values.view(-1).view(torch.uint8).numpy())
 
 
 class _Planner(MCoreLoadPlanner):
@@ -184,9 +217,17 @@ class _Planner(MCoreLoadPlanner):
 
 
 def fill(reader: CheckpointReader, state: dict[str, Any]) -> dict[str, Any]:
-    """Fill the tensors of a sharded state dict in place; the objects of it are returned, by key."""
+    """Fill the tensors of a sharded state dict in place; the objects of it are returned, by key.
+
+    Raises:
+        EngineError: a file cannot be read, or what is read of it is not what was saved.
+    """
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(state)
     wanted: dict[str, Any] = mcore_to_pyt_state_dict(flat, is_loading=True)
     planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    checkpoint.load(wanted, reader, planner=planner, no_dist=True)
+    try:
+        checkpoint.load(wanted, reader, planner=planner, no_dist=True)
+    except checkpoint.CheckpointException as error:  # PyTorch's, with the stack of the first one as its message
+        cause, _ = next(iter(error.failures.values()))
+        raise cause from error
     return wanted

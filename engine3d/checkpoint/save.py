@@ -208,16 +208,20 @@ class EngineCheckpoint:
             self._thread.join()
         self._writer, self._thread, self._planned = None, None, None
 
-    def load(self, directory: Path) -> Loaded:
+    def load(self, directory: Path, *, verify: bool = True) -> Loaded:
         """Bring the engine to the state that was saved, of the same or another layout.
+
+        Args:
+            directory: of the role in the checkpoint.
+            verify: compare every piece that is read with its checksum.
 
         Raises:
             UserError: it is the state of another model.
-            EngineError: it cannot be read.
+            EngineError: it cannot be read, or is not what was saved.
         """
         from engine3d.checkpoint.load import load_state
 
-        return load_state(self._engine, directory)
+        return load_state(self._engine, directory, verify=verify)
 
     def _current_flats(self) -> list[_Flat]:
         """What this rank writes, found again when the optimizer is another or has made its first step."""

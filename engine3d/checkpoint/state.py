@@ -8,7 +8,7 @@ elements of the HuggingFace model they are, and so the state is the same whateve
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -45,13 +45,15 @@ class HeldParameter:
         parameter: in the model.
         start, stop: elements that this rank keeps; all of them where there is no optimizer.
         optimizer: Megatron-Core's, that owns them; None for buffers and for models that are not trained.
+        where: `TrainEngine.where`: what is away from the device is read where it is.
     """
 
     local: LocalParameter
     parameter: Tensor
     start: int
     stop: int
-    optimizer: Any = None
+    optimizer: Any
+    where: Callable[[Tensor], Tensor]
 
     @property
     def main(self) -> Tensor:
@@ -82,16 +84,16 @@ class HeldParameter:
         """(length,) elements from `offset` of the held range; a view where memory holds them as they are."""
         part = slice(offset, offset + length)
         if self.optimizer is None:
-            return self.parameter.detach().view(-1)[part]
+            return self.where(self.parameter.detach()).view(-1)[part]
         if kind != "weight":
-            return self.moments[kind].view(-1)[part]
+            return self.where(self.moments[kind]).view(-1)[part]
         master = self.moments.get("master_param")
         if master is None:
-            return self.main.view(-1)[part].float()
+            return self.where(self.main).view(-1)[part].float()
         if master.dtype == torch.int16:
-            own = self.main.view(-1)[part]
-            return join_remainder(own, master.view(-1)[part].to(own.device))  # it may be in host memory
-        return master.view(-1)[part]
+            own = self.where(self.main).view(-1)[part]
+            return join_remainder(own, self.where(master).view(-1)[part].to(own.device))  # it may be in host memory
+        return self.where(master).view(-1)[part]
 
     def target(self, kind: Kind) -> Tensor:
         """(stop - start,) where a loaded kind goes; to be followed by `accept` once it is filled."""
@@ -158,9 +160,9 @@ def held_parameters(engine: TrainEngine) -> list[HeldParameter]:
         optimizer = owners.get(parameter)
         if optimizer is not None:
             part = optimizer._get_model_param_range_map(parameter)["param"]
-            held.append(HeldParameter(local, parameter, part.start, part.end, optimizer))
+            held.append(HeldParameter(local, parameter, part.start, part.end, optimizer, engine.where))
         elif local.buffer or engine.optimizer is None:
-            held.append(HeldParameter(local, parameter, 0, parameter.numel()))
+            held.append(HeldParameter(local, parameter, 0, parameter.numel(), None, engine.where))
     return held
 
 

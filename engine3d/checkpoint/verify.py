@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from engine3d.checkpoint.manifest import FileEntry, Manifest, checksum, read_manifest, visible_damage
 from engine3d.checkpoint.metadata import METADATA, read_metadata
+from engine3d.checkpoint.piece_checksums import PieceChecksums
 from engine3d.errors import UserError
 
 _SHARD = ".distcp"
@@ -90,6 +91,38 @@ def damaged_description(directory: Path) -> str | None:
     """
     files = [entry for entry in read_manifest(directory).files if not entry.path.endswith(_SHARD)]
     return next((f"{file} {reason}" for file, reason in _reasons(directory, files, 1).items()), None)
+
+
+def damaged_shard(directory: Path, role: str | None = None) -> str | None:
+    """What is damaged of the shards whose pieces have no checksums of their own, as in older formats: all are read.
+
+    Args:
+        directory: of the checkpoint.
+        role: whose shards; those of all roles if None.
+
+    Returns:
+        The first damaged file and what is wrong with it.
+    """
+    files = [
+        entry
+        for entry in read_manifest(directory).files
+        if entry.path.endswith(_SHARD)
+        and (role is None or entry.path.startswith(f"{role}/"))
+        and not PieceChecksums((directory / entry.path).parent).covers(PurePosixPath(entry.path).name)
+    ]
+    return next((f"{file} {reason}" for file, reason in _reasons(directory, files, 8).items()), None)
+
+
+def check_described(directory: Path, role: str) -> None:
+    """Before a role's tensors are read, each of which is then compared by itself: all that describes them.
+
+    Raises:
+        UserError: names the damaged file.
+    """
+    if damage := damaged_description(directory) or damaged_shard(directory, role):
+        raise UserError(
+            f"checkpoint {directory}: {damage}; `hybridflow checkpoint verify {directory}` says what is damaged"
+        )
 
 
 def _reasons(directory: Path, files: Sequence[FileEntry], threads: int) -> dict[str, str]:

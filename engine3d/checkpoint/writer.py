@@ -40,9 +40,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config
 
 from engine3d.checkpoint.manifest import FileEntry, Hash, file_entry
+from engine3d.checkpoint.piece_checksums import PieceChecksum, checksum_file, checksum_text
 from engine3d.checkpoint.pieces import MAX_PIECE_BYTES, extents
 from engine3d.checkpoint.staging import HostRoom
 from engine3d.checkpoint.state import COMMON_KEY
+from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError
 from engine3d.models.rules import Box
 from engine3d.platform import platform
@@ -97,12 +99,16 @@ class CheckpointWriter(FileSystemWriterAsync):
         jobs: list[tuple[str, list[tuple[WriteItem, Data]]]] = []
         try:
             jobs = [(f"{prefix}{number}.distcp", part) for number, part in enumerate(self._parts()) if part]
+            checksums: dict[str, list[PieceChecksum]] = {}
             with _no_zip_checksums(), ThreadPoolExecutor(max(1, len(jobs)), thread_name_prefix="checkpoint") as pool:
-                for results, entry in pool.map(lambda job: self._write_file(*job), jobs):
+                for results, entry, pieces in pool.map(lambda job: self._write_file(*job), jobs):
                     self._results += results
                     self.entries.append(entry)
+                    checksums[entry.path] = pieces
+            self.entries.append(self._write_checksums(checksums))
         except Exception as error:  # for the thread that waits for this one
-            for name, _ in jobs:  # a full disk must not stay full until somebody asks
+            # A full disk must not stay full until somebody asks.
+            for name in (*(name for name, _ in jobs), checksum_file(dist.get_rank())):
                 with contextlib.suppress(OSError):
                     (self._directory / name).unlink()
             self._error = error
@@ -139,27 +145,37 @@ class CheckpointWriter(FileSystemWriterAsync):
             sizes[least] += _bytes(items[index])
         return [[(items[index], data[items[index].index]) for index in sorted(part)] for part in parts]
 
-    def _write_file(self, name: str, items: list[tuple[WriteItem, Data]]) -> tuple[list[WriteResult], FileEntry]:
+    def _write_checksums(self, pieces: Mapping[str, list[PieceChecksum]]) -> FileEntry:
+        name = checksum_file(dist.get_rank())
+        with HashedFile(self._directory / name) as file:
+            file.write(checksum_text(pieces))
+            file.sync()
+            return FileEntry(name, file.tell(), file.checksum)
+
+    def _write_file(
+        self, name: str, items: list[tuple[WriteItem, Data]]
+    ) -> tuple[list[WriteResult], FileEntry, list[PieceChecksum]]:
         path = self._directory / name
-        results = []
+        results, pieces = [], []
         room = HostRoom()
         with HashedFile(path) as file:
             for item, data in items:
                 if self._given_up.is_set():
                     raise Abandoned(f"save to {self._directory} was given up")
-                start = file.tell()
+                start = file.begin_piece()
                 if isinstance(data, io.BytesIO):
                     file.write(data.getbuffer())
                 else:
                     _save_tensor(room.copy_of(data()), file)
+                pieces.append(file.end_piece())
                 length = file.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
             file.sync()
-            return results, FileEntry(name, file.tell(), file.checksum)
+            return results, FileEntry(name, file.tell(), file.checksum), pieces
 
 
 class HashedFile(io.RawIOBase):
-    """A new file, written from beginning to end, and the checksum of what was written."""
+    """A new file, written from beginning to end, and the checksums of what was written: of all, and of its pieces."""
 
     def __init__(self, path: Path) -> None:
         """Raises EngineError where the file cannot be made."""
@@ -170,6 +186,16 @@ class HashedFile(io.RawIOBase):
         except OSError as error:
             raise EngineError(f"cannot write {path}: {error.strerror}") from error
         self._hash = Hash()
+        self._piece, self._piece_start = Hash(), 0
+
+    def begin_piece(self) -> int:
+        """What is written from here on belongs to another piece; the first byte of it."""
+        self._piece, self._piece_start = Hash(), self._size
+        return self._size
+
+    def end_piece(self) -> PieceChecksum:
+        """The piece that was written since it began."""
+        return PieceChecksum(self._piece_start, self._size - self._piece_start, self._piece.checksum())
 
     def writable(self) -> bool:
         return True
@@ -183,6 +209,7 @@ class HashedFile(io.RawIOBase):
         rest = memoryview(data).cast("B")
         size = len(rest)
         self._hash.update(rest)
+        self._piece.update(rest)
         try:
             while rest:
                 rest = rest[os.write(self._file, rest) :]
@@ -319,7 +346,7 @@ def write_tensors(
             state[f"{key}#{number}"] = planned_tensor(key, rows, shape, tensor.dtype)
             data[index_of(key, rows)] = partial(_itself, part)
     strategy = SaveStrategy(threads=4)
-    with _alone():
+    with alone():
         strategy.plan(state, directory)
         writer = strategy.writer(directory, lambda: data)
         writer.write()
@@ -343,7 +370,7 @@ def _row_blocks(tensor: Tensor, box: Box) -> Iterator[tuple[Tensor, Box]]:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """A world of this process alone, where there is none yet: Megatron-Core asks for one."""
     if dist.is_initialized():
         yield
@@ -353,7 +380,8 @@ def _alone() -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        with cleaning("process group"):
+            dist.destroy_process_group()
 
 
 def _no_zip_checksums() -> contextlib.AbstractContextManager[None]:

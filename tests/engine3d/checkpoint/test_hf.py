@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -233,6 +234,22 @@ def _overwrite(file: Path) -> None:
     file.write_bytes(bytes(file.stat().st_size))
 
 
+def _flip(file: Path, position: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1
+    file.write_bytes(data)
+
+
+def _without_piece_checksums(checkpoint: Path) -> None:
+    """As older versions wrote it."""
+    manifest = read_manifest(checkpoint)
+    (checkpoint / "actor" / "__0.checksums.json").unlink()
+    files = tuple(entry for entry in manifest.files if not entry.path.endswith(".checksums.json"))
+    write_manifest(checkpoint, replace(manifest, files=files))
+
+
+_VERIFY = r"`hybridflow checkpoint verify .*` says what is damaged$"
+
 BAD: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "role": (lambda at: None, {"role": "judge"}, r"^export: .*-00000000 has no role judge; expected one of actor$"),
     "dtype": (lambda at: None, {"dtype": "int8"}, r"^export: dtype torch.int8: expected one of "),
@@ -257,12 +274,37 @@ BAD: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "damaged": (
         lambda at: _overwrite(_largest(at)),
         {},
-        r"^checkpoint .*: actor/__0_\d\.distcp cannot be read \(.*\); `hybridflow checkpoint verify .*` says what is",
+        rf"^checkpoint .*: actor/__0_\d\.distcp is damaged: bytes .* that were saved \(.*\); {_VERIFY}",
+    ),
+    "one bit": (
+        lambda at: _flip(_largest(at), -1000),
+        {},
+        rf"^checkpoint .*: actor/__0_\d\.distcp is damaged: bytes .* that were saved \(model\..*\); {_VERIFY}",
+    ),
+    "one bit, no checksums of pieces": (
+        lambda at: (_without_piece_checksums(at), _flip(_largest(at), -1000)),
+        {},
+        rf"^checkpoint .*: actor/__0_\d\.distcp is damaged: its checksum is not that of the manifest; {_VERIFY}",
+    ),
+    "checksums": (
+        lambda at: _flip(at / "actor" / "__0.checksums.json", 40),
+        {},
+        rf"^checkpoint .*: actor/__0\.checksums\.json is damaged: its checksum .* of the manifest; {_VERIFY}",
+    ),
+    "model": (
+        lambda at: _flip(at / "model" / "config.json", 40),
+        {},
+        rf"^checkpoint .*: model/config\.json is damaged: its checksum is not that of the manifest; {_VERIFY}",
+    ),
+    "tokenizer": (
+        lambda at: _flip(at / "model" / "tokenizer.json", 0),
+        {},
+        rf"^checkpoint .*: model/tokenizer\.json is damaged: its checksum is not that of the manifest; {_VERIFY}",
     ),
     "metadata": (
         lambda at: _overwrite(at / "actor" / ".metadata"),
         {},
-        r"^checkpoint .*: actor/\.metadata is damaged: its checksum is not that of the manifest$",
+        rf"^checkpoint .*: actor/\.metadata is damaged: its checksum is not that of the manifest; {_VERIFY}",
     ),
     "not finished": (
         lambda at: (at / "manifest.json").unlink(),
@@ -280,6 +322,47 @@ def test_what_cannot_be_exported_is_named_in_one_line(copy: Path, tmp_path: Path
         export_checkpoint(copy, tmp_path / "export", **options)
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]  # nothing half-written
+
+
+def test_damage_is_exported_where_the_user_says_so(copy: Path, tmp_path: Path) -> None:
+    _flip(_largest(copy), -1000)
+    export_checkpoint(copy, tmp_path / "export", verify=False)
+    assert (tmp_path / "export" / "config.json").is_file()
+
+
+def test_whoever_reads_a_piece_compares_it(copy: Path) -> None:
+    from engine3d.checkpoint.reader import CheckpointReader, fill
+    from engine3d.checkpoint.writer import alone, sharded_tensor
+
+    def read(*, verify: bool = True) -> list[str]:
+        """Every piece of every tensor in turn; what is said of the damaged ones."""
+        said = []
+        with alone(), CheckpointReader(copy / "actor", verify=verify) as reader:
+            for name, stored in reader.metadata.state_dict_metadata.items():
+                if not name.startswith("weight/"):
+                    continue
+                values = torch.empty(stored.size, dtype=stored.properties.dtype)
+                whole = tuple((0, size) for size in stored.size)
+                try:
+                    fill(reader, {name: sharded_tensor(name, values, whole, tuple(stored.size))})
+                except EngineError as error:
+                    said.append(str(error))
+        return said
+
+    assert read() == []
+    size = _largest(copy).stat().st_size
+    for position in (10, size // 2, size - 1):  # in the head of an archive, in values, in its tail
+        _flip(_largest(copy), position)
+        (line,) = read()
+        place = (
+            rf"{_largest(copy)} (is damaged: bytes [\d,]+ to [\d,]+ are not those that were saved|cannot be read: .*)"
+        )
+        assert re.fullmatch(
+            rf"{place}( \(weight/.*\))?; `hybridflow checkpoint verify {copy}` says what is damaged", line
+        )
+        _flip(_largest(copy), position)
+    _flip(_largest(copy), size // 2)
+    assert read(verify=False) == []
 
 
 def test_an_export_replaces_nothing(imported: Path, tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ as_user = pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind 
 def edit(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
     facts = json.loads((directory / MANIFEST).read_text())
     change(facts)
-    (directory / MANIFEST).write_text(json.dumps(facts))
+    facts.pop("checksum")
+    (directory / MANIFEST).write_bytes(module.sealed(json.dumps(facts, indent=1)))
 
 
 def reason(directory: Path) -> str:
@@ -125,7 +126,10 @@ def first_file(**changes: object) -> Callable[[dict[str, Any]], object]:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda facts: facts.update(format=FORMAT + 1, more="new"), "has format 3, this version reads 2: a newer one"),
+        (
+            lambda facts: facts.update(format=FORMAT + 1, more="new"),
+            f"has format {FORMAT + 1}, this version reads {FORMAT}",
+        ),
         (lambda facts: facts.update(format=0), "damaged: format: "),
         (lambda facts: facts.pop("format"), "is not the manifest of a checkpoint"),
         (lambda facts: facts.update(format="1"), "is not the manifest of a checkpoint"),
@@ -145,6 +149,7 @@ def first_file(**changes: object) -> Callable[[dict[str, Any]], object]:
         (first_file(path="a\0b"), "damaged: files.0.path: "),
         (first_file(path=MANIFEST), "damaged: files.0.path: "),
         (lambda facts: facts["files"].append(facts["files"][0]), "damaged: it lists a file twice"),
+        (lambda facts: facts["files"].clear(), "damaged: it lists no file"),
     ],
 )
 def test_a_manifest_that_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], object], expected: str) -> None:
@@ -152,6 +157,25 @@ def test_a_manifest_that_is_refused(tmp_path: Path, change: Callable[[dict[str, 
     edit(directory, change)
     assert reason(directory).startswith(f"{MANIFEST} ")
     assert expected in reason(directory)
+
+
+def test_any_change_of_a_manifests_text_is_seen(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path)
+    write_manifest(directory, describe(directory, recipe={"train": {"lr": 1e-6}}))
+    whole = (directory / MANIFEST).read_bytes()
+    for before, after in [
+        (b"1e-06", b"9e-06"),
+        (b'"step": 12', b'"step": 13'),
+        (b'"step"', b' "step"'),
+        (b"xxh3_128:", b"xxh3_128:0"),
+    ]:
+        assert before in whole
+        (directory / MANIFEST).write_bytes(whole.replace(before, after, 1))
+        assert reason(directory) == f"{MANIFEST} is damaged: its checksum is not that of its text"
+    # Those of format 2 have none.
+    facts = {key: value for key, value in json.loads(whole).items() if key != "checksum"}
+    (directory / MANIFEST).write_text(json.dumps(facts | {"format": 2}))
+    assert read_manifest(directory).recipe == {"train": {"lr": 1e-6}}
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"null", b"\xff\xfe", b"[" * 100_000])

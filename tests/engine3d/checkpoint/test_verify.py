@@ -104,6 +104,18 @@ def test_damages_are_told_in_the_manifests_order_however_long_each_file_takes(tm
     assert [damage.file for damage in verify_checkpoint(directory)] == paths
 
 
+@pytest.mark.parametrize("way", ["../0.distcp", "/etc/hostname"])
+def test_metadata_that_names_files_elsewhere_is_refused(tmp_path: Path, way: str) -> None:
+    directory = make_checkpoint_of_tensors(tmp_path)
+    metadata = FileSystemReader(directory / "actor").read_metadata()
+    first = next(iter(metadata.storage_data))
+    metadata.storage_data[first] = replace(metadata.storage_data[first], relative_path=way)
+    (directory / "actor" / METADATA).write_bytes(pickle.dumps(metadata))
+    write_manifest(directory, describe(directory))
+    with pytest.raises(UserError, match=rf"actor/\.metadata names the file '{way}', expected one of its own directory"):
+        read_metadata(directory, read_manifest(directory), "actor")
+
+
 class _Trap:
     """Makes a directory when it is unpickled."""
 
@@ -210,7 +222,7 @@ def test_what_inspect_tells(tmp_path: Path) -> None:
     (directory / "actor" / "__0_0.distcp").unlink()
     (directory / "driver.json").write_text("{")
     lines = inspect_checkpoint(directory).splitlines()
-    assert lines[2].startswith("driver: driver.json cannot be read: Expecting")
+    assert lines[2].startswith("driver: driver.json cannot be read: not valid JSON: Expecting")
     assert lines[-2] == "not whole: actor/__0_0.distcp is missing"
     assert lines[-1].startswith("not whole: driver.json has 1 bytes, expected ")
 

@@ -1,0 +1,221 @@
+"""Text and JSON files that a user names, read with bounds: a regular file, of a size, without depth or length to abuse.
+
+Opening a named pipe waits for ever, a device has no end, and JSON of a few kilobytes can hold a number or a depth that
+Python refuses late, or in the middle of other work. Every file of a user is read here: each of these is one error.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engine3d.errors import UserError
+
+MOST_LEVELS = 64
+"""Levels of lists and objects inside each other."""
+MOST_DIGITS = 40
+"""Digits of a whole number: transformers writes `model_max_length` with 31."""
+MOST_DIGITS_OF_DATA = 4000
+"""Of a whole number in data, where one may be the answer to a problem."""
+_MIB = 1 << 20
+MOST_CONFIG_BYTES = 16 * _MIB
+MOST_LIST_BYTES = 64 * _MIB
+"""Of a file that lists tensors or files: 400,000 of them."""
+MOST_LINE_BYTES = 16 * _MIB
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+class FileError(UserError):
+    """A file cannot be read. The message names it, and says why.
+
+    Args:
+        path: the file.
+        reason: why, to follow its name.
+        number: `errno` of the system's error; None where it is another.
+    """
+
+    def __init__(self, path: Path | str, reason: str, number: int | None = None) -> None:
+        super().__init__(f"{_printable(path)}: {reason}")
+        self.reason, self.errno = reason, number
+
+
+class JsonError(ValueError):
+    """Text is not the JSON that can be read here. The message says why, and where in the text if that is known."""
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor of a regular file, for reading; the caller closes it. Never waits.
+
+    Raises:
+        FileError: no such file, another kind of file, or one that may not be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except FileNotFoundError:
+        raise FileError(path, "no such file", errno.ENOENT) from None
+    except OSError as error:
+        raise FileError(path, f"cannot be read: {error.strerror}", error.errno) from None
+    except ValueError:
+        raise FileError(path, "a null character is in the path") from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise FileError(path, f"is {_KINDS.get(stat.S_IFMT(mode), 'no file')}, expected a regular file")
+    return descriptor
+
+
+def check_regular(path: Path, most_bytes: int | None = None) -> None:
+    """That a file can be read by a library that knows no bounds.
+
+    Raises:
+        FileError: as `open_regular`, or it has more than `most_bytes`.
+    """
+    descriptor = open_regular(path)
+    try:
+        _check_size(path, os.fstat(descriptor).st_size, most_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def read_bytes(path: Path, most_bytes: int) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        FileError: as `open_regular`, or it has more than `most_bytes`.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        _check_size(path, os.fstat(file.fileno()).st_size, most_bytes)
+        try:
+            data = file.read(most_bytes + 1)
+        except OSError as error:
+            raise FileError(path, f"cannot be read: {error.strerror}") from None
+    _check_size(path, len(data), most_bytes)  # it may have grown
+    return data
+
+
+def read_text(path: Path, most_bytes: int) -> str:
+    """The content of a regular file of UTF-8 text. Errors as of `read_bytes`, and FileError for other bytes."""
+    try:
+        return read_bytes(path, most_bytes).decode("utf-8")
+    except UnicodeDecodeError:
+        raise FileError(path, "not a text file in UTF-8") from None
+
+
+def read_json(path: Path, most_bytes: int = MOST_CONFIG_BYTES) -> Any:
+    """The value in a regular file of JSON.
+
+    Raises:
+        FileError: as `read_text`, or it is not JSON that `parse_json` reads.
+    """
+    try:
+        return parse_json(read_text(path, most_bytes))
+    except JsonError as error:
+        raise FileError(path, f"not valid JSON: {error}") from None
+
+
+def read_json_object(path: Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
+    """The object in a regular file of JSON. Errors as of `read_json`, and FileError for another value."""
+    values = read_json(path, most_bytes)
+    if not isinstance(values, dict):
+        raise FileError(path, f"expected a JSON object, found {type(values).__name__}")
+    return values
+
+
+def parse_json(text: str | bytes, *, most_digits: int = MOST_DIGITS) -> Any:
+    """The value of JSON text that nests at most `MOST_LEVELS` deep.
+
+    Args:
+        text: if bytes, in UTF-8.
+        most_digits: of a whole number.
+
+    Raises:
+        JsonError: it is something else.
+    """
+
+    def integer(digits: str) -> int:
+        if len(digits) > most_digits:
+            raise JsonError(f"a whole number has {len(digits):,} digits, expected at most {most_digits:,}")
+        return int(digits)
+
+    try:
+        value = json.loads(text, parse_int=integer)
+    except json.JSONDecodeError as error:
+        raise JsonError(str(error)) from None
+    except UnicodeDecodeError:
+        raise JsonError("not text in UTF-8") from None
+    except RecursionError:
+        raise JsonError(_TOO_DEEP) from None
+    _check_depth(value)
+    return value
+
+
+def lines(path: Path, *, most_line_bytes: int = MOST_LINE_BYTES, errors: str = "strict") -> Iterator[tuple[str, bool]]:
+    """The lines of a regular file of UTF-8 text, without their ends, one at a time.
+
+    Args:
+        path: the file.
+        most_line_bytes: of one line.
+        errors: what is done with bytes that are not UTF-8, as for `bytes.decode`.
+
+    Yields:
+        A line, and whether it has an end: the last may lack one.
+
+    Raises:
+        FileError: as `open_regular`, a line is longer, or is no text.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        for number in itertools.count(1):
+            try:
+                line = file.readline(most_line_bytes + 1)
+                text = line.decode("utf-8", errors)
+            except OSError as error:
+                raise FileError(path, f"cannot be read: {error.strerror}") from None
+            except UnicodeDecodeError:
+                raise FileError(f"{path}:{number}", "not UTF-8 text") from None
+            if not line:
+                return
+            if len(line) > most_line_bytes:
+                raise FileError(
+                    f"{path}:{number}", f"a line of more bytes than {most_line_bytes:,}, expected at most that"
+                )
+            yield text.removesuffix("\n"), text.endswith("\n")
+
+
+_TOO_DEEP = f"nested more than {MOST_LEVELS} levels deep"
+
+
+def _check_depth(value: Any) -> None:
+    level = [value] if isinstance(value, dict | list) else []
+    depth = 0
+    while level:
+        depth += 1
+        if depth > MOST_LEVELS:
+            raise JsonError(_TOO_DEEP)
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+
+
+def _check_size(path: Path, size: int, most_bytes: int | None) -> None:
+    if most_bytes is not None and size > most_bytes:
+        raise FileError(path, f"{size:,} bytes, expected at most {most_bytes:,}")
+
+
+def _printable(path: Path | str) -> str:
+    return str(path).replace("\0", "\\0")
