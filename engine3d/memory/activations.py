@@ -40,6 +40,13 @@ def saved_by_layer(
     return _attention(sizes, layout.tp, spread, itemsize) + mlp
 
 
+def saved_for_balance(sizes: Sizes, layout: Layout, layer: int, *, sequence_parallel: bool) -> float:
+    """Bytes a token that one layer saves for balance losses: each expert's score, and by what that is multiplied."""
+    if not sizes.is_sparse(layer):
+        return 0.0
+    return 2 * _FLOAT32 * sizes.experts / (layout.tp if sequence_parallel else 1)
+
+
 def hidden_state(sizes: Sizes, layout: Layout, itemsize: int, *, sequence_parallel: bool) -> float:
     """Bytes a token of what goes from layer to layer: all that full recomputation keeps of one."""
     return sizes.hidden * itemsize / (layout.tp if sequence_parallel else 1)

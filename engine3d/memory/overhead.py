@@ -14,6 +14,15 @@ MODEL_BYTES = 2400 * 10**6
 """Of every model's process beside that, once it was at work: kernels and workspaces of its libraries, and blocks that
 PyTorch's allocator cannot give back because something small is left in them."""
 
+TRAINING_PROCESS_BYTES = 600 * 10**6
+"""Of every model's process on a CPU beside its tensors: Python and the libraries. A demo run's, rounded up."""
+
+ENGINE_PROCESSES_BYTES = 1500 * 10**6
+"""The same of every rank of an engine: SGLang's processes, and the one that talks to them."""
+
+RUN_PROCESSES_BYTES = 1200 * 10**6
+"""The same of the driver, the reward functions and Ray, which are on the first node."""
+
 _COMMUNICATOR_BYTES = 484 << 20
 _PEER_BYTES = 640 << 20
 """Of NCCL: for each group of ranks that communicates, and for each rank with which tokens are exchanged."""

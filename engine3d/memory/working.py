@@ -14,6 +14,7 @@ from engine3d.memory.activations import (
     made_again_by_layer,
     made_by_experts,
     saved_by_layer,
+    saved_for_balance,
 )
 from engine3d.models.family import ModelSpec
 from engine3d.training.config import TrainConfig
@@ -53,6 +54,9 @@ def update_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainC
     layers = spec.rules.stage_layers(layout, at.pp)
     how = cut | {"one_step": config.has_one_step_experts(spec.sizes, layout)}
     saved = [saved_by_layer(spec.sizes, layout, layer, itemsize, **how) for layer in layers]
+    if config.balances_experts:
+        balance = [saved_for_balance(spec.sizes, layout, layer, **cut) for layer in layers]
+        saved = [one + other for one, other in zip(saved, balance, strict=True)]
     gradients = [gradients_of_layer(spec.sizes, layout, layer, itemsize, **how) for layer in layers]
     under_way = layout.pp - at.pp  # micro-batches of a stage whose backward pass has not begun
     again = len(layers) if config.recompute_layers is None else min(config.recompute_layers, len(layers))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine3d.errors import UserError
+from engine3d.errors import UserError, shortened
 from engine3d.models.deepseek_v3 import DEEPSEEK_V3
 from engine3d.models.family import Family, ModelSpec
 from engine3d.models.hf_config import HFConfig
@@ -21,7 +22,7 @@ from engine3d.platform import platform
 if TYPE_CHECKING:
     from engine3d.models.build import build_model
     from engine3d.models.random_weights import initialise_random
-    from engine3d.models.weights import check_weights, export_weights, load_weights
+    from engine3d.models.weights import check_finite_weights, check_weights, export_weights, load_weights
 
 __all__ = [
     "FAMILIES",
@@ -32,17 +33,20 @@ __all__ = [
     "Piece",
     "Sizes",
     "build_model",
+    "check_finite_weights",
     "check_weights",
     "export_weights",
     "initialise_random",
     "load_model_spec",
     "load_weights",
+    "missing_for_sglang",
     "model_spec",
 ]
 
 # Imported when first asked for: rules and plans need neither Megatron nor safetensors.
 _LATER = {
     "build_model": "build",
+    "check_finite_weights": "weights",
     "check_weights": "weights",
     "export_weights": "weights",
     "initialise_random": "random_weights",
@@ -57,6 +61,9 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"engine3d.models.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
+
+_MOST_EXPERTS = 131_072
+"""Over all layers, five times those of the largest models: each has tensors of its own to be counted through."""
 
 FAMILIES = (QWEN3_MOE, QWEN3, LLAMA, DEEPSEEK_V3)
 
@@ -81,18 +88,31 @@ def model_spec(hf_config: dict[str, Any], *, value_head: bool = False) -> ModelS
     return _spec(HFConfig(hf_config, "config"), None, value_head)
 
 
+def missing_for_sglang(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What SGLang needs of a `config.json` and this one lacks, as files that transformers has saved do.
+
+    Nothing for an architecture that is not known here.
+    """
+    named = hf_config.get("architectures") or []
+    published = next((family.published for family in FAMILIES if family.architecture in named), {})
+    return {key: value for key, value in published.items() if hf_config.get(key) is None}
+
+
 def _spec(config: HFConfig, directory: Path | None, value_head: bool) -> ModelSpec:
-    architectures = config.get("architectures", [])
-    if not isinstance(architectures, list):
-        raise config.error("architectures", "a list of names")
+    architectures = config.texts("architectures")
     for family in FAMILIES:
         accepted = [family.architecture]
         if value_head:
             accepted += [family.value_architecture, family.biased_value_architecture]
         named = any(architecture in accepted for architecture in architectures)
         if named or (not architectures and config.get("model_type") == family.name):
-            rope = read_rope(config, family.ropes)
-            return ModelSpec(family, config, family.sizes(config), rope, directory, value_head)
+            rope, sizes = read_rope(config, family.ropes), family.sizes(config)
+            if sizes.layers * max(1, sizes.experts) > _MOST_EXPERTS:
+                raise UserError(
+                    f"{config.source}: {sizes.layers:,} layers of {sizes.experts:,} experts: expected at most "
+                    f"{_MOST_EXPERTS:,} experts over all layers"
+                )
+            return ModelSpec(family, config, sizes, rope, directory, value_head)
     supported = ", ".join(family.architecture for family in FAMILIES)
-    found = ", ".join(map(str, architectures)) or config.get("model_type", "none")
-    raise UserError(f"{config.source}: architecture {found} is not supported; supported are {supported}")
+    found = ", ".join(architectures) or str(config.get("model_type", "none"))
+    raise UserError(f"{config.source}: architecture {shortened(found)} is not supported; supported are {supported}")

@@ -14,6 +14,8 @@ from engine3d.models.hf_config import HFConfig
 from engine3d.models.rules import Rule
 from engine3d.models.sizes import Latent, Sizes, decoder_sizes
 
+_PUBLISHED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
 _SCORES_PER_GROUP = 2
 """A group is chosen by the sum of its best scores: this many."""
 
@@ -21,6 +23,8 @@ _SCORES_PER_GROUP = 2
 def sizes(config: HFConfig) -> Sizes:
     config.require("attention_bias", (False,), False)
     config.require("rope_interleave", (True,), True)
+    for key, value in _PUBLISHED.items():
+        config.require(key, (value,), value)
     heads = config.integer("num_attention_heads")
     if config.integer("num_key_value_heads", heads) != heads:
         raise config.error("num_key_value_heads", f"num_attention_heads={heads}")
@@ -36,7 +40,6 @@ def sizes(config: HFConfig) -> Sizes:
     dense = config.get("first_k_dense_replace", 0)
     if not isinstance(dense, int) or isinstance(dense, bool) or not 0 <= dense < layers:
         raise config.error("first_k_dense_replace", f"a whole number below num_hidden_layers={layers}")
-    config.require("moe_layer_freq", (1,), 1)
     expert_ffn = config.integer("moe_intermediate_size")
     return decoder_sizes(
         config,
@@ -52,8 +55,6 @@ def sizes(config: HFConfig) -> Sizes:
 
 
 def _routing(config: HFConfig) -> dict[str, Any]:
-    config.require("scoring_func", ("sigmoid",), "sigmoid")
-    config.require("topk_method", ("noaux_tc",), "noaux_tc")
     # Megatron-Core's sigmoid router always normalises, and leaves a single expert's weight as it is.
     config.require("norm_topk_prob", (True,), True)
     experts, experts_per_token = config.integer("n_routed_experts"), config.integer("num_experts_per_tok")
@@ -101,4 +102,12 @@ def megatron(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", sizes, layer, megatron, ropes=("default", "yarn"))
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    sizes,
+    layer,
+    megatron,
+    ropes=("default", "yarn"),
+    published=_PUBLISHED,
+)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,8 @@ class Family:
         layer: the rules of one layer, by its number.
         megatron: further arguments of Megatron's TransformerConfig.
         ropes: the kinds of rotary embeddings that it may have.
+        published: keys of published configs, and their only value here, which SGLang needs and transformers leaves out
+            of what it saves.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Family:
     layer: Callable[[Sizes, int], tuple[Rule, ...]]
     megatron: Callable[[Sizes], dict[str, Any]] = lambda sizes: {}
     ropes: tuple[str, ...] = KINDS
+    published: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def value_architecture(self) -> str:
@@ -93,7 +96,7 @@ class ModelSpec:
     @property
     def value_bias(self) -> bool:
         """Whether the value head has a bias; a new one has none."""
-        return self.value_head and self.family.biased_value_architecture in self.config.get("architectures", [])
+        return self.value_head and self.family.biased_value_architecture in self.config.texts("architectures")
 
     @cached_property
     def rules(self) -> ModelRules:

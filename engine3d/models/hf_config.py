@@ -7,7 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine3d.errors import UserError
+from engine3d.errors import UserError, shortened
+from engine3d.input_files import read_json_object
+from engine3d.settings import LARGEST, SMALLEST
+
+_MOST = {
+    "num_hidden_layers": 4096,
+    "num_experts": 16_384,
+    "num_local_experts": 16_384,
+    "n_routed_experts": 16_384,
+    "num_attention_heads": 65_536,
+    "num_key_value_heads": 65_536,
+    "head_dim": 65_536,
+    "hidden_size": 1 << 20,
+    "vocab_size": 1 << 24,
+}
+"""Far beyond any model, and little enough to be counted through."""
+_MOST_OF_OTHERS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -32,15 +48,9 @@ class HFConfig:
         if not directory.is_dir():
             raise UserError(f"model {directory}: no such directory; expected one with a HuggingFace config.json")
         path = directory / "config.json"
-        if not path.is_file():
+        if not path.exists():
             raise UserError(f"model {directory}: has no config.json; expected a HuggingFace model directory")
-        try:
-            values = json.loads(path.read_text())
-        except ValueError as error:
-            raise UserError(f"{path}: not valid JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise UserError(f"{path}: expected a JSON object, found {type(values).__name__}")
-        return cls(values, str(path))
+        return cls(read_json_object(path), str(path))
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of any kind; null counts as absent."""
@@ -48,18 +58,29 @@ class HFConfig:
         return default if value is None else value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+        """A whole number of at least 1, and at most what a model may have of it."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(key, "a whole number of at least 1")
+        if value > (most := _MOST.get(key, _MOST_OF_OTHERS)):
+            raise self.error(key, f"at most {most:,}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A number above zero."""
+    def number(self, key: str, default: float | None = None, *, most: float = LARGEST) -> float:
+        """A number above zero that float32 holds, and at most `most`."""
         value = self.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise self.error(key, "a number above 0")
+        if not SMALLEST <= value <= most:
+            raise self.error(key, f"a number from {SMALLEST:g} to {most:g}")
         return float(value)
+
+    def texts(self, key: str) -> list[str]:
+        """A list of texts; empty where it is absent."""
+        value = self.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self.error(key, "a list of texts")
+        return value
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)
@@ -73,5 +94,5 @@ class HFConfig:
             raise self.error(key, " or ".join(json.dumps(value) for value in accepted))
 
     def error(self, key: str, expected: str) -> UserError:
-        found = json.dumps(self.values[key]) if key in self.values else "nothing"
-        return UserError(f"{self.source}: {key}: expected {expected}, found {found}")
+        found = json.dumps(self.values[key], default=repr) if key in self.values else "nothing"
+        return UserError(f"{self.source}: {key}: expected {expected}, found {shortened(found)}")

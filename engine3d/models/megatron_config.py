@@ -20,7 +20,8 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models.family import ModelSpec
 from engine3d.models.local_modules import CoreAttention, LatentAttention, RMSNorm
-from engine3d.models.moe_layer import MoELayerInOneStep
+from engine3d.models.moe_layer import MoELayerInOneStep, MoELayerOfSequences
+from engine3d.models.router import Router
 from engine3d.models.sizes import Latent
 from engine3d.platform import platform
 
@@ -104,7 +105,8 @@ def _experts(spec: ModelSpec) -> dict[str, Any]:
         "moe_ffn_hidden_size": sizes.expert_ffn,
         "moe_layer_freq": [int(sparse) for sparse in sizes.sparse],
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "aux_loss",
+        # Of the kinds that do not depend on micro-batches, that of the whole update; see `models.load_balance`.
+        "moe_router_load_balancing_type": "global_aux_loss",
         "moe_aux_loss_coeff": 0.0,
         **spec.family.megatron(sizes),
     }
@@ -158,6 +160,7 @@ def layer_spec(
     layers = block.layer_specs
     if spec.sizes.latent is not None:
         layers = [_with_attention(layer, module=LatentAttention) for layer in layers]
+    layers = [_with_router(layer) for layer in layers]
     if platform.has_transformer_engine:
         layers = [_with_lean_modules(layer, config, one_step_experts) for layer in layers]
     else:
@@ -174,6 +177,16 @@ def _with_local_modules(layer: ModuleSpec) -> ModuleSpec:
     return _with_attention(layer, submodules=modules)
 
 
+def _with_router(layer: ModuleSpec) -> ModuleSpec:
+    """The layer, with our own router if it has experts."""
+    mlp = layer.submodules.mlp
+    if not (isinstance(mlp, partial) and mlp.func is MoELayer):
+        return layer
+    submodules = replace(mlp.keywords["submodules"], router=Router)
+    mlp = partial(MoELayerOfSequences, *mlp.args, **mlp.keywords | {"submodules": submodules})
+    return replace(layer, submodules=replace(layer.submodules, mlp=mlp))
+
+
 def _with_lean_modules(layer: ModuleSpec, config: TransformerConfig, one_step: bool) -> ModuleSpec:
     """Transformer Engine's layers, but for the norms that are not part of a linear layer, and for experts."""
     from engine3d.models import transformer_engine_modules as lean
@@ -181,12 +194,14 @@ def _with_lean_modules(layer: ModuleSpec, config: TransformerConfig, one_step: b
     if not (config.layernorm_zero_centered_gamma or config.fused_residual_rmsnorm):
         layer = _with_norms(layer, lean.KernelRMSNorm)
     mlp = layer.submodules.mlp
-    if isinstance(mlp, partial) and mlp.func is MoELayer and lean.may_group(config):
+    if isinstance(mlp, partial) and mlp.func is MoELayerOfSequences and lean.may_group(config):
         moe = mlp.keywords["submodules"]
         linear = {"linear_fc1": lean.GroupedColumns, "linear_fc2": lean.GroupedRows}
         experts = replace(moe.experts.keywords["submodules"], **linear)
         moe = replace(moe, experts=partial(moe.experts, submodules=experts))
-        mlp = partial(MoELayerInOneStep if one_step else MoELayer, *mlp.args, **mlp.keywords | {"submodules": moe})
+        mlp = partial(
+            MoELayerInOneStep if one_step else MoELayerOfSequences, *mlp.args, **mlp.keywords | {"submodules": moe}
+        )
         layer = replace(layer, submodules=replace(layer.submodules, mlp=mlp))
     return layer
 

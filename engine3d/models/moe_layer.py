@@ -1,4 +1,4 @@
-"""Megatron-Core's layer of experts, with one step in place of its dispatcher's and its experts'."""
+"""Megatron-Core's layer of experts: with a router that knows sequences, and in one step where it can be."""
 
 from __future__ import annotations
 
@@ -10,20 +10,31 @@ from torch import Tensor
 from engine3d.models.routed_experts import routed_experts
 
 
-class MoELayerInOneStep(MoELayer):  # type: ignore[misc]
+class MoELayerOfSequences(MoELayer):  # type: ignore[misc]
+    """A layer whose router is told the sequence of every position."""
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """[s, b, hidden] -> the same, and no bias. `padding_mask`, [b, s], has `Router.sequences` in it."""
+        self.router.sequences = padding_mask
+        return super().forward(hidden_states, intermediate_tensors)  # type: ignore[no-any-return]
+
+
+class MoELayerInOneStep(MoELayerOfSequences):
     """A layer whose experts can say what their weights are `together`; see `routed_experts`."""
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """[s, b, hidden] -> the same, and no bias. `padding_mask`, [b, s], is the router's."""
+        """As above."""
         experts = self.experts
         first, last = (layer.together(hidden_states.dtype) for layer in (experts.linear_fc1, experts.linear_fc2))
         if first is None or last is None or intermediate_tensors is not None:
-            return super().forward(hidden_states, intermediate_tensors, padding_mask)  # type: ignore[no-any-return]
+            return super().forward(hidden_states, intermediate_tensors, padding_mask)
+        self.router.sequences = padding_mask
         shared = self.shared_experts_compute(hidden_states)
-        mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool()
-        probabilities, routing = self.route(hidden_states, mask)
+        probabilities, routing = self.route(hidden_states)
         output = routed_experts(
             hidden_states.reshape(-1, hidden_states.shape[-1]),
             probabilities,

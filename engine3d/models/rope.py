@@ -84,7 +84,7 @@ def read_rope(config: HFConfig, kinds: tuple[str, ...] = KINDS) -> Rope:
     if nested.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError(f"{config.source}: partial_rotary_factor: expected 1.0, which is the only one supported")
     kind = nested.get("rope_type", nested.get("type", "default"))
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise config.error(key, f"rope_type {', '.join(kinds[:-1])} or {kinds[-1]}")
     if kind == "default":
         return Rope(base)

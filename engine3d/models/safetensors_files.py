@@ -20,15 +20,18 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from engine3d.errors import UserError
+from engine3d.errors import UserError, shortened
+from engine3d.input_files import MOST_LIST_BYTES, check_regular, open_regular, parse_json, read_json_object
 from engine3d.models.rules import Box
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MOST_HEADER_BYTES = 32 << 20
+"""Of one file, some 200,000 tensors. The format itself allows 100 MB."""
 _BUFFER_BYTES = 64 << 20
 _SAMPLED_TENSORS, _SAMPLED_ELEMENTS = 1024, 4096
 
@@ -46,30 +49,41 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file, without reading them.
 
     Raises:
-        UserError: the file does not exist, is not a safetensors file, or is shorter or longer than its header says.
+        UserError: the file does not exist, is not a safetensors file, is shorter or longer than its header says, or has
+            dtypes or places of tensors that the format does not know.
     """
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > size - 8:
             raise UserError(f"{path}: not a whole safetensors file: its header does not fit its {size} bytes")
+        if length > _MOST_HEADER_BYTES:
+            raise UserError(f"{path}: a header of {length:,} bytes, expected at most {_MOST_HEADER_BYTES:,}")
         try:
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
             tensors = {
                 name: StoredTensor(path, str(entry["dtype"]), tuple(map(int, entry["shape"])))
                 for name, entry in header.items()
                 if name != "__metadata__"
             }
             ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise UserError(f"{path}: not a safetensors file: its header cannot be read ({error})") from error
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+            reason = shortened(" ".join(str(error).split()), 200)
+            raise UserError(f"{path}: not a safetensors file: its header cannot be read ({reason})") from error
     expected = 8 + length + max(ends, default=0)
     if size != expected:
         raise UserError(f"{path}: damaged: expected {expected} bytes by its header, found {size}")
-    return tensors
+    try:
+        with safe_open(path, framework="pt"):  # which knows what dtypes there are, and where tensors may lie
+            return tensors
+    except SafetensorError as error:
+        raise UserError(f"{path}: damaged: safetensors cannot read it: {' '.join(str(error).split())}") from None
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name that somebody else wrote is that of a file in a directory, and leads nowhere else."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 class TensorFiles:
@@ -94,24 +108,27 @@ class TensorFiles:
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """Every tensor by name."""
+        for path in sorted(self.directory.glob("*.safetensors")):
+            check_regular(path)  # SGLang opens them all
         index = self.directory / INDEX_FILE
-        if not index.is_file():
-            if not (self.directory / SINGLE_FILE).is_file():
+        if not index.exists():
+            if not (self.directory / SINGLE_FILE).exists():
                 raise UserError(f"model {self.directory}: has no weights; expected {SINGLE_FILE} or {INDEX_FILE}")
             return read_header(self.directory / SINGLE_FILE)
-        try:
-            files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{index}: expected a JSON object with weight_map: {error}") from error
+        files = read_json_object(index, MOST_LIST_BYTES).get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(name, str) and name for name in files.values()):
+            raise UserError(f"{index}: expected a JSON object with weight_map: the file of each tensor by its name")
         headers = {}
-        for name in sorted(set(map(str, files.values()))):
-            if not (self.directory / name).is_file():
+        for name in sorted(set(files.values())):
+            if not is_file_name(name):
+                raise UserError(f"{index}: names {name!r}, expected a file of its own directory")
+            if not (self.directory / name).exists():
                 raise UserError(f"{self.directory / name}: no such file, though {INDEX_FILE} names it")
             headers[name] = read_header(self.directory / name)
         for name, file in files.items():
-            if name not in headers[str(file)]:
-                raise UserError(f"tensor {name}: not in {self.directory / str(file)}, though {INDEX_FILE} says so")
-        return {name: headers[str(file)][name] for name, file in files.items()}
+            if name not in headers[file]:
+                raise UserError(f"tensor {name}: not in {self.directory / file}, though {INDEX_FILE} says so")
+        return {name: headers[file][name] for name, file in files.items()}
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Refuse a tensor that is missing, has another shape, or a dtype that cannot be read."""
@@ -120,8 +137,8 @@ class TensorFiles:
         stored = self.tensors[name]
         if stored.shape != shape:
             raise UserError(f"tensor {name} in {stored.path}: expected shape {list(shape)}, found {list(stored.shape)}")
-        if stored.dtype not in _DTYPES:
-            accepted = ", ".join(_DTYPES)
+        if stored.dtype not in DTYPES:
+            accepted = ", ".join(DTYPES)
             raise UserError(
                 f"tensor {name} in {stored.path}: dtype {stored.dtype}, expected {accepted}; "
                 "quantised weights must be converted first"
@@ -133,6 +150,17 @@ class TensorFiles:
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt", device="cpu")
         return self._open[path].get_slice(name)[tuple(slice(start, stop) for start, stop in box)]
+
+    def not_finite(self, name: str) -> tuple[int, ...] | None:
+        """The place of the first element of a tensor that is nan or infinite; None if there is none."""
+        rows, *others = self.tensors[name].shape
+        step = max(1, _BUFFER_BYTES // (4 * max(1, prod(others))))
+        for first in range(0, rows, step):
+            values = self.read(name, ((first, min(first + step, rows)), *((0, size) for size in others)))
+            if not bool(values.isfinite().all()):
+                row, *place = (~values.isfinite()).nonzero()[0].tolist()
+                return (first + row, *place)
+        return None
 
     def fingerprint(self) -> str:
         """What tells these weights from others, in seconds for a model of any size, however they are cut into files.

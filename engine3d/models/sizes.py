@@ -127,7 +127,7 @@ def decoder_sizes(config: HFConfig, **others: Any) -> Sizes:
     config.require("hidden_act", ("silu",), "silu")
     config.require("attention_dropout", (0, 0.0), 0.0)
     config.require("use_sliding_window", (False,), False)
-    if any(kind != "full_attention" for kind in config.get("layer_types", [])):
+    if any(kind != "full_attention" for kind in config.texts("layer_types")):
         raise config.error("layer_types", 'only "full_attention"')
     return Sizes(
         layers=config.integer("num_hidden_layers"),
@@ -135,7 +135,7 @@ def decoder_sizes(config: HFConfig, **others: Any) -> Sizes:
         vocabulary=config.integer("vocab_size"),
         ffn=config.integer("intermediate_size"),
         max_positions=config.integer("max_position_embeddings"),
-        norm_epsilon=config.number("rms_norm_eps", 1e-6),
+        norm_epsilon=config.number("rms_norm_eps", 1e-6, most=1.0),
         initializer_range=config.number("initializer_range", 0.02),
         tied=config.flag("tie_word_embeddings"),
         attention_bias=config.flag("attention_bias"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -16,7 +17,7 @@ from engine3d.errors import EngineError, UserError
 from engine3d.layout import Coordinates, Layout
 from engine3d.models.family import ModelSpec
 from engine3d.models.rules import Box, LocalParameter
-from engine3d.models.safetensors_files import INDEX_FILE, ExportFiles, ExportPlan, TensorFiles, plan_export
+from engine3d.models.safetensors_files import DTYPES, INDEX_FILE, ExportFiles, ExportPlan, TensorFiles, plan_export
 from engine3d.platform import platform
 
 TOKENIZER_FILES = (
@@ -33,14 +34,60 @@ TOKENIZER_FILES = (
 )
 
 
-def check_weights(spec: ModelSpec, directory: str | Path) -> None:
+def check_weights(spec: ModelSpec, directory: str | Path, *, needs_head: bool = False) -> None:
     """Check from the files' headers alone that every tensor of the model is there with its shape.
+
+    Args:
+        needs_head: refuse files without a value head, for a model whose head nobody trains.
 
     Raises:
         UserError: names the tensor, the file, and the expected and the found shape.
     """
     with TensorFiles(Path(directory)) as files:
         _check(spec, files)
+        if needs_head:
+            _check_head(spec, files, directory)
+
+
+def _check_head(spec: ModelSpec, files: TensorFiles, directory: str | Path) -> None:
+    lacking = [name for name, tensor in spec.hf_tensors.items() if tensor.optional and name not in files.tensors]
+    if lacking:
+        raise UserError(
+            f"{directory}: no tensor {lacking[0]}, expected a model with a value head "
+            f"({spec.family.value_architecture}), because it is not trained and would score everything 0"
+        )
+
+
+def check_finite_weights(spec: ModelSpec, directory: str | Path, *, limit_s: float) -> tuple[int, int]:
+    """Look for weights that are nan or infinite, one file after another, for a limited time.
+
+    Args:
+        spec: the model.
+        directory: of its files, which are sound, see `check_weights`.
+        limit_s: seconds after which no other tensor is begun.
+
+    Returns:
+        Bytes that were looked at, and bytes of all tensors.
+
+    Raises:
+        UserError: names the tensor, the file and the place.
+    """
+    began = time.monotonic()
+    with TensorFiles(Path(directory)) as files:
+        stored = {name: files.tensors[name] for name in spec.hf_tensors if name in files.tensors}
+        by_file = sorted(stored.items(), key=lambda item: str(item[1].path))
+        sizes = {name: prod(each.shape) * DTYPES[each.dtype].itemsize for name, each in by_file}
+        looked_at = 0
+        for name, size in sizes.items():
+            if time.monotonic() - began > limit_s:
+                break
+            if (place := files.not_finite(name)) is not None:
+                raise UserError(
+                    f"tensor {name} in {files.tensors[name].path}: element {list(place)} is nan or infinite, expected "
+                    "finite weights"
+                )
+            looked_at += size
+    return looked_at, sum(sizes.values())
 
 
 def load_weights(
@@ -64,18 +111,14 @@ def load_weights(
         the HuggingFace names of tensors that the files lack and that were initialised instead: only a value head's.
 
     Raises:
-        UserError: a tensor or file is missing, misshapen or damaged.
+        UserError: a tensor or file is missing, misshapen or damaged, or a weight is nan or infinite.
     """
     parameters = rank_parameters(model, spec, layout, coordinates)
     initialised: list[str] = []
     with TensorFiles(Path(directory)) as files, torch.no_grad():
         _check(spec, files)
-        lacking = [name for name, tensor in spec.hf_tensors.items() if tensor.optional and name not in files.tensors]
-        if needs_head and lacking:
-            raise UserError(
-                f"{directory}: no tensor {lacking[0]}, expected a model with a value head "
-                f"({spec.family.value_architecture}), because it is not trained and would score everything 0"
-            )
+        if needs_head:
+            _check_head(spec, files, directory)
         for local, parameter in parameters:
             if sum(_elements(piece.local_box) for piece in local.pieces) < parameter.numel():
                 parameter.zero_()
@@ -83,6 +126,11 @@ def load_weights(
                 target = parameter[_slices(piece.local_box)]
                 if piece.hf_name in files.tensors:
                     target.copy_(files.read(piece.hf_name, piece.hf_box))
+                    if not bool(target.isfinite().all()):
+                        raise UserError(
+                            f"tensor {piece.hf_name} in {files.tensors[piece.hf_name].path}: a weight is nan or "
+                            f"infinite as {str(target.dtype).removeprefix('torch.')}, expected finite weights"
+                        )
                 else:
                     target.fill_(1.0 if spec.hf_tensors[piece.hf_name].init == "ones" else 0.0)
                     initialised.append(piece.hf_name)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch.distributed import Store
 
 from engine3d.platform import cpu_memory, megatron_cpu
+from engine3d.platform.away import AwayMemory, FileMemory
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
 from engine3d.platform.cpu_wire import GlooWire
 from engine3d.platform.interface import DeviceMemory, Platform
@@ -50,7 +53,8 @@ class CpuPlatform(Platform):
         """Nothing is queued on a CPU."""
 
     def empty_cache(self) -> None:
-        """The CPU allocator keeps no cache of its own."""
+        """torch keeps none on a CPU; the C library keeps what was freed between two allocations that live."""
+        ctypes.CDLL(None).malloc_trim(0)
 
     def take_workspaces(self) -> None:
         """What is free is given back page by page."""
@@ -67,6 +71,9 @@ class CpuPlatform(Platform):
     def host_scratch(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def away_memory(self, nbytes: int) -> AwayMemory:
+        return FileMemory(nbytes)
+
     def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -82,16 +89,27 @@ class CpuPlatform(Platform):
 
         return sglang_cpu.server_arguments()
 
-    def rollout_environment(self, tp: int) -> dict[str, str]:
+    def rollout_device_arguments(self) -> dict[str, Any]:
+        return {}
+
+    def rollout_environment(self, tp: int, *, memory_saver: bool = False) -> dict[str, str]:
         from engine3d.platform import sglang_cpu
 
         return sglang_cpu.environment(tp)
+
+    def rollout_memory_saver(self) -> Callable[[bool], Any] | None:
+        from engine3d.platform import sglang_cpu_memory
+
+        return sglang_cpu_memory.create
 
     def device_name(self, slot: int) -> str:
         return f"cpu:{slot}"
 
     def share_memory(self, storage: torch.UntypedStorage) -> MemoryHandle:
         return cpu_memory.share(storage)
+
+    def shareable_memory(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def map_memory(self, handle: MemoryHandle) -> torch.UntypedStorage:
         return cpu_memory.map_shared(handle)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.distributed import Store
 
 from engine3d.errors import UserError
-from engine3d.platform import cuda_memory
+from engine3d.platform import cuda_expandable, cuda_memory
+from engine3d.platform.away import AwayMemory
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
 from engine3d.platform.cuda_wire import NcclWire
 from engine3d.platform.interface import DeviceMemory, Platform
@@ -31,6 +33,7 @@ _PEAK_FLOPS = {
 }
 _OCTAVES = [2**power for power in range(3, 20)]
 _LARGE_BATCH = 256
+_BLACKWELL = 10
 _DETERMINISTIC = {
     # Of Transformer Engine's attention: the gradient of keys and values is summed in a fixed order.
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -57,6 +60,15 @@ def graph_batch_sizes(most: int) -> list[int]:
         if last > most * 31 // 32 and most < (1.25 if padded >= _LARGE_BATCH else 1.5) * padded:
             found = fewer
     return [*found, most]
+
+
+def expert_kernels(capabilities: Sequence[tuple[int, int]]) -> dict[str, str]:
+    """SGLang's argument for the kernels of experts, on devices of these compute capabilities.
+
+    On Blackwell SGLang would choose `flashinfer_trtllm`, which permutes the experts' weights once they are loaded:
+    weights that are written later would be read in the wrong order. On other GPUs its own choice is Triton's too.
+    """
+    return {"moe_runner_backend": "triton"} if any(major >= _BLACKWELL for major, _ in capabilities) else {}
 
 
 class CudaPlatform(Platform):
@@ -105,6 +117,9 @@ class CudaPlatform(Platform):
     def host_scratch(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def away_memory(self, nbytes: int) -> AwayMemory:
+        return AwayMemory(page_locked(nbytes))
+
     def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(index) for index in range(max(devices) + 1)]
@@ -131,14 +146,25 @@ class CudaPlatform(Platform):
             "cuda_graph_bs_decode": graph_batch_sizes(most_requests),
         }
 
-    def rollout_environment(self, tp: int) -> dict[str, str]:
-        return {}
+    def rollout_device_arguments(self) -> dict[str, Any]:
+        # SGLang asks the devices too, in this process, so that this takes no more memory of them.
+        return expert_kernels([torch.cuda.get_device_capability(index) for index in range(self.gpus)])
+
+    def rollout_environment(self, tp: int, *, memory_saver: bool = False) -> dict[str, str]:
+        # torch_memory_saver ends a process whose segments are expandable.
+        return cuda_expandable.not_expandable(os.environ) if memory_saver else {}
+
+    def rollout_memory_saver(self) -> Callable[[bool], Any] | None:
+        return None
 
     def device_name(self, slot: int) -> str:
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
     def share_memory(self, storage: torch.UntypedStorage) -> MemoryHandle:
         return cuda_memory.share(storage)
+
+    def shareable_memory(self) -> AbstractContextManager[None]:
+        return cuda_expandable.shareable_memory()
 
     def map_memory(self, handle: MemoryHandle) -> torch.UntypedStorage:
         return cuda_memory.map_shared(handle)

@@ -81,5 +81,6 @@ def map_shared(handle: MemoryHandle) -> torch.UntypedStorage:
 def _not_exported(nbytes: int) -> str:
     return (
         f"a storage of {nbytes} bytes of GPU memory cannot be shared with other processes: it has to come from "
-        "cudaMalloc, not from torch_memory_saver or expandable segments (PYTORCH_CUDA_ALLOC_CONF)"
+        "cudaMalloc, not from torch_memory_saver or an expandable segment, and so be taken within "
+        "platform.shareable_memory()"
     )

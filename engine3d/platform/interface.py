@@ -6,7 +6,8 @@ import importlib.metadata
 import importlib.util
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
+from engine3d.platform.away import AwayMemory
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
 from engine3d.platform.memory_handles import MemoryHandle
 from engine3d.platform.wire import Wire
@@ -96,6 +98,14 @@ class Platform(ABC):
         """As `host_memory`, but from PyTorch's cache of such memory: soon there, and rounded up to a power of two."""
 
     @abstractmethod
+    def away_memory(self, nbytes: int) -> AwayMemory:
+        """Memory for what the device is to hold no longer; no part of what `memory` counts while it rests.
+
+        Raises:
+            RuntimeError: there is not so much.
+        """
+
+    @abstractmethod
     def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:
         """The environment in which a new process sees just these of the devices that this process sees, by index."""
 
@@ -120,8 +130,20 @@ class Platform(ABC):
         """SGLang engine arguments that this platform needs, for an engine that runs so many requests at once."""
 
     @abstractmethod
-    def rollout_environment(self, tp: int) -> dict[str, str]:
-        """Environment that SGLang's processes need on this platform, for a tensor parallel size."""
+    def rollout_device_arguments(self) -> dict[str, Any]:
+        """More of them, by what the devices are that this process sees; called in SGLang's own main process."""
+
+    @abstractmethod
+    def rollout_environment(self, tp: int, *, memory_saver: bool = False) -> dict[str, str]:
+        """Environment that SGLang's processes need on this platform, for a tensor parallel size.
+
+        Args:
+            memory_saver: the engine is to give memory back.
+        """
+
+    @abstractmethod
+    def rollout_memory_saver(self) -> Callable[[bool], Any] | None:
+        """What takes the place of `TorchMemorySaverAdapter.create` in SGLang's processes; None where that works."""
 
     @abstractmethod
     def device_name(self, slot: int) -> str:
@@ -138,6 +160,10 @@ class Platform(ABC):
         Raises:
             EngineError: there is no room for it, or its memory is of a kind that cannot be shared.
         """
+
+    @abstractmethod
+    def shareable_memory(self) -> AbstractContextManager[None]:
+        """What torch takes of the device in the block is of a kind that `share_memory` can share."""
 
     @abstractmethod
     def map_memory(self, handle: MemoryHandle) -> torch.UntypedStorage:

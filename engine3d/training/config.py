@@ -4,47 +4,24 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models.grouped_products import ROW_ELEMENTS
 from engine3d.models.sizes import Sizes
-from engine3d.settings import Settings
-
-_NOT_IN_ONE_STEP = (
-    "activation_func",
-    "activation_func_clamp_value",
-    "activation_func_fp8_input_store",
-    "add_bias_linear",
-    "cuda_graph_impl",
-    "delay_wgrad_compute",
-    "fine_grained_activation_offloading",
-    "fp4",
-    "fp8",
-    "glu_linear_offset",
-    "moe_apply_probs_on_input",
-    "moe_latent_size",
-    "moe_mlp_glu_interleave_size",
-    "moe_pad_expert_input_to_capacity",
-    "moe_shared_expert_overlap",
-    "moe_single_grouped_weight",
-    "overlap_dispatch_backward_with_experts_wgrad",
-    "quant_recipe",
-    "use_te_activation_func",
-    "use_transformer_engine_op_fuser",
-)
-"""Megatron-Core's options that only its own steps have."""
+from engine3d.settings import LONGEST_S, MOST_RANKS, MOST_TOKENS, Settings
+from engine3d.training.megatron_options import refusals
 
 
 class LayoutConfig(Settings):
     """Parallel sizes; the data parallel size is what they leave of the ranks."""
 
-    tp: int = Field(1, ge=1)
-    pp: int = Field(1, ge=1)
-    ep: int = Field(1, ge=1)
-    etp: int = Field(1, ge=1)
-    cp: int = Field(1, ge=1)
+    tp: int = Field(1, ge=1, le=MOST_RANKS)
+    pp: int = Field(1, ge=1, le=MOST_RANKS)
+    ep: int = Field(1, ge=1, le=MOST_RANKS)
+    etp: int = Field(1, ge=1, le=MOST_RANKS)
+    cp: int = Field(1, ge=1, le=MOST_RANKS)
 
     @model_validator(mode="after")
     def _whole_sequences(self) -> LayoutConfig:
@@ -64,15 +41,15 @@ class OptimizerConfig(Settings):
     `decay_steps` updates along a straight line or half a cosine.
     """
 
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(1e-6, gt=0, le=10)
     min_lr: float = Field(0.0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    decay_steps: int | None = Field(None, gt=0)
+    warmup_steps: int = Field(0, ge=0, le=1_000_000_000)
+    decay_steps: int | None = Field(None, gt=0, le=1_000_000_000)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.999, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    eps: float = Field(1e-8, gt=0, le=1)
+    weight_decay: float = Field(0.0, ge=0, le=10)
     clip_grad: float = Field(1.0, ge=0, description="largest gradient norm; 0 for no clipping")
     precision_aware: bool = Field(
         False, description="bf16 gradients and moments with fp32 masters (Transformer Engine's FusedAdam)"
@@ -100,7 +77,9 @@ class TrainConfig(Settings):
     layout: LayoutConfig = LayoutConfig()
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     optimizer: OptimizerConfig = OptimizerConfig()
-    micro_batch_tokens: int = Field(8192, ge=1, description="most tokens of a micro-batch; a longer sequence is alone")
+    micro_batch_tokens: int = Field(
+        8192, ge=1, le=MOST_TOKENS, description="most tokens of a micro-batch; a longer sequence is alone"
+    )
     packing: bool = Field(True, description="lay sequences end to end; otherwise pad each to the longest")
     sequence_parallel: bool = Field(True, description="split activations over tp where tp is above 1")
     one_step_experts: bool = Field(
@@ -119,24 +98,32 @@ class TrainConfig(Settings):
     deterministic: bool = Field(
         False, description="make the same bits in every run, also on a GPU, where attention is then slower"
     )
-    timeout_s: float = Field(600.0, gt=0, description="limit of any collective operation")
-    start_timeout_s: float = Field(1800.0, gt=0, description="limit of building the model and loading its weights")
+    timeout_s: float = Field(600.0, gt=0, le=LONGEST_S, description="limit of any collective operation")
+    start_timeout_s: float = Field(
+        1800.0, gt=0, le=LONGEST_S, description="limit of building the model and loading its weights"
+    )
     megatron: dict[str, Any] = Field(
-        default_factory=dict, description="further fields of Megatron-Core's TransformerConfig, as they are named there"
+        default_factory=dict,
+        description="further fields of Megatron-Core's TransformerConfig, as they are named there: those of "
+        "docs/megatron_options.md",
     )
 
     def gathers_tokens(self, layout: Layout) -> bool:
         """Whether ranks that share experts gather each other's tokens, and so need as many each."""
         return layout.ep > 1 and self.megatron.get("moe_token_dispatcher_type") == "allgather"
 
+    @property
+    def balances_experts(self) -> bool:
+        """Whether there are losses of how evenly experts are loaded."""
+        coefficients = self.megatron.get("moe_aux_loss_coeff", 0.0)
+        return any(coefficients) if isinstance(coefficients, list) else coefficients > 0
+
     def has_one_step_experts(self, sizes: Sizes, layout: Layout) -> bool:
         """Whether experts are one step, on a GPU that can do it."""
         together = layout.ep == 1 or self.gathers_tokens(layout)
         whole = layout.etp == 1 and (layout.tp == 1 or self.sequence_parallel)
         rows = self.dtype == "bfloat16" and not (sizes.hidden % ROW_ELEMENTS or sizes.expert_ffn % ROW_ELEMENTS)
-        plain = not sizes.mlp_bias and "moe" not in (self.megatron.get("recompute_modules") or ())
-        other = any(self.megatron.get(name) not in (None, False, 0, "none") for name in _NOT_IN_ONE_STEP)
-        return self.one_step_experts and together and whole and rows and plain and not other
+        return self.one_step_experts and together and whole and rows and not sizes.mlp_bias
 
     def check_trained(self, sizes: Sizes, layout: Layout) -> None:
         """Refuse what a model cannot be trained with.
@@ -149,6 +136,13 @@ class TrainConfig(Settings):
                 f"sequence_parallel=false with tp={layout.tp}: expected true, because the model has experts, which "
                 "would learn from every token once for each tp rank"
             )
+
+    @field_validator("megatron")
+    @classmethod
+    def _options_were_tried(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if found := refusals(options):
+            raise ValueError("; ".join(found))
+        return options
 
     @model_validator(mode="after")
     def _layers_are_computed_again(self) -> TrainConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,16 @@ from engine3d.collectives import all_reduce
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import build_model, export_weights, load_model_spec, load_weights
+from engine3d.models.load_balance import LoadBalance, Routing
 from engine3d.models.weights import rank_parameters
 from engine3d.platform import platform
 from engine3d.training import parallel
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.flops import sequence_flops
 from engine3d.training.host_state import HostState
+from engine3d.training.megatron_options import check_options
+from engine3d.training.megatron_settings import megatron_settings
+from engine3d.training.offload import Offload, OffloadFigures
 from engine3d.training.optimizer import build_optimizer, element_bytes, of_buffers, wrap_for_training
 from engine3d.training.profile import UpdateTrace
 from engine3d.training.sequences import MicroBatch, Sequences, assign, least_micro_batches, micro_batch
@@ -66,6 +71,7 @@ class UpdateResult:
         refused: the guard did.
         tokens: of this data-parallel rank's sequences.
         positions: that the model computed for them, padding included.
+        routing: what the routers of all ranks did with the tokens of all ranks; None for a model without experts.
     """
 
     facts: list[Any]
@@ -75,6 +81,7 @@ class UpdateResult:
     tokens: int
     positions: int
     refused: bool = False
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,8 @@ class UpdateGuard:
 
 LossFunction = Callable[[TokenOutputs, dict[str, Tensor]], tuple[Tensor, Any]]
 """(figures of T tokens, columns of T tokens) -> (scalar loss, facts). The gradient is that of the sum of the losses
-over all micro-batches and data-parallel ranks: means are the caller's, by weights among the columns."""
+over all micro-batches and data-parallel ranks: means are the caller's, by weights among the columns. Losses of routers
+(`models.load_balance`) come on top of it."""
 
 
 class TrainEngine:
@@ -108,6 +116,8 @@ class TrainEngine:
         trainable: without it there are neither gradients nor an optimizer.
         seed: of this model's random states.
         load: read the directory's weights; otherwise a checkpoint is loaded before the model is used.
+        offload: `give_back` takes weights and optimizer out of the device too. They come back with `take_back`, or with
+            the first call that computes with them.
 
     Raises:
         UserError: a directory, layout or option that does not fit, in one line.
@@ -123,10 +133,12 @@ class TrainEngine:
         trainable: bool = True,
         seed: int = 0,
         load: bool = True,
+        offload: bool = False,
     ) -> None:
         self.config, self.layout, self.value_head = config, layout, value_head
         spec = load_model_spec(model_directory, value_head=value_head)
         spec.check_layout(layout)
+        check_options(config, spec, layout, transformer_engine=platform.has_transformer_engine)
         if trainable:
             config.check_trained(spec.sizes, layout)
         self.spec = spec.of_trainer(layout, transformer_engine=platform.has_transformer_engine)
@@ -137,16 +149,18 @@ class TrainEngine:
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
+        self.is_first_stage = parallel_state.is_pipeline_first_stage()
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
         self._dp_group = parallel_state.get_data_parallel_group()
-        module = build_model(
-            self.spec,
-            layout,
-            self.dtype,
-            overrides=self._megatron_settings(),
-            one_step_experts=config.has_one_step_experts(spec.sizes, layout),
-        )
+        with platform.shareable_memory():  # of buffers that engines read
+            module = build_model(
+                self.spec,
+                layout,
+                self.dtype,
+                overrides=megatron_settings(config, self.spec, layout),
+                one_step_experts=config.has_one_step_experts(spec.sizes, layout),
+            )
         if load:
             load_weights(module, self.spec, layout, self.coordinates, model_directory, needs_head=not trainable)
         self.device = next(module.parameters()).device
@@ -156,45 +170,20 @@ class TrainEngine:
         self._settled = False
         self._host_state: HostState | None = None
         self._trace: UpdateTrace | None = None
+        self._balance: LoadBalance | None = None
+        self._bias_rate = 0.0
+        self._offload = Offload(self.device, constant=not trainable) if offload else None
         if trainable:
-            self.model = wrap_for_training(module, config)
+            if self.spec.sizes.experts:
+                self._balance = LoadBalance.of(module, self.spec.sizes.sparse)
+                if module.config.moe_router_enable_expert_bias:
+                    self._bias_rate = module.config.moe_router_bias_update_rate
+            with platform.shareable_memory():
+                self.model = wrap_for_training(module, config)
             self._start_optimizer()
         else:
             self.model = module.eval().requires_grad_(False)
         self._take_what_stays()
-
-    def _megatron_settings(self) -> dict[str, Any]:
-        if self.config.gathers_tokens(self.layout) and not self.config.packing:
-            raise UserError("moe_token_dispatcher_type=allgather needs packing=true, found false")
-        settings: dict[str, Any] = {
-            "sequence_parallel": self.config.sequence_parallel and self.layout.tp > 1,
-            # Packed micro-batches differ in length, and so do the activations that go between stages.
-            "variable_seq_lengths": self.layout.pp > 1,
-            # Gradients are sums over micro-batches and ranks; see LossFunction.
-            "calculate_per_token_loss": True,
-            "deterministic_mode": self.config.deterministic,
-        }
-        if self.config.recompute == "full":
-            some = self.config.recompute_layers
-            method = {"recompute_method": "uniform", "recompute_num_layers": 1}
-            if some is not None:
-                method = {"recompute_method": "block", "recompute_num_layers": some}
-            settings |= {"recompute_granularity": "full", **method}
-        elif self.config.recompute == "selective":
-            if not platform.has_transformer_engine:
-                raise UserError("recompute=selective needs Transformer Engine, which is absent here: use none or full")
-            settings |= {"recompute_granularity": "selective", "recompute_modules": self._cheap_modules()}
-        return settings | self.config.megatron
-
-    def _cheap_modules(self) -> list[str]:
-        """What takes memory to keep and hardly any time to compute again. Flash attention keeps next to nothing."""
-        sizes = self.spec.sizes
-        modules = ["layernorm"]
-        if sizes.experts:
-            modules.append("moe_act")
-        if sizes.latent is not None:
-            modules.append("mla_up_proj")
-        return modules
 
     # Forward ---------------------------------------------------------------------------------------------------------
 
@@ -221,13 +210,14 @@ class TrainEngine:
         return self._forward(sequences, 1.0, False)
 
     def _forward(self, sequences: Sequences, temperature: float, with_entropy: bool) -> TokenOutputs | None:
+        self.take_back()
         batches = self.micro_batches(sequences)
 
         def collect(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, TokenOutputs]:
             return torch.zeros((), device=self.device), outputs
 
         with torch.no_grad():
-            results = self._run(batches, collect, temperature, with_entropy, forward_only=True)
+            results = self._run(batches, partial(self._loss, collect, temperature, with_entropy), forward_only=True)
         if not self.is_last_stage:
             return None
         names = ("values",) if self.value_head else ("logprobs", "entropy") if with_entropy else ("logprobs",)
@@ -254,8 +244,8 @@ class TrainEngine:
     ) -> UpdateResult:
         """One optimizer step on this data-parallel rank's sequences, in as many micro-batches as they take.
 
-        A gradient that is not finite leaves weights, optimizer and schedule as they were. So does a guard that refuses
-        the update, but that the schedule begins again.
+        A gradient that is not finite leaves weights, expert biases, optimizer and schedule as they were. So does a
+        guard that refuses the update, but that the schedule begins again.
 
         Args:
             sequences: with the columns that the loss function reads.
@@ -268,11 +258,13 @@ class TrainEngine:
             raise UserError("update: this model was built with trainable=False")
         from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
+        self.take_back()
         self.model.restore_grad_buffers(synchronize=False)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         batches = self.micro_batches(sequences)
-        facts = self._run(batches, loss_function, temperature, with_entropy, forward_only=False)
+        learn = partial(self._run, batches, partial(self._loss, loss_function, temperature, with_entropy))
+        facts, routing = self._learn_routing(sequences, batches, partial(learn, forward_only=False))
         learning_rate = float(get_canonical_lr_for_logging(self.optimizer.param_groups))
         # Looked at before `step`, which would write a gradient that is not finite into the weights.
         self.optimizer.prepare_grads()
@@ -284,6 +276,8 @@ class TrainEngine:
         if applied:
             self.optimizer.step()
             self.scheduler.step(1)
+            if self._balance is not None and self._bias_rate > 0:
+                self._balance.move_biases(self._bias_rate)
         if applied and not self._settled:
             # What is there now stays. Python's collector would look at it again, for half a second, after every few
             # dozen micro-batches, on each rank at another time, and all would wait for it.
@@ -291,7 +285,24 @@ class TrainEngine:
             gc.freeze()
             self._settled = True
         positions = sum(batch.positions for batch in batches)
-        return UpdateResult(facts, grad_norm, learning_rate, applied, sequences.tokens.numel(), positions, refused)
+        tokens = sequences.tokens.numel()
+        return UpdateResult(facts, grad_norm, learning_rate, applied, tokens, positions, refused, routing)
+
+    def _learn_routing(
+        self, sequences: Sequences, batches: list[MicroBatch], learn: Callable[[], list[Any]]
+    ) -> tuple[list[Any], Routing | None]:
+        """What `learn` returns, with the losses of routers among what is learned."""
+        balance = self._balance
+        if balance is None:
+            return learn(), None
+        tokens = torch.tensor(float(sequences.tokens.numel()), dtype=torch.float64, device=self.device)
+        all_reduce(tokens, dist.ReduceOp.SUM, self._dp_group)
+        if balance.losses.update:
+            with torch.no_grad(), balance.counting():
+                self._run(batches, self._nothing, forward_only=True)
+        with balance.update(float(tokens), max(len(batch.indices) for batch in batches)):
+            facts = learn()
+        return facts, balance.finish()
 
     def trace_next_update(self, path: Path, micro_batches: int) -> None:
         """Have the next update write a trace of some of its micro-batches on this rank; see `UpdateTrace`."""
@@ -327,9 +338,7 @@ class TrainEngine:
     def _run(
         self,
         batches: list[MicroBatch],
-        loss_function: LossFunction,
-        temperature: float,
-        with_entropy: bool,
+        loss: Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]],
         *,
         forward_only: bool,
     ) -> list[Any]:
@@ -337,8 +346,8 @@ class TrainEngine:
 
         def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(data).to(self.device)
-            output = model(batch.input_ids, batch.position_ids, None, packed_seq_params=_packed_parameters(batch))
-            return output, partial(self._loss, batch, loss_function, temperature, with_entropy)
+            arguments = {"packed_seq_params": _packed_parameters(batch), "padding_mask": self._sequences_of(batch)}
+            return model(batch.input_ids, batch.position_ids, None, **arguments), partial(loss, batch)
 
         schedule = self._forward_backward
         if self._trace is not None and not forward_only:
@@ -353,8 +362,19 @@ class TrainEngine:
             forward_only=forward_only,
         )
 
+    def _sequences_of(self, batch: MicroBatch) -> Tensor | None:
+        """(B, S), or (B, S / tp) where Megatron-Core does not cut it itself: what routers are to know of positions."""
+        if self._balance is None or not self._balance.watches:
+            return None
+        if self.is_first_stage or not self.module.config.sequence_parallel:
+            return batch.sequences
+        return batch.sequences.chunk(self.layout.tp, dim=1)[self.coordinates.tp].contiguous()
+
+    def _nothing(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, None]:
+        return torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int, device=self.device), None
+
     def _loss(
-        self, batch: MicroBatch, loss_function: LossFunction, temperature: float, with_entropy: bool, output: Tensor
+        self, loss_function: LossFunction, temperature: float, with_entropy: bool, batch: MicroBatch, output: Tensor
     ) -> tuple[Tensor, Tensor, Any]:
         if self.value_head:
             output = output.float()
@@ -374,13 +394,54 @@ class TrainEngine:
         return loss, torch.zeros((), dtype=torch.int, device=self.device), facts
 
     def give_back(self) -> None:
-        """Free the memory that is only cached, and that of the gradients, which the next update takes again."""
+        """Free the memory that is only cached, and that of the gradients, which the next update takes again.
+
+        With `offload` that of weights and optimizer too.
+        """
         if self.optimizer is not None:
             self.model.offload_grad_buffers(synchronize=False, empty_cache=False)
+        if self._offload is not None:
+            self._offload.put_away(self._kept())
         platform.empty_cache()
+
+    def take_back(self) -> None:
+        """Have weights and optimizer on the device, where `offload` has taken them away."""
+        if self._offload is not None:
+            self._offload.bring_back()
+
+    def where(self, tensor: Tensor) -> Tensor:
+        """A tensor of the model or its optimizer; while it is away the same elements in host memory, for reading."""
+        return tensor if self._offload is None else self._offload.where(tensor)
+
+    def take_offload_figures(self) -> OffloadFigures:
+        """What `offload` has moved since the last call."""
+        return self._offload.take_figures() if self._offload is not None else OffloadFigures()
+
+    def _kept(self) -> Iterator[Tensor]:
+        """All that the device holds between updates."""
+        yield from self.module.parameters()
+        yield from self.module.buffers()
+        for each in of_buffers(self.optimizer) if self.optimizer is not None else ():
+            for group in each.optimizer.param_groups:
+                yield from group["params"]
+            for state in each.optimizer.state.values():
+                yield from (tensor for tensor in state.values() if isinstance(tensor, Tensor))
+
+    @contextmanager
+    def _at_hand(self) -> Iterator[None]:
+        """Weights and optimizer are on the device, and afterwards where they were."""
+        away = self._offload is not None and self._offload.is_away
+        self.take_back()
+        yield
+        if away:
+            self.give_back()
 
     def reset_optimizer(self, settings: OptimizerConfig) -> None:
         """Start the optimizer's moments and its learning-rate schedule afresh; the weights stay."""
+        with self._at_hand():
+            self._reset_optimizer(settings)
+
+    def _reset_optimizer(self, settings: OptimizerConfig) -> None:
         self.config = self.config.model_copy(update={"optimizer": settings})
         # Their memory, before the new ones take their own.
         if self._host_state is not None:
@@ -424,15 +485,19 @@ class TrainEngine:
 
     def load(self, directory: Path) -> None:
         """Take the weights of a HuggingFace directory; the optimizer's moments stay. Raises as the constructor does."""
-        load_weights(self.module, self.spec, self.layout, self.coordinates, directory)
-        if self.optimizer is not None:
-            self.optimizer.reload_model_params()
+        with self._at_hand():
+            if self._offload is not None:
+                self._offload.forget()
+            load_weights(self.module, self.spec, self.layout, self.coordinates, directory)
+            if self.optimizer is not None:
+                self.optimizer.reload_model_params()
 
     def export(self, directory: Path, *, dtype: torch.dtype | None = None) -> None:
         """Write the weights as a HuggingFace directory; every rank writes its own part, nothing is gathered."""
-        export_weights(
-            self.module, self.spec, self.layout, self.coordinates, Path(directory), dtype=dtype or self.dtype
-        )
+        with self._at_hand():
+            export_weights(
+                self.module, self.spec, self.layout, self.coordinates, Path(directory), dtype=dtype or self.dtype
+            )
 
     def weight_sender(self, name: str, rank: int, place: Place) -> WeightSender:
         """This rank's side of transfers to rollout engines, over the memory that the optimizer writes.
@@ -442,6 +507,8 @@ class TrainEngine:
             rank: its number among those that send.
             place: where its memory is.
         """
+        if self._offload is not None:
+            raise UserError("weight_sender: engines would read memory that offload=true gives back")
         from engine3d.reshard.sender import WeightSender
         from engine3d.reshard.source import model_shards
 

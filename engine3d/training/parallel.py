@@ -10,10 +10,13 @@ import torch.distributed as dist
 from engine3d.errors import UserError
 from engine3d.layout import Coordinates, Layout
 from engine3d.platform import platform
+from engine3d.stores import STORE_VARIABLE, join
 
 
 def initialise(layout: Layout, *, seed: int, timeout_s: float) -> Coordinates:
     """Join the world described by torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
+
+    The variable ENGINE3D_STORE, the address of a store (`engine3d.stores`), stands for the last two.
 
     Args:
         layout: must have as many ranks as the world.
@@ -36,7 +39,13 @@ def initialise(layout: Layout, *, seed: int, timeout_s: float) -> Coordinates:
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         # Given a device, PyTorch would make the communicator of each group at once, also of the many of one rank.
-        dist.init_process_group(platform.collective_backend, timeout=timeout)
+        if address := os.environ.get(STORE_VARIABLE):
+            store, rank = join(address, timeout_s), int(os.environ["RANK"])
+            dist.init_process_group(
+                platform.collective_backend, timeout=timeout, store=store, rank=rank, world_size=world_size
+            )
+        else:
+            dist.init_process_group(platform.collective_backend, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

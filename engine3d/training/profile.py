@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from engine3d.cleaning import cleaning
 from engine3d.platform import platform
 
 
@@ -56,7 +57,8 @@ class UpdateTrace:
             results = schedule(forward_step_func=forward_step, num_microbatches=num_microbatches, **arguments)
             self._write()
         finally:
-            self._end()  # where the schedule failed; a process has one profiler
+            with cleaning("profile"):
+                self._end()  # where the schedule failed; a process has one profiler
         return results
 
     def _begin(self) -> None:

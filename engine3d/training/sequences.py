@@ -67,6 +67,7 @@ class MicroBatch:
 
     Args:
         input_ids, position_ids, targets: (B, S) int64; the target at a position is the token after it.
+        sequences: (B, S) int32 number of each position's sequence among those of the micro-batch; -1 for padding.
         cu_seqlens: (K + 1,) int32 bounds of the packed sequences, padding as a last one; None where one a row.
         max_length: tokens of the longest sequence.
         source: (T,) int64 flat position at which each real token's figures are computed, -1 for first tokens.
@@ -79,6 +80,7 @@ class MicroBatch:
     input_ids: Tensor
     position_ids: Tensor
     targets: Tensor
+    sequences: Tensor
     cu_seqlens: Tensor | None
     max_length: int
     source: Tensor
@@ -102,6 +104,7 @@ class MicroBatch:
             input_ids=moved(self.input_ids),
             position_ids=moved(self.position_ids),
             targets=moved(self.targets),
+            sequences=moved(self.sequences),
             cu_seqlens=None if self.cu_seqlens is None else moved(self.cu_seqlens),
             max_length=self.max_length,
             source=moved(self.source),
@@ -220,13 +223,15 @@ def micro_batch(
 
     input_ids, targets = torch.zeros(2, rows * width, dtype=torch.int64)
     position_ids = torch.arange(width).repeat(rows)
+    numbers = torch.full((rows * width,), -1, dtype=torch.int32)
     source = torch.empty(len(flat), dtype=torch.int64)
     at = 0
-    for start, (first, last), length in zip(starts, spans, lengths, strict=True):
+    for number, (start, (first, last), length) in enumerate(zip(starts, spans, lengths, strict=True)):
         tokens = sequences.tokens[first:last]
         input_ids[start : start + length] = tokens
         targets[start : start + length - 1] = tokens[1:]
         position_ids[start : start + length] = torch.arange(length)
+        numbers[start : start + length] = number
         source[at : at + length] = torch.arange(start - 1, start + length - 1)
         source[at] = -1
         at += length
@@ -243,6 +248,7 @@ def micro_batch(
         input_ids=input_ids.view(rows, width),
         position_ids=position_ids.view(rows, width),
         targets=targets.view(rows, width),
+        sequences=numbers.view(rows, width),
         cu_seqlens=cu_seqlens,
         max_length=longest,
         source=source,

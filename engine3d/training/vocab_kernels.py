@@ -83,8 +83,9 @@ def _facts(logits, local, result, count, width, real, inverse_temperature, COLUM
         higher = tl.maximum(highest, tl.max(x, axis=0))
         # The sums so far are in terms of the highest so far. At first they are 0, and there is none.
         down = tl.where(highest == -float("inf"), 0.0, highest - higher)
-        x = tl.where(inside, x - higher, 0.0)
-        e = tl.where(inside, tl.exp(x), 0.0)
+        possible = inside & (x > -float("inf"))
+        x = tl.where(possible, x - higher, 0.0)
+        e = tl.where(possible, tl.exp(x), 0.0)
         weighted = (weighted + total * down) * tl.exp(down) + tl.sum(e * x, axis=0)
         total = total * tl.exp(down) + tl.sum(e, axis=0)
         highest = higher
@@ -120,8 +121,9 @@ def _gradient(  # type: ignore[no-untyped-def]
     log_p = x - tl.load(normaliser + row)
     scale = slope
     if WITH_ENTROPY:
-        # d entropy / d x_j = -p_j (log p_j + entropy)
-        scale = slope + tl.load(of_entropy + row) * (log_p + tl.load(entropy + row))
+        # d entropy / d x_j = -p_j (log p_j + entropy), and 0 where p_j is 0
+        surprise = tl.where(log_p > -float("inf"), log_p + tl.load(entropy + row), 0.0)
+        scale = slope + tl.load(of_entropy + row) * surprise
     change = -tl.exp(log_p) * scale
     change += tl.where(column == tl.load(local + row), slope, 0.0)
     change = tl.where(inside, change * inverse_temperature, 0.0)

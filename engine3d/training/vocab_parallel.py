@@ -28,6 +28,9 @@ def logprobs_and_entropy(
 
         logprob = x[target] - log(sum(exp(x)))          entropy = log(sum(exp(x))) - sum(softmax(x) * x)
 
+    A logit of -inf is a token that cannot be drawn: its probability, its part of the entropy (the limit of p log p) and
+    its gradient are 0. The gradient of the entropies is only computed where a loss uses them.
+
     Args:
         logits: (N, V / tp) of any floating dtype, this rank's slice of the (padded) vocabulary; carries the gradient.
         targets: (N,) int64 global token ids.
@@ -66,24 +69,28 @@ class _LogProbs(torch.autograd.Function):
         all_reduce(facts[0], ReduceOp.MAX, group)
         highest, total, weighted, chosen = facts
         if real:  # in terms of the highest of all ranks
-            down = own - highest
+            # A slice of -inf alone has no part in the sums.
+            down = (own - highest).where(own > -torch.inf, 0.0)
             weighted.add_(total * down).mul_(down.exp())
             total.mul_(down.exp())
             chosen.add_(torch.where((local >= 0) & (local < real), down, 0.0))
         all_reduce(facts[1:], ReduceOp.SUM, group)
         log_total = total.log()
         entropy = log_total - weighted / total if with_entropy else torch.zeros_like(total)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, local, highest + log_total, entropy)
         ctx.settings = (real, temperature, with_entropy, overwrite)
         return chosen - log_total, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, local, normaliser, entropy = ctx.saved_tensors
         real, temperature, with_entropy, overwrite = ctx.settings
         result = logits if overwrite else torch.empty_like(logits)
-        of_logprob, of_entropy = (gradient.contiguous() for gradient in gradients)
-        slopes = (of_logprob, of_entropy if with_entropy else None)
+        slopes = (
+            torch.zeros_like(normaliser) if of_logprob is None else of_logprob.contiguous(),
+            of_entropy.contiguous() if with_entropy and of_entropy is not None else None,
+        )
         if logits.is_cuda:
             from engine3d.training import vocab_kernels
 
@@ -107,10 +114,10 @@ def _facts(logits: Tensor, local: Tensor, real: int, temperature: float) -> Tens
     for piece in _pieces(*logits.shape):
         x = logits[piece, :real].float().div(temperature)
         highest[piece] = x.amax(dim=1)
-        x.sub_(highest[piece, None])
+        x.sub_(highest[piece, None].where(highest[piece, None] > -torch.inf, 0.0))
         e = x.exp()
         total[piece] = e.sum(dim=1)
-        weighted[piece] = (e * x).sum(dim=1)
+        weighted[piece] = (e * x).where(x > -torch.inf, 0.0).sum(dim=1)
         at = x.gather(1, local[piece].clamp(0, real - 1)[:, None]).squeeze(1)
         chosen[piece] = torch.where((local[piece] >= 0) & (local[piece] < real), at, 0.0)
     return facts
@@ -133,7 +140,7 @@ def _gradient(
         scale = of_logprob[piece, None]
         if of_entropy is not None:
             # d entropy / d x_j = -p_j (log p_j + entropy)
-            scale = scale + of_entropy[piece, None] * (log_p + entropy[piece, None])
+            scale = scale + of_entropy[piece, None] * (log_p + entropy[piece, None]).where(log_p > -torch.inf, 0.0)
         slope = log_p.exp_().mul_(scale).neg_()
         if real:
             mine = (local[piece] >= 0) & (local[piece] < real)

@@ -132,6 +132,16 @@ def test_what_a_token_takes_of_experts_in_one_step(ep: int, kept_less: int, grad
     assert activations.made_by_experts(sizes, layout, **arguments) == made
 
 
+def test_what_a_token_takes_of_balance_losses() -> None:
+    spec, layout = named_model("qwen3-30b-a3b"), Layout(tp=2)
+    plain, balanced = (
+        update_peak(spec, layout, layout.coordinates(0), TrainConfig(megatron=options), tokens=1000)
+        for options in ({"moe_z_loss_coeff": 0.001}, {"moe_aux_loss_coeff": 0.001})
+    )
+    # Half of the tokens are this rank's; of each a score and a weight for every expert of 48 layers, in float32.
+    assert balanced.activations - plain.activations == 500 * 48 * 128 * 2 * 4
+
+
 @pytest.mark.parametrize(
     ("name", "tp", "expected"),
     [

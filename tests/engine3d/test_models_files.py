@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
-from engine3d.models import check_weights, initialise_random, load_model_spec, model_spec
+from engine3d.models import check_finite_weights, check_weights, initialise_random, load_model_spec, model_spec
 from engine3d.models.safetensors_files import ExportFiles, TensorFiles, plan_export
 from tests.engine3d.distributed import RankFailedError, run_distributed
 from tests.engine3d.tiny_models import CONFIGS, MOE, make
@@ -58,10 +59,32 @@ def scramble(directory: Path) -> None:
     file_of(directory, Q_PROJ).write_bytes(b"\x10\0\0\0\0\0\0\0not a header....")
 
 
+def change_header(directory: Path, **changes: Any) -> None:
+    """Say something else of a tensor, in as many bytes."""
+    file = file_of(directory, Q_PROJ)
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header[Q_PROJ] |= changes
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
 def forget(directory: Path) -> None:
     index = json.loads((directory / INDEX).read_text())
     del index["weight_map"][Q_PROJ]
     (directory / INDEX).write_text(json.dumps(index))
+
+
+def lead_away(directory: Path, way: str) -> None:
+    """The index names a whole file elsewhere, which holds just what is wanted."""
+    index = json.loads((directory / INDEX).read_text())
+    name = index["weight_map"][Q_PROJ]
+    (directory / name).rename(directory.parent / name)
+    elsewhere = way.format(parent=directory.parent, name=name)
+    (directory / INDEX).write_text(
+        json.dumps({"weight_map": {k: elsewhere if v == name else v for k, v in index["weight_map"].items()}})
+    )
 
 
 BAD_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -86,11 +109,28 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda at: file_of(at, Q_PROJ).write_bytes(b""),
         r"^.*model-0.*: not a whole safetensors file: its header does not fit its 0 bytes$",
     ),
+    "offsets": (
+        lambda at: change_header(at, data_offsets=[0, 4]),
+        r"^.*model-0.*: damaged: safetensors cannot read it: ",
+    ),
+    "no such dtype": (
+        lambda at: change_header(at, dtype="F31"),
+        r"^.*model-0.*: damaged: safetensors cannot read it: .*F31",
+    ),
     "no weights": (
         lambda at: (at / INDEX).unlink(),
         rf"^model .*: has no weights; expected model.safetensors or {INDEX}$",
     ),
-    "index": (lambda at: (at / INDEX).write_text("[1"), rf"^.*{INDEX}: expected a JSON object with weight_map"),
+    "file above": (
+        lambda at: lead_away(at, "../{name}"),
+        rf"^.*{INDEX}: names '\.\./model-0.*', expected a file of its own directory$",
+    ),
+    "absolute file": (
+        lambda at: lead_away(at, "{parent}/{name}"),
+        rf"^.*{INDEX}: names '/.*model-0.*', expected a file of its own directory$",
+    ),
+    "index": (lambda at: (at / INDEX).write_text("[1"), rf"^.*{INDEX}: not valid JSON: "),
+    "no map": (lambda at: (at / INDEX).write_text("{}"), rf"^.*{INDEX}: expected a JSON object with weight_map"),
 }
 
 
@@ -104,6 +144,25 @@ def test_bad_weights_are_named_in_one_line(sound: Path, tmp_path: Path, kind: st
     with pytest.raises(UserError, match=message) as caught:
         check_weights(load_model_spec(directory), directory)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_one_weight_that_is_no_number_is_named(sound: Path, tmp_path: Path, value: float) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(sound, directory)
+    spec = load_model_spec(directory)
+    looked_at, whole = check_finite_weights(spec, directory, limit_s=60)
+    assert looked_at == whole == 4 * spec.parameter_count()
+    assert check_finite_weights(spec, directory, limit_s=-1) == (0, whole)
+
+    def spoil(tensor: torch.Tensor) -> torch.Tensor:
+        tensor[63, 5] = value
+        return tensor
+
+    change_tensor(directory, Q_PROJ, spoil)
+    line = rf"^tensor {Q_PROJ} in .*model-0.*: element \[63, 5\] is nan or infinite, expected finite weights$"
+    with pytest.raises(UserError, match=line):
+        check_finite_weights(spec, directory, limit_s=60)
 
 
 def test_directories_without_a_config(tmp_path: Path) -> None:
@@ -305,20 +364,29 @@ def test_an_export_that_fails_on_one_rank_fails_on_all(sound: Path, tmp_path: Pa
     assert all("exists already; expected a new directory" in said[1] for said in (first, second))
 
 
-def load_on_ranks(directory: Path) -> None:
+def refusals_on_ranks(directories: list[Path]) -> list[str]:
     from engine3d.models import build_model, load_weights
 
     layout = Layout(tp=2)
     coordinates = start(layout)
-    spec = load_model_spec(directory)
-    load_weights(build_model(spec, layout, torch.float32), spec, layout, coordinates, directory)
+    said = []
+    for directory in directories:
+        spec = load_model_spec(directory)
+        model = build_model(spec, layout, torch.float32)
+        with pytest.raises(UserError) as caught:
+            load_weights(model, spec, layout, coordinates, directory)
+        said.append(str(caught.value))
+    return said
 
 
 def test_ranks_refuse_bad_weights_too(sound: Path, tmp_path: Path) -> None:
-    shutil.copytree(sound, tmp_path / "model")
-    forget(tmp_path / "model")
-    with pytest.raises(RankFailedError, match=rf"rank \d of 2:[\s\S]*UserError: tensor {Q_PROJ}: missing in"):
-        run_distributed(load_on_ranks, 2, tmp_path / "model", timeout_s=60)
+    lacking, spoiled = (Path(shutil.copytree(sound, tmp_path / name)) for name in ("lacking", "spoiled"))
+    forget(lacking)
+    change_tensor(spoiled, Q_PROJ, lambda tensor: tensor.fill_(torch.nan))
+    for missing, no_number in run_distributed(refusals_on_ranks, 2, [lacking, spoiled], timeout_s=60):
+        assert missing.startswith(f"tensor {Q_PROJ}: missing in ")
+        assert no_number.startswith(f"tensor {Q_PROJ} in ")
+        assert no_number.endswith(": a weight is nan or infinite as float32, expected finite weights")
 
 
 def hang_on_rank_one() -> None:

@@ -250,7 +250,7 @@ def test_layouts_that_do_not_divide_groups_or_mlp() -> None:
             {"architectures": ["GPT2LMHeadModel"]},
             "architecture GPT2LMHeadModel is not supported; supported are Qwen3Moe",
         ),
-        ({"architectures": "Qwen3"}, "architectures: expected a list of names"),
+        ({"architectures": "Qwen3"}, "architectures: expected a list of texts"),
         ({"architectures": [], "model_type": "gpt2"}, "architecture gpt2 is not supported"),
         ({"hidden_size": None}, "hidden_size: expected a whole number of at least 1, found null"),
         ({"hidden_size": "32"}, 'hidden_size: expected a whole number of at least 1, found "32"'),

@@ -22,6 +22,9 @@ def _compare(device: str) -> None:
     for rows, width, real, temperature in CASES:
         logits = 4 * torch.randn(rows, width, generator=generator)
         logits[:, real:] = 100.0
+        logits[1, ::2] = -torch.inf  # tokens that cannot be drawn
+        if real > COLUMNS:
+            logits[2, :COLUMNS] = -torch.inf  # a whole block of them
         # Some targets are other ranks'.
         local = torch.randint(-5, real + 3, (rows,), generator=generator)
         local[0] = real - 1
@@ -30,6 +33,7 @@ def _compare(device: str) -> None:
         found = vocab_kernels.facts(moved[0], moved[1], real, temperature)
         expected = vocab_parallel._facts(logits, local, real, temperature)
         torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
+        assert not found.isnan().any()
         for last in (of_entropy, None):
             expected, result = torch.full_like(logits, 9.0), moved[0].clone()
             vocab_parallel._gradient(
@@ -38,6 +42,7 @@ def _compare(device: str) -> None:
             slopes = (moved[4], None if last is None else moved[5])
             vocab_kernels.gradient(result, moved[1], real, temperature, moved[2], moved[3], *slopes, result)
             torch.testing.assert_close(result.cpu(), expected, atol=1e-6, rtol=1e-5)
+            assert not result.isnan().any()
 
 
 @pytest.mark.processes

@@ -47,10 +47,6 @@ DEEPSEEK = _config(
     topk_group=2,
     routed_scaling_factor=2.5,
     norm_topk_prob=True,
-    # Of these three, which published configs have, transformers knows nothing, and SGLang needs them.
-    moe_layer_freq=1,
-    scoring_func="sigmoid",
-    topk_method="noaux_tc",
     rope_scaling={
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -91,7 +87,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     ),
     "deepseek_v3": DEEPSEEK,
-    "deepseek_v3-queries": {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": None},
+    "deepseek_v3-queries": {
+        **DEEPSEEK,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_scaling": None,
+        # Of these three, which published configs have, transformers knows nothing.
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
     "llama-linear": _config("LlamaForCausalLM", "llama", rope_scaling={"rope_type": "linear", "factor": 2.0}),
 }
 

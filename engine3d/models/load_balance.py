@@ -1,0 +1,267 @@
+"""Losses of a model's routers, and the load of its experts, over the tokens of an update.
+
+With T tokens in an update's sequences (prompts and last tokens included, padding not), E experts of which each token is
+given to k, and for token t the router's logits l_t and scores s_t (the softmax of the logits, or their sigmoid divided
+by its sum), each layer of experts adds to the loss
+
+    z:         coefficient * 1/T sum_t (log sum_i exp l_ti)^2
+    sequence:  coefficient * sum_q T_q/T * E sum_i f_qi P_qi        over sequences q of T_q tokens
+    update:    coefficient * E sum_i f_i P_i
+
+where P_i is the mean of s_ti over the tokens of the sequence or of the update, and f_i the share of their k T choices
+that falls on expert i. The choices are the k highest scores, without the expert bias and without groups of experts.
+Both balance losses are 1 where all experts are loaded alike.
+
+Sources: z, Zoph et al. 2022, "ST-MoE", equation 5; sequence, DeepSeek-AI 2024, "DeepSeek-V3", equations 17 to 20, its
+sequences weighted by their tokens; update, Fedus et al. 2022, "Switch Transformers", equations 4 to 6, over the batch
+of an optimizer step, as Qiu et al. 2025, "Demons in the Detail", propose.
+
+None of them depends on the layout, on micro-batches or on padding. f of the update must be known before the first
+backward pass: `LoadBalance.counting` is a forward pass that counts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine3d.collectives import all_reduce
+
+_FIGURES = 3
+"""Of a layer, beside the load of its experts: the three losses, without their coefficients."""
+
+
+@dataclass(frozen=True)
+class RouterLosses:
+    """Coefficients of the losses of every layer's router."""
+
+    z: float = 0.0
+    sequence: float = 0.0
+    update: float = 0.0
+
+    @property
+    def any(self) -> bool:
+        return bool(self.z or self.sequence or self.update)
+
+    @staticmethod
+    def of(config: Any) -> RouterLosses:
+        """Those of a TransformerConfig, in which balance losses are one or a list of them."""
+        kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+        if isinstance(kinds, str):
+            kinds, coefficients = [kinds], [coefficients]
+        by_kind = dict(zip(kinds, coefficients, strict=True))
+        return RouterLosses(
+            z=config.moe_z_loss_coeff or 0.0,
+            sequence=by_kind.get("seq_aux_loss", 0.0),
+            update=by_kind.get("global_aux_loss", 0.0),
+        )
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the routers of all layers did with the tokens of an update.
+
+    Args:
+        layers: numbers of the layers that have experts, from 0.
+        highest, lowest: of each of them, the load of its most and least loaded expert over the mean of all.
+        z, sequence, update: means over layers of the losses without their coefficients; None where those are 0.
+    """
+
+    layers: tuple[int, ...]
+    highest: tuple[float, ...]
+    lowest: tuple[float, ...]
+    z: float | None
+    sequence: float | None
+    update: float | None
+
+
+class LoadBalance:
+    """The losses and loads of the routers of one rank's pipeline stage; every rank of the model makes the same calls.
+
+    Args:
+        routers: of this rank's layers, `models.router.Router`s.
+        losses: the coefficients.
+        sparse: of each layer of the whole model, whether it has experts.
+        experts: of a layer.
+        most: experts of a token.
+        device: where the routers compute.
+        everyone: all ranks of the model.
+        shares: the ranks that have parts of the same micro-batch.
+    """
+
+    def __init__(
+        self,
+        routers: Sequence[Any],
+        losses: RouterLosses,
+        *,
+        sparse: Sequence[bool],
+        experts: int,
+        most: int,
+        device: torch.device,
+        everyone: dist.ProcessGroup,
+        shares: dist.ProcessGroup,
+    ) -> None:
+        self.losses = losses
+        self._routers = list(routers)
+        self._layers = tuple(number for number, is_sparse in enumerate(sparse) if is_sparse)
+        self._row = {number + 1: row for row, number in enumerate(self._layers)}  # Megatron-Core counts from 1
+        self._experts, self._most = experts, most
+        self._everyone, self._shares = everyone, shares
+        self._seen = torch.zeros(len(self._layers), experts + _FIGURES, dtype=torch.float64, device=device)
+        self._chosen = torch.zeros(len(self._layers), experts, dtype=torch.float64, device=device)
+        self._tokens, self._sequences = 0.0, 0
+        self._active = self._counting = False
+        for router in self._routers:
+            router.balance = self
+
+    @staticmethod
+    def of(model: Any, sparse: Sequence[bool]) -> LoadBalance:
+        """Of this rank's part of a model with experts, by its TransformerConfig; `sparse` is that of all layers."""
+        from megatron.core import parallel_state
+
+        from engine3d.models.router import Router
+
+        config = model.config
+        return LoadBalance(
+            [module for module in model.modules() if isinstance(module, Router)],
+            RouterLosses.of(config),
+            sparse=sparse,
+            experts=config.num_moe_experts,
+            most=config.moe_router_topk,
+            device=next(model.parameters()).device,
+            # Groups that are used anyway: for each that is, NCCL takes memory.
+            everyone=parallel_state.get_intra_distributed_optimizer_instance_group(),
+            shares=parallel_state.get_tensor_model_parallel_group(),
+        )
+
+    @property
+    def watches(self) -> bool:
+        """Whether an update is computed, or what it is going to choose."""
+        return self._active or self._counting
+
+    @contextlib.contextmanager
+    def update(self, tokens: float, sequences: int) -> Iterator[None]:
+        """While an update's micro-batches are computed.
+
+        Args:
+            tokens: of the update on all ranks.
+            sequences: the most of any of this rank's micro-batches.
+        """
+        self._tokens, self._sequences = tokens, sequences
+        self._seen.zero_()
+        self._active = True
+        try:
+            yield
+        finally:
+            self._active = False
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """While a forward pass over the whole update counts what experts are chosen, without gradients."""
+        self._chosen.zero_()
+        self._counting = True
+        try:
+            yield
+        finally:
+            self._counting = False
+        all_reduce(self._chosen, dist.ReduceOp.SUM, self._everyone)
+
+    def route(
+        self,
+        layer: int,
+        logits: Tensor,
+        routing: Tensor,
+        sequences: Tensor,
+        scores: Callable[[], tuple[Tensor, Tensor]],
+    ) -> Tensor | None:
+        """Count what a layer's router has done with a micro-batch.
+
+        Args:
+            layer: its number, from 1.
+            logits: (t, E) of this rank's tokens.
+            routing: (t, E) bool, the experts that each is given to.
+            sequences: (t,) the number of each token's sequence in the micro-batch; -1 for padding.
+            scores: gives (t, E) choices and (t, E) scores for balance losses.
+
+        Returns:
+            The layer's loss of these tokens, a part of the sum over all ranks and micro-batches; None without any.
+        """
+        row, real = self._row[layer], sequences >= 0
+        if self._counting:
+            self._chosen[row] += (scores()[0] & real[:, None]).sum(dim=0)
+            return None
+        if not torch.is_grad_enabled():
+            return None  # the forward pass of layers that are computed again
+        seen, figures = self._seen[row, : self._experts], self._seen[row, self._experts :]
+        seen += (routing & real[:, None]).sum(dim=0)
+        if not self.losses.any:
+            return None
+        parts = []
+        if self.losses.z:
+            z = logits.float().logsumexp(dim=-1).square().where(real, 0.0).sum() / self._tokens
+            figures[0] += z.detach()
+            parts.append(self.losses.z * z)
+        if self.losses.sequence or self.losses.update:
+            choices, values = scores()
+            parts.append((values * self._weights(row, choices & real[:, None], values.detach(), sequences)).sum())
+        return torch.stack(parts).sum()
+
+    def _weights(self, row: int, choices: Tensor, values: Tensor, sequences: Tensor) -> Tensor:
+        """(t, E) float32: by what scores are multiplied in the sum of the balance losses.
+
+        All that is kept of them for the backward pass, beside the scores.
+        """
+        scale = (sequences >= 0)[:, None] * (self._experts / self._tokens)
+        weights = torch.zeros_like(values)
+        for figure, coefficient in ((1, self.losses.sequence), (2, self.losses.update)):
+            if coefficient:
+                shares = self._of_sequences(choices, sequences) if figure == 1 else self._of_update(row)
+                self._seen[row, self._experts + figure] += (values * (scale * shares)).sum()
+                weights += coefficient * scale * shares
+        return weights
+
+    def _of_sequences(self, choices: Tensor, sequences: Tensor) -> Tensor:
+        """(t, E) float32: the share of the choices of each token's sequence that fell on each expert."""
+        counts = torch.zeros(self._sequences + 1, self._experts, device=choices.device)  # padding's is the last row
+        where = torch.where(sequences >= 0, sequences, self._sequences).long()
+        counts.index_add_(0, where, choices.float())
+        all_reduce(counts, dist.ReduceOp.SUM, self._shares)
+        return (counts / counts.sum(dim=1, keepdim=True).clamp(min=1.0))[where]
+
+    def _of_update(self, row: int) -> Tensor:
+        """(E,) float32: the share of the choices of the update that fell on each expert."""
+        counts = self._chosen[row]
+        return (counts / counts.sum().clamp(min=1.0)).float()
+
+    def finish(self) -> Routing:
+        """Add up over ranks what the update's micro-batches came to."""
+        all_reduce(self._seen, dist.ReduceOp.SUM, self._everyone)
+        seen = self._seen.cpu()
+        loads = seen[:, : self._experts]
+        relative = loads / loads.mean(dim=1, keepdim=True).clamp(min=1e-9)
+        z, sequence, update = seen[:, self._experts :].mean(dim=0).tolist()
+        return Routing(
+            self._layers,
+            tuple(relative.amax(dim=1).tolist()),
+            tuple(relative.amin(dim=1).tolist()),
+            z if self.losses.z else None,
+            sequence if self.losses.sequence else None,
+            update if self.losses.update else None,
+        )
+
+    @torch.no_grad()
+    def move_biases(self, rate: float) -> None:
+        """Make experts that had less than the mean load of the finished update more likely, and others less.
+
+        The bias of an expert goes up or down by `rate`, as at the end of a step of DeepSeek-V3 (section 2.1.2), and
+        decides which experts a token is given to, not their weights.
+        """
+        for router in self._routers:
+            loads = self._seen[self._row[router.layer_number], : self._experts]
+            router.expert_bias += rate * torch.sign(loads.mean() - loads).to(router.expert_bias)

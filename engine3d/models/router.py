@@ -1,0 +1,55 @@
+"""Megatron-Core's router, with the losses and loads of `load_balance` in place of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from engine3d.models.load_balance import LoadBalance
+
+
+class Router(TopKRouter):  # type: ignore[misc]
+    """A router whose losses and loads are of an update's tokens, whatever the micro-batch that they are in.
+
+    Megatron-Core's are means of a micro-batch, and wait for a division by tokens that is not made here.
+    """
+
+    balance: LoadBalance | None = None
+    sequences: Tensor | None = None
+    """(b, s) of the micro-batch that is computed: the number of each position's sequence, -1 for padding."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.frozen_expert_bias = True  # it moves with an optimizer step that is made: see TrainEngine.update
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[s, b, E] -> probabilities and bool routing, [s * b, E] each; the probabilities carry the layer's loss."""
+        probabilities, routing = super().routing(logits)
+        if self.balance is None or self.sequences is None or not self.balance.watches:
+            return probabilities, routing
+        flat = logits.view(-1, self.num_experts)
+
+        def scores() -> tuple[Tensor, Tensor]:
+            return compute_routing_scores_for_aux_loss(  # type: ignore[no-any-return]
+                flat, self.topk, self.score_function, fused=self.config.moe_router_fusion
+            )
+
+        of_tokens = self.sequences.transpose(0, 1).reshape(-1)
+        loss = self.balance.route(self.layer_number, flat, routing, of_tokens, scores)
+        if loss is not None:
+            probabilities = MoEAuxLossAutoScaler.apply(probabilities, loss)
+        return probabilities, routing
+
+    def is_aux_loss_enabled(self) -> bool:
+        """No: of what Megatron-Core would compute itself, there is none."""
+        return False
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """The logits as they are."""
+        return logits
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Nothing: `balance` counts, real tokens alone."""
