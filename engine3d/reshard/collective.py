@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +14,7 @@ from engine3d.platform import platform
 from engine3d.platform.copies import Copies, RunCopies
 from engine3d.platform.wire import Exchange, Wire, WireError
 from engine3d.reshard.pieces import Pieces
-from engine3d.reshard.rounds import STAGING_BYTES, Column, count_rounds, fragments, message_sizes
+from engine3d.reshard.rounds import Column, fragments, message_sizes
 
 Way = Literal["pack", "unpack"]
 TensorAt = Callable[[int, int], str | None]
@@ -27,6 +27,7 @@ class Outgoing:
 
     Args:
         receiver: the other's index among the participants.
+        nbytes: that go, as the plan counts them.
         pieces: what goes.
         sources: for each source buffer a flat tensor of its elements.
         dtypes: of each target buffer. Elements are cast before they are sent.
@@ -34,6 +35,7 @@ class Outgoing:
     """
 
     receiver: int
+    nbytes: int
     pieces: Pieces
     sources: Sequence[torch.Tensor]
     dtypes: Sequence[torch.dtype]
@@ -46,12 +48,14 @@ class Incoming:
 
     Args:
         sender: the other's index among the participants.
+        nbytes: that come, as the plan counts them.
         pieces: what comes, the same as the sender's.
         targets: for each target buffer a flat tensor of its elements.
         tensor_at: of the target buffers.
     """
 
     sender: int
+    nbytes: int
     pieces: Pieces
     targets: Sequence[torch.Tensor]
     tensor_at: TensorAt | None = None
@@ -63,28 +67,26 @@ class CollectiveTransfer:
     While a round's messages are on the wire the next round's are packed.
 
     Args:
-        wire: between the participants; each of them builds the transfer over it with the same sizes.
-        sizes: (sender, receiver) -> bytes of the target's dtypes, of all pairs of participants.
-        outgoing, incoming: of this participant.
+        wire: between the participants; each of them builds the transfer over it with the same rounds.
+        rounds: that the transfer takes (`count_rounds`).
+        outgoing, incoming: of this participant. Both ends of a pair have the same pieces and dtypes: each works out
+            the pair's messages from its own.
         device: of the memory.
-        staging_bytes: the most that this participant's four message buffers take together.
 
     Raises:
-        EngineError: the staging is too small for the number of peers.
-        ValueError: the sizes are not those of the pieces.
+        ValueError: the pieces are not of so many bytes in this memory, so that the two ends would cut other messages.
     """
 
     def __init__(
         self,
         wire: Wire,
-        sizes: Mapping[tuple[int, int], int],
+        rounds: int,
         outgoing: Sequence[Outgoing],
         incoming: Sequence[Incoming],
         device: torch.device,
-        staging_bytes: int = STAGING_BYTES,
     ) -> None:
         self._wire = wire
-        self.rounds = count_rounds(sizes, staging_bytes)
+        self.rounds = rounds
         pack = [
             _Part("pack", each.receiver, each.pieces, each.sources, each.dtypes, each.tensor_at) for each in outgoing
         ]
@@ -92,12 +94,12 @@ class CollectiveTransfer:
             _Part("unpack", each.sender, each.pieces, each.targets, [t.dtype for t in each.targets], each.tensor_at)
             for each in incoming
         ]
+        planned = [*(each.nbytes for each in outgoing), *(each.nbytes for each in incoming)]
+        for nbytes, part in zip(planned, [*pack, *unpack], strict=True):
+            if part.nbytes != nbytes:
+                raise ValueError(f"pieces of {part.nbytes} bytes to {part.way} for {part.peer}, planned {nbytes}")
         # They keep the memory, which copies on a GPU know by its address alone.
         self._parts = (*unpack, *pack)
-        for part in self._parts:
-            pair = (wire.rank, part.peer) if part.way == "pack" else (part.peer, wire.rank)
-            if part.nbytes != sizes.get(pair, 0):
-                raise ValueError(f"pieces of {part.nbytes} bytes between {pair}, whose size is {sizes.get(pair)}")
         self._sent = _Staging(pack, "pack", self.rounds, wire.size, device)
         self._received = _Staging(unpack, "unpack", self.rounds, wire.size, device)
         self.nbytes = sum(part.nbytes for part in pack)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import accumulate
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore
 
 from engine3d.platform import platform
 from engine3d.platform.wire import Wire
@@ -16,6 +15,7 @@ from engine3d.reshard.collective import CollectiveTransfer, Incoming, Outgoing
 from engine3d.reshard.coordinate import CollectiveOrder, Message
 from engine3d.reshard.pieces import Pieces
 from engine3d.reshard.shards import Shards
+from engine3d.stores import join
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Participant:
         targets: what it receives into, by index among the targets.
 
     Raises:
-        EngineError: another participant did not come in time, or the staging is too small for the number of peers.
+        EngineError: another participant did not come in time.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Participant:
         source: Held | None,
         targets: Mapping[int, Held],
     ) -> None:
-        host, port = order.store
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=order.timeout_s))
+        store = join(order.store, order.timeout_s)
         self._wire: Wire = platform.wire(PrefixStore(order.group, store), order.names, order.index, order.timeout_s)
         outgoing = [
             Outgoing(
                 message.receiver,
+                message.nbytes,
                 _joined(message),
                 source.tensors,
                 [getattr(torch, dtype) for dtypes in message.dtypes for dtype in dtypes],
@@ -63,7 +63,7 @@ class Participant:
         incoming = [
             _incoming(message, [targets[each.target] for each in message.transfers]) for message in order.incoming
         ]
-        self._transfer = CollectiveTransfer(self._wire, order.sizes, outgoing, incoming, device, order.staging_bytes)
+        self._transfer = CollectiveTransfer(self._wire, order.rounds, outgoing, incoming, device)
 
     @property
     def sent_bytes(self) -> int:
@@ -96,7 +96,8 @@ def _incoming(message: Message, targets: Sequence[Held]) -> Incoming:
         held, buffer = buffers[joined]
         return held.shards.tensor_at(buffer, element)
 
-    return Incoming(message.sender, _joined(message), [held.tensors[buffer] for held, buffer in buffers], tensor_at)
+    memory = [held.tensors[buffer] for held, buffer in buffers]
+    return Incoming(message.sender, message.nbytes, _joined(message), memory, tensor_at)
 
 
 def _joined(message: Message) -> Pieces:

@@ -52,7 +52,7 @@ class WeightSender:
     def publish(self, path: Path) -> None:
         """Write what `share` says to a file, whole or not at all."""
         partial = path.with_name(f".{path.name}.partial")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial.write_bytes(pickle.dumps(self.share()))
         partial.replace(path)
 
@@ -65,7 +65,7 @@ class WeightSender:
         """
         self.close()
         sources = flat_buffers(self.shards.buffers, self._storages)
-        targets = {index: _mapped(shared) for index, shared in order.targets.items()}
+        targets = {index: mapped(shared) for index, shared in order.targets.items()}
         self._program = CopyProgram(
             [
                 Route(transfer.pieces, sources, targets[transfer.target], near=transfer.link is Link.DEVICE)
@@ -120,8 +120,8 @@ def flat_buffers(buffers: Sequence[Buffer], storages: Sequence[torch.UntypedStor
     ]
 
 
-def _mapped(shared: SharedShards) -> list[torch.Tensor]:
-    """An engine rank's buffers in this process's address space; those that it borrowed itself are empty."""
+def mapped(shared: SharedShards) -> list[torch.Tensor]:
+    """Another rank's buffers in this process's address space; those that it borrowed itself are empty."""
     return [
         flat(platform.map_memory(handle), getattr(torch, buffer.dtype), 0, buffer.elements)
         if handle is not None

@@ -29,6 +29,7 @@ from torch import nn
 
 from engine3d.errors import UserError
 from engine3d.imports import quick_imports
+from engine3d.models import missing_for_sglang
 from engine3d.reshard.same_model import check_same_model
 from engine3d.reshard.shards import Buffer, Holding
 from engine3d.reshard.trace import LoadTrace, Tensors, trace_load
@@ -153,7 +154,9 @@ def build_model(hf_config: dict[str, Any], dtype: torch.dtype, device: str) -> n
     """SGLang's model, its parameters not filled, for the rank of SGLang's present process groups."""
     from transformers import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[hf_config["model_type"]].from_dict(deepcopy(hf_config))  # SGLang's models write into theirs
+    # A copy, because SGLang's models write into theirs.
+    whole = deepcopy({**hf_config, **missing_for_sglang(hf_config)})
+    config = CONFIG_MAPPING[hf_config["model_type"]].from_dict(whole)
     model_class = _model_class(hf_config["architectures"][0])
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

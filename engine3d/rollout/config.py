@@ -2,41 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from engine3d.rollout.server_arguments import check_server_arguments
-from engine3d.settings import Settings
+from engine3d.rollout.server_arguments import check_attention_backend, check_server_arguments
+from engine3d.settings import LONGEST_S, MOST_RANKS, MOST_TOKENS, Settings
 
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
+
+LEAST_TEMPERATURE = 1e-6
+"""SGLang samples with none below, and its log-probs are then of temperature 1."""
 
 
 class RolloutConfig(Settings):
     """How one SGLang engine is started.
 
-    `context_length` counts prompt and response together; None takes the model's own. `max_total_tokens` is the size of
-    the KV cache in tokens; None lets weights and cache fill `mem_fraction_static` of the memory that is free when the
-    model is loaded. `server_args` goes to SGLang verbatim, for what has no setting of its own here.
+    `context_length` counts prompt and response together; None takes the model's own.
+
+    `max_total_tokens` is the size of the KV cache in tokens; None makes it as large as `max_running_requests` of
+    `context_length` tokens need (a recipe knows how many there will be, and how long). It is smaller where weights and
+    cache would take more than `mem_fraction_static` of the memory that is free when the model is loaded.
+
+    `server_args` goes to SGLang verbatim, for what has no setting of its own here: what `server_arguments.ACCEPTED`
+    names, and nothing else.
     """
 
-    tp: int = Field(1, ge=1)
-    ep: int = Field(1, ge=1)
+    tp: int = Field(1, ge=1, le=MOST_RANKS)
+    ep: int = Field(1, ge=1, le=MOST_RANKS)
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    context_length: int | None = Field(None, ge=2)
+    context_length: int | None = Field(None, ge=2, le=MOST_TOKENS)
     mem_fraction_static: float = Field(0.7, gt=0, lt=1)
-    max_running_requests: int = Field(256, ge=1)
-    max_total_tokens: int | None = Field(None, ge=16)
+    max_running_requests: int = Field(256, ge=1, le=1 << 20)
+    max_total_tokens: int | None = Field(None, ge=16, le=1 << 40)
     seed: int = Field(0, ge=0, lt=2**30)
     deterministic: bool = False
     """Sample with a seed for each response, so that a run can be repeated; slower. On CUDA with kernels whose results
     do not depend on the batch; on a CPU the same batch gives the same bits, another batch nearly the same log-probs."""
     cuda_graph: bool = True
-    attention_backend: str | None = None
+    attention_backend: Annotated[str, AfterValidator(check_attention_backend)] | None = None
+    """One of `server_arguments.ATTENTION_BACKENDS`; SGLang's own choice for the device and the model if null."""
     memory_saver: bool = False
-    """Let `release_memory` give the KV cache's memory back while the engine lives; weights stay. CUDA only."""
+    """Let `release_memory` give the KV cache's memory back while the engine lives."""
+    release_weights: bool = False
+    """With `memory_saver`: let it give the weights' memory back too. They come back with the next transfer, which the
+    engine's ranks read from the trainer's memory; nothing is generated before it is whole."""
     start_timeout_s: Seconds = 600
     request_timeout_s: Seconds = 600
+    """Limit of a call of the engine; while it generates, of the time without a new token of any request. Responses may
+    take as long as they come further."""
     shutdown_timeout_s: Seconds = 30
     server_args: dict[str, Any] = Field(default_factory=dict)
 
@@ -46,25 +61,75 @@ class RolloutConfig(Settings):
             raise ValueError(
                 f"ep is {self.ep} and must divide tp, which is {self.tp}: SGLang cuts experts over its tp ranks"
             )
+        if self.release_weights and not self.memory_saver:
+            raise ValueError("release_weights=true needs memory_saver=true")
         check_server_arguments(self.server_args)
         return self
 
 
-class SamplingConfig(Settings):
-    """How tokens are drawn. Temperature 0 takes the most likely token; `top_k` -1 and `min_p` 0 cut nothing off."""
+class Alterations(Settings):
+    """What changes the distribution that tokens are drawn from, beside the temperature; nothing does by default.
 
-    temperature: float = Field(1.0, ge=0)
+    An engine's log-probs are those of softmax(logits / temperature): what `top_p`, `top_k` and `min_p` cut off stays in
+    them, and the penalties, which change logits, are in them too. So tokens that are drawn with any of these are drawn
+    from another distribution than a trainer's log-probs are of.
+    """
+
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = -1
+    top_k: int = Field(-1, le=MOST_TOKENS)
+    """-1 for no limit."""
     min_p: float = Field(0.0, ge=0, le=1)
-    max_new_tokens: int = Field(1024, ge=1)
+    repetition_penalty: float = Field(1.0, gt=0, le=2)
+    """Divides the logit of every token that the response has already, or multiplies it where it is negative."""
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    """Taken from the logit of every token that the response has already."""
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    """The same, as often as the response has the token."""
+
+    @model_validator(mode="after")
+    def _check_alterations(self) -> Self:
+        if self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k} and must be at least 1, or -1 for no limit")
+        if self.repetition_penalty != 1 and (self.presence_penalty or self.frequency_penalty):
+            raise ValueError(
+                "repetition_penalty is set with presence_penalty or frequency_penalty, which SGLang applies in an "
+                "order that is another in every process, expected one or the other"
+            )
+        return self
+
+    @property
+    def altered(self) -> dict[str, float]:
+        """Those that are set to what changes the distribution, with their values."""
+        return {name: value for name, neutral in NEUTRAL.items() if (value := getattr(self, name)) != neutral}
+
+
+NEUTRAL: Mapping[str, float] = {name: field.default for name, field in Alterations.model_fields.items()}
+"""The values that change nothing."""
+
+
+class SamplingConfig(Alterations):
+    """How tokens are drawn. Temperature 0 takes the most likely token."""
+
+    temperature: float = Field(1.0, ge=0, le=100)
+    max_new_tokens: int = Field(1024, ge=1, le=MOST_TOKENS)
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts at which a response ends, with the token that completes one: it is a part of the response. They need a
+    tokenizer in the model's directory."""
     ignore_eos: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> SamplingConfig:
-        if self.top_k != -1 and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k} and must be at least 1, or -1 for no limit")
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature is {self.temperature}, which SGLang takes for 0, expected 0 or at least "
+                f"{LEAST_TEMPERATURE}"
+            )
+        if self.top_k == 1 and self.temperature not in (0, 1):
+            raise ValueError(
+                f"top_k is 1, of which SGLang gives log-probs at temperature 1 and not at {self.temperature}, expected "
+                "temperature 0 for the most likely token"
+            )
         if any(token < 0 for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids {list(self.stop_token_ids)} must not be negative")
         return self

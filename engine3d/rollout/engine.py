@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from engine3d.errors import EngineError, UserError
 from engine3d.platform import platform
 from engine3d.rollout import launch
+from engine3d.rollout.cache import RESERVED_TOKENS
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
 from engine3d.rollout.messages import Generation
 from engine3d.rollout.process import HostProcess
 from engine3d.rollout.rank import Call
+from engine3d.rollout.text_stops import PARAMETER
 from engine3d.rollout.weights import check_weights_fit
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
+_RELEASED = "their memory was released, and they were not transferred since"
 _BOUND = "they are the trainer's, who committed none yet"
 
 
@@ -68,6 +71,8 @@ class RolloutEngine:
         self._weight_version = 0
         # Memory that is the trainer's holds whatever the trainer is at.
         self._stale: str | None = _BOUND if any(weight_sources) else None
+        if any(weight_sources) and config.release_weights:
+            raise UserError("weight_sources with release_weights=true: the trainer's memory cannot be released")
         self._released = False
         self._sampled = 0
         self._aliased = any(source is not None for source in weight_sources)
@@ -85,7 +90,7 @@ class RolloutEngine:
             log_path,
         )
         limits = self._host.wait_until_up(self.config.start_timeout_s)
-        self._context_length = min(self._context_length, limits.max_total_tokens - launch.RESERVED_TOKENS)
+        self._context_length = min(self._context_length, limits.max_total_tokens - RESERVED_TOKENS)
         return self
 
     def generate(
@@ -100,6 +105,9 @@ class RolloutEngine:
 
         `seeds`, one for each prompt, make its samples repeatable wherever and in whatever company they are drawn; they
         need `RolloutConfig.deterministic`. An engine so configured numbers its prompts when none are given.
+
+        `timeout_s` limits the time in which the engine comes no further, and not how long responses may take;
+        `request_timeout_s` if None.
 
         Raises UserError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no room for
         `max_new_tokens` in the context; EngineError while the weights are not whole.
@@ -127,6 +135,7 @@ class RolloutEngine:
             "generate",
             "generate",
             timeout_s,
+            responses=len(samples),
             prompts=[list(prompt) for prompt in prompts],
             sampling=samples,
             samples_per_prompt=samples_per_prompt,
@@ -143,6 +152,7 @@ class RolloutEngine:
         EngineError when loading fails, and then the engine generates nothing until a load has succeeded.
         """
         host = self._running()
+        self._check_weights_are_there()
         if self._aliased:
             raise UserError("load_weights would write into the trainer's memory, which this engine's parameters are")
         directory = Path(directory).resolve()
@@ -153,6 +163,7 @@ class RolloutEngine:
             f"load of weights version {version}",
             "load_weights",
             timeout_s if timeout_s is not None else self.config.request_timeout_s,
+            responses=0,
             directory=str(directory),
             version=version,
             flush_cache=flush_cache,
@@ -186,6 +197,8 @@ class RolloutEngine:
         """
         if len(sources) != self.config.tp:
             raise UserError(f"{len(sources)} weight sources for a rollout engine of tp {self.config.tp}")
+        if self.config.release_weights:
+            raise UserError("bind_weights with release_weights=true: the trainer's memory cannot be released")
         needed = platform.rollout_server_arguments(self.config.max_running_requests)
         if self.config.cuda_graph and not needed.get("disable_cuda_graph"):
             raise UserError("parameters cannot be bound to other memory after CUDA graphs were captured")
@@ -211,8 +224,9 @@ class RolloutEngine:
         self._begun, self._sealed = version, False
 
     def _begin(self, phase: str, timeout_s: float | None) -> None:
+        self._check_weights_are_there()
         timeout_s = timeout_s if timeout_s is not None else self.config.request_timeout_s
-        self._running().call(phase, "begin_weights", timeout_s)
+        self._running().call(phase, "begin_weights", timeout_s, responses=0)
 
     def seal_weights(self, version: int, flush_cache: bool = True) -> None:
         """Every element of `version` has been written: do all that can fail before it is served.
@@ -262,6 +276,7 @@ class RolloutEngine:
 
     def call_ranks(self, phase: str, method: str, timeout_s: float | None = None, **arguments: Any) -> list[Any]:
         """Call a method of `EngineRank` on every rank; their results in order of rank. Errors name the phase."""
+        self._check_weights_are_there()
         timeout_s = timeout_s if timeout_s is not None else self.config.request_timeout_s
         results: list[Any] = self._running().call(phase, "call_ranks", timeout_s, call=Call(method, arguments))
         return results
@@ -303,19 +318,33 @@ class RolloutEngine:
         self._call("resume", "resume")
 
     def release_memory(self) -> None:
-        """Give the KV cache's memory back and drop what it held; needs `RolloutConfig.memory_saver`. Weights stay.
+        """Give the KV cache's memory back and drop what it held; needs `RolloutConfig.memory_saver`.
 
-        Nothing is generated until `restore_memory`.
+        With `RolloutConfig.release_weights` that of the weights too: then nothing is generated until `restore_memory`
+        and a whole transfer. Otherwise weights stay, and nothing is generated until `restore_memory`.
         """
         self._check_memory_saver()
         self._released = True
-        self._call("release of memory", "release_memory")
+        if self.config.release_weights:
+            self._stale, self._begun, self._sealed = _RELEASED, None, False
+        self._call("release of memory", "release_memory", tags=self._saved_memory)
 
     def restore_memory(self) -> None:
-        """Take the KV cache's memory again."""
+        """Take that memory again."""
         self._check_memory_saver()
-        self._call("restore of memory", "restore_memory")
+        self._call("restore of memory", "restore_memory", tags=self._saved_memory)
         self._released = False
+        if self.config.release_weights:
+            self.call_ranks("restore of memory", "restore")
+
+    @property
+    def _saved_memory(self) -> list[str]:
+        """What SGLang calls it."""
+        return ["kv_cache", "weights"] if self.config.release_weights else ["kv_cache"]
+
+    def _check_weights_are_there(self) -> None:
+        if self._released and self.config.release_weights:
+            raise EngineError("rollout engine's weights were released with its memory: restore_memory comes first")
 
     def weight_checksums(self) -> list[dict[str, str]]:
         """For each tensor parallel rank, a checksum of every parameter that SGLang holds, by SGLang's name."""
@@ -373,6 +402,11 @@ class RolloutEngine:
             raise UserError(f"{len(seeds)} seeds for {len(prompts)} prompts")
         if self.config.deterministic and sampling.min_p > 0:
             raise UserError(f"min_p is {sampling.min_p}: SGLang cannot sample deterministically with min_p above 0")
+        if sampling.stop and not (self._model.directory / "tokenizer_config.json").is_file():
+            raise UserError(
+                f"stop is {list(sampling.stop)}: {self._model.directory} has no tokenizer_config.json, and without a "
+                "tokenizer responses have no text"
+            )
         longest = self._context_length - sampling.max_new_tokens
         for index, prompt in enumerate(prompts):
             if not prompt:
@@ -390,16 +424,9 @@ class RolloutEngine:
 
 
 def _sampling_parameters(sampling: SamplingConfig) -> dict[str, Any]:
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "max_new_tokens": sampling.max_new_tokens,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": sampling.ignore_eos,
-        "skip_special_tokens": False,
-    }
+    parameters = sampling.model_dump(exclude={"stop", "stop_token_ids"})
+    parameters |= {"stop_token_ids": list(sampling.stop_token_ids), "skip_special_tokens": False}
+    return parameters | ({"custom_params": {PARAMETER: list(sampling.stop)}} if sampling.stop else {})
 
 
 def _sample_seed(engine_seed: int, key: int, sample: int) -> int:

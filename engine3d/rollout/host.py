@@ -25,14 +25,16 @@ from engine3d.imports import quick_imports
 from engine3d.platform import platform
 from engine3d.rollout import jit_kernels, moe_configs
 from engine3d.rollout.log import log_answered
-from engine3d.rollout.messages import START_ID, Generation, Launch, Limits, Reply, Request
+from engine3d.rollout.messages import START_ID, Generation, Launch, Limits, Progress, Reply, Request
+from engine3d.rollout.progress import batches_run
 from engine3d.rollout.rank import Answer, Call, answer_path
 from engine3d.rollout.run_files import remove_run_files
 from engine3d.rollout.sglang_plugin import ANSWER_METHOD
+from engine3d.stacks import write_stacks_on_signal
 
 _PARENT_POLL_S = 1.0
-_SAVED_MEMORY = ["kv_cache"]  # weights lie outside the memory saver, where trainers can map them
 _IDLE_TIMEOUT_S = 10.0  # for the generations that run to end
+_PROGRESS_EVERY_S = 0.5  # that the client is told whether the engine comes further
 _CLEAR_UP_S = 2.0  # between the last response and a scheduler that has cleared up after it
 
 
@@ -49,9 +51,9 @@ class _Client:
         threading.Thread(target=self._receive, name="client connection", daemon=True).start()
         threading.Thread(target=self._watch_parent, name="client watch", daemon=True).start()
 
-    def send(self, reply: Reply) -> None:
+    def send(self, message: Reply | Progress) -> None:
         with self._send_lock:
-            self._connection.send(reply)
+            self._connection.send(message)
 
     def _receive(self) -> None:
         try:
@@ -90,6 +92,7 @@ class _Server:
         self._writing = False
         self._locked = False
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._generating: dict[int, list[str]] = {}  # SGLang's names of a request's responses
 
     async def serve(self) -> None:
         """Answer requests, all at the same time, until the client goes."""
@@ -102,11 +105,26 @@ class _Server:
         info = self._engine._scheduler_init_result.scheduler_infos[0]
         vocab_size = self._manager.model_config.vocab_size
         self._client.send(Reply(START_ID, Limits(int(info["max_total_num_tokens"]), int(vocab_size))))
+        telling = asyncio.create_task(self._tell_progress())
+        telling.add_done_callback(lambda _: self._client.die())
         while True:
             request = await inbox.get()
             task = asyncio.create_task(self._answer(request))
             self._tasks[request.id] = task
             task.add_done_callback(functools.partial(self._forget, request.id))
+
+    async def _tell_progress(self) -> None:
+        """Tell the client, as long as requests wait, that the engine has come further, and how far."""
+        told = 0
+        while True:
+            await asyncio.sleep(_PROGRESS_EVERY_S)
+            if not self._tasks:
+                continue
+            batches = batches_run(self._client.launch.run_directory)
+            if batches != told:
+                told, under_way = batches, self._manager.rid_to_state
+                done = {id: sum(name not in under_way for name in names) for id, names in self._generating.items()}
+                self._client.send(Progress(done))
 
     def _fail(self) -> None:
         # The process that failed first may have been killed, and what reached us be from one that misses it.
@@ -150,12 +168,18 @@ class _Server:
         """`sampling` has one entry for each sample, prompt by prompt."""
         version = self._version
         order = _order(len(prompts), samples_per_prompt, self._manager.server_args.max_running_requests)
-        outputs = await self._engine.async_generate(
+        names = [f"{id}-{index}" for index in order]
+        request = self._engine.async_generate(
             input_ids=[prompts[index // samples_per_prompt] for index in order],
             sampling_params=[sampling[index] for index in order],
-            rid=[f"{id}-{index}" for index in order],
+            rid=names,
             return_logprob=True,
         )
+        self._generating[id] = names
+        try:
+            outputs = await request
+        finally:
+            del self._generating[id]
         found = {index: _generation(output, version) for index, output in zip(order, outputs, strict=True)}
         return [
             [found[start + sample] for sample in range(samples_per_prompt)]
@@ -271,16 +295,16 @@ class _Server:
 
         await self._manager.continue_generation(ContinueGenerationReqInput())
 
-    async def release_memory(self, id: int) -> None:
+    async def release_memory(self, id: int, tags: list[str]) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         await self._flush(_CLEAR_UP_S)  # a scheduler that still clears up would end itself
-        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=_SAVED_MEMORY), None)
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
 
-    async def restore_memory(self, id: int) -> None:
+    async def restore_memory(self, id: int, tags: list[str]) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=_SAVED_MEMORY), None)
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
 
     async def weight_checksums(self, id: int) -> list[dict[str, str]]:
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
@@ -348,6 +372,7 @@ def main() -> None:
     """`python -m engine3d.rollout.host FD`: serve the client at the other end of this inherited Unix socket."""
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
+    write_stacks_on_signal()
     client = _Client(Connection(descriptor))
     launch = client.launch
     os.environ.update(moe_configs.environment(launch.run_directory / "moe", launch.server_arguments))
@@ -356,7 +381,7 @@ def main() -> None:
     # Slow from here on: the client's end is watched already.
     with quick_imports():
         engine_class = _engine_class()
-    engine = engine_class(**launch.server_arguments)
+    engine = engine_class(**platform.rollout_device_arguments() | launch.server_arguments)
     engine.loop.run_until_complete(_Server(engine, client).serve())
 
 

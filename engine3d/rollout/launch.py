@@ -4,47 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
-import socket
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine3d.errors import EngineError, UserError
+from engine3d.errors import UserError
+from engine3d.input_files import read_json_object
+from engine3d.models import missing_for_sglang
 from engine3d.platform import platform
+from engine3d.rollout.cache import PAGE_TOKENS, RESERVED_TOKENS, SPARE_REQUESTS, tokens_needed
 from engine3d.rollout.config import RolloutConfig
-from engine3d.rollout.rank import SOURCES_TIMEOUT_VARIABLE, SOURCES_VARIABLE
-from engine3d.rollout.server_arguments import sglang_directory
+from engine3d.rollout.rank import RELEASE_VARIABLE, SOURCES_TIMEOUT_VARIABLE, SOURCES_VARIABLE
+from engine3d.rollout.server_arguments import check_against_platform, sglang_directory
 from engine3d.rollout.weights import ModelTensors
 
 # Of a launcher's own process group, which SGLang's processes are no part of.
 _LAUNCHER_VARIABLES = re.compile(
-    r"^(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)$"
+    r"^(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ENGINE3D_STORE)$"
 )
 
-# Of SGLang's arguments, those that say or imply other batch sizes for CUDA graphs than the platform's.
-_OTHER_GRAPHS = {
-    "cuda_graph_config",
-    "cuda_graph_max_bs_decode",
-    "cuda_graph_bs_decode",
-    "disable_cuda_graph_padding",
-    "moe_a2a_backend",
-    "moe_dense_tp_size",
-    "speculative_algorithm",
-}
+# Of SGLang's arguments, the one that says other batch sizes for CUDA graphs than the platform's.
+_OTHER_GRAPHS = "cuda_graph_max_bs_decode"
 
-# Of SGLang's arguments, those by which it is asked to compile.
-_COMPILED = {"enable_torch_compile", "cuda_graph_config", "cuda_graph_backend_prefill"}
-
-# SGLang keeps some positions of a context for itself (managers/tp_worker.py, scheduler.py): this many more are asked
-# for, so that prompt and response together can really have `context_length` tokens.
-RESERVED_TOKENS = 8
-
-
-# SGLang counts a prompt that it computes in parts twice: it then runs one request less than it may
-# (managers/scheduler.py, `get_num_allocatable_reqs`), and the last would wait until the first has ended.
-SPARE_REQUESTS = 1
+# Variables by which SGLang would give other log-probs than those of the sampling temperature, or choose kernels that
+# rearrange the experts' weights.
+_OTHER_RESULTS = frozenset({"SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_CUTLASS_MOE"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +43,13 @@ class ModelFacts:
     max_positions: int
     tensors: ModelTensors | None
     """None where there are no weights, which is right for load_format dummy."""
+    missing: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the config, and their values, which SGLang needs and the file lacks."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """A HuggingFace model's config.json; of one with several parts, the text's fields among the others."""
-    config = json.loads((directory / "config.json").read_text())
+    config = read_json_object(directory / "config.json")
     return {**config, **config.get("text_config", {})}
 
 
@@ -80,7 +68,7 @@ def read_model(directory: Path, weights_needed: bool) -> ModelFacts:
     if weights_needed and not has_weights:
         raise UserError(f"model directory {directory} holds no *.safetensors")
     tensors = ModelTensors.of(directory, config) if has_weights else None
-    return ModelFacts(directory, architectures, vocab_size, max_positions, tensors)
+    return ModelFacts(directory, architectures, vocab_size, max_positions, tensors, missing_for_sglang(config))
 
 
 def context_length(config: RolloutConfig, model: ModelFacts) -> int:
@@ -100,11 +88,15 @@ def most_requests(config: RolloutConfig) -> int:
 
 
 def _has_own_graphs(config: RolloutConfig) -> bool:
-    return not _OTHER_GRAPHS.isdisjoint(config.server_args)
+    return _OTHER_GRAPHS in config.server_args
 
 
 def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]:
-    """Arguments of `sglang.Engine`: ours, then what the platform needs, then what the user gave for SGLang."""
+    """Arguments of `sglang.Engine`: ours, then what the platform needs, then what the user gave for SGLang.
+
+    Raises:
+        UserError: names a setting that this platform cannot have.
+    """
     requests = most_requests(config)
     arguments: dict[str, Any] = {
         "model_path": str(model.directory),
@@ -122,46 +114,43 @@ def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
         "weight_version": "0",
         "grammar_backend": "none",
         "skip_server_warmup": True,
-        "nccl_port": _unused_port(),
         "log_level": "info",
     }
-    arguments |= platform.rollout_server_arguments(requests)
+    fixed = platform.rollout_server_arguments(requests)
+    check_against_platform(config.server_args, config.attention_backend, fixed)
+    arguments |= fixed
     if _has_own_graphs(config):
         arguments.pop("cuda_graph_bs_decode", None)
     if config.attention_backend is not None:
         arguments["attention_backend"] = config.attention_backend
-    if config.max_total_tokens is not None:
-        arguments["max_total_tokens"] = config.max_total_tokens
+    if model.missing:
+        arguments["json_model_override_args"] = json.dumps(model.missing)
+    arguments["max_total_tokens"] = config.max_total_tokens or tokens_needed(
+        requests=config.max_running_requests,
+        sequence_tokens=context_length(config, model),
+        page_tokens=PAGE_TOKENS[platform.device_type],
+    )
     return arguments | config.server_args
-
-
-def _unused_port() -> int:
-    """A port at which the engine's ranks will meet: below those that the system hands out by itself.
-
-    Another process of the run, asking the system for any port, can then not be given it before SGLang listens.
-    """
-    for port in random.sample(range(20_000, 32_000), 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise EngineError("rollout engine: 100 ports between 20000 and 32000 are all in use on this machine")
 
 
 def environment(
     config: RolloutConfig, model: ModelFacts, devices: tuple[int, ...], weight_sources: tuple[Path | None, ...] = ()
 ) -> dict[str, str]:
     """The environment of the engine's processes."""
-    variables = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLES.match(name)}
-    variables |= platform.rollout_environment(config.tp)
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if not _LAUNCHER_VARIABLES.match(name) and name not in _OTHER_RESULTS
+    }
+    variables |= platform.rollout_environment(config.tp, memory_saver=config.memory_saver)
     if platform.gpus and not _compiles(config):
         # A handful of operations beside the large kernels, which CUDA graphs hold anyway: half a minute of every first
         # start.
         variables.setdefault("TORCH_COMPILE_DISABLE", "1")
     if devices:
         variables |= platform.visible_devices(devices)
+    if config.release_weights:
+        variables[RELEASE_VARIABLE] = "1"
     if any(weight_sources):
         variables[SOURCES_VARIABLE] = os.pathsep.join(str(source or "") for source in weight_sources)
         variables[SOURCES_TIMEOUT_VARIABLE] = str(config.start_timeout_s)
@@ -177,7 +166,7 @@ def environment(
 def _compiles(config: RolloutConfig) -> bool:
     """Whether an engine does what is slow, or nothing, without torch.compile: deterministic sampling, among others."""
     asks = config.deterministic or config.attention_backend == "flex_attention"
-    return asks or not _COMPILED.isdisjoint(config.server_args)
+    return asks or bool(config.server_args.get("enable_torch_compile"))
 
 
 def _other_model_modules(architectures: tuple[str, ...]) -> list[str]:

@@ -14,9 +14,12 @@ class Generation:
     """One response: its sampled tokens, why it ended, and which weights made it.
 
     `logprobs[i]` is the natural log-probability, under the sampling temperature, of `token_ids[i]`; a stop token that
-    was sampled is part of both. `weight_version` is the version that was served when the response was finished, and
-    `first_weight_version` the one when it was asked for. They differ where the engine was paused in between, or where
-    the request waited for a transfer to end: then all of it is of `weight_version`.
+    was sampled is part of both, and so is the token that completed a text stop. See `Alterations` for what is drawn
+    from another distribution than that.
+
+    `weight_version` is the version that was served when the response was finished, and `first_weight_version` the one
+    when it was asked for. They differ where the engine was paused in between, or where the request waited for a
+    transfer to end: then all of it is of `weight_version`.
     """
 
     token_ids: list[int]
@@ -59,6 +62,17 @@ class Reply:
     id: int
     result: Any = None
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Sent from time to time while the engine comes further.
+
+    Args:
+        done: for each request that generates, by id, how many of its responses have ended.
+    """
+
+    done: dict[int, int]
 
 
 START_ID = 0  # the id of the Reply that says that the engine is up, with its Limits

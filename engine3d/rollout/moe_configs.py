@@ -60,4 +60,5 @@ def link(tuned: Path, target: Path, experts: int, local: int) -> None:
 def _experts(model: Path) -> int:
     """Routed experts of a sparse layer; 0 for a dense model."""
     config = read_config(model)
-    return int(config.get("num_experts") or config.get("n_routed_experts") or 0)
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((int(config[key]) for key in keys if config.get(key)), 0)

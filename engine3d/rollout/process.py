@@ -19,7 +19,7 @@ from typing import Any
 
 from engine3d.errors import EngineError
 from engine3d.rollout.log import root_cause
-from engine3d.rollout.messages import START_ID, Launch, Limits, Reply, Request
+from engine3d.rollout.messages import START_ID, Launch, Limits, Progress, Reply, Request
 from engine3d.rollout.run_files import make_run_directory, remove_run_files
 from engine3d.rollout.sglang_plugin import RUN_DIRECTORY_VARIABLE
 
@@ -39,7 +39,7 @@ class HostProcess:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with theirs, log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "engine3d.rollout.host", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "engine3d.rollout.host", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -47,6 +47,9 @@ class HostProcess:
                 start_new_session=True,
                 env={
                     **environment,
+                    # The client's code, in the host and in all that it starts; not what lies in the working directory.
+                    "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
+                    "PYTHONSAFEPATH": "1",
                     "TMPDIR": str(self._run_directory),
                     RUN_DIRECTORY_VARIABLE: str(self._run_directory),
                 },
@@ -57,6 +60,8 @@ class HostProcess:
         self._ids = itertools.count(START_ID + 1)
         self._up: Future[Any] = Future()
         self._pending: dict[int, tuple[str, Future[Any]]] = {START_ID: ("start", self._up)}
+        self._progress = Progress({})
+        self._progress_at = time.monotonic()
         self._death: str | None = None
         self._ending = False
         self._reader = threading.Thread(target=self._read, name="rollout host", daemon=True)
@@ -81,8 +86,19 @@ class HostProcess:
             raise
         return limits
 
-    def call(self, phase: str, method: str, timeout_s: float, **arguments: Any) -> Any:
-        """Call a method of the host and wait for its result. Raises EngineError; `phase` names the call there."""
+    def call(self, phase: str, method: str, timeout_s: float, *, responses: int | None = None, **arguments: Any) -> Any:
+        """Call a method of the host and wait for its result.
+
+        Args:
+            phase: names the call in errors.
+            method: of the host.
+            timeout_s: limit of the call; of a call that generates or waits for generations, and has `responses`, of
+                the time without progress.
+            responses: how many the call generates; 0 if it waits for those of other calls.
+
+        Raises:
+            EngineError: the call failed or was not done in time, or the engine died.
+        """
         future: Future[Any] = Future()
         with self._lock:
             if self._death is not None:
@@ -91,7 +107,9 @@ class HostProcess:
             self._pending[id] = (phase, future)
         self._send(Request(id, method, arguments))
         try:
-            return self._wait(future, phase, timeout_s)
+            if responses is None:
+                return self._wait(future, phase, timeout_s)
+            return self._wait_while_progressing(future, phase, timeout_s, id, responses)
         finally:
             if not future.done():  # the time is over, or the caller was interrupted
                 self._send(Request(next(self._ids), "cancel", {"request_id": id}))
@@ -126,6 +144,21 @@ class HostProcess:
             message = f"rollout engine: {phase} was not done within {timeout_s:g} s; log: {self.log_path}"
             raise EngineError(message) from None
 
+    def _wait_while_progressing(
+        self, future: Future[Any], phase: str, timeout_s: float, id: int, responses: int
+    ) -> Any:
+        began = time.monotonic()
+        while (left := max(began, self._progress_at) + timeout_s - time.monotonic()) > 0:
+            with contextlib.suppress(TimeoutError):
+                return future.result(left)
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() + left - timeout_s))
+        done = self._progress.done.get(id, 0)
+        far = f", {done} of {responses} responses are done" if responses else ""
+        raise EngineError(
+            f"rollout engine: {phase} came no further within {timeout_s:g} s: no token since {since}{far}; "
+            f"log: {self.log_path}"
+        )
+
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -133,7 +166,11 @@ class HostProcess:
     def _read(self) -> None:
         try:
             while True:
-                self._resolve(self._connection.recv())
+                message = self._connection.recv()
+                if isinstance(message, Progress):
+                    self._progress, self._progress_at = message, time.monotonic()
+                else:
+                    self._resolve(message)
         except (EOFError, OSError):
             self._bury()
 

@@ -11,6 +11,7 @@ import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,14 @@ import torch
 from engine3d.errors import EngineError, UserError
 from engine3d.platform import platform
 from engine3d.rollout.log import log_answered
+from engine3d.rollout.run_files import open_own
 
 if TYPE_CHECKING:
     from engine3d.reshard.coordinate import ReceiveOrder
     from engine3d.reshard.memory import SharedShards
     from engine3d.reshard.participant import Participant
+    from engine3d.reshard.program import CopyProgram
+    from engine3d.reshard.sender import Sent, Transport
     from engine3d.reshard.shards import Place, Shards
     from engine3d.reshard.trace import LoadTrace
     from engine3d.reshard.verify import Difference
@@ -32,6 +36,9 @@ if TYPE_CHECKING:
 # between two os.pathsep.
 SOURCES_VARIABLE = "ENGINE3D_ROLLOUT_WEIGHT_SOURCES"
 SOURCES_TIMEOUT_VARIABLE = "ENGINE3D_ROLLOUT_WEIGHT_SOURCES_TIMEOUT_S"
+
+# Set where the engine releases its weights with its memory.
+RELEASE_VARIABLE = "ENGINE3D_ROLLOUT_RELEASE_WEIGHTS"
 
 _POLL_S = 0.05
 _POISON = -123.25
@@ -67,6 +74,7 @@ class EngineRank:
         self._trace: LoadTrace | None = None
         self._shards: Shards | None = None
         self._participant: Participant | None = None
+        self._program: CopyProgram | None = None
         source = weight_source(self.rank)
         if source is not None:
             self._bind(source)
@@ -100,7 +108,7 @@ class EngineRank:
         from engine3d.reshard.memory import SharedShards
         from engine3d.reshard.shards import Place, Shards
 
-        trace = self._traced()
+        trace, pulls = self._traced(), self._releases
         aliases = tuple(self._aliased.values())
         place = places[self.rank] if places else Place(platform.node, platform.device_name(self.rank))
         rank = first_rank + self.rank
@@ -108,10 +116,10 @@ class EngineRank:
             f"{name} rank {self.rank}", rank, place, trace.buffers, trace.holdings, aliases, owner=name
         )
         handles = tuple(
-            None if index in self._aliased else platform.share_memory(tensor.untyped_storage())
+            None if pulls or index in self._aliased else platform.share_memory(tensor.untyped_storage())
             for index, tensor in enumerate(self._memory())
         )
-        return SharedShards(self._shards, handles)
+        return SharedShards(self._shards, handles, pulls)
 
     def bind(self, sources: Sequence[SharedShards | None]) -> tuple[str, ...]:
         """Let parameters whose bytes are the trainer's be the trainer's memory; give the memory that they had back.
@@ -136,7 +144,8 @@ class EngineRank:
         memory = self._memory() if self._aliased else []
         for index in self._aliased:
             parameter = memory[index]
-            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+            with platform.shareable_memory():
+                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         self._aliased = {}
         self._disconnect()
 
@@ -145,22 +154,53 @@ class EngineRank:
         platform.synchronize()
 
     def connect(self, orders: Sequence[ReceiveOrder]) -> None:
-        """Make ready for what comes over the collective transport. `orders`: one for each rank of the engine."""
+        """Make ready for what this rank takes itself. `orders`: one for each rank of the engine."""
         from engine3d.reshard.participant import Held, Participant
+        from engine3d.reshard.pieces import Link
+        from engine3d.reshard.program import CopyProgram, Route
+        from engine3d.reshard.sender import mapped
 
         shards = self._shared()
-        if self._participant is not None:
-            self._participant.close()
-            self._participant = None
-        order, memory = orders[self.rank].collective, self._memory()
-        if order is not None:
+        self._let_go()
+        order, memory = orders[self.rank], self._memory()
+        if order.one_sided or order.collective is not None:  # not of memory that is the trainer's, which may be strided
             flat = [tensor.data.view(-1) for tensor in memory]
-            self._participant = Participant(order, memory[0].device, None, {shards.rank: Held(shards, flat)})
+        if order.one_sided:
+            sources = {index: mapped(shared) for index, shared in order.sources.items()}
+            self._program = CopyProgram(
+                [
+                    Route(transfer.pieces, sources[transfer.source], flat, near=transfer.link is Link.DEVICE)
+                    for transfer in order.one_sided
+                ]
+            )
+        if order.collective is not None:
+            held = {shards.rank: Held(shards, flat)}
+            self._participant = Participant(order.collective, memory[0].device, None, held)
 
-    def receive(self, version: int) -> None:
-        """Take this rank's part of a version; return when all of it is there."""
+    def receive(self, version: int) -> dict[Transport, Sent]:
+        """Take this rank's part of a version; return when all of it is there.
+
+        Returns:
+            What it read itself, as `WeightSender.send` says what it wrote.
+        """
+        from engine3d.reshard.sender import Sent
+
+        taken: dict[Transport, Sent] = {}
+        if self._program is not None:
+            start = time.perf_counter()
+            self._program.run()
+            platform.synchronize()
+            taken["one_sided"] = Sent(self._program.nbytes, time.perf_counter() - start)
         if self._participant is not None:
             self._participant.run(version)
+        return taken
+
+    def restore(self) -> None:
+        """The memory of released weights is there again: write what no transfer does, the zeros of padding."""
+        trace = self._traced()
+        loaded = sum(prod(stop - start for start, stop in holding.box) for holding in trace.holdings)
+        if loaded < sum(buffer.elements for buffer in trace.buffers):
+            self._trace_load()
 
     def seal(self) -> None:
         """All weights are written: bring what SGLang derives from them up to date."""
@@ -170,6 +210,11 @@ class EngineRank:
         platform.synchronize()
         refresh_derived(self._runner.model)
         platform.synchronize()
+
+    def weight_bytes(self) -> int:
+        """Of all parameters in this rank's own memory."""
+        memory = self._memory()
+        return sum(tensor.nbytes for index, tensor in enumerate(memory) if index not in self._aliased)
 
     def allocated_bytes(self) -> int:
         """Memory that this process has taken of its device: what it has of the trainer's does not count."""
@@ -215,6 +260,11 @@ class EngineRank:
     def _disconnect(self) -> None:
         """Forget what was said of the memory: no transfer that was planned with it can be sealed."""
         self._shards = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Leave transfers: the group, and the memory of others."""
+        self._program = None
         if self._participant is not None:
             self._participant.close()
             self._participant = None
@@ -233,17 +283,25 @@ class EngineRank:
 
     def _traced(self) -> LoadTrace:
         if self._trace is None:
-            from engine3d.models import load_model_spec
-            from engine3d.reshard.trace import trace_load
-
-            spec = load_model_spec(self._runner.model_config.model_path)
-            tensors = {
-                name: (tensor.shape, torch.float32 if tensor.buffer else self._runner.dtype)
-                for name, tensor in spec.hf_tensors.items()
-            }
             # Without the tensors, which would keep memory that a parameter gives up when it is bound to the trainer's.
-            self._trace = replace(trace_load(self._runner.model, tensors), tensors=())
+            self._trace = replace(self._trace_load(), tensors=())
         return self._trace
+
+    def _trace_load(self) -> LoadTrace:
+        from engine3d.models import load_model_spec
+        from engine3d.reshard.trace import trace_load
+
+        spec = load_model_spec(self._runner.model_config.model_path)
+        tensors = {
+            name: (tensor.shape, torch.float32 if tensor.buffer else self._runner.dtype)
+            for name, tensor in spec.hf_tensors.items()
+        }
+        return trace_load(self._runner.model, tensors)
+
+    @property
+    def _releases(self) -> bool:
+        """Whether the weights lie where SGLang's memory saver releases them."""
+        return RELEASE_VARIABLE in os.environ
 
 
 def weight_source(rank: int) -> SharedShards | None:
@@ -265,5 +323,6 @@ def weight_source(rank: int) -> SharedShards | None:
         if time.monotonic() > end:
             raise EngineError(f"the trainer did not say within {timeout_s:g} s where its weights lie ({path})")
         time.sleep(_POLL_S)
-    shared: SharedShards = pickle.loads(path.read_bytes())
+    with open_own(path) as file:  # a pickle runs what it says: nobody else may have put it there
+        shared: SharedShards = pickle.load(file)
     return shared

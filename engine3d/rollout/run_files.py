@@ -3,13 +3,19 @@
     python run_files.py
 
 removes those of runs whose owner is gone. Standard library only.
+
+The temporary directory and /dev/shm are everybody's. What is removed there is this user's and is what it is named like,
+and no link is followed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
+import re
 import shutil
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +26,10 @@ _PREFIX = "engine3d-rollout-"
 _NEW = "new-"
 _OWNER = "owner"
 _MADE_WITHIN_S = 60.0
+RANDOM = "[a-z0-9_]{8}"
+"""What `tempfile` makes unique names of."""
+_RUN = re.compile(rf"{_PREFIX}{RANDOM}")
+_UNFINISHED = re.compile(rf"{_NEW}{_PREFIX}{RANDOM}")
 
 
 def make_run_directory() -> tuple[Path, IO[bytes]]:
@@ -42,28 +52,62 @@ def segment_name(name: str, run_directory: Path) -> str:
 
 def remove_run_files(run_directory: Path) -> None:
     """Remove the run's directory and its segments. Processes that have them open keep what they have."""
-    for segment in _SHARED_MEMORY.glob(f"*-{run_directory.name}*"):
-        segment.unlink(missing_ok=True)
+    segment_of_run = re.compile(rf".+-{re.escape(run_directory.name)}(?![a-z0-9_]).*", re.DOTALL)
+    for segment in named_like(_SHARED_MEMORY, segment_of_run):
+        with contextlib.suppress(OSError):  # somebody else removes it too
+            if is_own(segment.lstat(), stat.S_IFREG):
+                segment.unlink()
     shutil.rmtree(run_directory, ignore_errors=True)
 
 
 def remove_orphans() -> None:
     """Remove the files of runs whose owner is gone."""
-    for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    parent = Path(tempfile.gettempdir())
+    for old in named_like(parent, _RUN):
         _remove_if_orphan(old)
-    for unfinished in Path(tempfile.gettempdir()).glob(f"{_NEW}{_PREFIX}*"):
+    for unfinished in named_like(parent, _UNFINISHED):
         with contextlib.suppress(OSError):
-            if time.time() - unfinished.stat().st_mtime > _MADE_WITHIN_S:
+            status = unfinished.lstat()
+            if is_own(status, stat.S_IFDIR) and time.time() - status.st_mtime > _MADE_WITHIN_S:
                 shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _remove_if_orphan(run_directory: Path) -> None:
     try:
-        with (run_directory / _OWNER).open("rb") as lock:
+        if not is_own(run_directory.lstat(), stat.S_IFDIR):
+            return
+        with open_own(run_directory / _OWNER) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove_run_files(run_directory)
     except OSError:
-        pass  # it has an owner, is another user's, or is being removed at this moment
+        pass  # it has an owner, is not what it is named like, or is being removed at this moment
+
+
+def named_like(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
+    """What in a directory has a name that fits a pattern from end to end; nothing where it cannot be read."""
+    try:
+        return sorted(path for path in directory.iterdir() if pattern.fullmatch(path.name))
+    except OSError:
+        return []
+
+
+def is_own(status: os.stat_result, kind: int) -> bool:
+    """Whether a file is of this kind, such as `stat.S_IFREG`, and this user's."""
+    return stat.S_IFMT(status.st_mode) == kind and status.st_uid == os.geteuid()
+
+
+def open_own(path: Path) -> IO[bytes]:
+    """Open a file of this user's for reading.
+
+    Raises:
+        OSError: there is none: nothing, a link, another kind of file, or another user's.
+    """
+    # Without O_NONBLOCK a FIFO would be waited for until somebody writes to it.
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    if is_own(os.fstat(file.fileno()), stat.S_IFREG):
+        return file
+    file.close()
+    raise PermissionError(f"{path} is no file of this user's")
 
 
 if __name__ == "__main__":

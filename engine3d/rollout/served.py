@@ -6,6 +6,10 @@ from engine3d.errors import UserError
 from engine3d.models import ModelSpec
 from engine3d.rollout.config import RolloutConfig
 
+_DETERMINISTIC = ("fa3", "flashinfer", "triton")
+_DETERMINISTIC_LATENT = ("fa3", "triton")
+_DETERMINISTIC_ON_CPU = ("torch_native",)
+
 
 def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
     """Refuse a model that an engine would not serve as it is, and a parallel layout that does not divide it.
@@ -33,6 +37,30 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
     elif ep > 1:
         raise UserError(
             f"rollout.engine.ep={ep}: expected 1, because {spec.family.architecture} has no experts to cut over ranks"
+        )
+
+
+def check_deterministic(spec: ModelSpec, config: RolloutConfig, *, on_gpu: bool) -> None:
+    """Refuse deterministic sampling with an attention backend that SGLang does not have it for.
+
+    Its `ServerArgs._handle_deterministic_inference` does so once it has started.
+
+    Raises:
+        UserError: names the setting.
+    """
+    if not config.deterministic:
+        return
+    latent, backend = spec.sizes.latent is not None, config.attention_backend
+    if latent and not on_gpu:
+        raise UserError(
+            f"rollout.engine.deterministic=true on a CPU: SGLang has it for {spec.family.architecture} only with the "
+            "attention backends fa3 and triton, which need a GPU; expected false, or placement.rollout on GPUs"
+        )
+    accepted = _DETERMINISTIC_LATENT if latent else _DETERMINISTIC if on_gpu else _DETERMINISTIC_ON_CPU
+    if backend is not None and backend not in accepted:
+        raise UserError(
+            f"rollout.engine.attention_backend={backend} with deterministic=true, expected "
+            f"{' or '.join(accepted)}, or null for SGLang's choice"
         )
 
 

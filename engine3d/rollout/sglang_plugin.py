@@ -13,11 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine3d.platform import platform
 from engine3d.platform.sglang_cpu import START_METHOD_VARIABLE
+from engine3d.rollout.progress import count_batch, start_counting
 from engine3d.rollout.run_files import segment_name
+from engine3d.rollout.text_stops import end_at_text
+from engine3d.stacks import write_stacks_on_signal
 
 # The run directory of the engine that this process belongs to.
 RUN_DIRECTORY_VARIABLE = "ENGINE3D_ROLLOUT_RUN_DIRECTORY"
+
+# In the run directory: where the engine's ranks meet.
+_MEETING = "meeting"
 
 # The method of SGLang's scheduler by which a Call reaches the ranks.
 ANSWER_METHOD = "engine3d_answer"
@@ -27,18 +34,32 @@ def register() -> None:
     """Register our hooks with SGLang, in a process of a rollout engine."""
     if RUN_DIRECTORY_VARIABLE not in os.environ:
         return
+    write_stacks_on_signal()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from engine3d.rollout.rank import RELEASE_VARIABLE
 
     # SGLang's debug dumper imports Megatron-Core where it finds it: three seconds of every start, for nothing here.
     sys.modules.setdefault("megatron.core", None)  # type: ignore[arg-type]
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}.update_weights_from_disk", _report_failed_update, HookType.AROUND)
+    environment = "sglang.srt.distributed.parallel_state.init_distributed_environment"
+    HookRegistry.register(environment, _meet_in_a_file, HookType.AROUND)
     runner = "sglang.srt.model_executor.model_runner.ModelRunner"
     HookRegistry.register(f"{runner}.init_torch_distributed", _await_trainer, HookType.BEFORE)
     HookRegistry.register(f"{runner}.load_model", _keep_rank, HookType.AFTER)
-    loading = "sglang.srt.model_executor.model_runner_components.load_model_utils.load_model_with_memory_saver"
-    HookRegistry.register(loading, _load_outside_memory_saver, HookType.AROUND)
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _add_answer, HookType.AFTER)
+    if RELEASE_VARIABLE not in os.environ:
+        loading = "sglang.srt.model_executor.model_runner_components.load_model_utils.load_model_with_memory_saver"
+        HookRegistry.register(loading, _load_outside_memory_saver, HookType.AROUND)
+    if (saver := platform.rollout_memory_saver()) is not None:
+        adapter = "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter"
+        HookRegistry.register(f"{adapter}.create", saver, HookType.REPLACE)
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    HookRegistry.register(f"{scheduler}.__init__", _add_answer, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.__init__", start_counting, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.process_batch_result", count_batch, HookType.AFTER)
+    request = "sglang.srt.managers.schedule_batch.Req"
+    HookRegistry.register(f"{request}._check_str_based_finish", end_at_text, HookType.AROUND)
     for name in ("managers.load_snapshot.shm_path_for", "utils.stale_shm_cleanup.make_shm_name"):
         HookRegistry.register(f"sglang.srt.{name}", _name_segment, HookType.AROUND)
     if START_METHOD_VARIABLE in os.environ:
@@ -54,6 +75,15 @@ def _report_failed_update(update: Callable[..., tuple[bool, str]], *args: Any, *
         return False, f"{type(error).__name__}: {error}"
 
 
+def _meet_in_a_file(initialise: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # An engine is on one host. SGLang would have its ranks meet at a server, which listens at all addresses of the host
+    # and lets anybody read and change what it holds.
+    from engine3d.stores import file_address
+
+    method = file_address(Path(os.environ[RUN_DIRECTORY_VARIABLE]) / _MEETING)
+    return initialise(*args, **kwargs | {"distributed_init_method": method})
+
+
 def _await_trainer(runner: Any) -> None:
     # SGLang notes here how much memory is free, and sizes the KV cache by it: a trainer that shares the device must
     # have taken its part before.
@@ -64,10 +94,11 @@ def _await_trainer(runner: Any) -> None:
 
 
 def _load_outside_memory_saver(load: Callable[..., Any], **arguments: Any) -> Any:
-    # The memory saver's memory cannot be mapped by a trainer. Weights lie outside it, so that it releases the KV cache.
+    # The memory saver's memory cannot be mapped by a trainer. Weights that stay lie outside it, for trainers to write.
     from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
-    return load(**arguments | {"memory_saver_adapter": TorchMemorySaverAdapter.create(enable=False)})
+    with platform.shareable_memory():
+        return load(**arguments | {"memory_saver_adapter": TorchMemorySaverAdapter.create(enable=False)})
 
 
 def _keep_rank(result: Any, runner: Any) -> None:

@@ -142,7 +142,7 @@ def test_directories_of_runs_that_ended_while_they_were_made_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    old, young = (tmp_path / f"new-engine3d-rollout-{name}" for name in ("old", "young"))
+    old, young = (tmp_path / f"new-engine3d-rollout-{name}" for name in ("aged_run", "new__run"))
     for directory in (old, young):
         directory.mkdir()
         (directory / "owner").touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,30 @@ PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12], [3, 4, 5] * 6]
 GREEDY = SamplingConfig(temperature=0, max_new_tokens=10, ignore_eos=True)
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("deepseek_v3", {"tp": 2, "ep": 2}), ("deepseek_v3-queries", {"tp": 1})])
-def test_generations_are_those_of_transformers(name: str, sizes: dict[str, int], tmp_path: Path) -> None:
+# Accepted arguments of SGLang's that a CPU has a use for.
+ACCEPTED = {
+    "load_format": "safetensors",
+    "chunked_prefill_size": 8,
+    "max_prefill_tokens": 4096,
+    "disable_shared_experts_fusion": True,
+    "schedule_policy": "lpm",
+    "schedule_conservativeness": 0.3,
+    "watchdog_timeout": 200,
+    "decode_log_interval": 5,
+    "log_level": "debug",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("deepseek_v3", {"tp": 2, "ep": 2}), ("deepseek_v3-queries", {"tp": 1, "server_args": ACCEPTED})],
+)
+def test_generations_are_those_of_transformers(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """The first as transformers saves it, without keys that SGLang needs; the second with further arguments."""
     started, loaded = tmp_path / "started", tmp_path / "loaded"
     tiny_models.make(name, started, seed=1)
     model = tiny_models.make(name, loaded)
-    with RolloutEngine(started, TINY_ROLLOUT.model_copy(update=sizes)) as engine:
+    with RolloutEngine(started, TINY_ROLLOUT.model_copy(update=settings)) as engine:
         engine.load_weights(loaded, version=1)
         first = [generation for (generation,) in engine.generate(PROMPTS, GREEDY)]
         # A second turn, of which all but the last tokens are in the cache.

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from engine3d.errors import UserError
-from engine3d.platform.cuda import CudaPlatform, graph_batch_sizes
-from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig, launch, moe_configs
+from engine3d.platform.cuda import CudaPlatform, expert_kernels, graph_batch_sizes
+from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig, launch, moe_configs, server_arguments
 from engine3d.rollout.host import _order
 from engine3d.rollout.log import root_cause
 from engine3d.rollout.run_files import make_run_directory, segment_name
@@ -23,12 +23,103 @@ from engine3d.rollout.server_arguments import sglang_directory
 from engine3d.rollout.weights import ModelTensors, check_weights_fit
 
 
-def test_server_args_are_those_of_sglang() -> None:
-    assert RolloutConfig(server_args={"chunked_prefill_size": 512}).server_args == {"chunked_prefill_size": 512}
-    with pytest.raises(ValidationError, match=r"server_args\.chunked_prefil_size .* did you mean chunked_prefill_size"):
-        RolloutConfig(server_args={"chunked_prefil_size": 512})
-    with pytest.raises(ValidationError, match=r"server_args\.tp_size is not set here; set tp"):
-        RolloutConfig(server_args={"tp_size": 2})
+def test_every_accepted_argument_is_one_of_sglangs() -> None:
+    assert server_arguments.ACCEPTED.keys() <= server_arguments.server_argument_names()
+    assert server_arguments._OWNED.keys() <= server_arguments.server_argument_names()
+    assert not server_arguments.ACCEPTED.keys() & server_arguments._OWNED.keys()
+
+
+def test_accepted_arguments_go_to_sglang_as_they_are() -> None:
+    given = {
+        "load_format": "dummy",
+        "chunked_prefill_size": -1,
+        "max_prefill_tokens": 4096,
+        "cuda_graph_max_bs_decode": 8,
+        "enable_torch_compile": True,
+        "schedule_conservativeness": 0.3,
+    }
+    assert RolloutConfig(server_args=given).server_args == given
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("chunked_prefil_size", 512, "is not an argument of SGLang's ServerArgs; did you mean chunked_prefill_size"),
+        ("chunked_prefill_size", "512", "= '512': expected a whole number of at least 1, or -1"),
+        ("load_format", "sharded_state", "= 'sharded_state': expected auto or safetensors or dummy"),
+        ("moe_runner_backend", "flashinfer_trtllm", "= 'flashinfer_trtllm': expected triton "),
+        ("tp_size", 2, "is not set here; set tp"),
+        ("decode_attention_backend", "fa3", "is not set here; set attention_backend"),
+        ("enable_eplb", True, "is refused: experts move in memory"),
+        ("ep_num_redundant_experts", 4, "is refused: experts move in memory"),
+        ("speculative_algorithm", "EAGLE", "is refused: no transfer writes the weights of a draft model"),
+        ("pp_size", 2, "is refused: the model is cut over ranks otherwise"),
+        ("enable_dp_attention", True, "is refused: the model is cut over ranks otherwise"),
+        ("moe_a2a_backend", "deepep", "is refused: the model is cut over ranks otherwise"),
+        ("nnodes", 2, "is refused: an engine runs on the devices of one node"),
+        ("quantization", "fp8", "is refused: the engine computes in another precision"),
+        ("torchao_config", "int4wo-128", "is refused: the engine computes in another precision"),
+        ("kv_cache_dtype", "fp8_e5m2", "is refused: the engine computes in another precision"),
+        ("disaggregation_mode", "prefill", "is refused: a second engine reads the prompts"),
+        ("cpu_offload_gb", 4, "is refused: weights lie in host memory"),
+        ("enable_weights_cpu_backup", True, "is refused: weights lie in host memory"),
+        ("enable_hierarchical_cache", True, "is refused: keys and values of old weights outlive them"),
+        ("enable_lora", True, "is refused: adapters are other weights than the trainer's"),
+        ("json_model_override_args", "{}", "is refused: the engine serves another model"),
+        ("preferred_sampling_params", "{}", r"is refused: rollout\.sampling says how tokens are drawn"),
+        ("api_key", "secret", "is refused: there is no HTTP server"),
+        ("device", "cuda", r"is refused: placement\.rollout says which devices"),
+        (
+            "enable_mixed_chunk",
+            True,
+            "is refused: it was not tried, .*; accepted are load_format, chunked_prefill_size",
+        ),
+    ],
+)
+def test_other_arguments_of_sglang_are_refused_with_the_reason(name: str, value: object, message: str) -> None:
+    with pytest.raises(ValidationError, match=rf"server_args\.{name} {message}") as refused:
+        RolloutConfig(server_args={name: value})
+    assert "secret" not in refused.value.errors()[0]["msg"]
+
+
+def test_an_attention_backend_is_one_that_was_tried() -> None:
+    assert RolloutConfig(attention_backend="fa3").attention_backend == "fa3"
+    with pytest.raises(ValidationError, match=r"'nonsense' was not tried, expected fa3, flashinfer"):
+        RolloutConfig(attention_backend="nonsense")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"attention_backend": "fa3"}, "attention_backend=fa3: on this device SGLang runs with torch_native alone"),
+        ({"server_args": {"moe_runner_backend": "triton"}}, "server_args.moe_runner_backend=triton: on this device"),
+    ],
+)
+def test_what_a_cpu_cannot_run_is_refused_before_an_engine_starts(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096, None)
+    with pytest.raises(UserError, match=message):
+        launch.server_arguments(RolloutConfig(**settings), model)
+    launch.server_arguments(RolloutConfig(attention_backend="torch_native"), model)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "chosen"),
+    [
+        ([(9, 0)] * 4, {}),
+        ([(8, 0)], {}),
+        ([(10, 0)] * 8, {"moe_runner_backend": "triton"}),
+        ([(10, 3)], {"moe_runner_backend": "triton"}),
+        ([(12, 0)], {"moe_runner_backend": "triton"}),
+        ([(9, 0), (10, 0)], {"moe_runner_backend": "triton"}),
+        ([], {}),
+    ],
+)
+def test_experts_have_a_kernel_that_leaves_their_weights_as_they_are(
+    capabilities: list[tuple[int, int]], chosen: dict[str, str]
+) -> None:
+    assert expert_kernels(capabilities) == chosen
 
 
 @pytest.mark.parametrize(
@@ -41,7 +132,22 @@ def test_wrong_rollout_settings_are_refused(settings: dict[str, object]) -> None
 
 @pytest.mark.parametrize(
     "settings",
-    [{"temperature": -1}, {"top_p": 0}, {"top_k": 0}, {"min_p": 2}, {"max_new_tokens": 0}, {"stop_token_ids": [-1]}],
+    [
+        {"temperature": -1},
+        {"temperature": 1e-8},
+        {"top_p": 0},
+        {"top_k": 0},
+        {"top_k": 1, "temperature": 0.7},
+        {"min_p": 2},
+        {"repetition_penalty": 0},
+        {"presence_penalty": 3},
+        {"frequency_penalty": -3},
+        {"repetition_penalty": 1.1, "presence_penalty": 0.1},
+        {"max_new_tokens": 0},
+        {"stop_token_ids": [-1]},
+        {"stop": [""]},
+        {"stop": "text"},
+    ],
 )
 def test_wrong_sampling_settings_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
@@ -122,8 +228,6 @@ def test_graphs_reach_as_far_as_requests_unless_they_are_given(monkeypatch: pyte
     assert given["cuda_graph_max_bs_decode"] == 256 and "cuda_graph_bs_decode" not in given
     assert given["max_running_requests"] == 256  # a batch of one more would have no graph
     assert given["disable_prefill_cuda_graph"]
-    prefill = launch.server_arguments(RolloutConfig(server_args={"cuda_graph_max_bs_prefill": 64}), model)
-    assert prefill["cuda_graph_bs_decode"] == graph_batch_sizes(257)
 
 
 class _OneGpu(CudaPlatform):
@@ -148,6 +252,30 @@ def test_an_engine_compiles_where_it_has_to(
     model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096, None)
     environment = launch.environment(RolloutConfig(**settings), model, (0,))
     assert environment.get("TORCH_COMPILE_DISABLE") == (None if compiles else "1")
+
+
+def test_variables_by_which_sglang_gives_other_results_do_not_reach_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_CUTLASS_MOE", "RANK"):
+        monkeypatch.setenv(name, "1")
+    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096, None)
+    environment = launch.environment(RolloutConfig(), model, ())
+    assert not {"SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_CUTLASS_MOE", "RANK"} & environment.keys()
+
+
+def test_settings_that_change_the_drawn_distribution_are_named() -> None:
+    assert SamplingConfig(temperature=0.7, max_new_tokens=3, stop=("</a>",), stop_token_ids=(3,)).altered == {}
+    cut = {"top_p": 0.9, "top_k": 20, "min_p": 0.1}
+    for given in (cut | {"repetition_penalty": 1.1}, cut | {"presence_penalty": 0.2, "frequency_penalty": -0.3}):
+        assert SamplingConfig(**given).altered == given
+
+
+def test_an_engine_that_is_told_nothing_has_room_for_all_its_requests(tmp_path: Path) -> None:
+    model = launch.ModelFacts(tmp_path, ("Qwen3ForCausalLM",), 100, 4096, None)
+    arguments = launch.server_arguments(RolloutConfig(max_running_requests=3, context_length=50), model)
+    assert arguments["max_total_tokens"] == 4 * 51 + 1 + 8
+    assert launch.server_arguments(RolloutConfig(max_total_tokens=77), model)["max_total_tokens"] == 77
 
 
 @pytest.mark.parametrize(("prompts", "samples", "running"), [(5, 4, 8), (3, 1, 100), (4, 8, 4), (7, 3, 1000)])

@@ -19,6 +19,7 @@ from engine3d.errors import UserError
 from engine3d.layout import Coordinates, Layout
 from engine3d.models import build_model, expert_rows, load_model_spec, load_weights
 from engine3d.models.expert_rows import Rows, rows_of
+from engine3d.models.load_balance import LoadBalance, Routing
 from engine3d.models.moe_layer import MoELayerInOneStep
 from engine3d.models.routed_experts import Weights, routed_experts
 from engine3d.training import parallel
@@ -26,6 +27,7 @@ from engine3d.training.config import TrainConfig
 from tests.engine3d import tiny_models
 from tests.engine3d.distributed import run_distributed
 from tests.engine3d.interpreted import run_interpreted
+from tests.engine3d.test_load_balance import LOSSES
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, MOST = 10, 16, 24, 4, 2
 """Tokens of a rank, what they are, how wide an expert is, experts over all ranks, experts of a token."""
@@ -179,7 +181,7 @@ class _Stacked:
 
 
 def _layers(directory: Path, layout: Layout, coordinates: Coordinates, overrides: dict[str, Any]) -> None:
-    """Assert that a model with layers in one step is Megatron-Core's, forwards and backwards."""
+    """Assert that a model with layers in one step is Megatron-Core's, both ways, with losses of routers."""
     spec = load_model_spec(directory)
     model = build_model(spec, layout, torch.float32, overrides=overrides)
     load_weights(model, spec, layout, coordinates, directory)
@@ -187,12 +189,23 @@ def _layers(directory: Path, layout: Layout, coordinates: Coordinates, overrides
     tokens = torch.randint(spec.vocab_size, (2, 12), generator=generator)
     slope = torch.randn(2, 12, spec.padded_vocabulary(layout) // layout.tp, generator=generator)
 
+    balance = LoadBalance.of(model, spec.sizes.sparse)
+    sequences = torch.tensor([[0] * 5 + [1] * 6 + [-1], [2] * 12], dtype=torch.int32)
+
+    def passed() -> Tensor:
+        return model(tokens, torch.arange(12).expand_as(tokens), None, padding_mask=sequences)  # type: ignore[no-any-return]
+
     def learned() -> tuple[Tensor, dict[str, Tensor]]:
         model.zero_grad()
-        result = model(tokens, torch.arange(12).expand_as(tokens), None)
-        (result * slope).sum().backward()
+        with torch.no_grad(), balance.counting():
+            passed()
+        with balance.update(tokens=23.0 * layout.dp, sequences=3):
+            result = passed()
+            (result * slope).sum().backward()
+            losses.append(balance.finish())
         return result.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
+    losses: list[Routing] = []
     expected, gradients = learned()
     stacked: dict[str, _Stacked] = {}
     for name, module in model.named_modules():
@@ -206,6 +219,9 @@ def _layers(directory: Path, layout: Layout, coordinates: Coordinates, overrides
     for name, each in stacked.items():
         mine |= {name.format(number): gradient for number, gradient in enumerate(each.gradients)}
     assert len(stacked) >= 4
+    assert losses[0].highest == losses[1].highest and min(losses[0].highest) > 1
+    for name in ("z", "sequence", "update"):
+        assert 0 < getattr(losses[1], name) == pytest.approx(getattr(losses[0], name), rel=1e-5)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     for name, gradient in gradients.items():
         torch.testing.assert_close(mine[name], gradient, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
@@ -215,7 +231,8 @@ def _all_layers(directory: Path, ep: int, ways: list[dict[str, Any]]) -> None:
     layout = Layout(ep=ep, dp=ep)
     coordinates = parallel.initialise(layout, seed=1, timeout_s=60)
     for overrides in ways:
-        _layers(directory, layout, coordinates, overrides | {"moe_token_dispatcher_type": "allgather"})
+        gathering = {"moe_token_dispatcher_type": "allgather", "calculate_per_token_loss": True}
+        _layers(directory, layout, coordinates, overrides | gathering | LOSSES)
     parallel.release()
 
 
@@ -238,9 +255,6 @@ def test_what_is_no_single_step() -> None:
     assert not one_step(Layout(ep=2, dp=2))
     assert not one_step(Layout(tp=2, etp=2)) and not one_step(Layout(tp=2), sequence_parallel=False)
     assert not one_step(Layout(), dtype="float32") and not one_step(Layout(), one_step_experts=False)
-    assert not one_step(Layout(), megatron={"moe_pad_expert_input_to_capacity": True})
-    assert not one_step(Layout(), megatron={"recompute_modules": ["moe"]})
-    assert one_step(Layout(), megatron={"moe_shared_expert_overlap": False, "cuda_graph_impl": "none"})
     with pytest.raises(
         UserError, match="sequence_parallel=false with tp=2: expected true, because the model has experts"
     ):

@@ -55,13 +55,13 @@ def _transfer(
     sizes = {pair: nbytes(_pieces(pair)) for pair in pairs}
     device = platform.device(wire.rank)
     sources = [source.to(device) for source in random_sources(wire.rank)]
-    outgoing = [Outgoing(to, _pieces((me, to)), sources, DTYPES) for me, to in pairs if me == wire.rank]
+    outgoing = [Outgoing(to, sizes[me, to], _pieces((me, to)), sources, DTYPES) for me, to in pairs if me == wire.rank]
     incoming = [
-        Incoming(sender, _pieces((sender, me)), [target.to(device) for target in empty_targets()])
+        Incoming(sender, sizes[sender, me], _pieces((sender, me)), [target.to(device) for target in empty_targets()])
         for sender, me in pairs
         if me == wire.rank
     ]
-    return CollectiveTransfer(wire, sizes, outgoing, incoming, device, staging_bytes), incoming
+    return CollectiveTransfer(wire, count_rounds(sizes, staging_bytes), outgoing, incoming, device), incoming
 
 
 class _Recorded:
@@ -259,6 +259,6 @@ def test_sizes_that_are_not_those_of_the_pieces_are_refused() -> None:
 
         def _abort(self) -> None: ...
 
-    outgoing = [Outgoing(1, _pieces((0, 1)), random_sources(0), DTYPES)]
-    with pytest.raises(ValueError, match="whose size is 16"):
-        CollectiveTransfer(Nowhere(["a", "b"], 0, 1.0), {(0, 1): 16}, outgoing, [], torch.device("cpu"))
+    outgoing = [Outgoing(1, 16, _pieces((0, 1)), random_sources(0), DTYPES)]
+    with pytest.raises(ValueError, match="to pack for 1, planned 16"):
+        CollectiveTransfer(Nowhere(["a", "b"], 0, 1.0), 1, outgoing, [], torch.device("cpu"))

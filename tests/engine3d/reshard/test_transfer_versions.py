@@ -157,7 +157,7 @@ def test_a_transfer_waits_for_generations_and_then_goes_on(
 def test_a_begin_that_waits_too_long_leaves_the_old_version_served(
     running: Future[list[list[Generation]]], engine: RolloutEngine
 ) -> None:
-    with pytest.raises(EngineError, match=r"begin of weights version 23 was not done within 0\.05 s"):
+    with pytest.raises(EngineError, match=r"begin of weights version 23 came no further within 0\.05 s"):
         engine.begin_weights(23, timeout_s=0.05)
     assert not running.done()
     assert engine.generate(PROMPT, GREEDY)[0][0].weight_version == 20

@@ -17,6 +17,7 @@ from engine3d.reshard.coordinate import Orders, coordinate
 from engine3d.reshard.memory import SharedShards
 from engine3d.reshard.shards import Place
 from engine3d.rollout import RolloutEngine
+from engine3d.stores import tcp_address
 from tests.engine3d.reshard.trainer_ranks import TrainerRanks
 
 
@@ -87,7 +88,13 @@ def connect(
     tensors = {name: tensor.shape for name, tensor in load_model_spec(model).hf_tensors.items()}
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     orders = coordinate(
-        sources, targets, tensors, store=("127.0.0.1", store.port), staging_bytes=1 << 16, timeout_s=60.0, **options
+        sources,
+        targets,
+        tensors,
+        store=lambda: tcp_address("127.0.0.1", store.port),
+        staging_bytes=1 << 16,
+        timeout_s=60.0,
+        **options,
     )
     receive = iter(orders.receive)
     with ThreadPoolExecutor() as pool:

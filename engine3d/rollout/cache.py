@@ -1,0 +1,31 @@
+"""How many tokens a KV cache needs room for, so that no request waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PAGE_TOKENS: Mapping[str, int] = {"cpu": 1, "cuda": 64}
+"""Tokens of a page by kind of device: on GPUs the attention backend decides, and most have pages of 1 or of 64."""
+
+# SGLang keeps some positions of a context for itself (managers/tp_worker.py, scheduler.py): this many more are asked
+# for, so that prompt and response together can really have `context_length` tokens.
+RESERVED_TOKENS = 8
+
+# SGLang counts a prompt that it computes in parts twice: it then runs one request less than it may
+# (managers/scheduler.py, `get_num_allocatable_reqs`), and the last would wait until the first has ended.
+SPARE_REQUESTS = 1
+
+
+def tokens_needed(*, requests: int, sequence_tokens: int, page_tokens: int) -> int:
+    """Tokens of a cache in which so many requests run at once.
+
+    SGLang begins a request where its prompt, all that it may generate and a page more are free (`PrefillAdder` in
+    managers/schedule_policy.py).
+
+    Args:
+        requests: that run at once.
+        sequence_tokens: of the longest prompt with the longest response.
+        page_tokens: of a page, of which each request has its own.
+    """
+    pages = -(-sequence_tokens // page_tokens) + 1
+    return (requests + SPARE_REQUESTS) * pages * page_tokens + page_tokens + RESERVED_TOKENS

@@ -1,0 +1,76 @@
+"""Texts at which a response ends, in an engine that works in token ids.
+
+SGLang looks for its own stop strings only where it has a tokenizer, in a window as long as the tokens into which the
+tokenizer would cut the string: it misses one that was drawn in more of them. Here a response ends with the first token
+by which its text contains a stop, whatever the tokens; that token and its log-prob are the response's last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+PARAMETER = "engine3d_stop"
+"""The stops of a request, in SGLang's `SamplingParams.custom_params`."""
+
+_MARGIN_TOKENS = 4
+"""Before the tokens that a stop may consist of: decoders treat the first token of a text in ways of their own."""
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStops:
+    """Finds stops in responses.
+
+    Args:
+        decode: the text of some tokens, special ones included.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._piece = lru_cache(maxsize=1 << 18)(lambda token: decode([token]))
+
+    def found(self, tokens: Sequence[int], stops: Sequence[str]) -> str | None:
+        """The stop that the last of a response's tokens has completed, if it has."""
+        wanted = [stop for stop in stops if self._may_complete(tokens[-1], stop)]
+        if not wanted:
+            return None
+        window = max(len(stop.encode()) for stop in wanted) + _MARGIN_TOKENS
+        text = self._decode(list(tokens[-window:]))
+        return next((stop for stop in wanted if stop in text), None)
+
+    def _may_complete(self, token: int, stop: str) -> bool:
+        """Whether a token may bring the last character of a stop: most do not, and no text need be made of them."""
+        piece = self._piece(token)
+        return stop[-1].isspace() or stop[-1] in piece or _INCOMPLETE in piece
+
+
+@cache
+def text_stops(directory: Path) -> TextStops:
+    """With the tokenizer of a model directory."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    return TextStops(
+        lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    )
+
+
+def end_at_text(check: Callable[..., bool], request: Any, *args: Any, **kwargs: Any) -> bool:
+    """Around SGLang's `Req._check_str_based_finish`: end a request at its text stops."""
+    if check(request, *args, **kwargs):
+        return True
+    stops = (request.sampling_params.custom_params or {}).get(PARAMETER)
+    if not stops:
+        return False
+    from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR
+    from sglang.srt.runtime_context import get_server_args
+
+    found = text_stops(Path(get_server_args().model_path)).found(request.output_ids, stops)
+    if found is None:
+        return False
+    request.finished_reason = FINISH_MATCHED_STR(matched=found)
+    request.finished_len = len(request.output_ids)
+    return True
