@@ -16,7 +16,7 @@ COPY launch/image_requirements.py launch/
 # --no-deps: the lock is complete, and nothing may pull a second torch in beside the image's.
 # The image's own constraints would refuse the lock's newer pins of small packages, so they are set aside.
 RUN python launch/image_requirements.py requirements.lock > /tmp/missing.txt \
-    && PIP_CONSTRAINT= pip install --no-cache-dir --no-deps -r /tmp/missing.txt \
+    && PIP_CONSTRAINT= pip install --no-cache-dir --no-deps --require-hashes -r /tmp/missing.txt \
     && python -c "import apex, torch, transformer_engine.pytorch; assert 'nv' in torch.__version__, torch.__version__"
 
 COPY . .

@@ -37,10 +37,11 @@ format: setup
 setup:
 	@launch/setup.sh $(VENV)
 
-# Only pins that requirements*.txt no longer allow move; delete requirements.lock first to renew everything.
+# Only pins that requirements*.txt no longer allow move; delete requirements.lock first to renew everything. Every file
+# that a pin may be installed from has its hash there: an index that serves another one is refused.
 lock: setup
 	uv pip compile --quiet --python $(VENV)/bin/python requirements.txt requirements-dev.txt --no-header \
-	    --no-emit-index-url --no-emit-find-links --annotation-style line --output-file requirements.lock
+	    --no-emit-index-url --no-emit-find-links --generate-hashes --output-file requirements.lock
 
 clean:
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache

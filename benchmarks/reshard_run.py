@@ -33,6 +33,7 @@ from engine3d.reshard.pieces import Link, Plan
 from engine3d.reshard.rounds import STAGING_BYTES
 from engine3d.reshard.shards import Place
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
+from engine3d.stores import tcp_address
 
 BUCKET_BYTES = 512 * 10**6
 SCRATCH_BYTES = 8 << 30
@@ -199,7 +200,7 @@ class _Run:
             list(itertools.chain.from_iterable(shared)),
             tensors,
             transport="collective" if way == "collective" else "auto",
-            store=("127.0.0.1", self.store.port),
+            store=lambda: tcp_address("127.0.0.1", self.store.port),
             group=way,
             staging_bytes=STAGING_BYTES,
             timeout_s=120.0,

@@ -8,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from engine3d.errors import UserError
+from engine3d.input_files import check_regular
 from hybridflow.batch import RolloutBatch
 
 _PAD_TOKEN = "pad_token_id"
@@ -26,6 +27,7 @@ def read_batch(path: Path) -> RolloutBatch:
     Raises:
         UserError: no such file, or not one of a batch.
     """
+    check_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
             columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -12,9 +12,10 @@ from pathlib import Path
 from engine3d.checkpoint.inspect import amount, inspect_checkpoint
 from engine3d.checkpoint.manifest import MANIFEST, Skipped, find_checkpoints, read_manifest
 from engine3d.checkpoint.verify import Damage, verify_checkpoint
-from engine3d.errors import UserError
+from engine3d.errors import UserError, shortened
 
 _TENSORS_NAMED = 3
+_MOST_GB = 1e9
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +37,8 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--max-shard-gb", type=_gigabytes, default=5.0, metavar="GB", help="largest file, 1e9 bytes (5)"
     )
+
+    export.add_argument("--no-verify", action="store_true", help="export what is there, whatever the checksums say")
 
     imported = commands.add_parser("import", help="make a checkpoint of a HuggingFace directory, to start from")
     imported.add_argument("model", metavar="MODEL", type=Path, help="HuggingFace directory with safetensors")
@@ -88,6 +91,7 @@ def _export(parsed: argparse.Namespace) -> None:
         role=parsed.role,
         dtype=parsed.dtype,
         max_shard_bytes=parsed.max_shard_gb * 1e9,
+        verify=not parsed.no_verify,
     )
     print(f"exported the {parsed.role} to {parsed.out}")
 
@@ -139,6 +143,6 @@ def _checkpoint(path: Path) -> Path:
 
 def _gigabytes(text: str) -> float:
     with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) < float("inf"):
+        if 0 < (value := float(text)) <= _MOST_GB:
             return value
-    raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
+    raise argparse.ArgumentTypeError(f"{shortened(text)}: expected a number above 0 and at most {_MOST_GB:g}")

@@ -36,6 +36,7 @@ from hybridflow.resume import find_sound
 from hybridflow.roles.model import CheckpointBegun, CheckpointFailure
 from hybridflow.run import Run, hold, move_aside
 from hybridflow.run_state import RunState
+from hybridflow.settings_file import public_settings
 from hybridflow.worker_group import WorkerGroup
 
 _POLL_S = 0.02
@@ -188,7 +189,13 @@ class Checkpoints:
         if (save := self._save) is None:
             return
         with Timer(save.figures, metrics.CHECKPOINT_STALL):
+            limit_s = self._recipe.limits.save_s
+            deadline = time.monotonic() + limit_s
             while not self._is_written(save):
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"checkpoint: {save.directory} was not written within limits.save_s={limit_s:g} s"
+                    )
                 time.sleep(_POLL_S)
         self._finish(save)
 
@@ -251,7 +258,7 @@ class Checkpoints:
             step=save.state.step,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             roles=save.facts,
-            recipe=self._recipe.model_dump(mode="json"),
+            recipe=public_settings(self._recipe),
             software=software(),
             files=tuple(files),
         )

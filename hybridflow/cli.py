@@ -2,7 +2,7 @@
 
     hybridflow train RECIPE [key=value ...]     run a recipe
     hybridflow check RECIPE [key=value ...]     find what is wrong with it, without starting anything; with --memory
-                                                say what each GPU is going to hold
+                                                say what each GPU, CPU slot and node will hold
     hybridflow checkpoint inspect DIR           show what is in a checkpoint
     hybridflow checkpoint verify DIR            compare every file of it with its checksum
     hybridflow checkpoint export DIR OUT        write its model as a HuggingFace directory
@@ -16,19 +16,22 @@ finds; with 130 after Ctrl-C and 143 after SIGTERM. The first line on stderr say
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
-import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING, Any, Never
 
-from engine3d.errors import EngineError, UserError
+from engine3d.errors import EngineError, UserError, shortened
 from engine3d.imports import quick_imports
+from hybridflow.standard_streams import be_patient
+from hybridflow.surroundings import check_interpreter, check_open_files
+from hybridflow.termination import termination
 
 if TYPE_CHECKING:
     from hybridflow.config import Recipe
@@ -36,9 +39,15 @@ if TYPE_CHECKING:
 
 _METRIC_SINKS = ("metrics.jsonl=true", "metrics.csv=true", "metrics.tensorboard=true")
 
+_OF_THE_SURROUNDINGS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EFBIG, errno.EMFILE, errno.ENFILE}
+    | {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENOMEM}
+)
+"""Errors of the system that say enough with the name of the file: nothing of this program is wrong."""
 
-class _Terminated(BaseException):
-    """SIGTERM: unwinds the stack, so that everything is put away as after Ctrl-C."""
+_MOST_GB = 1e9
+_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+"""What names and values of damaged files may hold, and what a terminal would obey."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,28 +57,63 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    """Run the command; returns its exit code.
+
+    Args:
+        arguments: of a command in a program that goes on; None for those of this process, which ends with it.
+    """
+    with termination.handled():
+        try:
+            termination.begin()
+            code = _run(list(sys.argv[1:] if arguments is None else arguments))
+            termination.settle()
+        except BaseException as error:
+            termination.settle()
+            if termination.cause is None:
+                if not isinstance(error, KeyboardInterrupt):
+                    raise
+                code = _say("hybridflow: interrupted", 130)
+        if termination.cause is not None:
+            code = termination.finish()
+    if arguments is None:
+        termination.leave(code)
+    return code
+
+
+def _run(words: list[str]) -> int:
     command = next((word for word in words if not word.startswith("-")), None)
-    own_parser, action = {
-        "checkpoint": (_checkpoint_parser, _checkpoint),
-        "report": (_report_parser, _report),
-    }.get(command or "", (None, _train_or_check))
-    if command is not None and own_parser is not None:
-        words.remove(command)
-        parsed = own_parser().parse_args(words)
-    else:
-        parsed = _parser().parse_intermixed_args(words)
+    output = be_patient(_say_that_training_goes_on if command == "train" else None)
+    try:
+        return _run_command(words, command)
+    finally:
+        # What other commands print is what they are for; argparse ends the program when it has shown its help.
+        if output is not None and output.error is not None and command != "train":
+            sys.exit(_say(f"hybridflow: standard output cannot be written: {output.error.strerror}", 1))
+
+
+def _say_that_training_goes_on(error: OSError) -> None:
+    _say(f"hybridflow: standard output cannot be written: {error.strerror}; the run goes on without it", 0)
+
+
+def _run_command(words: list[str], command: str | None) -> int:
+    if command not in _COMMANDS:  # --help, --version, or an error
+        command = str(_parser().parse_args(words).command)
+    words.remove(command)
+    make_parser, action = _COMMANDS[command]
+    parser = make_parser()
+    parsed = parser.parse_args(words) if command == "checkpoint" else parser.parse_intermixed_args(words)
+    parsed.words = words
     if not sys.warnoptions:  # PYTHONWARNINGS brings them back
         _silence_libraries()
     try:
+        check_interpreter()
         return action(parsed)
     except UserError as error:
         return _fail(error, 2)
-    except KeyboardInterrupt:
-        return _say("hybridflow: interrupted", 130)
-    except _Terminated:
-        return _say("hybridflow: terminated", 143)
+    except OSError as error:
+        if error.errno not in _OF_THE_SURROUNDINGS:
+            raise
+        return _say(f"hybridflow: {_told(error)}", 2)
 
 
 def _silence_libraries() -> None:
@@ -80,23 +124,36 @@ def _silence_libraries() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
-def _train_or_check(parsed: argparse.Namespace) -> int:
-    if parsed.command == "check":
-        return _check(parsed)
-    of_check = {"--memory": parsed.memory, "--nodes": parsed.nodes, "--gpus-per-node": parsed.gpus_per_node}
-    of_check |= {"--gpu-gb": parsed.gpu_gb, "--host-gb": parsed.host_gb}  # both above 0
-    if given := [option for option, value in of_check.items() if value]:
-        raise UserError(f"{given[0]} is an option of hybridflow check, and starts nothing")
+def _train(parsed: argparse.Namespace) -> int:
+    from hybridflow import closing
+
+    began = time.monotonic()
+    print(f"checking {parsed.recipe}", flush=True)
     recipe = _checked_recipe(parsed)
+    print(f"checked in {time.monotonic() - began:.1f} s", flush=True)
+    termination.grace_s = recipe.limits.stop_s
+
+    def tell_how_to_go_on() -> None:
+        if lines := closing.how_to_go_on(recipe, parsed.words):
+            print("\n".join(lines), file=sys.stderr, flush=True)
+
+    termination.add_resort(tell_how_to_go_on)  # after Ctrl-C it stands below the line that says so
     try:
-        return _guarded(lambda: _train(recipe))
+        code = _guarded(lambda: _run_recipe(recipe))
     except UserError as error:
-        return _fail(error, 1)
+        code = _fail(error, 1)
+    termination.remove_resort(tell_how_to_go_on)
+    if code:
+        tell_how_to_go_on()
+    return code
 
 
 def _check(parsed: argparse.Namespace) -> int:
     nodes = _named_nodes(parsed)
-    recipe = _checked_recipe(parsed, nodes)
+    # With --memory the ledger is shown first, and then refuses.
+    recipe = _checked_recipe(
+        parsed, nodes, gpu_bytes=_bytes(parsed.gpu_gb), host_bytes=_bytes(parsed.host_gb), must_fit=not parsed.memory
+    )
     if parsed.memory:
         from hybridflow.memory_check import recipe_ledger
 
@@ -113,19 +170,25 @@ def _check(parsed: argparse.Namespace) -> int:
 
 def _named_nodes(parsed: argparse.Namespace) -> list[Node] | None:
     """The nodes that the options name; None for this machine."""
-    from hybridflow.devices import Node
+    from hybridflow.devices import MOST_GPUS, MOST_NODES, Node
 
     if parsed.nodes is None and parsed.gpus_per_node is None:
         return None
     count = 1 if parsed.nodes is None else parsed.nodes
     gpus = 8 if parsed.gpus_per_node is None else parsed.gpus_per_node
-    for option, value in (("--nodes", count), ("--gpus-per-node", gpus)):
-        if value < 1:
-            raise UserError(f"{option} {value}: expected a whole number of at least 1")
+    for option, value, most in (("--nodes", count, MOST_NODES), ("--gpus-per-node", gpus, MOST_GPUS)):
+        if not 1 <= value <= most:
+            raise UserError(f"{option} {value}: expected a whole number of at least 1 and at most {most:,}")
     return [Node(f"node {number}", gpus=gpus, cpu_slots=0) for number in range(count)]
 
 
-def _checked_recipe(parsed: argparse.Namespace, nodes: Sequence[Node] | None = None) -> Recipe:
+def _bytes(gigabytes: float | None) -> int | None:
+    return None if gigabytes is None else round(gigabytes * 1e9)
+
+
+def _checked_recipe(parsed: argparse.Namespace, nodes: Sequence[Node] | None = None, **memory: Any) -> Recipe:
+    """The recipe with nothing wrong in it; `memory` is what `check_recipe` takes beside recipe and nodes."""
+    check_open_files()
     with quick_imports():
         from hybridflow.config import load_recipe
 
@@ -135,14 +198,12 @@ def _checked_recipe(parsed: argparse.Namespace, nodes: Sequence[Node] | None = N
     with quick_imports():
         from hybridflow.check import check_recipe
 
-    gpu_bytes, host_bytes = (None if each is None else round(each * 1e9) for each in (parsed.gpu_gb, parsed.host_gb))
-    # With --memory the ledger is shown first, and then refuses.
-    for warning in check_recipe(recipe, nodes, gpu_bytes=gpu_bytes, host_bytes=host_bytes, must_fit=not parsed.memory):
+    for warning in check_recipe(recipe, nodes, **memory):
         print(warning, flush=True)
     return recipe
 
 
-def _train(recipe: Recipe) -> int:
+def _run_recipe(recipe: Recipe) -> int:
     with quick_imports():
         from hybridflow.trainer import train
 
@@ -167,8 +228,7 @@ def _report(parsed: argparse.Namespace) -> int:
 
 
 def _guarded(work: Callable[[], int]) -> int:
-    """Do what takes its time: a failure in it is told and makes the exit code 1, and SIGTERM unwinds the stack."""
-    signal.signal(signal.SIGTERM, _terminate)
+    """Do what takes its time: a failure in it is told and makes the exit code 1."""
     try:
         return work()
     except UserError:
@@ -176,22 +236,22 @@ def _guarded(work: Callable[[], int]) -> int:
     except EngineError as error:
         return _fail(error, 1)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _OF_THE_SURROUNDINGS:
+            return _say(f"hybridflow: {_told(error)}", 1)
         return _say(f"hybridflow: internal error: {_one_line(error)}\n{traceback.format_exc()}", 1)
-
-
-def _terminate(_number: int, _frame: FrameType | None) -> None:
-    raise _Terminated
 
 
 def _fail(error: UserError | EngineError, code: int) -> int:
     """Print an error's lines, one each, and where a rank reported it, that rank's stack below."""
     failure = getattr(error, "failure", None)
     stack = f"\n{failure.stack}".rstrip() if failure and isinstance(error, EngineError) else ""
-    return _say("\n".join(f"hybridflow: {line}" for line in str(error).splitlines()) + stack, code)
+    lines = [*(f"hybridflow: {line}" for line in str(error).splitlines()), *getattr(error, "__notes__", ())]
+    return _say("\n".join(lines) + stack, code)
 
 
 def _say(text: str, code: int) -> int:
-    print(text, file=sys.stderr, flush=True)
+    if termination.cause is None:  # by which all else came about
+        print(text.translate(_VISIBLE), file=sys.stderr, flush=True)
     return code
 
 
@@ -199,24 +259,55 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
 
 
+def _told(error: OSError) -> str:
+    name = "" if error.filename is None else f"{shortened(os.fsdecode(error.filename), 200)}: "
+    return f"{name}{error.strerror}"
+
+
 def _parser() -> argparse.ArgumentParser:
     from hybridflow import __version__
 
+    commands = "\n".join((__doc__ or "").splitlines()[2:-3])
     parser = _Parser(
-        prog="hybridflow", description="Reinforcement learning of large mixture-of-experts language models."
+        prog="hybridflow",
+        description="Reinforcement learning of large mixture-of-experts language models.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{commands}\n\nEach command has a --help of its own.",
     )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = "run a recipe, or only find what is wrong with it; the others have a --help of their own"
-    parser.add_argument("command", choices=("train", "check", "checkpoint", "report"), help=commands)
-    parser.add_argument("recipe", help="a YAML file such as launch/recipes/demo.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as train.layout.tp=2 seed=1")
-    parser.add_argument("--track_metrics", action="store_true", help="write metrics to JSONL, CSV and TensorBoard")
-    parser.add_argument("--memory", action="store_true", help="check: say what each GPU will hold in each phase")
-    parser.add_argument("--nodes", type=int, metavar="N", help="check: on so many nodes, not on this machine")
-    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="check: GPUs of each of these nodes (8)")
-    parser.add_argument("--gpu-gb", type=_gigabytes, metavar="GB", help="check: memory of each GPU, in 1e9 bytes")
-    parser.add_argument("--host-gb", type=_gigabytes, metavar="GB", help="check: memory of each node, in 1e9 bytes")
+    parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help=", ".join(_COMMANDS))
     return parser
+
+
+def _train_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="hybridflow train", description="Run a recipe.")
+    _add_recipe(parser)
+    return parser
+
+
+def _check_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="hybridflow check", description="Find what is wrong with a recipe, without starting anything."
+    )
+    _add_recipe(parser)
+    parser.add_argument("--memory", action="store_true", help="say what GPUs and nodes will hold in each phase")
+    parser.add_argument("--nodes", type=_count, metavar="N", help="on so many nodes, not on this machine")
+    parser.add_argument("--gpus-per-node", type=_count, metavar="N", help="GPUs of each of these nodes (8)")
+    parser.add_argument("--gpu-gb", type=_gigabytes, metavar="GB", help="memory of each GPU, in 1e9 bytes")
+    parser.add_argument("--host-gb", type=_gigabytes, metavar="GB", help="memory of each node, in 1e9 bytes")
+    return parser
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file such as launch/recipes/demo.yaml")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings, such as train.layout.tp=2 seed=1; resume=auto goes on after the newest checkpoint",
+    )
+    parser.add_argument("--track_metrics", action="store_true", help="write metrics to JSONL, CSV and TensorBoard")
+    parser.epilog = "Relative paths, in the recipe too, start from the directory where the command runs."
 
 
 def _gigabytes(text: str) -> float:
@@ -224,9 +315,16 @@ def _gigabytes(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text}")
+    if not 0 < value <= _MOST_GB:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and at most {_MOST_GB:g}, found {shortened(text)}")
     return value
+
+
+def _count(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, found {shortened(text)}") from None
 
 
 def _checkpoint_parser() -> argparse.ArgumentParser:
@@ -242,6 +340,14 @@ def _report_parser() -> argparse.ArgumentParser:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory, such as runs/demo")
     parser.add_argument("--out", metavar="FILE", type=Path, help="the page to write (RUN/report.html)")
     return parser
+
+
+_COMMANDS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[[argparse.Namespace], int]]] = {
+    "train": (_train_parser, _train),
+    "check": (_check_parser, _check),
+    "checkpoint": (_checkpoint_parser, _checkpoint),
+    "report": (_report_parser, _report),
+}
 
 
 if __name__ == "__main__":

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
-from engine3d.rollout.config import RolloutConfig, SamplingConfig
-from engine3d.settings import Settings
+from engine3d.rollout.config import NEUTRAL, Alterations, RolloutConfig, SamplingConfig
+from engine3d.settings import LONGEST_S, MOST_SAMPLES, Settings
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from hybridflow.algorithms.config import AlgorithmConfig
 from hybridflow.data.config import DataConfig
+from hybridflow.devices import MOST_DEVICES
+from hybridflow.file_names import CHECKPOINTS
+from hybridflow.known_names import RECIPE_NAMES
+from hybridflow.limits import LimitsConfig
 from hybridflow.metrics import MetricsConfig
+from hybridflow.recipe_paths import RecipePath
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.settings_file import load_settings
+
+MOST_STEPS = 1_000_000_000
 
 
 class CreateModel(Settings):
@@ -35,7 +43,7 @@ class CreateModel(Settings):
 class ModelConfig(Settings):
     """The model to train: a HuggingFace directory, or one to be made."""
 
-    path: Path | None = None
+    path: RecipePath | None = None
     create: CreateModel | None = None
 
     @model_validator(mode="after")
@@ -52,11 +60,11 @@ class WeightsConfig(Settings):
     """Let an engine on the actor's devices use the actor's memory for parameters whose bytes are the same."""
     transport: Literal["auto", "collective"] = "auto"
     """Write into the engine's memory where it can be reached; or send everything over a process group."""
-    staging_mb: int = Field(256, ge=2)
+    staging_mb: int = Field(256, ge=2, le=1_000_000)
     """Most memory of a rank, in MB (1e6 bytes), through which weights pass on their way to other nodes."""
     flush_cache: bool = True
     """Drop the KV cache, which the old weights made, with every new version."""
-    timeout_s: float = Field(600.0, gt=0)
+    timeout_s: float = Field(600.0, gt=0, le=LONGEST_S)
     """Limit of each wait for another rank, in what goes over a process group."""
 
 
@@ -64,10 +72,10 @@ class RolloutRole(Settings):
     """The engines that generate, and what they generate for each prompt."""
 
     engine: RolloutConfig = RolloutConfig()
-    engines: int | None = Field(None, ge=1)
+    engines: int | None = Field(None, ge=1, le=MOST_DEVICES)
     """Engines side by side; as many as the role's devices hold if null."""
     sampling: SamplingConfig = SamplingConfig()
-    samples_per_prompt: int = Field(8, ge=1)
+    samples_per_prompt: int = Field(8, ge=1, le=MOST_SAMPLES)
     weights: WeightsConfig = WeightsConfig()
     verify_weights: bool = False
     """After every transfer, compare all engines bit for bit with what SGLang loads from an export of the actor."""
@@ -76,6 +84,12 @@ class RolloutRole(Settings):
     def _samples(self) -> RolloutRole:
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature=0 samples nothing to learn from, expected above 0")
+        for name, value in self.sampling.altered.items():
+            raise ValueError(
+                f"sampling.{name}={value:g} draws tokens from another distribution than the policy's at the sampling "
+                "temperature, whose log-probs are learned from: gradient, ratio and KL would be of what was not drawn; "
+                f"expected {NEUTRAL[name]:g}, or trainer.eval_sampling.{name} for evaluation alone"
+            )
         return self
 
     def layout(self, devices: int) -> Layout:
@@ -96,16 +110,19 @@ class RolloutRole(Settings):
 class ModelRole(Settings):
     """A Megatron-Core model beside the actor."""
 
-    path: Path | None = None
+    path: RecipePath | None = None
     """HuggingFace directory of its initial weights; the run's initial model if null."""
     train: TrainConfig | None = None
     """Its layout, precision, micro-batches and optimizer; those of the actor if null."""
+    offload: bool = False
+    """Keep its weights and its optimizer's state in page-locked host memory while other roles compute on its devices;
+    the results stay the same, bit for bit."""
 
 
 class ScoringModel(ModelRole):
     """A model with a scalar head that scores whole responses, and does not learn."""
 
-    path: Path
+    path: RecipePath
     """HuggingFace directory of a model for sequence classification with one label, that has the actor's tokenizer."""
     weight: float = 1.0
     """Of its score in the sum over all rewards, or all costs."""
@@ -114,8 +131,8 @@ class ScoringModel(ModelRole):
 class WarmupConfig(Settings):
     """A supervised phase before the first rollout, on the data's supervised examples."""
 
-    steps: int = Field(100, ge=1)
-    batch_size: int = Field(64, ge=1)
+    steps: int = Field(100, ge=1, le=MOST_STEPS)
+    batch_size: int = Field(64, ge=1, le=MOST_SAMPLES)
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
 
 
@@ -139,33 +156,78 @@ class ProfileConfig(Settings):
 class TrainerConfig(Settings):
     """The loop."""
 
-    steps: int = Field(100, ge=1)
-    prompts_per_step: int = Field(64, ge=1)
-    mini_batches: int = Field(1, ge=1)
+    steps: int = Field(100, ge=1, le=MOST_STEPS)
+    """Steps of the run; null beside `epochs_of_data`."""
+    epochs_of_data: float | None = Field(None, gt=0, le=1e6)
+    """Passes over the training prompts, in place of `steps`: as many whole steps as cover them."""
+    prompts_per_step: int = Field(64, ge=1, le=MOST_SAMPLES)
+    mini_batches: int = Field(1, ge=1, le=MOST_SAMPLES)
     """Optimizer steps that one rollout is divided into."""
-    epochs: int = Field(1, ge=1)
+    epochs: int = Field(1, ge=1, le=MOST_STEPS)
     """Passes over each rollout."""
     max_staleness: int = Field(0, ge=0, le=1)
     """Versions by which the weights that made a sample may be older than those that learn from it. At 1 the engines
     respond to the next step's prompts while the models learn from this one's; they need devices of their own."""
+    eval_before_train: bool = True
+    """Evaluate before the first step."""
     eval_interval: int | None = Field(None, ge=1)
-    """Steps between evaluations; only before the first and after the last if null."""
+    """Steps between evaluations; only before the first, if at all, and after the last if null."""
     eval_prompts: int | None = Field(None, ge=1)
     """Held-out prompts of an evaluation; all of them if null."""
-    eval_samples: int = Field(1, ge=1)
-    """Responses to each held-out prompt; the accuracy is their mean reward."""
+    eval_samples: int = Field(1, ge=1, le=MOST_SAMPLES)
+    """Responses to each held-out prompt, over which the mean is."""
     eval_temperature: float = Field(0.0, ge=0)
     """Temperature of those responses; 0 takes the most likely token."""
+    eval_sampling: Alterations = Alterations()
+    """What else those responses are drawn by, from which nothing is learned; the rest is as in rollout.sampling."""
     export: bool = True
     """Write the trained model as a HuggingFace directory at the end."""
     profile: ProfileConfig | None = None
     """Write traces of some updates; none if null."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null_steps(cls, data: Any) -> Any:
+        """`steps: null` takes away the steps of a base, for `epochs_of_data`."""
+        if isinstance(data, Mapping) and data.get("epochs_of_data") is not None and data.get("steps", 0) is None:
+            return {name: value for name, value in data.items() if name != "steps"}
+        return data
+
     @model_validator(mode="after")
-    def _traced_steps_are_run(self) -> TrainerConfig:
-        if self.profile is not None and (last := max(self.profile.steps)) > self.steps:
-            raise ValueError(f"profile.steps has step {last}, and steps={self.steps}; expected none after the last one")
+    def _one_length(self) -> TrainerConfig:
+        if self.epochs_of_data is not None and "steps" in self.model_fields_set:
+            raise ValueError(
+                f"epochs_of_data={self.epochs_of_data:g} and steps={self.steps}, expected one of them; "
+                "trainer.steps=null takes the steps of a base away"
+            )
+        if self.epochs_of_data is None:
+            self.check_traced(self.steps)
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_derived_steps(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        derived = "steps" if self.epochs_of_data is not None else ""
+        return {name: value for name, value in serialize(self).items() if name != derived}
+
+    def check_traced(self, steps: int) -> None:
+        """Raises ValueError where `profile` names a step that is not run."""
+        if self.profile is not None and (last := max(self.profile.steps)) > steps:
+            raise ValueError(f"profile.steps has step {last}, and steps={steps}; expected none after the last one")
+
+    def for_prompts(self, count: int) -> TrainerConfig:
+        """The same with the number of steps that `epochs_of_data` means for so many training prompts.
+
+        Raises:
+            UserError: `profile` names a step beyond the last.
+        """
+        if self.epochs_of_data is None:
+            return self
+        steps = math.ceil(self.epochs_of_data * count / self.prompts_per_step)
+        try:
+            self.check_traced(steps)
+        except ValueError as error:
+            raise UserError(f"trainer: {error}") from None
+        return self.model_copy(update={"steps": steps})
 
     @property
     def updates_per_step(self) -> int:
@@ -181,10 +243,12 @@ class CheckpointConfig(Settings):
     """Checkpoints to keep: the oldest goes once a new one is whole. All of them if null."""
     async_save: bool = True
     """Write in the background: training goes on as soon as the state has been copied to host memory."""
-    dir: Path | None = None
+    dir: RecipePath | None = None
     """Where checkpoints lie; in the run's directory if null."""
     on_failure: Literal["continue", "stop"] = "continue"
     """What a save that fails does to the run."""
+    verify: bool = True
+    """Compare every piece that a resumed run reads with its checksum."""
     accept: tuple[str, ...] = ()
     """Settings in which a resumed run may contradict its checkpoint, such as seed, tokenizer or data.arithmetic."""
 
@@ -211,7 +275,8 @@ class PlacementConfig(Settings):
     cost_model: str | None = None
     """Only with a cost model; the reward model's devices if null."""
     reward: str | None = None
-    """Where the reward functions are called, which use no GPU; beside the first rank of rollout if null."""
+    """Where the functions of rewards and costs are called, which use no GPU; beside the first rank of rollout if null.
+    Only where there are functions."""
     cluster: str | None = None
     """Address of a running Ray cluster; one is started on this machine if null."""
     shared_gpus: bool = False
@@ -235,12 +300,14 @@ class PlacementConfig(Settings):
 
 
 class Recipe(Settings):
-    """Every setting of a run."""
+    """Every setting of a run. Relative paths start from the directory where the command runs; see `recipe_paths`."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    other_names = RECIPE_NAMES
+
+    name: str = Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = Field(0, ge=0, lt=2**30)
     """Of everything that is drawn; the seeds of parts are added to it."""
-    run_dir: Path = Path("runs")
+    run_dir: Annotated[RecipePath, Field(validate_default=True)] = Path("runs")
     model: ModelConfig
     train: TrainConfig = TrainConfig()
     rollout: RolloutRole = RolloutRole()
@@ -262,8 +329,36 @@ class Recipe(Settings):
     placement: PlacementConfig
     metrics: MetricsConfig = MetricsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    resume: Literal["none", "auto"] | Path = "none"
-    """Start afresh; go on after the newest whole checkpoint of `checkpoint.dir`, if there is one; or after this one."""
+    limits: LimitsConfig = LimitsConfig()
+    resume: Literal["none", "auto"] | RecipePath = "none"
+    """Start afresh; go on after the newest whole checkpoint of `checkpoint.dir`, if there is one; or after this one: a
+    checkpoint, a directory of them, or a run's directory."""
+
+    @model_validator(mode="after")
+    def _evaluation_can_sample(self) -> Recipe:
+        try:
+            sampling = self.eval_sampling
+        except ValidationError as error:
+            reason = error.errors()[0]["ctx"]["error"]
+            raise ValueError(f"trainer.eval_sampling with trainer.eval_temperature: {reason}") from None
+        cut = [name for name in ("top_p", "top_k", "min_p") if name in sampling.altered]
+        if cut and sampling.temperature == 0:
+            raise ValueError(
+                f"trainer.eval_sampling.{cut[0]} is set with trainer.eval_temperature=0, which takes the most likely "
+                "token; expected a temperature above 0"
+            )
+        if sampling.min_p > 0 and self.rollout.engine.deterministic:
+            raise ValueError(
+                "trainer.eval_sampling.min_p is set with rollout.engine.deterministic=true, where SGLang cannot sample "
+                "with it; expected one of them"
+            )
+        return self
+
+    @property
+    def eval_sampling(self) -> SamplingConfig:
+        """How the responses of an evaluation are drawn."""
+        own = self.trainer.eval_sampling.model_dump() | {"temperature": self.trainer.eval_temperature}
+        return SamplingConfig(**self.rollout.sampling.model_dump() | own)
 
     @model_validator(mode="after")
     def _algorithm_has_what_it_needs(self) -> Recipe:
@@ -295,6 +390,11 @@ class Recipe(Settings):
                 "generated between rollout and update; expected 0"
             )
         samples = self.trainer.prompts_per_step * self.rollout.samples_per_prompt
+        if samples > MOST_SAMPLES:
+            yield (
+                f"trainer.prompts_per_step={self.trainer.prompts_per_step} times rollout.samples_per_prompt="
+                f"{self.rollout.samples_per_prompt} are {samples:,} samples a step, expected at most {MOST_SAMPLES:,}"
+            )
         if self.algorithm.kl_controller == "adaptive" and self.algorithm.kl_horizon <= samples / 5:
             yield (
                 f"algorithm.kl_horizon={self.algorithm.kl_horizon} with {samples} samples a step, by which one step "
@@ -307,8 +407,8 @@ class Recipe(Settings):
 
     def _unused(self) -> Iterator[str]:
         """What is set for roles that do not run."""
-        runs = {"actor", "rollout", "reward", *self.models}
-        for role in ("reference", "critic", "cost_critic", "reward_model", "cost_model"):
+        runs = {"actor", "rollout", *(["reward"] if self.functions else []), *self.models}
+        for role in ("reference", "critic", "cost_critic", "reward", "reward_model", "cost_model"):
             if role not in runs and getattr(self.placement, role) is not None:
                 yield f"placement.{role} is set, and there is no such role with {self._why_not(role)}"
         for role in ("reference", "critic", "cost_critic", "cost", "cost_model"):
@@ -323,7 +423,7 @@ class Recipe(Settings):
     def _why_not(self, role: str) -> str:
         if role == "reference":
             return "algorithm.kl_coef=0"
-        return "reward_model=null" if role == "reward_model" else f"algorithm.name={self.algorithm.name}"
+        return f"{role}=null" if role in ("reward", "reward_model") else f"algorithm.name={self.algorithm.name}"
 
     @property
     def models(self) -> dict[str, ModelRole]:
@@ -342,6 +442,20 @@ class Recipe(Settings):
     def trained_roles(self) -> tuple[str, ...]:
         """The roles that learn."""
         return ("actor", *(role for role in ("critic", "cost_critic") if role in self.models))
+
+    def for_prompts(self, count: int) -> Recipe:
+        """The recipe with the steps that `trainer.epochs_of_data` means; see `TrainerConfig.for_prompts`."""
+        return self.model_copy(update={"trainer": self.trainer.for_prompts(count)})
+
+    @property
+    def offloaded_roles(self) -> tuple[str, ...]:
+        """The models that leave their devices between their turns."""
+        return tuple(role for role, model in self.models.items() if model.offload)
+
+    @property
+    def phase_steps(self) -> dict[str, int]:
+        """How many steps each phase of the metrics has, where that is known."""
+        return {"train": self.trainer.steps} | ({"sft": self.warmup.steps} if self.warmup is not None else {})
 
     @property
     def functions(self) -> dict[str, RewardConfig]:
@@ -367,12 +481,12 @@ class Recipe(Settings):
     @property
     def directory(self) -> Path:
         """The run's directory."""
-        return (self.run_dir / self.name).absolute()
+        return self.run_dir / self.name
 
     @property
     def checkpoint_directory(self) -> Path:
         """Where the run's checkpoints lie."""
-        return (self.checkpoint.dir or self.directory / "checkpoints").absolute()
+        return self.checkpoint.dir or self.directory / CHECKPOINTS
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:

@@ -19,6 +19,7 @@ from engine3d.models.weights import TOKENIZER_FILES, exported_config
 from hybridflow.config import Recipe
 from hybridflow.data.config import ArithmeticConfig, DataConfig, JsonlConfig
 from hybridflow.initial_model import initial_spec, initial_tokenizer
+from hybridflow.settings_file import public_settings
 
 # Of a config.json: what says nothing of the model.
 _COSMETIC = frozenset({"dtype", "torch_dtype", "transformers_version", "_name_or_path"})
@@ -26,6 +27,15 @@ _ABSENT = "nothing"
 
 _FILES_OF_DATA = ("data.jsonl.train_path", "data.jsonl.eval_path", "data.jsonl.sft_path")
 _MADE_BY = ("seed", "model.create.seed", "model.create.dtype")
+
+_SINCE = {
+    "data.overlong_prompts": "refuse",
+    "trainer.epochs_of_data": None,
+    "trainer.eval_before_train": True,
+    "metrics.samples_per_step": 0,
+    "metrics.sample_characters": 1000,
+}
+"""What a checkpoint's recipe means that is older than these settings."""
 
 _ACCEPTED = frozenset(
     {"seed", "tokenizer", "data", "roles", "roles.critic", "roles.cost_critic"}
@@ -91,7 +101,7 @@ def contradictions(
     found += [Difference(f"roles.{role}", "trained", "not trained") for role in roles if role not in trained]
     if not saved:
         return found
-    before, now = (_identity(settings) for settings in (saved, recipe.model_dump(mode="json")))
+    before, now = (_identity(settings) for settings in (saved, public_settings(recipe)))
     return [*found, *_compare(before, now), *_compare(inputs, input_checksums(recipe))]
 
 
@@ -99,15 +109,15 @@ def changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Difference]:
     """Every other setting in which the recipe differs from the checkpoint's."""
     if not saved:
         return []
-    given = recipe.model_dump(mode="json")
+    given = public_settings(recipe)
     identity = {*_identity(saved), *_identity(given), *_FILES_OF_DATA}
 
     def others(settings: Mapping[str, Any]) -> dict[str, Any]:
         return {
             name: value
-            for name, value in _flat(settings).items()
+            for name, value in (_SINCE | _flat(settings)).items()
             if name not in identity
-            and not name.startswith(("checkpoint.", "model.create.config.", "model.create.tokenizer"))
+            and not name.startswith(("checkpoint.", "limits.", "model.create.config.", "model.create.tokenizer"))
             and name != "resume"
         }
 
@@ -128,9 +138,9 @@ def input_checksums(recipe: Recipe) -> dict[str, str]:
     if (jsonl := recipe.data.jsonl) is not None:
         paths = (jsonl.train_path, jsonl.eval_path, jsonl.sft_path)
         found |= {
-            name: checksum(Path(path))
+            name: checksum(path)
             for name, path in zip(_FILES_OF_DATA, paths, strict=True)
-            if path is not None and Path(path).is_file()
+            if path is not None and path.is_file()
         }
     return found
 
@@ -139,7 +149,7 @@ def _identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a resumed run must share with its checkpoint."""
     return {
         name: value
-        for name, value in _flat(settings).items()
+        for name, value in (_SINCE | _flat(settings)).items()
         if name in _MADE_BY or (name.startswith("data.") and name not in _FILES_OF_DATA)
     }
 

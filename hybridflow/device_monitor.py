@@ -23,7 +23,7 @@ import ray
 import ray.util
 from ray.exceptions import RayError
 
-from hybridflow import metrics
+from hybridflow import metrics, placement
 from hybridflow.device_samples import DeviceFile, DeviceSample, summarise
 from hybridflow.gpu_reader import MakeReader, NvmlReader
 
@@ -158,7 +158,7 @@ class DeviceMonitor:
     def _end(self) -> None:
         samplers, self._samplers = self._samplers, {}
         self._asked.clear()
-        if ray.is_initialized():
+        if placement.ray_answers():
             for sampler in samplers.values():
                 ray.kill(sampler)
         if self._file is not None:

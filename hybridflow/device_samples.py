@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine3d.errors import UserError
+from engine3d.input_files import JsonError, lines, parse_json
 from hybridflow.line_files import AppendedFile, replace_file, whole_lines
 
 
@@ -46,8 +47,8 @@ class DeviceFile:
     """
 
     def __init__(self, path: Path) -> None:
-        if path.exists() and (text := whole_lines(path)) != path.read_text(encoding="utf-8", errors="replace"):
-            replace_file(path, text)
+        if path.exists() and not all(whole for _, whole in lines(path, errors="replace")):
+            replace_file(path, "".join(f"{line}\n" for line in whole_lines(path)))
         self._file = AppendedFile(path)
 
     def add(self, samples: Iterable[DeviceSample]) -> None:
@@ -71,12 +72,12 @@ def read_samples(path: Path) -> list[DeviceSample]:
     Raises:
         UserError: naming the file and the line that is no sample.
     """
-    return [_parse(path, number, line) for number, line in enumerate(whole_lines(path).splitlines(), start=1)]
+    return [_parse(path, number, line) for number, line in enumerate(whole_lines(path), start=1)]
 
 
 def _parse(path: Path, number: int, line: str) -> DeviceSample:
     try:
-        values = json.loads(line)
+        values = parse_json(line)
         if values.keys() != _FIELDS:
             raise ValueError
         return DeviceSample(
@@ -88,9 +89,10 @@ def _parse(path: Path, number: int, line: str) -> DeviceSample:
             float(values["power_w"]),
             float(values["clock_mhz"]),
         )
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, OverflowError) as error:
         expected = ", ".join(field.name for field in dataclasses.fields(DeviceSample))
-        raise UserError(f"{path}:{number}: {line[:60]!r}, expected an object with {expected}") from None
+        found = f"not JSON ({error})" if isinstance(error, JsonError) else repr(line[:60])
+        raise UserError(f"{path}:{number}: {found}, expected an object with {expected}") from None
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,24 @@ Nothing here starts anything.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from engine3d.errors import UserError
+from engine3d.errors import UserError, shortened
 
 DeviceKind = Literal["cpu", "cuda"]
+
+MOST_NODES, MOST_GPUS = 1 << 14, 256
+"""Nodes of a cluster, and GPUs of each."""
+MOST_DEVICES = 1 << 17
+"""Of a role; no index is higher."""
+MOST_CPU_SLOTS = 1024
+"""Of one node: each holds a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +65,27 @@ class DeviceMap:
         Raises:
             UserError: unknown kind, empty or reversed range, or an index that stands twice.
         """
+        shown = repr(shortened(text))
         example = 'expected such as "cuda:0-3", "cuda:0,2", "cpu:0-1" or "node:2-3"'
         kind, colon, ranges = text.replace(" ", "").partition(":")
         if kind not in ("cpu", "cuda", "node"):
-            raise UserError(f"device map {text!r}: the kind is {kind!r}, expected cpu, cuda or node")
+            raise UserError(f"device map {shown}: the kind is {kind!r}, expected cpu, cuda or node")
         if not colon or not ranges:
-            raise UserError(f"device map {text!r} names no device, {example}")
-        indices: list[int] = []
+            raise UserError(f"device map {shown} names no device, {example}")
+        indices: dict[int, None] = {}
         for part in ranges.split(","):
-            match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+            match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", part)
             if not match:
-                raise UserError(f"device map {text!r}: {part!r} is not an index or a range, {example}")
+                raise UserError(f"device map {shown}: {shortened(part)!r} is not an index or a range, {example}")
             first, last = int(match[1]), int(match[2] or match[1])
             if last < first:
-                raise UserError(f"device map {text!r}: the range {part} is empty, expected {last}-{first}")
-            indices.extend(range(first, last + 1))
-        twice = [index for index in indices if indices.count(index) > 1]
-        if twice:
-            raise UserError(f"device map {text!r}: {kind}:{twice[0]} stands in it twice")
+                raise UserError(f"device map {shown}: the range {part} is empty, expected {last}-{first}")
+            if last >= MOST_DEVICES:
+                raise UserError(f"device map {shown}: the index {last}, expected below {MOST_DEVICES:,}")
+            for index in range(first, last + 1):
+                if index in indices:
+                    raise UserError(f"device map {shown}: {kind}:{index} stands in it twice")
+                indices[index] = None
         return cls(kind, tuple(indices))  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -95,20 +107,20 @@ class DeviceMap:
             beyond = [index for index in self.indices if index >= len(nodes)]
             if beyond:
                 raise UserError(f"device map {self}: there is no node {beyond[0]}, the cluster has {_nodes(nodes)}")
+            if (total := sum(nodes[index].gpus or nodes[index].cpu_slots for index in self.indices)) > MOST_DEVICES:
+                raise UserError(f"device map {self}: {total:,} devices, expected at most {MOST_DEVICES:,}")
             return tuple(device for index in self.indices for device in _all_devices(nodes[index], index))
-        available = [
-            Device(number, self.kind, index)
-            for number, node in enumerate(nodes)
-            for index in range(node.gpus if self.kind == "cuda" else node.cpu_slots)
-        ]
-        beyond = [index for index in self.indices if index >= len(available)]
+        counts = [node.gpus if self.kind == "cuda" else node.cpu_slots for node in nodes]
+        ends = list(itertools.accumulate(counts))
+        beyond = [index for index in self.indices if index >= ends[-1]]
         if beyond:
             what = "GPU" if self.kind == "cuda" else "CPU slot"
             raise UserError(
                 f"device map {self}: there is no {self.kind}:{beyond[0]}, "
-                f"the cluster ({_nodes(nodes)}) has {_count(len(available), what)}"
+                f"the cluster ({_nodes(nodes)}) has {_count(ends[-1], what)}"
             )
-        return tuple(available[index] for index in self.indices)
+        held = [(bisect.bisect_right(ends, index), index) for index in self.indices]
+        return tuple(Device(node, self.kind, index - ends[node] + counts[node]) for node, index in held)
 
 
 def pool_devices(
@@ -142,7 +154,7 @@ def pool_devices(
 
 
 def highest_cpu_slot(texts: Sequence[str]) -> int:
-    """How many CPU slots a single machine must offer for these device maps.
+    """How many CPU slots a single machine must offer for these device maps; `MOST_CPU_SLOTS` are the most.
 
     Names of pools, and maps that are wrong, count for nothing: `pool_devices` has the errors for those.
     """
@@ -151,18 +163,18 @@ def highest_cpu_slot(texts: Sequence[str]) -> int:
         with contextlib.suppress(UserError):
             parsed = DeviceMap.parse(text)
             slots = max(slots, max(parsed.indices) + 1 if parsed.kind == "cpu" else 0)
-    return slots
+    return min(slots, MOST_CPU_SLOTS)
 
 
 def _devices(key: str, text: str, nodes: Sequence[Node], pools: Mapping[str, str] | None = None) -> tuple[Device, ...]:
     if pools and ":" not in text:
-        raise UserError(f"{key}: there is no pool {text!r}, expected {', '.join(pools)} or a device map")
+        raise UserError(f"{key}: there is no pool {shortened(text)!r}, expected {', '.join(pools)} or a device map")
     try:
         devices = DeviceMap.parse(text).devices(nodes)
     except UserError as error:
         raise UserError(f"{key}: {error}") from None
     if len({device.kind for device in devices}) > 1:
-        raise UserError(f"{key}: {text} mixes nodes with GPUs and nodes without")
+        raise UserError(f"{key}: {shortened(text)} mixes nodes with GPUs and nodes without")
     return devices
 
 

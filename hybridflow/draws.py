@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine3d.rollout.config import SamplingConfig
@@ -29,10 +29,16 @@ class Draw:
 
 
 class Generator:
-    """Lets all engines respond to draws; every sample gets an id of its own and the group of its draw."""
+    """Lets all engines respond to draws; every sample gets an id of its own and the group of its draw.
 
-    def __init__(self, rollout: WorkerGroup, pad_token_id: int) -> None:
-        self._rollout, self._pad_token_id = rollout, pad_token_id
+    Args:
+        rollout: the engines.
+        pad_token_id: of the batches.
+        before: called before engines are asked.
+    """
+
+    def __init__(self, rollout: WorkerGroup, pad_token_id: int, before: Callable[[], None] = lambda: None) -> None:
+        self._rollout, self._pad_token_id, self._before = rollout, pad_token_id, before
         self.samples_drawn = 0
         """Ids that were given out."""
 
@@ -42,6 +48,7 @@ class Generator:
 
     def begin(self, draw: Draw, sampling: SamplingConfig, samples_per_prompt: int) -> Future:
         """The same as a call whose `batch` the responses are."""
+        self._before()
         first_sample = self.samples_drawn
         self.samples_drawn += len(draw.indices) * samples_per_prompt
         drawn = [

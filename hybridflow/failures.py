@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import ray
@@ -13,6 +13,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 
 from engine3d.errors import EngineError, UserError
 from engine3d.out_of_memory import OUT_OF_MEMORY
+from hybridflow import placement
 from hybridflow.rank_process import Failure
 
 # A lost neighbour often reaches the others before Ray knows of it: how long to wait for the rank that was first.
@@ -52,7 +53,12 @@ class RankUserError(UserError):
 
 
 def wait_for_statuses(
-    role: str, method: str, statuses: Sequence[ray.ObjectRef], actors: Sequence[ActorHandle], timeout_s: float
+    role: str,
+    method: str,
+    statuses: Sequence[ray.ObjectRef],
+    actors: Sequence[ActorHandle],
+    timeout_s: float,
+    silent: Callable[[Sequence[int]], None] = lambda _: None,
 ) -> tuple[list[Failure], list[int]]:
     """Wait until every rank has answered, one has failed for a reason of its own, or the time is up.
 
@@ -61,9 +67,13 @@ def wait_for_statuses(
         statuses: one a rank: a `Failure`, or anything else for success.
         actors: the ranks, to tell a rank's own death from that of a process that made its input.
         timeout_s: limit in seconds.
+        silent: is called with the ranks that have not answered, again and again.
 
     Returns:
         The failures so far, and the ranks that have not answered.
+
+    Raises:
+        EngineError: a part of the local Ray is gone.
     """
     deadline = time.monotonic() + timeout_s
     waiting = {status: rank for rank, status in enumerate(statuses)}
@@ -74,6 +84,7 @@ def wait_for_statuses(
             break
         # One second at most, so that signals to this process are served.
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(remaining, 1.0))
+        placement.check_ray()
         for status in ready:
             rank = waiting.pop(status)
             failure = _outcome(role, rank, method, status, actors[rank])
@@ -83,6 +94,7 @@ def wait_for_statuses(
                 failures.append(failure)
                 if _kind(failure) == 0:
                     return failures, sorted(waiting.values())
+        silent(sorted(waiting.values()))
     return failures, sorted(waiting.values())
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 import torch
+from ray.exceptions import GetTimeoutError
 from torch import Tensor
 
 from engine3d.errors import EngineError
@@ -28,6 +29,7 @@ from hybridflow.protocols import Protocol, Shards, concatenate
 from hybridflow.rank_process import Answer, Failure
 from hybridflow.remote_batch import Asked, RemoteBatch, in_order
 from hybridflow.timeline import Span, timeline
+from hybridflow.waits import Wait, waits
 
 if TYPE_CHECKING:
     from hybridflow.worker_group import WorkerGroup
@@ -70,8 +72,9 @@ class Call:
         if self._answered:
             return
         self.group._check(self.method)
-        limit = self.group.call_timeout_s if timeout_s is None else timeout_s
-        failures, silent = self._outcome(limit)
+        limit = self.group.limit_s(self.method) if timeout_s is None else timeout_s
+        with waits.on(self) as wait:
+            failures, silent = self._outcome(limit, wait)
         if failures or silent:
             self._fail(failures, silent, limit)
         self._answer()
@@ -105,20 +108,25 @@ class Call:
         """Whether no rank is at it any more: all have answered or failed, or the group is gone."""
         return not self.group.is_alive or self.done()
 
-    def _outcome(self, limit: float) -> tuple[list[Failure], list[int]]:
+    def where(self, ranks: Sequence[int]) -> str:
+        """Ranks at this call, as messages name them."""
+        return where(self.group.role, self.method, ranks)
+
+    def _outcome(self, limit: float, wait: Wait) -> tuple[list[Failure], list[int]]:
         """As `wait_for_statuses`; raises if an earlier call fails meanwhile, by which the ranks only get their turn."""
         deadline = time.monotonic() + limit
         while earlier := [each for each in self.earlier if not each.ended()]:
             look = min(deadline - time.monotonic(), _LOOK_EVERY_S)
-            failures, silent = self._statuses_within(look)
+            failures, silent = self._statuses_within(look, wait)
             if failures or not silent or look < _LOOK_EVERY_S:
                 return failures, silent
             for each in earlier:
                 each.raise_cause(None)
-        return self._statuses_within(deadline - time.monotonic())
+        return self._statuses_within(deadline - time.monotonic(), wait)
 
-    def _statuses_within(self, timeout_s: float) -> tuple[list[Failure], list[int]]:
-        return wait_for_statuses(self.group.role, self.method, self.statuses, self._actors, timeout_s)
+    def _statuses_within(self, timeout_s: float, wait: Wait | None = None) -> tuple[list[Failure], list[int]]:
+        told = [wait.progress] if wait is not None else []
+        return wait_for_statuses(self.group.role, self.method, self.statuses, self._actors, timeout_s, *told)
 
     def _answer(self) -> None:
         self._answered = True
@@ -193,7 +201,8 @@ class Future:
         Rows that belong to the samples of a `RemoteBatch` come in their order.
 
         Args:
-            timeout_s: how long to wait, in seconds, before its turn and in it; the group's own limit if None.
+            timeout_s: how long to wait, in seconds, before its turn and in it; the method's or the group's limit if
+                None.
 
         Raises:
             RankError: a rank failed, died, or did not answer in time; the group is dead. Or one of an earlier call
@@ -202,7 +211,7 @@ class Future:
             EngineError: the ranks returned `Columns`, which `facts`, `notes` and `RemoteBatch.with_columns` are for.
         """
         self.wait(timeout_s)
-        values = [unpack(value) for value in ray.get(self.refs)]
+        values = [unpack(value) for value in self._fetched()]
         if any(isinstance(value, Columns) for value in values):
             raise EngineError(f"{self}: returned columns, which are joined to a batch; ask for their facts or notes")
         if not self._protocol.concatenate:
@@ -234,6 +243,16 @@ class Future:
         found = [summary for summary in summaries if summary is not None]
         if len(found) < len(summaries):
             raise EngineError(f"{self}: returned neither a batch nor columns, expected one of them")
+        return found
+
+    def _fetched(self) -> list[Any]:
+        limit_s = self.call.group.call_timeout_s
+        try:
+            found: list[Any] = ray.get(self.refs, timeout=limit_s)
+        except GetTimeoutError:
+            raise RankError(
+                f"{self}: all ranks answered, and their results did not arrive within {limit_s:g} s"
+            ) from None
         return found
 
     def wait(self, timeout_s: float | None = None) -> None:

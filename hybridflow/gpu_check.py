@@ -44,9 +44,12 @@ def check_libraries(recipe: Recipe, devices: Devices | None, spec: ModelSpec) ->
     """
     if devices is None:
         return []
-    for role in recipe.trained_roles:
-        if recipe.train_config(role).optimizer.precision_aware and not platform.has_transformer_engine:
-            raise UserError(f"{role}: optimizer.precision_aware=true needs Transformer Engine, which is absent here")
+    for role in ("actor", *recipe.models) if not platform.has_transformer_engine else ():
+        config, lacking = recipe.train_config(role), "needs Transformer Engine, which is absent here"
+        if role in recipe.trained_roles and config.optimizer.precision_aware:
+            raise UserError(f"{role}: optimizer.precision_aware=true {lacking}")
+        if config.recompute == "selective":
+            raise UserError(f"{recipe.train_setting(role)}.recompute=selective {lacking}: expected none or full")
     if _on_gpus(devices["rollout"]):
         check_rollout_libraries(recipe, devices, latent=spec.sizes.latent is not None)
     trained = [held for role, held in devices.items() if role not in ("rollout", "reward")]
@@ -145,7 +148,7 @@ def check_memory(
     Raises:
         UserError: as `Ledger.check`.
     """
-    if not any(map(_on_gpus, devices.values())) or (gpu_bytes is None and host_bytes is None):
+    if gpu_bytes is None and host_bytes is None:
         return
     foresee(
         recipe, devices, specs, gpu_bytes=gpu_bytes, host_bytes=host_bytes, sequence_tokens=1, with_engines=False

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+from engine3d.input_files import lines
 
 
 class AppendedFile:
@@ -36,11 +39,14 @@ class AppendedFile:
 def replace_file(path: Path, text: str) -> None:
     """Write a whole file at once: a kill leaves the old one or the new one."""
     scratch = path.with_name(path.name + ".new")
-    scratch.write_text(text, encoding="utf-8")
+    scratch.write_text(text, encoding="utf-8", errors="backslashreplace")  # half characters that JSON can hold
     os.replace(scratch, path)  # noqa: PTH105
 
 
-def whole_lines(path: Path) -> str:
-    """The text of a file up to its last line break, so without a line that a kill left half written."""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    return text[: text.rfind("\n") + 1]
+def whole_lines(path: Path) -> Iterator[str]:
+    """The lines of a file, without their ends and without one that a kill left half written.
+
+    Raises:
+        UserError: it cannot be read, is no regular file, or has a line that is too long.
+    """
+    return (line for line, whole in lines(path, errors="replace") if whole)

@@ -1,10 +1,15 @@
-"""What this machine has for a run."""
+"""What this machine has for a run, and what its environment must not say."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import psutil
+
+from engine3d.errors import UserError
+
+AUTHENTICATION_MODE = "RAY_AUTH_MODE"
 
 _GROUPS = Path("/sys/fs/cgroup")
 _LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
@@ -24,3 +29,17 @@ def machine_bytes(groups: Path = _GROUPS) -> int:
         except (OSError, ValueError):
             continue
     return min(found)
+
+
+def check_authentication() -> None:
+    """Refuse an environment in which Ray would let anybody in.
+
+    Raises:
+        UserError: it says so.
+    """
+    mode = os.environ.get(AUTHENTICATION_MODE)
+    if mode is not None and mode.lower() == "disabled":
+        raise UserError(
+            f"{AUTHENTICATION_MODE}={mode} in the environment: whoever reaches Ray's ports could run code as "
+            f"this user; unset it, or set {AUTHENTICATION_MODE}=token"
+        )

@@ -1,4 +1,4 @@
-"""The memory ledger of a recipe, on this machine's GPUs or on those that are named."""
+"""The memory ledger of a recipe, on this machine or on the nodes that are named."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec
 from engine3d.platform import platform
+from hybridflow.cache_size import cache_tokens
 from hybridflow.check import check_prompts, planned_devices, role_spec
 from hybridflow.config import Recipe
 from hybridflow.devices import Node
@@ -30,18 +31,19 @@ def recipe_ledger(
         host_gb: memory of each node in GB; None for what this machine has, and unknown of other nodes.
 
     Raises:
-        UserError: no GPU is used, or how large they are is not known.
+        UserError: how large the GPUs are is not known.
     """
     devices = planned_devices(recipe, nodes)
     if devices is None:
         raise UserError("--memory: the devices are those of placement.cluster; expected --nodes and --gpus-per-node")
-    if not any(device.kind == "cuda" for held in devices.values() for device in held):
-        raise UserError("--memory: no role of this recipe is on a GPU")
-    if gpu_gb is None and not platform.gpus:
-        raise UserError("--memory: this machine has no GPUs to go by; expected --gpu-gb, such as --gpu-gb 141")
-    gpu_bytes = round(gpu_gb * 1e9) if gpu_gb is not None else torch.cuda.get_device_properties(0).total_memory
+    gpu_bytes = round(gpu_gb * 1e9) if gpu_gb is not None else None
+    if gpu_bytes is None and any(device.kind == "cuda" for held in devices.values() for device in held):
+        if not platform.gpus:
+            raise UserError("--memory: this machine has no GPUs to go by; expected --gpu-gb, such as --gpu-gb 141")
+        gpu_bytes = torch.cuda.get_device_properties(0).total_memory
     specs = recipe_specs(recipe)
-    sequence_tokens = check_prompts(recipe, specs["actor"])
+    lengths = check_prompts(recipe, specs["actor"])
+    on_engines = devices["rollout"]
     host_bytes = machine_bytes() if nodes is None else None
     if host_gb is not None:
         host_bytes = round(host_gb * 1e9)
@@ -51,7 +53,8 @@ def recipe_ledger(
         specs,
         gpu_bytes=gpu_bytes,
         host_bytes=host_bytes,
-        sequence_tokens=sequence_tokens,
+        sequence_tokens=lengths.sequence,
+        cache_tokens=cache_tokens(recipe, lengths, recipe.rollout.layout(len(on_engines)).dp, on_engines[0].kind),
         one_step_experts=nodes is not None or gpu_without_one_step_experts(devices) is None,
     )
 

@@ -5,10 +5,11 @@ A name is `group/figure_unit`. A step is counted within its phase: "train", or a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -16,9 +17,11 @@ from typing import TextIO
 
 from pydantic import Field
 
-from engine3d.settings import Settings
-from hybridflow.file_names import METRICS
+from engine3d.cleaning import cleaning
+from engine3d.settings import LONGEST_S, Settings
+from hybridflow.file_names import METRICS, SAMPLES
 from hybridflow.metric_sinks import ConsoleSink, CsvSink, JsonlSink, PatientSink, Record, Sink, TensorBoardSink
+from hybridflow.sample_file import SampleSink, SampleText, StepSamples
 from hybridflow.wandb_sink import WandbSink
 
 ROLLOUT_THROUGHPUT = "rollout/throughput_tokens_per_sec"
@@ -45,6 +48,7 @@ TRAIN_KL_K1 = "train/approx_kl_k1"
 TRAIN_KL_K3 = "train/approx_kl_k3"
 TRAIN_KL_COEF = "train/kl_coef"
 TRAIN_REFERENCE_KL = "train/reference_kl"
+TRAIN_REFERENCE_KL_CAPPED = "train/reference_kl_capped"
 TRAIN_ENTROPY = "train/entropy"
 TRAIN_GRADIENT_NORM = "train/gradient_norm"
 TRAIN_LEARNING_RATE = "train/learning_rate"
@@ -53,6 +57,13 @@ TRAIN_REFUSED_UPDATES = "train/refused_updates"
 TRAIN_PADDING_SHARE = "train/padding_share"
 TRAIN_DEVICE_THROUGHPUT = "train/device_tokens_per_sec"
 TRAIN_MFU = "train/mfu"
+TRAIN_EXPERT_LOAD_MAX = "train/expert_load_max"
+TRAIN_EXPERT_LOAD_MAX_LAYER = "train/expert_load_max_layer"
+TRAIN_EXPERT_LOAD_MAX_MEAN = "train/expert_load_max_mean"
+TRAIN_EXPERT_LOAD_MIN = "train/expert_load_min"
+TRAIN_ROUTER_Z_LOSS = "train/router_z_loss"
+TRAIN_SEQUENCE_BALANCE_LOSS = "train/sequence_balance_loss"
+TRAIN_UPDATE_BALANCE_LOSS = "train/update_balance_loss"
 STEP_DEVICE_THROUGHPUT = "step/device_tokens_per_sec"
 INFERENCE_TIME = "inference/time_ms"
 MISMATCH_LOGPROB_MEAN = "mismatch/logprob_abs_diff_mean"
@@ -64,6 +75,7 @@ SYNC_ONE_SIDED_BYTES = "sync/one_sided_bytes"
 SYNC_ONE_SIDED_TIME = "sync/one_sided_ms"
 SYNC_COLLECTIVE_BYTES = "sync/collective_bytes"
 SYNC_COLLECTIVE_TIME = "sync/collective_ms"
+SYNC_MEMORY_TIME = "sync/memory_ms"
 SYNC_BEGIN_TIME = "sync/begin_ms"
 SYNC_SEND_TIME = "sync/send_ms"
 SYNC_SEAL_TIME = "sync/seal_ms"
@@ -77,6 +89,13 @@ ACTOR_GPU_MEMORY = "memory/actor_gpu_mem_mb"
 ACTOR_GPU_RESERVED = "memory/actor_gpu_reserved_mb"
 SFT_LOSS = "sft/loss"
 EVAL_ACCURACY = "eval/accuracy"
+EVAL_REWARD = "eval/reward_mean"
+EVAL_SCORE = "eval/score_mean"
+EVAL_TRAINING_ACCURACY = "eval/training_accuracy"
+EVAL_TRAINING_REWARD = "eval/training_reward_mean"
+EVAL_TRAINING_SCORE = "eval/training_score_mean"
+EVAL_PROMPTS = "eval/prompts"
+EVAL_TRAINING_PROMPTS = "eval/training_prompts"
 CHECKPOINT_STALL = "checkpoint/stall_ms"
 CHECKPOINT_BYTES = "checkpoint/written_bytes"
 CHECKPOINT_HOST_BYTES = "checkpoint/host_bytes"
@@ -100,6 +119,25 @@ class UpdateNames:
     """The most that tensors have taken of a GPU, in MiB."""
     gpu_reserved: str
     """The most that PyTorch has taken of a GPU for them, in MiB: with what lies between tensors unused."""
+    expert_load_max: str
+    """Tokens of an update that the most loaded expert of a layer was given, over the mean of the layer's experts: the
+    mean over updates, of the layer where that is highest. These and the next only where there are experts; padding is
+    no load."""
+    expert_load_max_layer: str
+    """The number of that layer, from 0."""
+    expert_load_max_mean: str
+    """The mean over all layers of what `expert_load_max` is the highest of."""
+    expert_load_min: str
+    """Tokens of the least loaded expert of all layers and updates, over the mean of its layer's experts."""
+    router_z_loss: str
+    """This loss and the next two are means over layers, without coefficients, and only where their coefficients are
+    above 0; `engine3d.models.load_balance` has the formulas."""
+    sequence_balance_loss: str
+    """1 where the experts are loaded alike in every sequence."""
+    update_balance_loss: str
+    """1 where they are in the whole update."""
+    host_memory: str
+    """The most that a process has taken of its host's memory, in MiB, where it computes on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +157,7 @@ class CriticNames(UpdateNames):
         elsewhere = {
             "gpu_memory": f"memory/{role}_gpu_mem_mb",
             "gpu_reserved": f"memory/{role}_gpu_reserved_mb",
+            "host_memory": f"memory/{role}_host_mem_mb",
             "device_throughput": f"{role}/device_tokens_per_sec",
         }
         return cls(**groups | elsewhere)
@@ -133,6 +172,14 @@ ACTOR = UpdateNames(
     mfu=TRAIN_MFU,
     gpu_memory=ACTOR_GPU_MEMORY,
     gpu_reserved=ACTOR_GPU_RESERVED,
+    expert_load_max=TRAIN_EXPERT_LOAD_MAX,
+    expert_load_max_layer=TRAIN_EXPERT_LOAD_MAX_LAYER,
+    expert_load_max_mean=TRAIN_EXPERT_LOAD_MAX_MEAN,
+    expert_load_min=TRAIN_EXPERT_LOAD_MIN,
+    router_z_loss=TRAIN_ROUTER_Z_LOSS,
+    sequence_balance_loss=TRAIN_SEQUENCE_BALANCE_LOSS,
+    update_balance_loss=TRAIN_UPDATE_BALANCE_LOSS,
+    host_memory="memory/actor_host_mem_mb",
 )
 CRITIC = CriticNames.of("critic")
 COST_CRITIC = CriticNames.of("cost_critic")
@@ -147,8 +194,12 @@ class MetricsConfig(Settings):
     tensorboard: bool = True
     wandb: bool = False
     """Weights & Biases, which is to be installed; kept on this machine unless WANDB_MODE says otherwise."""
-    device_interval_s: float = Field(1.0, ge=0)
+    device_interval_s: float = Field(1.0, ge=0, le=LONGEST_S)
     """Seconds between two samples of each GPU's utilisation, memory, power and clock; 0 takes none."""
+    samples_per_step: int = Field(4, ge=0)
+    """Samples of each step and each evaluation that `samples.jsonl` and the report show as texts; 0 writes none."""
+    sample_characters: int = Field(1000, ge=10)
+    """Most characters of a prompt, a response or an answer there: what is longer loses its middle."""
 
 
 class Metrics:
@@ -158,7 +209,8 @@ class Metrics:
     cannot be written, as on a full disk, its records wait in memory until it can, and a line on stderr says so. A fresh
     run (`resume_from_step` is None) raises UserError if the directory already holds metrics. A run that resumes after
     step s of phase "train" appends, once it has dropped the first record of that phase past s with all that were
-    written after it, whatever their phase, since they will be made again, and any half-written last line.
+    written after it, whatever their phase, since they will be made again, and any half-written last line. `totals` has
+    the steps of each phase whose number is known.
     """
 
     def __init__(
@@ -166,7 +218,7 @@ class Metrics:
         config: MetricsConfig,
         directory: Path,
         *,
-        total_steps: int | None = None,
+        totals: Mapping[str, int] | None = None,
         resume_from_step: int | None = None,
         stream: TextIO | None = None,
     ) -> None:
@@ -182,9 +234,13 @@ class Metrics:
             if wanted:
                 path = directory / name
                 self._sinks.append(PatientSink(kind(path, resume_from_step), path))
+        self._samples: PatientSink[StepSamples] | None = None
+        if config.samples_per_step:
+            path = directory / SAMPLES
+            self._samples = PatientSink(SampleSink(path, resume_from_step), path)
         if config.console:
             self._sinks.append(
-                ConsoleSink(sys.stdout if stream is None else stream, total_steps, resume_from_step or 0)
+                ConsoleSink(sys.stdout if stream is None else stream, totals or {}, resume_from_step or 0)
             )
 
     def log(self, step: int, values: Mapping[str, float], *, phase: str = "train") -> None:
@@ -198,10 +254,19 @@ class Metrics:
         for sink in self._sinks:
             sink.write(record)
 
+    def log_samples(self, step: int, samples: Sequence[SampleText], *, phase: str = "train") -> None:
+        """Write some samples of a step; to be called after its record was logged."""
+        if self._samples is not None and samples:
+            self._samples.write(StepSamples(phase, step, samples))
+
     def close(self) -> None:
         """Close every sink. May be called twice."""
-        while self._sinks:
-            self._sinks.pop().close()
+        with contextlib.ExitStack() as stack:  # each, whatever becomes of the others
+            while self._sinks:
+                stack.callback(self._sinks.pop().close)
+            if self._samples is not None:
+                stack.callback(self._samples.close)
+                self._samples = None
 
     def __enter__(self) -> Metrics:
         return self
@@ -209,7 +274,8 @@ class Metrics:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        with cleaning("hybridflow: metrics"):
+            self.close()
 
 
 class Timer:

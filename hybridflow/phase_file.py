@@ -12,6 +12,13 @@ Phase = Literal[
     "start", "load", "warmup", "rollout", "reward", "infer", "update", "sync", "eval", "save", "end"
 ]  # fmt: skip
 
+_now: list[str] = []
+
+
+def where_now() -> str:
+    """Step and phase that this process has entered last, for messages."""
+    return _now[0] if _now else "start"
+
 
 class PhaseFile:
     """`{"step": ..., "phase": ..., "since": seconds since the epoch}`, replaced whole at every change.
@@ -29,6 +36,7 @@ class PhaseFile:
     def enter(self, phase: Phase) -> None:
         """Say that `phase` begins."""
         self.phase = phase
+        _now[:] = [f"step {self.step}, {phase}" if self.step else phase]
         scratch = self._path.with_name(f".{self._path.name}.new")
         with contextlib.suppress(OSError):
             scratch.write_text(json.dumps({"step": self.step, "phase": phase, "since": time.time()}) + "\n")

@@ -6,11 +6,12 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 
 from engine3d.errors import EngineError
-from hybridflow.rank_process import STACKS_SIGNAL
+from engine3d.stacks import STACKS_SIGNAL
 
 Processes = Sequence[psutil.Process]
 
@@ -24,11 +25,37 @@ def find_process(pid: int) -> psutil.Process | None:
 
 
 def write_stacks(processes: Processes) -> None:
-    """Have ranks write the stacks of all their threads into their logs."""
-    for process in processes:
+    """Have ranks, and what they have started, write the stacks of all their threads into their logs."""
+    for process in family(processes):
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(STACKS_SIGNAL)
+            if _catches(process.pid, STACKS_SIGNAL):
+                process.send_signal(STACKS_SIGNAL)
     time.sleep(0.5)
+
+
+def family(roots: Processes) -> list[psutil.Process]:
+    """Processes that are there, and all that they have started."""
+    found: dict[int, psutil.Process] = {}
+    for root in roots:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= {each.pid: each for each in (root, *root.children(recursive=True))}
+    return list(found.values())
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process stands still until it gets SIGCONT, or a debugger lets it go on."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler of a signal, which would end it otherwise."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def kill_trees(roots: Processes, timeout_s: float = 15.0) -> None:

@@ -87,10 +87,11 @@ class Registration:
     protocol: Protocol
     blocking: bool
     exclusive: bool
+    timeout_s: float | None = None
 
 
 def register[F: Callable[..., Any]](
-    protocol: Protocol, *, blocking: bool = False, exclusive: bool = False
+    protocol: Protocol, *, blocking: bool = False, exclusive: bool = False, timeout_s: float | None = None
 ) -> Callable[[F], F]:
     """Mark a worker's method as a method of its group.
 
@@ -99,10 +100,11 @@ def register[F: Callable[..., Any]](
         blocking: the group's method returns the result; otherwise a `Future` of it, and the caller goes on.
         exclusive: the method computes on its devices: calls of groups that share one run in the order in which they
             were made. Not for a method that waits for one of another group, since that one may come later.
+        timeout_s: limit of a call, in seconds, unless `Future.result` is given another; the group's if None.
     """
 
     def mark(method: F) -> F:
-        registration = Registration(protocol, blocking, exclusive)
+        registration = Registration(protocol, blocking, exclusive, timeout_s)
         method.__hybridflow_registration__ = registration  # type: ignore[attr-defined]
         return method
 

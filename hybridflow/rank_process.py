@@ -9,8 +9,6 @@ import contextlib
 import faulthandler
 import os
 import select
-import signal
-import socket
 import sys
 import threading
 import time
@@ -24,10 +22,9 @@ from engine3d.errors import UserError
 from engine3d.imports import quick_imports
 from engine3d.layout import Coordinates, Layout
 from engine3d.out_of_memory import in_short
+from engine3d.stacks import write_stacks_on_signal
+from engine3d.stores import STORE_VARIABLE, listen, serve
 from hybridflow.timeline import Span
-
-STACKS_SIGNAL = signal.SIGUSR2
-"""A rank that gets this signal writes the stacks of all its threads into its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +39,8 @@ class WorkerContext:
     coordinates: Coordinates
     devices: tuple[int, ...]
     """Indices of the rank's devices among those that its process sees; a rank of a training role has one."""
-    master_address: str
-    master_port: int
+    store: str
+    """Where the ranks of the role meet, as an address of `engine3d.stores`; empty for one that was not to have any."""
     log_path: Path | None
 
     @property
@@ -93,50 +90,46 @@ class RankProcess:
             os.close(log)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         faulthandler.enable(file=2)
-        faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+        write_stacks_on_signal()
 
-    def identify(self) -> tuple[int, str, str, int]:
-        """Process id, id and address of the node, and on rank 0 the port of the store at which the ranks will meet.
+    def identify(self, listens: bool) -> tuple[int, str, str, int]:
+        """Process id, id and address of the node, and the port of the store at which the ranks meet, if it is here.
 
         Something listens there from here on, so that no other process of the run can be given the port.
+
+        Args:
+            listens: whether the store is to be here.
         """
         import ray
         import ray.util
 
         address = ray.util.get_node_ip_address()
-        port = self._listen(address) if self._rank == 0 else 0
+        port = self._listen(address) if listens else 0
         return os.getpid(), ray.get_runtime_context().get_node_id(), address, port
 
     def _listen(self, address: str) -> int:
         """Let the ranks find a store, made when the first of them knocks: only then is torch known to be wanted."""
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        listening = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=socket.SOMAXCONN)
+        listening = listen(address)
         port: int = listening.getsockname()[1]
 
-        def serve() -> None:
+        def serve_when_asked() -> None:
             try:
                 knock = select.poll()
                 knock.register(listening, select.POLLIN)
                 knock.poll()
-                from torch.distributed import TCPStore
-
-                listens = listening.detach()
-                self._store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listens)
+                self._store = serve(listening)
             except BaseException:  # nobody would answer those who wait
                 traceback.print_exc()
                 os._exit(1)
 
-        threading.Thread(target=serve, name="store", daemon=True).start()
+        threading.Thread(target=serve_when_asked, name="store", daemon=True).start()
         return port
 
     def construct(
         self, factory: Callable[..., Any], context: WorkerContext, arguments: tuple[tuple[Any, ...], dict[str, Any]]
     ) -> Failure | None:
         """Build the worker from positional and keyword arguments."""
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = context.master_address, str(context.master_port)
-        # As under torchrun: the store is there already, and every rank joins it as a client.
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"], os.environ["TORCHELASTIC_RESTART_COUNT"] = "True", "0"
+        os.environ[STORE_VARIABLE] = context.store
         args, kwargs = arguments
 
         def build() -> None:

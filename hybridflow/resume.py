@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,16 +16,21 @@ from engine3d.checkpoint.manifest import (
     Manifest,
     RoleFacts,
     Skipped,
+    file_entry,
     find_checkpoints,
     read_manifest,
     read_whole,
+    write_manifest,
 )
-from engine3d.checkpoint.verify import damaged_description
+from engine3d.checkpoint.verify import damaged_description, damaged_shard
 from engine3d.errors import UserError
 from engine3d.platform import platform
 from hybridflow.config import Recipe
 from hybridflow.contradictions import changes, contradictions, is_accepted
+from hybridflow.file_names import CHECKPOINTS, RECIPE
 from hybridflow.run_state import DRIVER, RunState
+from hybridflow.settings_file import read_yaml
+from hybridflow.surroundings import check_writable
 
 WARMED_UP = "warmed-up"
 """The model after the warm-up, beside the checkpoints: the reference policy of all of them."""
@@ -61,7 +67,7 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
 
     Raises:
         UserError: there is no such checkpoint, it lacks a role that the recipe trains, the recipe contradicts it, or a
-            directory of checkpoints would get those of two runs.
+            directory of checkpoints would get those of two runs, or what there is is damaged.
     """
     if recipe.resume == "none":
         _check_room(recipe, None)
@@ -70,16 +76,17 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
     if directory is None:
         return None, notes
     manifest = read_manifest(directory)
+    if recipe.checkpoint.verify and (damage := damaged_shard(directory)):
+        raise UserError(
+            f"resume: checkpoint {directory}: {damage}; `hybridflow checkpoint verify {directory}` says what is damaged"
+        )
     state = RunState.read(directory) if (directory / DRIVER).is_file() else None
     if recipe.resume != "auto":  # which has found that nothing sound comes after it
         _check_room(recipe, directory)
     check_saved_roles(recipe, directory, manifest.roles)
     _refuse_contradictions(recipe, directory, manifest, state)
-    if state is not None and needs_warmed_up(recipe) and not (directory.parent / WARMED_UP).is_dir():
-        raise UserError(
-            f"resume: beside {directory} there is no {WARMED_UP}, the run's model after the warm-up, which is its "
-            "reference policy"
-        )
+    if state is not None and needs_warmed_up(recipe):
+        _check_warmed_up(recipe, directory)
     here = recipe.directory / RUN_IDENTITY
     in_place = state is not None and here.is_file() and here.read_text().strip() == state.run
     after = f"after step {state.step}" if state is not None else "from the weights alone"
@@ -114,12 +121,7 @@ def check_checkpoint_directory(recipe: Recipe) -> None:
     """
     if recipe.checkpoint.save_interval is None:
         return
-    root = recipe.checkpoint_directory
-    there = next(path for path in (root, *root.parents) if path.exists())
-    if not there.is_dir():
-        raise UserError(f"checkpoint.dir: {there} is a file, expected a directory")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"checkpoint.dir: {there} cannot be written to")
+    check_writable("checkpoint.dir", recipe.checkpoint_directory)
 
 
 def _newest(recipe: Recipe) -> tuple[Path | None, list[str]]:
@@ -129,6 +131,12 @@ def _newest(recipe: Recipe) -> tuple[Path | None, list[str]]:
     newer = [each for each in skipped if not whole or each.directory.name > whole[0].name]
     notes = [f"resume: skipped {each.directory}: {each.reason}" for each in newer]
     if not whole:
+        # A save that was killed leaves no manifest: it never was a checkpoint.
+        if damaged := [each for each in skipped if (each.directory / MANIFEST).exists()]:
+            raise UserError(
+                f"resume=auto: no checkpoint in {root} is whole ({_reasons(damaged)}); `hybridflow checkpoint verify` "
+                "says what is damaged, resume=none starts afresh"
+            )
         return None, [*notes, f"resume: no whole checkpoint in {root}; starting afresh"]
     return whole[0], notes
 
@@ -148,19 +156,38 @@ def find_sound(root: Path) -> tuple[list[Path], list[Skipped]]:
 
 
 def _named(path: Path) -> tuple[Path, list[str]]:
+    """The checkpoint that a path means: itself, or the newest whole one of a directory of them, or of a run."""
     path = path.absolute()
     if not path.is_dir():
-        raise UserError(f"resume: no such directory: {path}; expected none, auto, a checkpoint or a directory of them")
+        expected = "expected none, auto, a checkpoint, a directory of them, or a run's directory"
+        raise UserError(f"resume: no such directory: {path}; {expected}")
     if (path / MANIFEST).exists() or re.fullmatch(r"step-\d+", path.name):
         read_whole(path)
         if damage := damaged_description(path):
             raise UserError(f"resume: checkpoint {path}: {damage}")
         return path, []
+    if (path / RECIPE).is_file():
+        path = _saved_to(path)
     whole, skipped = find_sound(path)
     if not whole:
-        reasons = "; ".join(f"{each.directory.name}: {each.reason}" for each in skipped)
-        raise UserError(f"resume: no whole checkpoint in {path}" + (f" ({reasons})" if reasons else ""))
+        raise UserError(f"resume: no whole checkpoint in {path}" + (f" ({_reasons(skipped)})" if skipped else ""))
     return whole[0], [f"resume: skipped {each.directory}: {each.reason}" for each in skipped]
+
+
+def _reasons(skipped: Iterable[Skipped]) -> str:
+    return "; ".join(f"{each.directory.name}: {each.reason}" for each in skipped)
+
+
+def _saved_to(run: Path) -> Path:
+    """Where a run has its checkpoints, by its directory: in it, wherever it was moved to, or where its recipe says."""
+    if (run / CHECKPOINTS).is_dir():
+        return run / CHECKPOINTS
+    data, _ = read_yaml(run / RECIPE)
+    settings = data.get("checkpoint")
+    named = settings.get("dir") if isinstance(settings, dict) else None
+    if not isinstance(named, str):
+        raise UserError(f"resume: the run in {run} has saved no checkpoint (checkpoint.save_interval)")
+    return Path(named).absolute()
 
 
 def _check_room(recipe: Recipe, resumed: Path | None) -> None:
@@ -218,6 +245,29 @@ def check_saved_roles(recipe: Recipe, directory: Path, saved: Mapping[str, RoleF
 def needs_warmed_up(recipe: Recipe) -> bool:
     """Whether the reference policy is the model after the warm-up."""
     return recipe.warmup is not None and "reference" in recipe.models and recipe.reference.path is None
+
+
+def seal_warmed_up(directory: Path) -> None:
+    """Give the model after the warm-up a manifest, by which a resumed run knows that it is what was written.
+
+    Raises:
+        OSError: it cannot be read or written to.
+    """
+    files = tuple(file_entry(directory, path) for path in sorted(directory.iterdir()))
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    write_manifest(directory, Manifest(step=0, created=created, roles={}, recipe={}, software={}, files=files))
+
+
+def _check_warmed_up(recipe: Recipe, checkpoint: Path) -> None:
+    warmed_up = checkpoint.parent / WARMED_UP
+    if not warmed_up.is_dir():
+        raise UserError(
+            f"resume: beside {checkpoint} there is no {WARMED_UP}, the run's model after the warm-up, which is its "
+            "reference policy"
+        )
+    sealed = (warmed_up / MANIFEST).exists()  # older versions gave it no manifest
+    if recipe.checkpoint.verify and sealed and (damage := damaged_description(warmed_up)):
+        raise UserError(f"resume: {warmed_up}, the reference policy of {checkpoint.name}: {damage}")
 
 
 def keep_warmed_up(recipe: Recipe, resumption: Resumption) -> None:

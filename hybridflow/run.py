@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import os
 import shutil
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from transformers import PreTrainedTokenizerBase
 
-from engine3d.errors import UserError
+from engine3d.errors import EngineError, UserError
 from hybridflow.config import Recipe
 from hybridflow.contradictions import input_checksums
 from hybridflow.data.tasks import Example, load_splits
-from hybridflow.data.tokenizer import encode_answers, encode_prompts, load_tokenizer
+from hybridflow.data.tokenizer import encode_answers, fit_prompts, load_tokenizer
 from hybridflow.file_names import RECIPE
 from hybridflow.initial_model import create_model, initial_spec
 from hybridflow.resume import RUN_IDENTITY, Resumption, find_resumption, keep_warmed_up
 from hybridflow.settings_file import settings_yaml
+from hybridflow.surroundings import check_interpreter, check_open_files
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Prompts:
 
     examples: list[Example]
     tokens: list[list[int]]
+    overlong: int = 0
+    """How many were too long, and were cut or dropped."""
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -60,6 +65,24 @@ class Run:
     lock: TextIO
     """Held as long as the run goes on."""
 
+    def check_directory(self) -> None:
+        """Whether the directory is still that of this run.
+
+        Raises:
+            EngineError: it was removed, or another has taken its place.
+        """
+        try:
+            if os.path.samestat((self.directory / _LOCK).stat(), os.fstat(self.lock.fileno())):
+                return
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return  # a file system that does not answer has not lost it
+        raise EngineError(
+            f"run directory {self.directory} was removed or replaced while the run went on; metrics, logs and the "
+            "model have no place"
+        )
+
     @property
     def log_directory(self) -> Path:
         return self.directory / "logs"
@@ -70,8 +93,7 @@ class Run:
 
 
 _SETTING = "run_dir/name"
-EXPORT = "model"
-"""The trained model as a HuggingFace directory."""
+_LOCK = ".lock"
 SHARDS = "shards"
 """Where the actor's ranks say where their weights lie."""
 WEIGHTS = "weights"
@@ -84,11 +106,13 @@ def prepare(recipe: Recipe) -> Run:
     An earlier run of the same name is kept under another: `<name>.1` and so on.
 
     Raises:
-        UserError: a run of this name is going on, model, tokenizer or examples do not fit, or the recipe contradicts
-            the checkpoint that it is to go on after.
+        UserError: this process cannot have what a run needs, a run of this name is going on, model, tokenizer or
+            examples do not fit, or the recipe contradicts the checkpoint that it is to go on after.
     """
+    check_interpreter()
+    check_open_files()
     directory = recipe.directory
-    if recipe.model.path is not None and recipe.model.path.absolute().is_relative_to(directory):
+    if recipe.model.path is not None and recipe.model.path.is_relative_to(directory):
         raise UserError(f"model.path: {recipe.model.path} is in the directory of this run; choose another name")
     # Held already while the checkpoints are looked at, so that the run that makes them has ended.
     lock = hold(directory, _SETTING) if directory.is_dir() else None
@@ -104,7 +128,7 @@ def prepare(recipe: Recipe) -> Run:
     (directory / RECIPE).write_text(settings_yaml(recipe))  # first: by it a run that was killed at once is known
     if not in_place:
         (directory / RUN_IDENTITY).write_text(f"{uuid.uuid4().hex}\n")
-    model_directory = (recipe.model.path or directory / "initial").absolute()
+    model_directory = recipe.model.path or directory / "initial"
     # A run that goes on compares with the weights that it began with, whatever its seed is now.
     if recipe.model.create is not None and not (in_place and model_directory.is_dir()):
         began = resumption.manifest.recipe if resumption is not None else {}
@@ -168,7 +192,7 @@ def hold(directory: Path, setting: str) -> TextIO:
         UserError: another process holds it, or it cannot be written to; names the setting that it comes from.
     """
     try:
-        lock = (directory / ".lock").open("w")
+        lock = (directory / _LOCK).open("w")
     except OSError as error:
         raise UserError(f"{setting}: cannot write to {directory}: {error.strerror}") from None
     try:
@@ -199,14 +223,44 @@ def encode(
     """Training, evaluation and supervised prompts, and the supervised answers, as tokens.
 
     Raises:
-        UserError: naming the prompt that cannot be encoded or is longer than `limit` tokens.
+        UserError: naming the prompt that cannot be encoded, or is longer than `limit` tokens and to be refused; or
+            dropping those that are too long leaves none.
     """
     splits = load_splits(recipe.data)
-    evaluation = splits.evaluation[: recipe.trainer.eval_prompts]
-    sft = splits.sft if recipe.warmup is not None else []
-    phases = [
-        Prompts(list(examples), encode_prompts(tokenizer, examples, max_tokens=limit))
-        for examples in (splits.train, evaluation, sft)
+    wanted = {
+        "training": splits.train,
+        "held-out": splits.evaluation[: recipe.trainer.eval_prompts],
+        "supervised": splits.sft if recipe.warmup is not None else [],
+    }
+    policy = recipe.data.overlong_prompts
+    phases = {
+        name: Prompts(*fit_prompts(tokenizer, examples, max_tokens=limit, policy=policy))
+        for name, examples in wanted.items()
+    }
+    for name, phase in phases.items():
+        if wanted[name] and not len(phase):
+            raise UserError(
+                f"data.overlong_prompts=drop leaves no {name} prompt: all {len(wanted[name]):,} have more than "
+                f"{limit} tokens"
+            )
+    train, evaluation, sft = phases.values()
+    answers = encode_answers(tokenizer, sft.examples, max_tokens=recipe.rollout.sampling.max_new_tokens)
+    return train, evaluation, sft, answers
+
+
+def overlong_notes(recipe: Recipe, phases: Mapping[str, Prompts], limit: int) -> list[str]:
+    """A line for each phase of which prompts were cut or dropped.
+
+    Args:
+        recipe: with the policy.
+        phases: by the name of their prompts.
+        limit: tokens of the longest prompt that stays as it is.
+    """
+    policy = recipe.data.overlong_prompts
+    done = {"drop": "dropped", "cut_left": "cut, at their beginning", "cut_right": "cut, at their end"}
+    return [
+        f"data: {phase.overlong:,} of {len(phase) + phase.overlong * (policy == 'drop'):,} {name} prompts have more "
+        f"than {limit} tokens and are {done[policy]} (data.overlong_prompts={policy})"
+        for name, phase in phases.items()
+        if phase.overlong
     ]
-    answers = encode_answers(tokenizer, sft, max_tokens=recipe.rollout.sampling.max_new_tokens)
-    return phases[0], phases[1], phases[2], answers

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from engine3d.errors import shortened
+from hybridflow.redaction import redacted
+
 Key = tuple[str | int, ...]
+
+_ALIKE, _MOST_EDITS = 0.8, 2
+"""Of a key and the one that was meant."""
+_MOST_ELSEWHERE = 3
+_MOST_LEAVES = 3
+_MOST_KEYS = 100
+_DEEPEST = 6
 
 _EXPECTED = {
     "int": "a whole number",
@@ -30,7 +41,12 @@ _EXPECTED = {
 
 
 def describe_errors(
-    settings: type[BaseModel], data: object, error: ValidationError, places: Mapping[Key, str], source: str
+    settings: type[BaseModel],
+    data: object,
+    error: ValidationError,
+    places: Mapping[Key, str],
+    source: str,
+    recipe: type[BaseModel] | None = None,
 ) -> list[str]:
     """One line for every key that is wrong, in the order of the errors.
 
@@ -40,25 +56,29 @@ def describe_errors(
         error: what pydantic found.
         places: where each key was read (`file:line`, or the override).
         source: the place of keys that are nowhere in `places`.
+        recipe: settings that these stand for a part of, where an unknown key may belong.
     """
     wrong: dict[Key, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         wrong.setdefault(_real_key(data, detail), []).append(detail)
-    return [_line(settings, key, details, _place(key, places, source)) for key, details in wrong.items()]
+    return [_line(settings, key, details, _place(key, places, source), recipe) for key, details in wrong.items()]
 
 
-def _line(settings: type[BaseModel], key: Key, details: list[ErrorDetails], place: str) -> str:
-    name = ".".join(map(str, key))
+def _line(
+    settings: type[BaseModel], key: Key, details: list[ErrorDetails], place: str, recipe: type[BaseModel] | None
+) -> str:
+    name = shortened(".".join(map(str, key)), 120)
     first = details[0]
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"{place}: unknown key {name}: {_suggestion(settings, key)}"
+        return f"{place}: unknown key {name}: {_suggestion(settings, key, first['input'], recipe)}"
     if first["type"] == "missing":
         return f"{place}: {name} is missing and has no default"
     if first["type"] in ("value_error", "assertion_error"):
         reason = str(first.get("ctx", {}).get("error") or first["msg"])
         return f"{place}: {f'{name}: ' if name else ''}{' '.join(reason.split())}"
     expected = " or ".join(dict.fromkeys(_expected(settings, key, detail) for detail in details))
-    return f"{place}: {name} = {_short(first['input'])}: expected {expected}"
+    found = shortened(repr(redacted(first["input"], key[-1] if key else "")))
+    return f"{place}: {name} = {found}: expected {expected}"
 
 
 def _expected(settings: type[BaseModel], key: Key, detail: ErrorDetails) -> str:
@@ -82,13 +102,74 @@ def _expected(settings: type[BaseModel], key: Key, detail: ErrorDetails) -> str:
     return words or detail["msg"][:1].lower() + detail["msg"][1:]
 
 
-def _suggestion(settings: type[BaseModel], key: Key) -> str:
+def _suggestion(settings: type[BaseModel], key: Key, value: object, recipe: type[BaseModel] | None) -> str:
+    """What to write in place of an unknown key: what others mean by it, or a key that it is a typo of, or nothing."""
+    others: Mapping[str, str] = getattr(settings, "other_names", {})
+    name, group = str(key[-1]), ".".join(map(str, key[:-1]))
     known = _keys_at(settings, key[:-1])
-    near = difflib.get_close_matches(str(key[-1]), known, n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {'.'.join(map(str, (*key[:-1], near[0])))}?"
-    group = ".".join(map(str, key[:-1]))
+    own = others.get(f"{group}.{name}")
+    if own is None and (near := _typo_of(name, known)):
+        return f"did you mean {'.'.join(map(str, (*key[:-1], near)))}?"
+    own = own or others.get(_plain(name))
+    leaves = itertools.islice(_told_of_leaves(others, key, value), _MOST_LEAVES)
+    if told := [*([own] if own else []), *leaves]:
+        return "; ".join(told)
+    if found := _elsewhere(settings, key):
+        return f"here it is {' or '.join(found)}"
+    if recipe is not None and (found := _elsewhere(recipe, key)):
+        return f"here it is {' or '.join(found)} of the recipe, as recipe={{...}}"
     return f"{group or 'the top level'} takes {', '.join(known)}"
+
+
+def _typo_of(name: str, known: Sequence[str]) -> str | None:
+    """The key that a name is a slip of the fingers away from; not one that is merely alike."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=_ALIKE)
+    return next((each for each in near if _edits(name, each) <= _MOST_EDITS), None)
+
+
+def _edits(one: str, other: str) -> int:
+    """Characters to put in, take out or replace until one text is the other (Levenshtein's distance)."""
+    row = list(range(len(other) + 1))
+    for place, character in enumerate(one, start=1):
+        above, row[0] = row[0], place
+        for column, theirs in enumerate(other, start=1):
+            above, row[column] = row[column], min(row[column] + 1, row[column - 1] + 1, above + (character != theirs))
+    return row[-1]
+
+
+def _plain(name: str) -> str:
+    """A name of a command line's option as a key has it."""
+    return name.lstrip("-").replace("-", "_")
+
+
+def _told_of_leaves(others: Mapping[str, str], key: Key, value: object, depth: int = 0) -> Iterator[str]:
+    """What is told of the keys below an unknown one."""
+    if not isinstance(value, Mapping) or depth == _DEEPEST:
+        return
+    for name, inner in itertools.islice(value.items(), _MOST_KEYS):
+        below = (*key, str(name))
+        dotted = ".".join(map(str, below))
+        if isinstance(inner, Mapping):
+            yield from _told_of_leaves(others, below, inner, depth + 1)
+        elif text := others.get(dotted) or others.get(_plain(str(name))):
+            yield f"{dotted}: {text}"
+
+
+def _elsewhere(settings: type[BaseModel], key: Key) -> list[str]:
+    """The settings of the same name in other groups, where they are few: those below the key's own group first."""
+    found = [path for path in _paths(settings) if path[-1] == str(key[-1])]
+    within = [path for path in found if path[: len(key) - 1] == key[:-1]] if len(key) > 1 else []
+    least = min((len(path) for path in within or found), default=0)
+    nearest = [".".join(path) for path in within or found if len(path) == least]
+    return nearest if len(nearest) <= _MOST_ELSEWHERE else []
+
+
+def _paths(group: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The name of every setting, however deep; those in lists and under names of the user's are left out."""
+    for each in _classes(group):
+        for name, annotation in _fields(each).items():
+            yield (*above, name)
+            yield from _paths(annotation, (*above, name))
 
 
 def _keys_at(settings: type[BaseModel], key: Key) -> list[str]:
@@ -160,8 +241,3 @@ def _place(key: Key, places: Mapping[Key, str], source: str) -> str:
         around = (places[key[:length]] for length in range(len(key) - 1, 0, -1) if key[:length] in places)
         return next(below, None) or next(around, source)
     return places.get(key, source)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

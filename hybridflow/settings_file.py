@@ -6,7 +6,6 @@ only `true` and `false` are booleans, and a key that stands twice is refused.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,14 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from engine3d.errors import UserError
+from engine3d.errors import UserError, shortened
+from engine3d.input_files import MOST_LEVELS, FileError, check_regular
 from engine3d.settings import Settings
+from hybridflow.redaction import REDACTED, redacted, redacted_keys, redacted_override
 from hybridflow.settings_errors import describe_errors
+from hybridflow.yaml_reader import Key, YamlError, parse_yaml, read_yaml_file
 
-Key = tuple[str | int, ...]
+_MOST_BASES = 16
 
 
 class SettingsError(UserError):
@@ -60,7 +62,7 @@ def load_settings[S: Settings](settings: type[S], path: Path | str, overrides: S
         override = parse_override(text)
         apply_override(data, override)
         places = {key: place for key, place in places.items() if key[: len(override.key)] != override.key}
-        places[override.key] = f"override {text}"
+        places[override.key] = f"override {shortened(redacted_override(text))}"
     return build_settings(settings, data, places, str(path))
 
 
@@ -70,6 +72,8 @@ def build_settings[S: Settings](settings: type[S], data: dict[str, Any], places:
     Raises:
         SettingsError: with one line for every error found.
     """
+    if lacking := [".".join(map(str, key)) for key in redacted_keys(data)]:
+        raise SettingsError([f"{source}: {name}: {REDACTED} stands for a secret; write it again" for name in lacking])
     try:
         return settings.model_validate(data)
     except ValidationError as error:
@@ -86,12 +90,14 @@ def parse_override(text: str) -> Override:
     """
     name, equals, value = text.partition("=")
     parts = tuple(name.strip().split("."))
-    if not equals or not all(parts):
-        raise SettingsError([f"override {text!r}: expected key=value, such as train.layout.tp=2"])
+    shown = shortened(redacted_override(text))
+    if not equals or not all(parts) or len(parts) > MOST_LEVELS:
+        raise SettingsError([f"override {shown!r}: expected key=value, such as train.layout.tp=2"])
     try:
-        return Override(text, parts, yaml.load(value, Loader=_Loader))
-    except yaml.YAMLError:
-        raise SettingsError([f"override {text}: the value is not YAML: quote it, as in {name}='\"...\"'"]) from None
+        return Override(text, parts, parse_yaml(value)[0])
+    except YamlError as error:
+        said = f"override {shown}: the value is not YAML"
+        raise SettingsError([f"{said} ({error}): quote it, as in {shortened(name)}='\"...\"'"]) from None
 
 
 def apply_override(data: dict[str, Any], override: Override) -> None:
@@ -107,7 +113,8 @@ def apply_override(data: dict[str, Any], override: Override) -> None:
         group = group[str(part)]
         if not isinstance(group, dict):
             inner = ".".join(map(str, override.key[:depth]))
-            raise SettingsError([f"override {override.text}: {inner} is {group!r}, which holds no keys"])
+            where, found = shortened(redacted_override(override.text)), shortened(repr(redacted(group, part)))
+            raise SettingsError([f"override {where}: {inner} is {found}, which holds no keys"])
     group[str(override.key[-1])] = override.value
 
 
@@ -124,13 +131,19 @@ def read_with_bases(path: Path, derived: Sequence[Path] = ()) -> tuple[dict[str,
     if "base" not in data:
         return data, places
     base, place = data.pop("base"), places.pop(("base",))
-    if not isinstance(base, str):
+    if not isinstance(base, str) or "\0" in base:
         raise SettingsError([f"{place}: base: {base!r} is no path, expected another YAML file"])
     other = (path.parent / base).resolve()
-    if not other.is_file():
+    if not other.exists():
         raise SettingsError([f"{place}: base: there is no file {other}"])
     if other in (*derived, path.resolve()):
         raise SettingsError([f"{place}: base: {base} has this file as its own base"])
+    if len(derived) == _MOST_BASES:
+        raise SettingsError([f"{place}: base: a chain of more than {_MOST_BASES} files, expected fewer"])
+    try:
+        check_regular(other)
+    except FileError as error:
+        raise SettingsError([f"{place}: base: {error}"]) from None
     below, places_below = read_with_bases(other, (*derived, path.resolve()))
     return _merged(below, data), places_below | places
 
@@ -149,78 +162,27 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
     Raises:
         SettingsError: no such file, not YAML, a key that stands twice, or not a mapping.
     """
-    if not path.is_file():
+    if not path.exists():
         raise SettingsError([f"{path}: no such file; a recipe is a YAML file such as launch/recipes/demo.yaml"])
     try:
-        loader = _Loader(path.read_text(encoding="utf-8"))
-        node = loader.get_single_node()
-        places = dict(_places(node, str(path))) if node else {}
-        data = loader.construct_document(node) if node else {}
-    except UnicodeDecodeError:
-        raise SettingsError([f"{path}: not a text file in UTF-8"]) from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise SettingsError([f"{path}:{line}: {error.problem or 'not YAML'}"]) from None
-    except yaml.YAMLError as error:
-        raise SettingsError([f"{path}: not YAML: {str(error).splitlines()[0]}"]) from None
+        data, places = read_yaml_file(path)
+    except UserError as error:
+        raise SettingsError([str(error)]) from None
+    data = {} if data is None else data
     if not isinstance(data, dict):
         raise SettingsError([f"{path}: expected keys and values, found {type(data).__name__}"])
     return data, places
 
 
 def settings_yaml(settings: Settings) -> str:
-    """The settings as YAML with every default written out; `load_settings` reads the same settings back."""
-    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    """The settings as YAML with every default written out and without secrets.
+
+    `load_settings` reads the same settings back, and asks for secrets that it lacks.
+    """
+    return yaml.safe_dump(public_settings(settings), sort_keys=False, allow_unicode=True, width=120)
 
 
-def _places(node: yaml.Node, path: str, key: Key = ()) -> list[tuple[Key, str]]:
-    """Key and `file:line` of everything under a node."""
-    found: list[tuple[Key, str]] = []
-    if isinstance(node, yaml.MappingNode):
-        children = [(name.value, name.start_mark.line, value) for name, value in node.value]
-    elif isinstance(node, yaml.SequenceNode):
-        children = [(index, value.start_mark.line, value) for index, value in enumerate(node.value)]
-    else:
-        return found
-    for name, line, value in children:
-        found.append(((*key, name), f"{path}:{line + 1}"))
-        found.extend(_places(value, path, (*key, name)))
-    return found
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as of version 1.2: no octal by a leading zero, no base 60, no yes and no, and 1e-3 is a number."""
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[str, int] = {}
-        for name, _ in node.value:
-            if name.value in seen:
-                problem = f"the key {name.value} stands twice, also on line {seen[name.value]}"
-                raise yaml.constructor.ConstructorError(None, None, problem, name.start_mark)
-            seen[name.value] = name.start_mark.line + 1
-        return super().construct_mapping(node, deep)
-
-
-def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    return int(loader.construct_scalar(node).replace("_", ""))
-
-
-def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
-    return float(loader.construct_scalar(node).replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
-
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(~|null|Null|NULL|)$"), [*"~nN", ""])
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)$"), [*"tTfF"])
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?[0-9][0-9_]*$"), [*"-+0123456789"])
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"((?=[-+]?\.?[0-9])[-+]?([0-9][0-9_]*)?(\.[0-9_]*|(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf)|\.(nan|NaN))$"
-    ),
-    [*"-+.0123456789"],
-)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"<<$"), ["<"])
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
-_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+def public_settings(settings: Settings) -> dict[str, Any]:
+    """The settings as JSON has them, every default among them, without secrets."""
+    facts: dict[str, Any] = redacted(settings.model_dump(mode="json"))
+    return facts

@@ -34,7 +34,9 @@ from hybridflow.roles.group import Roles
 from hybridflow.roles.model import Update, update_metrics
 from hybridflow.roles.reward import reward_result
 from hybridflow.roles.value import NAMES, ValueKind
-from hybridflow.run import Run
+from hybridflow.run import Prompts, Run
+from hybridflow.sample_file import SampleText
+from hybridflow.sample_texts import sample_texts
 from hybridflow.weight_sync import WeightSync
 
 _CRITICS: dict[str, ValueKind] = {"critic": "reward", "cost_critic": "cost"}
@@ -67,6 +69,24 @@ class Machinery:
     lookahead: Lookahead
     controllers: Controllers
 
+    def texts(self, batch: RemoteBatch, rewards: Tensor, prompts: Prompts) -> list[SampleText]:
+        """Some of these samples as texts: as many as `metrics.samples_per_step`.
+
+        Args:
+            batch: with the responses.
+            rewards: (B,).
+            prompts: of the phase.
+        """
+        settings = self.recipe.metrics
+        return sample_texts(
+            batch,
+            rewards,
+            prompts.examples,
+            self.run.tokenizer,
+            count=settings.samples_per_step,
+            characters=settings.sample_characters,
+        )
+
 
 @dataclass
 class Step:
@@ -91,6 +111,8 @@ class Step:
     """Whether an older policy may have made the responses, of whose log-probs only the engines' are left."""
     updates: list[list[Update]] = field(default_factory=list)
     """For each optimizer step of the actor, what its ranks told."""
+    texts: list[SampleText] = field(default_factory=list)
+    """Some of the step's samples as texts, with their rewards."""
     _under_way: list[Future] = field(default_factory=list)
     _began: float = math.nan
 
@@ -238,6 +260,8 @@ class Step:
         values |= {f"{what}/mean": float(total[kept].mean()), f"{what}/std": float(total[kept].std(correction=0))}
         if not baseline:
             self.values |= values
+            if what == "reward":
+                self.texts += self.machinery.texts(generated.select(kept), total[kept], self.machinery.run.train)
             self._check_enough(len(kept), len(batch), what)
         return batch.with_facts(**{fact: total}).select(kept)
 

@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine3d.errors import UserError
+from engine3d.input_files import MOST_LIST_BYTES, read_json
 from hybridflow.line_files import replace_file
 
 _MOST_SPANS = 10_000
+_LATEST = 1e11
+"""The year 5138, in seconds since the epoch."""
 _STEP_ENDS_WITH = "commit_weights"
 
 
@@ -103,21 +106,28 @@ def read_spans(path: Path) -> list[Span]:
         UserError: it is no such file.
     """
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        roles = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+        events = read_json(path, MOST_LIST_BYTES)["traceEvents"]
+        roles = {event["pid"]: str(event["args"]["name"]) for event in events if event["name"] == "process_name"}
         return [
             Span(
                 roles[event["pid"]],
                 int(event["tid"]),
-                event["name"],
-                event["ts"] / 1e6,
-                (event["ts"] + event["dur"]) / 1e6,
+                str(event["name"]),
+                _seconds(event["ts"]),
+                _seconds(event["ts"] + event["dur"]),
             )
             for event in events
             if event["ph"] == "X"
         ]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         raise UserError(f"{path} is no timeline of a run, expected Chrome's trace event format") from None
+
+
+def _seconds(microseconds: float) -> float:
+    seconds = microseconds / 1e6
+    if not 0 <= seconds < _LATEST:
+        raise ValueError(f"{seconds} s since the epoch")
+    return seconds
 
 
 timeline = Timeline()

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Never
 
 from engine3d.checkpoint.hf import export_checkpoint
-from engine3d.errors import EngineError
+from engine3d.cleaning import cleaning
+from engine3d.errors import EngineError, UserError
 from hybridflow import metrics
 from hybridflow.algorithms.controllers import Controllers
 from hybridflow.checkpoints import Checkpoints
+from hybridflow.closing import results
 from hybridflow.config import Recipe
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.device_monitor import DeviceMonitor
 from hybridflow.draws import Generator
 from hybridflow.evaluation import evaluate
-from hybridflow.file_names import DEVICES, TIMELINE
+from hybridflow.file_names import DEVICES, EXPORT, TIMELINE
 from hybridflow.initial_model import initial_spec
 from hybridflow.lookahead import Lookahead
+from hybridflow.measured import Measured, Subject, summary
 from hybridflow.metrics import Metrics, Timer
+from hybridflow.offload import offload_metrics, offloaded_groups
 from hybridflow.phase_file import PhaseFile
 from hybridflow.placement import remove_orphans
 from hybridflow.resume import inexact_because
 from hybridflow.roles.group import Roles, start_roles, wait_for
-from hybridflow.run import EXPORT, WEIGHTS, Run, move_aside, prepare
+from hybridflow.run import WEIGHTS, Run, move_aside, prepare
 from hybridflow.run_state import RandomState, RunState
 from hybridflow.step import Machinery, Step
 from hybridflow.timeline import timeline
@@ -45,12 +51,12 @@ class Outcome:
 
     Args:
         directory: of the run.
-        accuracy_before, accuracy_after: on the held-out prompts, before and after the training steps.
+        first, last: its first and its last evaluation; None where there was none.
     """
 
     directory: Path
-    accuracy_before: float
-    accuracy_after: float
+    first: Measured | None
+    last: Measured | None
 
 
 def train(recipe: Recipe) -> Outcome:
@@ -61,23 +67,25 @@ def train(recipe: Recipe) -> Outcome:
         EngineError: a role failed; everything that was started is gone.
     """
     run = prepare(recipe)
+    recipe = recipe.for_prompts(len(run.train))
     phases = PhaseFile(run.directory / "phase.json")
     phases.enter("start")
     resumed = run.resumption.state if run.resumption is not None else None
     steps_done = resumed.step if resumed is not None else None
-    with Metrics(recipe.metrics, run.directory, total_steps=recipe.trainer.steps, resume_from_step=steps_done) as sinks:
+    with Metrics(recipe.metrics, run.directory, totals=recipe.phase_steps, resume_from_step=steps_done) as sinks:
         if resumed is not None and resumed.step >= recipe.trainer.steps:
             export_finished(recipe, run)
-            before, after = resumed.accuracy_before, resumed.accuracy_after
+            first, last = resumed.first_evaluation, resumed.last_evaluation
         else:
-            before, after = train_steps(recipe, run, sinks, phases)
+            first, last = train_steps(recipe, run, sinks, phases)
     phases.enter("end")
-    print(f"held-out accuracy: {before:.3f} -> {after:.3f} ({100 * (after - before):+.1f} points)", flush=True)
-    return Outcome(run.directory, before, after)
+    for line in (*summary(first, last), *results(recipe)):
+        print(line, flush=True)
+    return Outcome(run.directory, first, last)
 
 
-def train_steps(recipe: Recipe, run: Run, sinks: Metrics, phases: PhaseFile) -> tuple[float, float]:
-    """Start the roles, train, and end them; the accuracy before and after."""
+def train_steps(recipe: Recipe, run: Run, sinks: Metrics, phases: PhaseFile) -> tuple[Measured | None, Measured | None]:
+    """Start the roles, train, and end them; the first and the last evaluation."""
     with start_trainer(recipe, run, sinks, phases) as trainer:
         return trainer.run()
 
@@ -102,7 +110,14 @@ def start_trainer(recipe: Recipe, run: Run, sinks: Metrics, phases: PhaseFile) -
         try:
             yield Trainer(recipe, run, roles, weights, sinks, checkpoints, phases, devices)
         finally:
-            timeline.write(run.directory / TIMELINE)
+            write_timeline(run.directory)
+
+
+def write_timeline(directory: Path) -> None:
+    """Write the run's timeline; what keeps it from being written neither fails the run nor hides its failure."""
+    path = directory / TIMELINE
+    with cleaning(f"hybridflow: {path} could not be written", needed=False):
+        timeline.write(path)
 
 
 def export_finished(recipe: Recipe, run: Run) -> None:
@@ -110,9 +125,13 @@ def export_finished(recipe: Recipe, run: Run) -> None:
     assert run.resumption is not None
     remove_orphans()  # perhaps of this run, killed after its last step
     directory = run.directory / EXPORT
-    print(f"resume: all {recipe.trainer.steps} steps are done", flush=True)
+    state, steps = run.resumption.state, recipe.trainer.steps
+    past = f"; the checkpoint is after step {state.step}" if state is not None and state.step > steps else ""
+    print(f"resume: all {steps} steps are done{past}", flush=True)
     if recipe.trainer.export and not directory.exists():
-        export_checkpoint(run.resumption.directory, directory, dtype=recipe.train.dtype)
+        export_checkpoint(
+            run.resumption.directory, directory, dtype=recipe.train.dtype, verify=recipe.checkpoint.verify
+        )
 
 
 class Trainer:
@@ -132,7 +151,7 @@ class Trainer:
         self.recipe, self.facts, self.roles = recipe, run, roles
         self.sinks, self.checkpoints, self.devices = sinks, checkpoints, devices
         sampler = PromptSampler(len(run.train), recipe.seed + recipe.data.seed)
-        generator = Generator(roles.rollout, run.tokenizer.pad_token_id)
+        generator = Generator(roles.rollout, run.tokenizer.pad_token_id, weights.before_generation)
         self.machinery = Machinery(
             recipe=recipe,
             run=run,
@@ -150,24 +169,32 @@ class Trainer:
         self.updates = 0
         self.steps_without_update = 0
         self.timeline_shown = -math.inf
-        self.accuracy_before = self.accuracy_after = math.nan
+        self.subject = Subject.of(recipe, run)
+        self.first_evaluation: Measured | None = None
+        self.last_evaluation: Measured | None = None
 
-    def run(self) -> tuple[float, float]:
-        """Warm up and train, or go on; the accuracy on the held-out prompts before and after the training steps."""
+    def run(self) -> tuple[Measured | None, Measured | None]:
+        """Warm up and train, or go on; the first and the last evaluation of the run."""
         settings = self.recipe.trainer
         if self.start():
-            self.accuracy_before = self.accuracy_after = evaluate(self.machinery, self.sinks, 0)
+            if settings.eval_before_train:
+                self.evaluate(0)
             self.save(0)
         for number in range(self.steps_done + 1, settings.steps + 1):
             self.step(number)
             if number == settings.steps or (settings.eval_interval and number % settings.eval_interval == 0):
-                self.accuracy_after = evaluate(self.machinery, self.sinks, number)
+                self.evaluate(number)
             self.save(number)
         self.machinery.phases.enter("save")
         self.checkpoints.wait()
         if settings.export:
             self.roles.actor.export(self.facts.directory / EXPORT).result()
-        return self.accuracy_before, self.accuracy_after
+        return self.first_evaluation, self.last_evaluation
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate the policy of after a step."""
+        self.last_evaluation = evaluate(self.machinery, self.sinks, step, self.subject)
+        self.first_evaluation = self.first_evaluation or self.last_evaluation
 
     def start(self) -> bool:
         """All that comes before the next step: the roles are there, and the engines serve the actor's weights.
@@ -210,7 +237,7 @@ class Trainer:
         self.steps_done = machinery.phases.step = state.step
         self.updates = state.updates
         self.steps_without_update = state.steps_without_update
-        self.accuracy_before, self.accuracy_after = state.accuracy_before, state.accuracy_after
+        self.first_evaluation, self.last_evaluation = state.first_evaluation, state.last_evaluation
         self.version = state.policy_version - 1
         self.synchronise({})
         state.random.restore()
@@ -225,8 +252,8 @@ class Trainer:
             algorithm=self.machinery.controllers.state_dict(),
             updates=self.updates,
             steps_without_update=self.steps_without_update,
-            accuracy_before=self.accuracy_before,
-            accuracy_after=self.accuracy_after,
+            first_evaluation=self.first_evaluation,
+            last_evaluation=self.last_evaluation,
             random=RandomState.capture(),
             run=self.facts.identity,
             inputs=self.facts.inputs,
@@ -245,7 +272,12 @@ class Trainer:
         self.learn(self.next_step(Step, number), self.dataflow)
 
     def next_step[S: Step](self, kind: type[S], number: int) -> S:
-        """What the next step is done with."""
+        """What the next step is done with.
+
+        Raises:
+            EngineError: the run's directory is gone.
+        """
+        self.facts.check_directory()
         self.machinery.phases.step = number
         self.devices.begin()
         return kind(self.machinery, number, version=self.version + 1, poll=self.checkpoints.poll)
@@ -257,12 +289,14 @@ class Trainer:
             self.count(step)
             self.finish_rollout(step.values)
             self.synchronise(step.values)
+        step.values |= offload_metrics(offloaded_groups(self.recipe, self.roles.models, self.roles.rollout))
         if step.tokens:  # none where the responses were given
             rate = step.tokens / (timer.milliseconds / 1000)
             step.values[metrics.STEP_DEVICE_THROUGHPUT] = rate / self.roles.devices
         step.values |= self.devices.collect()
         self.steps_done = step.number
         self.sinks.log(step.number, step.values)
+        self.sinks.log_samples(step.number, step.texts)
         self.show_timeline()
 
     def show_timeline(self) -> None:
@@ -297,3 +331,20 @@ class Trainer:
         with Timer(values, metrics.SYNC_TIME):
             self.version += 1
             values |= self.machinery.weights.sync_weights(self.version)
+
+
+def init_distributed(*_: object, **__: object) -> Never:
+    """Raises UserError: it is a method of a trainer."""
+    raise UserError(
+        "hybridflow.trainer.init_distributed is a method of a trainer, expected PPOTrainer(config, model=..., "
+        "reward_fn=..., prompts=...).init_distributed(); without it the first rollout() starts the roles"
+    )
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """The trainers of the Python API, which guides import from here: `from hybridflow.trainer import RLTrainer`."""
+        if name in ("PPOTrainer", "RLTrainer"):
+            return getattr(importlib.import_module("hybridflow"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

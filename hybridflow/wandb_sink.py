@@ -7,11 +7,11 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from engine3d.errors import UserError
 from hybridflow.file_names import RECIPE
 from hybridflow.metric_sinks import Record, refuse_existing
+from hybridflow.redaction import redacted_arguments
+from hybridflow.yaml_reader import read_yaml_file
 
 _TRIED = "0.31.0"
 """The version that the tests have run with."""
@@ -62,16 +62,17 @@ class WandbSink:
         recipe = directory.parent / RECIPE
         self._error: type[Exception] = wandb.Error
         try:
-            self._run: Any = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "hybridflow"),
-                name=directory.parent.name,
-                id=identifier.read_text().strip(),
-                resume="allow",
-                mode=os.environ.get("WANDB_MODE", "offline"),
-                dir=directory.parent,
-                config=yaml.safe_load(recipe.read_text()) if recipe.exists() else None,
-                settings=wandb.Settings(silent=True, console="off"),
-            )
+            with redacted_arguments():
+                self._run: Any = wandb.init(
+                    project=os.environ.get("WANDB_PROJECT", "hybridflow"),
+                    name=directory.parent.name,
+                    id=identifier.read_text().strip(),
+                    resume="allow",
+                    mode=os.environ.get("WANDB_MODE", "offline"),
+                    dir=directory.parent,
+                    config=read_yaml_file(recipe)[0] if recipe.exists() else None,
+                    settings=wandb.Settings(silent=True, console="off"),
+                )
         except (wandb.Error, ValueError) as error:  # the latter for a setting from the environment
             raise UserError(f"metrics.wandb=true: wandb refuses to begin: {' '.join(str(error).split())}") from None
         self._defined: set[str] = set()

@@ -11,7 +11,7 @@ from hybridflow.columns import COUNTED
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.metrics import Metrics, Timer
 from hybridflow.remote_batch import RemoteBatch
-from hybridflow.resume import WARMED_UP
+from hybridflow.resume import WARMED_UP, needs_warmed_up, seal_warmed_up
 from hybridflow.roles.group import raise_failed_start, wait_for
 from hybridflow.roles.model import Update, update_metrics
 from hybridflow.run import move_aside
@@ -50,6 +50,8 @@ def warm_up(machinery: Machinery, sinks: Metrics) -> None:
         if directory.exists():
             move_aside(directory)  # an earlier run's, which had its checkpoints in the same place
         actor.export(directory).result()
+        if recipe.checkpoint.save_interval is not None and needs_warmed_up(recipe):
+            seal_warmed_up(directory)
         wait_for(machinery.roles, *followers)
         for loading in [machinery.roles.models[role].load(directory) for role in followers]:
             loading.result()

@@ -7,6 +7,11 @@ process that belongs to the run, removes DIRECTORY and its lock, and runs the PR
 processes have left. To the run belongs who has MARKER (`NAME=value`) in its environment, who has a file or socket in
 DIRECTORY open (a process that sets its title overwrites what others can see of its environment), and who is in the
 process group of one of these.
+
+Until then it reads lines. `PID NAME` tells of a process by whose death Ray may end the one at the other end before that
+has said why; it is said here then, unless the line `end` has come. `within SECONDS` bounds a start: after so long all
+that has started is killed, so that the process at the other end comes back from where it waits for it, perhaps in C++
+and without a thread that can run; `within 0` says that the start is over.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
+import select
 import shutil
 import signal
 import sys
@@ -21,6 +27,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+WITHIN = "within"
+END = "end"
+"""The line by which the process at the other end says that it needs no last word."""
 LOCK = ".lock"
 """Ends the name of the file beside DIRECTORY that its owner holds."""
 _LIMIT_S = 20.0
@@ -90,10 +99,48 @@ def _has_ended(pid: int) -> bool:
         return True
 
 
+def listen(marker: str, directory: str) -> str | None:
+    """Wait until standard input closes; which process had died before, if nobody has said so."""
+    inbox, died = b"", None
+    deadline: float | None = None
+    names: dict[int, str] = {}
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    while True:
+        ready = dict(poll.poll(None if deadline is None else max(0.0, 1000 * (deadline - time.monotonic()))))
+        if deadline is not None and time.monotonic() >= deadline:
+            deadline = None
+            kill_run(marker, directory)
+        for descriptor in ready.keys() & names.keys():
+            died = died or names[descriptor]
+            poll.unregister(descriptor)
+        if 0 not in ready:
+            continue
+        data = os.read(0, 4096)
+        *lines, inbox = (inbox + data).split(b"\n")
+        for line in lines:
+            if line == END.encode():
+                sys.stdin.buffer.read()
+                return None
+            pid, _, name = line.decode().partition(" ")
+            if pid == WITHIN:
+                deadline = time.monotonic() + float(name) if float(name) else None
+                continue
+            with contextlib.suppress(OSError):  # it is gone already, or may not be watched
+                descriptor = os.pidfd_open(int(pid))
+                names[descriptor] = f"{name} (process {pid})"
+                poll.register(descriptor, select.POLLIN)
+        if not data:
+            return died
+
+
 def main() -> None:
     marker, directory, *programs = sys.argv[1:]
     starter = os.getppid()
-    sys.stdin.buffer.read()
+    died = listen(marker, directory)
+    if died is not None:
+        how = "died, and the run ended without a word: by Ray, or both were killed"
+        print(f"hybridflow: {died} {how}", file=sys.stderr, flush=True)
     kill_run(marker, directory)
     shutil.rmtree(directory, ignore_errors=True)
     Path(directory + LOCK).unlink(missing_ok=True)

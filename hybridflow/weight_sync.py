@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import ray.util
@@ -16,9 +16,12 @@ from engine3d.reshard.coordinate import coordinate
 from engine3d.reshard.memory import SharedShards
 from engine3d.reshard.pieces import Plan
 from engine3d.reshard.sender import Sent, Transport
-from hybridflow import metrics
+from engine3d.stores import file_address, listen, serve, tcp_address
+from hybridflow import metrics, placement
 from hybridflow.config import RolloutRole
+from hybridflow.future import Future
 from hybridflow.metrics import Timer
+from hybridflow.turns import turns
 from hybridflow.worker_group import WorkerGroup, wait_together
 
 _TRANSPORT_METRICS: dict[Transport, tuple[str, str]] = {
@@ -47,6 +50,8 @@ class WeightSync:
         self._plan: Plan | None = None
         self._engines_receive = False
         self._store: TCPStore | None = None
+        self._releases = config.engine.release_weights
+        self._version: int | None = None
 
     def before_update(self, version: int) -> None:
         """The actor's weights are about to change into `version`: engines that share their memory stop serving it."""
@@ -59,9 +64,17 @@ class WeightSync:
         Returns:
             Bytes and times of the transfer, by metric name.
         """
+        values = self._transfer(version, self._rollout.commit_weights)
+        self._version = version
+        return values
+
+    def _transfer(self, version: int, commit: Callable[[int], Future]) -> dict[str, float]:
+        values: dict[str, float] = {}
+        if self._releases:
+            with Timer(values, metrics.SYNC_MEMORY_TIME):
+                self._rollout.take_turn().result()  # what is written has to be there
         if self._plan is None:
             self._plan = self._connect()
-        values: dict[str, float] = {}
         with Timer(values, metrics.SYNC_BEGIN_TIME):
             self._rollout.begin_weights(version).result()
         with Timer(values, metrics.SYNC_SEND_TIME):
@@ -72,15 +85,25 @@ class WeightSync:
             with Timer(values, metrics.SYNC_VERIFY_TIME):
                 self.verify(version)
         with Timer(values, metrics.SYNC_COMMIT_TIME):
-            self._rollout.commit_weights(version).result()
+            commit(version).result()
         return values | _figures(self._plan, sent)
 
+    def before_generation(self) -> None:
+        """Let the engines have whole weights, where they gave them back since the last transfer.
+
+        Nothing has changed in the actor's since: an update is followed by the transfer of its own version.
+        """
+        if self._releases and self._version is not None and turns.gave_back(self._rollout):
+            self._transfer(self._version, self._rollout.recommit_weights)
+
     def _send(self, version: int) -> Sequence[dict[Transport, Sent]]:
-        """What each of the actor's ranks sent, once all of it is in the engines."""
+        """What each rank sent, or took itself, once all of it is in the engines."""
         sending = self._actor.send_weights(version)
         receiving = [self._rollout.receive_weights(version)] if self._engines_receive else []
         wait_together(sending, *receiving)
-        sent: Sequence[dict[Transport, Sent]] = sending.result()
+        sent: list[dict[Transport, Sent]] = list(sending.result())
+        for each in receiving:
+            sent += itertools.chain.from_iterable(each.result())
         return sent
 
     def verify(self, version: int) -> None:
@@ -106,14 +129,12 @@ class WeightSync:
     def _connect(self) -> Plan:
         sources: list[SharedShards] = self._actor.share_weights().result()
         engines: list[list[SharedShards]] = self._rollout.share_weights().result()
-        address = ray.util.get_node_ip_address()
-        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
         orders = coordinate(
             sources,
             list(itertools.chain.from_iterable(engines)),
             {name: tensor.shape for name, tensor in self._spec.hf_tensors.items()},
             transport=self._config.transport,
-            store=(address, self._store.port),
+            store=self._open_store,
             staging_bytes=self._config.staging_mb * 10**6,
             timeout_s=self._config.timeout_s,
         )
@@ -125,6 +146,13 @@ class WeightSync:
             connecting.append(self._rollout.connect_weights(per_engine))
         wait_together(*connecting)
         return orders.plan
+
+    def _open_store(self) -> str:
+        """Where ranks meet that send and receive over a process group; its address."""
+        if (file := placement.store_file("weights")) is not None:
+            return file_address(file)
+        self._store = serve(listen(ray.util.get_node_ip_address()))
+        return tcp_address(self._store.host, self._store.port)
 
     def __enter__(self) -> WeightSync:
         return self

@@ -29,8 +29,11 @@ from typing import Any
 import psutil
 import ray
 
+from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
+from engine3d.stores import file_address, tcp_address
+from hybridflow import placement
 from hybridflow.failures import RankError, RankUserError
 from hybridflow.future import Call, Future, wait_together
 from hybridflow.placement import Bundle, ResourcePool
@@ -39,6 +42,7 @@ from hybridflow.protocols import Arguments, Grid, Protocol, Registration, regist
 from hybridflow.rank_process import RankProcess, WorkerContext
 from hybridflow.remote_batch import Asked, RemoteBatch, SampleCosts, Samples
 from hybridflow.turns import GIVE_BACK, TAKE_BACK, turns
+from hybridflow.waits import waits
 
 __all__ = ["Future", "RankError", "RankUserError", "WorkerContext", "WorkerGroup", "wait_together"]
 
@@ -57,9 +61,11 @@ class WorkerGroup:
         sample_costs: the cost of samples of so many tokens, by which a `RemoteBatch` is dealt to the ranks.
         devices_per_rank: devices of each rank, all on one node; for an engine that runs several devices itself.
         generation: tensor and pipeline sizes while generating, for 3D_ALL_MICRO_DP.
+        meets: whether the ranks need a store at which they can meet, for a process group of theirs.
         log_dir: each rank's output goes to `<log_dir>/<role>-<rank>.log`; to Ray's own logs if None.
         environment: further environment variables of the ranks.
         call_timeout_s: limit of every call unless `Future.result` is given another, in seconds.
+        quiet_s: without an answer, after which a line on stderr says who is waited for.
         start_timeout_s: limit of starting the processes and building the workers, in seconds.
 
     Raises:
@@ -76,9 +82,11 @@ class WorkerGroup:
         *args: Any,
         devices_per_rank: int = 1,
         generation: tuple[int, int] = (1, 1),
+        meets: bool = True,
         log_dir: Path | None = None,
         environment: Mapping[str, str] | None = None,
         call_timeout_s: float = 1800.0,
+        quiet_s: float = 30.0,
         sample_costs: SampleCosts = list,
         start_timeout_s: float = 600.0,
         **kwargs: Any,
@@ -86,12 +94,14 @@ class WorkerGroup:
         self.role, self.layout, self.pool = role, layout, pool
         self.grid = Grid(layout, *generation)
         self._devices_per_rank, self.call_timeout_s = devices_per_rank, call_timeout_s
+        self.quiet_s = quiet_s
+        self._meets = meets
         self.log_dir = log_dir.resolve() if log_dir else None
         self.sample_costs = sample_costs
         self._registrations = registrations(worker_class)
         self._failure: RankError | RankUserError | None = None
         self._actors: list[Any] = []  # of ActorHandle[RankProcess], which Ray makes without types
-        self._processes: list[psutil.Process] = []
+        self._processes: list[psutil.Process] = []  # of the ranks on this machine
         self.nodes: list[str] = []
         """Ray's id of the node that each rank runs on."""
         if layout.world_size * devices_per_rank != len(pool):
@@ -100,6 +110,7 @@ class WorkerGroup:
                 f"{role}: the layout ({layout}) has {layout.world_size} ranks{each}, "
                 f"and its pool has {len(pool)} devices; expected as many"
             )
+        waits.add(self)
         try:
             self._start(worker_class, args, kwargs, environment or {}, start_timeout_s)
         except BaseException:
@@ -118,13 +129,19 @@ class WorkerGroup:
 
         return method
 
+    def limit_s(self, method: str) -> float:
+        """How long a call of a method may take, in seconds, unless a caller says otherwise."""
+        registration = self._registrations.get(method)
+        own = registration.timeout_s if registration is not None else None
+        return self.call_timeout_s if own is None else own
+
     def log_path(self, rank: int) -> Path | None:
         """Where a rank's output goes."""
         return self.log_dir / f"{self.role}-{rank}.log" if self.log_dir else None
 
     def shutdown(self, timeout_s: float = 20.0) -> None:
         """End the group: let each worker put its own things away, then end its process and all that it started."""
-        if self._actors and self._failure is None:
+        if self._actors and self._failure is None and placement.ray_answers():
             closing = [actor.close.remote() for actor in self._actors]
             ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
         self.kill()
@@ -133,11 +150,12 @@ class WorkerGroup:
         """End every process of the group now."""
         turns.leave(self)
         actors, self._actors = self._actors, []
-        if ray.is_initialized():
+        if placement.ray_answers():
             for actor in actors:
                 ray.kill(actor)
         processes, self._processes = self._processes, []
-        kill_trees(processes)
+        with cleaning(f"hybridflow: {self.role}"):
+            kill_trees(processes)
 
     @property
     def is_alive(self) -> bool:
@@ -181,7 +199,9 @@ class WorkerGroup:
             variables = self._environment(rank, local_rank) | dict(environment)
             options = actor_class.options(scheduling_strategy=self._bundles(rank)[0].strategy())
             self._actors.append(options.remote(self.role, rank, variables, self.log_path(rank)))
-        identifying = [actor.identify.remote() for actor in self._actors]
+        file = placement.store_file(self.role)
+        listens = self._meets and file is None
+        identifying = [actor.identify.remote(listens and rank == 0) for rank, actor in enumerate(self._actors)]
         Call(self, "start", identifying).wait(timeout_s)
         identities: list[tuple[int, str, str, int]] = ray.get(identifying)
         self.nodes = [node for _, node, _, _ in identities]
@@ -189,7 +209,8 @@ class WorkerGroup:
         local = [find_process(pid) for pid, _, address, _ in identities if address == here]
         self._processes = [process for process in local if process is not None]
 
-        _, _, master_address, master_port = identities[0]
+        _, _, address, port = identities[0]
+        store = file_address(file) if file is not None else tcp_address(address, port)
         arguments = ray.put((args, kwargs))
         constructing: list[ray.ObjectRef] = []
         for rank, (actor, local_rank) in enumerate(zip(self._actors, local_ranks, strict=True)):
@@ -200,8 +221,7 @@ class WorkerGroup:
                 layout=self.layout,
                 coordinates=self.layout.coordinates(rank),
                 devices=tuple(range(local_rank * self._devices_per_rank, (local_rank + 1) * self._devices_per_rank)),
-                master_address=master_address,
-                master_port=master_port,
+                store=store if self._meets else "",
                 log_path=self.log_path(rank),
             )
             constructing.append(actor.construct.remote(worker_class, context, arguments))
@@ -226,7 +246,7 @@ class WorkerGroup:
         return positions
 
     def _environment(self, rank: int, local_rank: int) -> dict[str, str]:
-        """What torchrun would set, but for the master, which is known later.
+        """What torchrun would set, but for where the ranks meet, which is known later.
 
         Every rank sees the devices of its role on its node first and then the others that the run holds there, so that
         it can map the memory of another's.
@@ -236,6 +256,7 @@ class WorkerGroup:
             "WORLD_SIZE": str(self.layout.world_size),
             "LOCAL_RANK": str(local_rank),
             "CUDA_VISIBLE_DEVICES": self.pool.visible_devices(self._bundles(rank)[0].device.node),
+            **placement.rank_environment(),
         }
 
     def _call(self, method: str, registration: Registration, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future:

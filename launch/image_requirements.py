@@ -25,22 +25,21 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def missing(lock: list[str], installed: dict[str, str]) -> list[str]:
-    """The pins of `lock` (lines `name==version`) to install where `installed` (canonical name -> version) is there."""
+def missing(lock: str, installed: dict[str, str]) -> list[str]:
+    """The pins of a lock, with their hashes, to install where `installed` (canonical name -> version) is there."""
     wanted = []
-    for line in lock:
-        pin = line.split("#")[0].split(";")[0].strip()
-        if not pin:
-            continue
+    lines = re.sub(r"\\\n\s*", "", re.sub(r"(?m)^\s*#.*\n?", "", lock)).splitlines()
+    for line in lines:
+        pin, *hashes = line.split("#")[0].split(";")[0].split()
         name, _, version = pin.partition("==")
         if not GPU_STACK.fullmatch(canonical(name)) and installed.get(canonical(name)) != version:
-            wanted.append(pin)
+            wanted.append(" ".join([pin, *hashes]))
     return wanted
 
 
 def main() -> None:
     installed = {canonical(found.name): found.version for found in importlib.metadata.distributions()}
-    print("\n".join(missing(Path(sys.argv[1]).read_text().splitlines(), installed)))
+    print("\n".join(missing(Path(sys.argv[1]).read_text(), installed)))
 
 
 if __name__ == "__main__":

@@ -64,10 +64,12 @@ main() {
         echo "set-up: making $venv with $("$python" -c 'import sys; print(sys.executable)')"
         "$python" -m venv --clear "$venv"
     fi
-    uv_pin=$(grep '^uv==' "$root/requirements-dev.txt")
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$uv_pin"
+    # The lock's own lines of uv: pip checks their hashes, and uv those of all others.
+    sed -n '/^uv==/,/^    # via/p' "$root/requirements.lock" >"$venv/uv.txt"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes -r "$venv/uv.txt"
     echo "set-up: installing requirements.lock (9 GB once; from the cache afterwards)"
-    "$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python" -r "$root/requirements.lock"
+    "$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python" \
+        --require-hashes -r "$root/requirements.lock"
     "$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python" \
         --no-deps --no-build-isolation --editable "$root"
     echo "$wanted" >"$stamp"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.checks import check_finite, check_rows
+
 STD_EPSILON = 1e-6
 """Added to a standard deviation before it divides."""
 
@@ -21,8 +23,9 @@ def group_relative_advantages(rewards: Tensor, group_ids: Tensor, *, normalise_b
     is better: its advantages are exactly 0, and its tokens count in the loss like any others.
 
     `rewards` (B,) float32, `group_ids` (B,) int64. Returns (B,) float32, computed in float64. Raises ValueError for a
-    reward that is not finite, naming its row.
+    reward that is not finite, naming its row, and for columns of other shapes.
     """
+    check_rows("group_relative_advantages", rows=len(rewards), rewards=rewards, group_ids=group_ids)
     check_finite("advantages", "reward", rewards)
     groups, member_of = group_ids.unique(return_inverse=True)
     # In float64 the sum of equal float32 rewards is exact, and so is their mean. An error of rounding, divided by
@@ -45,17 +48,15 @@ def remax_advantages(rewards: Tensor, baseline_rewards: Tensor) -> Tensor:
 
     The baseline does not depend on the sample, so it adds no bias.
 
+    Where a KL penalty is in the reward, r_i is less the KL divergence of the **whole** response, and every token of it
+    gets that one figure; other implementations (verl's `compute_remax_outcome_advantage`) give a token the divergence
+    from it onwards. The gradient has the same expectation, since what came before a token does not depend on it, and
+    more variance here. The greedy response carries no penalty.
+
     `rewards` and `baseline_rewards` (B,) float32, row by row of the same prompt. Returns (B,) float32. Raises
-    ValueError for a reward that is not finite, naming its row.
+    ValueError for a reward that is not finite, naming its row, and for columns of other shapes.
     """
+    check_rows("remax_advantages", rows=len(rewards), rewards=rewards, baseline_rewards=baseline_rewards)
     check_finite("advantages", "reward", rewards)
     check_finite("advantages", "baseline reward", baseline_rewards)
     return (rewards.to(torch.float64) - baseline_rewards.to(torch.float64)).to(torch.float32)
-
-
-def check_finite(where: str, what: str, rewards: Tensor) -> None:
-    """Raise ValueError for a reward in (B,) `rewards` that is not finite, naming its row."""
-    bad = (~rewards.isfinite()).nonzero()
-    if len(bad):
-        row = int(bad[0])
-        raise ValueError(f"{where}: the {what} of row {row} is {float(rewards[row])}, expected a finite number")

@@ -18,26 +18,22 @@ from hybridflow.algorithms.aggregation import AggregationMode
 from hybridflow.algorithms.kl import KLEstimator
 from hybridflow.algorithms.registry import ALGORITHMS, Algorithm, known, names_with
 
-_GROUPS = ("name", names_with(group_baseline=True))
-_CRITIC = ("name", names_with(critic=True))
-_COST = ("name", names_with(costs=True))
-_ADAPTIVE = ("kl_controller", ("adaptive",))
-
-_USED_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "normalise_advantages_by_std": _GROUPS,
-    "gamma": _CRITIC,
-    "gae_lambda": _CRITIC,
-    "value_clip": _CRITIC,
-    "whiten_advantages": _CRITIC,
-    "critic_warmup_steps": _CRITIC,
-    "cost_limit": _COST,
-    "lagrange_initial": _COST,
-    "lagrange_lr": _COST,
-    "lagrange_max": _COST,
-    "kl_target": _ADAPTIVE,
-    "kl_horizon": _ADAPTIVE,
+_NEEDED_BY: Mapping[str, str] = {
+    "normalise_advantages_by_std": "group_std",
+    "gamma": "critic",
+    "gae_lambda": "critic",
+    "value_clip": "critic",
+    "whiten_advantages": "critic",
+    "critic_warmup_steps": "critic",
+    "cost_limit": "costs",
+    "lagrange_initial": "costs",
+    "lagrange_lr": "costs",
+    "lagrange_min": "costs",
+    "lagrange_max": "costs",
 }
-"""For each key that is not always used: the setting that decides, and the values of it that use the key."""
+"""For each key that not every algorithm uses: what is so of those that do, as the registry has it."""
+_OF_ADAPTIVE = ("kl_target", "kl_horizon")
+"""The keys that only the adaptive controller uses."""
 
 
 class AlgorithmConfig(Settings):
@@ -96,6 +92,9 @@ class AlgorithmConfig(Settings):
     """The Lagrange multiplier, the weight of cost against reward, at the start. Only safe_rlhf."""
     lagrange_lr: float = Field(default=0.1, ge=0)
     """Learning rate of the multiplier's logarithm; 0 keeps the multiplier. Only safe_rlhf."""
+    lagrange_min: float = Field(default=0.05, gt=0)
+    """The multiplier falls no lower. From 0.05, with costs of 1 above the limit and a lagrange_lr of 0.1, it is back at
+    1 after 190 steps. Only safe_rlhf."""
     lagrange_max: float = Field(default=5.0, gt=0)
     """The multiplier grows no larger. Only safe_rlhf."""
 
@@ -130,8 +129,9 @@ class AlgorithmConfig(Settings):
     @model_validator(mode="after")
     def _check(self) -> AlgorithmConfig:
         refused = [
-            f"{key} is set with {setting} {getattr(self, setting)!r}, which does not use it; expected {setting} "
-            f"{' or '.join(map(repr, users))}, or no {key}"
+            f"{key} is set with {setting} {getattr(self, setting)!r}, which does not use it; expected "
+            + (f"{setting} {' or '.join(map(repr, users))}, or " if users else "")
+            + f"no {key}"
             for key, setting, users in self._unused()
             if key in self.model_fields_set
         ]
@@ -152,9 +152,10 @@ class AlgorithmConfig(Settings):
                 f"kl_controller is 'adaptive' with kl_target {self.kl_target} and kl_coef {self.kl_coef}, "
                 "expected a target, and a coefficient above 0 to start from"
             )
-        if self.lagrange_initial > self.lagrange_max:
+        if not self.lagrange_min <= self.lagrange_initial <= self.lagrange_max:
             raise ValueError(
-                f"lagrange_initial is {self.lagrange_initial}, expected at most lagrange_max, {self.lagrange_max}"
+                f"lagrange_initial is {self.lagrange_initial}, expected between lagrange_min, {self.lagrange_min}, and "
+                f"lagrange_max, {self.lagrange_max}"
             )
         return self
 
@@ -165,6 +166,9 @@ class AlgorithmConfig(Settings):
 
     def _unused(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """Each key without a use, with the setting that decides and its values that use the key."""
-        for key, (setting, users) in _USED_WITH.items():
-            if getattr(self, setting) not in users:
-                yield key, setting, users
+        for key, need in _NEEDED_BY.items():
+            if not getattr(self.algorithm, need):
+                yield key, "name", names_with(**{need: True})
+        if self.kl_controller != "adaptive":
+            for key in _OF_ADAPTIVE:
+                yield key, "kl_controller", ("adaptive",)

@@ -19,6 +19,7 @@ class Controllers:
             initial=config.lagrange_initial,
             lr=config.lagrange_lr,
             limit=config.cost_limit,
+            minimum=config.lagrange_min,
             maximum=config.lagrange_max,
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import check_finite
+from hybridflow.algorithms.checks import check_finite, check_mask, check_rows, check_shapes
 
 
 def token_rewards(rewards: Tensor, response_mask: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
@@ -21,10 +21,15 @@ def token_rewards(rewards: Tensor, response_mask: Tensor, kl: Tensor | None = No
     is to be small, the penalty is added: give -kl_coef. A response without counted tokens gets zeros.
 
     `rewards` (B,) float32, `response_mask` (B, S') bool, `kl` (B, S') float32 of `kl_estimate` against the reference
-    policy. Returns (B, S') float32, 0 outside the mask. Computed in float64. Raises ValueError for a reward that is not
-    finite, naming its row.
+    policy. Returns (B, S') float32, 0 outside the mask. Computed in float64. Raises ValueError for a reward or a
+    counted token's divergence that is not finite, naming its row, and for columns of other shapes.
     """
+    check_mask("token_rewards", response_mask)
+    check_rows("token_rewards", rows=len(response_mask), rewards=rewards)
+    check_shapes("token_rewards", dimensions=2, response_mask=response_mask, kl=kl)
     check_finite("token_rewards", "reward", rewards)
+    if kl is not None:
+        check_finite("token_rewards", "KL divergence", kl, response_mask)
     counted_from_here = response_mask.flip(1).cumsum(1).flip(1)
     is_last = response_mask & (counted_from_here == 1)
     reward = rewards.to(torch.float64)[:, None].where(is_last, 0.0)
@@ -46,8 +51,16 @@ def gae_advantages(
     of them is 0, also where the response was cut off at its length limit.
 
     `token_rewards` and `values` (B, S') float32, `response_mask` (B, S') bool. Returns advantages and returns, each
-    (B, S') float32, 0 outside the mask. Computed in float64.
+    (B, S') float32, 0 outside the mask. Computed in float64. Raises ValueError for a counted reward or value that is
+    not finite, naming row and token: it would spoil the whole row and, whitened, the whole batch; and for columns of
+    other shapes.
     """
+    check_mask("gae_advantages", response_mask)
+    check_shapes(
+        "gae_advantages", dimensions=2, response_mask=response_mask, token_rewards=token_rewards, values=values
+    )
+    check_finite("gae_advantages", "reward", token_rewards, response_mask)
+    check_finite("gae_advantages", "value", values, response_mask)
     # One row a token, so that each step of the loop reads and writes what lies together.
     counted = response_mask.T.contiguous()
     reward = token_rewards.to(torch.float64).T.contiguous()

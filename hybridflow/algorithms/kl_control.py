@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from hybridflow.algorithms.config import AlgorithmConfig
-from hybridflow.algorithms.kl import kl_estimate
+from hybridflow.algorithms.kl import kl_penalty
 from hybridflow.batch import RolloutBatch
 
 _LARGEST_ERROR = 0.2
@@ -45,7 +45,7 @@ class AdaptiveKL:
         self._target, self._horizon = target, horizon
 
     def update(self, kl: float, samples: int) -> None:
-        """Learn from the mean KL divergence of so many samples.
+        """Learn from the mean KL divergence of so many samples: `train/reference_kl` of the step.
 
             error = clip(kl / target - 1, -0.2, 0.2)
             coef <- coef * (1 + error * samples / horizon)      Ziegler et al., arXiv:1909.08593, section 2.2
@@ -97,7 +97,7 @@ def reward_kl(batch: RolloutBatch, config: AlgorithmConfig) -> Tensor | None:
     if batch.ref_logprobs is None:
         raise ValueError("reward_kl: kl_coef > 0 with kl_in 'reward', and the batch has no ref_logprobs")
     logprobs = batch.logprobs if batch.old_logprobs is None else batch.old_logprobs
-    return kl_estimate(logprobs, batch.ref_logprobs, config.kl_estimator)
+    return kl_penalty(logprobs, batch.ref_logprobs, config.kl_estimator)
 
 
 class KLGuard:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from hybridflow import metrics
 from hybridflow.algorithms.aggregation import counted_column
+from hybridflow.algorithms.checks import check_shapes
 from hybridflow.algorithms.config import AlgorithmConfig
-from hybridflow.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
+from hybridflow.algorithms.kl import LOG_RATIO_LIMIT, PENALTY_LIMIT, kl_estimate, kl_penalty
 from hybridflow.algorithms.statistics import Statistics, total
 
 
@@ -48,7 +49,10 @@ def clipped_policy_loss(
 
     Sources: PPO, arXiv:1707.06347, eq. 7; two clip values: DAPO, arXiv:2503.14476, eq. 10; dual clip with a constant
     above 1: Ye et al., arXiv:1912.09729, eq. 5. The log-ratio is clamped, see `LOG_RATIO_LIMIT`.
+
+    Raises ValueError for tensors of different shapes.
     """
+    check_shapes("clipped_policy_loss", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     negative = advantages < 0
@@ -81,15 +85,16 @@ def policy_gradient_loss(
 
         loss = sum_t weight_t * (policy_loss_t + kl_coef * kl_t - entropy_coef * entropy_t)
 
-    with the clipped surrogate of `clipped_policy_loss` and, for kl_in "loss", `kl_estimate` against the reference. All
+    with the clipped surrogate of `clipped_policy_loss` and, for kl_in "loss", `kl_penalty` against the reference. All
     tensors have one shape, any shape: (B, S') or packed (T,). `weights` come from `sequence_weights` over the whole
     mini-batch, so the losses of all micro-batches and ranks add up to the loss of the mini-batch. A token of weight 0
     (prompt, padding) contributes nothing, whatever its other columns hold, nan included.
 
-    `logprobs` and `entropy` are of the policy being trained and carry the gradient. `old_logprobs` are of the policy
-    before the first update of the step, or of an older one that has made the samples; None says that no update has
-    happened since the rollout, so that they are `logprobs` themselves and the ratio is exactly 1. `rollout_logprobs`
-    only serve to measure how far the two engines differ on the same weights, so they are compared with `old_logprobs`.
+    `logprobs` and `entropy` are of the policy being trained and carry the gradient; with an entropy_coef of 0 the
+    entropy is only measured. `old_logprobs` are of the policy before the first update of the step, or of an older one
+    that has made the samples; None says that no update has happened since the rollout, so that they are `logprobs`
+    themselves and the ratio is exactly 1. `rollout_logprobs` only serve to measure how far the two engines differ on
+    the same weights, so they are compared with `old_logprobs`.
 
     Returns a float32 scalar (if every weight is 0, a zero through which gradients of zero flow) and the statistics.
     Raises ValueError for a column that `config` needs and that is not given, or whose shape differs.
@@ -127,14 +132,17 @@ def policy_gradient_loss(
     }
     maxima = {}
     if ref_logprobs is not None:
-        kl = kl_estimate(logprobs, masked("ref_logprobs", ref_logprobs), config.kl_estimator)
+        kl = kl_penalty(logprobs, masked("ref_logprobs", ref_logprobs), config.kl_estimator)
         means[metrics.TRAIN_REFERENCE_KL] = kl
+        if config.kl_estimator == "k3":
+            means[metrics.TRAIN_REFERENCE_KL_CAPPED] = kl >= PENALTY_LIMIT
         if uses_reference:
             token_loss = token_loss + config.kl_coef * kl
     if entropy is not None:
         entropy = masked("entropy", entropy)
         means[metrics.TRAIN_ENTROPY] = entropy
-        token_loss = token_loss - config.entropy_coef * entropy
+        if config.entropy_coef > 0:  # 0 times an entropy that is nan would be nan
+            token_loss = token_loss - config.entropy_coef * entropy
     if rollout_logprobs is not None:
         difference = (masked("rollout_logprobs", rollout_logprobs) - old_logprobs).abs()
         means[metrics.MISMATCH_LOGPROB_MEAN] = difference

@@ -23,6 +23,7 @@ class Algorithm:
         critic: it learns from a critic's values of the reward.
         costs: it learns from costs, and from a second critic's values of them.
         group_baseline: it compares the samples of a prompt with each other.
+        group_std: it divides by the standard deviation of their rewards, unless `normalise_advantages_by_std` is false.
         greedy_baseline: it compares each sample with the most likely response of the same weights.
     """
 
@@ -30,6 +31,7 @@ class Algorithm:
     critic: bool = False
     costs: bool = False
     group_baseline: bool = False
+    group_std: bool = False
     greedy_baseline: bool = False
 
     def load(self) -> Dataflow:
@@ -40,7 +42,7 @@ class Algorithm:
 
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "grpo": Algorithm("hybridflow.dataflows.grpo:grpo", group_baseline=True),
+    "grpo": Algorithm("hybridflow.dataflows.grpo:grpo", group_baseline=True, group_std=True),
     "ppo": Algorithm("hybridflow.dataflows.ppo:ppo", critic=True),
     "remax": Algorithm("hybridflow.dataflows.remax:remax", greedy_baseline=True),
     "safe_rlhf": Algorithm("hybridflow.dataflows.safe_rlhf:safe_rlhf", critic=True, costs=True),

@@ -4,8 +4,15 @@
 
 The policy takes steps up this Lagrangian by PPO with `safe_advantages`, the multiplier steps down it.
 
-A KL penalty goes into the rewards and, with the other sign, into the costs: (-k - lambda * k) / (1 + lambda) = -k, so
-that its weight is the same whatever the multiplier is. The costs that the multiplier learns from have no such part.
+Where this departs from the paper:
+- A KL penalty goes, whole, into the rewards and, with the other sign, into the costs: (-k - lambda * k) / (1 + lambda)
+  = -k, so that its weight is the same whatever the multiplier is. The paper's appendix B gives each half of it. The
+  costs that the multiplier learns from have no such part.
+- Advantages are mixed first and clipped in one surrogate; the paper clips one surrogate of rewards and one of costs and
+  mixes the losses. The two differ where both clip and the advantages have different signs.
+- The multiplier has a floor, see `LagrangeMultiplier`.
+- What an adaptive KL coefficient is held against is the divergence that the update measures, `train/reference_kl`,
+  which has nothing to do with costs.
 """
 
 from __future__ import annotations
@@ -16,6 +23,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.checks import check_shapes
+
 
 def safe_advantages(reward_advantages: Tensor, cost_advantages: Tensor, multiplier: float) -> Tensor:
     """The advantages of the Lagrangian, for the clipped surrogate.
@@ -23,8 +32,9 @@ def safe_advantages(reward_advantages: Tensor, cost_advantages: Tensor, multipli
         A = (A_reward - multiplier * A_cost) / (1 + multiplier)
 
     The division keeps the size of a step whatever the multiplier is. Both (B, S') float32, 0 outside the mask, and so
-    is the result. Computed in float64.
+    is the result. Computed in float64. Raises ValueError for tensors of other shapes.
     """
+    check_shapes("safe_advantages", dimensions=2, reward_advantages=reward_advantages, cost_advantages=cost_advantages)
     mixed = reward_advantages.to(torch.float64) - multiplier * cost_advantages.to(torch.float64)
     return (mixed / (1 + multiplier)).to(torch.float32)
 
@@ -32,16 +42,21 @@ def safe_advantages(reward_advantages: Tensor, cost_advantages: Tensor, multipli
 class LagrangeMultiplier:
     """The weight of cost against reward: lambda = exp(xi), so it is never negative, and xi is what learns.
 
+    Its steps are in proportion to lambda. Without a floor one batch of very low cost would leave a lambda from which no
+    later cost brings it back; from a floor f it returns to 1 in (1/f - 1) / (lr * excess) steps, where excess is the
+    mean cost above the limit.
+
     Args:
         initial: lambda at the start, above 0.
         lr: learning rate of xi.
         limit: the mean cost of a response that is allowed.
-        maximum: lambda grows no larger.
+        minimum, maximum: between which lambda stays, both above 0.
     """
 
-    def __init__(self, *, initial: float, lr: float, limit: float, maximum: float) -> None:
-        self._lr, self._limit, self._largest = lr, limit, math.log(maximum)
-        self._log = min(math.log(initial), self._largest)
+    def __init__(self, *, initial: float, lr: float, limit: float, minimum: float, maximum: float) -> None:
+        self._lr, self._limit = lr, limit
+        self._least, self._largest = math.log(minimum), math.log(maximum)
+        self._log = self._within(math.log(initial))
 
     @property
     def value(self) -> float:
@@ -51,19 +66,24 @@ class LagrangeMultiplier:
     def update(self, mean_cost: float) -> None:
         """A step of gradient ascent in xi on lambda * (mean_cost - limit).
 
-            xi <- min(xi + lr * lambda * (mean_cost - limit), log(maximum))     arXiv:2310.12773, eq. 31
+            xi <- clip(xi + lr * lambda * (mean_cost - limit), log(minimum), log(maximum))
+
+        Source: arXiv:2310.12773, eq. 31, which has no bounds.
 
         `mean_cost` is the mean cost of the responses of a whole batch, over all ranks, without a KL penalty. Raises
         ValueError if it is not finite.
         """
         if not math.isfinite(mean_cost):
             raise ValueError(f"Lagrange multiplier: the mean cost is {mean_cost}, expected a finite number")
-        self._log = min(self._log + self._lr * self.value * (mean_cost - self._limit), self._largest)
+        self._log = self._within(self._log + self._lr * self.value * (mean_cost - self._limit))
 
     def state_dict(self) -> dict[str, float]:
         """What has been learned; the settings are not part of it."""
         return {"log_multiplier": self._log}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on where `state` was taken; a smaller maximum holds at once."""
-        self._log = min(state["log_multiplier"], self._largest)
+        """Go on where `state` was taken; other bounds hold at once."""
+        self._log = self._within(state["log_multiplier"])
+
+    def _within(self, log: float) -> float:
+        return min(max(log, self._least), self._largest)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import counted_column
+from hybridflow.algorithms.checks import check_shapes
 from hybridflow.algorithms.statistics import Statistics, total
 from hybridflow.algorithms.whitening import Moments, moments
 from hybridflow.metrics import CRITIC, CriticNames
@@ -71,8 +72,9 @@ class ValueMoments:
 def value_moments(values: Tensor, returns: Tensor, mask: Tensor) -> ValueMoments:
     """The moments of the tokens under the mask, taken in float64. All tensors have one shape, any shape.
 
-    `values` are those that the returns were made with.
+    `values` are those that the returns were made with. Raises ValueError for tensors of other shapes.
     """
+    check_shapes("value_moments", values=values, returns=returns, mask=mask)
     residuals = returns.to(torch.float64) - values.to(torch.float64)
     return ValueMoments(moments(returns, mask), moments(residuals, mask))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.advantages import STD_EPSILON
+from hybridflow.algorithms.checks import check_mask, check_shapes
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,12 @@ class Moments:
 
 
 def moments(values: Tensor, mask: Tensor) -> Moments:
-    """The moments of the values under the mask, taken in float64. Both tensors have one shape, any shape."""
+    """The moments of the values under the mask, taken in float64. Both tensors have one shape, any shape.
+
+    Raises ValueError for a mask that is not boolean or of another shape.
+    """
+    check_mask("moments", mask)
+    check_shapes("moments", values=values, mask=mask)
     counted = values.detach().to(torch.float64)[mask]
     if not counted.numel():
         return Moments(0, 0.0, 0.0)
@@ -64,6 +70,13 @@ def whiten(advantages: Tensor, mask: Tensor, moments: Moments) -> Tensor:
     Where all are equal the result is 0. The usual normalisation of PPO's advantages (Andrychowicz et al.,
     arXiv:2006.05990), over the counted tokens of the whole batch: each piece is whitened with the merged
     moments of all. `advantages` (B, S') float32, `mask` (B, S') bool. Returns (B, S') float32, 0 outside the mask.
+    Raises ValueError for a mask that is not boolean or of another shape, and for moments that are not finite.
     """
+    check_mask("whiten", mask)
+    check_shapes("whiten", advantages=advantages, mask=mask)
+    if not (math.isfinite(moments.mean) and math.isfinite(moments.variance)):
+        raise ValueError(
+            f"whiten: advantages of mean {moments.mean} and variance {moments.variance}, expected finite numbers"
+        )
     whitened = (advantages.to(torch.float64) - moments.mean) / (math.sqrt(moments.variance) + STD_EPSILON)
     return whitened.where(mask, 0.0).to(torch.float32)

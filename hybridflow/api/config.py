@@ -9,9 +9,10 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from engine3d.errors import UserError
-from engine3d.settings import Settings
+from engine3d.settings import MOST_SAMPLES, Settings
 from hybridflow.algorithms.registry import known
 from hybridflow.devices import DeviceMap
+from hybridflow.known_names import API_NAMES
 from hybridflow.settings_errors import describe_errors
 from hybridflow.settings_file import SettingsError
 
@@ -43,9 +44,11 @@ class PPOConfig(Settings):
         SettingsError: one line for every setting that is wrong.
     """
 
-    batch_size: int = Field(128, ge=1)
+    other_names = API_NAMES
+
+    batch_size: int = Field(128, ge=1, le=MOST_SAMPLES)
     """Prompts of a step."""
-    mini_batch_size: int = Field(16, ge=1)
+    mini_batch_size: int = Field(16, ge=1, le=MOST_SAMPLES)
     """Prompts of an optimizer step. It divides `batch_size`."""
     epochs: int = Field(1, ge=1)
     """Passes over the rollouts of a step."""
@@ -71,6 +74,8 @@ class PPOConfig(Settings):
     """Where the critic is; on the actor's devices if not given."""
     reward_device_mapping: DeviceMapping = None
     """Where the reward model is, or the reward functions are called if there is none."""
+    checkpoint_config: dict[str, Any] | None = None
+    """What a recipe has under `checkpoint`: save_interval, keep_last_k, async_save and so on."""
     recipe: Path | dict[str, Any] | None = None
     """All other settings: a recipe file, or its content as a mapping."""
 
@@ -78,8 +83,10 @@ class PPOConfig(Settings):
         try:
             super().__init__(**settings)
         except ValidationError as error:
+            from hybridflow.config import Recipe  # only here: it imports what a light import does without
+
             name = type(self).__name__
-            raise SettingsError(describe_errors(type(self), settings, error, {}, name)) from None
+            raise SettingsError(describe_errors(type(self), settings, error, {}, name, Recipe)) from None
 
     @model_validator(mode="after")
     def _whole_mini_batches(self) -> PPOConfig:

@@ -21,7 +21,7 @@ _TOKENIZER_FILES = frozenset(TOKENIZER_FILES) - {"generation_config.json"}
 
 RewardFunction = Callable[..., Any]
 Prompt = str | Mapping[str, Any]
-"""A prompt, or {"prompt": ..., "answer": ...}."""
+"""A prompt, or {"prompt": text, "answer": ..., ...}: the answer and all other fields are anything that JSON has."""
 
 
 class InputFiles:
@@ -219,12 +219,15 @@ def _lines(name: str, prompts: Sequence[Prompt]) -> list[str]:
 
 def _line(name: str, prompt: Prompt) -> str:
     fields = {"prompt": prompt} if isinstance(prompt, str) else prompt
-    if not isinstance(fields, Mapping) or not {"prompt"} <= set(fields) <= {"prompt", "answer"}:
-        raise UserError(f'{name}: {str(prompt)[:60]!r}, expected a text, or {{"prompt": text, "answer": text}}')
-    answer = fields.get("answer", "")
-    if not isinstance(fields["prompt"], str) or not fields["prompt"] or not isinstance(answer, str | int):
-        raise UserError(f"{name}: {str(prompt)[:60]!r}, expected a text that is not empty, and a text as its answer")
-    return json.dumps({"prompt": fields["prompt"], "answer": answer}, ensure_ascii=False)
+    if not isinstance(fields, Mapping) or "prompt" not in fields or not all(isinstance(key, str) for key in fields):
+        raise UserError(f'{name}: {str(prompt)[:60]!r}, expected a text, or {{"prompt": text, "answer": ..., ...}}')
+    if not isinstance(fields["prompt"], str) or not fields["prompt"]:
+        raise UserError(f"{name}: {str(prompt)[:60]!r}, expected a text that is not empty")
+    try:
+        return json.dumps({"prompt": fields["prompt"], "answer": "", **fields}, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        reason = f"which JSON cannot hold ({error})"
+        raise UserError(f"{name}: {str(prompt)[:60]!r}, {reason}; expected texts, numbers, lists and so on") from None
 
 
 def _written_lines(lines: Sequence[str] | None, files: InputFiles, name: str) -> Path | None:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from engine3d.errors import UserError
+from hybridflow.algorithms.checks import check_finite
 from hybridflow.algorithms.whitening import Moments, moments
 from hybridflow.api.config import PPOConfig
 from hybridflow.api.inputs import InputFiles, Prompt, RewardFunction, Sources
 from hybridflow.api.recipes import run_directory
-from hybridflow.api.rl_trainer import checked_config, checked_recipe
+from hybridflow.api.rl_trainer import changed, check_same_config, checked_config, checked_recipe, refuse_unknown
 from hybridflow.api.steps import GivenStep, RolloutStep
 from hybridflow.batch import RolloutBatch
 from hybridflow.metrics import Metrics
@@ -49,6 +50,7 @@ class PPOTrainer:
         config: the settings; its algorithm may be "grpo" or "remax" too.
         model, tokenizer, reward_fn, reward_model: as of `RLTrainer`.
         prompts: to learn from, texts or {"prompt": ..., "answer": ...}; those of the recipe if not given.
+        checkpoint_config: that of the settings.
 
     Raises:
         UserError: an argument that makes no sense, in one line.
@@ -63,8 +65,13 @@ class PPOTrainer:
         reward_fn: RewardFunction | str | None = None,
         reward_model: Any = None,
         prompts: Sequence[Prompt] | None = None,
+        checkpoint_config: dict[str, Any] | None = None,
+        **others: Any,
     ) -> None:
-        self.config = checked_config(config)
+        refuse_unknown(type(self), others)
+        self.config = self._given = checked_config(config)
+        if checkpoint_config is not None:
+            self.config = changed(self.config, checkpoint_config=checkpoint_config)
         self._sources, self._prompts = Sources(model, tokenizer, reward_fn, reward_model), prompts
         self._stack = ExitStack()
         self._trainer: Trainer | None = None
@@ -82,8 +89,7 @@ class PPOTrainer:
             UserError: another config, or the trainer is closed.
             EngineError: a role failed.
         """
-        if config is not None and config != self.config:
-            raise UserError("init_distributed: another config than the trainer's, expected the same or none")
+        check_same_config(config, self._given, self.config)
         if self._closed:
             raise UserError("the trainer is closed, expected a new one")
         if self._trainer is not None:
@@ -177,13 +183,14 @@ class PPOTrainer:
             )
         atexit.register(self.close)  # after Ray's own, which was registered when it was imported, and so before it
         run = prepare(recipe)
+        recipe = recipe.for_prompts(len(run.train))
         stack.callback(run.lock.close)
         phases = PhaseFile(run.directory / "phase.json")
         stack.callback(phases.enter, "end")
         state = run.resumption.state if run.resumption is not None else None
         done = state.step if state is not None else None
         sinks = stack.enter_context(
-            Metrics(recipe.metrics, run.directory, total_steps=recipe.trainer.steps, resume_from_step=done)
+            Metrics(recipe.metrics, run.directory, totals=recipe.phase_steps, resume_from_step=done)
         )
         trainer = stack.enter_context(start_trainer(recipe, run, sinks, phases))
         trainer.start()
@@ -201,6 +208,7 @@ class PPOTrainer:
         trainer = self._started()
         for made in self._made:
             step.values |= made.step.values
+            step.texts += made.step.texts
             step.stale |= made.step.stale
         step.samples = samples
         trainer.learn(step, trainer.dataflow if estimate else lambda step: step.update(samples, whiten=whitening))
@@ -227,7 +235,8 @@ def to_learn(rollouts: RolloutBatch, batches: Sequence[RolloutBatch], *, least: 
         others than those of the advantages.
 
     Raises:
-        UserError: no rollouts, samples without rewards or of no rollout, or too few.
+        UserError: no rollouts, samples without rewards or of no rollout, too few, or rewards or advantages that are not
+            finite.
     """
     if not isinstance(rollouts, RolloutBatch):
         raise UserError(f"update: a {type(rollouts).__name__}, expected the rollouts that rollout() returned")
@@ -239,6 +248,12 @@ def to_learn(rollouts: RolloutBatch, batches: Sequence[RolloutBatch], *, least: 
             "mini-batch"
         )
     before = _as_rolled_out(rollouts, batches)
+    try:
+        check_finite("update", "reward", rollouts.rewards)
+        if rollouts.advantages is not None:
+            check_finite("update", "advantage", rollouts.advantages, rollouts.response_mask)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     if rollouts.advantages is not None:
         rewarded_anew = not torch.equal(rollouts.rewards, before.rewards)  # type: ignore[arg-type]
         if not rewarded_anew or not _same(rollouts.advantages, before.advantages):

@@ -29,8 +29,8 @@ _KEYS: dict[str, Key] = {
 }
 """The recipe's key of each setting that stands for one."""
 
-_CPU_CACHE_TOKENS = 32768
-"""Of an engine on a CPU, which would else fill most of the machine's memory with its cache."""
+_EPOCHS_OF_DATA: Key = ("trainer", "epochs_of_data")
+"""The recipe's other way to say how long a run is."""
 _SHARED_MEMORY = 0.3
 """The part of a GPU's free memory that an engine takes where it shares the GPU with training."""
 _EVALUATED = 64
@@ -108,6 +108,12 @@ class Base:
         for read in [each for each in self.places if each[: len(key)] == key]:
             del self.places[read]
 
+    def drop(self, key: Key) -> None:
+        """Take a key away, in place, if it is there."""
+        group = self.get(key[:-1])
+        if isinstance(group, dict):
+            group.pop(str(key[-1]), None)
+
 
 def make_recipe(config: PPOConfig, given: Given, *, gpus: int) -> Recipe:
     """The recipe of a run.
@@ -124,6 +130,10 @@ def make_recipe(config: PPOConfig, given: Given, *, gpus: int) -> Recipe:
     for name in config.model_fields_set & _KEYS.keys():
         if getattr(config, name) is not None:
             base.put(_KEYS[name], getattr(config, name))
+    for name, value in (config.checkpoint_config or {}).items():
+        base.put(("checkpoint", name), value)
+    if "max_steps" in config.model_fields_set or given.passes is not None:
+        base.drop(_EPOCHS_OF_DATA)
     _put_given(base, config, given)
     algorithm = base.get(_KEYS["algorithm"]) or config.algorithm
     for key, value in _defaults(config, base, algorithm, gpus):
@@ -148,6 +158,8 @@ def run_directory(config: PPOConfig) -> Path:
 def _defaults(config: PPOConfig, base: Base, algorithm: str, gpus: int) -> Iterator[tuple[Key, Any]]:
     """What holds where neither the settings nor the recipe say otherwise."""
     for name in _KEYS.keys() - config.model_fields_set:
+        if name == "max_steps" and base.get(_EPOCHS_OF_DATA) is not None:
+            continue
         if getattr(config, name) is not None:
             yield _KEYS[name], getattr(config, name)
     compares = algorithm in ALGORITHMS and ALGORITHMS[algorithm].group_baseline
@@ -161,9 +173,7 @@ def _defaults(config: PPOConfig, base: Base, algorithm: str, gpus: int) -> Itera
     yield ("train", "dtype"), dtype
     yield ("rollout", "engine", "dtype"), dtype
     yield ("trainer", "eval_prompts"), _EVALUATED
-    if not gpus:
-        yield ("rollout", "engine", "max_total_tokens"), _CPU_CACHE_TOKENS
-    elif rollout == actor:
+    if gpus and rollout == actor:
         yield ("rollout", "engine", "mem_fraction_static"), _SHARED_MEMORY
 
 
@@ -177,6 +187,8 @@ def _put_given(base: Base, config: PPOConfig, given: Given) -> None:
         base.put(("data", "source"), "jsonl")
         files = {"train_path": str(given.prompts), "eval_path": str(given.eval_prompts or given.prompts)}
         base.put(("data", "jsonl"), files)
+    elif not base.has(("data",)):
+        raise SettingsError(["no prompts, expected train(prompts), PPOTrainer(prompts=...), or data in the recipe"])
     if given.reward_model is not None:
         base.put(("reward_model", "path"), str(given.reward_model))
     scored_by_model = base.get(("reward_model",)) is not None

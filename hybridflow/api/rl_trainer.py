@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from hybridflow.api.inputs import InputFiles, Prompt, RewardFunction, Sources
 from hybridflow.api.recipes import Given, make_recipe, run_directory
 from hybridflow.check import check_recipe
 from hybridflow.config import Recipe
-from hybridflow.run import EXPORT
+from hybridflow.file_names import EXPORT
+from hybridflow.known_names import API_NAMES
+from hybridflow.measured import Measured, summary
 from hybridflow.trainer import train
 
 
@@ -25,13 +28,28 @@ class Trained:
     Args:
         directory: of the run, with its metrics and logs.
         model: HuggingFace directory of the trained model; None if the recipe has `trainer.export=false`.
-        reward_before, reward_after: mean reward of responses to the prompts of evaluation.
+        first, last: evaluation, of which each says what it measured and after which step; None where there was none.
     """
 
     directory: Path
     model: Path | None
-    reward_before: float
-    reward_after: float
+    first: Measured | None
+    last: Measured | None
+
+    @property
+    def reward_before(self) -> float | None:
+        """What the first evaluation measured."""
+        return self.first.value if self.first is not None else None
+
+    @property
+    def reward_after(self) -> float | None:
+        """What the last evaluation measured, if it is another than the first."""
+        return self.last.value if self.last is not None and self.last != self.first else None
+
+    @property
+    def evaluated(self) -> str:
+        """What was measured, of which prompts and after which steps, as the run's last lines say it."""
+        return "\n".join(summary(self.first, self.last))
 
 
 class RLTrainer:
@@ -46,6 +64,7 @@ class RLTrainer:
             function, as a recipe has it. It is called in processes of its own.
         tokenizer: directory or loaded tokenizer; that in the model's directory if not given.
         reward_model: HuggingFace directory or loaded model with a scalar head, whose score is added to the rewards.
+        checkpoint_config: that of the settings.
 
     Raises:
         UserError: an argument that makes no sense, in one line.
@@ -62,12 +81,25 @@ class RLTrainer:
         actor_model: Any = None,
         tokenizer: Any = None,
         reward_model: Any = None,
+        checkpoint_config: dict[str, Any] | None = None,
+        **others: Any,
     ) -> None:
+        refuse_unknown(type(self), others)
         model = _only("model", {"model": model, "model_name": model_name, "actor_model": actor_model})
-        self.config = checked_config(config)
+        self.config = self._given = checked_config(config)
         if algorithm is not None:
-            self.config = PPOConfig(**self.config.model_dump(exclude_unset=True) | {"algorithm": algorithm})
+            self.config = changed(self.config, algorithm=algorithm)
+        if checkpoint_config is not None:
+            self.config = changed(self.config, checkpoint_config=checkpoint_config)
         self._sources = Sources(model, tokenizer, reward_fn, reward_model)
+
+    def init_distributed(self, config: PPOConfig | None = None) -> None:
+        """Compare the config with the trainer's own: `train` starts all roles itself, and ends them.
+
+        Raises:
+            UserError: another config.
+        """
+        check_same_config(config, self._given, self.config)
 
     def train(
         self,
@@ -82,7 +114,8 @@ class RLTrainer:
             prompts: to learn from, texts or {"prompt": ..., "answer": ...}; those of the recipe if not given.
             num_epochs: passes over the prompts; at most `max_steps` steps where the settings say so. If not given,
                 `max_steps` steps.
-            eval_prompts: to evaluate with; 64 of `prompts` if not given.
+            eval_prompts: to evaluate with. If not given, with 64 of `prompts`, and then what is measured is called that
+                of training prompts.
 
         Raises:
             SettingsError: one line for everything that is wrong, before anything is started.
@@ -97,7 +130,36 @@ class RLTrainer:
         finally:
             files.close()
         model = outcome.directory / EXPORT if recipe.trainer.export else None
-        return Trained(outcome.directory, model, outcome.accuracy_before, outcome.accuracy_after)
+        return Trained(outcome.directory, model, outcome.first, outcome.last)
+
+
+def changed(config: PPOConfig, **settings: Any) -> PPOConfig:
+    """The config with other settings.
+
+    Raises:
+        SettingsError: one line for every setting that is wrong.
+    """
+    return PPOConfig(**config.model_dump(exclude_unset=True) | settings)
+
+
+def check_same_config(config: PPOConfig | None, *own: PPOConfig) -> None:
+    """Refuse another config than the trainer's own, as it was given or with what was changed by other arguments."""
+    if config is not None and config not in own:
+        raise UserError("init_distributed: another config than the trainer's, expected the same or none")
+
+
+def refuse_unknown(trainer: type, arguments: Mapping[str, Any]) -> None:
+    """Say of an argument that a trainer does not take where it belongs.
+
+    Raises:
+        UserError: there is one.
+    """
+    for name in arguments:
+        taken = [each for each in inspect.signature(trainer).parameters if each != "others"]
+        text = API_NAMES.get(name, f"{trainer.__name__} takes {', '.join(taken)}")
+        if name in PPOConfig.model_fields:
+            text = f"a setting, as config=PPOConfig({name}=...)"
+        raise UserError(f"{trainer.__name__}: unknown argument {name}: {text}")
 
 
 def checked_config(config: Any) -> PPOConfig:

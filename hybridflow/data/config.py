@@ -7,21 +7,26 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from engine3d.settings import Settings
+from hybridflow.recipe_paths import RecipePath
 
+OverlongPolicy = Literal["refuse", "drop", "cut_left", "cut_right"]
 Operator = Literal["+", "-", "*"]
+
+MOST_EXAMPLES = 1_000_000
+"""Of the built-in task: they are made in memory."""
 
 
 class ArithmeticConfig(Settings):
     """The arithmetic task: every problem `a<op>b=` with both operands in the range is one of its problem space."""
 
     operators: tuple[Operator, ...] = ("+",)
-    smallest_operand: int = Field(default=0, ge=0)
-    largest_operand: int = Field(default=99, ge=0)
+    smallest_operand: int = Field(default=0, ge=0, le=10**9)
+    largest_operand: int = Field(default=99, ge=0, le=10**9)
     seed: int = 0
     """Which problems there are in each split."""
-    eval_size: int = Field(default=256, ge=1)
-    sft_size: int = Field(default=1024, ge=0)
-    train_size: int = Field(default=2048, ge=1)
+    eval_size: int = Field(default=256, ge=1, le=MOST_EXAMPLES)
+    sft_size: int = Field(default=1024, ge=0, le=MOST_EXAMPLES)
+    train_size: int = Field(default=2048, ge=1, le=MOST_EXAMPLES)
     sft_wrong: float = Field(default=0.0, ge=0, lt=1)
     """Share of the supervised examples whose answer is wrong, by one or by ten: demonstrations with errors in them."""
 
@@ -48,12 +53,14 @@ class ArithmeticConfig(Settings):
 class JsonlConfig(Settings):
     """Prompts from files of one JSON object a line."""
 
-    train_path: str
-    eval_path: str
-    sft_path: str | None = None
+    train_path: RecipePath
+    eval_path: RecipePath
+    sft_path: RecipePath | None = None
     prompt_field: str = "prompt"
     answer_field: str | None = "answer"
-    """Null where the rewards need no answers; supervised examples always need them."""
+    """What reward functions get as `answers`: strings and whole numbers as text, all other JSON as it is. Null where
+    they need none; supervised examples always need them, as text. A function that has a parameter of the name of any
+    field of the lines gets a list of that field's values, null where a line lacks it."""
 
     @model_validator(mode="after")
     def _check(self) -> JsonlConfig:
@@ -70,6 +77,10 @@ class DataConfig(Settings):
     jsonl: JsonlConfig | None = None
     seed: int = 0
     """Of the order of the training prompts; added to the run's seed."""
+    overlong_prompts: OverlongPolicy = "refuse"
+    """What becomes of a prompt, of whatever split, that leaves no room for the longest response: "refuse" the recipe,
+    "drop" the prompt, or cut its first tokens ("cut_left") or its last ("cut_right"). How many there are is said.
+    Reward functions get the whole prompt."""
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:

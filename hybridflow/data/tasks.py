@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from engine3d.errors import UserError
+from engine3d.errors import UserError, shortened
+from engine3d.input_files import MOST_DIGITS_OF_DATA, FileError, JsonError, lines, parse_json
 from hybridflow.data.config import ArithmeticConfig, DataConfig
 
 ARITHMETIC_CHARACTERS = "0123456789+-*="
@@ -17,10 +18,17 @@ ARITHMETIC_CHARACTERS = "0123456789+-*="
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and its answer: what a reward compares with, and the response to learn in supervised training."""
+    """A prompt and its answer: what a reward compares with, and the response to learn in supervised training.
+
+    Args:
+        prompt: the text.
+        answer: text; of a JSON-lines file anything that JSON has, whole numbers as text.
+        fields: every field of its line, as JSON has it; reward functions ask for them by name.
+    """
 
     prompt: str
-    answer: str
+    answer: Any
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -38,14 +46,21 @@ def load_splits(config: DataConfig) -> Splits:
         return arithmetic_splits(config.arithmetic)
     jsonl = config.jsonl
 
-    def read(path: str) -> list[Example]:
-        return read_jsonl(Path(path), prompt_field=jsonl.prompt_field, answer_field=jsonl.answer_field)
+    def read(path: Path, *, text_answers: bool = False) -> list[Example]:
+        return read_jsonl(
+            path, prompt_field=jsonl.prompt_field, answer_field=jsonl.answer_field, text_answers=text_answers
+        )
 
     return Splits(
-        sft=[] if jsonl.sft_path is None else read(jsonl.sft_path),
+        sft=[] if jsonl.sft_path is None else read(jsonl.sft_path, text_answers=True),
         train=read(jsonl.train_path),
         evaluation=read(jsonl.eval_path),
     )
+
+
+def field_names(examples: Iterable[Example]) -> tuple[str, ...]:
+    """Every field that some example has, in the order in which they first appear."""
+    return tuple(dict.fromkeys(name for example in examples for name in example.fields))
 
 
 def arithmetic_splits(config: ArithmeticConfig) -> Splits:
@@ -96,44 +111,54 @@ def _permutation_head(size: int, count: int, seed: int) -> list[int]:
     return head
 
 
-def read_jsonl(path: Path, *, prompt_field: str = "prompt", answer_field: str | None = "answer") -> list[Example]:
+def read_jsonl(
+    path: Path, *, prompt_field: str = "prompt", answer_field: str | None = "answer", text_answers: bool = False
+) -> list[Example]:
     """Examples from a file of one JSON object a line, in order; lines of white space are skipped.
 
-    The prompt is a non-empty string, the answer a string or an integer; without `answer_field` answers are empty. Other
-    fields are ignored. Raises UserError naming the file and the line.
+    Args:
+        path: of the file.
+        prompt_field: holds a non-empty string.
+        answer_field: holds anything; answers are empty if None.
+        text_answers: whether answers are to be learned, and so are strings or whole numbers.
+
+    Raises:
+        UserError: naming the file and the line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"cannot read prompts from {path}: {reason}") from None
-    lines = text.split("\n")
-    examples = [
-        _parse_line(line, f"{path}:{number}", prompt_field, answer_field)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
+        examples = [
+            _parse_line(line, f"{path}:{number}", prompt_field, answer_field, text_answers=text_answers)
+            for number, (line, _) in enumerate(lines(path), start=1)
+            if line.strip()
+        ]
+    except FileError as error:
+        raise UserError(f"cannot read prompts from {error}") from None
     if not examples:
         raise UserError(f"{path} holds no prompts, expected one JSON object a line")
     return examples
 
 
-def _parse_line(line: str, place: str, prompt_field: str, answer_field: str | None) -> Example:
+def _parse_line(line: str, place: str, prompt_field: str, answer_field: str | None, *, text_answers: bool) -> Example:
     try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{place}: not JSON ({error.msg} at column {error.colno}), expected one object a line"
-        ) from None
+        fields = parse_json(line, most_digits=MOST_DIGITS_OF_DATA)
+    except JsonError as error:
+        raise UserError(f"{place}: not JSON ({error}), expected one object a line") from None
     if not isinstance(fields, dict):
         raise UserError(f"{place}: a JSON {type(fields).__name__}, expected an object with field {prompt_field!r}")
     for name in (prompt_field, answer_field):
         if name is not None and name not in fields:
-            raise UserError(f"{place}: no field {name!r}, only {', '.join(map(repr, fields)) or 'an empty object'}")
+            raise UserError(f"{place}: no field {name!r}, only {_listed(fields)}")
     prompt = fields[prompt_field]
     if not isinstance(prompt, str) or not prompt:
-        raise UserError(f"{place}: field {prompt_field!r} is {prompt!r}, expected a non-empty string")
+        raise UserError(f"{place}: field {prompt_field!r} is {shortened(repr(prompt))}, expected a non-empty string")
     answer = "" if answer_field is None else fields[answer_field]
-    if isinstance(answer, bool) or not isinstance(answer, str | int):
-        raise UserError(f"{place}: field {answer_field!r} is {answer!r}, expected a string or an integer")
-    return Example(prompt, str(answer))
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        answer = str(answer)
+    if text_answers and not isinstance(answer, str):
+        found = shortened(repr(answer))
+        raise UserError(f"{place}: field {answer_field!r} is {found}, expected a string or an integer to learn")
+    return Example(prompt, answer, fields)
+
+
+def _listed(fields: Mapping[str, object]) -> str:
+    return shortened(", ".join(map(repr, fields)), 200) or "an empty object"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,15 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from engine3d.errors import UserError
+from engine3d.errors import UserError, shortened
+from engine3d.input_files import MOST_LIST_BYTES, check_regular, read_json_object
+from engine3d.models.weights import TOKENIZER_FILES
+from hybridflow.data.config import OverlongPolicy
 from hybridflow.data.tasks import Example
 
+_LARGE = ("tokenizer.json", "vocab.json")
+"""Read by the tokenizers library, which has bounds of its own."""
+_MOST_BYTES = 512 << 20
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<pad>", "<bos>", "<eos>"
 
 
@@ -43,23 +48,43 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     Its pad token is the end-of-sequence token where it has none. Raises UserError if there is none to load, or if it
     has no end-of-sequence token.
     """
-    if not (directory / "tokenizer_config.json").is_file():
+    if not (directory / "tokenizer_config.json").exists():
         raise UserError(f"no tokenizer in {directory}: expected tokenizer_config.json and the files it names")
+    facts = _check_files(directory)
     try:
-        tokenizer = _tokenizer_class(directory).from_pretrained(str(directory), local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"cannot load the tokenizer in {directory}: {' '.join(str(error).split())[:300]}") from None
-    if tokenizer.eos_token_id is None:
+        tokenizer = _tokenizer_class(facts).from_pretrained(str(directory), local_files_only=True)
+        end, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
+    except Exception as error:  # transformers and tokenizers raise whatever their parsing of these files comes upon
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"cannot load the tokenizer in {directory}: {shortened(reason, 300)}") from None
+    if end is None:
         raise UserError(f"the tokenizer in {directory} has no eos_token, expected one in tokenizer_config.json")
-    if tokenizer.pad_token_id is None:
+    if padding is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def _tokenizer_class(directory: Path) -> Any:
-    """What transformers finds for a directory, without a second of imports where the directory names it."""
-    facts = json.loads((directory / "tokenizer_config.json").read_text())
-    named = facts.get("tokenizer_class") if isinstance(facts, dict) and "auto_map" not in facts else None
+def _check_files(directory: Path) -> dict[str, Any]:
+    """That the libraries can read what is there: files, not pipes, whose JSON is no deeper than they can go.
+
+    Returns:
+        What tokenizer_config.json says.
+
+    Raises:
+        UserError: names the file.
+    """
+    for name in TOKENIZER_FILES:
+        path = directory / name
+        if path.exists() and path.suffix == ".json" and name not in _LARGE:
+            read_json_object(path, MOST_LIST_BYTES)
+        elif path.exists():
+            check_regular(path, _MOST_BYTES)
+    return read_json_object(directory / "tokenizer_config.json", MOST_LIST_BYTES)
+
+
+def _tokenizer_class(facts: dict[str, Any]) -> Any:
+    """What transformers finds for a directory, without a second of imports where its facts name it."""
+    named = facts.get("tokenizer_class") if "auto_map" not in facts else None
     if named == PreTrainedTokenizerFast.__name__:
         return PreTrainedTokenizerFast
     from transformers import AutoTokenizer
@@ -79,10 +104,50 @@ def encode_prompts(
         tokens = _encode(tokenizer, example.prompt, f"prompt {index}", special_tokens=True)
         if not 1 <= len(tokens) <= max_tokens:
             raise UserError(
-                f"prompt {index} ({_shortened(example.prompt)}) has {len(tokens)} tokens, expected 1 to {max_tokens}"
+                f"prompt {index} ({shortened(example.prompt, 40)!r}) has {len(tokens)} tokens, "
+                f"expected 1 to {max_tokens}"
             )
         encoded.append(tokens)
     return encoded
+
+
+def fit_prompts(
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], *, max_tokens: int, policy: OverlongPolicy
+) -> tuple[list[Example], list[list[int]], int]:
+    """The examples that are kept, the token ids of their prompts, and how many prompts were too long.
+
+    Args:
+        tokenizer: special tokens that it puts around a prompt are kept where the prompt is cut.
+        examples: with the prompts.
+        max_tokens: of a prompt.
+        policy: for those that have more.
+
+    Raises:
+        UserError: as `encode_prompts`, but for prompts that the policy has an answer to.
+    """
+    if policy == "refuse":
+        return list(examples), encode_prompts(tokenizer, examples, max_tokens=max_tokens), 0
+    kept, encoded, overlong = [], [], 0
+    for index, example in enumerate(examples):
+        tokens = _encode(tokenizer, example.prompt, f"prompt {index}", special_tokens=True)
+        if not tokens:
+            raise UserError(f"prompt {index} ({shortened(example.prompt, 40)!r}) has no tokens, expected at least one")
+        if len(tokens) > max_tokens:
+            overlong += 1
+            if policy == "drop":
+                continue
+            tokens = _cut(tokenizer, example.prompt, max_tokens, "left" if policy == "cut_left" else "right")
+        kept.append(example)
+        encoded.append(tokens)
+    return kept, encoded, overlong
+
+
+def _cut(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int, side: str) -> list[int]:
+    before, tokenizer.truncation_side = tokenizer.truncation_side, side
+    try:
+        return list(tokenizer.encode(text, truncation=True, max_length=max_tokens))
+    finally:
+        tokenizer.truncation_side = before
 
 
 def encode_answers(
@@ -98,7 +163,8 @@ def encode_answers(
         tokens = [*tokens, tokenizer.eos_token_id]
         if len(tokens) > max_tokens:
             raise UserError(
-                f"answer {index} ({_shortened(example.answer)}) has {len(tokens)} tokens, expected at most {max_tokens}"
+                f"answer {index} ({shortened(example.answer, 40)!r}) has {len(tokens)} tokens, "
+                f"expected at most {max_tokens}"
             )
         encoded.append(tokens)
     return encoded
@@ -108,8 +174,4 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, name: str, *, special
     try:
         return list(tokenizer.encode(text, add_special_tokens=special_tokens))
     except Exception as error:  # the tokenizers library raises no narrower class
-        raise UserError(f"{name} ({_shortened(text)}) cannot be encoded: {error}") from None
-
-
-def _shortened(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:37] + "...")
+        raise UserError(f"{name} ({shortened(text, 40)!r}) cannot be encoded: {error}") from None

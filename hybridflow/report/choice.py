@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hybridflow import metrics
+from hybridflow.report.evaluations import EVALUATIONS
 from hybridflow.report.over_time import device_plots, timeline_plots
 from hybridflow.report.plots import Band, Line, LinePlot, Plot, spans_decades
-from hybridflow.report.run_data import RunData, Series
+from hybridflow.report.run_data import RunData, Series, finite
 from hybridflow.report.step_times import step_time_plots
 from hybridflow.report.thinning import bucketed, is_long
+
+_APART = 8.0
+"""Where one figure is so many times another, that one would be a flat line beside it."""
+_VISIBLE = 0.004
+"""Of the height of a plot: a line is as wide."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,7 @@ class _Wanted:
         figures: regular expressions; each stands for all figures whose whole name it matches.
         mean: whether there is a band of one standard deviation around the figure `<group>/mean`.
         may_be_logarithmic: if the figures span decades.
+        apart: whether figures of another scale get plots of their own, where they would lie flat on the axis.
     """
 
     name: str
@@ -34,18 +41,32 @@ class _Wanted:
     mean: bool = False
     may_be_logarithmic: bool = False
     from_zero: bool = False
+    apart: bool = False
 
 
 _LEARNING = (
     _Wanted("rewards", "Rewards", "reward", (metrics.REWARD_MEAN, "reward/[^/]+/mean"), mean=True),
-    _Wanted("accuracy", "Held-out accuracy", "accuracy", (metrics.EVAL_ACCURACY,), phase="eval"),
+    *(
+        _Wanted(name, evaluation.title, evaluation.y_label, (evaluation.metric,), phase="eval")
+        for name, evaluation in EVALUATIONS.items()
+    ),
     _Wanted("costs", "Costs", "cost", ("cost/mean", "cost/[^/]+/mean"), mean=True),
     _Wanted("cost-multiplier", "Weight of the costs", "multiplier", (metrics.COST_MULTIPLIER,)),
     _Wanted("warmup-loss", "Loss of the warm-up", "nats per token", (metrics.SFT_LOSS,), phase="sft"),
 )
 _OPTIMISATION = (
-    _Wanted("losses", "Loss of the actor", "loss", (metrics.TRAIN_LOSS, metrics.TRAIN_POLICY_LOSS)),
-    _Wanted("value-losses", "Loss of the critics", "loss", (r"\w+/value_loss",)),
+    _Wanted("losses", "Loss of the actor", "loss", (metrics.TRAIN_LOSS, metrics.TRAIN_POLICY_LOSS), apart=True),
+    _Wanted("clip-fraction", "Clipped tokens", "share", (r"train/clip_fraction_\w+",), from_zero=True),
+    _Wanted(
+        "approximate-kl",
+        "KL from the policy before the step, estimated",
+        "nats per token",
+        (r"train/approx_kl_\w+",),
+        apart=True,
+    ),
+    _Wanted("value-losses", "Loss of the critic", "loss", (metrics.CRITIC.value_loss,)),
+    _Wanted("cost-value-losses", "Loss of the cost critic", "loss", (metrics.COST_CRITIC.value_loss,)),
+    _Wanted("explained-variance", "Explained variance of the returns", "share", (r"\w+/explained_variance",)),
     _Wanted("reference-kl", "KL from the reference", "nats per token", (metrics.TRAIN_REFERENCE_KL,)),
     _Wanted("kl-coefficient", "Coefficient of the KL penalty", "coefficient", (metrics.TRAIN_KL_COEF,)),
     _Wanted("entropy", "Entropy of the policy", "nats per token", (metrics.TRAIN_ENTROPY,), from_zero=True),
@@ -57,7 +78,22 @@ _OPTIMISATION = (
         may_be_logarithmic=True,
         from_zero=True,
     ),
-    _Wanted("learning-rate", "Learning rate", "learning rate", (metrics.TRAIN_LEARNING_RATE, r"\w+/learning_rate")),
+    _Wanted(
+        "expert-load",
+        "Load of the most and the least loaded expert",
+        "of the mean of its layer",
+        (r"\w+/expert_load_max", r"\w+/expert_load_max_mean", r"\w+/expert_load_min"),
+        from_zero=True,
+    ),
+    _Wanted("balance-losses", "Balance losses of routers", "loss", (r"\w+/(sequence|update)_balance_loss",)),
+    _Wanted("router-z-loss", "z-loss of routers", "loss", (r"\w+/router_z_loss",)),
+    _Wanted(
+        "learning-rate",
+        "Learning rate",
+        "learning rate",
+        (metrics.TRAIN_LEARNING_RATE, r"\w+/learning_rate"),
+        apart=True,
+    ),
 )
 _GENERATION = (
     _Wanted(
@@ -82,7 +118,7 @@ _SPEED = (
         from_zero=True,
     ),
     _Wanted("mfu", "Model FLOP/s of what the devices can do", "share", (r"\w+/mfu",), from_zero=True),
-    _Wanted("memory", "Peak memory by role", "MiB", (r"memory/\w+_gpu_mem_mb",), from_zero=True),
+    _Wanted("memory", "Peak memory by role", "MiB", (r"memory/\w+_(?:gpu|host)_mem_mb",), from_zero=True),
 )
 
 
@@ -110,15 +146,65 @@ def sections(run: RunData) -> tuple[Section, ...]:
 
 def _plots(run: RunData, table: Iterable[_Wanted]) -> Iterator[Plot]:
     for wanted in table:
-        if found := _matching(run, wanted):
-            yield _line_plot(run, wanted, found)
+        found = _matching(run, wanted)
+        found, equal = (found, {}) if wanted.mean else _without_equals(found)
+        for number, group in enumerate(_by_scale(found) if wanted.apart else [found] if found else []):
+            plot = _line_plot(run, wanted, group)
+            note = " ".join(filter(None, [plot.note, *(equal[name] for name in group if name in equal)]))
+            if number:
+                plot = replace(plot, name=f"{plot.name}-{number + 1}", title=f"{plot.title}: {', '.join(group)}")
+            yield replace(plot, note=note)
 
 
 def _matching(run: RunData, wanted: _Wanted) -> dict[str, Series]:
     """The figures in the order of the expressions, each once."""
     logged = run.phases[wanted.phase].series if wanted.phase in run.phases else {}
     names = [name for pattern in wanted.figures for name in logged if re.fullmatch(pattern, name)]
-    return {name: logged[name] for name in dict.fromkeys(names)}
+    # Older runs on CPUs called their hosts' memory that of a GPU.
+    return {name: logged[name] for name in dict.fromkeys(names) if not (run.on_cpus and "_gpu_" in name)}
+
+
+def _without_equals(found: dict[str, Series]) -> tuple[dict[str, Series], dict[str, str]]:
+    """The figures without those that another would hide, and by its name the note that says so."""
+    kept: dict[str, Series] = {}
+    notes: dict[str, str] = {}
+    for name, series in found.items():
+        twin = next((other for other, shown in kept.items() if _is_equal(shown, series)), None)
+        if twin is None:
+            kept[name] = series
+        else:
+            notes[twin] = " ".join(filter(None, [notes.get(twin), f"{name} is nearly the same."]))
+    return kept, notes
+
+
+def _is_equal(one: Series, other: Series) -> bool:
+    """Whether nobody could tell their lines apart."""
+    if not np.array_equal(one.steps, other.steps):
+        return False
+    both = finite(np.concatenate([one.values, other.values]))
+    visible = _VISIBLE * float(np.ptp(both)) if len(both) else 0.0
+    return bool(np.allclose(one.values, other.values, rtol=1e-5, atol=visible, equal_nan=True))
+
+
+def _by_scale(found: dict[str, Series]) -> list[dict[str, Series]]:
+    """The figures in groups whose values are of one order of magnitude, each where the first of them stands."""
+    groups: list[dict[str, Series]] = []
+    for name, series in found.items():
+        size = _size(series)
+        for group in groups:
+            least, most = (choose([size, *map(_size, group.values())]) for choose in (min, max))
+            if most <= _APART * least:
+                group[name] = series
+                break
+        else:
+            groups.append({name: series})
+    return groups
+
+
+def _size(series: Series) -> float:
+    """Of the usual values; those of a first step may be far from all others."""
+    values = np.abs(finite(series.values))
+    return float(np.quantile(values, 0.9)) if len(values) else 0.0
 
 
 def _line_plot(run: RunData, wanted: _Wanted, found: dict[str, Series]) -> LinePlot:

@@ -9,10 +9,12 @@ from typing import Any
 
 from hybridflow import metrics
 from hybridflow.device_samples import summarise
+from hybridflow.report.evaluations import EVALUATIONS, measured
 from hybridflow.report.run_data import RunData, Series, median
 
 _SETTINGS = (
     ("Optimizer steps of a rollout", "trainer.mini_batches"),
+    ("Passes over the training prompts", "trainer.epochs_of_data"),
     ("Prompts a step", "trainer.prompts_per_step"),
     ("Responses to a prompt", "rollout.samples_per_prompt"),
     ("Longest response, tokens", "rollout.sampling.max_new_tokens"),
@@ -44,7 +46,8 @@ def _course(run: RunData) -> Iterator[tuple[str, str]]:
         yield "Steps", f"{last:,} of {planned:,}" if isinstance(planned, int) else f"{last:,}"
     yield "Records", ", ".join(f"{name} {phase.steps:,}" for name, phase in run.phases.items())
     yield "Reward, first and last step", _first_and_last(run.series(metrics.REWARD_MEAN))
-    yield "Held-out accuracy, first and last", _first_and_last(run.series(metrics.EVAL_ACCURACY, "eval"))
+    for evaluation in EVALUATIONS.values():
+        yield evaluation.title, measured(run, evaluation)
     yield "Median throughput", _amount(median(run.series(metrics.ROLLOUT_THROUGHPUT)), ",.0f", " tokens/s")
     yield "Median time of a step", _amount(median(run.series(metrics.TRAIN_STEP_TIME)) / 1000, ".3g", " s")
     if run.samples:

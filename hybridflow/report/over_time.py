@@ -82,6 +82,8 @@ def timeline_plots(spans: Sequence[Span]) -> Iterator[Plot]:
         first, last = max(span.begin, begin) - begin, min(span.end, end) - begin
         took[span.method] = took.get(span.method, 0.0) + last - first
         lanes.setdefault((span.role, span.rank), []).append(Bar(span.method, first, last))
+    if not lanes:  # all of them too short to be seen
+        return
     names = sorted(lanes)
     notes = []
     if len(names) > _MOST_LANES:

@@ -14,6 +14,7 @@ from hybridflow.report.drawing import SERIES, draw
 from hybridflow.report.facts import Fact, facts
 from hybridflow.report.plots import Plot
 from hybridflow.report.run_data import RunData, read_run
+from hybridflow.report.sample_table import sample_table
 
 # Ten colours that also those tell apart who see fewer, on white and on near black.
 _LIGHT = ("#1f6fd6", "#d9640d", "#15803d", "#b8237b", "#7a52c7", "#0e8c9c", "#a16207", "#c53030", "#64748b", "#3f6212")
@@ -40,6 +41,13 @@ figcaption { font-weight: 600; margin-bottom: .3rem; }
 figure p { color: var(--muted); font-size: .82rem; margin: .2rem 0 0; }
 figure svg { display: block; width: 100%; height: auto; }
 figure svg text { font-family: inherit !important; }
+.samples { overflow-x: auto; }
+.samples table { border-collapse: collapse; width: 100%; font-size: .85rem; }
+.samples th { text-align: left; color: var(--muted); font-weight: normal; }
+.samples th, .samples td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
+.samples td { white-space: nowrap; font-variant-numeric: tabular-nums; }
+.samples td.text { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 8rem; max-width: 34rem;
+  font-family: ui-monospace, "Cascadia Mono", "DejaVu Sans Mono", monospace; }
 @media (max-width: 50rem) {
   figure.wide .scroll { overflow-x: auto; }
   figure.wide svg { min-width: 44rem; }
@@ -89,7 +97,7 @@ def render(run: RunData) -> str:
 <h1>{name}</h1>
 <dl class="facts">
 {"".join(map(_row, facts(run)))}</dl>
-{"".join(map(_section, sections(run)))}</body>
+{"".join(map(_section, sections(run)))}{sample_table(run)}</body>
 </html>
 """
 

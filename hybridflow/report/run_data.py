@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from engine3d.errors import UserError
+from engine3d.input_files import JsonError, open_regular, parse_json
 from hybridflow.device_samples import DeviceSample, read_samples
-from hybridflow.file_names import DEVICES, METRICS, RECIPE, TIMELINE
+from hybridflow.file_names import DEVICES, METRICS, RECIPE, SAMPLES, TIMELINE
 from hybridflow.line_files import whole_lines
 from hybridflow.timeline import Span, read_spans
+from hybridflow.yaml_reader import read_yaml_file
 
 Floats = NDArray[np.float64]
 
+_TEXT_BYTES = 256 * 1024
+"""That are read of a file of samples from either end."""
+_LAST_TEXTS = 16
+_OF_A_SAMPLE = {"phase", "step", "prompt", "response", "answer", "reward", "version"}
 _NOT_FINITE = ("nan", "inf", "-inf")
 
 
@@ -59,6 +64,7 @@ class RunData:
         recipe: as YAML reads it; empty where there is none.
         spans: of the timeline; empty where there is none.
         samples: of the GPUs; empty where there are none.
+        texts: samples as texts, of the first step that has some and of the last ones.
     """
 
     name: str
@@ -66,6 +72,16 @@ class RunData:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     spans: Sequence[Span] = ()
     samples: Sequence[DeviceSample] = ()
+    texts: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def on_cpus(self) -> bool:
+        """Whether the recipe says that no role is on a GPU."""
+        placement = self.setting("placement")
+        placement = placement if isinstance(placement, dict) else {}
+        pools = placement.get("pools") or {}
+        maps = [pools.get(text, text) for role, text in placement.items() if role in ("actor", "rollout")]
+        return bool(maps) and all(str(text).startswith("cpu") for text in maps)
 
     def series(self, name: str, phase: str = "train") -> Series | None:
         """A figure of a phase, if it was logged."""
@@ -89,7 +105,7 @@ def read_run(directory: Path) -> RunData:
         if not directory.is_dir():
             raise UserError(f"report: no such directory: {directory}; expected that of a run")
         metrics, recipe, timeline, devices = (directory / name for name in (METRICS, RECIPE, TIMELINE, DEVICES))
-        if not metrics.is_file():
+        if not metrics.exists():
             raise UserError(f"report: no {METRICS} in {directory}; a run writes it unless metrics.jsonl=false")
         phases = read_metrics(metrics)
         if not phases:
@@ -97,9 +113,10 @@ def read_run(directory: Path) -> RunData:
         return RunData(
             name=directory.resolve().name,
             phases=phases,
-            recipe=_read_recipe(recipe) if recipe.is_file() else {},
-            spans=read_spans(timeline) if timeline.is_file() else (),
-            samples=read_samples(devices) if devices.is_file() else (),
+            recipe=_read_recipe(recipe) if recipe.exists() else {},
+            spans=read_spans(timeline) if timeline.exists() else (),
+            samples=read_samples(devices) if devices.exists() else (),
+            texts=read_texts(directory / SAMPLES) if (directory / SAMPLES).exists() else (),
         )
     except OSError as error:
         raise UserError(f"report: {error.filename} cannot be read: {error.strerror}") from None
@@ -113,9 +130,9 @@ def read_metrics(path: Path) -> dict[str, Phase]:
     """
     counts: dict[str, int] = {}
     found: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
-    for number, line in enumerate(whole_lines(path).splitlines(), start=1):
+    for number, line in enumerate(whole_lines(path), start=1):
         try:
-            values = json.loads(line)
+            values = parse_json(line)
             phase, step = values.pop("phase"), values.pop("step")
             if not isinstance(phase, str) or not isinstance(step, int):
                 raise ValueError
@@ -124,14 +141,45 @@ def read_metrics(path: Path) -> dict[str, Phase]:
                 steps, figures = columns.setdefault(name, ([], []))
                 figures.append(_number(value))
                 steps.append(step)
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             expected = "expected an object with phase, step and numbers"
-            raise UserError(f"{path}:{number}: {line[:60]!r} is no record, {expected}") from None
+            reason = f"; {error}" if isinstance(error, JsonError) else ""
+            raise UserError(f"{path}:{number}: {line[:60]!r} is no record, {expected}{reason}") from None
         counts[phase] = counts.get(phase, 0) + 1
     return {
         phase: Phase(counts[phase], {name: Series(_floats(steps), _floats(y)) for name, (steps, y) in columns.items()})
         for phase, columns in found.items()
     }
+
+
+def read_texts(path: Path) -> list[Mapping[str, Any]]:
+    """Some samples of a samples.jsonl: those of the first step, and the last ones. Of a long file no more is read.
+
+    Raises:
+        UserError: naming a line that is no sample.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        if size <= 2 * _TEXT_BYTES:
+            begin, end = file.read().splitlines(keepends=True), []
+        else:
+            begin = file.read(_TEXT_BYTES).splitlines(keepends=True)[:-1]
+            file.seek(size - _TEXT_BYTES)
+            end = file.read().splitlines(keepends=True)[1:]
+    found = [_text(path, line) for line in (*begin, *end) if line.endswith(b"\n")]  # a kill leaves half a line
+    first = [text for text in found if (text["phase"], text["step"]) == (found[0]["phase"], found[0]["step"])]
+    return [*first, *found[max(len(first), len(found) - _LAST_TEXTS) :]]
+
+
+def _text(path: Path, line: bytes) -> Mapping[str, Any]:
+    try:
+        fields = parse_json(line)
+        if not isinstance(fields, dict) or not set(fields) >= _OF_A_SAMPLE:
+            raise ValueError
+    except ValueError:
+        raise UserError(f"{path}: {line[:60]!r} is no sample, expected an object with prompt and response") from None
+    return dict(fields)
 
 
 def _number(value: object) -> float:
@@ -146,10 +194,7 @@ def _floats(values: Sequence[float]) -> Floats:
 
 def _read_recipe(path: Path) -> dict[str, Any]:
     """Not as settings: what an earlier version wrote can be shown too."""
-    try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
+    recipe, _ = read_yaml_file(path)
     if not isinstance(recipe, dict):
         raise UserError(f"{path}: expected keys and values, found {type(recipe).__name__}")
     return recipe

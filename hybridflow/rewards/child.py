@@ -1,27 +1,20 @@
-"""The process that runs one user's reward function. Started as a script, with the standard library alone.
+"""The process that runs one user's reward function. Started by `supervisor.py`, with the standard library alone.
 
-It is two processes. The worker loads the function and serves one call after another over a socket; messages are JSON,
-each behind its length in 4 bytes. The supervisor holds the end of a pipe, the lifeline: when the parent closes it, on
-purpose or by dying, the supervisor kills the worker with everything that the function started, whatever they are doing.
-
-A call is answered as {"values": [...]}, with a number for each text, or in words why there is none. Where there is not
-one for each, and where the function cannot be loaded, the answer is {"error": what}; the parent puts the name of the
-reward in front.
+It loads the function and serves one call after another over a socket; messages are JSON, each behind its length in 4
+bytes. A call is answered as {"call": its number, "values": [...]}, with a number for each text, or in words why there
+is none. Where there is not one for each, and where the function cannot be loaded, the answer is {"error": what}; the
+parent puts the name of the reward in front. What runs here is the user's: the parent checks every answer.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import json
 import math
-import os
 import pickle
-import resource
-import select
-import signal
 import socket
 import struct
 import sys
@@ -29,20 +22,35 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-_OPTIONAL_COLUMNS = ("prompts", "answers")
+OPTIONAL_COLUMNS = ("prompts", "answers")
 
 
 class RewardError(Exception):
     """A failure of the user's function, in words."""
 
 
-def read_message(connection: socket.socket, deadline: float | None = None) -> dict[str, Any] | None:
-    """The next message; None at the end of the stream. Raises TimeoutError past `deadline`, of the monotonic clock."""
+def read_message(
+    connection: socket.socket, deadline: float | None = None, most_bytes: int = (1 << 32) - 1
+) -> Any | None:
+    """The next message; None at the end of the stream.
+
+    Raises:
+        TimeoutError: past `deadline`, of the monotonic clock.
+        ValueError: it is larger than `most_bytes`, or no message.
+    """
     header = _read_exactly(connection, 4, deadline)
-    body = None if header is None else _read_exactly(connection, struct.unpack("!I", header)[0], deadline)
-    return None if body is None else json.loads(body)
+    if header is None:
+        return None
+    size = struct.unpack("!I", header)[0]
+    if size > most_bytes:
+        raise ValueError(f"a message of {size} bytes, expected at most {most_bytes}")
+    body = _read_exactly(connection, size, deadline)
+    try:
+        return None if body is None else json.loads(body)
+    except RecursionError:
+        raise ValueError("a message that is nested too deeply") from None
 
 
 def _read_exactly(connection: socket.socket, size: int, deadline: float | None) -> bytes | None:
@@ -64,10 +72,10 @@ def encode_message(message: dict[str, Any]) -> bytes:
     return struct.pack("!I", len(body)) + body
 
 
-def _load(path: str) -> Callable[..., Any]:
+def _load(path: str, directory: str) -> Callable[..., Any]:
     module_name, _, function_name = path.rpartition(":")
     if module_name.endswith((".py", ".pkl")) and not Path(module_name).is_file():
-        raise RewardError(f"file {module_name} does not exist (looked for from {Path.cwd()})")
+        raise RewardError(f"file {module_name} does not exist")
     try:
         if not function_name:
             return _load_pickled(Path(module_name))
@@ -79,6 +87,7 @@ def _load(path: str) -> Callable[..., Any]:
             sys.modules[spec.name] = module
             spec.loader.exec_module(module)
         else:
+            _prefer(module_name.partition(".")[0], directory)
             module = importlib.import_module(module_name)
     except RewardError:
         raise
@@ -90,6 +99,15 @@ def _load(path: str) -> Callable[..., Any]:
     return function
 
 
+def _prefer(name: str, directory: str) -> None:
+    """Let this module or package, and no other, be that of the directory before one of the same name elsewhere."""
+    spec = importlib.machinery.PathFinder.find_spec(name, [directory])
+    if name not in sys.modules and spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+
+
 def _load_pickled(path: Path) -> Callable[..., Any]:
     """A callable as cloudpickle wrote it: no function that could be imported."""
     function = pickle.loads(path.read_bytes())
@@ -98,30 +116,39 @@ def _load_pickled(path: Path) -> Callable[..., Any]:
     return function
 
 
-def _wanted_columns(function: Callable[..., Any]) -> list[str]:
-    """Which of "prompts" and "answers" to pass along. The first parameter takes the generated texts."""
+def _wanted_columns(function: Callable[..., Any], fields: Sequence[str] | None) -> list[str]:
+    """Which of "prompts", "answers" and the data's fields to pass along, by the names of the function's parameters.
+
+    The first parameter takes the generated texts. Where the fields are not known, None, any name may be one.
+    """
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return []
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
-    if not positional or positional[0].name in _OPTIONAL_COLUMNS:
+    if not positional or positional[0].name in OPTIONAL_COLUMNS:
         raise RewardError("takes no positional argument for the generated texts, expected reward_fn(generated_texts)")
     passed = [] if positional[0].kind is positional[0].VAR_POSITIONAL else [positional[0].name]
+    offered = dict.fromkeys([*OPTIONAL_COLUMNS, *(fields or ())])
+    for name in passed:
+        offered.pop(name, None)
     for parameter in parameters:
         required = parameter.default is parameter.empty and parameter.kind not in (
             parameter.VAR_POSITIONAL,
             parameter.VAR_KEYWORD,
         )
-        known = parameter.name in _OPTIONAL_COLUMNS and parameter.kind is not parameter.POSITIONAL_ONLY
-        if required and not known and parameter.name not in passed:
+        known = parameter.name in offered and parameter.kind is not parameter.POSITIONAL_ONLY
+        if required and not known and parameter.name not in passed and fields is not None:
+            has = f" and fields of the data ({', '.join(fields)})" if fields else "; the data have no other fields"
             raise RewardError(
                 f"requires an argument {parameter.name!r}, expected reward_fn(generated_texts) "
-                "with optional prompts and answers"
+                f"with optional prompts, answers{has}"
             )
     names = {parameter.name for parameter in parameters}
-    return [column for column in _OPTIONAL_COLUMNS if takes_any or column in names]
+    if twice := [name for name in OPTIONAL_COLUMNS if name in (fields or ()) and name in names]:
+        raise RewardError(f"asks for {twice[0]!r}, which is a field of the data too, expected another name of it there")
+    return [column for column in offered if takes_any or column in names]
 
 
 def _describe(error: BaseException) -> str:
@@ -141,7 +168,7 @@ def _call(function: Callable[..., Any], columns: Sequence[str], request: dict[st
     texts, first = request["texts"], request["first"]
     deadline = time.monotonic() + request["timeout_s"] / 2
     try:
-        returned = function(list(texts), **{column: list(request[column]) for column in columns})
+        returned = function(list(texts), **{column: list(request["columns"][column]) for column in columns})
         return check_values(returned, texts, first)
     except RewardError:
         raise
@@ -168,7 +195,7 @@ def _failing_sample(
         if time.monotonic() > deadline:
             return None
         try:
-            function([text], **{column: [request[column][index]] for column in columns})
+            function([text], **{column: [request["columns"][column][index]] for column in columns})
         except kind:
             return index
         except BaseException:
@@ -209,57 +236,22 @@ def _show(value: Any) -> str:
     return f"{shown[:60]} ({type(value).__name__})"
 
 
-def _serve(connection: socket.socket) -> None:
+def serve(connection: socket.socket) -> None:
     """Load the function, then answer calls until the parent closes the connection."""
     setup = read_message(connection)
     if setup is None:
         return
     sys.path[:] = setup["sys_path"]
     try:
-        function = _load(setup["path"])
-        columns = _wanted_columns(function)
+        function = _load(setup["path"], setup["directory"])
+        columns = _wanted_columns(function, setup["fields"])
     except RewardError as error:
         connection.sendall(encode_message({"error": str(error)}))
         return
-    connection.sendall(encode_message({"loaded": True}))
+    connection.sendall(encode_message({"columns": columns}))
     while (request := read_message(connection)) is not None:
         try:
             reply: dict[str, Any] = {"values": _call(function, columns, request)}
         except RewardError as error:
             reply = {"error": str(error)}
-        connection.sendall(encode_message(reply))
-
-
-def _supervise(worker: int, lifeline: int, parent: int) -> NoReturn:
-    """Wait for the end of the worker or of the parent, kill what is left of the worker's group, and end as it did."""
-    worker_end = os.pidfd_open(worker)
-    # The look at the parent is for a lifeline that outlives it in a process that it forked.
-    while os.getppid() == parent and not select.select([lifeline, worker_end], [], [], 1.0)[0]:
-        pass
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(worker, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
-
-
-def _main(connection_fd: int, lifeline: int, parent: int) -> None:
-    worker = os.fork()
-    if worker == 0:
-        os.setpgid(0, 0)
-        os.close(lifeline)
-        with contextlib.suppress(BrokenPipeError):  # the parent has closed the connection and waits for no answer
-            _serve(socket.socket(fileno=connection_fd))
-        return
-    with contextlib.suppress(OSError):  # whichever of the two is first
-        os.setpgid(worker, worker)
-    os.close(connection_fd)
-    _supervise(worker, lifeline, parent)
-
-
-if __name__ == "__main__":
-    _main(*map(int, sys.argv[1:]))
+        connection.sendall(encode_message({"call": request["call"], **reply}))

@@ -6,28 +6,58 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from engine3d.settings import Settings
+from engine3d.settings import LONGEST_S, Settings
+from hybridflow.recipe_paths import function_path
 from hybridflow.rewards.builtin import BUILTIN_REWARDS
+
+MOST_WORKERS = 1024
+"""Processes of all functions together, on one node."""
+
+
+class RewardLimits(Settings):
+    """What the processes of a reward function may take."""
+
+    memory_gb: float = Field(default=16.0, gt=0)
+    """Memory of each process for data of its own, in GB; what is mapped from files does not count. Beyond it the
+    function sees a MemoryError."""
+    processes: int = Field(default=256, ge=1)
+    """Processes of a worker, itself included; it is killed with all of them where there are more."""
+    file_gb: float = Field(default=4.0, gt=0)
+    """Size of each file that it writes, in GB."""
+    open_files: int = Field(default=4096, ge=64)
+    """Files that each process has open."""
+    output_mb: float = Field(default=16.0, ge=0)
+    """What it prints that is kept in the log, in MB; the rest is dropped."""
+
+    def in_bytes(self) -> dict[str, float]:
+        """The limits as `supervisor.py` reads them."""
+        return {
+            "memory_bytes": round(self.memory_gb * 1e9),
+            "processes": self.processes,
+            "file_bytes": round(self.file_gb * 1e9),
+            "open_files": self.open_files,
+            "output_bytes": round(self.output_mb * 1e6),
+        }
 
 
 class RewardFunctionConfig(Settings):
     """One reward function."""
 
-    name: str = Field(min_length=1)
+    name: str = Field(min_length=1, max_length=200)
     """Names the reward in metrics and errors."""
     path: str
     """A builtin ("arithmetic"), "package.module:function", "some/file.py:function", or "some/file.pkl:" for a function
-    that cloudpickle has written."""
+    that cloudpickle has written. A module is looked for from where the command runs, as a relative file is."""
     weight: float = 1.0
     """The reward of a sample is the weighted sum over all functions."""
-    workers: int = Field(default=1, ge=1)
+    workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
     """Processes that run the function side by side, each with its own import of the module."""
     batch_size: int | None = Field(default=None, ge=1)
     """Most samples of one call; each worker's share of a step in one call if null."""
-    timeout_s: float = Field(default=30.0, gt=0)
+    timeout_s: float = Field(default=30.0, gt=0, le=LONGEST_S)
     """Limit of one call, in seconds. Where `on_failure` is not "stop" and the call hangs or its process dies, its
     samples are tried again, one by one, and have as long again, all together."""
-    load_timeout_s: float = Field(default=120.0, gt=0)
+    load_timeout_s: float = Field(default=120.0, gt=0, le=LONGEST_S)
     """Limit of the import of the module, in seconds; of all that a worker makes within a step, together."""
     on_failure: Literal["stop", "value", "drop"] = "stop"
     """Where a sample gets no reward, since the function raises, hangs, dies or returns no finite number for it: "stop"
@@ -35,6 +65,12 @@ class RewardFunctionConfig(Settings):
     function fails stops the run in any case."""
     failure_value: float = 0.0
     """The unweighted reward of such a sample, for "value"."""
+
+    environment: tuple[str, ...] = ()
+    """Names of the environment variables that the function sees beside those of every program (PATH, HOME, LANG and the
+    like), such as OPENAI_API_KEY. It sees no others: neither keys nor tokens of the run."""
+    limits: RewardLimits = RewardLimits()
+    """What its processes may take."""
 
     @property
     def builtin(self) -> bool:
@@ -49,7 +85,7 @@ class RewardFunctionConfig(Settings):
         if path not in BUILTIN_REWARDS and not written and not (module and function.isidentifier()):
             names = ", ".join(map(repr, BUILTIN_REWARDS))
             raise ValueError(f"{path!r} is no reward, expected 'module:function', 'file.py:function' or one of {names}")
-        return path
+        return function_path(path)
 
     @model_validator(mode="after")
     def _check(self) -> RewardFunctionConfig:
@@ -82,4 +118,6 @@ class RewardConfig(Settings):
         names = [function.name for function in self.functions]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"functions are named {names}, expected at least one, each name once")
+        if (workers := sum(function.workers for function in self.functions)) > MOST_WORKERS:
+            raise ValueError(f"functions have {workers:,} workers, expected at most {MOST_WORKERS:,} processes")
         return self

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 from engine3d.errors import UserError
 from hybridflow.rewards.builtin import BUILTIN_REWARDS
@@ -89,12 +90,16 @@ class RewardFunctions:
 
     After an error every process is gone, and the next call starts anew. Use as a context manager, or `close`.
     Its methods are for one thread.
+
+    Args:
+        config: of the functions.
+        fields: that the data have, by name; None if that is not known, and then nothing can be evaluated.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._functions = config.functions
+    def __init__(self, config: RewardConfig, fields: Sequence[str] | None = ()) -> None:
+        self._functions, self._fields = config.functions, fields
         self._processes = {
-            function.name: [RewardProcess(function) for _ in range(function.workers)]
+            function.name: [RewardProcess(function, fields) for _ in range(function.workers)]
             for function in config.functions
             if not function.builtin
         }
@@ -120,22 +125,42 @@ class RewardFunctions:
             self.close()
             raise
 
-    def evaluate(self, texts: Sequence[str], prompts: Sequence[str], answers: Sequence[str]) -> RewardResult:
+    def evaluate(
+        self,
+        texts: Sequence[str],
+        prompts: Sequence[str],
+        answers: Sequence[Any],
+        fields: Mapping[str, Sequence[Any]] | None = None,
+    ) -> RewardResult:
         """The rewards of B generated texts: `submit` and its `result`, with the arguments and errors of both."""
-        return self.submit(texts, prompts, answers).result()
+        return self.submit(texts, prompts, answers, fields).result()
 
-    def submit(self, texts: Sequence[str], prompts: Sequence[str], answers: Sequence[str]) -> PendingRewards:
+    def submit(
+        self,
+        texts: Sequence[str],
+        prompts: Sequence[str],
+        answers: Sequence[Any],
+        fields: Mapping[str, Sequence[Any]] | None = None,
+    ) -> PendingRewards:
         """Begin with the rewards of B generated texts, given the B prompts and answers that belong to them.
 
         Returns at once; the work goes on whatever the caller does, with the import of functions that are not loaded.
 
+        Args:
+            texts, prompts: (B,).
+            answers: (B,), each what JSON may hold.
+            fields: (B,) each, by name: those that the data have.
+
         Raises:
             RuntimeError: the result of an earlier submit has not been taken. The processes are for one batch at a time.
         """
+        fields = fields or {}
         if not len(texts) == len(prompts) == len(answers):
             raise ValueError(f"rewards: {len(texts)} texts, {len(prompts)} prompts, {len(answers)} answers")
+        if set(fields) != set(self._fields or ()) or any(len(values) != len(texts) for values in fields.values()):
+            raise ValueError(f"rewards: fields {list(fields)}, expected {len(texts)} values each of {self._fields}")
         self._check_idle()
-        batch = RewardInputs(tuple(texts), tuple(prompts), tuple(answers))
+        batch = RewardInputs(tuple(texts), tuple(prompts), tuple(answers), fields)
         scorings = [Scoring(function, batch) for function in self._functions]
         workers = []
         for scoring in scorings:

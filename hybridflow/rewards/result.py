@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine3d.errors import UserError
+from hybridflow.rewards.config import RewardFunctionConfig
 from hybridflow.rewards.process import CallError
 from hybridflow.rewards.scoring import Scoring
 
@@ -67,13 +68,30 @@ def combine(scorings: Sequence[Scoring]) -> RewardResult:
         column[mask] = function.failure_value if function.on_failure == "value" else math.nan
         if function.on_failure == "drop":
             dropped |= mask
-        total += function.weight * column
+        weighted = function.weight * column
+        _check_finite(function, weighted, ~column.isnan())
+        total += weighted
         by_name[function.name], failed[function.name] = column, mask
         failures += [RewardFailure(function.name, *failure) for failure in sorted(scoring.failures.items())]
+    if not total[~dropped].isfinite().all():
+        sample = int((~dropped & ~total.isfinite()).nonzero()[0])
+        names = " + ".join(f"{each.config.weight:g} x {each.config.name!r}" for each in scorings)
+        raise UserError(f"rewards: their sum {names} of sample {sample} is not finite in float32")
     if size and dropped.all():
         counts = ", ".join(f"reward {name!r} failed on {int(mask.sum())}" for name, mask in failed.items())
         raise UserError(f"rewards: all {size} samples of a step are dropped: {counts}; first, {failures[0]}")
     return RewardResult(total, by_name, failed, dropped, tuple(failures))
+
+
+def _check_finite(function: RewardFunctionConfig, weighted: Tensor, given: Tensor) -> None:
+    """Refuse a weight that makes of a function's finite numbers what is none."""
+    bad = given & ~weighted.isfinite()
+    if bad.any():
+        sample = int(bad.nonzero()[0])
+        raise UserError(
+            f"reward {function.name!r} ({function.path}): its weight {function.weight:g} times its value of sample "
+            f"{sample} is not finite in float32; expected a smaller weight"
+        )
 
 
 def reward_metrics(result: RewardResult, *, group: str = "reward") -> dict[str, float]:

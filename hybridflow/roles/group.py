@@ -10,16 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine3d.layout import Layout
+from engine3d.memory.serving import cache_of_a_token
 from engine3d.models import load_model_spec
 from engine3d.platform import platform
 from engine3d.reshard.shards import Place
 from engine3d.training.flops import sequence_flops
 from hybridflow import placement
+from hybridflow.cache_size import Lengths, cache_tokens
 from hybridflow.check import check_apart, check_reward_devices
 from hybridflow.config import Recipe
 from hybridflow.devices import Device, Node, highest_cpu_slot, pool_devices
 from hybridflow.gpu_use import WAIT_S, check_bundles_free, check_gpus_free
+from hybridflow.offload import begin_in_turn, check_offload
 from hybridflow.placement import ResourcePool
 from hybridflow.resume import WARMED_UP, needs_warmed_up
 from hybridflow.roles.policy import PolicyWorker
@@ -27,6 +32,7 @@ from hybridflow.roles.reward import FunctionRewardWorker
 from hybridflow.roles.rollout import RolloutWorker
 from hybridflow.roles.value import ValueWorker
 from hybridflow.run import SHARDS, Run
+from hybridflow.start_log import StartLog
 from hybridflow.worker_group import WorkerGroup
 
 # An engine says itself that it did not start in time; its rank is given a little longer.
@@ -71,22 +77,28 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
     with ExitStack() as stack:
         # Entered first and so left last: when the groups are gone, nobody waits for them any more.
         waiters = stack.enter_context(ThreadPoolExecutor(thread_name_prefix="start"))
+        log = StartLog()
+        log.say("Ray" if recipe.placement.cluster is None else f"joining the Ray cluster {recipe.placement.cluster}")
         placement.start_ray(
-            cpu_slots=highest_cpu_slot([*wanted.values(), *pools.values()]), address=recipe.placement.cluster
+            cpu_slots=highest_cpu_slot([*wanted.values(), *pools.values()]),
+            address=recipe.placement.cluster,
+            limits=recipe.limits,
         )
         stack.callback(placement.stop_ray)
         nodes = placement.cluster_nodes()
         devices = pool_devices(wanted, pools, nodes)
         if recipe.trainer.max_staleness:
             check_apart(devices, ("actor", *recipe.models))
+        check_offload(recipe, devices)
         if recipe.functions:
             devices.setdefault("reward", devices["rollout"][:1])
             check_reward_devices(len(devices["reward"]))
-        resources = placement.reserve(devices)
+        resources = placement.reserve(devices, recipe.limits.placement_s)
         stack.callback(placement.release, resources)
         if not recipe.placement.shared_gpus:
             _check_nobody_else(recipe, resources, nodes)
-        yield _Start(recipe, run, stack, waiters, devices, nodes, resources).roles()
+        log.roles(devices)
+        yield _Start(recipe, run, stack, waiters, devices, nodes, resources, log).roles()
 
 
 def _check_nobody_else(recipe: Recipe, resources: Mapping[str, ResourcePool], nodes: Sequence[Node]) -> None:
@@ -111,12 +123,16 @@ class _Start:
         devices: Mapping[str, Sequence[Device]],
         nodes: Sequence[Node],
         resources: Mapping[str, ResourcePool],
+        log: StartLog,
     ) -> None:
         self._recipe, self._run, self._stack, self._waiters = recipe, run, stack, waiters
+        self._log = log
         self._devices, self._resources = devices, resources
         self._places = {role: [_place(device, nodes) for device in held] for role, held in devices.items()}
         self._published = [run.directory / SHARDS / f"actor-{rank}" for rank in range(len(devices["actor"]))]
         self._entering = threading.Lock()
+        self._in_turn = dict.fromkeys(begin_in_turn(recipe, devices), 0.0)  # and the limit of each start
+        self._one_by_one = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="start"))
         self._starting: dict[str, Future[Any]] = {}
 
     def roles(self) -> Roles:
@@ -132,11 +148,13 @@ class _Start:
             groups = {role: future.result() for role, future in building.items()}
         finally:
             wait(building.values())  # each that is there is known to the stack, and ends with it
+        for role, limit_s in self._in_turn.items():
+            self._start(self._one_by_one, groups[role], limit_s)
         return Roles(
             actor=groups["actor"],
             rollout=groups["rollout"],
             models={role: groups[role] for role in recipe.models},
-            functions=dict.fromkeys(recipe.functions, groups["reward"]),
+            functions=dict.fromkeys(recipe.functions, groups["reward"]) if recipe.functions else {},
             starting=self._starting,
             trained=recipe.trained_roles,
             devices=len({device for role, held in self._devices.items() if role != "reward" for device in held}),
@@ -145,8 +163,15 @@ class _Start:
     def _started(self, group: WorkerGroup, limit_s: float) -> WorkerGroup:
         with self._entering:
             self._stack.enter_context(group)
-            self._starting[group.role] = self._waiters.submit(group.start().result, limit_s)
+            if group.role in self._in_turn:
+                self._in_turn[group.role] = limit_s
+            else:
+                self._start(self._waiters, group, limit_s)
         return group
+
+    def _start(self, waiters: ThreadPoolExecutor, group: WorkerGroup, limit_s: float) -> None:
+        self._starting[group.role] = waiters.submit(_start, group, limit_s)
+        self._log.ready_with(group.role, self._starting[group.role])
 
     def _model(self, role: str) -> WorkerGroup:
         """A Megatron-Core model: the actor or the reference policy, or one with a scalar head."""
@@ -157,7 +182,7 @@ class _Start:
         model = recipe.models.get(role)
         directory = run.model_directory
         if model is not None and model.path is not None:
-            directory = model.path.absolute()
+            directory = model.path
         elif role == "reference" and resumes and needs_warmed_up(recipe):
             directory = recipe.checkpoint_directory / WARMED_UP
         spec = load_model_spec(directory, value_head=worker is ValueWorker)
@@ -175,8 +200,12 @@ class _Start:
             publish=self._published if role == "actor" else (),
             # A model that does not learn is the initial one, however far the run has come.
             checkpoint=run.resumption.role(role) if run.resumption is not None and trainable else None,
+            verify_checkpoint=recipe.checkpoint.verify,
             saves_in_background=trainable and recipe.checkpoint.saves_in_background,
+            offload=role in recipe.offloaded_roles,
             log_dir=run.log_directory,
+            call_timeout_s=recipe.limits.call_s,
+            quiet_s=recipe.limits.quiet_s,
             sample_costs=lambda lengths: sequence_flops(spec, lengths).tolist(),
             environment=platform.training_environment(len(devices), deterministic=config.deterministic),
         )
@@ -190,7 +219,10 @@ class _Start:
         engine = recipe.rollout.engine
         # It serves nothing before the actor's weights have come: no need to read others from the disk.
         arguments = {"load_format": "dummy", **engine.server_args}
-        engine = engine.model_copy(update={"seed": recipe.seed + engine.seed, "server_args": arguments})
+        tokens = self._cache_tokens()
+        engine = engine.model_copy(
+            update={"seed": recipe.seed + engine.seed, "server_args": arguments, "max_total_tokens": tokens}
+        )
         group = WorkerGroup(
             "rollout",
             RolloutWorker,
@@ -201,9 +233,24 @@ class _Start:
             places=self._places["rollout"],
             weight_sources=[sources.get(device) for device in devices],
             devices_per_rank=engine.tp,
+            meets=False,
             log_dir=run.log_directory,
+            call_timeout_s=recipe.limits.call_s,
+            quiet_s=recipe.limits.quiet_s,
         )
         return self._started(group, engine.start_timeout_s + _MARGIN_S)
+
+    def _cache_tokens(self) -> int:
+        """The size of an engine's KV cache; it is said, because it is much of what an engine takes."""
+        recipe, run, devices = self._recipe, self._run, self._devices["rollout"]
+        engine, sizes = recipe.rollout.engine, load_model_spec(run.model_directory).sizes
+        engines = recipe.rollout.layout(len(devices)).dp
+        lengths = Lengths.of(recipe, run.train.tokens, run.evaluation.tokens)
+        tokens = cache_tokens(recipe, lengths, engines, devices[0].kind)
+        each = tokens * cache_of_a_token(sizes, engine.tp, getattr(torch, engine.dtype).itemsize)
+        said = "rollout.engine.max_total_tokens" if engine.max_total_tokens is not None else "all that a step needs"
+        print(f"rollout: KV cache of {tokens:,} tokens ({said}), {each / 1e9:.2f} GB of each device", flush=True)
+        return tokens
 
     def _functions(self) -> WorkerGroup:
         """Who calls the functions of rewards and costs."""
@@ -222,10 +269,16 @@ class _Start:
             run.model_directory,
             {"train": run.train.examples, "evaluation": run.evaluation.examples},
             Path.cwd(),
+            meets=False,
             log_dir=run.log_directory,
             call_timeout_s=_MARGIN_S + max(function.limit_s(samples) for function in functions),
+            quiet_s=recipe.limits.quiet_s,
         )
         return self._started(group, max(function.load_timeout_s for function in functions) + _MARGIN_S)
+
+
+def _start(group: WorkerGroup, limit_s: float) -> Any:
+    return group.start().result(limit_s)
 
 
 def _place(device: Device, nodes: Sequence[Node]) -> Place:

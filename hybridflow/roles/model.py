@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from engine3d.checkpoint.manifest import FileEntry, RoleFacts
 from engine3d.errors import EngineError, UserError
 from engine3d.imports import quick_imports
+from engine3d.models.load_balance import Routing
 from engine3d.platform import platform
 from engine3d.reshard.shards import Place
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.flops import PASSES_OF_AN_UPDATE, sequence_flops
+from engine3d.training.offload import OffloadFigures
 from engine3d.training.sequences import Sequences
 from hybridflow import metrics
 from hybridflow.algorithms.statistics import Statistics
@@ -52,6 +54,10 @@ class Update:
     """Of a device, a second; None where it is not known."""
     refused: bool = False
     """By the KL guard."""
+    routing: Routing | None = None
+    """Of the tokens of all ranks; None without experts."""
+    on_gpu: bool = True
+    """Whether the memory is a GPU's; the host's otherwise."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,9 @@ class ModelWorker:
         places: where the memory of every rank is.
         publish: for every rank, the file in which a policy says where its weights lie, for engines that share them.
         checkpoint: the role's directory in a checkpoint that holds its state, in place of the initial weights.
+        verify_checkpoint: whether what is read of it is compared with its checksums.
         saves_in_background: whether it is going to be saved while training goes on.
+        offload: leave the device while others compute there.
     """
 
     _value_head: ClassVar[bool] = False
@@ -108,13 +116,17 @@ class ModelWorker:
         places: Sequence[Place],
         publish: Sequence[Path] = (),
         checkpoint: Path | None = None,
+        verify_checkpoint: bool = True,
         saves_in_background: bool = False,
+        offload: bool = False,
     ) -> None:
         self._layout, self._directory, self._config = context.layout, directory, config
         self._trainable, self._seed = trainable, seed
         self._name, self._rank, self._place = f"{context.role} rank {context.rank}", context.rank, places[context.rank]
         self._publish = publish[context.rank] if publish else None
         self._resumed, self._saves_in_background = checkpoint, saves_in_background
+        self._verify = verify_checkpoint
+        self._offload = offload
 
     @register(ONE_TO_ALL)
     def start(self) -> dict[str, str]:
@@ -135,11 +147,12 @@ class ModelWorker:
             trainable=self._trainable,
             seed=self._seed,
             load=self._resumed is None,
+            offload=self._offload,
         )
         if self._trainable:
             self._checkpoint = EngineCheckpoint(self._engine)
             if self._resumed is not None:
-                self._checkpoint.load(self._resumed)
+                self._checkpoint.load(self._resumed, verify=self._verify)
         self._engine.give_back()  # engines that start meanwhile go by what is free
         return platform.libraries()
 
@@ -177,6 +190,8 @@ class ModelWorker:
             seconds=seconds,
             peak_flops=platform.peak_flops,
             refused=result.refused,
+            routing=result.routing,
+            on_gpu=platform.gpus > 0,
         )
 
     @register(ONE_TO_ALL)
@@ -238,6 +253,16 @@ class ModelWorker:
         """Give device memory to others that compute there; see `TrainEngine.give_back`."""
         self._engine.give_back()
 
+    @register(ONE_TO_ALL, exclusive=True)
+    def take_back(self) -> None:
+        """Have on the device what is needed to compute; see `TrainEngine.take_back`."""
+        self._engine.take_back()
+
+    @register(ONE_TO_ALL)
+    def take_offload_figures(self) -> OffloadFigures:
+        """What this rank has moved to host memory and back since the last call."""
+        return self._engine.take_offload_figures()
+
     def shutdown(self) -> None:
         """Leave the process groups."""
         from engine3d.training import parallel
@@ -258,12 +283,41 @@ def update_metrics(updates: list[list[Update]], names: UpdateNames = metrics.ACT
     values[names.learning_rate] = updates[-1][0].learning_rate
     values[names.skipped_updates] = sum(not ranks[0].applied for ranks in updates)
     values[names.padding_share] = 1 - sum(update.tokens for update in every) / sum(update.positions for update in every)
-    values[names.gpu_memory] = max(update.peak_memory_bytes for update in every) / 2**20
-    values[names.gpu_reserved] = max(update.peak_reserved_bytes for update in every) / 2**20
+    peak_memory = max(update.peak_memory_bytes for update in every) / 2**20
+    if every[0].on_gpu:
+        values[names.gpu_memory] = peak_memory
+        values[names.gpu_reserved] = max(update.peak_reserved_bytes for update in every) / 2**20
+    else:
+        values[names.host_memory] = peak_memory
     device_seconds = sum(max(update.seconds for update in ranks) * _devices(ranks) for ranks in updates)
     values[names.device_throughput] = sum(update.tokens for update in every) / device_seconds
     if (peak := every[0].peak_flops) is not None:
         values[names.mfu] = sum(update.flops for update in every) / (device_seconds * peak)
+    return values | routing_metrics([ranks[0].routing for ranks in updates if ranks[0].routing is not None], names)
+
+
+def routing_metrics(updates: Sequence[Routing], names: UpdateNames) -> dict[str, float]:
+    """What routers did in the updates of a step; nothing for a model without experts."""
+    if not updates:
+        return {}
+    layers = range(len(updates[0].layers))
+    highest = [sum(each.highest[layer] for each in updates) / len(updates) for layer in layers]
+    worst = max(layers, key=lambda layer: highest[layer])
+    values = {
+        names.expert_load_max: highest[worst],
+        names.expert_load_max_layer: float(updates[0].layers[worst]),
+        names.expert_load_max_mean: sum(highest) / len(highest),
+        names.expert_load_min: min(min(each.lowest) for each in updates),
+    }
+    losses = {
+        names.router_z_loss: [each.z for each in updates],
+        names.sequence_balance_loss: [each.sequence for each in updates],
+        names.update_balance_loss: [each.update for each in updates],
+    }
+    for name, found in losses.items():
+        told = [each for each in found if each is not None]
+        if told:
+            values[name] = sum(told) / len(told)
     return values
 
 

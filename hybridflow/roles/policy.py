@@ -43,7 +43,7 @@ class PolicyWorker(ModelWorker):
         outputs = self._engine.logprobs(to_sequences(batch), temperature=temperature)
         if outputs is None or outputs.logprobs is None:
             return None
-        return to_response_column(batch, outputs.logprobs)
+        return to_response_column(batch, outputs.logprobs, f"{self._name}: the log-prob")
 
     @register(THREE_D_PROTO, exclusive=True)
     def update(

@@ -12,7 +12,7 @@ from engine3d.errors import UserError
 from engine3d.imports import quick_imports
 from hybridflow.batch import RolloutBatch
 from hybridflow.columns import Columns
-from hybridflow.data.tasks import Example
+from hybridflow.data.tasks import Example, field_names
 from hybridflow.future import Future
 from hybridflow.protocols import DP_PROTO, ONE_TO_ALL, register
 from hybridflow.rank_process import WorkerContext
@@ -48,7 +48,8 @@ class FunctionRewardWorker:
         if not directory.is_dir():
             raise UserError(f"reward functions are looked for from {directory}, which is not there on its node")
         os.chdir(directory)
-        self._functions = {what: RewardFunctions(config) for what, config in configs.items()}
+        self._fields = field_names(example for split in examples.values() for example in split)
+        self._functions = {what: RewardFunctions(config, self._fields) for what, config in configs.items()}
         self._tokenizer_directory, self._examples = tokenizer, examples
 
     @register(ONE_TO_ALL)
@@ -70,7 +71,10 @@ class FunctionRewardWorker:
         texts = self._tokenizer.batch_decode(batch.responses(), skip_special_tokens=True)
         examples = [self._examples[split][index] for index in batch.prompt_indices.tolist()]
         result = self._functions[what].evaluate(
-            texts, [example.prompt for example in examples], [example.answer for example in examples]
+            texts,
+            [example.prompt for example in examples],
+            [example.answer for example in examples],
+            {name: [example.fields.get(name) for example in examples] for name in self._fields},
         )
         for failure in result.failures:
             print(f"sample {int(batch.sample_ids[failure.sample])}: {failure}")

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine3d.reshard.coordinate import ReceiveOrder
 from engine3d.reshard.memory import SharedShards
+from engine3d.reshard.sender import Sent, Transport
 from engine3d.reshard.shards import Place
 from engine3d.reshard.verify import Difference
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
 from engine3d.rollout.engine import RolloutEngine
+from engine3d.training.offload import OffloadFigures
 from hybridflow.batch import RolloutBatch
 from hybridflow.protocols import ALL_TO_ALL, DP_PROTO, ONE_TO_ALL, register
 from hybridflow.rank_process import WorkerContext
+
+_LONGEST_ROLLOUT_S = 24 * 3600.0
+"""Of all responses of a call. The engine itself ends a call that comes no further (`request_timeout_s`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,7 @@ class RolloutWorker:
         log_path = context.log_path.with_name(f"sglang-{context.rank}.log") if context.log_path else None
         ranks = slice(context.rank * config.tp, (context.rank + 1) * config.tp)
         self._rank, self._ranks, self._places = context.rank, ranks, places[ranks]
+        self._weight_bytes, self._moved = 0, OffloadFigures()
         self._engine = RolloutEngine(directory, config, context.devices, log_path, weight_sources[ranks])
 
     @register(ONE_TO_ALL)
@@ -64,7 +71,7 @@ class RolloutWorker:
         """Start the engine and wait until it can generate."""
         self._engine.start()
 
-    @register(DP_PROTO, exclusive=True)
+    @register(DP_PROTO, exclusive=True, timeout_s=_LONGEST_ROLLOUT_S)
     def generate(
         self, drawn: list[DrawnPrompt], *, sampling: SamplingConfig, samples_per_prompt: int, pad_token_id: int
     ) -> RolloutBatch:
@@ -90,24 +97,41 @@ class RolloutWorker:
 
     @register(ONE_TO_ALL, exclusive=True)
     def give_back(self) -> None:
-        """Give the memory of the KV cache to others that compute here, if the engine can; the weights stay."""
+        """Give the memory of the KV cache to others that compute here, if the engine can, and that of the weights."""
         if self._engine.config.memory_saver:
+            began = time.perf_counter()
             self._engine.release_memory()
+            away_s = self._moved.away_s + time.perf_counter() - began
+            self._moved = replace(self._moved, away_s=away_s, nbytes=self._weight_bytes)
 
     @register(ONE_TO_ALL, exclusive=True)
     def take_back(self) -> None:
-        """Have that memory again; what the cache held is gone."""
+        """Have that memory again; what it held is gone."""
         if self._engine.config.memory_saver:
+            began = time.perf_counter()
             self._engine.restore_memory()
+            self._moved = replace(self._moved, back_s=self._moved.back_s + time.perf_counter() - began)
+
+    @register(ONE_TO_ALL, exclusive=True)
+    def take_turn(self) -> None:
+        """Have all memory, in a turn: others have given theirs back, and `take_back` came before."""
+
+    @register(ONE_TO_ALL)
+    def take_offload_figures(self) -> OffloadFigures:
+        """How long the memory took to be given back and to be there again since the last call; bytes of weights."""
+        found, self._moved = self._moved, OffloadFigures()
+        return found
 
     @register(ONE_TO_ALL)
     def share_weights(self) -> list[SharedShards]:
         """Which elements of the model the memory of each of this engine's ranks holds, and how to reach it."""
+        if self._engine.config.release_weights:
+            self._weight_bytes = sum(self._engine.call_ranks("size of weights", "weight_bytes"))
         return self._engine.share_weights(f"rollout engine {self._rank}", self._ranks.start, self._places)
 
     @register(ALL_TO_ALL)
     def connect_weights(self, orders: list[ReceiveOrder]) -> None:
-        """Make ready for what comes from other nodes. `orders`: one for each of this engine's ranks."""
+        """Make ready for what no rank of the actor writes. `orders`: one for each of this engine's ranks."""
         # Beyond the limits of the ranks themselves, whose errors name who was late.
         self._limit_s = 2 * max((order.collective.timeout_s for order in orders if order.collective), default=0.0)
         self._engine.call_ranks("connection for weights", "connect", self._limit_s or None, orders=orders)
@@ -118,10 +142,10 @@ class RolloutWorker:
         self._engine.begin_weights(version)
 
     @register(ONE_TO_ALL)
-    def receive_weights(self, version: int) -> None:
-        """Take what comes from other nodes; return when it is all there."""
+    def receive_weights(self, version: int) -> list[dict[Transport, Sent]]:
+        """Take what no rank of the actor writes; return when it is all there. What each of the engine's ranks read."""
         phase = f"transfer of weights version {version}"
-        self._engine.call_ranks(phase, "receive", self._limit_s or None, version=version)
+        return self._engine.call_ranks(phase, "receive", self._limit_s or None, version=version)
 
     @register(ONE_TO_ALL)
     def seal_weights(self, version: int, *, flush_cache: bool) -> None:
@@ -136,6 +160,11 @@ class RolloutWorker:
     @register(ONE_TO_ALL)
     def commit_weights(self, version: int) -> None:
         """Serve `version`."""
+        self._engine.commit_weights(version)
+
+    @register(ONE_TO_ALL)
+    def recommit_weights(self, version: int) -> None:
+        """Serve `version` again, which was served before its memory was given back: no step ends with it."""
         self._engine.commit_weights(version)
 
     def shutdown(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine3d.errors import EngineError
 from engine3d.training.sequences import Sequences
 from hybridflow.batch import RolloutBatch
 
@@ -30,11 +31,36 @@ def to_sequences(batch: RolloutBatch, **columns: Tensor) -> Sequences:
     return Sequences(tokens, lengths, flat)
 
 
-def to_response_column(batch: RolloutBatch, figures: Tensor) -> Tensor:
-    """(T,) figures of all tokens of `to_sequences(batch)` -> (B, S') float32 of the response tokens, 0 on padding."""
+def to_response_column(batch: RolloutBatch, figures: Tensor, what: str) -> Tensor:
+    """(T,) figures of all tokens of `to_sequences(batch)` -> (B, S') float32 of the response tokens, 0 on padding.
+
+    Args:
+        what: whose figures, and how they are called, for the error.
+
+    Raises:
+        EngineError: the figure of a token that the policy wrote is not finite; names its sample.
+    """
     column = torch.zeros(batch.generated_ids.shape, dtype=torch.float32)
     column[_within_responses(batch)] = figures[_response_positions(batch)].float()
+    bad = (~column.isfinite() & batch.response_mask).nonzero()
+    if len(bad):
+        row, token = bad[0].tolist()
+        raise EngineError(
+            f"{what} of sample {int(batch.sample_ids[row])} is {float(column[row, token])} at response token {token}, "
+            "expected a finite number"
+        )
     return column
+
+
+def finite_scores(batch: RolloutBatch, scores: Tensor, what: str) -> Tensor:
+    """(B,) scores of whole responses as they are. Raises EngineError for one that is not finite, naming its sample."""
+    bad = (~scores.isfinite()).nonzero()
+    if len(bad):
+        row = int(bad[0])
+        raise EngineError(
+            f"{what} of sample {int(batch.sample_ids[row])} is {float(scores[row])}, expected a finite number"
+        )
+    return scores
 
 
 def _within_responses(batch: RolloutBatch) -> Tensor:

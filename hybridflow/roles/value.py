@@ -14,7 +14,7 @@ from hybridflow.columns import Columns
 from hybridflow.metrics import COST_CRITIC, CRITIC
 from hybridflow.protocols import THREE_D_PROTO, register
 from hybridflow.roles.model import ModelWorker, Update
-from hybridflow.roles.sequences import to_response_column, to_sequences
+from hybridflow.roles.sequences import finite_scores, to_response_column, to_sequences
 
 if TYPE_CHECKING:
     from engine3d.training.engine import TokenOutputs
@@ -45,7 +45,7 @@ class ValueWorker(ModelWorker):
         outputs = self._engine.values(to_sequences(batch))
         if outputs is None or outputs.values is None:
             return None
-        return to_response_column(batch, outputs.values)
+        return to_response_column(batch, outputs.values, f"{self._name}: the value")
 
     @register(THREE_D_PROTO, exclusive=True)
     def score(self, batch: RolloutBatch) -> Columns | None:
@@ -53,7 +53,7 @@ class ValueWorker(ModelWorker):
         outputs = self._engine.values(to_sequences(batch))
         if outputs is None or outputs.scores is None:
             return None
-        return Columns(facts={"score": outputs.scores})
+        return Columns(facts={"score": finite_scores(batch, outputs.scores, f"{self._name}: the score")})
 
     @register(THREE_D_PROTO, exclusive=True)
     def update_values(self, batch: RolloutBatch, *, algorithm: AlgorithmConfig, kind: ValueKind) -> Update:

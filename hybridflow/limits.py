@@ -1,0 +1,33 @@
+"""How long a run waits for its parts: `limits:` in a recipe."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from engine3d.settings import Settings
+
+
+class LimitsConfig(Settings):
+    """How long a run waits, in seconds. Each limit ends the run with a line that says who was waited for.
+
+    What belongs to one part has its limits there: `train.timeout_s` (a collective operation), `train.start_timeout_s`,
+    `rollout.engine.start_timeout_s` and `request_timeout_s`, `rollout.weights.timeout_s`, and `timeout_s` of a reward
+    function.
+    """
+
+    quiet_s: float = Field(30.0, gt=0)
+    """Without an answer, after which a line says who is waited for and since when, and the run's processes write their
+    stacks into `logs`; again after twice as long. A call that takes less than twice as long as one before is not
+    meant. It ends nothing."""
+    call_s: float = Field(1800.0, gt=0)
+    """Of a call on the ranks of a role: an update, a rollout, a transfer of weights. Also how long a process of Ray may
+    be stopped."""
+    save_s: float = Field(3600.0, gt=0)
+    """Of what is left to write of a checkpoint when the run waits for it."""
+    ray_start_s: float = Field(180.0, gt=0)
+    """Of the start of Ray on this machine; it is started again where it gives up by itself before."""
+    placement_s: float = Field(60.0, gt=0)
+    """Until Ray finds the devices of the run free."""
+    stop_s: float = Field(10.0, gt=0)
+    """Of an orderly end after SIGINT or SIGTERM, and of the interpreter's at the very end; what is left is killed
+    then."""

@@ -1,0 +1,231 @@
+"""The end of a command before its work is done: SIGINT, SIGTERM, or a cause that a thread has found.
+
+The main thread is interrupted by what Ctrl-C raises, so that every block that is entered is left: libraries let it
+pass, Ray's C++ code serves it while it waits, and no handler of ordinary errors catches it. What does not serve it, or
+swallows it, is ended by force: a thread learns of each signal from the operating system, whatever the main thread is
+at, and ends the process when the orderly end takes too long.
+
+Standard library only, so that it is there before anything that takes time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+# A terminal and a parent may both pass on the same Ctrl-C: so soon after the first, it is not impatience.
+_SAME_S = 1.0
+_DEFAULT_GRACE_S = 10.0
+# Where a part that the main thread waits for is gone, it is not to be expected that it comes back.
+_CAUSE_GRACE_S = 5.0
+
+
+class Terminated(KeyboardInterrupt):
+    """Unwinds the main thread's stack."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why the command ends.
+
+    Args:
+        line: for stderr.
+        code: the process's exit code.
+        told: whether the line is on stderr already.
+    """
+
+    line: str
+    code: int
+    told: bool = False
+
+
+class Termination:
+    """That of this process."""
+
+    def __init__(self) -> None:
+        self.grace_s = _DEFAULT_GRACE_S
+        """How long an orderly end may take before processes are ended by force."""
+        self.before_force: Callable[[], None] | None = None
+        """Is called right before an end by force, in another thread; must not wait."""
+        self._cause: Cause | None = None
+        self._resorts: list[Callable[[], None]] = []
+        self._wake: int | None = None
+        self._raised = False
+        self._first_s = self._deadline_s = float("inf")
+
+    @property
+    def cause(self) -> Cause | None:
+        """Why the command ends; None while it goes on."""
+        return self._cause
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle SIGINT and SIGTERM in the block; they interrupt it from its call of `begin` on.
+
+        Nothing changes in a thread that is not the main one.
+
+        A signal that the parent had this process ignore, as shells do for what runs in the background, stays ignored.
+        """
+        if threading.current_thread() is not threading.main_thread() or self._wake is not None:
+            yield
+            return
+        self.__init__()  # type: ignore[misc]
+        self._raised = True  # until `begin`: nobody would catch it here
+        reading, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        before = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        handlers: dict[int, Any] = {
+            number: signal.signal(number, self._interrupt)
+            for number in _WORDS
+            if signal.getsignal(number) != signal.SIG_IGN
+        }
+        threading.Thread(target=self._guard, args=(reading,), name="termination", daemon=True).start()
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(before)
+            wake, self._wake = self._wake, None
+            os.close(wake)  # the thread ends, and closes the other end
+
+    def begin(self) -> None:
+        """From here on a signal raises what unwinds the stack; one that has come already does so now."""
+        if self._wake is None:
+            return
+        self._raised = False
+        if self._cause is not None:
+            self._raised = True
+            raise Terminated
+
+    def end(self, line: str) -> bool:
+        """End the command with exit code 1 for a cause that a thread has found; the line is told at once.
+
+        Returns:
+            Whether that is possible: not in a program of the user's, which has its own ways, nor twice.
+        """
+        if self._wake is None or self._cause is not None:
+            return False
+        self._cause = Cause(line, 1, told=True)
+        self.grace_s = min(self.grace_s, _CAUSE_GRACE_S)
+        _tell(line)
+        # A real signal, which also wakes a main thread that waits for a lock.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        return True
+
+    def add_resort(self, resort: Callable[[], None]) -> None:
+        """Have `finish` call `resort`, which ends what is left of what the command has started.
+
+        What is started must end by itself where this process ends by force.
+        """
+        self._resorts.append(resort)
+
+    def remove_resort(self, resort: Callable[[], None]) -> None:
+        """Forget it. A command that ran in this program meanwhile has forgotten all."""
+        with contextlib.suppress(ValueError):
+            self._resorts.remove(resort)
+
+    def settle(self) -> None:
+        """The stack is unwound: a signal that still comes is the cause all the same, and interrupts nothing."""
+        self._raised = True
+
+    def finish(self) -> int:
+        """The exit code of a command that a cause ended, once its stack is unwound: says the cause, leaves nothing."""
+        assert self._cause is not None
+        cause, self._cause = self._cause, Cause(self._cause.line, self._cause.code, told=True)
+        if not cause.told:
+            _tell(cause.line)
+        for resort in list(self._resorts):
+            with contextlib.suppress(Exception):  # the others are to be used too, and the cause is what is told
+                resort()
+        return cause.code
+
+    def leave(self, code: int) -> None:
+        """What is left of the process has nothing to lose: a signal ends it at once, and so does the end of the grace.
+
+        The interpreter waits for threads, one of which may hang in a library, and calls what libraries have left.
+        """
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        if self._cause is not None:
+            os._exit(code)
+
+        def exit_at_once(number: int, _frame: FrameType | None) -> None:
+            _tell(_word(number))
+            os._exit(128 + number)
+
+        for number in _WORDS:
+            if threading.current_thread() is threading.main_thread() and signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, exit_at_once)
+        timer = threading.Timer(self.grace_s, os._exit, (code,))
+        timer.daemon = True
+        timer.start()
+
+    def _interrupt(self, number: int, _frame: FrameType | None) -> None:
+        self._note(number)
+        if not self._raised:  # once: what puts things away must not be interrupted itself
+            self._raised = True
+            raise Terminated
+
+    def _note(self, number: int) -> None:
+        # Of signals alone: no lock, which the main thread could hold when its handler runs.
+        if self._cause is None:
+            self._cause = Cause(_word(number), 128 + number)
+
+    def _guard(self, reading: int) -> None:
+        """Bound the time of an orderly end."""
+        while True:
+            left_s = self._deadline_s - time.monotonic()
+            ready, _, _ = select.select([reading], [], [], None if left_s == float("inf") else max(0.0, left_s))
+            numbers = os.read(reading, 64) if ready else b""
+            if ready and not numbers:
+                os.close(reading)
+                return
+            for number in numbers:
+                if number in _WORDS:
+                    self._note(number)
+                    now = time.monotonic()
+                    if self._first_s == float("inf"):
+                        self._first_s, self._deadline_s = now, now + self.grace_s
+                    elif now > self._first_s + _SAME_S:
+                        self._deadline_s = now  # asked for twice
+            if time.monotonic() >= self._deadline_s:
+                self._force()
+
+    def _force(self) -> None:
+        # At once: what was started ends when this process does. Were it ended first, a main thread that waits for it
+        # in C++ would come back, and Ray end this process with an exit code of its own.
+        assert self._cause is not None
+        waited_s = time.monotonic() - self._first_s
+        forced = f"what had not ended within {waited_s:.0f} s was ended by force"
+        if not self._cause.told:
+            _tell(f"{self._cause.line}; {forced}")
+        if self.before_force is not None:
+            with contextlib.suppress(Exception):  # the cause is what counts
+                self.before_force()
+        os._exit(self._cause.code)
+
+
+def _word(number: int) -> str:
+    return f"hybridflow: {_WORDS[signal.Signals(number)]}"
+
+
+def _tell(line: str) -> None:
+    # Not by sys.stderr, whose lock the main thread may hold.
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
+
+
+termination = Termination()
+"""That of this process."""
