@@ -12,6 +12,7 @@ from engine3d.errors import UserError
 from hybridflow.config import Recipe, load_recipe
 from hybridflow.contradictions import input_checksums
 from hybridflow.initial_model import create_model
+from hybridflow.measured import Measured
 from hybridflow.resume import find_resumption
 from hybridflow.run_state import RandomState, RunState
 
@@ -30,6 +31,7 @@ def make_checkpoint(
     run: str = "first",
     model: Path | None = None,
     roles: tuple[str, ...] = ("actor",),
+    evaluations: tuple[Measured | None, Measured | None] = (None, None),
 ) -> Path:
     """A whole checkpoint as a run of the recipe makes it, but for the state of its roles."""
     directory = step_directory(root or recipe.checkpoint_directory, step)
@@ -47,8 +49,8 @@ def make_checkpoint(
         sampler={"count": 64, "seed": 1, "position": 8 * step},
         updates=step,
         steps_without_update=0,
-        accuracy_before=0.25,
-        accuracy_after=0.5,
+        first_evaluation=evaluations[0],
+        last_evaluation=evaluations[1],
         random=RandomState.capture(),
         run=run,
         inputs=input_checksums(recipe),

@@ -72,6 +72,8 @@ def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"in {tmp_path}/runs/grpo/model" in done.stdout
     assert (tmp_path / "runs/grpo/model/model.safetensors").is_file()
+    said = re.findall(r"^mean reward of 16 training prompts: .*, step 0 -> step 2$", done.stdout, re.MULTILINE)
+    assert len(said) == 2 and said[0] == said[1]  # by the run, and by the script
     assert len(re.findall(r"^step \d: reward -?\d\.\d{3}$", done.stdout, re.MULTILINE)) == 3
     assert "learned from what it was given" in done.stdout
     assert "the driver has imported []" in done.stdout

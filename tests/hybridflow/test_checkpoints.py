@@ -114,8 +114,8 @@ def a_state(step: int) -> RunState:
         sampler={"count": 20, "seed": 1, "position": step},
         updates=step,
         steps_without_update=0,
-        accuracy_before=0.0,
-        accuracy_after=0.0,
+        first_evaluation=None,
+        last_evaluation=None,
         random=RandomState.capture(),
         run="test",
         inputs={},
@@ -163,7 +163,7 @@ def test_checkpoints_are_whole_and_the_oldest_go(stage: Stage, tmp_path: Path, a
     assert there - listed == {"manifest.json"}
     assert {"driver.json", "buffer-00000.safetensors", "model/config.json", "model/tokenizer.json"} < listed
     for role, files in {"actor": 2, "critic": 1}.items():
-        ranks = {path.split("_")[2] for path in listed if path.startswith(f"{role}/__")}
+        ranks = {path.split("_")[2] for path in listed if path.startswith(f"{role}/__") and path.endswith(".distcp")}
         assert f"{role}/.metadata" in listed and len(ranks) == files
     state = RunState.read(checkpoint)
     [batch] = state.buffer

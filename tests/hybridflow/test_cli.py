@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,11 +13,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from engine3d.checkpoint import hf
 from engine3d.checkpoint.manifest import MANIFEST
 from engine3d.errors import EngineError
 from hybridflow.cli import main
+from hybridflow.config import load_recipe
+from hybridflow.initial_model import create_model, initial_spec
 from hybridflow.run import hold
 from tests.engine3d.checkpoint.small_checkpoints import make_checkpoint, make_checkpoint_of_tensors
 
@@ -40,9 +45,13 @@ BESIDE = {
         "placement.rollout=cpu:0-1",
         "train.layout.ep=1",
     ),
+    "trainer.eval_sampling={top_p: 0.7}": ("trainer.eval_temperature=0",),
+    "trainer.eval_sampling={min_p: 0.1}": ("rollout.engine.deterministic=true",),
     "train.sequence_parallel=false": ("train.layout={tp: 2}",),
     "algorithm={name: ppo}": ("critic.path=/no/such/critic",),
     "algorithm={kl_coef: 0.1, kl_guard: 0.1}": ("trainer.mini_batches=1",),
+    "data.arithmetic.eval_size=1": ("placement.rollout=cpu:0-1", "rollout.engines=2"),
+    "placement.reward=cpu:0": ("reward=null", "reward_model.path=/no/such/scorer"),
 }
 
 
@@ -68,11 +77,21 @@ def test_a_recipe_with_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None
         ("placement.rollout=cpu:0-2", "placement.rollout: 3 devices for 2 engines"),
         ("rollout.sampling.max_new_tokens=64", "rollout.sampling.max_new_tokens=64 leaves no room for a prompt"),
         ("rollout.engine.context_length=8", "prompt"),
+        ("rollout.engine.max_total_tokens=17", "rollout.engine.max_total_tokens=17, expected at least 18: the longest"),
         ("rollout.engine.context_length=128", "rollout.engine.context_length=128, expected at most the model's 64"),
         ("rollout.engine.dp=2", "unknown key rollout.engine.dp: rollout.engine takes tp, ep, dtype"),
         (
             "rollout.engine.server_args={dp_size: 2}",
             "server_args.dp_size is not set here; set nothing: an engine is one",
+        ),
+        (
+            "rollout.engine.server_args={enable_eplb: true}",
+            "server_args.enable_eplb is refused: experts move in memory",
+        ),
+        ("rollout.engine.attention_backend=nonsense", "rollout.engine.attention_backend: 'nonsense' was not tried"),
+        (
+            "rollout.engine.attention_backend=fa3",
+            "rollout.engine.attention_backend=fa3: on this device SGLang runs with torch_native alone",
         ),
         ("rollout.engine.tp=8", "rollout.engine.tp=8 does not divide the model's 4 attention heads"),
         (
@@ -86,6 +105,17 @@ def test_a_recipe_with_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None
         ),
         ("model.create.config.decoder_sparse_step=2", "model: decoder_sparse_step=2: SGLang builds experts in every"),
         ("rollout.sampling.temperature=0", "sampling.temperature=0 samples nothing to learn from"),
+        ("rollout.sampling.temperature=1e-9", "temperature is 1e-09, which SGLang takes for 0"),
+        ("rollout.sampling.top_p=0.9", "sampling.top_p=0.9 draws tokens from another distribution than the policy's"),
+        ("rollout.sampling.top_k=20", "expected -1, or trainer.eval_sampling.top_k for evaluation alone"),
+        ("rollout.sampling.min_p=0.1", "sampling.min_p=0.1 draws tokens from another distribution"),
+        ("rollout.sampling.repetition_penalty=1.1", "sampling.repetition_penalty=1.1 draws tokens from another"),
+        ("rollout.sampling.presence_penalty=0.1", "sampling.presence_penalty=0.1 draws tokens from another"),
+        ("rollout.sampling.frequency_penalty=0.1", "sampling.frequency_penalty=0.1 draws tokens from another"),
+        ("rollout.sampling.stop=['']", "rollout.sampling.stop"),
+        ("trainer.eval_sampling.top_p=2", "trainer.eval_sampling.top_p = 2: expected at most 1.0"),
+        ("trainer.eval_sampling={top_p: 0.7}", "trainer.eval_sampling.top_p is set with trainer.eval_temperature=0"),
+        ("trainer.eval_sampling={min_p: 0.1}", "trainer.eval_sampling.min_p is set with rollout.engine.deterministic"),
         ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt=1 with algorithm.name=grpo, where a group of one"),
         ("algorithm.name=safe_rlhf", "learns from costs, expected cost.functions or cost_model.path"),
         ("placement.critic=cpu:1", "placement.critic is set, and there is no such role with algorithm.name=grpo"),
@@ -93,6 +123,7 @@ def test_a_recipe_with_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None
         ("reference.path=/no/such", "reference is set, and there is no such role with algorithm.kl_coef=0"),
         ("algorithm={name: ppo}", "critic.path: model /no/such/critic: no such directory"),
         ("reward=null", "reward=null and no reward_model, expected at least one of them"),
+        ("placement.reward=cpu:0", "placement.reward is set, and there is no such role with reward=null"),
         ("algorithm.gamma=0.9", "gamma"),
         ("algorithm={kl_coef: 0.1, kl_guard: 0.1}", "algorithm.kl_guard is set with one update a step"),
         (
@@ -105,7 +136,20 @@ def test_a_recipe_with_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None
         ),
         ("train.layout.cp=2", "cp=2: expected 1, because training does not cut sequences over ranks yet"),
         ("train.optimizer.precision_aware=true", "precision_aware=true needs Transformer Engine"),
-        ("train.megatron={nonsense: 1}", "nonsense"),
+        ("train.megatron={nonsense: 1}", "train.megatron: nonsense: it is none of the options that were tried"),
+        ("train.megatron={num_layers: 2}", "train.megatron: num_layers: it is of the model, and SGLang would serve"),
+        ("train.megatron={moe_router_fusion: true}", "train.megatron.moe_router_fusion=True needs Transformer Engine"),
+        (
+            "train.megatron={moe_router_bias_update_rate: 0.001}",
+            "train.megatron.moe_router_bias_update_rate is set, and",
+        ),
+        ("train.recompute=selective", "train.recompute=selective needs Transformer Engine, which is absent here"),
+        ("rollout.sampling.stop_token_ids=[5, 32]", "rollout.sampling.stop_token_ids: 32 is no token of the model"),
+        (
+            "data.arithmetic.eval_size=1",
+            "data: 1 prompts to evaluate with, expected at least 2: a prompt for each roll",
+        ),
+        ("placement.cluster=127.0.0.1:1", "placement.cluster=127.0.0.1:1: Connection refused, expected a running"),
         ("trainer.mini_batches=4096", "trainer.prompts_per_step * rollout.samples_per_prompt = 512, expected at least"),
         ("trainer.profile={steps: [0]}", "trainer.profile.steps.0 = 0: expected at least 1"),
         ("trainer.profile={steps: 2}", "trainer.profile.steps = 2: expected a list"),
@@ -126,6 +170,30 @@ def test_what_check_finds(capsys: pytest.CaptureFixture[str], override: str, lin
     assert line in lines[0]
 
 
+def test_options_of_megatron_core_against_each_roles_own_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    gathering = "{moe_token_dispatcher_type: allgather, moe_aux_loss_coeff: 1e-3}"
+    assert check(capsys, DEMO, f"train.megatron={gathering}", "train.packing=true") == (0, [])
+    code, lines = check(capsys, DEMO, f"train.megatron={gathering}", "train.packing=true", "train.layout={pp: 2}")
+    assert (code, len(lines)) == (2, 1)
+    assert "train.megatron.moe_token_dispatcher_type=allgather with pp=2: expected pp=1, or alltoall" in lines[0]
+    code, lines = check(
+        capsys,
+        DEMO,
+        "algorithm={name: ppo, kl_coef: 0.1}",
+        f"critic.train={{dtype: float32, layout: {{pp: 2}}, megatron: {gathering}}}",
+    )
+    assert (code, len(lines)) == (2, 1)
+    assert "critic.train.megatron.moe_token_dispatcher_type=allgather with pp=2" in lines[0]
+    code, lines = check(
+        capsys,
+        DEMO,
+        "algorithm={name: ppo, kl_coef: 0.1}",
+        "reference.train={dtype: float32, layout: {tp: 2}, megatron: {moe_z_loss_coeff: 0.001}}",
+    )
+    assert (code, len(lines)) == (2, 1)
+    assert "reference.train.megatron.moe_z_loss_coeff changes what a model learns, and this one is not" in lines[0]
+
+
 def test_a_model_that_sglang_would_build_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
     config = "{architectures: [LlamaForCausalLM], vocab_size: 32, hidden_size: 32, intermediate_size: 64, "
     config += "num_hidden_layers: 2, num_attention_heads: 4, max_position_embeddings: 64, "
@@ -142,6 +210,31 @@ def test_a_model_that_sglang_would_build_otherwise(capsys: pytest.CaptureFixture
     )
     assert (code, len(lines)) == (2, 1)
     assert "rollout.engine.ep=2: expected 1, because LlamaForCausalLM has no experts" in lines[0]
+
+
+def test_a_model_with_one_weight_or_one_token_that_it_cannot_have(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    recipe = load_recipe(DEMO)
+    create_model(recipe, tmp_path / "model", seed=1)
+    own = ("model.create=null", f"model.path={tmp_path}/model")
+    assert check(capsys, DEMO, *own) == (0, [])
+    weights = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(weights)
+    save_file(tensors | {"lm_head.weight": torch.full_like(tensors["lm_head.weight"], torch.inf)}, weights)
+    code, lines = check(capsys, DEMO, *own)
+    assert (code, len(lines)) == (2, 1)
+    assert f"tensor lm_head.weight in {weights}: element [0, 0] is nan or infinite, expected finite" in lines[0]
+
+    save_file(tensors, weights)
+    tokenizer = tmp_path / "model" / "tokenizer.json"
+    facts = json.loads(tokenizer.read_text())
+    facts["model"]["vocab"]["+"] = 99  # as many tokens as before
+    tokenizer.write_text(json.dumps(facts))
+    code, lines = check(capsys, DEMO, *own)
+    assert (code, len(lines)) == (2, 1)
+    vocabulary = initial_spec(recipe).vocab_size
+    assert f"model: prompt 0 has token id 99 and the model's vocab_size is {vocabulary}; expected a" in lines[0]
 
 
 def test_a_reward_function_that_cannot_be_imported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,12 +322,12 @@ def test_export_and_import_are_told_what_was_asked_for(
     monkeypatch.setattr(hf, "export_checkpoint", lambda *given, **named: calls.append((*given, named)))
     monkeypatch.setattr(hf, "import_checkpoint", lambda *given: calls.append(given))
     assert checkpoint(capsys, "export", directory, out) == (0, [f"exported the actor to {out}"], [])
-    options = ("--role", "critic", "--dtype", "float32", "--max-shard-gb", "0.5")
+    options = ("--role", "critic", "--dtype", "float32", "--max-shard-gb", "0.5", "--no-verify")
     assert checkpoint(capsys, "export", *options, directory, out)[0] == 0
     assert checkpoint(capsys, "import", "model", out) == (0, [f"imported model into {out}"], [])
     assert calls == [
-        (directory, out, {"role": "actor", "dtype": "bfloat16", "max_shard_bytes": 5e9}),
-        (directory, out, {"role": "critic", "dtype": "float32", "max_shard_bytes": 5e8}),
+        (directory, out, {"role": "actor", "dtype": "bfloat16", "max_shard_bytes": 5e9, "verify": True}),
+        (directory, out, {"role": "critic", "dtype": "float32", "max_shard_bytes": 5e8, "verify": False}),
         (Path("model"), out),
     ]
 
@@ -286,6 +379,26 @@ def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: 
         main(arguments)
     assert caught.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_each_command_has_a_help_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    helps = {}
+    for command in ("", "train", "check", "checkpoint", "report"):
+        with pytest.raises(SystemExit) as caught:
+            main([*filter(None, [command]), "--help"])
+        assert caught.value.code == 0
+        helps[command] = capsys.readouterr().out
+        assert helps[command].startswith(f"usage: {f'hybridflow {command}'.strip()} [-h]")
+    assert "--memory" in helps["check"] and "--memory" not in helps["train"]
+    assert "--track_metrics" in helps["train"] and "resume=auto" in helps["train"]
+    assert all(f"hybridflow {command}" in helps[""] for command in ("train", "check", "checkpoint export", "report"))
+
+
+def test_an_option_of_check_is_none_of_train(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", DEMO, "--memory"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "hybridflow: unrecognized arguments: --memory (see hybridflow train --help)\n"
 
 
 DRIVER = """

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from engine3d.models import initialise_random, model_spec
 from hybridflow.config import load_recipe
 from hybridflow.file_names import TIMELINE
+from hybridflow.report.page import render
+from hybridflow.report.run_data import read_run
 from tests.hybridflow.runs import ROOT, records, run_recipe
 
 pytestmark = pytest.mark.processes
@@ -125,18 +127,32 @@ def test_safe_rlhf_weighs_costs_that_models_and_functions_find(tmp_path: Path) -
         *ONE_RANK,
         *FEW,
         "cost_critic.train.layout.ep=1",
+        "train.megatron={moe_z_loss_coeff: 1e-3, moe_aux_loss_coeff: 1e-3}",
+        *("trainer.steps=null", "trainer.epochs_of_data=1.1", "trainer.eval_before_train=false"),  # 3 steps of 8 of 20
         f"reward_model={{path: {scorer}, weight: 0.5}}",
         f"cost_model={{path: {scorer}, weight: 2.0}}",
     )
     assert done.returncode == 0, done.stderr[-3000:]
     steps = records(tmp_path / "small", "train")
     assert len(steps) == 3
+    assert [record["step"] for record in records(tmp_path / "small", "eval")] == [3]
+    texts = [json.loads(line) for line in (tmp_path / "small" / "samples.jsonl").read_text().splitlines()]
+    assert [(text["phase"], text["step"]) for text in texts[::4]] == [
+        *(("train", step) for step in (1, 2, 3)),
+        ("eval", 3),
+    ]
+    assert all(text["prompt"].endswith("=") and text["version"] == text["step"] for text in texts[:12])
+    assert {text["reward"] for text in texts[:12]} - {0.0, 1.0}  # the reward model's share is in it
     for step in steps:
         assert step["reward/mean"] == pytest.approx(step["reward/arithmetic/mean"] + 0.5 * step["reward/model/mean"])
         assert step["cost/mean"] == pytest.approx(step["cost/length/mean"] + 2 * step["cost/model/mean"], rel=1e-5)
         assert step["reward/model/mean"] == pytest.approx(step["cost/model/mean"]) != 0
         assert step["cost_critic/gradient_norm"] > 0
         assert step["critic/gradient_norm"] > 0
+        learning = [model for model in ("train", "critic", "cost_critic") if f"{model}/gradient_norm" in step]
+        assert len(learning) == (2 if step["step"] == 1 else 3)  # the critics alone in the first step
+        assert all(step[f"{model}/expert_load_max"] > 1 for model in learning)
+        assert step["step"] == 1 or (step["train/router_z_loss"] > 0 and step["train/update_balance_loss"] > 0.9)
         assert step["cost_critic/return_mean"] != pytest.approx(step["critic/return_mean"])
     # lambda <- exp(min(log lambda + lr * lambda * (mean cost - limit), log max)); the step uses the one before.
     for before, after in itertools.pairwise(steps):
@@ -147,3 +163,39 @@ def test_safe_rlhf_weighs_costs_that_models_and_functions_find(tmp_path: Path) -
     models = {"actor", "reference", "critic", "cost_critic", "reward_model", "cost_model"}
     assert roles == models | {"rollout", "reward"}
     assert not overlapping(tmp_path / "small", COMPUTES - {"score"})
+
+
+def test_models_alone_reward_and_cost(tmp_path: Path) -> None:
+    """No function of rewards or costs: their sums, the evaluation, the report and a resumed end are the models'."""
+    scorer = a_scorer(tmp_path / "scorer")
+    overrides = (
+        "placement={actor: cpu:0, rollout: cpu:0}",
+        *ONE_RANK,
+        *FEW,
+        "trainer.steps=1",
+        "cost_critic.train.layout.ep=1",
+        "reward=null",
+        "cost=null",
+        f"reward_model={{path: {scorer}, weight: 0.5}}",
+        f"cost_model={{path: {scorer}, weight: 2.0}}",
+        "checkpoint.save_interval=1",
+        "resume=auto",
+    )
+    recipe = str(RECIPES / "safe_rlhf.yaml")
+    done = run_recipe(recipe, tmp_path, *overrides)
+    assert done.returncode == 0, done.stderr[-3000:]
+    [step] = records(tmp_path / "small", "train")
+    assert step["reward/mean"] == pytest.approx(0.5 * step["reward/model/mean"]) != 0
+    assert step["cost/mean"] == pytest.approx(2 * step["cost/model/mean"]) != 0
+    evaluations = records(tmp_path / "small", "eval")
+    assert [evaluation["step"] for evaluation in evaluations] == [0, 1]
+    for evaluation in evaluations:
+        assert evaluation.keys() == {"phase", "step", "eval/score_mean", "eval/prompts", "eval/training_prompts"}
+    values = " -> ".join(f"{evaluation['eval/score_mean']:.3f}" for evaluation in evaluations)
+    last = f"mean reward model score of 16 held-out prompts: {values}, step 0 -> step 1"
+    assert last in done.stdout.splitlines()
+    assert "Mean score of held-out prompts by the reward model" in render(read_run(tmp_path / "small"))
+    assert {role for role, _, _, _ in spans(tmp_path / "small")} >= {"reward_model", "cost_model", "rollout"}
+    resumed = run_recipe(recipe, tmp_path, *overrides)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert last in resumed.stdout.splitlines()

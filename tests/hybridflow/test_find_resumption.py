@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from engine3d.checkpoint.manifest import file_entry, find_checkpoints, read_manifest, write_manifest
+from engine3d.checkpoint.manifest import FORMAT, file_entry, find_checkpoints, read_manifest, write_manifest
 from engine3d.errors import UserError
 from hybridflow.check import check_recipe
 from hybridflow.checkpoints import Checkpoints
-from hybridflow.config import Recipe
+from hybridflow.config import CheckpointConfig, Recipe
 from hybridflow.initial_model import create_model
 from hybridflow.metrics import Metrics
-from hybridflow.resume import find_resumption, inexact_because
+from hybridflow.resume import find_resumption, inexact_because, seal_warmed_up
 from hybridflow.run import prepare
 from tests.hybridflow.resumable import a_recipe, make_checkpoint, refusal
 
@@ -81,11 +81,18 @@ def test_a_fresh_start_leaves_nothing_that_is_not_sound_in_its_way(tmp_path: Pat
     driver.write_bytes(bytes(driver.stat().st_size))
     (tmp_path / "shared" / "step-best").mkdir()  # no name of a checkpoint
     assert "another course of training (step-00000100)" in refusal(recipe.model_copy(update={"resume": "none"}))[0]
+    assert refusal(recipe) == [
+        f"resume=auto: no checkpoint in {tmp_path}/shared is whole (step-00000100: driver.json is damaged: its "
+        "checksum is not that of the manifest); `hybridflow checkpoint verify` says what is damaged, resume=none "
+        "starts afresh"
+    ]
+    # A save that was killed is no checkpoint, and no reason not to start.
+    (only / "manifest.json").unlink()
     run = prepare(recipe)
     assert run.resumption is None
     with run.lock, Metrics(recipe.metrics, run.directory) as sinks, Checkpoints(recipe, run, sinks):
         assert find_checkpoints(tmp_path / "shared") == ([], [])
-    assert {path.name for path in (tmp_path / "shared").iterdir()} == {"step-00000100.1", "step-best", ".lock"}
+    assert {path.name for path in (tmp_path / "shared").iterdir()} == {"step-best", ".lock"}
 
 
 def test_what_a_newer_version_saved_is_not_passed_over(tmp_path: Path) -> None:
@@ -93,9 +100,9 @@ def test_what_a_newer_version_saved_is_not_passed_over(tmp_path: Path) -> None:
     for step in (2, 4):
         make_checkpoint(recipe, step)
     manifest = recipe.checkpoint_directory / "step-00000004" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 99'))
+    manifest.write_text(manifest.read_text().replace(f'"format": {FORMAT}', '"format": 99'))
     [line] = refusal(a_recipe(tmp_path, "resume=auto"))
-    assert line.startswith(f"checkpoint {manifest.parent}: manifest.json has format 99, this version reads 2")
+    assert line.startswith(f"checkpoint {manifest.parent}: manifest.json has format 99, this version reads {FORMAT}")
 
 
 def test_auto_starts_afresh_where_there_is_none(tmp_path: Path) -> None:
@@ -117,6 +124,23 @@ def test_a_path_is_a_checkpoint_or_a_directory_of_them(tmp_path: Path) -> None:
     assert f"{root}/step-00000004: it has no manifest.json" in line
     assert "no such directory" in refusal(a_recipe(tmp_path, f"resume={tmp_path}/nowhere"))[0]
     assert "no whole checkpoint" in refusal(a_recipe(tmp_path, f"resume={tmp_path}"))[0]
+
+
+@pytest.mark.parametrize("dir_override", ["checkpoint.dir=null", "checkpoint.dir={elsewhere}"])
+def test_a_path_is_the_directory_of_a_run(tmp_path: Path, dir_override: str) -> None:
+    elsewhere = dir_override.format(elsewhere=tmp_path / "elsewhere")
+    recipe = a_recipe(tmp_path, elsewhere)
+    run = prepare(recipe)
+    run.lock.close()
+    [line] = refusal(a_recipe(tmp_path, f"resume={run.directory}"))
+    assert line.startswith(("resume: the run in", "resume: no whole checkpoint in"))
+    for step in (2, 4):
+        make_checkpoint(recipe, step, run=run.identity)
+    for more in ((elsewhere,), ("name=other",)):
+        found, notes = find_resumption(a_recipe(tmp_path, f"resume={run.directory}", *more))
+        assert found is not None and found.state is not None and found.state.step == 4
+        assert found.in_place == (more == (elsewhere,))
+        assert notes[-1] == f"resume: after step 4, from {found.directory}" or "name" in notes[-1]
 
 
 CONTRADICTIONS = {
@@ -227,11 +251,31 @@ def test_a_checkpoint_of_weights_alone_is_a_start(tmp_path: Path) -> None:
     (checkpoint / "driver.json").unlink()
     manifest = read_manifest(checkpoint)
     actor = dataclasses.replace(manifest.roles["actor"], optimizer_step=None)
-    write_manifest(checkpoint, dataclasses.replace(manifest, roles={"actor": actor}, recipe={}, files=()))
+    files = tuple(entry for entry in manifest.files if entry.path != "driver.json")
+    write_manifest(checkpoint, dataclasses.replace(manifest, roles={"actor": actor}, recipe={}, files=files))
     found, notes = find_resumption(a_recipe(tmp_path, f"resume={checkpoint}", "seed=9"))
     assert found is not None and found.state is None and not found.in_place
     assert notes == [f"resume: from the weights alone, from {checkpoint}"]
     assert refusal(a_recipe(tmp_path, f"resume={checkpoint}", "model.create.config.num_experts=8"))
+
+
+def test_the_reference_policy_of_a_warmed_up_run_is_what_was_written(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path, "algorithm.kl_coef=0.1")
+    checkpoint = make_checkpoint(recipe, 2)
+    resumed = a_recipe(tmp_path, "algorithm.kl_coef=0.1", "resume=auto")
+    assert refusal(resumed)[0].startswith(f"resume: beside {checkpoint} there is no warmed-up")
+    warmed_up = checkpoint.parent / "warmed-up"
+    create_model(recipe, warmed_up, seed=1)
+    assert find_resumption(resumed)[0] is not None  # as older versions left it
+    seal_warmed_up(warmed_up)
+    assert find_resumption(resumed)[0] is not None
+    weights = warmed_up / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    assert refusal(resumed) == [
+        f"resume: {warmed_up}, the reference policy of {checkpoint.name}: model.safetensors is damaged: its checksum "
+        "is not that of the manifest"
+    ]
+    assert find_resumption(resumed.model_copy(update={"checkpoint": CheckpointConfig(verify=False)}))[0] is not None
 
 
 def test_checkpoints_of_two_courses_do_not_share_a_directory(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_no_process_of_a_role_is_started_beside_others(ray_cluster: None, monkey
 
     monkeypatch.setattr(placement, "start_ray", lambda **_: None)
     monkeypatch.setattr(placement, "stop_ray", lambda: None)
-    monkeypatch.setattr(placement, "reserve", lambda devices: as_gpus(reserve(devices)))
+    monkeypatch.setattr(placement, "reserve", lambda devices, _limit_s: as_gpus(reserve(devices)))
     monkeypatch.setattr(group, "_Start", start)
     monkeypatch.setattr(group, "WAIT_S", 0.0)
     use(monkeypatch, Taken)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine3d.errors import UserError
 from hybridflow import memory
+from hybridflow.cache_size import Lengths, cache_tokens
 from hybridflow.check import check_prompts, planned_devices
 from hybridflow.cli import main
 from hybridflow.config import Recipe, load_recipe
@@ -186,7 +188,7 @@ def test_without_engines_all_is_as_with_them_but_for_what_is_theirs(name: str, m
     monkeypatch.setattr(memory, "serving_by_rank", lambda *_: pytest.fail("an engine was asked"))
     devices = planned_devices(recipe, FOUR)
     assert devices is not None
-    tokens = check_prompts(recipe, (specs := recipe_specs(recipe))["actor"])
+    tokens = check_prompts(recipe, (specs := recipe_specs(recipe))["actor"]).sequence
     models = memory.foresee(
         recipe, devices, specs, gpu_bytes=whole.gpu_bytes, sequence_tokens=tokens, with_engines=False
     )
@@ -199,7 +201,12 @@ def test_without_engines_all_is_as_with_them_but_for_what_is_theirs(name: str, m
 
 
 def test_what_a_setting_saves(tmp_path: Path) -> None:
-    judges = ("placement.critic=cuda:1", "placement.reference=cuda:1")
+    # A cache of all that is free.
+    judges = (
+        "placement.critic=cuda:1",
+        "placement.reference=cuda:1",
+        "rollout.engine.max_total_tokens=100000000",
+    )
     kept = _ledger("h200-1gpu-ppo.yaml", "rollout.engine.memory_saver=false", *judges, "checkpoint.save_interval=1")
     saved = _ledger("h200-1gpu-ppo.yaml", *judges, "train.optimizer.precision_aware=true")
     first, second = kept.gpus
@@ -229,14 +236,31 @@ def test_the_command_shows_the_ledger_and_ends_with_2_where_nothing_fits(capsys:
     assert "in phase" in capsys.readouterr().err
 
 
+def test_cpu_slots_and_their_host_are_shown_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    demo = str(RECIPES / "demo.yaml")
+    large = ["rollout.engine.max_total_tokens=10000000", "--host-gb", "64"]
+    assert main(["check", demo, "--memory", "rollout.engine.max_total_tokens=null"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    # All held-out prompts, four samples each, of at most 6 tokens and 4 more, and not what the machine has room for.
+    lengths = Lengths(prompt=6, held_out_prompt=6, response=4, held_out=256)
+    tokens = cache_tokens(_recipe("demo.yaml", "rollout.engine.max_total_tokens=null"), lengths, 1, "cpu")
+    assert re.match(rf"CPU slot 0 of node 0: at most \d\.\d GB in .*, KV cache of {tokens:,} tokens$", shown[0])
+    assert any(line.startswith("CPU slot 1 of node 0: at most 0.") for line in shown)
+    assert re.match(r"node 0: \d\.\d GB of host memory: processes", shown[-2])
+    assert main(["check", demo, "--memory", *large]) == 0
+    of_a_token = 2 * 2 * 24 * 2 * 4  # keys and values of two heads of 24 elements in two layers, in float32
+    assert f"KV cache {1e7 * of_a_token / 1e9:.1f}" in capsys.readouterr().out
+    for words in ([*large[:1], "--host-gb", "6"], ["--host-gb", "1"]):
+        assert main(["check", demo, "--memory", *words]) == 2
+        assert re.search(r"node 0: \d\.\d GB of host memory, on a node of \d\.0 GB", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["check", "demo.yaml", "--memory"], "no role of this recipe is on a GPU"),
         (["check", "h200-1gpu.yaml", "--memory", "--nodes", "1"], "expected --gpu-gb"),
         (["check", "h200-1gpu.yaml", "--memory", "--nodes", "0"], "--nodes 0: expected a whole number"),
         (["check", "qwen3-30b-a3b-4xh200.yaml", "--nodes", "1", "--gpus-per-node", "2"], "there is no cuda:2"),
-        (["train", "demo.yaml", "--nodes", "2"], "--nodes is an option of hybridflow check"),
         (["check", "h200-1gpu.yaml", "--memory", "--nodes", "1", "--host-gb", "100"], "expected --gpu-gb"),
     ],
 )
@@ -253,4 +277,33 @@ def test_a_size_is_a_number_above_0(size: str, capsys: pytest.CaptureFixture[str
         main(["check", str(RECIPES / "h200-1gpu.yaml"), f"--host-gb={size}"])
     assert ended.value.code == 2
     error = capsys.readouterr().err
-    assert f"--host-gb: expected a number above 0, found {size}" in error and error.count("\n") == 1
+    assert f"--host-gb: expected a number above 0 and at most 1e+09, found {size}" in error and error.count("\n") == 1
+
+
+def test_a_model_that_is_offloaded_is_there_in_its_own_phases_only() -> None:
+    stays = _ledger("h200-1gpu-ppo.yaml")
+    released = ("rollout.engine.release_weights=true", "rollout.weights.share=false")
+    leaves = _ledger("h200-1gpu-ppo.yaml", "reference.offload=true", "critic.offload=true", *released)
+    (there,), (away,) = stays.gpus, leaves.gpus
+    moved = ("reference weights", "critic weights", "critic optimizer")
+    assert {
+        name: size for name, size in there.always.items() if name not in moved and name != "engine weights"
+    } == dict(away.always)
+    # What it shared with the actor it has for itself now, in its own phase.
+    weights = [phase.items.get("engine weights", 0) for phase in away.phases]
+    assert weights[0] > there.always.get("engine weights", 0) and not any(weights[1:])
+    for phase in away.phases:
+        [role] = [role for role in ("actor", "critic", "reference", "rollout") if role in phase.name]
+        found = {name: size for name, size in phase.items.items() if name in moved}
+        assert found == {name: size for name, size in there.always.items() if name in moved and role in name}
+    assert leaves.hosts[0].items == {
+        "reference between its turns": there.always["reference weights"],
+        "critic between its turns": there.always["critic weights"] + there.always["critic optimizer"],
+    }
+    assert "critic.offload=true" in there.worst.less and "offload" not in away.worst.less.split("optimizer")[0]
+    with pytest.raises(UserError, match=r"to need less: critic\.offload=false, or more nodes"):
+        replace(leaves, host_bytes=10**9).check()
+    # What the models have left is the engine's, where it may take more than is free.
+    most = "rollout.engine.max_total_tokens=100000000"
+    more = _ledger("h200-1gpu-ppo.yaml", "reference.offload=true", "critic.offload=true", most).gpus[0].cache_tokens
+    assert more > _ledger("h200-1gpu-ppo.yaml", most).gpus[0].cache_tokens

@@ -23,6 +23,7 @@ from hybridflow.protocols import (
     registrations,
     split,
 )
+from hybridflow.roles.rollout import RolloutWorker
 
 LAYOUTS = [
     Layout(),
@@ -135,3 +136,16 @@ def test_a_protocol_of_ones_own_is_bound_the_same_way() -> None:
     assert found["version"].protocol is first_only
     assert found["version"].blocking
     assert not found["update"].blocking
+
+
+def test_a_method_may_have_a_limit_of_its_own() -> None:
+    class Slow:
+        @register(ONE_TO_ALL, timeout_s=7200.0)
+        def generate(self) -> None: ...
+
+        @register(ONE_TO_ALL)
+        def ping(self) -> None: ...
+
+    assert {name: found.timeout_s for name, found in registrations(Slow).items()} == {"generate": 7200.0, "ping": None}
+    # Responses may take as long as they come further, which the engine itself looks after.
+    assert (registrations(RolloutWorker)["generate"].timeout_s or 0) > 10 * 1800

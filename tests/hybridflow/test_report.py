@@ -22,6 +22,7 @@ from hybridflow.cli import main
 from hybridflow.device_samples import DeviceFile, DeviceSample
 from hybridflow.metrics import Metrics, MetricsConfig
 from hybridflow.report.choice import sections
+from hybridflow.report.over_time import timeline_plots
 from hybridflow.report.plots import BarPlot, LanePlot, LinePlot, Plot
 from hybridflow.report.run_data import read_run
 from hybridflow.report.thinning import bucketed
@@ -110,6 +111,11 @@ def stored(name: str, tmp_path: Path) -> Path:
     return directory
 
 
+def test_a_timeline_of_calls_too_short_to_be_seen() -> None:
+    spans = [Span("actor", 0, "update", begin, begin + 1e-6) for begin in (0.0, 1e6)]
+    assert list(timeline_plots(spans)) == []
+
+
 def step(number: int, **more: float) -> dict[str, float]:
     return {
         metrics.REWARD_MEAN: number / 10,
@@ -148,7 +154,7 @@ def test_the_page_has_the_facts_and_a_plot_of_all_that_was_logged(tmp_path: Path
         "Steps": "5 of 20",
         "Records": "sft 1, train 5, eval 1",
         "Reward, first and last step": "0.1 → 0.5",
-        "Held-out accuracy, first and last": "0.75 → 0.75",
+        "Held-out accuracy": "0.75 (step 5)",
         "Median throughput": "3,000 tokens/s",
         "Median time of a step": "1 s",
         "Algorithm": "grpo",
@@ -249,6 +255,73 @@ def test_what_is_not_finite_is_counted_and_left_out(tmp_path: Path) -> None:
     assert figures["losses"]["alt"] == "Loss of the actor by step: train/loss from 1 to 4, lowest 1, highest 4"
     assert figures["losses"]["note"] == "2 values are not finite and not shown."
     assert figures["entropy"]["alt"].endswith("train/entropy has no finite value")
+
+
+def test_figures_of_other_scales_and_equal_ones_do_not_hide_each_other(tmp_path: Path) -> None:
+    with Metrics(FILES, tmp_path) as log:
+        for number in range(1, 6):
+            log.log(
+                number,
+                {
+                    metrics.TRAIN_LOSS: 0.1 / number,
+                    metrics.TRAIN_POLICY_LOSS: 0.1 / number + 1e-4,
+                    metrics.CRITIC.value_loss: 40.0 / number,
+                    metrics.COST_CRITIC.value_loss: 0.01 * number,
+                    metrics.TRAIN_CLIP_FRACTION_LOW: 0.1,
+                    metrics.TRAIN_CLIP_FRACTION_HIGH: 0.02 * number,
+                    metrics.TRAIN_KL_K1: 0.01 * number,
+                    metrics.TRAIN_KL_K3: 0.011 * number,
+                    metrics.CRITIC.explained_variance: 0.1 * number,
+                },
+            )
+    page = report(tmp_path)
+    assert list(page.figures) == [
+        *("losses", "clip-fraction", "approximate-kl", "value-losses", "cost-value-losses", "explained-variance")
+    ]
+    assert page.figures["losses"]["note"] == "train/policy_loss is nearly the same."
+    drawn = {name: [line.label for line in plot.lines] for name, plot in plots(tmp_path).items()}  # type: ignore[attr-defined]
+    assert drawn["clip-fraction"] == [metrics.TRAIN_CLIP_FRACTION_LOW, metrics.TRAIN_CLIP_FRACTION_HIGH]
+    assert drawn["approximate-kl"] == [metrics.TRAIN_KL_K1, metrics.TRAIN_KL_K3]
+    assert drawn["value-losses"] == [metrics.CRITIC.value_loss]
+    with Metrics(FILES, tmp_path / "other") as log:
+        for number in range(1, 6):
+            log.log(number, {metrics.TRAIN_LOSS: 40.0 / number, metrics.TRAIN_POLICY_LOSS: 0.1 * number})
+    figures = report(tmp_path / "other").figures
+    assert [figure["caption"] for figure in figures.values()] == [
+        *("Loss of the actor", "Loss of the actor: train/policy_loss")
+    ]
+
+
+def test_a_run_on_cpus_has_nothing_of_gpus(tmp_path: Path) -> None:
+    directory = small_run(tmp_path, **{metrics.ACTOR_GPU_MEMORY: 1500.0, "memory/critic_host_mem_mb": 1400.0})
+    recipe = "name: a\nplacement: {pools: {all: 'cpu:0-1'}, actor: all, rollout: 'cpu:0', critic: null}\n"
+    (directory / "recipe.yaml").write_text(recipe)
+    report(directory)
+    text = (directory / "report.html").read_text()
+    assert "memory/critic_host_mem_mb" in text and not re.search(r"GPU|gpu", text)
+    (directory / "recipe.yaml").write_text(recipe.replace("cpu:0-1", "cuda:0-1"))
+    assert metrics.ACTOR_GPU_MEMORY in report(directory).figures["memory"]["texts"]
+
+
+def a_text(number: int) -> dict[str, Any]:
+    return {"phase": "train", "step": number, "sample": number, "version": number, "reward": 0.5, "answer": [1, "<b>"]}
+
+
+def test_samples_stand_in_a_table(tmp_path: Path) -> None:
+    small_run(tmp_path)
+    report(tmp_path)
+    assert "<table>" not in (tmp_path / "report.html").read_text()
+    texts = [a_text(number) | {"prompt": f"p{number}=", "response": "<i>&\n" * 500} for number in range(1, 401)]
+    lines = "".join(json.dumps(text) + "\n" for text in texts)
+    (tmp_path / "samples.jsonl").write_text(lines + lines[:50])  # a kill leaves half a line
+    began = time.process_time()
+    report(tmp_path)
+    assert time.process_time() - began < 30
+    table = re.findall(r"<table>.*</table>", (tmp_path / "report.html").read_text(), re.DOTALL)[0]
+    assert re.findall(r"p\d+=", table) == ["p1=", *(f"p{number}=" for number in range(385, 401))]
+    assert "<i>" not in table and "&lt;i&gt;&amp;" in table and "[1, &quot;&lt;b&gt;&quot;]" in table
+    assert len(table) < 17 * 4000
+    assert "<td>train 400</td><td>0.5</td><td>400</td>" in table
 
 
 def test_any_staleness_is_shown(tmp_path: Path) -> None:
@@ -380,7 +453,9 @@ def test_a_run_that_goes_on_can_be_looked_at(tmp_path: Path, capsys: pytest.Capt
             '{"time": 1}\n',
             "{run}/devices.jsonl:1: '{{\"time\": 1}}', expected an object with time,",
         ),
-        ("recipe.yaml", "a: [", "{run}/recipe.yaml: not YAML"),
+        ("samples.jsonl", "[1]\n", "{run}/samples.jsonl: b'[1]\\n' is no sample, expected an object with prompt"),
+        ("samples.jsonl", '{"phase": "train"}\n', '{run}/samples.jsonl: b\'{{"phase": "train"}}\\n\' is no sample'),
+        ("recipe.yaml", "a: [", "{run}/recipe.yaml:1: "),
         ("recipe.yaml", "- a\n", "{run}/recipe.yaml: expected keys and values, found list"),
         ("timeline.json", "{}", "{run}/timeline.json is no timeline of a run"),
     ],

@@ -80,15 +80,25 @@ def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(
         assert outcome.exit_code == (1 if kill.target == "rollout" else -9), run.output
         assert not outcome.left_over
         assert run.output.count("resume: after step ") == number
-    assert run.output.startswith(f"resume: no whole checkpoint in {killed}/checkpoints; starting afresh\n")
+    assert f"\nresume: no whole checkpoint in {killed}/checkpoints; starting afresh\n" in run.output
     errors = [line for line in run.output.splitlines() if line.startswith("hybridflow: ")]
+    errors = [line for line in errors if "or both were killed" not in line]  # of the driver that was killed
     assert "rollout" in errors[0], errors
     outcome = run.run()
     assert outcome.exit_code == 0, run.output
     assert not outcome.left_over
+    last = run.output[run.output.rindex("\nchecking ") :].splitlines()
+    started = [line.split("  ")[-1] for line in last if line.startswith("start ")]
+    assert started[:2] == [
+        "Ray",
+        "starting actor (2 CPU slots), rollout (1 CPU slot), reference (2 CPU slots), reward (1 CPU slot)",
+    ]
+    assert sorted(started[2:]) == ["actor is ready", "reference is ready", "reward is ready", "rollout is ready"]
     assert [path.name for path in tmp_path.glob("small*")] == ["small"]
 
     assert compare(run, whole) == Comparison(identical=True, lost=0, duplicated=0)
+    written = [(each.run_directory / "samples.jsonl").read_text() for each in (whole, run)]
+    assert written[0] == written[1] and len(written[0].splitlines()) == 4 * 5 + 4 * 4
     states = [driver_state(each.run_directory / "checkpoints" / "step-00000005") for each in (whole, run)]
     assert states[0].pop("run") != states[1].pop("run")
     assert states[0] == states[1]
@@ -97,7 +107,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(
     exported = run.model()
     shutil.rmtree(killed / "model")
     lines = run.output.splitlines()
-    engine, ray = run.temporary / "engine3d-rollout-killed", run.temporary / "hf-ray-killed"
+    engine, ray = run.temporary / "engine3d-rollout-killed_1", run.temporary / "hf-ray-killed_1"
     for directory, lock in ((engine, engine / "owner"), (ray, ray.with_suffix(".lock"))):
         directory.mkdir()
         (directory / "log").touch()
@@ -107,7 +117,11 @@ def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(
     outcome = run.run()
     assert outcome.exit_code == 0, run.output
     assert not outcome.left_over
-    assert run.output.splitlines()[-1] == lines[-1]
+    assert run.output.splitlines()[-4:] == lines[-4:]
+    assert lines[-3:-1] == [
+        f"model        {killed}/model (a HuggingFace directory)",
+        f"checkpoints  {killed}/checkpoints/step-00000005",
+    ]
     assert run.model() == exported
     assert compare(run, whole).identical
 

@@ -19,6 +19,7 @@ from hybridflow.remote_batch import RemoteBatch
 from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig
 from hybridflow.rewards.result import reward_metrics
 from hybridflow.roles.reward import FunctionRewardWorker, reward_result
+from hybridflow.sample_texts import sample_texts
 from hybridflow.worker_group import RankUserError, WorkerGroup
 
 pytestmark = pytest.mark.processes
@@ -34,10 +35,12 @@ def odd_ones_fail(generated_texts):
 
 @contextmanager
 def a_group(directory: Path, on_failure: str) -> Iterator[WorkerGroup]:
-    """With a function of a path that is relative to `directory`, which fails on the text 7."""
+    """With a function that fails on the text 7."""
     (directory / "mine.py").write_text(MODULE)
     make_character_tokenizer(ARITHMETIC_CHARACTERS, directory / "tokenizer")
-    mine = RewardFunctionConfig(name="mine", path="mine.py:odd_ones_fail", weight=0.5, on_failure=on_failure)  # type: ignore[arg-type]
+    mine = RewardFunctionConfig(
+        name="mine", path=f"{directory}/mine.py:odd_ones_fail", weight=0.5, on_failure=on_failure
+    )  # type: ignore[arg-type]
     config = RewardConfig(functions=(RewardFunctionConfig(name="arithmetic", path="arithmetic"), mine))
     pools = reserve(pool_devices({"reward": "cpu:0"}, {}, cluster_nodes()))
     arguments = ({"reward": config}, directory / "tokenizer", EXAMPLES, directory)
@@ -87,5 +90,26 @@ def test_a_failure_that_is_to_stop_the_run_is_one_line(ray_cluster: None, tmp_pa
         with pytest.raises(RankUserError) as caught:
             group.score(a_batch(), split="train").result()
         line = str(caught.value)
-        assert line.startswith("reward rank 0, score: reward 'mine' (mine.py:odd_ones_fail) raised KeyError")
+        assert line.startswith(
+            f"reward rank 0, score: reward 'mine' ({tmp_path}/mine.py:odd_ones_fail) raised KeyError"
+        )
         assert "no such problem" in line and "\n" not in line
+
+
+def test_some_samples_of_a_batch_as_texts(ray_cluster: None, tmp_path: Path) -> None:
+    tokenizer = make_character_tokenizer(ARITHMETIC_CHARACTERS, tmp_path)
+    examples = [Example("1+1=", "2"), Example("3+4=", [7] * 20)]
+    batch, rewards = a_batch(), torch.tensor([1.0, 0.0, 0.5])
+    of_all = sample_texts(batch, rewards, examples, tokenizer, count=9, characters=40)
+    assert [(sample.response, sample.reward, sample.sample, sample.version) for sample in of_all] == [
+        *(("2", 1.0, 50, 1), ("3", 0.0, 51, 1), ("7", 0.5, 52, 1))
+    ]
+    assert [sample.prompt for sample in of_all] == ["1"] * 3
+    assert (of_all[0].answer, of_all[2].answer) == (
+        "2",
+        "[7, 7, 7, 7, 7, 7, 7 [... 20 characters ...] 7, 7, 7, 7, 7, 7, 7]",
+    )
+    two = sample_texts(batch, rewards, examples, tokenizer, count=2, characters=40)
+    assert [sample.sample for sample in two] == [50, 51]
+    kept = sample_texts(batch.select([2, 0]), rewards[[2, 0]], examples, tokenizer, count=2, characters=40)
+    assert [(sample.sample, sample.reward) for sample in kept] == [(52, 0.5), (50, 1.0)]

@@ -55,6 +55,50 @@ def failure_of(config: RewardConfig) -> str:
         return str(error.value)
 
 
+OF_FIELDS = """
+def reward(texts, answers, limit, unit=None, seed=7):
+    assert seed == 7 and set(unit) <= {None, "m"}
+    return [limit[row]["most"] + (answers[row] or 0) for row in range(len(texts))]
+"""
+FIELDS = {"limit": [{"most": 1}, {"most": 2}, {"most": 3}], "unit": [None, "m", "m"], "of_no_interest": [0, 0, 0]}
+
+
+def test_fields_of_the_data_reach_functions_that_ask_for_them_by_name(tmp_path: Path) -> None:
+    config = configured(tmp_path, OF_FIELDS, workers=2)
+    with RewardFunctions(config, list(FIELDS)) as rewards:
+        assert rewards.evaluate(TEXTS, PROMPTS, [0.5, None, 2], FIELDS).total.tolist() == [1.5, 2.0, 5.0]
+    everything = "def reward(texts, **columns):\n    assert sorted(columns) == COLUMNS\n    return [0.0] * len(texts)\n"
+    columns = ["answers", "limit", "of_no_interest", "prompts", "unit"]
+    with RewardFunctions(configured(tmp_path, everything.replace("COLUMNS", str(columns))), list(FIELDS)) as rewards:
+        assert rewards.evaluate(TEXTS, PROMPTS, ANSWERS, FIELDS).total.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "message"),
+    [
+        (
+            OF_FIELDS,
+            ("unit", "level"),
+            "requires an argument 'limit', .* answers and fields of the data \\(unit, level\\)",
+        ),
+        (OF_FIELDS, (), "requires an argument 'limit', .* answers; the data have no other fields"),
+        ("def reward(texts, answers): pass", ("answers",), "asks for 'answers', which is a field of the data too"),
+    ],
+)
+def test_what_the_data_have_not_is_found_before_anything_is_generated(
+    tmp_path: Path, source: str, fields: tuple[str, ...], message: str
+) -> None:
+    with RewardFunctions(configured(tmp_path, source), fields) as rewards, pytest.raises(UserError, match=message):
+        rewards.load()
+    with RewardFunctions(configured(tmp_path, OF_FIELDS), None) as rewards:
+        rewards.load()
+
+
+def test_texts_are_compared_with_texts() -> None:
+    with pytest.raises(UserError, match=r"reward arithmetic: an answer is '0.5' \(float\), expected text or whole"):
+        arithmetic(["0.5"], answers=[0.5])  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize(
     ("text", "right"),
     [("42", True), (" 42\n", True), ("042", False), ("42+1", False), ("4", False), ("-42", False), ("", False)],

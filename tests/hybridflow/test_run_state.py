@@ -14,6 +14,7 @@ import torch
 from engine3d.errors import UserError
 from hybridflow.batch import RolloutBatch
 from hybridflow.batch_files import read_batch, write_batch
+from hybridflow.measured import Measured, Subject
 from hybridflow.phase_file import PhaseFile
 from hybridflow.run_state import RandomState, RunState
 
@@ -43,8 +44,8 @@ def a_state(*buffer: RolloutBatch) -> RunState:
         sampler={"count": 64, "seed": 3, "position": 96},
         updates=24,
         steps_without_update=1,
-        accuracy_before=0.1 + 0.2,
-        accuracy_after=math.nan,
+        first_evaluation=Measured(Subject("accuracy", 256, 0, "f00d"), 0, 0.1 + 0.2),
+        last_evaluation=None,
         random=RandomState.capture(),
         run="a1b2",
         inputs={"data.jsonl.train_path": "xxh3_128:00"},
@@ -94,7 +95,7 @@ def test_the_state_comes_back_with_its_batches(tmp_path: Path) -> None:
         assert_equal(batch, other)
     for name in ("step", "policy_version", "samples_drawn", "sampler", "updates", "steps_without_update", "run"):
         assert getattr(back, name) == getattr(state, name), name
-    assert back.accuracy_before == state.accuracy_before and math.isnan(back.accuracy_after)
+    assert back.first_evaluation == state.first_evaluation and back.last_evaluation is None
     assert back.random == state.random and back.inputs == state.inputs
     assert back.algorithm == state.algorithm
 
@@ -107,6 +108,16 @@ def test_a_state_of_format_1_has_none_of_the_algorithm(tmp_path: Path) -> None:
     driver.write_text(json.dumps(facts))
     back = RunState.read(tmp_path)
     assert back.algorithm == {} and back.step == 12 and len(back.buffer) == 1
+
+
+def test_accuracies_of_no_known_step_count_as_no_evaluation(tmp_path: Path) -> None:
+    a_state().write(tmp_path)
+    driver = tmp_path / "driver.json"
+    facts = json.loads(driver.read_text())
+    del facts["first_evaluation"], facts["last_evaluation"]
+    driver.write_text(json.dumps(facts | {"accuracy_before": 0.25, "accuracy_after": 0.5}))  # as format 2 has them
+    back = RunState.read(tmp_path)
+    assert (back.step, back.first_evaluation, back.last_evaluation) == (12, None, None)
 
 
 def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
@@ -128,6 +139,40 @@ def test_a_state_that_is_not_one_is_refused_in_a_line(tmp_path: Path, text: str)
     with pytest.raises(UserError) as caught:
         RunState.read(tmp_path)
     assert str(tmp_path) in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "place"),
+    [
+        ("step", "12", "step"),
+        ("step", 1.5, "step"),
+        ("updates", True, "updates"),
+        ("sampler", {"count": "many"}, "sampler.count"),
+        ("first_evaluation", {"step": 3}, "first_evaluation.subject"),
+        ("inputs", {"seed": 1}, "inputs.seed"),
+        ("algorithm", {"kl": {"coefficient": None}}, "algorithm.kl.coefficient"),
+        ("random", {"python": [], "numpy": [], "torch": 1}, "random.torch"),
+        ("more", 1, "'more'"),
+    ],
+)
+def test_a_state_of_other_types_is_refused_by_the_name_of_what_is_wrong(
+    tmp_path: Path, key: str, value: object, place: str
+) -> None:
+    a_state().write(tmp_path)
+    facts = json.loads((tmp_path / "driver.json").read_text())
+    (tmp_path / "driver.json").write_text(json.dumps(facts | {key: value}))
+    with pytest.raises(UserError) as caught:
+        RunState.read(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}/driver.json is not the state of a run's driver: {place}")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_batch_elsewhere_is_not_read(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "driver.json").write_text(json.dumps({"buffer": [f"{tmp_path}/buffer-00000.safetensors"]}))
+    with pytest.raises(UserError, match=r"buffer: \['/.*, expected names such as buffer-00000\.safetensors$"):
+        RunState.read(checkpoint)
 
 
 def test_the_phase_file_says_what_the_run_is_at(tmp_path: Path) -> None:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from engine3d.models.load_balance import Routing
 from hybridflow.algorithms.statistics import Statistics
 from hybridflow.metrics import ACTOR, CRITIC
 from hybridflow.roles.model import Update, update_metrics
 
 
-def _update(tokens: int, seconds: float, *, peak: float | None = 1000.0, applied: bool = True) -> Update:
+def _update(
+    tokens: int,
+    seconds: float,
+    *,
+    peak: float | None = 1000.0,
+    applied: bool = True,
+    routing: Routing | None = None,
+) -> Update:
     return Update(
         statistics=Statistics(),
         grad_norm=2.0,
@@ -23,6 +33,7 @@ def _update(tokens: int, seconds: float, *, peak: float | None = 1000.0, applied
         flops=100.0 * tokens,
         seconds=seconds,
         peak_flops=peak,
+        routing=routing,
     )
 
 
@@ -37,8 +48,30 @@ def test_throughput_counts_what_the_slowest_replica_takes_on_every_device() -> N
     assert values[ACTOR.gpu_reserved] == 60
 
 
+def test_a_cpu_has_no_memory_of_a_gpu() -> None:
+    values = update_metrics([[dataclasses.replace(_update(30, 3.0), on_gpu=False)]])
+    assert values["memory/actor_host_mem_mb"] == 30
+    assert not [name for name in values if "gpu" in name]
+
+
 def test_a_device_of_unknown_speed_has_no_utilisation() -> None:
     values = update_metrics([[_update(30, 3.0, peak=None)], [_update(30, 3.0, peak=None, applied=False)]], CRITIC)
     assert "critic/mfu" not in values
     assert values["critic/device_tokens_per_sec"] == pytest.approx(60 / (4 * 6.0))
     assert values["critic/skipped_updates"] == 1
+
+
+def test_loads_and_losses_of_routers_are_means_over_updates() -> None:
+    first = Routing((0, 2, 3), (1.5, 2.0, 1.0), (0.5, 0.25, 0.75), z=4.0, sequence=1.5, update=None)
+    second = Routing((0, 2, 3), (2.5, 3.0, 1.0), (0.5, 0.5, 0.125), z=6.0, sequence=1.0, update=None)
+    steps = [[_update(30, 3.0, routing=each), _update(10, 2.0, routing=each)] for each in (first, second)]
+    values = update_metrics(steps)
+    assert values["train/expert_load_max"] == 2.5
+    assert values["train/expert_load_max_layer"] == 2
+    assert values["train/expert_load_max_mean"] == pytest.approx((2.0 + 2.5 + 1.0) / 3)
+    assert values["train/expert_load_min"] == 0.125
+    assert values["train/router_z_loss"] == 5.0
+    assert values["train/sequence_balance_loss"] == 1.25
+    assert "train/update_balance_loss" not in values  # its coefficient is 0
+    assert update_metrics(steps, CRITIC)["critic/expert_load_max"] == 2.5
+    assert not any("expert" in name for name in update_metrics([[_update(30, 3.0)]]))

@@ -134,7 +134,7 @@ def test_values_updates_and_moments_of_a_critic(stage: Stage) -> None:
     assert found["critic/value_loss"] == pytest.approx(float(error.square().mean() / 2), rel=1e-4)
     assert found["critic/value_mean"] == pytest.approx(float(values[written].mean()), rel=1e-4)
     assert found["critic/learning_rate"] == 0.0 and found["critic/clip_fraction"] < 1
-    assert all(name.startswith(("critic/", "memory/critic_gpu_")) for name in found)
+    assert all(name.startswith(("critic/", "memory/critic_host_")) for name in found)
 
     critic.restart_schedule().result()  # so that this one leaves the weights as they are, too
     update = critic.update_values(remote, algorithm=PPO, kind="cost").result()
@@ -144,7 +144,7 @@ def test_values_updates_and_moments_of_a_critic(stage: Stage) -> None:
     assert found["cost_critic/clip_fraction"] == pytest.approx(float(clipped[written].double().mean()))
     assert found["cost_critic/return_mean"] == pytest.approx(float(2 * returns[written].mean()), rel=1e-4)
     assert found["cost_critic/learning_rate"] == 0.0
-    assert all(name.startswith(("cost_critic/", "memory/cost_critic_gpu_")) for name in found)
+    assert all(name.startswith(("cost_critic/", "memory/cost_critic_host_")) for name in found)
 
     pieces = critic.apply(remote, function=cost_moments, arguments={}).notes()
     assert sum(piece.returns.count for piece in pieces) == int(written.sum())

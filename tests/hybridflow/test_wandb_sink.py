@@ -142,3 +142,13 @@ def test_what_wandb_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WANDB_MODE", "sometimes")
     with pytest.raises(UserError, match=r"wandb refuses to begin: .*sometimes"):
         Metrics(ONLY_WANDB, tmp_path / "run")
+
+
+def test_secrets_of_the_command_line_are_not_kept(
+    offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hybridflow", "train", "a.api_key=hunter2-of-this-test", "a.b=kept"])
+    with Metrics(ONLY_WANDB, tmp_path / "run"):
+        pass
+    written = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert b"hunter2" not in written and b"a.b=kept" in written

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Timer
 
 import psutil
 import pytest
@@ -61,9 +64,8 @@ def test_splits_over_dp_and_collects_one_rank_of_each_replica(group: WorkerGroup
 def test_blocking_methods_return_the_result(group: WorkerGroup) -> None:
     rows = group.environment(["RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"])
     assert rows == [[str(rank), "4", str(rank), ""] for rank in range(4)]
-    masters = group.environment(["MASTER_ADDR", "MASTER_PORT"])
-    assert len({tuple(master) for master in masters}) == 1
-    assert all(masters[0])
+    [[store]] = {tuple(names) for names in group.environment(["ENGINE3D_STORE"])}
+    assert store.startswith(f"file://{Path(os.environ['RAY_AUTH_TOKEN_PATH']).parent}/")
 
 
 def test_one_entry_a_rank(group: WorkerGroup) -> None:
@@ -192,6 +194,26 @@ def test_a_rank_that_hangs_meets_the_limit_and_shows_its_stack(failing: WorkerGr
     assert path is not None
     assert "_wait_for_nobody" in path.read_text()
     assert all_gone(processes)
+
+
+def test_a_rank_that_stands_still_is_named_before_the_limit(
+    pools: dict[str, ResourcePool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with WorkerGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, quiet_s=1) as group:
+        assert group.identity([1, 2]).result() == [1, 2]
+        stopped = group._processes[1]
+        stopped.suspend()
+        asked = group.identity([1, 2])
+        Timer(3, stopped.resume).start()
+        assert asked.result() == [1, 2]
+    lines = [line for line in capfd.readouterr().err.splitlines() if "no answer since" in line]
+    assert len(lines) == 1
+    line = r"hybridflow: .*: critic rank 1, identity: no answer since [\d:]+ \(\d s\); process (\d+) of critic is st"
+    found = re.match(line, lines[0])
+    assert found is not None, lines
+    assert int(found[1]) == stopped.pid
+    for name in ("critic-0.log", "critic-1.log", "driver-stacks.log"):
+        assert "most recent call first" in (tmp_path / name).read_text()
 
 
 def test_a_failed_input_is_named_by_the_rank_that_should_have_made_it(pools: dict[str, ResourcePool]) -> None:

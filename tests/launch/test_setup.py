@@ -18,7 +18,8 @@ SETUP = ROOT / "launch" / "setup.sh"
 
 
 def pins(name: str) -> dict[str, str]:
-    lines = (line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines())
+    lines = (line.split("#")[0].strip(" \\") for line in (ROOT / name).read_text().splitlines())
+    lines = (line for line in lines if not line.startswith("--hash="))
     return {canonical(pin.partition("==")[0]): pin.partition("==")[2] for pin in lines if pin}
 
 
@@ -37,16 +38,33 @@ def test_every_direct_dependency_has_a_reason(name: str) -> None:
 
 
 def test_pins_are_exact_and_name_no_index() -> None:
-    for file in ROOT.glob("requirements*"):
+    for file in ROOT.glob("requirements*.txt"):
         for line in file.read_text().splitlines():
             if line.strip() and not line.startswith("#"):
-                assert re.fullmatch(r"[\w.-]+==[\w.+!-]+( +# via .*)?", line), f"{file.name}: {line}"
+                assert re.fullmatch(r"[\w.-]+==[\w.+!-]+", line), f"{file.name}: {line}"
+
+
+def test_the_lock_has_a_hash_for_every_file_of_a_pin_and_names_no_index() -> None:
+    lock = (ROOT / "requirements.lock").read_text()
+    pin = r"[\w.-]+==[\w.+!-]+( \\\n    --hash=sha256:[0-9a-f]{64})+\n(    # via .*\n|    # +.*\n)+"
+    assert re.fullmatch(rf"({pin})+", lock)
+    assert "/" not in lock.replace("-r requirements", "")
+
+
+def test_everything_is_installed_by_its_hash() -> None:
+    for file in (SETUP, ROOT / "Dockerfile"):
+        commands = re.sub(r"\\\n\s*", "", file.read_text()).splitlines()
+        installing = [line for line in commands if "pip install" in line and "--editable" not in line]
+        assert installing and all("--require-hashes" in line for line in installing), file
 
 
 def test_an_image_keeps_its_gpu_stack() -> None:
-    lock = ["torch==2.11.0   # via sglang", "ray==2.60.0", "numpy==2.3.5", "nvidia-nccl-cu13==2.28.9", "# comment"]
+    names = ["torch==2.11.0", "ray==2.60.0", "numpy==2.3.5", "nvidia-nccl-cu13==2.28.9"]
+    lock = "".join(
+        f"{pin} \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n    # via\n    #   sglang\n" for pin in names
+    )
     installed = {"torch": "2.11.0a0+nv26.03", "numpy": "2.3.5", "ray": "2.0.0"}
-    assert missing(lock, installed) == ["ray==2.60.0"]
+    assert missing(lock, installed) == ["ray==2.60.0 --hash=sha256:aa --hash=sha256:bb"]
 
 
 def run_setup(path: Path, environment: dict[str, str], venv: Path) -> subprocess.CompletedProcess[str]:

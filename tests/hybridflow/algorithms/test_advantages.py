@@ -102,3 +102,11 @@ def test_remax_advantages_follow_their_rows_and_add_nothing_on_average() -> None
 def test_remax_refuses_rewards_that_are_not_finite(rewards: list[float], baseline: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         remax_advantages(torch.tensor(rewards), torch.tensor(baseline))
+
+
+def test_columns_that_would_be_broadcast_are_refused() -> None:
+    rewards = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"remax_advantages: baseline_rewards has shape \(3, 1\), expected \(3,\)"):
+        remax_advantages(rewards, rewards[:, None])
+    with pytest.raises(ValueError, match=r"group_relative_advantages: group_ids has shape \(2,\), expected \(3,\)"):
+        group_relative_advantages(rewards, torch.zeros(2, dtype=torch.int64), normalise_by_std=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from hybridflow.algorithms.config import AlgorithmConfig
-from hybridflow.algorithms.registry import ALGORITHMS
+from hybridflow.algorithms.registry import ALGORITHMS, Algorithm, names_with
 from hybridflow.settings_file import SettingsError, build_settings
 
 
@@ -23,7 +25,7 @@ from hybridflow.settings_file import SettingsError, build_settings
         ({"kl_controller": "adaptive", "kl_target": 0.1}, "kl_coef 0.0, expected a target, and a coefficient above 0"),
         (
             {"name": "safe_rlhf", "lagrange_initial": 6.0},
-            "lagrange_initial is 6.0, expected at most lagrange_max, 5.0",
+            "lagrange_initial is 6.0, expected between lagrange_min, 0.05, and lagrange_max, 5.0",
         ),
     ],
 )
@@ -33,17 +35,43 @@ def test_algorithm_settings_that_make_no_sense_are_refused(settings: dict[str, o
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_what_each_algorithm_needs(name: str) -> None:
+def test_every_algorithm_is_there_and_needs_a_reference_only_where_it_is_asked_for(name: str) -> None:
     config = AlgorithmConfig(name=name)
-    assert config.needs_critic == (name in ("ppo", "safe_rlhf"))
-    assert config.needs_cost == (name == "safe_rlhf")
-    assert config.algorithm.group_baseline == (name == "grpo")
     assert callable(config.algorithm.load())
     assert not config.needs_reference
 
 
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("grpo", {"group_baseline", "group_std"}),
+        ("ppo", {"critic"}),
+        ("remax", {"greedy_baseline"}),
+        ("safe_rlhf", {"critic", "costs"}),
+    ],
+)
+def test_what_the_published_algorithms_need(name: str, needs: set[str]) -> None:
+    flags = [flag.name for flag in dataclasses.fields(Algorithm) if flag.name != "dataflow"]
+    assert {flag for flag in flags if getattr(ALGORITHMS[name], flag)} == needs
+
+
+def names(**needs: bool) -> str:
+    """As errors list the algorithms that need something, however many there are."""
+    return " or ".join(map(repr, names_with(**needs)))
+
+
+def test_only_an_algorithm_that_divides_by_it_takes_the_setting_of_the_standard_deviation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rloo = Algorithm("hybridflow.dataflows.grpo:grpo", group_baseline=True)
+    monkeypatch.setitem(ALGORITHMS, "rloo", rloo)
+    with pytest.raises(ValueError, match="normalise_advantages_by_std is set with name 'rloo', which does not use it"):
+        AlgorithmConfig(name="rloo", normalise_advantages_by_std=False)
+    assert "normalise_advantages_by_std" not in AlgorithmConfig(name="rloo").model_dump()
+
+
 def test_a_key_that_the_algorithm_does_not_use_is_refused_in_one_line() -> None:
-    expected = "gamma is set with name 'grpo', which does not use it; expected name 'ppo' or 'safe_rlhf', or no gamma"
+    expected = f"gamma is set with name 'grpo', which does not use it; expected name {names(critic=True)}, or no gamma"
     with pytest.raises(ValueError, match=expected):
         AlgorithmConfig(gamma=1.0)  # the default, but somebody wrote it
     with pytest.raises(SettingsError) as refused:
@@ -51,9 +79,9 @@ def test_a_key_that_the_algorithm_does_not_use_is_refused_in_one_line() -> None:
             AlgorithmConfig, {"name": "remax", "cost_limit": 1.0, "normalise_advantages_by_std": True}, {}, "recipe"
         )
     assert refused.value.lines == (
-        "recipe: normalise_advantages_by_std is set with name 'remax', which does not use it; expected name 'grpo', "
-        "or no normalise_advantages_by_std; cost_limit is set with name 'remax', which does not use it; expected name "
-        "'safe_rlhf', or no cost_limit",
+        f"recipe: normalise_advantages_by_std is set with name 'remax', which does not use it; expected name "
+        f"{names(group_std=True)}, or no normalise_advantages_by_std; cost_limit is set with name 'remax', which does "
+        f"not use it; expected name {names(costs=True)}, or no cost_limit",
     )
     with pytest.raises(ValueError, match="kl_horizon is set with kl_controller 'fixed', which does not use it"):
         AlgorithmConfig(kl_horizon=100)
@@ -95,7 +123,7 @@ def test_a_wrong_name_is_one_error() -> None:
     with pytest.raises(SettingsError) as refused:
         build_settings(AlgorithmConfig, {"name": "pp0"}, {}, "recipe")
     assert refused.value.lines == (
-        "recipe: name: 'pp0' is no algorithm, expected 'grpo' or 'ppo' or 'remax' or 'safe_rlhf'",
+        f"recipe: name: 'pp0' is no algorithm, expected {' or '.join(map(repr, ALGORITHMS))}",
     )
 
 

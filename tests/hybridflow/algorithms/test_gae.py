@@ -103,3 +103,20 @@ def test_gae_never_reads_outside_the_mask_and_rows_stand_alone() -> None:
     close = gae_advantages(close_rewards, close_values, squeezed, gamma=0.9, lam=0.9)
     for index, column in enumerate(clean):
         assert torch.equal(close[index][squeezed], column[mask])
+
+
+def test_figures_that_are_no_numbers_and_other_shapes_are_refused() -> None:
+    mask = torch.tensor([[T, T, F], [T, F, F]])
+    good, bad = torch.zeros(2, 3), torch.zeros(2, 3)
+    bad[1, 0] = torch.nan
+    settings = {"gamma": 1.0, "lam": 1.0}
+    with pytest.raises(ValueError, match="gae_advantages: the value of row 1, token 0 is nan, expected a finite"):
+        gae_advantages(good, bad, mask, **settings)
+    with pytest.raises(ValueError, match="token_rewards: the KL divergence of row 1, token 0 is nan"):
+        token_rewards(torch.zeros(2), mask, bad, 0.1)
+    with pytest.raises(ValueError, match=r"values has shape \(2, 1\) and response_mask \(2, 3\)"):
+        gae_advantages(good, good[:, :1], mask, **settings)
+    with pytest.raises(ValueError, match=r"token_rewards: rewards has shape \(2, 1\), expected \(2,\)"):
+        token_rewards(torch.zeros(2, 1), mask)
+    with pytest.raises(ValueError, match=r"the mask is torch\.int64, expected torch\.bool"):
+        gae_advantages(good, good, mask.long(), **settings)

@@ -221,3 +221,21 @@ def test_columns_that_the_config_needs_are_asked_for() -> None:
         policy_gradient_loss(torch.zeros(2), config=AlgorithmConfig(entropy_coef=0.1), **base)
     with pytest.raises(ValueError, match=r"old_logprobs has shape \(3,\), weights \(2,\)"):
         policy_gradient_loss(torch.zeros(2), old_logprobs=torch.zeros(3), config=AlgorithmConfig(), **base)
+
+
+def test_an_entropy_that_is_no_number_only_reaches_a_loss_that_asks_for_it() -> None:
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    columns = {"advantages": torch.ones(2), "weights": torch.full((2,), 0.5), "entropy": torch.tensor([1.0, torch.nan])}
+    for coefficient, finite in ((0.0, True), (0.1, False)):
+        loss, found = policy_gradient_loss(logprobs, config=AlgorithmConfig(entropy_coef=coefficient), **columns)
+        assert math.isfinite(loss.item()) == finite
+        assert math.isnan(found.values()[metrics.TRAIN_ENTROPY])
+
+
+def test_tokens_at_the_limit_of_the_penalty_are_counted() -> None:
+    reference = {"ref_logprobs": torch.tensor([17.0, -1.5, -2.0, 0.0])}
+    columns = {"advantages": torch.zeros(4), "weights": torch.tensor([0.5, 0.25, 0.25, 0.0])}
+    for estimator, expected in (("k3", 1 / 3), ("k2", None)):
+        config = AlgorithmConfig(kl_coef=0.1, kl_estimator=estimator)
+        _, found = policy_gradient_loss(torch.full((4,), -1.0), config=config, **columns, **reference)
+        assert found.values().get(metrics.TRAIN_REFERENCE_KL_CAPPED) == pytest.approx(expected)

@@ -8,6 +8,8 @@ import math
 import pytest
 import torch
 
+from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.algorithms.controllers import Controllers
 from hybridflow.algorithms.gae import gae_advantages, token_rewards
 from hybridflow.algorithms.safe_rlhf import LagrangeMultiplier, safe_advantages
 from tests.hybridflow.algorithms.columns import mask_with_holes
@@ -35,7 +37,7 @@ def test_a_kl_penalty_on_both_sides_has_the_same_weight_whatever_the_multiplier_
 
 
 def test_the_multiplier_ascends_the_lagrangian() -> None:
-    multiplier = LagrangeMultiplier(initial=0.5, lr=0.2, limit=1.0, maximum=1e6)
+    multiplier = LagrangeMultiplier(initial=0.5, lr=0.2, limit=1.0, minimum=1e-6, maximum=1e6)
     log = torch.tensor(math.log(0.5), dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.SGD([log], lr=0.2, maximize=True)
     for mean_cost in (3.0, 2.0, 1.0, -4.0, 0.5):
@@ -47,7 +49,7 @@ def test_the_multiplier_ascends_the_lagrangian() -> None:
 
 
 def test_the_multiplier_by_hand() -> None:
-    multiplier = LagrangeMultiplier(initial=2.0, lr=0.1, limit=0.5, maximum=4.0)
+    multiplier = LagrangeMultiplier(initial=2.0, lr=0.1, limit=0.5, minimum=1e-3, maximum=4.0)
     assert multiplier.value == pytest.approx(2.0)
     multiplier.update(0.5)  # at the limit it stays
     assert multiplier.value == pytest.approx(2.0)
@@ -57,22 +59,43 @@ def test_the_multiplier_by_hand() -> None:
     assert multiplier.value == pytest.approx(4.0)
     multiplier.update(-0.5)  # and comes down from the maximum at once
     assert multiplier.value == pytest.approx(4.0 * math.exp(-0.1 * 4.0))
-    for _ in range(200):
+    for _ in range(2000):
         multiplier.update(-10.0)
-    assert 0 < multiplier.value < 0.01
+    assert multiplier.value == pytest.approx(1e-3)
     with pytest.raises(ValueError, match="the mean cost is nan, expected a finite number"):
         multiplier.update(math.nan)
 
 
 def test_the_multiplier_goes_on_exactly_where_it_was() -> None:
-    first = LagrangeMultiplier(initial=0.7, lr=0.1, limit=0.0, maximum=5.0)
+    first = LagrangeMultiplier(initial=0.7, lr=0.1, limit=0.0, minimum=0.01, maximum=5.0)
     first.update(0.123)
     state = json.loads(json.dumps(first.state_dict()))
-    second = LagrangeMultiplier(initial=2.0, lr=0.1, limit=0.0, maximum=5.0)
+    second = LagrangeMultiplier(initial=2.0, lr=0.1, limit=0.0, minimum=0.01, maximum=5.0)
     second.load_state_dict(state)
     for multiplier in (first, second):
         multiplier.update(0.456)
     assert second.value == first.value
-    lower = LagrangeMultiplier(initial=0.1, lr=0.1, limit=0.0, maximum=0.2)
+    lower = LagrangeMultiplier(initial=0.1, lr=0.1, limit=0.0, minimum=0.1, maximum=0.2)
     lower.load_state_dict(state)
     assert lower.value == pytest.approx(0.2)
+    higher = LagrangeMultiplier(initial=2.0, lr=0.1, limit=0.0, minimum=1.5, maximum=5.0)
+    higher.load_state_dict(state)
+    assert higher.value == pytest.approx(1.5)
+
+
+def test_the_multiplier_comes_back_from_a_batch_of_very_low_cost() -> None:
+    config = AlgorithmConfig(name="safe_rlhf")
+    multiplier = Controllers(config).multiplier
+    multiplier.update(-400.0)
+    assert multiplier.value == pytest.approx(config.lagrange_min)
+    steps = round((1 / config.lagrange_min - 1) / config.lagrange_lr)  # of the continuous equation
+    for _ in range(steps):
+        multiplier.update(1.0)
+    assert multiplier.value == pytest.approx(1.0, rel=0.2)
+
+
+def test_advantages_of_two_shapes_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"safe_advantages: cost_advantages has shape \(3, 1\) and reward_advantages \(3, 4\)"
+    ):
+        safe_advantages(torch.zeros(3, 4), torch.zeros(3, 1), 1.0)

@@ -68,3 +68,14 @@ def test_equal_advantages_become_exactly_zero(counted: int) -> None:
     values = torch.full((1, 9), 0.1)
     pieces = [moments(values[:, :4], mask[:, :4]), moments(values[:, 4:], mask[:, 4:])]
     assert whiten(values, mask, Moments.merge(pieces)).tolist() == [[0.0] * 9]
+
+
+def test_masks_of_integers_and_moments_that_are_no_numbers_are_refused() -> None:
+    values, mask = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1, 0, 1]])
+    for call in (moments, lambda values, mask: whiten(values, mask, Moments(1, 0.0, 1.0))):
+        with pytest.raises(ValueError, match=r"the mask is torch\.int64, expected torch\.bool"):
+            call(values, mask)
+        with pytest.raises(ValueError, match=r"mask has shape \(1, 1\) and (values|advantages) \(1, 3\)"):
+            call(values, mask[:, :1].bool())
+    with pytest.raises(ValueError, match="whiten: advantages of mean nan"):
+        whiten(values, mask.bool(), moments(torch.tensor([[torch.nan, 0.0, 1.0]]), mask.bool()))

@@ -1,0 +1,68 @@
+"""The TCP sockets on which the processes of a run listen, from /proc alone."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_LISTEN = "0A"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Listener:
+    """One listening socket of one process."""
+
+    address: str
+    port: int
+    process: str
+    """Name of the program and first words of its command line."""
+
+    @property
+    def only_this_host(self) -> bool:
+        """Whether only processes of this host can connect."""
+        address = ipaddress.ip_address(self.address)
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        return (mapped or address).is_loopback
+
+
+def listeners(root: int) -> set[Listener]:
+    """Of a process and all that descend from it."""
+    listening = _listening()
+    found = set()
+    try:
+        first = psutil.Process(root)
+        family = [first, *first.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return set()
+    for process in family:
+        with contextlib.suppress(psutil.Error, OSError):
+            for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    target = str(descriptor.readlink())
+                    if target.startswith("socket:[") and (place := listening.get(int(target[8:-1]))):
+                        found.add(Listener(*place, " ".join(process.cmdline()[:6])[:200]))
+    return found
+
+
+def _listening() -> dict[int, tuple[str, int]]:
+    """Address and port of every listening socket of this network namespace, by inode."""
+    found = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
+            for line in Path(table).read_text().splitlines()[1:]:
+                _, local, _, state, *rest = line.split()
+                if state == _LISTEN:
+                    address, _, port = local.partition(":")
+                    found[int(rest[5])] = (_address(address), int(port, 16))
+    return found
+
+
+def _address(text: str) -> str:
+    """An address as the kernel writes it: words of four bytes, each in the machine's order."""
+    words = [int(text[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(text), 8)]
+    return str(ipaddress.ip_address(b"".join(words)))
