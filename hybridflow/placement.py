@@ -229,11 +229,18 @@ def _start_here(cpus: int, object_store_bytes: int | None, limits: LimitsConfig)
             _tell_watchdog(f"{pid} {name}")
         _watch = RayWatch(processes, _lost, quiet_s=limits.quiet_s, limit_s=limits.call_s)
     except Exception as error:
-        stop_ray()
+        _stop_start(directory)
         raise EngineError(f"Ray did not start on this machine: {_first_line(error)}") from error
     except BaseException:
-        stop_ray()
+        _stop_start(directory)
         raise
+
+
+def _stop_start(directory: str) -> None:
+    """Stop a Ray that has not started, and may be standing still."""
+    # Its end would wait for what stands still in C++, and keep every thread of this process from running meanwhile.
+    watchdog.kill_run(f"{_MARKER}={directory}", directory)
+    stop_ray()
 
 
 @contextlib.contextmanager

@@ -9,9 +9,9 @@ DIRECTORY open (a process that sets its title overwrites what others can see of 
 process group of one of these.
 
 Until then it reads lines. `PID NAME` tells of a process by whose death Ray may end the one at the other end before that
-has said why; it is said here then, unless the line `end` has come. `within SECONDS` bounds a start: after so long all
-that has started is killed, so that the process at the other end comes back from where it waits for it, perhaps in C++
-and without a thread that can run; `within 0` says that the start is over.
+has said why; it is said here then, unless the line `end` has come before. `within SECONDS` bounds a start, and the end
+of one: after so long all that has started is killed, so that the process at the other end comes back from where it
+waits for it, perhaps in C++ and without a thread that can run; `within 0` says that the start is over.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _has_ended(pid: int) -> bool:
 
 def listen(marker: str, directory: str) -> str | None:
     """Wait until standard input closes; which process had died before, if nobody has said so."""
-    inbox, died = b"", None
+    inbox, died, spoken = b"", None, False
     deadline: float | None = None
     names: dict[int, str] = {}
     poll = select.poll()
@@ -112,7 +112,7 @@ def listen(marker: str, directory: str) -> str | None:
             deadline = None
             kill_run(marker, directory)
         for descriptor in ready.keys() & names.keys():
-            died = died or names[descriptor]
+            died = died or (None if spoken else names[descriptor])
             poll.unregister(descriptor)
         if 0 not in ready:
             continue
@@ -120,8 +120,8 @@ def listen(marker: str, directory: str) -> str | None:
         *lines, inbox = (inbox + data).split(b"\n")
         for line in lines:
             if line == END.encode():
-                sys.stdin.buffer.read()
-                return None
+                spoken = True
+                continue
             pid, _, name = line.decode().partition(" ")
             if pid == WITHIN:
                 deadline = time.monotonic() + float(name) if float(name) else None
@@ -131,7 +131,7 @@ def listen(marker: str, directory: str) -> str | None:
                 names[descriptor] = f"{name} (process {pid})"
                 poll.register(descriptor, select.POLLIN)
         if not data:
-            return died
+            return None if spoken else died
 
 
 def main() -> None:

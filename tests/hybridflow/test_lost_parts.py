@@ -36,6 +36,8 @@ ENDLESS = [
     "limits={quiet_s: 2, stop_s: 4}",
 ]
 START_S = 180.0
+# Ray's C++ code waits in the driver before it knows where its log is.
+_OF_RAY = re.compile(r"\[[\d ,:-]+ W \d+ \d+\] (gcs_client|rpc_client)\.\w+:\d+: .*")
 _BESIDE = ("hybridflow: start: ", "hybridflow: metrics and logs are in ", "hybridflow: nothing to resume from: ")
 
 
@@ -62,8 +64,9 @@ class Run:
         """Every process that the run was seen to have."""
 
     def lines(self) -> list[str]:
-        """On stderr; those of a start that takes its time, and of how to resume, are left out."""
-        return [line for line in self.errors.read_text().splitlines() if not line.startswith(_BESIDE)]
+        """On stderr; those of a start that takes its time, of Ray's own, and of how to resume are left out."""
+        lines = self.errors.read_text().splitlines()
+        return [line for line in lines if not line.startswith(_BESIDE) and not _OF_RAY.fullmatch(line)]
 
     def wait_until(self, condition: Callable[[Run], bool], limit_s: float = START_S) -> None:
         deadline = time.monotonic() + limit_s
