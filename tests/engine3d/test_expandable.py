@@ -73,9 +73,7 @@ for tensor in (before, after):
         print("refused:", error)
 expandable = [each for each in torch.cuda.memory_snapshot() if each["is_expandable"]]
 print("expandable:", sum(each["total_size"] for each in expandable) >> 20)
-shared = tensor = None
-platform.empty_cache()
-print("not expandable:", sum(each["total_size"] for each in torch.cuda.memory_snapshot() if not each["is_expandable"]))
+print("not:", sum(each["total_size"] for each in torch.cuda.memory_snapshot() if not each["is_expandable"]) >> 20)
 """
 
 
@@ -88,5 +86,6 @@ def test_what_is_to_be_shared_is_memory_of_cudamalloc_and_the_rest_expandable() 
         [sys.executable, "-c", _SHARES], cwd=root, env=environment, capture_output=True, text=True, check=True
     )
     lines = ended.stdout.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["refused", "refused", "expandable", "not expandable"]
-    assert int(lines[2].split()[-1]) >= 128 and lines[3].endswith(" 0")
+    assert [line.partition(":")[0] for line in lines] == ["refused", "refused", "expandable", "not"]
+    assert int(lines[2].split()[-1]) >= 64 + 256
+    assert lines[3] == f"not: {2 + 20 + 128}"  # what PyTorch takes of cudaMalloc for the three

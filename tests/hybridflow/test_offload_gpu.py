@@ -17,6 +17,7 @@ def test_every_transfer_into_released_weights_is_proved(tmp_path: Path) -> None:
     ended = run_recipe(
         str(ROOT / "launch/recipes/h200-1gpu-ppo.yaml"),
         tmp_path,
+        "placement.shared_gpus=true",  # other tests of this process may still hold some
         "trainer.steps=3",
         "trainer.prompts_per_step=32",
         "rollout.engine.deterministic=false",

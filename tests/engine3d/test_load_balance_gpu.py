@@ -1,0 +1,61 @@
+"""On GPUs: losses of routers with Transformer Engine's layers, however samples are cut and experts spread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine3d.platform import platform
+from tests.engine3d import tiny_models
+from tests.engine3d.distributed import run_distributed
+from tests.engine3d.test_load_balance import _expected, _Figures, _slices, _updates
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not platform.has_transformer_engine, reason="needs a GPU and Transformer Engine"),
+]
+CUTS: list[dict[str, Any]] = [
+    {"micro_batch_tokens": 30},
+    {"micro_batch_tokens": 1000},
+    {"micro_batch_tokens": 30, "recompute": "full"},
+]
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    1: [{"sizes": {}, **cut} for cut in CUTS],
+    2: [{"sizes": {"ep": 2}, **cut} for cut in CUTS],
+}
+
+
+def _wide(directory: Path, ways: list[dict[str, Any]]) -> list[_Figures]:
+    found = _updates(directory, [way | {"dtype": "bfloat16"} for way in ways])
+    return [
+        _Figures([(piece, gradient.cpu()) for piece, gradient in each.gradients], each.told, each.grad_norm)
+        for each in found
+    ]
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_gradients_of_routers_are_those_of_the_whole_update(world_size: int, tmp_path: Path) -> None:
+    """bfloat16 rounds by a percent; a loss per micro-batch or rank would be off by a factor of two or more."""
+    if platform.gpus < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    gradients, told = _expected(tiny_models.make("qwen3_moe", tmp_path / "moe"))
+    ranks = run_distributed(_wide, world_size, tmp_path / "moe", LAYOUTS[world_size], timeout_s=300)
+    routers = {name for name in gradients if name.endswith("mlp.gate.weight")}
+    assert routers
+    for number, way in enumerate(LAYOUTS[world_size]):
+        seen = set()
+        for rank in ranks:
+            figures = rank[number]
+            for piece, found in figures.gradients:
+                if piece.hf_name in routers:
+                    seen.add(piece.hf_name)
+                    right = gradients[piece.hf_name][_slices(piece.hf_box)]
+                    error = float(torch.linalg.vector_norm(found.float() - right) / torch.linalg.vector_norm(right))
+                    print(f"{way} {piece.hf_name}: off by {error:.4f}")
+                    assert error < 0.1, (way, piece.hf_name)
+            for name in ("z", "sequence", "update"):
+                assert getattr(figures.told, name) == pytest.approx(sum(told[name]) / 3, rel=0.02), (way, name)
+        assert seen == routers
