@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine3d.models import FAMILIES, load_model_spec, missing_for_sglang
-from engine3d.reshard.simulate import trace_engine_layout
+from engine3d.reshard.describe.simulate import trace_engine_layout
 from engine3d.rollout import RolloutConfig, launch
 
 SMALL: dict[str, Any] = {

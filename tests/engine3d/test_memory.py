@@ -21,8 +21,8 @@ from engine3d.memory.serving import (
     prompt_tokens,
 )
 from engine3d.models import ModelSpec, load_model_spec
-from engine3d.reshard.shards import Place
-from engine3d.reshard.source import planned_shards
+from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.describe.source import planned_shards
 from engine3d.rollout.config import RolloutConfig
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from tests.engine3d import tiny_models

@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A local Ray with eight CPU slots and no placement groups in use."""
-    from hybridflow.placement import start_ray, stop_ray
+    from hybridflow.cluster.ray_runtime import start_ray, stop_ray
 
     start_ray(cpu_slots=8)
     yield

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError
-from engine3d.reshard.sender import Sent, Transport
-from hybridflow.protocols import ONE_TO_ALL, register
-from hybridflow.rank_process import WorkerContext
+from engine3d.reshard.transport.sender import Sent, Transport
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.rollout import RolloutWorker
+from hybridflow.workers.protocols import ONE_TO_ALL, register
+from hybridflow.workers.ranks import WorkerContext
 
 
 class Overwritten(RolloutWorker):

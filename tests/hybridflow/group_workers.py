@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError
-from hybridflow.protocols import (
+from hybridflow.workers.protocols import (
     ALL_TO_ALL,
     DP_PROTO,
     ONE_TO_ALL,
@@ -24,13 +24,13 @@ from hybridflow.protocols import (
     register,
     split,
 )
-from hybridflow.rank_process import WorkerContext
+from hybridflow.workers.ranks import WorkerContext
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hybridflow.batch import RolloutBatch
-    from hybridflow.columns import Columns
+    from hybridflow.batch.rollout_batch import RolloutBatch
+    from hybridflow.batch.worker_output import Columns
 
 
 class Arithmetic:
@@ -80,7 +80,7 @@ class Model:
 
     @register(THREE_D_PROTO)
     def returns(self, batch: RolloutBatch) -> Columns:
-        from hybridflow.columns import Columns
+        from hybridflow.batch.worker_output import Columns
 
         assert batch.ref_logprobs is not None and batch.rewards is not None
         returns = (batch.ref_logprobs + batch.rewards[:, None]) * batch.response_mask
@@ -106,7 +106,7 @@ class Model:
 
 def batch_of(samples: Sequence[int], longest: int) -> RolloutBatch:
     """Sample i has 1 + i % 3 prompt tokens and 1 + i % longest response tokens, all of them i."""
-    from hybridflow.batch import RolloutBatch
+    from hybridflow.batch.rollout_batch import RolloutBatch
 
     responses = [[sample] * (1 + sample % longest) for sample in samples]
     return RolloutBatch.from_generations(
@@ -303,8 +303,8 @@ class Failing:
 
 def cost_moments(batch: RolloutBatch) -> Columns:
     """As a dataflow tells of the values and returns of a part."""
-    from hybridflow.algorithms.value_loss import value_moments
-    from hybridflow.columns import Columns
+    from hybridflow.algorithms.losses.value import value_moments
+    from hybridflow.batch.worker_output import Columns
 
     assert batch.cost_values is not None and batch.cost_returns is not None
     return Columns(note=value_moments(batch.cost_values, batch.cost_returns, batch.response_mask))

@@ -9,12 +9,12 @@ import pytest
 
 from engine3d.checkpoint.manifest import Manifest, RoleFacts, file_entry, step_directory, write_manifest
 from engine3d.errors import UserError
-from hybridflow.config import Recipe, load_recipe
-from hybridflow.contradictions import input_checksums
-from hybridflow.initial_model import create_model
-from hybridflow.measured import Measured
-from hybridflow.resume import find_resumption
-from hybridflow.run_state import RandomState, RunState
+from hybridflow.checkpoint.compatibility import input_checksums
+from hybridflow.checkpoint.driver_state import RandomState, RunState
+from hybridflow.checkpoint.evaluation_result import Measured
+from hybridflow.checkpoint.resume import find_resumption
+from hybridflow.config.initial_model import create_model
+from hybridflow.config.recipe import Recipe, load_recipe
 
 DEMO = Path(__file__).parents[2] / "launch/recipes/demo.yaml"
 SMALL = ("data.arithmetic.train_size=64", "trainer.eval_prompts=16", "checkpoint.save_interval=1")

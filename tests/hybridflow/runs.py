@@ -32,7 +32,7 @@ def rewarded_by_length(directory: Path) -> str:
 
 def command(directory: Path, *overrides: str, recipe: str = DEMO) -> list[str]:
     arguments = [recipe, f"run_dir={directory}", *SMALL, *overrides]
-    return [sys.executable, "-m", "hybridflow.cli", "train", *arguments]
+    return [sys.executable, "-m", "hybridflow", "train", *arguments]
 
 
 def run(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:

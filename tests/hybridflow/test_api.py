@@ -16,11 +16,11 @@ import torch
 import hybridflow
 from engine3d.errors import UserError
 from hybridflow import PPOConfig, PPOTrainer, RLTrainer, TrainerConfig, get_ppo_config
-from hybridflow.api.inputs import InputFiles, Sources, importable_path
+from hybridflow.api.input_files import InputFiles, Sources, importable_path
 from hybridflow.api.ppo_trainer import to_learn
-from hybridflow.api.recipes import Given, make_recipe, run_directory
-from hybridflow.batch import RolloutBatch
-from hybridflow.config import Recipe, load_recipe
+from hybridflow.api.recipe_builder import Given, make_recipe, run_directory
+from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.rewards.builtin import length
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
@@ -76,7 +76,7 @@ def test_the_imports_of_published_guides_work() -> None:
     line = "hybridflow.trainer.init_distributed is a method of a trainer, expected PPOTrainer(config, model=..., "
     assert refusal(lambda: trainer.init_distributed(PPOConfig())).startswith(line)
     with pytest.raises(ImportError):
-        from hybridflow.trainer import NoTrainer  # noqa: F401
+        from hybridflow.trainer.trainer import NoTrainer  # noqa: F401
 
 
 # Settings to a recipe

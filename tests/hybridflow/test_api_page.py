@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridflow.config import load_recipe
+from hybridflow.config.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "launch/recipes/demo.yaml"
@@ -53,7 +53,7 @@ def page() -> list[str]:
 @pytest.mark.processes
 def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
     """Two runs and a graph, one after another, as one script; nothing is left of them."""
-    from hybridflow.initial_model import create_model
+    from hybridflow.config.initial_model import create_model
 
     create_model(load_recipe(DEMO), tmp_path / "my-model", seed=0)
     blocks = page()

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.reshard_plan import named_model
 from engine3d.training.flops import sequence_flops
-from hybridflow.balance import balanced_partition
+from hybridflow.batch.load_balance import balanced_partition
 
 
 def largest(costs: list[float], dealt: list[list[int]]) -> float:

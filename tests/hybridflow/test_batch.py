@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from hybridflow.batch import FinishReason, RolloutBatch
+from hybridflow.batch.rollout_batch import FinishReason, RolloutBatch
 
 
 def make_batch(samples: int, *, first_id: int = 0, seed: int = 0) -> RolloutBatch:

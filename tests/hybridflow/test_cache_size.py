@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine3d.rollout.cache import tokens_needed
-from hybridflow.cache_size import Lengths, cache_tokens
-from hybridflow.config import Recipe, load_recipe
+from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.planning.cache_size import Lengths, cache_tokens
 
 DEMO = Path(__file__).parents[2] / "launch" / "recipes" / "demo.yaml"
 LENGTHS = Lengths(prompt=20, held_out_prompt=30, response=12, held_out=10)

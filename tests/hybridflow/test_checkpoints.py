@@ -21,21 +21,21 @@ from engine3d.checkpoint.verify import verify_checkpoint
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
 from engine3d.platform import platform
-from engine3d.reshard.shards import Place
-from hybridflow.algorithms.aggregation import sequence_weights
-from hybridflow.batch import RolloutBatch
-from hybridflow.checkpoints import Checkpoints
-from hybridflow.columns import COUNTED
-from hybridflow.config import Recipe, load_recipe
-from hybridflow.devices import pool_devices
-from hybridflow.metrics import Metrics
-from hybridflow.placement import cluster_nodes, release, reserve
-from hybridflow.remote_batch import RemoteBatch
+from engine3d.reshard.describe.shards import Place
+from hybridflow.algorithms.losses.aggregation import sequence_weights
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.worker_output import COUNTED
+from hybridflow.checkpoint.driver_state import RandomState, RunState
+from hybridflow.checkpoint.manager import Checkpoints
+from hybridflow.cluster.device_map import pool_devices
+from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
+from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.metrics.logger import Metrics
 from hybridflow.roles.model import CheckpointBegun, CheckpointFailure
 from hybridflow.roles.policy import PolicyWorker
-from hybridflow.run import Run, prepare
-from hybridflow.run_state import RandomState, RunState
-from hybridflow.worker_group import RankError, WorkerGroup
+from hybridflow.trainer.run_setup import Run, prepare
+from hybridflow.workers.worker_group import RankError, WorkerGroup
 from tests.hybridflow.runs import ROOT, SMALL, records
 
 pytestmark = pytest.mark.processes

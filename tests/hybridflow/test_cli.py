@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from engine3d.checkpoint import hf
 from engine3d.checkpoint.manifest import MANIFEST
 from engine3d.errors import EngineError
-from hybridflow.cli import main
-from hybridflow.config import load_recipe
-from hybridflow.initial_model import create_model, initial_spec
-from hybridflow.run import hold
+from hybridflow.cli.main import main
+from hybridflow.config.initial_model import create_model, initial_spec
+from hybridflow.config.recipe import load_recipe
+from hybridflow.rundir.lock import hold
 from tests.engine3d.checkpoint.small_checkpoints import make_checkpoint, make_checkpoint_of_tensors
 
 ROOT = Path(__file__).parents[2]
@@ -405,9 +405,10 @@ DRIVER = """
 import os, sys, time
 from pathlib import Path
 from engine3d.layout import Layout
-from hybridflow.devices import pool_devices
-from hybridflow.placement import cluster_nodes, reserve, start_ray
-from hybridflow.worker_group import WorkerGroup
+from hybridflow.cluster.device_map import pool_devices
+from hybridflow.cluster.ray_runtime import start_ray
+from hybridflow.cluster.resource_pool import cluster_nodes, reserve
+from hybridflow.workers.worker_group import WorkerGroup
 from tests.hybridflow.group_workers import Failing
 
 start_ray(cpu_slots=2)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.closing import how_to_go_on, results
-from hybridflow.run import prepare
+from hybridflow.trainer.closing import how_to_go_on, results
+from hybridflow.trainer.run_setup import prepare
 from tests.hybridflow.resumable import DEMO, a_recipe, make_checkpoint
 from tests.hybridflow.runs import ROOT
 
@@ -60,8 +60,8 @@ def test_what_was_interrupted_is_resumed_by_a_command(tmp_path: Path, monkeypatc
 ENDING = """
 import os, signal, sys, time
 from engine3d.errors import EngineError
-from hybridflow import cli
-from hybridflow.run import prepare
+from hybridflow.cli import main as cli
+from hybridflow.trainer.run_setup import prepare
 from tests.hybridflow.resumable import make_checkpoint
 
 def run(recipe):

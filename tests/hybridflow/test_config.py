@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import UserError
-from hybridflow.check import check_recipe
-from hybridflow.cli import main
-from hybridflow.config import load_recipe
-from hybridflow.contradictions import changes, contradictions
-from hybridflow.run import prepare
-from hybridflow.settings_file import SettingsError, settings_yaml
+from hybridflow.checkpoint.compatibility import changes, contradictions
+from hybridflow.cli.main import main
+from hybridflow.config.recipe import load_recipe
+from hybridflow.config.yaml_loader import SettingsError, settings_yaml
+from hybridflow.planning.recipe_check import check_recipe
+from hybridflow.trainer.run_setup import prepare
 from tests.hybridflow.resumable import DEMO, a_recipe, make_checkpoint, refusal
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from engine3d.errors import UserError
 from hybridflow import DataFlow, Stage
-from hybridflow.dataflow import device_maps
-from hybridflow.failures import RankError
+from hybridflow.api.dataflow import device_maps
+from hybridflow.workers.failure_diagnosis import RankError
 from tests.hybridflow.stage_modules import Plain, Ranked, Waits, add, numbers
 
 

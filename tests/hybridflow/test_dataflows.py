@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine3d.models import initialise_random, model_spec
-from hybridflow.config import load_recipe
-from hybridflow.file_names import TIMELINE
+from hybridflow.config.recipe import load_recipe
 from hybridflow.report.page import render
 from hybridflow.report.run_data import read_run
+from hybridflow.rundir.file_names import TIMELINE
 from tests.hybridflow.runs import ROOT, records, run_recipe
 
 pytestmark = pytest.mark.processes

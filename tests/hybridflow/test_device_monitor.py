@@ -13,13 +13,13 @@ import psutil
 import pytest
 import ray
 
-from hybridflow import metrics
-from hybridflow.config import load_recipe
-from hybridflow.device_monitor import DeviceMonitor
-from hybridflow.device_samples import DeviceFile, DeviceSample, read_samples, summarise
-from hybridflow.devices import Device, pool_devices
-from hybridflow.gpu_reader import DeviceReader, NvmlReader
-from hybridflow.placement import Bundle, cluster_nodes, release, reserve
+from hybridflow.cluster.device_map import Device, pool_devices
+from hybridflow.cluster.device_monitor import DeviceMonitor
+from hybridflow.cluster.nvml import DeviceReader, NvmlReader
+from hybridflow.cluster.resource_pool import Bundle, cluster_nodes, release, reserve
+from hybridflow.config.recipe import load_recipe
+from hybridflow.metrics import names as metrics
+from hybridflow.metrics.device_samples import DeviceFile, DeviceSample, read_samples, summarise
 from tests.hybridflow.fake_devices import Absent, Lost, Silent, Steady
 from tests.hybridflow.runs import DEMO
 

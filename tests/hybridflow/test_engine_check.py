@@ -17,13 +17,13 @@ from engine3d.layout import Layout
 from engine3d.models import model_spec
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.served import check_deterministic
-from hybridflow.check import check_model
-from hybridflow.cluster_address import check_cluster_answers
-from hybridflow.config import Recipe, load_recipe
+from hybridflow.cluster.cluster_address import check_cluster_answers
+from hybridflow.cluster.device_map import Device
+from hybridflow.config.initial_model import create_model, initial_spec
+from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.data.tokenizer import make_character_tokenizer
-from hybridflow.devices import Device
-from hybridflow.engine_check import check_baselines, check_engine_nodes, check_evaluation, check_same_tokens
-from hybridflow.initial_model import create_model, initial_spec
+from hybridflow.planning.engine_check import check_baselines, check_engine_nodes, check_evaluation, check_same_tokens
+from hybridflow.planning.model_check import check_model
 from tests.engine3d.tiny_models import CONFIGS
 
 DEMO = "launch/recipes/demo.yaml"

@@ -10,13 +10,14 @@ import pytest
 
 from engine3d.checkpoint.manifest import FORMAT, file_entry, find_checkpoints, read_manifest, write_manifest
 from engine3d.errors import UserError
-from hybridflow.check import check_recipe
-from hybridflow.checkpoints import Checkpoints
-from hybridflow.config import CheckpointConfig, Recipe
-from hybridflow.initial_model import create_model
-from hybridflow.metrics import Metrics
-from hybridflow.resume import find_resumption, inexact_because, seal_warmed_up
-from hybridflow.run import prepare
+from hybridflow.checkpoint.manager import Checkpoints
+from hybridflow.checkpoint.resume import find_resumption, inexact_because, seal_warmed_up
+from hybridflow.config.initial_model import create_model
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.run import CheckpointConfig
+from hybridflow.metrics.logger import Metrics
+from hybridflow.planning.recipe_check import check_recipe
+from hybridflow.trainer.run_setup import prepare
 from tests.hybridflow.resumable import a_recipe, make_checkpoint, refusal
 
 

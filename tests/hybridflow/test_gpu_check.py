@@ -9,12 +9,13 @@ import pytest
 
 from engine3d.errors import UserError
 from engine3d.platform.cuda import CudaPlatform
-from hybridflow import check, gpu_check, gpu_reader, memory
-from hybridflow.cli import main
-from hybridflow.config import load_recipe
-from hybridflow.devices import Device
-from hybridflow.gpu_check import check_rollout_libraries, used_gpus
-from hybridflow.gpu_reader import MakeReader
+from hybridflow.cli.main import main
+from hybridflow.cluster import nvml
+from hybridflow.cluster.device_map import Device
+from hybridflow.cluster.nvml import MakeReader
+from hybridflow.config.recipe import load_recipe
+from hybridflow.planning import gpu_check, memory_estimate, recipe_check
+from hybridflow.planning.gpu_check import check_rollout_libraries, used_gpus
 from tests.hybridflow.fake_devices import Absent, Ampere, Blackwell, Small, Steady, Taken
 
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
@@ -36,17 +37,17 @@ class FourGpus(CudaPlatform):
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine has GPUs, of which nobody uses any."""
-    for module in (check, gpu_check):
+    for module in (recipe_check, gpu_check):
         monkeypatch.setattr(module, "platform", FourGpus())
     # No engine may be asked: this is to be quick.
-    monkeypatch.setattr(memory, "serving_by_rank", lambda *_: pytest.fail("SGLang was imported"))
+    monkeypatch.setattr(memory_estimate, "serving_by_rank", lambda *_: pytest.fail("SGLang was imported"))
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)  # kept from being imported on a CPU
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     use(monkeypatch, Steady)
 
 
 def use(monkeypatch: pytest.MonkeyPatch, reader: MakeReader) -> None:
-    monkeypatch.setattr(gpu_reader, "NvmlReader", reader)
+    monkeypatch.setattr(nvml, "NvmlReader", reader)
 
 
 def told(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
@@ -176,7 +177,7 @@ def test_host_memory_is_checked_on_this_machine_also_where_its_gpus_say_nothing(
     use(monkeypatch, Absent)
     told(capsys, 0, offload)
     assert "GB of host memory, page-locked, on a node of 1.0 GB (" in told(capsys, 2, offload, "--host-gb", "1")
-    monkeypatch.setattr(check, "machine_bytes", lambda: 10**9)
+    monkeypatch.setattr(recipe_check, "machine_bytes", lambda: 10**9)
     assert "on a node of 1.0 GB (" in told(capsys, 2, offload)
     told(capsys, 0, offload, *NODES)  # of unknown size
 

@@ -14,13 +14,14 @@ import psutil
 import pytest
 
 from engine3d.errors import UserError
-from hybridflow import gpu_reader, gpu_use, placement
-from hybridflow.config import load_recipe
-from hybridflow.devices import Device, Node, pool_devices
-from hybridflow.gpu_reader import MakeReader, MemoryUse, NvmlReader
-from hybridflow.gpu_use import check_bundles_free, check_gpus_free, gpus_in_use
-from hybridflow.placement import Bundle, ResourcePool, cluster_nodes, release, reserve
-from hybridflow.roles import group
+from hybridflow.cluster import gpu_availability, ray_runtime, resource_pool
+from hybridflow.cluster import nvml as gpu_reader
+from hybridflow.cluster.device_map import Device, Node, pool_devices
+from hybridflow.cluster.gpu_availability import check_bundles_free, check_gpus_free, gpus_in_use
+from hybridflow.cluster.nvml import MakeReader, MemoryUse, NvmlReader
+from hybridflow.cluster.resource_pool import Bundle, ResourcePool, cluster_nodes, release, reserve
+from hybridflow.config.recipe import load_recipe
+from hybridflow.trainer import role_startup
 from tests.hybridflow.fake_devices import Absent, Freed, Steady, Stuck, Taken
 from tests.hybridflow.runs import DEMO
 
@@ -78,7 +79,7 @@ def test_without_processes_and_with_many(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_memory_that_comes_free_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_use, "_POLL_S", 0.01)
+    monkeypatch.setattr(gpu_availability, "_POLL_S", 0.01)
     monkeypatch.setattr(Freed, "looks", 0)
     assert "GPU 1 of" in refusal(monkeypatch, Freed, {1: "1"})
     check_gpus_free({1: "1"}, wait_s=30)
@@ -162,7 +163,7 @@ def test_a_node_of_a_cluster_looks_at_its_own_gpus(bundles: tuple[Bundle, ...]) 
 def test_a_node_that_does_not_answer_holds_nobody_up(
     bundles: tuple[Bundle, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_use, "_ANSWER_S", 3.0)
+    monkeypatch.setattr(gpu_availability, "_ANSWER_S", 3.0)
     begin = time.monotonic()
     check_bundles_free(bundles, [Node("10.0.0.7", gpus=2, cpu_slots=2)], 0, Stuck)
     assert 3 <= time.monotonic() - begin < 20
@@ -177,11 +178,11 @@ def test_no_process_of_a_role_is_started_beside_others(ray_cluster: None, monkey
     def start(*_: object, **__: object) -> None:
         raise Started
 
-    monkeypatch.setattr(placement, "start_ray", lambda **_: None)
-    monkeypatch.setattr(placement, "stop_ray", lambda: None)
-    monkeypatch.setattr(placement, "reserve", lambda devices, _limit_s: as_gpus(reserve(devices)))
-    monkeypatch.setattr(group, "_Start", start)
-    monkeypatch.setattr(group, "WAIT_S", 0.0)
+    monkeypatch.setattr(ray_runtime, "start_ray", lambda **_: None)
+    monkeypatch.setattr(ray_runtime, "stop_ray", lambda: None)
+    monkeypatch.setattr(resource_pool, "reserve", lambda devices, _limit_s: as_gpus(reserve(devices)))
+    monkeypatch.setattr(role_startup, "_Start", start)
+    monkeypatch.setattr(role_startup, "WAIT_S", 0.0)
     use(monkeypatch, Taken)
     run: Any = None
     for overrides, error in (
@@ -189,5 +190,5 @@ def test_no_process_of_a_role_is_started_beside_others(ray_cluster: None, monkey
         (("placement.shared_gpus=true",), Started),
         (("placement.actor=cpu:0", "placement.rollout=cpu:0", "placement.reward=cpu:1"), Started),
     ):
-        with pytest.raises(error), group.start_roles(load_recipe(DEMO, overrides), run):
+        with pytest.raises(error), role_startup.start_roles(load_recipe(DEMO, overrides), run):
             pass

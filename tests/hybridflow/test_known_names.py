@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hybridflow import PPOConfig
-from hybridflow.config import Recipe, load_recipe
-from hybridflow.known_names import API_NAMES, RECIPE_NAMES
-from hybridflow.settings_errors import _paths
-from hybridflow.settings_file import SettingsError
+from hybridflow.config.error_messages import _paths
+from hybridflow.config.known_names import API_NAMES, RECIPE_NAMES
+from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.config.yaml_loader import SettingsError
 
 DEMO = "launch/recipes/demo.yaml"
 SETTINGS = {".".join(path) for path in _paths(Recipe)}

@@ -16,9 +16,9 @@ import pytest
 
 from engine3d.errors import UserError
 from engine3d.stores import join, tcp_address
-from hybridflow.placement import start_ray
-from hybridflow.private_ray import driver_imports
-from hybridflow.rank_process import RankProcess
+from hybridflow.cluster.private_ray import driver_imports
+from hybridflow.cluster.ray_runtime import start_ray
+from hybridflow.workers.rank_process import RankProcess
 from tests.hybridflow.listening import Listener, listeners
 from tests.hybridflow.runs import command
 

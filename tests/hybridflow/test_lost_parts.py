@@ -50,7 +50,7 @@ class Run:
         arguments = [DEMO, f"run_dir={directory}", *ENDLESS, *overrides]
         with self.errors.open("w") as errors:
             self._command = subprocess.Popen(
-                [sys.executable, "-m", "hybridflow.cli", "train", *arguments],
+                [sys.executable, "-m", "hybridflow", "train", *arguments],
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 start_new_session=True,

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.config import Recipe, load_recipe
-from hybridflow.measured import Measured, Subject, summary
-from hybridflow.resume import RUN_IDENTITY
-from hybridflow.run import Run, prepare
-from hybridflow.trainer import train
+from hybridflow.checkpoint.evaluation_result import Measured, Subject, summary
+from hybridflow.checkpoint.resume import RUN_IDENTITY
+from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.trainer.run_setup import Run, prepare
+from hybridflow.trainer.trainer import train
 from tests.hybridflow.resumable import a_recipe, make_checkpoint
 
 DEMO = "launch/recipes/demo.yaml"

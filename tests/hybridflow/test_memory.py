@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import UserError
-from hybridflow import memory
-from hybridflow.cache_size import Lengths, cache_tokens
-from hybridflow.check import check_prompts, planned_devices
-from hybridflow.cli import main
-from hybridflow.config import Recipe, load_recipe
-from hybridflow.devices import Node
-from hybridflow.machine import machine_bytes
-from hybridflow.memory import Ledger
-from hybridflow.memory_check import recipe_ledger, recipe_specs
+from hybridflow.cli.main import main
+from hybridflow.cluster.device_map import Node
+from hybridflow.cluster.host_memory import machine_bytes
+from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.planning import memory_estimate
+from hybridflow.planning.cache_size import Lengths, cache_tokens
+from hybridflow.planning.memory_estimate import Ledger
+from hybridflow.planning.memory_report import recipe_ledger, recipe_specs
+from hybridflow.planning.placement_check import planned_devices
+from hybridflow.planning.prompt_check import check_prompts
 
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
 FOUR = [Node("node 0", gpus=4, cpu_slots=0)]
@@ -185,11 +186,11 @@ def test_a_container_has_what_its_control_group_may_take(name: str, no_limit: st
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b-4xh200.yaml", "h200-1gpu.yaml", "h200-1gpu-ppo.yaml"])
 def test_without_engines_all_is_as_with_them_but_for_what_is_theirs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, whole = _recipe(name), _ledger(name)
-    monkeypatch.setattr(memory, "serving_by_rank", lambda *_: pytest.fail("an engine was asked"))
+    monkeypatch.setattr(memory_estimate, "serving_by_rank", lambda *_: pytest.fail("an engine was asked"))
     devices = planned_devices(recipe, FOUR)
     assert devices is not None
     tokens = check_prompts(recipe, (specs := recipe_specs(recipe))["actor"]).sequence
-    models = memory.foresee(
+    models = memory_estimate.foresee(
         recipe, devices, specs, gpu_bytes=whole.gpu_bytes, sequence_tokens=tokens, with_engines=False
     )
     theirs = {"engine weights", "KV cache", "prompts", "engine workspace", "communicators", "driver", "libraries"}

@@ -20,9 +20,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine3d.errors import UserError
-from hybridflow import metrics
-from hybridflow.metric_sinks import Record, console_line
-from hybridflow.metrics import Metrics, MetricsConfig, Timer
+from hybridflow.metrics import names as metrics
+from hybridflow.metrics.config import MetricsConfig
+from hybridflow.metrics.logger import Metrics, Timer
+from hybridflow.metrics.sinks import Record, console_line
 
 FILES = MetricsConfig(console=False, tensorboard=False)
 CONSOLE = MetricsConfig(jsonl=False, csv=False, tensorboard=False)
@@ -107,7 +108,8 @@ def test_a_fresh_run_does_not_overwrite_another(tmp_path: Path, sink: str) -> No
 
 def test_a_killed_writer_leaves_whole_records(tmp_path: Path) -> None:
     program = (
-        "import itertools, sys; from pathlib import Path; from hybridflow.metrics import Metrics, MetricsConfig\n"
+        "import itertools, sys; from pathlib import Path\n"
+        "from hybridflow.metrics.config import MetricsConfig; from hybridflow.metrics.logger import Metrics\n"
         "log = Metrics(MetricsConfig(console=False, tensorboard=False), Path(sys.argv[1]))\n"
         "for step in itertools.count(1): log.log(step, {f'm{step % 50}': 0.5, 'a': 1.0})\n"
     )

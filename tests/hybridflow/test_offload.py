@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import UserError
-from hybridflow.check import planned_devices
-from hybridflow.config import Recipe, load_recipe
-from hybridflow.file_names import TIMELINE
-from hybridflow.offload import begin_in_turn, check_offload
-from hybridflow.settings_file import SettingsError
-from hybridflow.timeline import read_spans
+from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.config.yaml_loader import SettingsError
+from hybridflow.metrics.timeline import read_spans
+from hybridflow.planning.placement_check import planned_devices
+from hybridflow.roles.offload import begin_in_turn, check_offload
+from hybridflow.rundir.file_names import TIMELINE
 from tests.hybridflow.runs import DEMO, ROOT, records, rewarded_by_length, run_recipe
 
 PPO = ROOT / "launch/recipes/ppo.yaml"

@@ -7,7 +7,8 @@ import torch
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
-from hybridflow.protocols import (
+from hybridflow.roles.rollout import RolloutWorker
+from hybridflow.workers.protocols import (
     ALL_TO_ALL,
     DP_PROTO,
     ONE_TO_ALL,
@@ -23,7 +24,6 @@ from hybridflow.protocols import (
     registrations,
     split,
 )
-from hybridflow.roles.rollout import RolloutWorker
 
 LAYOUTS = [
     Layout(),

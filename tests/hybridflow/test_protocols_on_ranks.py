@@ -9,10 +9,10 @@ import pytest
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
-from hybridflow.devices import pool_devices
-from hybridflow.placement import cluster_nodes, release, reserve
-from hybridflow.protocols import Grid
-from hybridflow.worker_group import WorkerGroup
+from hybridflow.cluster.device_map import pool_devices
+from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
+from hybridflow.workers.protocols import Grid
+from hybridflow.workers.worker_group import WorkerGroup
 from tests.hybridflow.group_workers import Remembering
 
 pytestmark = pytest.mark.processes

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.cli import main
-from hybridflow.config import load_recipe
-from hybridflow.settings_file import settings_yaml
+from hybridflow.cli.main import main
+from hybridflow.config.recipe import load_recipe
+from hybridflow.config.yaml_loader import settings_yaml
 
 RECIPE = """
 base: {base}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from hybridflow.config import Recipe, load_recipe
-from hybridflow.contradictions import changes
-from hybridflow.redaction import REDACTED, is_secret, redacted, redacted_arguments, redacted_override
-from hybridflow.settings_file import SettingsError, load_settings, public_settings, settings_yaml
+from hybridflow.checkpoint.compatibility import changes
+from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.config.yaml_loader import SettingsError, load_settings, public_settings, settings_yaml
+from hybridflow.errors.redaction import REDACTED, is_secret, redacted, redacted_arguments, redacted_override
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "launch/recipes/demo.yaml"

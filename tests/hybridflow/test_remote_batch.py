@@ -13,11 +13,11 @@ import torch
 
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
-from hybridflow.batch import RolloutBatch
-from hybridflow.devices import pool_devices
-from hybridflow.placement import cluster_nodes, release, reserve
-from hybridflow.remote_batch import RemoteBatch
-from hybridflow.worker_group import RankError, WorkerGroup
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.cluster.device_map import pool_devices
+from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
+from hybridflow.workers.worker_group import RankError, WorkerGroup
 from tests.hybridflow.group_workers import Model, batch_of
 
 pytestmark = pytest.mark.processes

@@ -17,16 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridflow import metrics
-from hybridflow.cli import main
-from hybridflow.device_samples import DeviceFile, DeviceSample
-from hybridflow.metrics import Metrics, MetricsConfig
+from hybridflow.cli.main import main
+from hybridflow.metrics import names as metrics
+from hybridflow.metrics.config import MetricsConfig
+from hybridflow.metrics.device_samples import DeviceFile, DeviceSample
+from hybridflow.metrics.logger import Metrics
+from hybridflow.metrics.timeline import Span, Timeline
 from hybridflow.report.choice import sections
 from hybridflow.report.over_time import timeline_plots
 from hybridflow.report.plots import BarPlot, LanePlot, LinePlot, Plot
 from hybridflow.report.run_data import read_run
 from hybridflow.report.thinning import bucketed
-from hybridflow.timeline import Span, Timeline
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -487,7 +488,7 @@ def test_directories_that_are_no_runs(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_only_a_report_imports_what_draws_it() -> None:
-    program = "import sys, hybridflow.cli, hybridflow.report.page; sys.exit('matplotlib' in sys.modules)"
+    program = "import sys, hybridflow.cli.main, hybridflow.report.page; sys.exit('matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from engine3d.layout import Layout
-from hybridflow.batch import RolloutBatch
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.cluster.device_map import pool_devices
+from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS, Example
 from hybridflow.data.tokenizer import make_character_tokenizer
-from hybridflow.devices import pool_devices
-from hybridflow.placement import cluster_nodes, release, reserve
-from hybridflow.remote_batch import RemoteBatch
 from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig
 from hybridflow.rewards.result import reward_metrics
 from hybridflow.roles.reward import FunctionRewardWorker, reward_result
-from hybridflow.sample_texts import sample_texts
-from hybridflow.worker_group import RankUserError, WorkerGroup
+from hybridflow.trainer.sample_texts import sample_texts
+from hybridflow.workers.worker_group import RankUserError, WorkerGroup
 
 pytestmark = pytest.mark.processes
 

@@ -13,7 +13,7 @@ import pytest
 from engine3d.errors import UserError
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
-from hybridflow.rewards.process import KilledError, RewardInputs, RewardProcess
+from hybridflow.rewards.process_handle import KilledError, RewardInputs, RewardProcess
 from tests.hybridflow.test_rewards import SPAWNS, gone, process_ids, wait_until
 from tests.hybridflow.test_rewards_failures import evaluated, function
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine3d.errors import EngineError
-from hybridflow.batch import RolloutBatch
-from hybridflow.roles.sequences import finite_scores, to_response_column, to_sequences
+from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.roles.packing import finite_scores, to_response_column, to_sequences
 
 
 def a_batch() -> RolloutBatch:

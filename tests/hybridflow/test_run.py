@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import UserError
-from hybridflow.config import load_recipe
-from hybridflow.run import claim, prepare, prompt_limit
+from hybridflow.config.recipe import load_recipe
+from hybridflow.planning.prompts import prompt_limit
+from hybridflow.rundir.lock import claim
+from hybridflow.trainer.run_setup import prepare
 
 
 def test_an_earlier_run_is_kept_under_another_name(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from engine3d.errors import UserError
-from hybridflow.batch import RolloutBatch
-from hybridflow.batch_files import read_batch, write_batch
-from hybridflow.measured import Measured, Subject
-from hybridflow.phase_file import PhaseFile
-from hybridflow.run_state import RandomState, RunState
+from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.checkpoint.batch_files import read_batch, write_batch
+from hybridflow.checkpoint.driver_state import RandomState, RunState
+from hybridflow.checkpoint.evaluation_result import Measured, Subject
+from hybridflow.rundir.progress import PhaseFile
 
 
 def a_batch(first_sample: int = 0) -> RolloutBatch:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import UserError
-from hybridflow.metrics import Metrics, MetricsConfig
-from hybridflow.sample_file import SampleText
-from hybridflow.sample_texts import shortened
+from hybridflow.metrics.config import MetricsConfig
+from hybridflow.metrics.logger import Metrics
+from hybridflow.metrics.sample_file import SampleText
+from hybridflow.trainer.sample_texts import shortened
 
 ONLY_SAMPLES = MetricsConfig(console=False, jsonl=False, csv=False, tensorboard=False)
 

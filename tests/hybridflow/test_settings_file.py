@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from engine3d.layout import Layout
 from engine3d.settings import Settings
-from hybridflow.settings_file import SettingsError, load_settings, settings_yaml
+from hybridflow.config.yaml_loader import SettingsError, load_settings, settings_yaml
 
 
 class Optimizer(Settings):
@@ -90,7 +90,7 @@ def test_numbers_are_read_as_people_write_them(recipe: Path) -> None:
     ],
 )
 def test_scalars(text: str, value: object) -> None:
-    from hybridflow.settings_file import parse_override
+    from hybridflow.config.yaml_loader import parse_override
 
     read = parse_override(f"key={text}").value
     assert read == value

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
-from hybridflow.batch_files import read_batch
-from hybridflow.check import check_recipe
-from hybridflow.config import load_recipe
-from hybridflow.initial_model import create_model
-from hybridflow.settings_file import SettingsError
-from hybridflow.timeline import read_spans, step_ends
+from hybridflow.checkpoint.batch_files import read_batch
+from hybridflow.config.initial_model import create_model
+from hybridflow.config.recipe import load_recipe
+from hybridflow.config.yaml_loader import SettingsError
+from hybridflow.metrics.timeline import read_spans, step_ends
+from hybridflow.planning.recipe_check import check_recipe
 from tests.hybridflow.runs import DEMO, ROOT, SMALL, records, rewarded_by_length, run_recipe
 
 STEPS = 4

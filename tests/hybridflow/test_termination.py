@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import EngineError
-from hybridflow.termination import Terminated, Termination
+from hybridflow.cluster.termination import Terminated, Termination
 from tests.hybridflow.runs import ROOT
 
 
@@ -92,7 +92,7 @@ def test_what_does_not_end_in_order_is_ended_by_force(work: str, signals: int, c
     grace_s = 30 if signals > 1 else 0.5
     program = f"""
         import ctypes, time
-        from hybridflow.termination import termination
+        from hybridflow.cluster.termination import termination
 
         libc, mutex = ctypes.CDLL(None), (ctypes.c_ulong * 8)()
 
@@ -132,7 +132,7 @@ def test_what_does_not_end_in_order_is_ended_by_force(work: str, signals: int, c
 
 
 def test_a_full_disk_hides_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from hybridflow.trainer import write_timeline
+    from hybridflow.trainer.trainer import write_timeline
 
     path = tmp_path / "timeline.json"
     _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hybridflow.timeline import Span, Timeline
+from hybridflow.metrics.timeline import Span, Timeline
 
 
 def test_the_last_spans_are_kept_in_the_order_of_their_beginnings() -> None:

@@ -30,7 +30,7 @@ SMALL = [
 
 def _command(directory: Path, *overrides: str) -> list[str]:
     recipe = ["launch/recipes/demo.yaml", f"run_dir={directory}", "name=small", *SMALL, *overrides]
-    return [sys.executable, "-m", "hybridflow.cli", "train", *recipe]
+    return [sys.executable, "-m", "hybridflow", "train", *recipe]
 
 
 def _mark(directory: Path) -> dict[str, str]:
@@ -66,12 +66,12 @@ def _wait_until_gone(directory: Path, limit_s: float = 30.0) -> None:
 
 FAULTY = """
 import sys
-from hybridflow.cli import main
-from hybridflow.roles import group
+from hybridflow.cli.main import main
+from hybridflow.trainer import role_startup
 from tests.hybridflow import faulty_roles
 
 role, name = sys.argv[1:3]
-setattr(group, role, getattr(faulty_roles, name))
+setattr(role_startup, role, getattr(faulty_roles, name))
 sys.exit(main(sys.argv[3:]))
 """
 

@@ -9,9 +9,9 @@ import pytest
 
 from engine3d.checkpoint.manifest import read_manifest, write_manifest
 from hybridflow.algorithms.config import AlgorithmConfig
-from hybridflow.config import Recipe
-from hybridflow.contradictions import check_accepted
-from hybridflow.resume import find_resumption
+from hybridflow.checkpoint.compatibility import check_accepted
+from hybridflow.checkpoint.resume import find_resumption
+from hybridflow.config.recipe import Recipe
 from tests.hybridflow.resumable import a_recipe, make_checkpoint, refusal
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from engine3d.layout import Layout
-from hybridflow.devices import pool_devices
-from hybridflow.placement import cluster_nodes, release, reserve
-from hybridflow.remote_batch import RemoteBatch
-from hybridflow.timeline import Span, timeline
-from hybridflow.worker_group import Future, RankError, WorkerGroup
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.cluster.device_map import pool_devices
+from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
+from hybridflow.metrics.timeline import Span, timeline
+from hybridflow.workers.worker_group import Future, RankError, WorkerGroup
 from tests.hybridflow.group_workers import Computing, batch_of
 
 pytestmark = pytest.mark.processes

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from engine3d.models.load_balance import Routing
-from hybridflow.algorithms.statistics import Statistics
-from hybridflow.metrics import ACTOR, CRITIC
+from hybridflow.algorithms.losses.statistics import Statistics
+from hybridflow.metrics.names import ACTOR, CRITIC
 from hybridflow.roles.model import Update, update_metrics
 
 

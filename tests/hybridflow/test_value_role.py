@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from engine3d.platform import platform
-from engine3d.reshard.shards import Place
+from engine3d.reshard.describe.shards import Place
 from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
-from hybridflow.algorithms.aggregation import sequence_weights
 from hybridflow.algorithms.config import AlgorithmConfig
-from hybridflow.algorithms.value_loss import explained_variance
-from hybridflow.batch import RolloutBatch
-from hybridflow.columns import COUNTED
-from hybridflow.devices import pool_devices
-from hybridflow.metrics import COST_CRITIC, CRITIC
-from hybridflow.placement import cluster_nodes, release, reserve
-from hybridflow.remote_batch import RemoteBatch
+from hybridflow.algorithms.losses.aggregation import sequence_weights
+from hybridflow.algorithms.losses.value import explained_variance
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.worker_output import COUNTED
+from hybridflow.cluster.device_map import pool_devices
+from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
+from hybridflow.metrics.names import COST_CRITIC, CRITIC
 from hybridflow.roles.model import update_metrics
 from hybridflow.roles.value import ValueWorker
-from hybridflow.worker_group import WorkerGroup
+from hybridflow.workers.worker_group import WorkerGroup
 from tests.engine3d import tiny_models
 from tests.hybridflow.group_workers import cost_moments
 

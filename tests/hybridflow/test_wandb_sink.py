@@ -18,8 +18,9 @@ import psutil
 import pytest
 
 from engine3d.errors import UserError
-from hybridflow.cli import main
-from hybridflow.metrics import Metrics, MetricsConfig
+from hybridflow.cli.main import main
+from hybridflow.metrics.config import MetricsConfig
+from hybridflow.metrics.logger import Metrics
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "launch/recipes/demo.yaml")
@@ -116,7 +117,8 @@ def test_each_phase_has_its_own_steps_and_a_resumed_run_goes_on(tmp_path: Path) 
 @pytest.mark.usefixtures("offline")
 def test_a_killed_run_keeps_whole_records_and_leaves_no_process(tmp_path: Path) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from hybridflow.metrics import Metrics, MetricsConfig\n"
+        "import sys, time; from pathlib import Path\n"
+        "from hybridflow.metrics.config import MetricsConfig; from hybridflow.metrics.logger import Metrics\n"
         "off = dict(console=False, jsonl=False, csv=False, tensorboard=False)\n"
         "log = Metrics(MetricsConfig(**off, wandb=True), Path(sys.argv[1]))\n"
         "for step in range(1, 51): log.log(step, {'train/loss': 0.5})\n"

@@ -15,11 +15,11 @@ import pytest
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.rollout.log import root_cause
-from hybridflow.devices import pool_devices
-from hybridflow.failures import error_of
-from hybridflow.placement import ResourcePool, cluster_nodes, release, reserve
-from hybridflow.rank_process import Failure
-from hybridflow.worker_group import Future, RankError, RankUserError, WorkerGroup, wait_together
+from hybridflow.cluster.device_map import pool_devices
+from hybridflow.cluster.resource_pool import ResourcePool, cluster_nodes, release, reserve
+from hybridflow.workers.failure_diagnosis import error_of
+from hybridflow.workers.ranks import Failure
+from hybridflow.workers.worker_group import Future, RankError, RankUserError, WorkerGroup, wait_together
 from tests.hybridflow.group_workers import FULL, Arithmetic, Failing
 
 pytestmark = pytest.mark.processes

@@ -17,10 +17,11 @@ import torch
 from ray.cluster_utils import Cluster
 
 from engine3d.layout import Layout
-from hybridflow.devices import pool_devices
-from hybridflow.placement import cluster_nodes, release, reserve, start_ray, stop_ray
-from hybridflow.remote_batch import RemoteBatch
-from hybridflow.worker_group import WorkerGroup
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.cluster.device_map import pool_devices
+from hybridflow.cluster.ray_runtime import start_ray, stop_ray
+from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
+from hybridflow.workers.worker_group import WorkerGroup
 from tests.hybridflow.group_workers import Model
 
 SAMPLES, LONGEST = list(range(40, 50)), 9

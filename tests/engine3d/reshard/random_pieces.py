@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine3d.reshard.pieces import Pieces
+from engine3d.reshard.plan.pieces import Pieces
 
 DTYPES = (torch.bfloat16, torch.float32, torch.bfloat16, torch.uint8, torch.float16)
 

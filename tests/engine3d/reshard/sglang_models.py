@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from engine3d.models import model_spec
-from engine3d.reshard.shards import Holding
-from engine3d.reshard.trace import Tensors
+from engine3d.reshard.describe.shards import Holding
+from engine3d.reshard.describe.trace import Tensors
 from tests.engine3d.tiny_models import CONFIGS
 
 # What SGLang 0.5.16 does not know: dense layers in a Qwen3-MoE, and biases in a Llama's MLP.

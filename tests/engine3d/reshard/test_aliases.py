@@ -11,9 +11,9 @@ import pytest
 from engine3d.layout import Layout
 from engine3d.models import model_spec
 from engine3d.models.rules import Box
-from engine3d.reshard.aliases import find_aliases
-from engine3d.reshard.plan import make_plan
-from engine3d.reshard.shards import Alias, Buffer, Holding, Shards
+from engine3d.reshard.describe.shards import Alias, Buffer, Holding, Shards
+from engine3d.reshard.plan.aliases import find_aliases
+from engine3d.reshard.plan.planner import make_plan
 from tests.engine3d.reshard.worlds import bound, check, engines, full_tensors, memory_of, place, shapes, trainer
 from tests.engine3d.tiny_models import CONFIGS, MOE
 

@@ -19,9 +19,9 @@ from torch.distributed import PrefixStore, TCPStore
 from engine3d.errors import EngineError
 from engine3d.platform import platform
 from engine3d.platform.wire import Wire, WireError
-from engine3d.reshard.collective import CollectiveTransfer, Incoming, Outgoing
-from engine3d.reshard.pieces import Pieces
-from engine3d.reshard.rounds import ALIGNMENT, BUFFERS, count_rounds, cuts, fragments, message_sizes
+from engine3d.reshard.plan.pieces import Pieces
+from engine3d.reshard.plan.rounds import ALIGNMENT, BUFFERS, count_rounds, cuts, fragments, message_sizes
+from engine3d.reshard.transport.collective import CollectiveTransfer, Incoming, Outgoing
 from tests.engine3d.distributed import run_distributed
 from tests.engine3d.reshard.random_pieces import (
     DTYPES,

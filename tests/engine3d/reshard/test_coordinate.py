@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from engine3d.errors import EngineError, UserError
-from engine3d.reshard.coordinate import CollectiveOrder, Orders, coordinate
-from engine3d.reshard.memory import SharedShards
-from engine3d.reshard.pieces import Link
-from engine3d.reshard.rounds import count_rounds
-from engine3d.reshard.shards import Buffer, Holding, Place, Shards
+from engine3d.reshard.describe.memory import SharedShards
+from engine3d.reshard.describe.shards import Buffer, Holding, Place, Shards
+from engine3d.reshard.plan.coordinate import CollectiveOrder, Orders, coordinate
+from engine3d.reshard.plan.pieces import Link
+from engine3d.reshard.plan.rounds import count_rounds
 
 ROWS, COLUMNS = 512, 64
 STAGES, CUT = 16, 64

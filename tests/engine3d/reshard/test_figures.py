@@ -10,11 +10,11 @@ import torch
 
 from engine3d.layout import Layout
 from engine3d.models import model_spec
-from engine3d.reshard import figures as figures_module
-from engine3d.reshard.aliases import find_aliases
-from engine3d.reshard.figures import figures_of
-from engine3d.reshard.plan import make_plan
-from engine3d.reshard.shards import Buffer, Holding, Place, Shards
+from engine3d.reshard.describe.shards import Buffer, Holding, Place, Shards
+from engine3d.reshard.plan import figures as figures_module
+from engine3d.reshard.plan.aliases import find_aliases
+from engine3d.reshard.plan.figures import figures_of
+from engine3d.reshard.plan.planner import make_plan
 from tests.engine3d.reshard.worlds import engines, shapes, trainer
 from tests.engine3d.tiny_models import MOE
 

@@ -13,10 +13,10 @@ import pytest
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
 from engine3d.models import model_spec
-from engine3d.reshard import plan as plan_module
-from engine3d.reshard.pieces import Link, Pieces, Plan
-from engine3d.reshard.plan import make_plan
-from engine3d.reshard.shards import Alias, Buffer, Holding, Place, Shards
+from engine3d.reshard.describe.shards import Alias, Buffer, Holding, Place, Shards
+from engine3d.reshard.plan import planner as plan_module
+from engine3d.reshard.plan.pieces import Link, Pieces, Plan
+from engine3d.reshard.plan.planner import make_plan
 from tests.engine3d.reshard.worlds import check, engine_rank, engines, place, shapes, trainer
 from tests.engine3d.tiny_models import CONFIGS, MOE
 

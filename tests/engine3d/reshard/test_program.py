@@ -13,8 +13,8 @@ import torch
 
 from engine3d.platform import platform
 from engine3d.platform.copies import WORDS, Copies
-from engine3d.reshard.pieces import Pieces
-from engine3d.reshard.program import CopyProgram, Route, _joined, flat
+from engine3d.reshard.plan.pieces import Pieces
+from engine3d.reshard.transport.program import CopyProgram, Route, _joined, flat
 from tests.engine3d.reshard.random_pieces import copied, empty_targets, nbytes, random_pieces, random_sources
 
 

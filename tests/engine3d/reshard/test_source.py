@@ -12,8 +12,8 @@ from engine3d.layout import Layout
 from engine3d.models import model_spec
 from engine3d.models.rules import LocalParameter, Piece
 from engine3d.platform import platform
-from engine3d.reshard.shards import Place, Shards
-from engine3d.reshard.source import PlannedTrainer, model_shards, planned_shards, registration_order
+from engine3d.reshard.describe.shards import Place, Shards
+from engine3d.reshard.describe.source import PlannedTrainer, model_shards, planned_shards, registration_order
 from tests.engine3d.distributed import run_distributed
 from tests.engine3d.tiny_models import CONFIGS
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine3d.reshard.strided import BoxOfView, NotABox, boxes_of_view
+from engine3d.reshard.describe.strided import BoxOfView, NotABox, boxes_of_view
 
 
 def elements(boxes: list[BoxOfView]) -> dict[tuple[int, ...], int]:

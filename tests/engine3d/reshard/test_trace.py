@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from engine3d.errors import EngineError, UserError
-from engine3d.reshard.same_model import check_same_model
-from engine3d.reshard.shards import Buffer, Holding
-from engine3d.reshard.simulate import build_model, engine_rank
-from engine3d.reshard.trace import LoadTrace, Tensors, refresh_derived, trace_load
+from engine3d.reshard.describe.same_model import check_same_model
+from engine3d.reshard.describe.shards import Buffer, Holding
+from engine3d.reshard.describe.simulate import build_model, engine_rank
+from engine3d.reshard.describe.trace import LoadTrace, Tensors, refresh_derived, trace_load
 from tests.engine3d.reshard.sglang_models import CASES, MODELS, hf_tensors, random_tensors, write_holdings
 
 POISON = 77.0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import EngineError, UserError
-from engine3d.reshard.pieces import Link
+from engine3d.reshard.plan.pieces import Link
 from engine3d.rollout import RolloutEngine, SamplingConfig
 from tests.engine3d.reshard.trainer_ranks import trainer_ranks
 from tests.engine3d.reshard.transfers import connect, differences, places, started

@@ -12,9 +12,9 @@ import torch
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import model_spec
-from engine3d.reshard.coordinate import coordinate
-from engine3d.reshard.memory import SharedShards
-from engine3d.reshard.source import PlannedTrainer
+from engine3d.reshard.describe.memory import SharedShards
+from engine3d.reshard.describe.source import PlannedTrainer
+from engine3d.reshard.plan.coordinate import coordinate
 from engine3d.rollout import RolloutEngine, SamplingConfig
 from tests.engine3d import tiny_models
 from tests.engine3d.reshard.trainer_ranks import TrainerRanks, trainer_ranks

@@ -18,8 +18,8 @@ import torch
 
 from engine3d.errors import EngineError
 from engine3d.layout import Layout
-from engine3d.reshard.memory import SharedShards
-from engine3d.reshard.shards import Place
+from engine3d.reshard.describe.memory import SharedShards
+from engine3d.reshard.describe.shards import Place
 from engine3d.training.config import LayoutConfig, TrainConfig
 from tests.engine3d.distributed import run_distributed
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from engine3d.models import load_model_spec
-from engine3d.reshard.coordinate import Orders, coordinate
-from engine3d.reshard.memory import SharedShards
-from engine3d.reshard.shards import Place
+from engine3d.reshard.describe.memory import SharedShards
+from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.plan.coordinate import Orders, coordinate
 from engine3d.rollout import RolloutEngine
 from engine3d.stores import tcp_address
 from tests.engine3d.reshard.trainer_ranks import TrainerRanks

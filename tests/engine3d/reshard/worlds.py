@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec
 from engine3d.models.rules import Box
-from engine3d.reshard.pieces import Plan
-from engine3d.reshard.shards import Alias, Buffer, Holding, Place, Shards
-from engine3d.reshard.source import PlannedTrainer
+from engine3d.reshard.describe.shards import Alias, Buffer, Holding, Place, Shards
+from engine3d.reshard.describe.source import PlannedTrainer
+from engine3d.reshard.plan.pieces import Plan
 
 Memory = list[NDArray[np.float64]]
 

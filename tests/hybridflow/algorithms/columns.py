@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.aggregation import AggregationMode, sequence_weights
-from hybridflow.algorithms.statistics import Statistics
+from hybridflow.algorithms.losses.aggregation import AggregationMode, sequence_weights
+from hybridflow.algorithms.losses.statistics import Statistics
 
 MODES: list[tuple[AggregationMode, int | None]] = [
     ("token-mean", None),

@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from hybridflow.algorithms.advantages import group_relative_advantages, remax_advantages
+from hybridflow.algorithms.advantages.group_relative import group_relative_advantages, remax_advantages
 
 
 def advantages(rewards: list[float], groups: list[int], *, std: bool = True) -> list[float]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.gae import gae_advantages, token_rewards
+from hybridflow.algorithms.advantages.gae import gae_advantages, token_rewards
 from tests.hybridflow.algorithms.columns import mask_with_holes, soiled
 
 T, F = True, False

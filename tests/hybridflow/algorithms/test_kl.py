@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hybridflow.algorithms.kl import PENALTY_LIMIT, KLEstimator, kl_estimate, kl_penalty
+from hybridflow.algorithms.losses.kl import PENALTY_LIMIT, KLEstimator, kl_estimate, kl_penalty
 
 
 def test_kl_estimators_by_hand() -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow import metrics
-from hybridflow.algorithms.aggregation import AggregationMode
 from hybridflow.algorithms.config import AlgorithmConfig
-from hybridflow.algorithms.policy_loss import clipped_policy_loss, policy_gradient_loss
-from hybridflow.algorithms.statistics import Statistics
+from hybridflow.algorithms.losses.aggregation import AggregationMode
+from hybridflow.algorithms.losses.policy import clipped_policy_loss, policy_gradient_loss
+from hybridflow.algorithms.losses.statistics import Statistics
+from hybridflow.metrics import names as metrics
 from tests.hybridflow.algorithms.columns import MODES, check_pieces_add_up, random_mask, token_weights
 
 

@@ -8,10 +8,11 @@ import math
 import pytest
 import torch
 
+from hybridflow.algorithms.advantages.gae import gae_advantages, token_rewards
+from hybridflow.algorithms.advantages.safe_rlhf import safe_advantages
 from hybridflow.algorithms.config import AlgorithmConfig
 from hybridflow.algorithms.controllers import Controllers
-from hybridflow.algorithms.gae import gae_advantages, token_rewards
-from hybridflow.algorithms.safe_rlhf import LagrangeMultiplier, safe_advantages
+from hybridflow.algorithms.lagrange_multiplier import LagrangeMultiplier
 from tests.hybridflow.algorithms.columns import mask_with_holes
 
 

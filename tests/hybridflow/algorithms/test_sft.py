@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hybridflow import metrics
-from hybridflow.algorithms.sft import sft_loss
+from hybridflow.algorithms.losses.sft import sft_loss
+from hybridflow.metrics import names as metrics
 
 
 def test_sft_loss_by_hand() -> None:

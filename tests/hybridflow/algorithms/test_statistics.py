@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from hybridflow.algorithms.statistics import Statistics
+from hybridflow.algorithms.losses.statistics import Statistics
 
 
 def test_statistics_merge_and_mean_over_mini_batches() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.statistics import Statistics
-from hybridflow.algorithms.value_loss import explained_variance, value_loss, value_moments
-from hybridflow.metrics import COST_CRITIC, CRITIC
+from hybridflow.algorithms.losses.statistics import Statistics
+from hybridflow.algorithms.losses.value import explained_variance, value_loss, value_moments
+from hybridflow.metrics.names import COST_CRITIC, CRITIC
 from tests.hybridflow.algorithms.columns import check_pieces_add_up, mask_with_holes, random_mask, soiled, token_weights
 
 

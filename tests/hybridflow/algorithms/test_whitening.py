@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from hybridflow.algorithms.whitening import Moments, moments, whiten
+from hybridflow.algorithms.advantages.whitening import Moments, moments, whiten
 from tests.hybridflow.algorithms.columns import mask_with_holes, soiled
 
 

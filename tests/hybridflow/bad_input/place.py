@@ -122,8 +122,8 @@ class Place:
 
 def make(models: str) -> None:
     """Make what cases copy from, in a directory."""
-    from hybridflow.config import load_recipe
-    from hybridflow.initial_model import create_model
+    from hybridflow.config.initial_model import create_model
+    from hybridflow.config.recipe import load_recipe
     from tests.engine3d.checkpoint.small_checkpoints import make_checkpoint_of_tensors
     from tests.hybridflow.resumable import make_checkpoint
 
