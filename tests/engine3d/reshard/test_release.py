@@ -19,7 +19,7 @@ from engine3d.reshard.describe.shards import Place
 from engine3d.reshard.describe.source import PlannedTrainer
 from engine3d.reshard.plan.coordinate import coordinate
 from engine3d.rollout.rank import RELEASE_VARIABLE, EngineRank
-from tests.engine3d.tiny_models import CONFIGS
+from tests.support.tiny_families import CONFIGS
 
 VOCABULARY = 100  # SGLang pads it to 128
 
