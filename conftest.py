@@ -20,4 +20,4 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     starting = {item.path for item in items if item.get_closest_marker("processes") is not None}
-    items.sort(key=lambda item: (item.path in starting, item.path in starting and "hybridflow" not in item.path.parts))
+    items.sort(key=lambda item: (item.path in starting, item.path in starting and "integration" not in item.path.parts))

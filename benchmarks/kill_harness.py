@@ -114,7 +114,7 @@ class KilledRun:
         settings = [*self._recipe, f"run_dir={self.directory}", "resume=auto"]
         with (self.directory / "output.log").open("a") as log:
             driver = subprocess.Popen(
-                [sys.executable, "-m", "hybridflow.cli", "train", *settings],
+                [sys.executable, "-m", "hybridflow", "train", *settings],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,

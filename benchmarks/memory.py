@@ -20,15 +20,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.reshard_plan import Parser, versions
 from engine3d.errors import UserError
-from hybridflow import metrics
-from hybridflow.check import planned_devices
-from hybridflow.config import load_recipe
-from hybridflow.devices import Node
-from hybridflow.file_names import RECIPE
-from hybridflow.memory import GENERATE, Ledger, foresee
-from hybridflow.memory_check import recipe_specs
+from hybridflow.cluster.device_map import Node
+from hybridflow.config.recipe import load_recipe
+from hybridflow.metrics import names as metrics
+from hybridflow.metrics.timeline import Span, step_ends
+from hybridflow.planning.memory_estimate import GENERATE, Ledger, foresee
+from hybridflow.planning.memory_report import recipe_specs
+from hybridflow.planning.placement_check import planned_devices
 from hybridflow.report.run_data import RunData, read_run
-from hybridflow.timeline import Span, step_ends
+from hybridflow.rundir.file_names import RECIPE
 
 _CALLS = {"logprobs": "infer", "values": "infer", "update": "update", "update_values": "update"}
 

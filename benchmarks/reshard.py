@@ -3,8 +3,8 @@
     python benchmarks/reshard.py --plan-only --model deepseek-v3 --train pp=16,ep=32,dp=32 \\
         --rollout tp=32,ep=32,engines=8
 
-prints one JSON object on stdout: the figures of the plan (engine3d/reshard/figures.py says what each is), made from
-shapes alone. Without --plan-only the transfers are made, on the GPUs of this machine or on CPU slots:
+prints one JSON object on stdout: the figures of the plan (engine3d/reshard/plan/figures.py says what each is), made
+from shapes alone. Without --plan-only the transfers are made, on the GPUs of this machine or on CPU slots:
 
     python benchmarks/reshard.py --model qwen3-30b-a3b --train tp=2,pp=2,ep=2 --rollout tp=4,engines=1 --colocated \
         --ways one_sided,collective,baseline

@@ -16,11 +16,11 @@ import torch
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec, load_model_spec
-from engine3d.reshard.aliases import find_aliases
-from engine3d.reshard.figures import figures_of
-from engine3d.reshard.plan import make_plan
-from engine3d.reshard.shards import Buffer, Holding, Place, Shards
-from engine3d.reshard.source import PlannedTrainer
+from engine3d.reshard.describe.shards import Buffer, Holding, Place, Shards
+from engine3d.reshard.describe.source import PlannedTrainer
+from engine3d.reshard.plan.aliases import find_aliases
+from engine3d.reshard.plan.figures import figures_of
+from engine3d.reshard.plan.planner import make_plan
 
 MODELS = Path(__file__).parent / "models"
 """Configs of published models, without weights."""
@@ -128,7 +128,7 @@ def _sizes(option: str, text: str, names: tuple[str, ...]) -> dict[str, int]:
 
 def trace_with_sglang(hf_config: dict[str, Any], tensors: Tensors, tp: int, ep: int) -> EngineRanks:
     """What SGLang's own loader would put where."""
-    from engine3d.reshard.simulate import trace_engine_layout
+    from engine3d.reshard.describe.simulate import trace_engine_layout
 
     traces = trace_engine_layout(hf_config, tensors, tp, ep, torch.bfloat16)
     return [(trace.buffers, trace.holdings) for trace in traces]
@@ -138,7 +138,7 @@ def import_sglang(hf_config: dict[str, Any]) -> None:
     """Import all that a trace of the model needs, which takes longer than the trace: one layer of it is built."""
     import sglang.srt.layers.sampler  # noqa: F401  before `engine_rank` makes torch's logger ask for a rank
 
-    from engine3d.reshard.simulate import build_model, engine_rank
+    from engine3d.reshard.describe.simulate import build_model, engine_rank
 
     with engine_rank(1, 1, 0):
         build_model({**hf_config, "num_hidden_layers": 1}, torch.bfloat16, "meta")

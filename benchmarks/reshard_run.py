@@ -27,11 +27,11 @@ from engine3d.errors import EngineError
 from engine3d.layout import Layout
 from engine3d.models import load_model_spec
 from engine3d.platform import platform
-from engine3d.reshard.coordinate import Orders, coordinate
-from engine3d.reshard.memory import SharedShards
-from engine3d.reshard.pieces import Link, Plan
-from engine3d.reshard.rounds import STAGING_BYTES
-from engine3d.reshard.shards import Place
+from engine3d.reshard.describe.memory import SharedShards
+from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.plan.coordinate import Orders, coordinate
+from engine3d.reshard.plan.pieces import Link, Plan
+from engine3d.reshard.plan.rounds import STAGING_BYTES
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
 from engine3d.stores import tcp_address
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from engine3d.layout import Layout
 from engine3d.platform import platform
 from engine3d.platform.copies import CopyMethod
-from engine3d.reshard.coordinate import SendOrder
-from engine3d.reshard.memory import SharedShards
-from engine3d.reshard.sender import Sent
-from engine3d.reshard.shards import Place
+from engine3d.reshard.describe.memory import SharedShards
+from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.plan.coordinate import SendOrder
+from engine3d.reshard.transport.sender import Sent
 
 _LIMIT_S = 300.0
 
@@ -33,8 +33,8 @@ class TrainerRank:
     def __init__(self, model: Path, layout: Layout, dtype: str) -> None:
         from engine3d.models import build_model, load_model_spec
         from engine3d.models.weights import rank_parameters
-        from engine3d.reshard.sender import WeightSender
-        from engine3d.reshard.source import model_shards
+        from engine3d.reshard.describe.source import model_shards
+        from engine3d.reshard.transport.sender import WeightSender
         from engine3d.training import parallel
         from engine3d.training.config import OptimizerConfig, TrainConfig
         from engine3d.training.optimizer import wrap_for_training

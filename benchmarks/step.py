@@ -29,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.reshard_plan import Parser, versions
 from engine3d.errors import UserError
-from hybridflow import metrics
-from hybridflow.config import Recipe, load_recipe
+from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.data.tasks import Example
-from hybridflow.device_samples import DeviceSample
+from hybridflow.metrics import names as metrics
+from hybridflow.metrics.device_samples import DeviceSample
+from hybridflow.metrics.timeline import Span, step_ends
 from hybridflow.report.run_data import RunData, read_run
-from hybridflow.timeline import Span, step_ends
 
 _RUN = "run"
 _REWARD = Path(__file__).with_name("drawn_reward.py")
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(recipe: Path, settings: Sequence[str]) -> int:
     return subprocess.run(
-        [sys.executable, "-m", "hybridflow.cli", "train", str(recipe), *settings], stdout=sys.stderr
+        [sys.executable, "-m", "hybridflow", "train", str(recipe), *settings], stdout=sys.stderr
     ).returncode
 
 

@@ -26,19 +26,19 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hybridflow.api.config import PPOConfig, TrainerConfig, get_ppo_config
+    from hybridflow.api.dataflow import DataFlow, Stage
     from hybridflow.api.libraries import is_flash_attn_available
     from hybridflow.api.ppo_trainer import PPOTrainer
     from hybridflow.api.rl_trainer import RLTrainer
-    from hybridflow.batch import RolloutBatch
-    from hybridflow.dataflow import DataFlow, Stage
+    from hybridflow.batch.rollout_batch import RolloutBatch
 
 _MODULES = {
-    "DataFlow": "hybridflow.dataflow",
+    "DataFlow": "hybridflow.api.dataflow",
     "PPOConfig": "hybridflow.api.config",
     "PPOTrainer": "hybridflow.api.ppo_trainer",
     "RLTrainer": "hybridflow.api.rl_trainer",
-    "RolloutBatch": "hybridflow.batch",
-    "Stage": "hybridflow.dataflow",
+    "RolloutBatch": "hybridflow.batch.rollout_batch",
+    "Stage": "hybridflow.api.dataflow",
     "TrainerConfig": "hybridflow.api.config",
     "get_ppo_config": "hybridflow.api.config",
     "is_flash_attn_available": "hybridflow.api.libraries",

@@ -1,4 +1,4 @@
-"""What several test modules share: one real SGLang engine, since starting one takes most of a minute.
+"""What several test modules share: one Ray, and one real SGLang engine, since starting one takes most of a minute.
 
 Imports are inside the fixtures, so that tests which need no engine do not wait for PyTorch and transformers.
 """
@@ -16,9 +16,19 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A local Ray with eight CPU slots and no placement groups in use."""
+    from hybridflow.cluster.ray_runtime import start_ray, stop_ray
+
+    start_ray(cpu_slots=8)
+    yield
+    stop_ray()
+
+
+@pytest.fixture(scope="session")
 def tiny_model_dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two directories of one tiny Qwen3-MoE, with different random weights."""
-    from tests.tiny_models import make_qwen3_moe
+    from tests.support.tiny_models import make_qwen3_moe
 
     directories = tuple(tmp_path_factory.mktemp("models") / f"qwen3-moe-{seed}" for seed in (0, 1))
     for seed, directory in enumerate(directories):
@@ -30,7 +40,7 @@ def tiny_model_dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pat
 def shared_engine(tiny_model_dirs: tuple[Path, Path]) -> Iterator[RolloutEngine]:
     """The session's engine. Its weights are whatever the last test loaded: use `engine` to have the first model's."""
     from engine3d.rollout import RolloutEngine
-    from tests.tiny_rollout import TINY_ROLLOUT
+    from tests.support.tiny_rollout import TINY_ROLLOUT
 
     with RolloutEngine(tiny_model_dirs[0], TINY_ROLLOUT) as engine:
         yield engine

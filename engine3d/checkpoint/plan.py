@@ -15,7 +15,7 @@ from engine3d.errors import EngineError
 from engine3d.layout import Coordinates, Layout
 from engine3d.models.family import ModelSpec
 from engine3d.models.rules import LocalParameter, ModelRules, local_parameters
-from engine3d.reshard.source import ParameterBuffer, buffer_rules, parameter_buffer, tied_stages
+from engine3d.reshard.describe.source import ParameterBuffer, buffer_rules, parameter_buffer, tied_stages
 
 _FLOAT32, _BFLOAT16 = 4, 2
 

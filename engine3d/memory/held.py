@@ -10,7 +10,7 @@ import torch
 from engine3d.layout import Coordinates, Layout
 from engine3d.models.family import ModelSpec
 from engine3d.models.rules import local_parameters
-from engine3d.reshard.source import buffer_rules, parameter_buffer, tied_stages
+from engine3d.reshard.describe.source import buffer_rules, parameter_buffer, tied_stages
 from engine3d.training.config import TrainConfig
 from engine3d.training.host_state import most_on_device
 from engine3d.training.optimizer import element_bytes

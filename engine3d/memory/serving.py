@@ -11,8 +11,8 @@ import torch
 from engine3d.imports import quick_imports
 from engine3d.models.family import ModelSpec
 from engine3d.models.sizes import Sizes
-from engine3d.reshard.aliases import find_aliases
-from engine3d.reshard.shards import Buffer, Place, Shards
+from engine3d.reshard.describe.shards import Buffer, Place, Shards
+from engine3d.reshard.plan.aliases import find_aliases
 from engine3d.rollout.config import RolloutConfig
 
 PREFIX_TOKENS = 128 * 1024
@@ -63,7 +63,7 @@ def serving_by_rank(
     with quick_imports():
         import sglang.srt.layers.sampler  # noqa: F401  before a stand-in rank makes torch's logger ask for one
 
-    from engine3d.reshard.simulate import trace_engine_layout
+    from engine3d.reshard.describe.simulate import trace_engine_layout
 
     dtype = getattr(torch, config.dtype)
     tensors = {

@@ -12,8 +12,8 @@ import torch
 
 from engine3d.errors import UserError
 from engine3d.models.safetensors_files import TensorFiles
-from engine3d.reshard.shards import Holding
-from engine3d.reshard.trace import LoadTrace, derived_tensors
+from engine3d.reshard.describe.shards import Holding
+from engine3d.reshard.describe.trace import LoadTrace, derived_tensors
 
 _LAYER = re.compile(r"\.layers\.\d+\.")
 _POISON = 0xA5

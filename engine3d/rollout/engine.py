@@ -21,8 +21,8 @@ from engine3d.rollout.text_stops import PARAMETER
 from engine3d.rollout.weights import check_weights_fit
 
 if TYPE_CHECKING:
-    from engine3d.reshard.memory import SharedShards
-    from engine3d.reshard.shards import Place
+    from engine3d.reshard.describe.memory import SharedShards
+    from engine3d.reshard.describe.shards import Place
     from engine3d.reshard.verify import Difference
 
 PauseMode = Literal["abort", "retract", "in_place"]

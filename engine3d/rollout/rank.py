@@ -23,13 +23,13 @@ from engine3d.rollout.log import log_answered
 from engine3d.rollout.run_files import open_own
 
 if TYPE_CHECKING:
-    from engine3d.reshard.coordinate import ReceiveOrder
-    from engine3d.reshard.memory import SharedShards
-    from engine3d.reshard.participant import Participant
-    from engine3d.reshard.program import CopyProgram
-    from engine3d.reshard.sender import Sent, Transport
-    from engine3d.reshard.shards import Place, Shards
-    from engine3d.reshard.trace import LoadTrace
+    from engine3d.reshard.describe.memory import SharedShards
+    from engine3d.reshard.describe.shards import Place, Shards
+    from engine3d.reshard.describe.trace import LoadTrace
+    from engine3d.reshard.plan.coordinate import ReceiveOrder
+    from engine3d.reshard.transport.participant import Participant
+    from engine3d.reshard.transport.program import CopyProgram
+    from engine3d.reshard.transport.sender import Sent, Transport
     from engine3d.reshard.verify import Difference
 
 # The files in which trainer's ranks say where their weights lie: for each of the engine's ranks one path, or nothing
@@ -105,8 +105,8 @@ class EngineRank:
             first_rank: number of the engine's first rank among the ranks of all engines.
             places: where each rank of the engine is, where the platform cannot know.
         """
-        from engine3d.reshard.memory import SharedShards
-        from engine3d.reshard.shards import Place, Shards
+        from engine3d.reshard.describe.memory import SharedShards
+        from engine3d.reshard.describe.shards import Place, Shards
 
         trace, pulls = self._traced(), self._releases
         aliases = tuple(self._aliased.values())
@@ -155,10 +155,10 @@ class EngineRank:
 
     def connect(self, orders: Sequence[ReceiveOrder]) -> None:
         """Make ready for what this rank takes itself. `orders`: one for each rank of the engine."""
-        from engine3d.reshard.participant import Held, Participant
-        from engine3d.reshard.pieces import Link
-        from engine3d.reshard.program import CopyProgram, Route
-        from engine3d.reshard.sender import mapped
+        from engine3d.reshard.plan.pieces import Link
+        from engine3d.reshard.transport.participant import Held, Participant
+        from engine3d.reshard.transport.program import CopyProgram, Route
+        from engine3d.reshard.transport.sender import mapped
 
         shards = self._shared()
         self._let_go()
@@ -183,7 +183,7 @@ class EngineRank:
         Returns:
             What it read itself, as `WeightSender.send` says what it wrote.
         """
-        from engine3d.reshard.sender import Sent
+        from engine3d.reshard.transport.sender import Sent
 
         taken: dict[Transport, Sent] = {}
         if self._program is not None:
@@ -204,7 +204,7 @@ class EngineRank:
 
     def seal(self) -> None:
         """All weights are written: bring what SGLang derives from them up to date."""
-        from engine3d.reshard.trace import refresh_derived
+        from engine3d.reshard.describe.trace import refresh_derived
 
         self._shared()
         platform.synchronize()
@@ -237,8 +237,8 @@ class EngineRank:
     # What they stand on
 
     def _bind(self, source: SharedShards) -> tuple[str, ...]:
-        from engine3d.reshard.aliases import find_aliases
-        from engine3d.reshard.shards import Shards
+        from engine3d.reshard.describe.shards import Shards
+        from engine3d.reshard.plan.aliases import find_aliases
 
         trace, memory = self._traced(), self._memory()
         target = Shards("engine", self.rank, source.shards.place, trace.buffers, trace.holdings)
@@ -289,7 +289,7 @@ class EngineRank:
 
     def _trace_load(self) -> LoadTrace:
         from engine3d.models import load_model_spec
-        from engine3d.reshard.trace import trace_load
+        from engine3d.reshard.describe.trace import trace_load
 
         spec = load_model_spec(self._runner.model_config.model_path)
         tensors = {

@@ -35,8 +35,8 @@ from engine3d.training.sequences import MicroBatch, Sequences, assign, least_mic
 from engine3d.training.vocab_parallel import logprobs_and_entropy
 
 if TYPE_CHECKING:
-    from engine3d.reshard.sender import WeightSender
-    from engine3d.reshard.shards import Place
+    from engine3d.reshard.describe.shards import Place
+    from engine3d.reshard.transport.sender import WeightSender
 
 
 @dataclass(frozen=True)
@@ -509,8 +509,8 @@ class TrainEngine:
         """
         if self._offload is not None:
             raise UserError("weight_sender: engines would read memory that offload=true gives back")
-        from engine3d.reshard.sender import WeightSender
-        from engine3d.reshard.source import model_shards
+        from engine3d.reshard.describe.source import model_shards
+        from engine3d.reshard.transport.sender import WeightSender
 
         held = [
             (local, tensor.data)

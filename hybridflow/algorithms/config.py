@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from engine3d.settings import Settings
-from hybridflow.algorithms.aggregation import AggregationMode
-from hybridflow.algorithms.kl import KLEstimator
+from hybridflow.algorithms.losses.aggregation import AggregationMode
+from hybridflow.algorithms.losses.kl import KLEstimator
 from hybridflow.algorithms.registry import ALGORITHMS, Algorithm, known, names_with
 
 _NEEDED_BY: Mapping[str, str] = {

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hybridflow.algorithms.config import AlgorithmConfig
 from hybridflow.algorithms.kl_control import make_kl_controller
-from hybridflow.algorithms.safe_rlhf import LagrangeMultiplier
+from hybridflow.algorithms.lagrange_multiplier import LagrangeMultiplier
 
 
 class Controllers:

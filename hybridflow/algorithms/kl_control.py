@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from hybridflow.algorithms.config import AlgorithmConfig
-from hybridflow.algorithms.kl import kl_penalty
-from hybridflow.batch import RolloutBatch
+from hybridflow.algorithms.losses.kl import kl_penalty
+from hybridflow.batch.rollout_batch import RolloutBatch
 
 _LARGEST_ERROR = 0.2
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridflow.step import Step
+    from hybridflow.trainer.step import Step
 
 Dataflow = Callable[["Step"], None]
 """One step of an algorithm."""
@@ -42,10 +42,10 @@ class Algorithm:
 
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "grpo": Algorithm("hybridflow.dataflows.grpo:grpo", group_baseline=True, group_std=True),
-    "ppo": Algorithm("hybridflow.dataflows.ppo:ppo", critic=True),
-    "remax": Algorithm("hybridflow.dataflows.remax:remax", greedy_baseline=True),
-    "safe_rlhf": Algorithm("hybridflow.dataflows.safe_rlhf:safe_rlhf", critic=True, costs=True),
+    "grpo": Algorithm("hybridflow.algorithms.grpo:grpo", group_baseline=True, group_std=True),
+    "ppo": Algorithm("hybridflow.algorithms.ppo:ppo", critic=True),
+    "remax": Algorithm("hybridflow.algorithms.remax:remax", greedy_baseline=True),
+    "safe_rlhf": Algorithm("hybridflow.algorithms.safe_rlhf:safe_rlhf", critic=True, costs=True),
 }
 
 

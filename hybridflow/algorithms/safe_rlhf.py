@@ -1,89 +1,47 @@
-"""Safe-RLHF (Dai et al., arXiv:2310.12773): the most reward at no more than a limit of cost.
-
-    max_theta min_{lambda >= 0}  J_R(theta) - lambda * (E[cost] - limit)
-
-The policy takes steps up this Lagrangian by PPO with `safe_advantages`, the multiplier steps down it.
-
-Where this departs from the paper:
-- A KL penalty goes, whole, into the rewards and, with the other sign, into the costs: (-k - lambda * k) / (1 + lambda)
-  = -k, so that its weight is the same whatever the multiplier is. The paper's appendix B gives each half of it. The
-  costs that the multiplier learns from have no such part.
-- Advantages are mixed first and clipped in one surrogate; the paper clips one surrogate of rewards and one of costs and
-  mixes the losses. The two differ where both clip and the advantages have different signs.
-- The multiplier has a floor, see `LagrangeMultiplier`.
-- What an adaptive KL coefficient is held against is the divergence that the update measures, `train/reference_kl`,
-  which has nothing to do with costs.
-"""
+"""Safe-RLHF: the most reward at no more than a limit of cost (arXiv:2310.12773)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-
-import torch
-from torch import Tensor
-
-from hybridflow.algorithms.checks import check_shapes
-
-
-def safe_advantages(reward_advantages: Tensor, cost_advantages: Tensor, multiplier: float) -> Tensor:
-    """The advantages of the Lagrangian, for the clipped surrogate.
-
-        A = (A_reward - multiplier * A_cost) / (1 + multiplier)
-
-    The division keeps the size of a step whatever the multiplier is. Both (B, S') float32, 0 outside the mask, and so
-    is the result. Computed in float64. Raises ValueError for tensors of other shapes.
-    """
-    check_shapes("safe_advantages", dimensions=2, reward_advantages=reward_advantages, cost_advantages=cost_advantages)
-    mixed = reward_advantages.to(torch.float64) - multiplier * cost_advantages.to(torch.float64)
-    return (mixed / (1 + multiplier)).to(torch.float32)
+from hybridflow.algorithms.advantages.gae import gae_advantages, token_rewards
+from hybridflow.algorithms.advantages.safe_rlhf import safe_advantages
+from hybridflow.algorithms.advantages.whitening import moments
+from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.algorithms.kl_control import reward_kl
+from hybridflow.algorithms.losses.value import value_moments
+from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.worker_output import Columns
+from hybridflow.metrics import names as metrics
+from hybridflow.trainer.step import Estimated, Step
 
 
-class LagrangeMultiplier:
-    """The weight of cost against reward: lambda = exp(xi), so it is never negative, and xi is what learns.
+def safe_rlhf(step: Step) -> None:
+    """One step: PPO on the Lagrangian of reward and cost, and a step of its multiplier."""
+    batch = step.generate(step.draw())
+    batch = step.critic_values(step.logprobs(batch))
+    batch = step.costs(step.rewards(batch))
+    multiplier = step.machinery.controllers.multiplier
+    step.values[metrics.COST_MULTIPLIER] = multiplier.value
+    batch, advantages = step.estimate(batch, estimate_advantages, role="critic", multiplier=multiplier.value)
+    multiplier.update(float(batch.facts["costs"].double().mean()))
+    step.update(batch, whiten=advantages if step.config.whiten_advantages else None)
 
-    Its steps are in proportion to lambda. Without a floor one batch of very low cost would leave a lambda from which no
-    later cost brings it back; from a floor f it returns to 1 in (1/f - 1) / (lr * excess) steps, where excess is the
-    mean cost above the limit.
 
-    Args:
-        initial: lambda at the start, above 0.
-        lr: learning rate of xi.
-        limit: the mean cost of a response that is allowed.
-        minimum, maximum: between which lambda stays, both above 0.
-    """
-
-    def __init__(self, *, initial: float, lr: float, limit: float, minimum: float, maximum: float) -> None:
-        self._lr, self._limit = lr, limit
-        self._least, self._largest = math.log(minimum), math.log(maximum)
-        self._log = self._within(math.log(initial))
-
-    @property
-    def value(self) -> float:
-        """lambda."""
-        return math.exp(self._log)
-
-    def update(self, mean_cost: float) -> None:
-        """A step of gradient ascent in xi on lambda * (mean_cost - limit).
-
-            xi <- clip(xi + lr * lambda * (mean_cost - limit), log(minimum), log(maximum))
-
-        Source: arXiv:2310.12773, eq. 31, which has no bounds.
-
-        `mean_cost` is the mean cost of the responses of a whole batch, over all ranks, without a KL penalty. Raises
-        ValueError if it is not finite.
-        """
-        if not math.isfinite(mean_cost):
-            raise ValueError(f"Lagrange multiplier: the mean cost is {mean_cost}, expected a finite number")
-        self._log = self._within(self._log + self._lr * self.value * (mean_cost - self._limit))
-
-    def state_dict(self) -> dict[str, float]:
-        """What has been learned; the settings are not part of it."""
-        return {"log_multiplier": self._log}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on where `state` was taken; other bounds hold at once."""
-        self._log = self._within(state["log_multiplier"])
-
-    def _within(self, log: float) -> float:
-        return min(max(log, self._least), self._largest)
+def estimate_advantages(batch: RolloutBatch, *, config: AlgorithmConfig, multiplier: float) -> Columns:
+    """Columns `advantages`, `returns` and `cost_returns` of samples with rewards, costs, and values of both."""
+    assert batch.rewards is not None and batch.costs is not None
+    assert batch.values is not None and batch.cost_values is not None
+    mask, kl = batch.response_mask, reward_kl(batch, config)
+    settings = {"gamma": config.gamma, "lam": config.gae_lambda}
+    rewards = token_rewards(batch.rewards, mask, kl, config.kl_coef)
+    costs = token_rewards(batch.costs, mask, kl, -config.kl_coef)
+    reward_advantages, returns = gae_advantages(rewards, batch.values, mask, **settings)
+    cost_advantages, cost_returns = gae_advantages(costs, batch.cost_values, mask, **settings)
+    advantages = safe_advantages(reward_advantages, cost_advantages, multiplier)
+    note = Estimated(
+        moments(advantages, mask),
+        {
+            "reward": value_moments(batch.values, returns, mask),
+            "cost": value_moments(batch.cost_values, cost_returns, mask),
+        },
+    )
+    return Columns({"advantages": advantages, "returns": returns, "cost_returns": cost_returns}, note=note)

@@ -11,10 +11,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from engine3d.errors import UserError
 from engine3d.settings import MOST_SAMPLES, Settings
 from hybridflow.algorithms.registry import known
-from hybridflow.devices import DeviceMap
-from hybridflow.known_names import API_NAMES
-from hybridflow.settings_errors import describe_errors
-from hybridflow.settings_file import SettingsError
+from hybridflow.cluster.device_map import DeviceMap
+from hybridflow.config.error_messages import describe_errors
+from hybridflow.config.known_names import API_NAMES
+from hybridflow.config.yaml_loader import SettingsError
 
 
 def _device_map(value: Any) -> Any:
@@ -83,7 +83,7 @@ class PPOConfig(Settings):
         try:
             super().__init__(**settings)
         except ValidationError as error:
-            from hybridflow.config import Recipe  # only here: it imports what a light import does without
+            from hybridflow.config.recipe import Recipe  # only here: it imports what a light import does without
 
             name = type(self).__name__
             raise SettingsError(describe_errors(type(self), settings, error, {}, name, Recipe)) from None

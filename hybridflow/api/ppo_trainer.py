@@ -13,19 +13,19 @@ from typing import Any
 import torch
 
 from engine3d.errors import UserError
+from hybridflow.algorithms.advantages.whitening import Moments, moments
 from hybridflow.algorithms.checks import check_finite
-from hybridflow.algorithms.whitening import Moments, moments
 from hybridflow.api.config import PPOConfig
-from hybridflow.api.inputs import InputFiles, Prompt, RewardFunction, Sources
-from hybridflow.api.recipes import run_directory
+from hybridflow.api.input_files import InputFiles, Prompt, RewardFunction, Sources
+from hybridflow.api.recipe_builder import run_directory
 from hybridflow.api.rl_trainer import changed, check_same_config, checked_config, checked_recipe, refuse_unknown
 from hybridflow.api.steps import GivenStep, RolloutStep
-from hybridflow.batch import RolloutBatch
-from hybridflow.metrics import Metrics
-from hybridflow.phase_file import PhaseFile
-from hybridflow.remote_batch import RemoteBatch
-from hybridflow.run import prepare
-from hybridflow.trainer import Trainer, start_trainer
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.metrics.logger import Metrics
+from hybridflow.rundir.progress import PhaseFile
+from hybridflow.trainer.run_setup import prepare
+from hybridflow.trainer.trainer import Trainer, start_trainer
 
 
 @dataclass(frozen=True, eq=False)

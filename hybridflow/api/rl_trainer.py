@@ -11,14 +11,14 @@ from typing import Any
 from engine3d.errors import UserError
 from engine3d.platform import platform
 from hybridflow.api.config import PPOConfig
-from hybridflow.api.inputs import InputFiles, Prompt, RewardFunction, Sources
-from hybridflow.api.recipes import Given, make_recipe, run_directory
-from hybridflow.check import check_recipe
-from hybridflow.config import Recipe
-from hybridflow.file_names import EXPORT
-from hybridflow.known_names import API_NAMES
-from hybridflow.measured import Measured, summary
-from hybridflow.trainer import train
+from hybridflow.api.input_files import InputFiles, Prompt, RewardFunction, Sources
+from hybridflow.api.recipe_builder import Given, make_recipe, run_directory
+from hybridflow.checkpoint.evaluation_result import Measured, summary
+from hybridflow.config.known_names import API_NAMES
+from hybridflow.config.recipe import Recipe
+from hybridflow.planning.recipe_check import check_recipe
+from hybridflow.rundir.file_names import EXPORT
+from hybridflow.trainer.trainer import train
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridflow.algorithms.whitening import Moments
-from hybridflow.draws import Draw
-from hybridflow.remote_batch import RemoteBatch
-from hybridflow.step import Step
+from hybridflow.algorithms.advantages.whitening import Moments
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.rollout.generator import Draw
+from hybridflow.trainer.step import Step
 
 
 @dataclass

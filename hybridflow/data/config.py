@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from engine3d.settings import Settings
-from hybridflow.recipe_paths import RecipePath
+from hybridflow.config.recipe_paths import RecipePath
 
 OverlongPolicy = Literal["refuse", "drop", "cut_left", "cut_right"]
 Operator = Literal["+", "-", "*"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hybridflow import metrics
+from hybridflow.metrics import names as metrics
 from hybridflow.report.evaluations import EVALUATIONS
 from hybridflow.report.over_time import device_plots, timeline_plots
 from hybridflow.report.plots import Band, Line, LinePlot, Plot, spans_decades

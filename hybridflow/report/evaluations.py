@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridflow import metrics
+from hybridflow.metrics import names as metrics
 from hybridflow.report.run_data import RunData
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow import metrics
-from hybridflow.device_samples import summarise
+from hybridflow.metrics import names as metrics
+from hybridflow.metrics.device_samples import summarise
 from hybridflow.report.evaluations import EVALUATIONS, measured
 from hybridflow.report.run_data import RunData, Series, median
 

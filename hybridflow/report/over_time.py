@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hybridflow.device_samples import DeviceSample
+from hybridflow.metrics.device_samples import DeviceSample
+from hybridflow.metrics.timeline import Span, step_ends
 from hybridflow.report.plots import Bar, LanePlot, Line, LinePlot, Plot
 from hybridflow.report.thinning import BUCKETS, bucketed
-from hybridflow.timeline import Span, step_ends
 
 _LAST_STEPS = 3
 _LAST_SECONDS = 30.0

@@ -7,14 +7,14 @@ from html import escape
 from pathlib import Path
 
 from engine3d.errors import UserError
-from hybridflow.file_names import REPORT
-from hybridflow.line_files import replace_file
 from hybridflow.report.choice import Section, sections
 from hybridflow.report.drawing import SERIES, draw
 from hybridflow.report.facts import Fact, facts
 from hybridflow.report.plots import Plot
 from hybridflow.report.run_data import RunData, read_run
 from hybridflow.report.sample_table import sample_table
+from hybridflow.rundir.atomic_files import replace_file
+from hybridflow.rundir.file_names import REPORT
 
 # Ten colours that also those tell apart who see fewer, on white and on near black.
 _LIGHT = ("#1f6fd6", "#d9640d", "#15803d", "#b8237b", "#7a52c7", "#0e8c9c", "#a16207", "#c53030", "#64748b", "#3f6212")

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from engine3d.errors import UserError
 from engine3d.input_files import JsonError, open_regular, parse_json
-from hybridflow.device_samples import DeviceSample, read_samples
-from hybridflow.file_names import DEVICES, METRICS, RECIPE, SAMPLES, TIMELINE
-from hybridflow.line_files import whole_lines
-from hybridflow.timeline import Span, read_spans
-from hybridflow.yaml_reader import read_yaml_file
+from hybridflow.metrics.device_samples import DeviceSample, read_samples
+from hybridflow.metrics.timeline import Span, read_spans
+from hybridflow.rundir.atomic_files import whole_lines
+from hybridflow.rundir.file_names import DEVICES, METRICS, RECIPE, SAMPLES, TIMELINE
+from hybridflow.rundir.yaml_reader import read_yaml_file
 
 Floats = NDArray[np.float64]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hybridflow import metrics
+from hybridflow.metrics import names as metrics
 from hybridflow.report.plots import BarPlot, Part, Plot
 from hybridflow.report.run_data import Floats, RunData, Series
 from hybridflow.report.thinning import bucketed

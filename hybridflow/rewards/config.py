@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from engine3d.settings import LONGEST_S, Settings
-from hybridflow.recipe_paths import function_path
+from hybridflow.config.recipe_paths import function_path
 from hybridflow.rewards.builtin import BUILTIN_REWARDS
 
 MOST_WORKERS = 1024

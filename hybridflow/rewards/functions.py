@@ -10,7 +10,7 @@ from typing import Any
 from engine3d.errors import UserError
 from hybridflow.rewards.builtin import BUILTIN_REWARDS
 from hybridflow.rewards.config import RewardConfig
-from hybridflow.rewards.process import CallError, RewardInputs, RewardProcess
+from hybridflow.rewards.process_handle import CallError, RewardInputs, RewardProcess
 from hybridflow.rewards.result import RewardResult, combine
 from hybridflow.rewards.scoring import Scoring, Worker
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine3d.errors import UserError
 from hybridflow.rewards.config import RewardFunctionConfig
-from hybridflow.rewards.process import CallError
+from hybridflow.rewards.process_handle import CallError
 from hybridflow.rewards.scoring import Scoring
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from engine3d.errors import UserError
 from hybridflow.rewards.config import RewardFunctionConfig
-from hybridflow.rewards.process import CallError, RewardInputs, RewardProcess
+from hybridflow.rewards.process_handle import CallError, RewardInputs, RewardProcess
 
 _MOST_SHARES = 8
 _LEAST_SHARE_S = 0.01

@@ -2,10 +2,11 @@
 
     python -I supervisor.py CONNECTION LIFELINE PARENT LIMITS
 
-A script, with the standard library alone. It forks the worker (`child.py`), which serves calls over the socket
-CONNECTION. When the parent closes the socket LIFELINE, on purpose or by dying, when the worker ends, or when there are
-more processes than LIMITS allow, it kills whatever descends from it, whatever that is doing: what a process leaves that
-ends becomes the supervisor's own, also a daemon in a session of its own. If it was the limit, LIFELINE says so.
+A script, with the standard library alone. It forks the worker (`function_process.py`), which serves calls over the
+socket CONNECTION. When the parent closes the socket LIFELINE, on purpose or by dying, when the worker ends, or when
+there are more processes than LIMITS allow, it kills whatever descends from it, whatever that is doing: what a process
+leaves that ends becomes the supervisor's own, also a daemon in a session of its own. If it was the limit, LIFELINE says
+so.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ def _limit(limits: dict[str, float]) -> None:
 
 
 def _child_module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hybridflow_reward_child", Path(__file__).with_name("child.py"))
+    path = Path(__file__).with_name("function_process.py")
+    spec = importlib.util.spec_from_file_location("hybridflow_reward_child", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

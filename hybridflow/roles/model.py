@@ -15,18 +15,18 @@ from engine3d.errors import EngineError, UserError
 from engine3d.imports import quick_imports
 from engine3d.models.load_balance import Routing
 from engine3d.platform import platform
-from engine3d.reshard.shards import Place
+from engine3d.reshard.describe.shards import Place
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.flops import PASSES_OF_AN_UPDATE, sequence_flops
 from engine3d.training.offload import OffloadFigures
 from engine3d.training.sequences import Sequences
-from hybridflow import metrics
-from hybridflow.algorithms.statistics import Statistics
-from hybridflow.batch import RolloutBatch
-from hybridflow.columns import Columns
-from hybridflow.metrics import UpdateNames
-from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, register
-from hybridflow.rank_process import WorkerContext
+from hybridflow.algorithms.losses.statistics import Statistics
+from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.worker_output import Columns
+from hybridflow.metrics import names as metrics
+from hybridflow.metrics.names import UpdateNames
+from hybridflow.workers.protocols import ONE_TO_ALL, THREE_D_PROTO, register
+from hybridflow.workers.ranks import WorkerContext
 
 if TYPE_CHECKING:
     from engine3d.checkpoint.save import Begun

@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from engine3d.reshard.coordinate import SendOrder
-from engine3d.reshard.memory import SharedShards
-from engine3d.reshard.sender import Sent, Transport
-from hybridflow import metrics
+from engine3d.reshard.describe.memory import SharedShards
+from engine3d.reshard.plan.coordinate import SendOrder
+from engine3d.reshard.transport.sender import Sent, Transport
+from hybridflow.algorithms.advantages.whitening import Moments, whiten
 from hybridflow.algorithms.config import AlgorithmConfig
 from hybridflow.algorithms.kl_control import KLGuard
-from hybridflow.algorithms.policy_loss import policy_gradient_loss
-from hybridflow.algorithms.sft import sft_loss
-from hybridflow.algorithms.statistics import Statistics
-from hybridflow.algorithms.whitening import Moments, whiten
-from hybridflow.batch import RolloutBatch
-from hybridflow.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PROTO, register
+from hybridflow.algorithms.losses.policy import policy_gradient_loss
+from hybridflow.algorithms.losses.sft import sft_loss
+from hybridflow.algorithms.losses.statistics import Statistics
+from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.metrics import names as metrics
 from hybridflow.roles.model import ModelWorker, Update
-from hybridflow.roles.sequences import to_response_column, to_sequences
+from hybridflow.roles.packing import to_response_column, to_sequences
+from hybridflow.workers.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PROTO, register
 
 if TYPE_CHECKING:
     from engine3d.training.engine import TokenOutputs

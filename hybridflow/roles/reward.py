@@ -10,15 +10,15 @@ from torch import Tensor
 
 from engine3d.errors import UserError
 from engine3d.imports import quick_imports
-from hybridflow.batch import RolloutBatch
-from hybridflow.columns import Columns
+from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.worker_output import Columns
 from hybridflow.data.tasks import Example, field_names
-from hybridflow.future import Future
-from hybridflow.protocols import DP_PROTO, ONE_TO_ALL, register
-from hybridflow.rank_process import WorkerContext
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.rewards.result import RewardResult
+from hybridflow.workers.future import Future
+from hybridflow.workers.protocols import DP_PROTO, ONE_TO_ALL, register
+from hybridflow.workers.ranks import WorkerContext
 
 _TOTAL, _DROPPED, _VALUE, _FAILED = "total", "dropped", "value/", "failed/"
 

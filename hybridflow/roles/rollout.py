@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine3d.reshard.coordinate import ReceiveOrder
-from engine3d.reshard.memory import SharedShards
-from engine3d.reshard.sender import Sent, Transport
-from engine3d.reshard.shards import Place
+from engine3d.reshard.describe.memory import SharedShards
+from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.plan.coordinate import ReceiveOrder
+from engine3d.reshard.transport.sender import Sent, Transport
 from engine3d.reshard.verify import Difference
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
 from engine3d.rollout.engine import RolloutEngine
 from engine3d.training.offload import OffloadFigures
-from hybridflow.batch import RolloutBatch
-from hybridflow.protocols import ALL_TO_ALL, DP_PROTO, ONE_TO_ALL, register
-from hybridflow.rank_process import WorkerContext
+from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.workers.protocols import ALL_TO_ALL, DP_PROTO, ONE_TO_ALL, register
+from hybridflow.workers.ranks import WorkerContext
 
 _LONGEST_ROLLOUT_S = 24 * 3600.0
 """Of all responses of a call. The engine itself ends a call that comes no further (`request_timeout_s`)."""

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
 
-from hybridflow.algorithms import value_loss
 from hybridflow.algorithms.config import AlgorithmConfig
-from hybridflow.algorithms.statistics import Statistics
-from hybridflow.batch import RolloutBatch
-from hybridflow.columns import Columns
-from hybridflow.metrics import COST_CRITIC, CRITIC
-from hybridflow.protocols import THREE_D_PROTO, register
+from hybridflow.algorithms.losses import value
+from hybridflow.algorithms.losses.statistics import Statistics
+from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.worker_output import Columns
+from hybridflow.metrics.names import COST_CRITIC, CRITIC
 from hybridflow.roles.model import ModelWorker, Update
-from hybridflow.roles.sequences import finite_scores, to_response_column, to_sequences
+from hybridflow.roles.packing import finite_scores, to_response_column, to_sequences
+from hybridflow.workers.protocols import THREE_D_PROTO, register
 
 if TYPE_CHECKING:
     from engine3d.training.engine import TokenOutputs
@@ -70,7 +70,7 @@ class ValueWorker(ModelWorker):
 
         def loss(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, Statistics]:
             assert outputs.values is not None
-            return value_loss.value_loss(outputs.values, clip=algorithm.value_clip, names=NAMES[kind], **columns)
+            return value.value_loss(outputs.values, clip=algorithm.value_clip, names=NAMES[kind], **columns)
 
         return self._update(sequences, loss)
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks import memory
-from hybridflow.config import load_recipe
-from hybridflow.device_samples import DeviceSample
-from hybridflow.devices import Device
-from hybridflow.file_names import RECIPE
-from hybridflow.memory import GpuMemory, Ledger, Phase
+from hybridflow.cluster.device_map import Device
+from hybridflow.config.recipe import load_recipe
+from hybridflow.metrics.device_samples import DeviceSample
+from hybridflow.metrics.timeline import Span
+from hybridflow.planning.memory_estimate import GpuMemory, Ledger, Phase
 from hybridflow.report.run_data import RunData, read_run
-from hybridflow.timeline import Span
+from hybridflow.rundir.file_names import RECIPE
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RUNS = [path.parent for path in sorted(RESULTS.rglob("devices.jsonl"))]

@@ -14,8 +14,8 @@ from benchmarks import reshard
 from benchmarks.reshard_plan import EngineRanks, Placement, Rollout, Tensors, named_model, parse_layout, plan_figures
 from engine3d.layout import Layout
 from engine3d.models import model_spec
-from tests.engine3d.reshard.worlds import engine_rank
-from tests.engine3d.tiny_models import MOE
+from tests.support.tiny_families import MOE
+from tests.support.worlds import engine_rank
 
 PARAMETERS = {
     "qwen3-30b-a3b": 30_532_122_624,

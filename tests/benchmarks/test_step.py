@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks import drawn_reward, step
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS
-from hybridflow.device_samples import DeviceSample
+from hybridflow.metrics.device_samples import DeviceSample
+from hybridflow.metrics.timeline import Span
 from hybridflow.report.run_data import Phase, RunData, Series
-from hybridflow.timeline import Span
 
 
 def _run() -> RunData:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine3d.stores import file_address, join, listen, serve, tcp_address
-from tests.hybridflow.listening import listeners
+from tests.support.listening import listeners
 
 
 def test_processes_of_a_host_meet_in_a_file_and_nothing_listens(tmp_path: Path) -> None:

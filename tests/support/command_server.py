@@ -27,10 +27,10 @@ from engine3d.imports import quick_imports
 with quick_imports():
     from transformers import AutoTokenizer  # noqa: F401
 
-    import hybridflow.check
-    import hybridflow.checkpoint_cli
-    import hybridflow.cli
-    import hybridflow.memory_check
+    import hybridflow.cli.checkpoint
+    import hybridflow.cli.main
+    import hybridflow.planning.memory_report
+    import hybridflow.planning.recipe_check
     import hybridflow.report.page
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -121,7 +121,7 @@ def _run(request: dict[str, Any]) -> None:
         elif request["program"] is not None:
             os.execv(request["program"][0], [*request["program"], *request["arguments"]])
         else:
-            code = hybridflow.cli.main(request["arguments"])
+            code = hybridflow.cli.main.main(request["arguments"])
     except SystemExit as end:
         code = end.code
     except BaseException:

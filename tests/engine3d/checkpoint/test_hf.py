@@ -21,8 +21,8 @@ from engine3d.checkpoint.manifest import FileEntry, Manifest, RoleFacts, file_en
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
 from engine3d.models import initialise_random, load_model_spec, model_spec
-from tests.engine3d.distributed import run_distributed
-from tests.engine3d.tiny_models import CONFIGS, DEEPSEEK, make
+from tests.support.distributed import run_distributed
+from tests.support.tiny_families import CONFIGS, DEEPSEEK, make
 
 INDEX = "model.safetensors.index.json"
 CASES = {

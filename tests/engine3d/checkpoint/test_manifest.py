@@ -28,7 +28,7 @@ from engine3d.checkpoint.manifest import (
     write_manifest,
 )
 from engine3d.errors import EngineError, UserError
-from tests.engine3d.checkpoint.small_checkpoints import FACTS, describe, make_checkpoint
+from tests.support.small_checkpoints import FACTS, describe, make_checkpoint
 
 as_user = pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind root")
 

@@ -13,8 +13,8 @@ from engine3d.checkpoint.plan import CheckpointPlan, RankPlan, plan_checkpoint
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
 from engine3d.models import initialise_random, load_model_spec, model_spec
-from tests.engine3d.distributed import run_distributed
-from tests.engine3d.tiny_models import CONFIGS, DEEPSEEK, MOE, has_experts
+from tests.support.distributed import run_distributed
+from tests.support.tiny_families import CONFIGS, DEEPSEEK, MOE, has_experts
 
 LAYOUTS = [Layout(tp=2), Layout(ep=2, dp=2), Layout(pp=2), Layout(dp=2)]
 MODELS = ("deepseek_v3", "qwen3-tied", "qwen3_moe-biases")

@@ -22,8 +22,8 @@ from engine3d.layout import Layout
 from engine3d.models.rules import LocalParameter, Piece
 from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
 from engine3d.training.sequences import Sequences
-from tests.engine3d import tiny_models
-from tests.engine3d.distributed import run_distributed
+from tests.support import tiny_families
+from tests.support.distributed import run_distributed
 
 SETTINGS = OptimizerConfig(lr=1e-2, min_lr=1e-3, schedule="cosine", warmup_steps=2, decay_steps=9, weight_decay=0.1)
 LAYOUTS: list[dict[str, int]] = [
@@ -193,7 +193,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
     def make(name: str) -> Saved:
         family, sizes, world_size, settings = CASES[name]
         root = tmp_path_factory.mktemp(name)
-        tiny_models.make(family, root / "model", value_head=settings.get("value_head", False))
+        tiny_families.make(family, root / "model", value_head=settings.get("value_head", False))
         first = run_distributed(
             _first, world_size, root / "model", root / "checkpoints", sizes, settings, timeout_s=180
         )
@@ -229,7 +229,7 @@ def test_a_resumed_engine_is_the_one_that_went_on(name: str, saved: Callable[[st
 def test_every_other_layout_holds_the_same(name: str, world_size: int, saved: Callable[[str], Saved]) -> None:
     model, root, first = saved(name)
     family, sizes, first_size, settings = CASES[name]
-    experts = tiny_models.has_experts(family)
+    experts = tiny_families.has_experts(family)
     layouts = [
         other
         for other in LAYOUTS
@@ -291,8 +291,8 @@ def _refused(directory: Path, other: Path, root: Path) -> list[str]:
 @pytest.mark.processes
 def test_what_goes_wrong_is_said_on_every_rank_and_the_next_save_is_whole(tmp_path: Path) -> None:
     model, other, root = tmp_path / "model", tmp_path / "other", tmp_path / "checkpoints"
-    tiny_models.make("llama", model)
-    tiny_models.make("qwen3-biases", other)
+    tiny_families.make("llama", model)
+    tiny_families.make("qwen3-biases", other)
     first, second = run_distributed(_refused, 2, model, other, root, timeout_s=120)
     under_way, fresh, failed, stranger = first
     assert under_way == f"save to {root}/second: the one to {root}/fresh is still under way"

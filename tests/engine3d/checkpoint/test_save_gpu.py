@@ -11,9 +11,9 @@ import torch
 
 from engine3d.platform import platform
 from engine3d.training.config import OptimizerConfig
-from tests.engine3d import tiny_models
 from tests.engine3d.checkpoint.test_save import SETTINGS, _again, _elsewhere, _first, assert_same
-from tests.engine3d.distributed import run_distributed
+from tests.support import tiny_families
+from tests.support.distributed import run_distributed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +45,7 @@ def test_a_resumed_engine_is_the_one_that_went_on(name: str, tmp_path: Path) -> 
         pytest.skip(f"needs {world_size} GPUs")
     settings = settings | {"deterministic": True}
     model, root = tmp_path / "model", tmp_path / "checkpoints"
-    tiny_models.make(family, model)
+    tiny_families.make(family, model)
     arguments = (model, root, sizes, settings)
     first = run_distributed(_deterministic, world_size, _first, *arguments, timeout_s=240)
     again = run_distributed(_deterministic, world_size, _again, *arguments, timeout_s=240)

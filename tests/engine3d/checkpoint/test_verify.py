@@ -17,7 +17,7 @@ from engine3d.checkpoint.manifest import MANIFEST, RoleFacts, read_manifest, wri
 from engine3d.checkpoint.metadata import METADATA, read_metadata
 from engine3d.checkpoint.verify import Damage, verify_checkpoint
 from engine3d.errors import UserError
-from tests.engine3d.checkpoint.small_checkpoints import describe, make_checkpoint_of_tensors
+from tests.support.small_checkpoints import describe, make_checkpoint_of_tensors
 
 CHANGED = "is damaged: its checksum is not that of the manifest"
 

@@ -14,12 +14,12 @@ from engine3d.layout import Layout
 from engine3d.models import load_model_spec
 from engine3d.platform import platform
 from engine3d.platform.sglang_cpu_memory import CpuMemorySaver
-from engine3d.reshard.coordinate import coordinate
-from engine3d.reshard.memory import SharedShards
-from engine3d.reshard.shards import Place
-from engine3d.reshard.source import PlannedTrainer
+from engine3d.reshard.describe.memory import SharedShards
+from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.describe.source import PlannedTrainer
+from engine3d.reshard.plan.coordinate import coordinate
 from engine3d.rollout.rank import RELEASE_VARIABLE, EngineRank
-from tests.engine3d.tiny_models import CONFIGS
+from tests.support.tiny_families import CONFIGS
 
 VOCABULARY = 100  # SGLang pads it to 128
 
@@ -43,7 +43,7 @@ def test_a_rank_reads_what_it_released_and_padding_is_zero_again(
 ) -> None:
     import sglang.srt.layers.sampler  # noqa: F401  before a stand-in rank makes torch's logger ask for one
 
-    from engine3d.reshard.simulate import build_model, engine_rank
+    from engine3d.reshard.describe.simulate import build_model, engine_rank
 
     monkeypatch.setenv(RELEASE_VARIABLE, "1")
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"] | {"vocab_size": VOCABULARY}))

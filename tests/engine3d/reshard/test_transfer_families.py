@@ -12,14 +12,14 @@ import torch
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import model_spec
-from engine3d.reshard.coordinate import coordinate
-from engine3d.reshard.memory import SharedShards
-from engine3d.reshard.source import PlannedTrainer
+from engine3d.reshard.describe.memory import SharedShards
+from engine3d.reshard.describe.source import PlannedTrainer
+from engine3d.reshard.plan.coordinate import coordinate
 from engine3d.rollout import RolloutEngine, SamplingConfig
-from tests.engine3d import tiny_models
-from tests.engine3d.reshard.trainer_ranks import TrainerRanks, trainer_ranks
-from tests.engine3d.reshard.transfers import connect, differences, places, started
-from tests.tiny_rollout import TINY_ROLLOUT
+from tests.support import tiny_families
+from tests.support.tiny_rollout import TINY_ROLLOUT
+from tests.support.trainer_ranks import TrainerRanks, trainer_ranks
+from tests.support.transfers import connect, differences, places, started
 
 pytestmark = pytest.mark.processes
 
@@ -45,7 +45,7 @@ GREEDY = SamplingConfig(temperature=0, max_new_tokens=4)
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("families")
     for name in ENGINES:
-        tiny_models.make(name, directory / name)
+        tiny_families.make(name, directory / name)
     return {name: directory / name for name in ENGINES}
 
 
@@ -95,7 +95,7 @@ def test_what_is_computed_after_loading_is_missed_when_it_is_not(
     trainer.call("change", seed=100)
     trainer.call("export", directory=tmp_path / "export")
     connected.write(100)
-    layers = tiny_models.DEEPSEEK["num_hidden_layers"]
+    layers = tiny_families.DEEPSEEK["num_hidden_layers"]
     stale = {f"model.layers.{layer}.self_attn.{kind}" for layer in range(layers) for kind in ("w_kc", "w_vc")}
     for _ in range(2):
         found = [difference for rank in engine.verify_weights(tmp_path / "export") for difference in rank]
@@ -141,7 +141,7 @@ def test_another_model_is_refused_before_anything_is_written(
 ) -> None:
     engine = engines["deepseek_v3"]
     before = engine.weight_checksums()
-    spec = model_spec(tiny_models.DEEPSEEK | options)
+    spec = model_spec(tiny_families.DEEPSEEK | options)
     planned = PlannedTrainer(spec, Layout.of_world(2, tp=2), torch.float32, transformer_engine=False)
     sources = [SharedShards(planned.shards(rank, place), ()) for rank, place in enumerate(places("here", 0, 1))]
     targets = engine.share_weights("engine 5", 0, places("here", 0, 1))
@@ -153,7 +153,7 @@ def test_another_model_is_refused_before_anything_is_written(
 
 
 def test_another_family_is_refused(engines: dict[str, RolloutEngine]) -> None:
-    spec = model_spec(tiny_models.CONFIGS["llama"] | {"head_dim": 16, "num_key_value_heads": 2})
+    spec = model_spec(tiny_families.CONFIGS["llama"] | {"head_dim": 16, "num_key_value_heads": 2})
     planned = PlannedTrainer(spec, Layout.of_world(1), torch.float32, transformer_engine=False)
     sources = [SharedShards(planned.shards(0, places("here", 0)[0]), ())]
     targets = engines["qwen3-tied"].share_weights("engine 0", 0, places("here", 0, 1))

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import EngineError, UserError
-from engine3d.reshard.pieces import Link
+from engine3d.reshard.plan.pieces import Link
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
-from tests.engine3d.reshard.trainer_ranks import trainer_ranks
-from tests.engine3d.reshard.transfers import connect, differences, places
-from tests.tiny_rollout import TINY_ROLLOUT
+from tests.support.tiny_rollout import TINY_ROLLOUT
+from tests.support.trainer_ranks import trainer_ranks
+from tests.support.transfers import connect, differences, places
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
 GREEDY = SamplingConfig(temperature=0, max_new_tokens=12)

@@ -13,8 +13,8 @@ import pytest
 
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout import Generation, RolloutEngine, SamplingConfig
-from tests.engine3d.reshard.trainer_ranks import TrainerRanks, trainer_ranks
-from tests.engine3d.reshard.transfers import Connected, connect, differences, places
+from tests.support.trainer_ranks import TrainerRanks, trainer_ranks
+from tests.support.transfers import Connected, connect, differences, places
 
 pytestmark = pytest.mark.processes
 

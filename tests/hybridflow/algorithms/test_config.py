@@ -8,7 +8,7 @@ import pytest
 
 from hybridflow.algorithms.config import AlgorithmConfig
 from hybridflow.algorithms.registry import ALGORITHMS, Algorithm, names_with
-from hybridflow.settings_file import SettingsError, build_settings
+from hybridflow.config.yaml_loader import SettingsError, build_settings
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def names(**needs: bool) -> str:
 def test_only_an_algorithm_that_divides_by_it_takes_the_setting_of_the_standard_deviation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rloo = Algorithm("hybridflow.dataflows.grpo:grpo", group_baseline=True)
+    rloo = Algorithm("hybridflow.algorithms.grpo:grpo", group_baseline=True)
     monkeypatch.setitem(ALGORITHMS, "rloo", rloo)
     with pytest.raises(ValueError, match="normalise_advantages_by_std is set with name 'rloo', which does not use it"):
         AlgorithmConfig(name="rloo", normalise_advantages_by_std=False)

@@ -10,7 +10,7 @@ import torch
 
 from hybridflow.algorithms.config import AlgorithmConfig
 from hybridflow.algorithms.kl_control import AdaptiveKL, FixedKL, KLController, KLGuard, make_kl_controller, reward_kl
-from hybridflow.batch import RolloutBatch
+from hybridflow.batch.rollout_batch import RolloutBatch
 
 
 def test_a_fixed_coefficient_stays() -> None:

@@ -1,0 +1,1 @@
+"""What each side of a transfer holds: boxes of HuggingFace tensors in buffers."""

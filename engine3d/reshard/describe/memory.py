@@ -1,0 +1,26 @@
+"""Shards together with the means to reach their memory from another process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine3d.platform.interface import MemoryHandle
+from engine3d.reshard.describe.shards import Shards
+
+
+@dataclass(frozen=True, slots=True)
+class SharedShards:
+    """A rank's shards and, for each buffer, the handle that maps it in another process of the node.
+
+    A buffer that is another rank's memory has None.
+
+    Args:
+        shards: the rank's.
+        handles: one for each buffer.
+        pulls: of an engine's rank: nobody can map its memory, which it gives back between transfers. It has no handles,
+            and reads what it needs from the memory of trainer's ranks.
+    """
+
+    shards: Shards
+    handles: tuple[MemoryHandle | None, ...]
+    pulls: bool = False

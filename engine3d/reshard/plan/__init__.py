@@ -1,0 +1,1 @@
+"""Which elements go from which rank to which, and what carries them."""

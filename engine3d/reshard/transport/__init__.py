@@ -1,0 +1,1 @@
+"""What carries out a plan: copies into memory of other processes, and messages."""

@@ -1,0 +1,130 @@
+"""A trainer's rank in a transfer: it says where its weights lie, and writes them where they are needed."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from engine3d.platform import platform
+from engine3d.platform.copies import CopyMethod
+from engine3d.reshard.describe.memory import SharedShards
+from engine3d.reshard.describe.shards import Buffer, Shards
+from engine3d.reshard.plan.coordinate import SendOrder
+from engine3d.reshard.plan.pieces import Link
+from engine3d.reshard.transport.participant import Held, Participant
+from engine3d.reshard.transport.program import CopyProgram, Route, flat
+
+Transport = Literal["one_sided", "collective"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What one rank sent over one transport: bytes, and seconds from its first copy until all were done."""
+
+    nbytes: int
+    seconds: float
+
+
+class WeightSender:
+    """The weights of one rank, and the way they take to the engines.
+
+    Args:
+        shards: what the rank holds.
+        storages: the memory of each buffer of the shards.
+    """
+
+    def __init__(self, shards: Shards, storages: Sequence[torch.UntypedStorage]) -> None:
+        self.shards = shards
+        self._storages = tuple(storages)
+        self._program: CopyProgram | None = None
+        self._participant: Participant | None = None
+
+    def share(self) -> SharedShards:
+        """The shards, with handles by which other processes of the node can map their memory."""
+        return SharedShards(self.shards, tuple(platform.share_memory(storage) for storage in self._storages))
+
+    def publish(self, path: Path) -> None:
+        """Write what `share` says to a file, whole or not at all."""
+        partial = path.with_name(f".{path.name}.partial")
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial.write_bytes(pickle.dumps(self.share()))
+        partial.replace(path)
+
+    def connect(self, order: SendOrder, method: CopyMethod | None = None) -> None:
+        """Make ready to send: map the memory that is written, build the copies, join the collective transport's group.
+
+        Args:
+            order: what to send, from `coordinate`.
+            method: how a GPU copies; the platform's choice if None.
+        """
+        self.close()
+        sources = flat_buffers(self.shards.buffers, self._storages)
+        targets = {index: mapped(shared) for index, shared in order.targets.items()}
+        self._program = CopyProgram(
+            [
+                Route(transfer.pieces, sources, targets[transfer.target], near=transfer.link is Link.DEVICE)
+                for transfer in order.one_sided
+            ],
+            method,
+        )
+        if order.collective is not None:
+            held = {index: Held(shared.shards, targets[index]) for index, shared in order.targets.items()}
+            self._participant = Participant(
+                order.collective, self._storages[0].device, Held(self.shards, sources), held
+            )
+
+    def send(self, version: int) -> dict[Transport, Sent]:
+        """Write this rank's part of `version` into every engine; return when all of it is there.
+
+        Raises:
+            EngineError: another rank of the collective transport failed or did not answer in time.
+        """
+        assert self._program is not None, "connect comes first"
+        sent: dict[Transport, Sent] = {}
+        platform.synchronize()
+        if self._program.nbytes:
+            start = time.perf_counter()
+            self._program.run()
+            platform.synchronize()
+            sent["one_sided"] = Sent(self._program.nbytes, time.perf_counter() - start)
+        if self._participant is not None:
+            start = time.perf_counter()
+            self._participant.run(version)
+            sent["collective"] = Sent(self._participant.sent_bytes, time.perf_counter() - start)
+        return sent
+
+    @property
+    def staged_bytes(self) -> int:
+        """Memory that the collective transport takes for messages."""
+        return self._participant.staged_bytes if self._participant is not None else 0
+
+    def close(self) -> None:
+        """Let go of the memory of others, and leave the collective transport's group."""
+        self._program = None
+        if self._participant is not None:
+            self._participant.close()
+            self._participant = None
+
+
+def flat_buffers(buffers: Sequence[Buffer], storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
+    """Each buffer's memory as a flat tensor of its elements."""
+    return [
+        flat(storage, getattr(torch, buffer.dtype), 0, storage.nbytes() // buffer.itemsize)
+        for buffer, storage in zip(buffers, storages, strict=True)
+    ]
+
+
+def mapped(shared: SharedShards) -> list[torch.Tensor]:
+    """Another rank's buffers in this process's address space; those that it borrowed itself are empty."""
+    return [
+        flat(platform.map_memory(handle), getattr(torch, buffer.dtype), 0, buffer.elements)
+        if handle is not None
+        else torch.empty(0, dtype=getattr(torch, buffer.dtype))
+        for buffer, handle in zip(shared.shards.buffers, shared.handles, strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""Advantages: pure functions of tensors."""

@@ -1,0 +1,1 @@
+"""Losses, what they are made of, and their statistics: pure functions of tensors."""

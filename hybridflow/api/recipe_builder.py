@@ -1,0 +1,234 @@
+"""From the settings and arguments of the Python API to a recipe. Nothing here starts or writes anything."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine3d.errors import UserError
+from hybridflow.algorithms.registry import ALGORITHMS
+from hybridflow.api.config import PPOConfig, mini_batches
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.yaml_loader import Key, SettingsError, build_settings, read_with_bases
+
+_KEYS: dict[str, Key] = {
+    "algorithm": ("algorithm", "name"),
+    "batch_size": ("trainer", "prompts_per_step"),
+    "epochs": ("trainer", "epochs"),
+    "lr": ("train", "optimizer", "lr"),
+    "kl_coef": ("algorithm", "kl_coef"),
+    "max_steps": ("trainer", "steps"),
+    "samples_per_prompt": ("rollout", "samples_per_prompt"),
+    "max_new_tokens": ("rollout", "sampling", "max_new_tokens"),
+    "actor_device_mapping": ("placement", "actor"),
+    "rollout_device_mapping": ("placement", "rollout"),
+    "critic_device_mapping": ("placement", "critic"),
+}
+"""The recipe's key of each setting that stands for one."""
+
+_EPOCHS_OF_DATA: Key = ("trainer", "epochs_of_data")
+"""The recipe's other way to say how long a run is."""
+_SHARED_MEMORY = 0.3
+"""The part of a GPU's free memory that an engine takes where it shares the GPU with training."""
+_EVALUATED = 64
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a trainer was given beside its settings, as a recipe names it.
+
+    Args:
+        model: HuggingFace directory of the actor; the recipe's if None.
+        reward_model: HuggingFace directory of a reward model.
+        reward_name, reward: of the reward function, its name and path.
+        prompts, eval_prompts: JSON-lines files; the recipe's data if None.
+        number: of prompts.
+        passes: over the prompts; `max_steps` alone counts if None.
+    """
+
+    model: Path | None = None
+    reward_model: Path | None = None
+    reward_name: str = "reward"
+    reward: str | None = None
+    prompts: Path | None = None
+    eval_prompts: Path | None = None
+    number: int = 0
+    passes: int | None = None
+
+
+@dataclass(frozen=True)
+class Base:
+    """A recipe's content before it is checked, and where each key was read."""
+
+    data: dict[str, Any]
+    places: dict[Key, str]
+    source: str
+
+    @classmethod
+    def of(cls, config: PPOConfig) -> Base:
+        """The recipe that the settings name.
+
+        Raises:
+            SettingsError: the file cannot be read.
+        """
+        if isinstance(config.recipe, Path):
+            data, places = read_with_bases(config.recipe)
+            return cls(data, places, str(config.recipe))
+        return cls(copy.deepcopy(config.recipe or {}), {}, "PPOConfig" if config.recipe is None else "recipe")
+
+    def get(self, key: Key) -> Any:
+        """The value of a key, None where it has none."""
+        found: Any = self.data
+        for part in key:
+            found = found.get(part) if isinstance(found, dict) else None
+        return found
+
+    def has(self, key: Key) -> bool:
+        """Whether a key is there, or the group that it belongs to is null."""
+        group: Any = self.data
+        for part in key:
+            if not isinstance(group, dict):
+                return True
+            if part not in group:
+                return False
+            group = group[part]
+        return True
+
+    def put(self, key: Key, value: Any) -> None:
+        """Set a key, in place."""
+        group = self.data
+        for part in key[:-1]:
+            if not isinstance(group.get(str(part)), dict):
+                group[str(part)] = {}
+            group = group[str(part)]
+        group[str(key[-1])] = value
+        for read in [each for each in self.places if each[: len(key)] == key]:
+            del self.places[read]
+
+    def drop(self, key: Key) -> None:
+        """Take a key away, in place, if it is there."""
+        group = self.get(key[:-1])
+        if isinstance(group, dict):
+            group.pop(str(key[-1]), None)
+
+
+def make_recipe(config: PPOConfig, given: Given, *, gpus: int) -> Recipe:
+    """The recipe of a run.
+
+    Args:
+        config: the settings; those that were set come before the recipe's, and these before the defaults.
+        given: the rest.
+        gpus: of this machine.
+
+    Raises:
+        SettingsError: with one line for every error found.
+    """
+    base = Base.of(config)
+    for name in config.model_fields_set & _KEYS.keys():
+        if getattr(config, name) is not None:
+            base.put(_KEYS[name], getattr(config, name))
+    for name, value in (config.checkpoint_config or {}).items():
+        base.put(("checkpoint", name), value)
+    if "max_steps" in config.model_fields_set or given.passes is not None:
+        base.drop(_EPOCHS_OF_DATA)
+    _put_given(base, config, given)
+    algorithm = base.get(_KEYS["algorithm"]) or config.algorithm
+    for key, value in _defaults(config, base, algorithm, gpus):
+        if not base.has(key):
+            base.put(key, value)
+    _put_mini_batches(base, config)
+    _put_steps(base, config, given)
+    return build_settings(Recipe, base.data, base.places, base.source)
+
+
+def run_directory(config: PPOConfig) -> Path:
+    """Where the run of these settings will be.
+
+    Raises:
+        SettingsError: the recipe file cannot be read.
+    """
+    base = Base.of(config)
+    name = base.get(("name",)) or base.get(_KEYS["algorithm"]) or config.algorithm
+    return Path(str(base.get(("run_dir",)) or "runs")).absolute() / str(name)
+
+
+def _defaults(config: PPOConfig, base: Base, algorithm: str, gpus: int) -> Iterator[tuple[Key, Any]]:
+    """What holds where neither the settings nor the recipe say otherwise."""
+    for name in _KEYS.keys() - config.model_fields_set:
+        if name == "max_steps" and base.get(_EPOCHS_OF_DATA) is not None:
+            continue
+        if getattr(config, name) is not None:
+            yield _KEYS[name], getattr(config, name)
+    compares = algorithm in ALGORITHMS and ALGORITHMS[algorithm].group_baseline
+    actor = base.get(("placement", "actor")) or (f"cuda:0-{gpus - 1}" if gpus else "cpu:0")
+    rollout = base.get(("placement", "rollout")) or actor
+    dtype = base.get(("train", "dtype")) or ("bfloat16" if gpus else "float32")
+    yield ("name",), run_directory(config).name
+    yield ("rollout", "samples_per_prompt"), 8 if compares else 1
+    yield ("placement", "actor"), actor
+    yield ("placement", "rollout"), rollout
+    yield ("train", "dtype"), dtype
+    yield ("rollout", "engine", "dtype"), dtype
+    yield ("trainer", "eval_prompts"), _EVALUATED
+    if gpus and rollout == actor:
+        yield ("rollout", "engine", "mem_fraction_static"), _SHARED_MEMORY
+
+
+def _put_given(base: Base, config: PPOConfig, given: Given) -> None:
+    """Model, prompts and rewards."""
+    if given.model is not None:
+        base.put(("model",), {"path": str(given.model)})
+    elif not base.has(("model",)):
+        raise SettingsError(["no model, expected a HuggingFace directory as model=, or model in the recipe"])
+    if given.prompts is not None:
+        base.put(("data", "source"), "jsonl")
+        files = {"train_path": str(given.prompts), "eval_path": str(given.eval_prompts or given.prompts)}
+        base.put(("data", "jsonl"), files)
+    elif not base.has(("data",)):
+        raise SettingsError(["no prompts, expected train(prompts), PPOTrainer(prompts=...), or data in the recipe"])
+    if given.reward_model is not None:
+        base.put(("reward_model", "path"), str(given.reward_model))
+    scored_by_model = base.get(("reward_model",)) is not None
+    if given.reward is not None:
+        function = {"name": given.reward_name, "path": given.reward, **config.reward_options}
+        base.put(("reward",), {"functions": [function]})
+    elif config.reward_options:
+        raise SettingsError(["reward_options are of reward_fn, which was not given"])
+    elif not base.has(("reward",)) and scored_by_model:
+        base.put(("reward",), None)
+    elif not base.has(("reward",)) and given.prompts is not None:
+        raise SettingsError(["no reward, expected reward_fn=, reward_model=, or reward in the recipe"])
+    if config.reward_device_mapping is not None:
+        role = "reward_model" if scored_by_model else "reward"
+        base.put(("placement", role), config.reward_device_mapping)
+
+
+def _put_mini_batches(base: Base, config: PPOConfig) -> None:
+    """How many mini-batches the batch has: those of the recipe, if it says so and no size is set."""
+    key = ("trainer", "mini_batches")
+    if base.has(key) and "mini_batch_size" not in config.model_fields_set:
+        return
+    batch_size = base.get(_KEYS["batch_size"])
+    if not isinstance(batch_size, int) or batch_size < 1:
+        return  # refused with the rest
+    try:
+        base.put(key, mini_batches(batch_size, config.mini_batch_size))
+    except ValueError as error:
+        raise SettingsError([str(error)]) from None
+
+
+def _put_steps(base: Base, config: PPOConfig, given: Given) -> None:
+    """Whole steps that pass over all prompts as often as was asked for, at most `max_steps` if that is set."""
+    if given.passes is None:
+        return
+    if given.passes < 1:
+        raise UserError(f"num_epochs={given.passes}, expected at least 1")
+    if not given.number:
+        raise UserError("num_epochs counts passes over prompts, and none were given; expected prompts, or max_steps")
+    batch_size = base.get(_KEYS["batch_size"])
+    if isinstance(batch_size, int) and batch_size > 0:
+        steps = -(-given.passes * given.number // batch_size)
+        base.put(_KEYS["max_steps"], min(steps, config.max_steps) if "max_steps" in config.model_fields_set else steps)

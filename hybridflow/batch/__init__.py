@@ -1,0 +1,1 @@
+"""Containers of samples, in one process and where they were made."""

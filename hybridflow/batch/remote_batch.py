@@ -1,0 +1,364 @@
+"""A batch whose tensors stay where they were made: the driver holds references, and facts, one figure a sample.
+
+    batch = rollout.generate(prompts, ids).batch()             # tokens lie with the rollout workers
+    batch = batch.with_columns(ref_logprobs=reference.logprobs(batch))
+    batch = batch.with_facts(rewards=rewards)                  # (B,) figures that the driver has
+    actor.update(batch)                                        # each rank fetches the rows of its part, and no others
+
+A rank's result is kept in the object store of its node. Where ranks of the same node need rows of it, they read them
+there; for ranks of another node the rows that they need are cut out first, so that only those travel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch import Tensor
+
+from engine3d.errors import UserError
+from hybridflow.batch.load_balance import balanced_partition, even_ranges
+from hybridflow.batch.rollout_batch import COLUMNS, PROMPT, RESPONSE, SAMPLE, RolloutBatch
+from hybridflow.batch.worker_output import Kept, Packed, Summary, joined_facts, pack
+from hybridflow.workers.ranks import Failure
+
+if TYPE_CHECKING:
+    from hybridflow.workers.future import Future
+
+_PADDED_WITH_TOKEN = ("input_ids", "generated_ids")
+SampleCosts = Callable[[Sequence[int]], Sequence[float]]
+"""Lengths of samples in tokens -> what each costs, in any unit."""
+
+_LENGTHS = {PROMPT: "prompt_lengths", RESPONSE: "response_lengths"}
+_CUTTING_THREADS = 4
+
+
+def in_order(joined: Any, parts: Sequence[Sequence[int]]) -> Any:
+    """Rows or items that came part by part, in the order of the batch that was dealt into these parts."""
+    dealt = [sample for part in parts for sample in part]
+    order = sorted(range(len(dealt)), key=dealt.__getitem__)
+    return joined[torch.tensor(order)] if isinstance(joined, Tensor) else [joined[index] for index in order]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Some samples of a batch, which a protocol can split as it splits data: into parts of like cost.
+
+    Args:
+        indices: of the samples.
+        costs: of each.
+    """
+
+    indices: tuple[int, ...]
+    costs: tuple[float, ...]
+
+    @classmethod
+    def all_of(cls, batch: RemoteBatch, costs: SampleCosts) -> Samples:
+        """Every sample of a batch."""
+        return cls(tuple(range(len(batch))), tuple(costs(batch.lengths.tolist())))
+
+    def split(self, parts: int) -> list[Samples]:
+        """`parts` parts. Raises ValueError for an empty one."""
+        if not 1 <= parts <= len(self.indices):
+            raise ValueError(f"cannot deal {len(self.indices)} samples to {parts} ranks")
+        return [
+            Samples(tuple(self.indices[index] for index in part), tuple(self.costs[index] for index in part))
+            for part in balanced_partition(self.costs, parts)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What a call with a batch was about: the ids of its samples, and the samples of each rank."""
+
+    sample_ids: Tensor
+    parts: list[Samples]
+
+
+@dataclass(frozen=True, eq=False)
+class _Stored:
+    """One rank's result.
+
+    Args:
+        ref: of a `Packed`, or of the failure to make it.
+        rows: (n,) int64: for each of its rows the sample of the batch, -1 for one that the batch does not have.
+        node: Ray's id of the node that it lies on.
+        name: of the column, if it is a bare tensor.
+        added: made by a call with the batch.
+    """
+
+    ref: ray.ObjectRef
+    rows: Tensor
+    node: str
+    name: str = ""
+    added: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Slice:
+    """Rows of a stored result: which of them (all if None), and to which samples of a part they belong."""
+
+    ref: ray.ObjectRef
+    taken: list[int] | None
+    samples: Tensor
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class BatchPart(Kept):
+    """Samples of a batch as they are sent to a rank, which fetches the rest."""
+
+    size: int
+    slices: tuple[_Slice, ...]
+    facts: dict[str, Tensor]
+    pad_token_id: int
+
+    def unpack(self) -> RolloutBatch | Failure:
+        """Fetch the rows; the samples as one batch, no wider than its longest prompt and response.
+
+        A fact that is named like a column of tokens holds for every counted token of its sample.
+
+        Returns:
+            The failure to make one of the columns in place of the batch, if there was one.
+
+        Raises:
+            ValueError: a column is not there for every sample.
+        """
+        values = ray.get([each.ref for each in self.slices])
+        failure = next((value for value in values if isinstance(value, Failure)), None)
+        if failure is not None:
+            return failure
+        columns: dict[str, Tensor] = {}
+        filled: dict[str, int] = {}
+        for piece, packed in zip(self.slices, values, strict=True):
+            for name, array in packed.arrays.items():
+                name = name or piece.name
+                if name in self.facts:
+                    continue
+                rows = torch.from_numpy(array[piece.taken] if piece.taken is not None else array.copy())
+                column = columns.setdefault(name, self._empty(name))
+                if column.dim() == 2:
+                    rows = rows[:, : column.shape[1]]
+                    column[piece.samples, : rows.shape[1]] = rows
+                else:
+                    column[piece.samples] = rows
+                filled[name] = filled.get(name, 0) + len(rows)
+        for name, count in filled.items():
+            if count != self.size:
+                raise ValueError(f"batch: column {name} is there for {count} of {self.size} samples")
+        return self._with_facts(columns)
+
+    def _empty(self, name: str) -> Tensor:
+        symbol, dtype = COLUMNS[name]
+        padding = self.pad_token_id if name in _PADDED_WITH_TOKEN else 0
+        if symbol == SAMPLE:
+            return torch.empty(self.size, dtype=dtype)
+        width = int(self.facts[_LENGTHS[symbol]].max()) if self.size else 0
+        return torch.full((self.size, width), padding, dtype=dtype)
+
+    def _with_facts(self, columns: dict[str, Tensor]) -> RolloutBatch:
+        for name, fact in self.facts.items():
+            symbol, dtype = COLUMNS.get(name, (None, None))
+            if symbol == SAMPLE:
+                columns[name] = fact.to(dtype)
+            elif symbol == RESPONSE:
+                columns[name] = fact.to(dtype)[:, None].where(columns["response_mask"], 0)
+        return RolloutBatch(**columns, pad_token_id=self.pad_token_id)  # type: ignore[arg-type]
+
+
+class RemoteBatch:
+    """B samples of which the driver holds facts and references. Never changed: every method returns a new one.
+
+    Args:
+        facts: name to (B,) tensor, the columns of `RolloutBatch` with one figure a sample and `counted` among them.
+        stored: where the columns of tokens lie.
+        pad_token_id: of the tokens.
+        inputs: the calls that make columns which may not be there yet.
+    """
+
+    def __init__(
+        self, facts: dict[str, Tensor], stored: Sequence[_Stored], pad_token_id: int, inputs: Sequence[Future] = ()
+    ) -> None:
+        self.facts, self.pad_token_id = facts, pad_token_id
+        self.inputs = tuple(inputs)
+        self._stored = tuple(stored)
+
+    def __len__(self) -> int:
+        return len(self.facts["sample_ids"])
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) int64: tokens of each sample, of its prompt and its response."""
+        return self.facts["prompt_lengths"] + self.facts["response_lengths"]
+
+    @classmethod
+    def of(cls, batch: RolloutBatch) -> RemoteBatch:
+        """A batch that this process holds, put into its node's object store."""
+        packed, summary = pack(batch)
+        assert summary is not None
+        return cls.of_results([summary], [ray.put(packed)], [_here()])
+
+    @classmethod
+    def of_results(
+        cls, summaries: Sequence[Summary], refs: Sequence[ray.ObjectRef], nodes: Sequence[str]
+    ) -> RemoteBatch:
+        """The batches that ranks made, one after another."""
+        stored, first = [], 0
+        for summary, ref, node in zip(summaries, refs, nodes, strict=True):
+            size = len(summary.facts["sample_ids"])
+            stored.append(_Stored(ref, torch.arange(first, first + size), node))
+            first += size
+        pad_token_id = summaries[0].pad_token_id
+        assert pad_token_id is not None
+        return cls(joined_facts([summary.facts for summary in summaries]), stored, pad_token_id)
+
+    def with_facts(self, **facts: Tensor) -> RemoteBatch:
+        """The batch with further figures, (B,) each. One named like a column of tokens holds for each of its tokens."""
+        for name, fact in facts.items():
+            if name not in COLUMNS:
+                raise ValueError(f"batch: no column is called {name}, expected one of {', '.join(COLUMNS)}")
+            if fact.shape != (len(self),):
+                raise ValueError(f"batch: fact {name} has shape {tuple(fact.shape)}, expected ({len(self)},)")
+        return RemoteBatch(self.facts | facts, self._stored, self.pad_token_id, self.inputs)
+
+    def with_columns(self, *columns: Future, **named: Future) -> RemoteBatch:
+        """The batch with what calls on it return, which need not be there yet: `Columns`, or a tensor by its name.
+
+        Raises:
+            ValueError: a call was not made with this batch.
+        """
+        stored, inputs = list(self._stored), list(self.inputs)
+        for name, future in [*(("", future) for future in columns), *named.items()]:
+            parts, samples = future.parts, future.sample_ids
+            if parts is None or samples is None or not torch.equal(samples, self.facts["sample_ids"]):
+                raise ValueError(f"batch: {future} is no call with these {len(self)} samples in this order")
+            if name in self.facts:
+                raise ValueError(f"batch: {name} is a fact of it already, expected a new column")
+            stored += [
+                _Stored(ref, torch.as_tensor(rows), node, name, added=True)
+                for ref, node, rows in zip(future.refs, future.nodes, parts, strict=True)
+            ]
+            inputs.append(future)
+        return RemoteBatch(self.facts, stored, self.pad_token_id, inputs)
+
+    def as_generated(self) -> RemoteBatch:
+        """The batch without the columns that calls with it made: a call with this one waits for none of them."""
+        return RemoteBatch(self.facts, [each for each in self._stored if not each.added], self.pad_token_id)
+
+    def select(self, samples: Sequence[int] | Tensor) -> RemoteBatch:
+        """Some samples, each at most once, in the given order. Nothing moves."""
+        chosen = torch.as_tensor(samples, dtype=torch.int64)
+        place = torch.full((len(self) + 1,), -1)  # the last is that of rows without a sample
+        place[chosen] = torch.arange(len(chosen))
+        stored = [dataclasses.replace(each, rows=place[each.rows]) for each in self._stored]
+        kept = [each for each in stored if bool((each.rows >= 0).any())]
+        return RemoteBatch(
+            {name: fact[chosen] for name, fact in self.facts.items()}, kept, self.pad_token_id, self.inputs
+        )
+
+    def split(self, parts: int) -> list[RemoteBatch]:
+        """`parts` consecutive pieces in order; sizes differ by one at most. Raises ValueError for an empty piece."""
+        if not 1 <= parts <= len(self):
+            raise ValueError(f"batch: cannot split {len(self)} samples into {parts} non-empty parts")
+        return [self.select(part) for part in even_ranges(len(self), parts)]
+
+    @staticmethod
+    def concatenate(batches: Sequence[RemoteBatch]) -> RemoteBatch:
+        """One batch of all samples, in order. All must have the same facts."""
+        first, names = batches[0], set(batches[0].facts)
+        stored, inputs, offset = [], dict.fromkeys(first.inputs), 0
+        for batch in batches:
+            if set(batch.facts) != names:
+                raise ValueError(f"batch: parts to join differ in {', '.join(sorted(names ^ set(batch.facts)))}")
+            rows = [torch.where(each.rows >= 0, each.rows + offset, -1) for each in batch._stored]
+            stored += [dataclasses.replace(each, rows=row) for each, row in zip(batch._stored, rows, strict=True)]
+            inputs |= dict.fromkeys(batch.inputs)
+            offset += len(batch)
+        facts = joined_facts([batch.facts for batch in batches])
+        return RemoteBatch(facts, stored, first.pad_token_id, list(inputs))
+
+    def deal(self, parts: Sequence[Sequence[int]], nodes: Sequence[frozenset[str]]) -> list[BatchPart]:
+        """What ranks are sent for their parts.
+
+        Args:
+            parts: the samples of each part.
+            nodes: of the ranks that get each part.
+        """
+        slices: list[list[_Slice]] = [[] for _ in parts]
+        place, part_of = torch.full((2, len(self) + 1), -1)  # the last is that of rows without a sample
+        for number, samples in enumerate(parts):
+            rows = torch.as_tensor(samples, dtype=torch.int64)
+            place[rows], part_of[rows] = torch.arange(len(rows)), number
+        for stored in self._stored:
+            wanted = part_of[stored.rows]
+            for number in wanted[wanted >= 0].unique().tolist():
+                taken = (wanted == number).nonzero()[:, 0]
+                whole = len(taken) == len(stored.rows)
+                slices[number].append(
+                    _Slice(stored.ref, None if whole else taken.tolist(), place[stored.rows[taken]], stored.name)
+                )
+            self._cut_for_other_nodes(stored, slices, nodes)
+        return [
+            BatchPart(
+                len(samples),
+                tuple(each),
+                {name: fact[torch.as_tensor(samples, dtype=torch.int64)] for name, fact in self.facts.items()},
+                self.pad_token_id,
+            )
+            for samples, each in zip(parts, slices, strict=True)
+        ]
+
+    @staticmethod
+    def _cut_for_other_nodes(stored: _Stored, slices: list[list[_Slice]], nodes: Sequence[frozenset[str]]) -> None:
+        """Let only the rows travel that are needed where they go; in place."""
+        far = {
+            number: each[-1].taken
+            for number, each in enumerate(slices)
+            if each and each[-1].ref is stored.ref and each[-1].taken is not None and nodes[number] != {stored.node}
+        }
+        if not far:
+            return
+        cutter = _cutter(stored.node)
+        refs: Any = cutter.cut.options(num_returns=len(far)).remote(stored.ref, [rows or [] for rows in far.values()])
+        for number, ref in zip(far, refs if len(far) > 1 else [refs], strict=True):
+            slices[number][-1] = dataclasses.replace(slices[number][-1], ref=ref, taken=None)
+
+    def fetch(self) -> RolloutBatch:
+        """All of it, in this process.
+
+        Raises:
+            RankError, RankUserError: a call failed that was to make a column.
+        """
+        for future in self.inputs:
+            future.wait()
+        [part] = self.deal([range(len(self))], [frozenset({_here()})])
+        batch = part.unpack()
+        if isinstance(batch, Failure):
+            raise UserError(f"{batch.role} rank {batch.rank}, {batch.method}: {batch.error}")
+        return batch
+
+
+def _here() -> str:
+    """Ray's id of this process's node."""
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
+
+
+class _Cutter:
+    """Runs on a node, and cuts rows out of what lies there for ranks of others. One a node, made when it is needed."""
+
+    def cut(self, packed: Packed | Failure, rows: list[list[int]]) -> Any:
+        """The rows that each of some parts needs."""
+        pieces = [packed if isinstance(packed, Failure) else packed.take(each) for each in rows]
+        return pieces if len(pieces) > 1 else pieces[0]
+
+
+def _cutter(node: str) -> Any:
+    options = {"num_cpus": 0, "max_concurrency": _CUTTING_THREADS, "name": f"cutter-{node}", "get_if_exists": True}
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(_Cutter).options(scheduling_strategy=there, **options).remote()

@@ -1,0 +1,197 @@
+"""Where a recipe differs from the one that made a checkpoint, and which differences make it another run."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine3d.checkpoint.manifest import checksum
+from engine3d.errors import UserError
+from engine3d.models import ModelSpec, load_model_spec
+from engine3d.models.safetensors_files import TensorFiles
+from engine3d.models.weights import TOKENIZER_FILES, exported_config
+from hybridflow.config.initial_model import initial_spec, initial_tokenizer
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.yaml_loader import public_settings
+from hybridflow.data.config import ArithmeticConfig, DataConfig, JsonlConfig
+
+# Of a config.json: what says nothing of the model.
+_COSMETIC = frozenset({"dtype", "torch_dtype", "transformers_version", "_name_or_path"})
+_ABSENT = "nothing"
+
+_FILES_OF_DATA = ("data.jsonl.train_path", "data.jsonl.eval_path", "data.jsonl.sft_path")
+_MADE_BY = ("seed", "model.create.seed", "model.create.dtype")
+
+_SINCE = {
+    "data.overlong_prompts": "refuse",
+    "trainer.epochs_of_data": None,
+    "trainer.eval_before_train": True,
+    "metrics.samples_per_step": 0,
+    "metrics.sample_characters": 1000,
+}
+"""What a checkpoint's recipe means that is older than these settings."""
+
+_ACCEPTED = frozenset(
+    {"seed", "tokenizer", "data", "roles", "roles.critic", "roles.cost_critic"}
+    | {"model", "model.config", "model.weights", "model.create", "model.create.seed", "model.create.dtype"}
+    | {f"data.{name}" for name in DataConfig.model_fields}
+    | {f"data.arithmetic.{name}" for name in ArithmeticConfig.model_fields}
+    | {f"data.jsonl.{name}" for name in JsonlConfig.model_fields}
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting, or a fact that settings stand for, with its two values as text."""
+
+    name: str
+    saved: str
+    given: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.saved} in the checkpoint, {self.given} in the recipe"
+
+
+def check_accepted(recipe: Recipe) -> None:
+    """Every name in `checkpoint.accept` against what a recipe can contradict.
+
+    Raises:
+        UserError: it is the name of nothing.
+    """
+    for name in recipe.checkpoint.accept:
+        if name not in _ACCEPTED and not name.startswith("model.config."):
+            raise UserError(
+                f"checkpoint.accept: {name!r} is nothing that a recipe could contradict; expected seed, tokenizer, "
+                "model, model.config.KEY, roles, roles.ROLE, data or one of the settings in it"
+            )
+
+
+def is_accepted(recipe: Recipe, name: str) -> bool:
+    """Whether `checkpoint.accept` names a setting, or a group that it is in."""
+    return any(name == accepted or name.startswith(f"{accepted}.") for accepted in recipe.checkpoint.accept)
+
+
+def contradictions(
+    recipe: Recipe, model: Path, roles: Iterable[str], saved: Mapping[str, Any], inputs: Mapping[str, str]
+) -> list[Difference]:
+    """What makes the recipe another run than the checkpoint's: another model, tokenizer or seed, fewer trained roles,
+    or other data.
+
+    Args:
+        recipe: of the run that is to be resumed.
+        model: directory of the checkpoint with the model's config.json and tokenizer.
+        roles: that the checkpoint holds.
+        saved: the checkpoint's recipe; empty where it comes from no run, and then model, tokenizer and roles count
+            alone.
+        inputs: `input_checksums` of the checkpoint's run.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        _, tokenizer = initial_tokenizer(recipe, Path(scratch))
+        found = [
+            *_compare(_config(load_model_spec(model)), _config(initial_spec(recipe)), "model.config."),
+            *_tokenizer_difference(model, tokenizer),
+        ]
+    trained = recipe.trained_roles
+    found += [Difference(f"roles.{role}", "trained", "not trained") for role in roles if role not in trained]
+    if not saved:
+        return found
+    before, now = (_identity(settings) for settings in (saved, public_settings(recipe)))
+    return [*found, *_compare(before, now), *_compare(inputs, input_checksums(recipe))]
+
+
+def changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Difference]:
+    """Every other setting in which the recipe differs from the checkpoint's."""
+    if not saved:
+        return []
+    given = public_settings(recipe)
+    identity = {*_identity(saved), *_identity(given), *_FILES_OF_DATA}
+
+    def others(settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in (_SINCE | _flat(settings)).items()
+            if name not in identity
+            and not name.startswith(("checkpoint.", "limits.", "model.create.config.", "model.create.tokenizer"))
+            and name != "resume"
+        }
+
+    return _compare(others(saved), others(given))
+
+
+def input_checksums(recipe: Recipe) -> dict[str, str]:
+    """What the run's own files hold, wherever they lie: the weights that it starts from, and its prompts.
+
+    Returns:
+        `TensorFiles.fingerprint` of a model that was not made by the recipe, as model.weights; and the checksum of
+        every file of prompts, by the setting that names it.
+    """
+    found = {}
+    if recipe.model.path is not None:
+        with TensorFiles(recipe.model.path) as files:
+            found["model.weights"] = files.fingerprint()
+    if (jsonl := recipe.data.jsonl) is not None:
+        paths = (jsonl.train_path, jsonl.eval_path, jsonl.sft_path)
+        found |= {
+            name: checksum(path)
+            for name, path in zip(_FILES_OF_DATA, paths, strict=True)
+            if path is not None and path.is_file()
+        }
+    return found
+
+
+def _identity(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a resumed run must share with its checkpoint."""
+    return {
+        name: value
+        for name, value in (_SINCE | _flat(settings)).items()
+        if name in _MADE_BY or (name.startswith("data.") and name not in _FILES_OF_DATA)
+    }
+
+
+def _config(spec: ModelSpec) -> dict[str, Any]:
+    config = exported_config(spec, torch.float32)
+    return {name: value for name, value in config.items() if name not in _COSMETIC}
+
+
+def _tokenizer_difference(saved: Path, given: Path) -> list[Difference]:
+    before, now = ({name: checksum(each / name) for name in _tokenizer_files(each)} for each in (saved, given))
+    names = [name for name in (*before, *now) if before.get(name) != now.get(name)]
+    if not before or not names:
+        return []
+    name = names[0]
+    return [Difference("tokenizer", *(f"{name} {_text(each.get(name, _ABSENT))}" for each in (before, now)))]
+
+
+def _tokenizer_files(directory: Path) -> list[str]:
+    names = (name for name in TOKENIZER_FILES if name != "generation_config.json")
+    return [name for name in names if (directory / name).is_file()]
+
+
+def _compare(saved: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> list[Difference]:
+    return [
+        Difference(f"{prefix}{name}", *(_text(each[name]) if name in each else _ABSENT for each in (saved, given)))
+        for name in dict.fromkeys((*saved, *given))
+        if (name in saved) != (name in given) or saved[name] != given[name]
+    ]
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Every value by its dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

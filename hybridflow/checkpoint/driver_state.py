@@ -1,0 +1,153 @@
+"""What the driver knows between two steps: all that the steps to come depend on, beside the state of the roles."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import random
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from engine3d.errors import UserError, shortened
+from engine3d.input_files import MOST_LIST_BYTES, read_json_object
+from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.checkpoint.batch_files import read_batch, write_batch
+from hybridflow.checkpoint.evaluation_result import Measured
+
+DRIVER = "driver.json"
+_EVALUATIONS = ("first_evaluation", "last_evaluation")
+_WITHOUT_SUBJECT = {"accuracy_before", "accuracy_after"}
+_BATCH_NAME = "buffer-{:05d}.safetensors"
+_BATCH = re.compile(r"buffer-\d{5,}\.safetensors")
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The states of this process's random number generators, as JSON holds them."""
+
+    python: list[Any]
+    numpy: list[Any]
+    torch: str
+
+    @classmethod
+    def capture(cls) -> RandomState:
+        """Those of now."""
+        version, words, gauss = random.getstate()
+        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        return cls(
+            python=[version, list(words), gauss],
+            numpy=[name, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],  # type: ignore[union-attr]
+            torch=base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+        )
+
+    @staticmethod
+    def seed(seed: int) -> None:
+        """Start all of them from one seed."""
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+
+    def restore(self) -> None:
+        """Go on with them."""
+        version, words, gauss = self.python
+        random.setstate((version, tuple(words), gauss))
+        name, keys, position, has_gauss, cached = self.numpy
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(self.torch)), dtype=torch.uint8))
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The driver's state after a step, its transfer of weights and its evaluation.
+
+    Args:
+        step: steps that were done.
+        policy_version: of the weights that the rollout engines serve.
+        samples_drawn: ids of samples that were given out, those of evaluations included.
+        sampler: `PromptSampler.state_dict()` of the training prompts.
+        updates: optimizer steps of the training steps, skipped ones included.
+        steps_without_update: steps in a row whose gradients were not finite.
+        first_evaluation, last_evaluation: None where there was none yet.
+        random: of the driver's generators.
+        run: identity of the run that was saved.
+        inputs: what identifies the files that the run was given, by the setting that names them.
+        buffer: rollout batches that the driver holds for later steps.
+        algorithm: what the algorithm's controllers have learned, such as the KL coefficient or the Lagrange multiplier:
+            numbers by name, by the name of the controller.
+    """
+
+    step: int
+    policy_version: int
+    samples_drawn: int
+    sampler: dict[str, int]
+    updates: int
+    steps_without_update: int
+    first_evaluation: Measured | None
+    last_evaluation: Measured | None
+    random: RandomState
+    run: str
+    inputs: dict[str, str]
+    buffer: tuple[RolloutBatch, ...] = ()
+    algorithm: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def write(self, directory: Path) -> list[Path]:
+        """Write driver.json and a file for each batch; their paths."""
+        batches = [directory / _BATCH_NAME.format(number) for number in range(len(self.buffer))]
+        for path, batch in zip(batches, self.buffer, strict=True):
+            write_batch(path, batch)
+        facts = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "buffer"}
+        facts |= {"random": dataclasses.asdict(self.random), "buffer": [path.name for path in batches]}
+        for name in _EVALUATIONS:
+            facts[name] = dataclasses.asdict(facts[name]) if facts[name] is not None else None
+        (directory / DRIVER).write_text(json.dumps(facts, indent=1) + "\n")
+        return [directory / DRIVER, *batches]
+
+    @classmethod
+    def read(cls, directory: Path) -> RunState:
+        """What `write` wrote; in a checkpoint of format 1 the algorithm had no state, and up to format 2 accuracies
+        were kept without what was measured and when, which counts as no evaluation.
+
+        Raises:
+            UserError: it is not there, or not what this version writes.
+        """
+        path = directory / DRIVER
+        try:
+            facts = read_json_object(path, MOST_LIST_BYTES)
+            names: list[str] = facts.pop("buffer")
+            if not all(map(_BATCH.fullmatch, names)):
+                raise ValueError(f"buffer: {shortened(repr(names))}, expected names such as {_BATCH_NAME.format(0)}")
+            batches = tuple(read_batch(directory / name) for name in names)
+            if facts.keys() >= _WITHOUT_SUBJECT:
+                facts = {name: fact for name, fact in facts.items() if name not in _WITHOUT_SUBJECT}
+                facts |= dict.fromkeys(_EVALUATIONS)
+            facts = {name: _checked(cls, name, value) for name, value in facts.items()}
+            return cls(**facts | {"buffer": batches})
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}") from None
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            key = ".".join(map(str, (error.title, *first["loc"])))
+            raise UserError(f"{path} is not the state of a run's driver: {key}: {first['msg']}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = shortened(" ".join(str(error).split()), 300)
+            raise UserError(f"{path} is not the state of a run's driver: {reason}") from None
+
+
+def _checked(kind: type, name: str, value: Any) -> Any:
+    """What JSON holds of a field, as the field has it. Raises ValidationError, titled `name`, for another type."""
+    hints = get_type_hints(kind)
+    if name not in hints:
+        raise KeyError(name)
+    of_dataclass = any(map(dataclasses.is_dataclass, (hints[name], *get_args(hints[name]))))
+    config = None if of_dataclass else ConfigDict(strict=True, title=name)
+    try:
+        return TypeAdapter(hints[name], config=config).validate_python(value)
+    except ValidationError as error:
+        raise ValidationError.from_exception_data(name, error.errors(include_url=False)) from None  # type: ignore[arg-type]

@@ -1,0 +1,112 @@
+"""What an evaluation measured, of which prompts and after which step, and what two of them say of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+if TYPE_CHECKING:
+    from hybridflow.config.recipe import Recipe
+    from hybridflow.trainer.run_setup import Run
+
+Measure = Literal["accuracy", "reward_mean", "score_mean"]
+
+_EXACT_MATCH = "arithmetic"
+"""The builtin reward that is 1 for a text that is exactly the answer and 0 for any other: its mean is an accuracy."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured, and of what.
+
+    Args:
+        measure: "accuracy", the share of exact matches; "reward_mean", of the reward functions; or "score_mean", of the
+            reward model where there are no functions, without its weight.
+        prompts: how many are evaluated.
+        learned_from: how many of them the model learns from too, in training or in the warm-up.
+        identity: of the prompts, the rewards and the sampling; two evaluations compare only where it is the same.
+    """
+
+    measure: Measure
+    prompts: int
+    learned_from: int
+    identity: str
+
+    @classmethod
+    def of(cls, recipe: Recipe, run: Run) -> Self:
+        """What the evaluations of a run measure."""
+        evaluated = [example.prompt for example in run.evaluation.examples]
+        learned = {example.prompt for phase in (run.train, run.sft) for example in phase.examples}
+        rewards: list[Any] = []
+        measure: Measure = "score_mean"
+        if recipe.reward is not None:
+            functions = recipe.reward.functions
+            rewards = [(each.name, each.path, each.weight) for each in functions]
+            exact = [(each.path, each.weight) for each in functions] == [(_EXACT_MATCH, 1.0)]
+            measure = "accuracy" if exact else "reward_mean"
+        elif recipe.reward_model is not None:
+            rewards = [str(recipe.reward_model.path.absolute())]
+        sampling = recipe.eval_sampling.model_dump(mode="json")
+        answers = [example.answer for example in run.evaluation.examples]
+        facts = json.dumps([evaluated, answers, rewards, sampling, recipe.trainer.eval_samples])
+        return cls(
+            measure=measure,
+            prompts=len(evaluated),
+            learned_from=sum(prompt in learned for prompt in evaluated),
+            identity=hashlib.sha256(facts.encode()).hexdigest()[:16],
+        )
+
+    @property
+    def metric(self) -> str:
+        """Name in the metrics: `eval/accuracy` of held-out prompts, `eval/training_accuracy` of others, and so on."""
+        return f"eval/{'training_' if self.learned_from else ''}{self.measure}"
+
+    def __str__(self) -> str:
+        if self.measure == "accuracy" and not self.learned_from:
+            return "held-out accuracy"
+        words = {"accuracy": "accuracy", "reward_mean": "mean reward", "score_mean": "mean reward model score"}
+        if not self.learned_from:
+            return f"{words[self.measure]} of {self.prompts} held-out prompts"
+        if self.learned_from == self.prompts:
+            return f"{words[self.measure]} of {self.prompts} training prompts"
+        return f"{words[self.measure]} of {self.prompts} prompts ({self.learned_from} of them training prompts)"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An evaluation.
+
+    Args:
+        subject: what was measured.
+        step: after which training step; 0 before the first.
+        value: what came out.
+    """
+
+    subject: Subject
+    step: int
+    value: float
+
+
+def summary(first: Measured | None, last: Measured | None) -> list[str]:
+    """What the first and the last evaluation of a run say, in a line; nothing where nothing was measured.
+
+    Two lines where they did not measure the same, because the run was resumed with other prompts, rewards or sampling.
+    """
+    if first is None or last is None or first.step == last.step:
+        return [_single(each) for each in (last or first,) if each is not None]
+    if first.subject != last.subject:
+        return [_single(first), f"{_single(last)}; not compared, because it was measured otherwise"]
+    points = f" ({100 * (last.value - first.value):+.1f} points)" if first.subject.measure == "accuracy" else ""
+    values = f"{first.value:.3f} -> {last.value:.3f}{points}"
+    return [f"{first.subject}: {values}{_count(first.subject)}, step {first.step} -> step {last.step}"]
+
+
+def _single(measured: Measured) -> str:
+    return f"{measured.subject}: {measured.value:.3f}{_count(measured.subject)}, step {measured.step}"
+
+
+def _count(subject: Subject) -> str:
+    """How many prompts, where the subject does not say it."""
+    return f", {subject.prompts} prompts" if str(subject) == "held-out accuracy" else ""

@@ -1,0 +1,315 @@
+"""Saves a run's checkpoints: at most one at a time, beside training, and never at the cost of an older one."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import platform as machine
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from engine3d.checkpoint.hf import copy_model_files
+from engine3d.checkpoint.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    RoleFacts,
+    file_entry,
+    find_checkpoints,
+    prune,
+    remove_checkpoint,
+    remove_partial,
+    step_directory,
+    write_manifest,
+)
+from engine3d.errors import EngineError, UserError
+from hybridflow.checkpoint.driver_state import RunState
+from hybridflow.checkpoint.resume import find_sound
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.yaml_loader import public_settings
+from hybridflow.metrics import names as metrics
+from hybridflow.metrics.logger import Metrics, Timer
+from hybridflow.roles.model import CheckpointBegun, CheckpointFailure
+from hybridflow.rundir.lock import hold, move_aside
+from hybridflow.trainer.run_setup import Run
+from hybridflow.workers.future import Future
+from hybridflow.workers.worker_group import WorkerGroup
+
+_POLL_S = 0.02
+_SOFTWARE = ("hybridflow", "torch", "megatron-core", "sglang", "ray", "transformers")
+
+
+class _SaveError(Exception):
+    """Why a checkpoint did not become whole."""
+
+
+@dataclass
+class _Save:
+    """A save that is under way.
+
+    Args:
+        directory: the checkpoint's.
+        trained: the roles whose ranks write, by name.
+        state: the driver's, as it was when the save began.
+        figures: what is logged of it.
+        started: when it began, by `time.perf_counter`.
+        made: whether the directory is this save's: what it did not make it does not remove.
+        facts: what the manifest is to say of each role.
+    """
+
+    directory: Path
+    trained: Mapping[str, WorkerGroup]
+    state: RunState
+    figures: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+    made: bool = False
+    facts: dict[str, RoleFacts] = field(default_factory=dict)
+
+    def role(self, name: str) -> Path:
+        """The directory of a role's state."""
+        return self.directory / name
+
+    def abandon(self) -> None:
+        """Give up what any role has begun.
+
+        Raises:
+            EngineError: a role is dead; the others have given up all the same.
+        """
+        calls: dict[str, Future] = {}
+        dead: list[EngineError | UserError] = []
+        for name, group in self.trained.items():
+            try:
+                calls[name] = group.abandon_checkpoint()
+            except (EngineError, UserError) as error:
+                dead.append(error)
+        _collect(calls)
+        if dead:
+            raise dead[0]
+
+    def remove(self) -> None:
+        """Remove what was written, as far as that is possible."""
+        if self.made:
+            with contextlib.suppress(OSError):
+                remove_checkpoint(self.directory)
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    To be entered before the roles start, so that it is left when they are gone: a save that is then under way will
+    never be whole, and its directory is removed.
+
+    Args:
+        recipe: with the settings of checkpoints.
+        run: whose checkpoints they are.
+        sinks: get a record of phase "checkpoint" for each, with the step that was saved.
+    """
+
+    def __init__(self, recipe: Recipe, run: Run, sinks: Metrics) -> None:
+        self._recipe, self._run, self._sinks = recipe, run, sinks
+        self._settings = recipe.checkpoint
+        self._root = recipe.checkpoint_directory
+        self._save: _Save | None = None
+        self._lock: TextIO | None = None
+
+    def __enter__(self) -> Checkpoints:
+        """Make the directory; remove what saves that were killed left in it.
+
+        Raises:
+            UserError: it cannot be made, or another run saves there.
+        """
+        if self._settings.save_interval is not None:
+            try:
+                self._root.mkdir(parents=True, exist_ok=True)
+                self._lock = hold(self._root, "checkpoint.dir")
+                for partial in remove_partial(self._root):
+                    print(f"checkpoint: removed {partial.directory}: {partial.reason}", flush=True)
+                self._move_damaged()
+            except OSError as error:
+                raise UserError(f"checkpoint.dir: cannot use {self._root}: {error.strerror}") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._save is not None and not (self._save.directory / MANIFEST).is_file():
+            self._save.remove()
+        if self._lock is not None:
+            self._lock.close()
+
+    def _move_damaged(self) -> None:
+        """Put what is not sound, and was skipped, out of the way of the checkpoints that will be made.
+
+        Older ones than the newest that is sound are in nobody's way.
+        """
+        sound, skipped = find_sound(self._root)
+        for each in sorted(skipped, key=lambda each: each.directory.name):
+            if not sound or each.directory.name > sound[0].name:
+                print(f"checkpoint: {each.directory} is not whole; now {move_aside(each.directory)}", flush=True)
+
+    def due(self, step: int) -> bool:
+        """Whether there is to be a checkpoint after this step; 0 is the end of the warm-up."""
+        interval = self._settings.save_interval
+        if interval is None:
+            return False
+        if step == 0:
+            return self._recipe.warmup is not None
+        return step % interval == 0 or step == self._recipe.trainer.steps
+
+    def save(self, trained: Mapping[str, WorkerGroup], state: RunState) -> None:
+        """Begin to save; wait for the save before, if it is still under way.
+
+        Args:
+            trained: every role that is trained, by the name that its directory and its facts get.
+            state: the driver's.
+
+        Raises:
+            EngineError: a save failed, and the recipe says that the run is to stop then.
+        """
+        self.wait()
+        self._save = save = _Save(step_directory(self._root, state.step), trained, state)
+        try:
+            with Timer(save.figures, metrics.CHECKPOINT_STALL):
+                self._begin(save)
+        except (_SaveError, EngineError, UserError, OSError) as error:
+            self._fail(save, error)
+        else:
+            if not self._settings.async_save:
+                self.wait()
+
+    def poll(self) -> None:
+        """Make the save that is under way whole, if all of it is written. Raises as `save`."""
+        if self._save is not None and self._is_written(self._save):
+            self._finish(self._save)
+
+    def wait(self) -> None:
+        """Wait until no save is under way. Raises as `save`."""
+        if (save := self._save) is None:
+            return
+        with Timer(save.figures, metrics.CHECKPOINT_STALL):
+            limit_s = self._recipe.limits.save_s
+            deadline = time.monotonic() + limit_s
+            while not self._is_written(save):
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"checkpoint: {save.directory} was not written within limits.save_s={limit_s:g} s"
+                    )
+                time.sleep(_POLL_S)
+        self._finish(save)
+
+    def _begin(self, save: _Save) -> None:
+        if save.directory.exists() and save.directory not in find_checkpoints(self._root)[0]:
+            print(f"checkpoint: {save.directory} is not whole; now {move_aside(save.directory)}", flush=True)
+        save.directory.mkdir()  # not its parents: a root that has vanished is not this run's to make again
+        save.made = True
+        background = self._settings.async_save
+        for name in save.trained:
+            save.role(name).mkdir()
+        calls = {
+            name: group.begin_checkpoint(save.role(name), background=background) for name, group in save.trained.items()
+        }
+        begun: dict[str, list[CheckpointBegun]] = _succeeded(_collect(calls))
+        save.facts = {name: ranks[0].facts for name, ranks in begun.items()}
+        took = [rank.begun for ranks in begun.values() for rank in ranks]
+        save.figures[metrics.CHECKPOINT_BYTES] = sum(each.nbytes for each in took)
+        save.figures[metrics.CHECKPOINT_HOST_BYTES] = max(each.host_bytes for each in took)
+
+    @staticmethod
+    def _is_written(save: _Save) -> bool:
+        calls = {name: group.checkpoint_written() for name, group in save.trained.items()}
+        return all(all(ranks) for ranks in _collect(calls).values())
+
+    def _finish(self, save: _Save) -> None:
+        try:
+            with Timer(save.figures, metrics.CHECKPOINT_STALL):
+                self._make_whole(save)
+        except (_SaveError, EngineError, UserError, OSError) as error:
+            self._fail(save, error)
+            return
+        self._save = None
+        save.figures[metrics.CHECKPOINT_SECONDS] = time.perf_counter() - save.started
+        if self._settings.keep_last_k is not None:
+            try:
+                with Timer(save.figures, metrics.CHECKPOINT_STALL):
+                    prune(self._root, self._settings.keep_last_k)
+            except (OSError, UserError) as error:
+                print(f"hybridflow: an old checkpoint could not be removed: {error}", file=sys.stderr, flush=True)
+        self._sinks.log(save.state.step, save.figures, phase="checkpoint")
+
+    def _make_whole(self, save: _Save) -> None:
+        """Everything beside the ranks' files, and at the very end the manifest."""
+        calls = {name: group.finish_checkpoint() for name, group in save.trained.items()}
+        written: dict[str, list[list[FileEntry]]] = _succeeded(_collect(calls))
+        files = [
+            replace(entry, path=f"{name}/{entry.path}")
+            for name, ranks in written.items()
+            for entries in ranks
+            for entry in entries
+        ]
+        files += [file_entry(save.directory, path) for path in save.state.write(save.directory)]
+        files += copy_model_files(self._run.model_directory, save.directory)
+        for role in save.trained:
+            model = self._recipe.models.get(role)
+            if model is not None and model.path is not None:
+                files += copy_model_files(model.path, save.directory, role)
+        manifest = Manifest(
+            step=save.state.step,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            roles=save.facts,
+            recipe=public_settings(self._recipe),
+            software=software(),
+            files=tuple(files),
+        )
+        write_manifest(save.directory, manifest)
+
+    def _fail(self, save: _Save, error: Exception) -> None:
+        save.abandon()
+        save.remove()
+        self._save = None
+        cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        line = f"the checkpoint of step {save.state.step} could not be saved in {save.directory}: {cause}"
+        figures = {metrics.CHECKPOINT_FAILED: 1.0, metrics.CHECKPOINT_STALL: save.figures[metrics.CHECKPOINT_STALL]}
+        self._sinks.log(save.state.step, figures, phase="checkpoint")
+        if self._settings.on_failure == "stop":
+            raise EngineError(line) from None
+        print(f"hybridflow: {line}; training goes on", file=sys.stderr, flush=True)
+
+
+def software() -> dict[str, str]:
+    """The versions of what a checkpoint is made with."""
+    found = {"python": machine.python_version()}
+    for name in _SOFTWARE:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def _collect(calls: Mapping[str, Future]) -> dict[str, Any]:
+    """What the ranks of each role answer. All have answered before what killed one of the roles is raised."""
+    answers: dict[str, Any] = {}
+    errors: list[EngineError | UserError] = []
+    for name, call in calls.items():
+        try:
+            answers[name] = call.result()
+        except (EngineError, UserError) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return answers
+
+
+def _succeeded[Answer](answers: Mapping[str, list[Answer | CheckpointFailure]]) -> dict[str, list[Answer]]:
+    """The answers of all ranks; _SaveError with the first failure, if there is one."""
+    for name, ranks in answers.items():
+        for rank, answer in enumerate(ranks):
+            if isinstance(answer, CheckpointFailure):
+                raise _SaveError(f"{name} rank {rank}: {answer.reason}")
+    return {
+        name: [answer for answer in ranks if not isinstance(answer, CheckpointFailure)]
+        for name, ranks in answers.items()
+    }

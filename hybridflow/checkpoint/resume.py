@@ -1,0 +1,284 @@
+"""Which checkpoint a run goes on after: found, compared with the recipe, and described, before anything is started."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine3d.checkpoint.hf import MODEL
+from engine3d.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    RoleFacts,
+    Skipped,
+    file_entry,
+    find_checkpoints,
+    read_manifest,
+    read_whole,
+    write_manifest,
+)
+from engine3d.checkpoint.verify import damaged_description, damaged_shard
+from engine3d.errors import UserError
+from engine3d.platform import platform
+from hybridflow.checkpoint.compatibility import changes, contradictions, is_accepted
+from hybridflow.checkpoint.driver_state import DRIVER, RunState
+from hybridflow.cluster.host_check import check_writable
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.yaml_loader import read_yaml
+from hybridflow.rundir.file_names import CHECKPOINTS, RECIPE
+
+WARMED_UP = "warmed-up"
+"""The model after the warm-up, beside the checkpoints: the reference policy of all of them."""
+RUN_IDENTITY = ".run"
+"""The file of a run's directory that says which run's it is, wherever the directory is moved to."""
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where a run goes on.
+
+    Args:
+        directory: of the checkpoint.
+        manifest: what it says of itself.
+        state: the driver's; None in a checkpoint of weights alone, as an import makes: the run starts with them.
+        in_place: the run's own directory goes on, with its metrics and logs.
+    """
+
+    directory: Path
+    manifest: Manifest
+    state: RunState | None
+    in_place: bool
+
+    def role(self, name: str) -> Path:
+        """The directory of a role's state."""
+        return self.directory / name
+
+
+def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
+    """What `resume` asks for.
+
+    Returns:
+        Where to go on, None for a fresh start; and what the user should know of it, in lines.
+
+    Raises:
+        UserError: there is no such checkpoint, it lacks a role that the recipe trains, the recipe contradicts it, or a
+            directory of checkpoints would get those of two runs, or what there is is damaged.
+    """
+    if recipe.resume == "none":
+        _check_room(recipe, None)
+        return None, []
+    directory, notes = _newest(recipe) if recipe.resume == "auto" else _named(Path(recipe.resume))
+    if directory is None:
+        return None, notes
+    manifest = read_manifest(directory)
+    if recipe.checkpoint.verify and (damage := damaged_shard(directory)):
+        raise UserError(
+            f"resume: checkpoint {directory}: {damage}; `hybridflow checkpoint verify {directory}` says what is damaged"
+        )
+    state = RunState.read(directory) if (directory / DRIVER).is_file() else None
+    if recipe.resume != "auto":  # which has found that nothing sound comes after it
+        _check_room(recipe, directory)
+    check_saved_roles(recipe, directory, manifest.roles)
+    _refuse_contradictions(recipe, directory, manifest, state)
+    if state is not None and needs_warmed_up(recipe):
+        _check_warmed_up(recipe, directory)
+    here = recipe.directory / RUN_IDENTITY
+    in_place = state is not None and here.is_file() and here.read_text().strip() == state.run
+    after = f"after step {state.step}" if state is not None else "from the weights alone"
+    notes.append(f"resume: {after}, from {directory}")
+    notes += [f"resume: {change}" for change in changes(recipe, manifest.recipe)]
+    return Resumption(directory, manifest, state, in_place), notes
+
+
+def inexact_because(recipe: Recipe) -> list[str]:
+    """The settings by which a resumed run of this recipe may differ from an uninterrupted one."""
+    found = []
+    if not recipe.rollout.engine.deterministic:
+        found.append("rollout.engine.deterministic=false (generated tokens)")
+    if not recipe.rollout.weights.flush_cache:
+        found.append("rollout.weights.flush_cache=false (keys and values that older weights made)")
+    found += [
+        f"on_failure={function.on_failure} of reward {function.name} (what fails may depend on time)"
+        for config in recipe.functions.values()
+        for function in config.functions
+        if function.on_failure != "stop"
+    ]
+    if platform.gpus and not recipe.train.deterministic:
+        found.append("train.deterministic=false (order of sums on a GPU)")
+    return found
+
+
+def check_checkpoint_directory(recipe: Recipe) -> None:
+    """Whether checkpoints can be written where the recipe wants them, as far as can be seen without trying.
+
+    Raises:
+        UserError: they cannot.
+    """
+    if recipe.checkpoint.save_interval is None:
+        return
+    check_writable("checkpoint.dir", recipe.checkpoint_directory)
+
+
+def _newest(recipe: Recipe) -> tuple[Path | None, list[str]]:
+    root = recipe.checkpoint_directory
+    whole, skipped = find_sound(root)
+    # Of those that are older than the newest whole one nobody needs to hear.
+    newer = [each for each in skipped if not whole or each.directory.name > whole[0].name]
+    notes = [f"resume: skipped {each.directory}: {each.reason}" for each in newer]
+    if not whole:
+        # A save that was killed leaves no manifest: it never was a checkpoint.
+        if damaged := [each for each in skipped if (each.directory / MANIFEST).exists()]:
+            raise UserError(
+                f"resume=auto: no checkpoint in {root} is whole ({_reasons(damaged)}); `hybridflow checkpoint verify` "
+                "says what is damaged, resume=none starts afresh"
+            )
+        return None, [*notes, f"resume: no whole checkpoint in {root}; starting afresh"]
+    return whole[0], notes
+
+
+def find_sound(root: Path) -> tuple[list[Path], list[Skipped]]:
+    """As `find_checkpoints`; the newest of those found is what was saved, as far as its shards need not be read.
+
+    Raises:
+        UserError: the directory cannot be read, or a newer version has saved there.
+    """
+    whole, skipped = find_checkpoints(root)
+    if newer := next((each for each in skipped if each.newer), None):
+        raise UserError(f"checkpoint {newer.directory}: {newer.reason}")
+    while whole and (damage := damaged_description(whole[0])):
+        skipped.append(Skipped(whole.pop(0), damage))
+    return whole, skipped
+
+
+def _named(path: Path) -> tuple[Path, list[str]]:
+    """The checkpoint that a path means: itself, or the newest whole one of a directory of them, or of a run."""
+    path = path.absolute()
+    if not path.is_dir():
+        expected = "expected none, auto, a checkpoint, a directory of them, or a run's directory"
+        raise UserError(f"resume: no such directory: {path}; {expected}")
+    if (path / MANIFEST).exists() or re.fullmatch(r"step-\d+", path.name):
+        read_whole(path)
+        if damage := damaged_description(path):
+            raise UserError(f"resume: checkpoint {path}: {damage}")
+        return path, []
+    if (path / RECIPE).is_file():
+        path = _saved_to(path)
+    whole, skipped = find_sound(path)
+    if not whole:
+        raise UserError(f"resume: no whole checkpoint in {path}" + (f" ({_reasons(skipped)})" if skipped else ""))
+    return whole[0], [f"resume: skipped {each.directory}: {each.reason}" for each in skipped]
+
+
+def _reasons(skipped: Iterable[Skipped]) -> str:
+    return "; ".join(f"{each.directory.name}: {each.reason}" for each in skipped)
+
+
+def _saved_to(run: Path) -> Path:
+    """Where a run has its checkpoints, by its directory: in it, wherever it was moved to, or where its recipe says."""
+    if (run / CHECKPOINTS).is_dir():
+        return run / CHECKPOINTS
+    data, _ = read_yaml(run / RECIPE)
+    settings = data.get("checkpoint")
+    named = settings.get("dir") if isinstance(settings, dict) else None
+    if not isinstance(named, str):
+        raise UserError(f"resume: the run in {run} has saved no checkpoint (checkpoint.save_interval)")
+    return Path(named).absolute()
+
+
+def _check_room(recipe: Recipe, resumed: Path | None) -> None:
+    """Refuse to add to checkpoints that the run does not follow from."""
+    root = recipe.checkpoint_directory
+    if recipe.checkpoint.save_interval is None or (resumed is None and root.is_relative_to(recipe.directory)):
+        return  # none are written, or those of an earlier run are moved aside with its directory
+    whole, _ = find_sound(root) if resumed is not None else find_checkpoints(root)
+    if resumed is None:
+        others, remedy = whole, "resume=auto goes on after the newest"
+    else:
+        earlier = root.resolve() == resumed.resolve().parent
+        others = [each for each in whole if not earlier or each.name > resumed.name]
+        remedy = f"remove them to go on after {resumed.name}"
+    if others:
+        names = ", ".join(each.name for each in others[:3]) + (", ..." if len(others) > 3 else "")
+        raise UserError(
+            f"checkpoint.dir: {root} holds checkpoints of another course of training ({names}); {remedy}, or choose "
+            "another directory"
+        )
+
+
+def _refuse_contradictions(recipe: Recipe, directory: Path, manifest: Manifest, state: RunState | None) -> None:
+    inputs = state.inputs if state is not None else {}
+    found = contradictions(recipe, directory / MODEL, manifest.roles, manifest.recipe, inputs)
+    refused = [difference for difference in found if not is_accepted(recipe, difference.name)]
+    if refused:
+        heading = f"resume: {directory} is of another run than this recipe; checkpoint.accept takes what may differ"
+        raise UserError("\n".join([heading, *map(str, refused)]))
+
+
+def check_saved_roles(recipe: Recipe, directory: Path, saved: Mapping[str, RoleFacts]) -> None:
+    """Whether every role that the recipe trains can go on with what was saved.
+
+    Args:
+        recipe: of the run that is to be resumed.
+        directory: of the checkpoint.
+        saved: the roles that it holds.
+
+    Raises:
+        UserError: a role is missing, or has a value head in place of logits or the other way round.
+    """
+    trained = recipe.trained_roles
+    if missing := [role for role in trained if role not in saved]:
+        raise UserError(
+            f"resume: {directory} has no {' and no '.join(missing)}, only {', '.join(saved) or 'no role at all'}; "
+            f"algorithm.name={recipe.algorithm.name} trains {', '.join(trained)}"
+        )
+    for role in trained:
+        if saved[role].value_head != (role != "actor"):
+            found, expected = ("a value head", "logits") if role == "actor" else ("logits", "a value head")
+            raise UserError(f"resume: {directory}: the {role} ends in {found}, expected {expected}")
+
+
+def needs_warmed_up(recipe: Recipe) -> bool:
+    """Whether the reference policy is the model after the warm-up."""
+    return recipe.warmup is not None and "reference" in recipe.models and recipe.reference.path is None
+
+
+def seal_warmed_up(directory: Path) -> None:
+    """Give the model after the warm-up a manifest, by which a resumed run knows that it is what was written.
+
+    Raises:
+        OSError: it cannot be read or written to.
+    """
+    files = tuple(file_entry(directory, path) for path in sorted(directory.iterdir()))
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    write_manifest(directory, Manifest(step=0, created=created, roles={}, recipe={}, software={}, files=files))
+
+
+def _check_warmed_up(recipe: Recipe, checkpoint: Path) -> None:
+    warmed_up = checkpoint.parent / WARMED_UP
+    if not warmed_up.is_dir():
+        raise UserError(
+            f"resume: beside {checkpoint} there is no {WARMED_UP}, the run's model after the warm-up, which is its "
+            "reference policy"
+        )
+    sealed = (warmed_up / MANIFEST).exists()  # older versions gave it no manifest
+    if recipe.checkpoint.verify and sealed and (damage := damaged_description(warmed_up)):
+        raise UserError(f"resume: {warmed_up}, the reference policy of {checkpoint.name}: {damage}")
+
+
+def keep_warmed_up(recipe: Recipe, resumption: Resumption) -> None:
+    """Put the reference policy of a run that goes on under another name beside its own checkpoints too."""
+    found, kept = resumption.directory.parent / WARMED_UP, recipe.checkpoint_directory / WARMED_UP
+    if resumption.state is not None and needs_warmed_up(recipe) and not kept.exists():
+        shutil.copytree(found, kept, copy_function=_link_or_copy)
+
+
+def _link_or_copy(found: str, kept: str) -> None:
+    try:
+        os.link(found, kept)  # nothing is ever changed in place there
+    except OSError:
+        shutil.copy2(found, kept)

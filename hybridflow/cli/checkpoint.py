@@ -1,0 +1,148 @@
+"""The commands `hybridflow checkpoint ...`: look into checkpoints, and turn them into models and models into them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine3d.checkpoint.inspect import amount, inspect_checkpoint
+from engine3d.checkpoint.manifest import MANIFEST, Skipped, find_checkpoints, read_manifest
+from engine3d.checkpoint.verify import Damage, verify_checkpoint
+from engine3d.errors import UserError, shortened
+
+_TENSORS_NAMED = 3
+_MOST_GB = 1e9
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Teach a parser the commands; `run` takes what it has parsed."""
+    commands = parser.add_subparsers(dest="action", metavar="COMMAND", required=True)
+    saved = "a checkpoint; or a run's directory or a directory of checkpoints, for the newest whole one in it"
+
+    inspect = commands.add_parser("inspect", help="show what is in a checkpoint")
+    inspect.add_argument("directory", metavar="DIR", type=Path, help=saved)
+
+    verify = commands.add_parser("verify", help="compare every file with its checksum")
+    verify.add_argument("directory", metavar="DIR", type=Path, help=saved)
+
+    export = commands.add_parser("export", help="write a model as a HuggingFace directory")
+    export.add_argument("directory", metavar="DIR", type=Path, help=saved)
+    export.add_argument("out", metavar="OUT", type=Path, help="the directory to make")
+    export.add_argument("--role", default="actor", help="whose weights (actor)")
+    export.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16", help="(bfloat16)")
+    export.add_argument(
+        "--max-shard-gb", type=_gigabytes, default=5.0, metavar="GB", help="largest file, 1e9 bytes (5)"
+    )
+
+    export.add_argument("--no-verify", action="store_true", help="export what is there, whatever the checksums say")
+
+    imported = commands.add_parser("import", help="make a checkpoint of a HuggingFace directory, to start from")
+    imported.add_argument("model", metavar="MODEL", type=Path, help="HuggingFace directory with safetensors")
+    imported.add_argument("out", metavar="OUT", type=Path, help="directory of checkpoints")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Do what was asked for; returns the exit code.
+
+    Raises:
+        UserError: bad input.
+        EngineError: a file could not be written.
+    """
+    match parsed.action:
+        case "inspect":
+            print(inspect_checkpoint(_checkpoint(parsed.directory)))
+        case "verify":
+            return _verify(_checkpoint(parsed.directory))
+        case "export":
+            _export(parsed)
+        case "import":
+            from engine3d.checkpoint.hf import import_checkpoint
+
+            with _room(parsed.out):
+                import_checkpoint(parsed.model, parsed.out)
+            print(f"imported {parsed.model} into {parsed.out}")
+    return 0
+
+
+@contextlib.contextmanager
+def _room(root: Path) -> Iterator[None]:
+    """A directory of checkpoints that no run uses meanwhile."""
+    from hybridflow.rundir.lock import hold
+
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = hold(root, "import OUT")
+    except OSError as error:
+        raise UserError(f"import: cannot use {root}: {error.strerror}") from None
+    with lock:
+        yield
+
+
+def _export(parsed: argparse.Namespace) -> None:
+    from engine3d.checkpoint.hf import export_checkpoint
+
+    export_checkpoint(
+        _checkpoint(parsed.directory),
+        parsed.out,
+        role=parsed.role,
+        dtype=parsed.dtype,
+        max_shard_bytes=parsed.max_shard_gb * 1e9,
+        verify=not parsed.no_verify,
+    )
+    print(f"exported the {parsed.role} to {parsed.out}")
+
+
+def _verify(checkpoint: Path) -> int:
+    files = read_manifest(checkpoint).files
+    started = time.perf_counter()
+    damages = verify_checkpoint(checkpoint)
+    if damages:
+        for damage in damages:
+            print(f"hybridflow: checkpoint {checkpoint}: {_line(damage)}", file=sys.stderr)
+        return 1
+    seconds = time.perf_counter() - started
+    size = amount(sum(entry.size for entry in files))
+    print(f"{checkpoint}: whole: {len(files):,} files, {size}, read in {seconds:.1f} s")
+    return 0
+
+
+def _line(damage: Damage) -> str:
+    if not damage.tensors:
+        return f"{damage.file} {damage.reason}"
+    more = len(damage.tensors) - _TENSORS_NAMED
+    named = ", ".join(damage.tensors[:_TENSORS_NAMED]) + (f" and {more:,} more" if more > 0 else "")
+    return f"{damage.file} {damage.reason}; damaged with it: {named}"
+
+
+def _checkpoint(path: Path) -> Path:
+    """The checkpoint that a path means: itself, or the newest whole one in it, which is then said."""
+    try:
+        if not path.is_dir():
+            raise UserError(f"checkpoint: no such directory: {path}")
+        if (path / MANIFEST).exists() or path.absolute().name.startswith("step-"):
+            return path
+    except PermissionError as error:
+        raise UserError(f"checkpoint: {path} cannot be read: {error.strerror}") from None
+    skipped: list[Skipped] = []
+    for root in (path, path / "checkpoints"):
+        whole, others = find_checkpoints(root)
+        skipped += others
+        if whole:
+            for each in skipped:
+                if each.directory.name > whole[0].name:
+                    print(f"skipped {each.directory}: {each.reason}")
+            print(f"newest whole checkpoint: {whole[0]}")
+            return whole[0]
+    reasons = "; ".join(f"{each.directory.name}: {each.reason}" for each in skipped)
+    raise UserError(f"checkpoint: no whole checkpoint in {path}" + (f" ({reasons})" if reasons else ""))
+
+
+def _gigabytes(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) <= _MOST_GB:
+            return value
+    raise argparse.ArgumentTypeError(f"{shortened(text)}: expected a number above 0 and at most {_MOST_GB:g}")

@@ -1,0 +1,1 @@
+"""Ray, hosts, GPUs, and the watchdog of a run's processes."""

@@ -1,0 +1,149 @@
+"""Who uses the GPUs of a run before it begins: memory that others hold would be missing in the middle of it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from engine3d.errors import UserError
+from hybridflow.cluster.nvml import MakeReader, answer
+
+if TYPE_CHECKING:
+    from hybridflow.cluster.device_map import Node
+    from hybridflow.cluster.resource_pool import Bundle
+
+WAIT_S = 20.0
+"""How long memory may take to come free: that of a run which was killed a moment ago, for one."""
+_IDLE_BYTES = 2 * 10**9
+"""What the driver itself may hold of a GPU that nobody uses; 0.65 GB of an H200."""
+_POLL_S = 0.5
+_ANSWER_S = 30.0
+"""How long another node may take beside the waiting; one that does not answer is taken to be free."""
+_MOST_GPUS = 4
+_MOST_PROCESSES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class InUse:
+    """A GPU that others use.
+
+    Args:
+        index: of the GPU, as a recipe counts those of its node.
+        number: as nvidia-smi counts them.
+        processes: such as "pid 1234 python3"; none where the driver does not say.
+    """
+
+    index: int
+    number: int
+    used_bytes: int
+    total_bytes: int
+    processes: tuple[str, ...]
+
+
+def gpus_in_use(visible: Mapping[int, str], wait_s: float, make_reader: MakeReader | None = None) -> list[InUse]:
+    """The GPUs of this node that others use, and still use after `wait_s` seconds; those that cannot be read are none.
+
+    Args:
+        visible: each GPU as CUDA_VISIBLE_DEVICES names it, by its index.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        found = [_in_use(index, name, make_reader) for index, name in sorted(visible.items())]
+        in_use = [each for each in found if each is not None]
+        if not in_use or time.monotonic() >= deadline:
+            return in_use
+        time.sleep(_POLL_S)
+
+
+def check_gpus_free(visible: Mapping[int, str], wait_s: float) -> None:
+    """Refuse GPUs of this machine that others use.
+
+    Args:
+        visible: each GPU as CUDA_VISIBLE_DEVICES names it, by its index.
+        wait_s: seconds for which their memory may still come free.
+
+    Raises:
+        UserError: names the GPUs, how much of them is in use, and by which processes.
+    """
+    _refuse([("this machine", each) for each in gpus_in_use(visible, wait_s)])
+
+
+def check_bundles_free(
+    bundles: Iterable[Bundle], nodes: Sequence[Node], wait_s: float, make_reader: MakeReader | None = None
+) -> None:
+    """Refuse devices of a cluster that others use: every node looks at its own, all at the same time.
+
+    Args:
+        bundles: what the run holds; each may stand there several times.
+        nodes: of the cluster.
+        wait_s: seconds for which their memory may still come free.
+
+    Raises:
+        UserError: as `check_gpus_free`.
+    """
+    import ray  # here, because `hybridflow check` needs none of it
+    from ray.exceptions import RayError
+
+    held: dict[int, dict[int, Bundle]] = {}
+    for bundle in bundles:
+        if bundle.device.kind == "cuda":
+            held.setdefault(bundle.device.node, {})[bundle.device.index] = bundle
+    look: Any = ray.remote(num_cpus=0, max_retries=0)(gpus_in_use)
+    looking: dict[ray.ObjectRef, int] = {}
+    for node, here in held.items():
+        pinned = look.options(scheduling_strategy=next(iter(here.values())).strategy())
+        visible = {index: bundle.visible for index, bundle in here.items()}
+        looking[pinned.remote(visible, wait_s, make_reader)] = node
+    if not looking:
+        return
+    done, late = ray.wait(list(looking), num_returns=len(looking), timeout=wait_s + _ANSWER_S)
+    for each in late:
+        ray.cancel(each, force=True)
+    found: list[tuple[str, InUse]] = []
+    for each in sorted(done, key=looking.__getitem__):
+        with contextlib.suppress(RayError):  # a node that cannot look refuses nothing
+            found += [(f"node {nodes[looking[each]].name}", gpu) for gpu in ray.get(each)]
+    _refuse(found)
+
+
+def _in_use(index: int, name: str, make_reader: MakeReader | None) -> InUse | None:
+    said = answer(name, lambda reader, gpu: (gpu, reader.memory(gpu)), make_reader)
+    if said is None or said[1].used_bytes <= _IDLE_BYTES:
+        return None
+    number, memory = said
+    return InUse(index, number, memory.used_bytes, memory.total_bytes, tuple(map(_process, memory.processes)))
+
+
+def _process(pid: int) -> str:
+    try:
+        return f"pid {pid} {psutil.Process(pid).name()}"
+    except psutil.Error:  # of another container, or gone
+        return f"pid {pid}"
+
+
+def _refuse(found: Sequence[tuple[str, InUse]]) -> None:
+    if not found:
+        return
+    told = [_told(place, each) for place, each in found[:_MOST_GPUS]]
+    more = f" and {len(found) - _MOST_GPUS} more" if len(found) > _MOST_GPUS else ""
+    expected = "it" if len(found) == 1 else "them"
+    raise UserError(f"placement: {', '.join(told)}{more}; expected {expected} free, or placement.shared_gpus=true")
+
+
+def _told(place: str, gpu: InUse) -> str:
+    number = f" (nvidia-smi: {gpu.number})" if gpu.number != gpu.index else ""
+    processes = _listed(gpu.processes)
+    return (
+        f"GPU {gpu.index}{number} of {place} has {gpu.used_bytes / 1e9:.1f} of {gpu.total_bytes / 1e9:.1f} GB in use "
+        f"by others{processes and f' ({processes})'}"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"{len(names) - _MOST_PROCESSES} more"] if len(names) > _MOST_PROCESSES else []
+    return ", ".join([*names[:_MOST_PROCESSES], *more])

@@ -1,0 +1,26 @@
+"""Memory that this machine has for a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+_GROUPS = Path("/sys/fs/cgroup")
+_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
+"""Of control groups version 2, where "max" is no limit, and of version 1, where more than any machine has is none."""
+
+
+def machine_bytes(groups: Path = _GROUPS) -> int:
+    """Memory that this process's machine has, or its container's share of it.
+
+    Args:
+        groups: where control groups say how much they may take.
+    """
+    found = [int(psutil.virtual_memory().total)]
+    for name in _LIMITS:
+        try:
+            found.append(int((groups / name).read_text()))
+        except (OSError, ValueError):
+            continue
+    return min(found)

@@ -1,0 +1,1 @@
+"""The recipe: its settings, YAML and overrides, error messages."""

@@ -1,0 +1,243 @@
+"""Pydantic's errors as one line each: where it was read, which key, which value, what would be accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from engine3d.errors import shortened
+from hybridflow.errors.redaction import redacted
+
+Key = tuple[str | int, ...]
+
+_ALIKE, _MOST_EDITS = 0.8, 2
+"""Of a key and the one that was meant."""
+_MOST_ELSEWHERE = 3
+_MOST_LEAVES = 3
+_MOST_KEYS = 100
+_DEEPEST = 6
+
+_EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "string": "text (put a number in quotes to make it text)",
+    "list": "a list",
+    "tuple": "a list",
+    "set": "a list without repeats",
+    "dict": "keys and values",
+    "path": "a path",
+    "none": "null",
+}
+
+
+def describe_errors(
+    settings: type[BaseModel],
+    data: object,
+    error: ValidationError,
+    places: Mapping[Key, str],
+    source: str,
+    recipe: type[BaseModel] | None = None,
+) -> list[str]:
+    """One line for every key that is wrong, in the order of the errors.
+
+    Args:
+        settings: the class that was validated.
+        data: what it was validated from.
+        error: what pydantic found.
+        places: where each key was read (`file:line`, or the override).
+        source: the place of keys that are nowhere in `places`.
+        recipe: settings that these stand for a part of, where an unknown key may belong.
+    """
+    wrong: dict[Key, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        wrong.setdefault(_real_key(data, detail), []).append(detail)
+    return [_line(settings, key, details, _place(key, places, source), recipe) for key, details in wrong.items()]
+
+
+def _line(
+    settings: type[BaseModel], key: Key, details: list[ErrorDetails], place: str, recipe: type[BaseModel] | None
+) -> str:
+    name = shortened(".".join(map(str, key)), 120)
+    first = details[0]
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"{place}: unknown key {name}: {_suggestion(settings, key, first['input'], recipe)}"
+    if first["type"] == "missing":
+        return f"{place}: {name} is missing and has no default"
+    if first["type"] in ("value_error", "assertion_error"):
+        reason = str(first.get("ctx", {}).get("error") or first["msg"])
+        return f"{place}: {f'{name}: ' if name else ''}{' '.join(reason.split())}"
+    expected = " or ".join(dict.fromkeys(_expected(settings, key, detail) for detail in details))
+    found = shortened(repr(redacted(first["input"], key[-1] if key else "")))
+    return f"{place}: {name} = {found}: expected {expected}"
+
+
+def _expected(settings: type[BaseModel], key: Key, detail: ErrorDetails) -> str:
+    """What pydantic would have accepted, in the words of a person who edits a recipe."""
+    kind, context = detail["type"], detail.get("ctx", {})
+    match kind:
+        case "literal_error" | "enum":
+            several = " or " in context["expected"]
+            return f"one of {context['expected']}" if several else context["expected"]
+        case "greater_than":
+            return f"more than {context['gt']}"
+        case "greater_than_equal":
+            return f"at least {context['ge']}"
+        case "less_than":
+            return f"less than {context['lt']}"
+        case "less_than_equal":
+            return f"at most {context['le']}"
+        case "model_type" | "model_attributes_type" | "dataclass_type":
+            return f"the keys {', '.join(_keys_at(settings, key))}"
+    words = _EXPECTED.get(kind.split("_")[0])
+    return words or detail["msg"][:1].lower() + detail["msg"][1:]
+
+
+def _suggestion(settings: type[BaseModel], key: Key, value: object, recipe: type[BaseModel] | None) -> str:
+    """What to write in place of an unknown key: what others mean by it, or a key that it is a typo of, or nothing."""
+    others: Mapping[str, str] = getattr(settings, "other_names", {})
+    name, group = str(key[-1]), ".".join(map(str, key[:-1]))
+    known = _keys_at(settings, key[:-1])
+    own = others.get(f"{group}.{name}")
+    if own is None and (near := _typo_of(name, known)):
+        return f"did you mean {'.'.join(map(str, (*key[:-1], near)))}?"
+    own = own or others.get(_plain(name))
+    leaves = itertools.islice(_told_of_leaves(others, key, value), _MOST_LEAVES)
+    if told := [*([own] if own else []), *leaves]:
+        return "; ".join(told)
+    if found := _elsewhere(settings, key):
+        return f"here it is {' or '.join(found)}"
+    if recipe is not None and (found := _elsewhere(recipe, key)):
+        return f"here it is {' or '.join(found)} of the recipe, as recipe={{...}}"
+    return f"{group or 'the top level'} takes {', '.join(known)}"
+
+
+def _typo_of(name: str, known: Sequence[str]) -> str | None:
+    """The key that a name is a slip of the fingers away from; not one that is merely alike."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=_ALIKE)
+    return next((each for each in near if _edits(name, each) <= _MOST_EDITS), None)
+
+
+def _edits(one: str, other: str) -> int:
+    """Characters to put in, take out or replace until one text is the other (Levenshtein's distance)."""
+    row = list(range(len(other) + 1))
+    for place, character in enumerate(one, start=1):
+        above, row[0] = row[0], place
+        for column, theirs in enumerate(other, start=1):
+            above, row[column] = row[column], min(row[column] + 1, row[column - 1] + 1, above + (character != theirs))
+    return row[-1]
+
+
+def _plain(name: str) -> str:
+    """A name of a command line's option as a key has it."""
+    return name.lstrip("-").replace("-", "_")
+
+
+def _told_of_leaves(others: Mapping[str, str], key: Key, value: object, depth: int = 0) -> Iterator[str]:
+    """What is told of the keys below an unknown one."""
+    if not isinstance(value, Mapping) or depth == _DEEPEST:
+        return
+    for name, inner in itertools.islice(value.items(), _MOST_KEYS):
+        below = (*key, str(name))
+        dotted = ".".join(map(str, below))
+        if isinstance(inner, Mapping):
+            yield from _told_of_leaves(others, below, inner, depth + 1)
+        elif text := others.get(dotted) or others.get(_plain(str(name))):
+            yield f"{dotted}: {text}"
+
+
+def _elsewhere(settings: type[BaseModel], key: Key) -> list[str]:
+    """The settings of the same name in other groups, where they are few: those below the key's own group first."""
+    found = [path for path in _paths(settings) if path[-1] == str(key[-1])]
+    within = [path for path in found if path[: len(key) - 1] == key[:-1]] if len(key) > 1 else []
+    least = min((len(path) for path in within or found), default=0)
+    nearest = [".".join(path) for path in within or found if len(path) == least]
+    return nearest if len(nearest) <= _MOST_ELSEWHERE else []
+
+
+def _paths(group: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The name of every setting, however deep; those in lists and under names of the user's are left out."""
+    for each in _classes(group):
+        for name, annotation in _fields(each).items():
+            yield (*above, name)
+            yield from _paths(annotation, (*above, name))
+
+
+def _keys_at(settings: type[BaseModel], key: Key) -> list[str]:
+    """The keys that the group at `key` takes."""
+    return list(dict.fromkeys(name for group in _groups_at(settings, key) for name in _fields(group)))
+
+
+def _groups_at(settings: Any, key: Key) -> Iterator[Any]:
+    """The classes that can stand at `key`: several where an annotation is a union."""
+    if not key:
+        yield from _classes(settings)
+        return
+    for group in _classes(settings):
+        field = _fields(group).get(str(key[0]))
+        if field is not None:
+            yield from _groups_at(field, key[1:])
+    for item in _item_types(settings):
+        yield from _groups_at(item, key[1:])
+
+
+def _fields(group: Any) -> dict[str, Any]:
+    """Name and annotation of each key of a settings class or dataclass."""
+    if issubclass(group, BaseModel):
+        return {name: field.annotation for name, field in group.model_fields.items()}
+    hints = typing.get_type_hints(group)
+    return {field.name: hints[field.name] for field in dataclasses.fields(group)}
+
+
+def _classes(annotation: Any) -> Iterator[Any]:
+    """The classes with fields in an annotation: itself, or the members of a union."""
+    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
+        yield annotation
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+        for part in typing.get_args(annotation):
+            yield from _classes(part)
+
+
+def _item_types(annotation: Any) -> Iterator[Any]:
+    """What a list or mapping in an annotation holds."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType, typing.Annotated):
+        for part in parts:
+            yield from _item_types(part)
+    elif origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+        yield parts[1]
+    elif origin in (list, tuple, set, frozenset):
+        yield parts[0]
+
+
+def _real_key(data: object, detail: ErrorDetails) -> Key:
+    """The key as the file has it: pydantic adds the name of each member of a union that it tried."""
+    key: list[str | int] = []
+    for index, part in enumerate(detail["loc"]):
+        last = index == len(detail["loc"]) - 1
+        if isinstance(data, Mapping) and (part in data or (last and detail["type"] == "missing")):
+            data = data.get(part)
+        elif isinstance(data, list | tuple) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        else:
+            continue
+        key.append(part)
+    return tuple(key)
+
+
+def _place(key: Key, places: Mapping[Key, str], source: str) -> str:
+    """Where a key was read, or else what is below it, or else the group around it."""
+    if key and key not in places:
+        below = (place for inner, place in places.items() if inner[: len(key)] == key)
+        around = (places[key[:length]] for length in range(len(key) - 1, 0, -1) if key[:length] in places)
+        return next(below, None) or next(around, source)
+    return places.get(key, source)

@@ -1,0 +1,39 @@
+"""The model that a recipe names, before it is trained: its facts, its tokenizer, and its directory if it is made."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from engine3d.models import ModelSpec, initialise_random, load_model_spec, model_spec
+from hybridflow.config.recipe import Recipe
+from hybridflow.data.tasks import ARITHMETIC_CHARACTERS
+from hybridflow.data.tokenizer import load_tokenizer, make_character_tokenizer
+
+
+def initial_spec(recipe: Recipe) -> ModelSpec:
+    """The model that the recipe names, from its configuration alone."""
+    if recipe.model.path is not None:
+        return load_model_spec(recipe.model.path)
+    assert recipe.model.create is not None
+    return model_spec(recipe.model.create.config)
+
+
+def initial_tokenizer(recipe: Recipe, scratch: Path) -> tuple[PreTrainedTokenizerBase, Path]:
+    """The tokenizer that the recipe names and the directory of its files; one to be made is made in `scratch`."""
+    if recipe.model.path is not None:
+        return load_tokenizer(recipe.model.path), recipe.model.path
+    return make_character_tokenizer(ARITHMETIC_CHARACTERS, scratch), scratch
+
+
+def create_model(recipe: Recipe, directory: Path, *, seed: int) -> None:
+    """Write the recipe's random model and its tokenizer; `seed` is of the weights where `model.create.seed` is null."""
+    create = recipe.model.create
+    assert create is not None
+    seed = seed if create.seed is None else create.seed
+    shutil.rmtree(directory, ignore_errors=True)
+    initialise_random(model_spec(create.config), directory, seed, getattr(torch, create.dtype))
+    make_character_tokenizer(ARITHMETIC_CHARACTERS, directory)

@@ -1,0 +1,223 @@
+"""A recipe: every setting of a run, typed and frozen, from a YAML file and `key=value` overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from engine3d.rollout.config import SamplingConfig
+from engine3d.settings import MOST_SAMPLES, Settings
+from engine3d.training.config import TrainConfig
+from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.config.known_names import RECIPE_NAMES
+from hybridflow.config.limits import LimitsConfig
+from hybridflow.config.recipe_paths import RecipePath
+from hybridflow.config.roles import ModelConfig, ModelRole, RolloutRole, ScoringModel
+from hybridflow.config.run import CheckpointConfig, PlacementConfig, TrainerConfig, WarmupConfig
+from hybridflow.config.yaml_loader import load_settings
+from hybridflow.data.config import DataConfig
+from hybridflow.metrics.config import MetricsConfig
+from hybridflow.rewards.config import RewardConfig
+from hybridflow.rundir.file_names import CHECKPOINTS
+
+
+class Recipe(Settings):
+    """Every setting of a run. Relative paths start from the directory where the command runs; see `recipe_paths`."""
+
+    other_names = RECIPE_NAMES
+
+    name: str = Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    seed: int = Field(0, ge=0, lt=2**30)
+    """Of everything that is drawn; the seeds of parts are added to it."""
+    run_dir: Annotated[RecipePath, Field(validate_default=True)] = Path("runs")
+    model: ModelConfig
+    train: TrainConfig = TrainConfig()
+    rollout: RolloutRole = RolloutRole()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    reference: ModelRole = ModelRole()
+    critic: ModelRole = ModelRole()
+    cost_critic: ModelRole = ModelRole()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig | None = RewardConfig()
+    """The reward functions; none if null, and then a reward model is needed."""
+    reward_model: ScoringModel | None = None
+    """Its score is added to the rewards of the functions."""
+    cost: RewardConfig | None = None
+    """The cost functions, where the algorithm learns from costs."""
+    cost_model: ScoringModel | None = None
+    """Its score is added to the costs of the functions."""
+    warmup: WarmupConfig | None = None
+    trainer: TrainerConfig = TrainerConfig()
+    placement: PlacementConfig
+    metrics: MetricsConfig = MetricsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    limits: LimitsConfig = LimitsConfig()
+    resume: Literal["none", "auto"] | RecipePath = "none"
+    """Start afresh; go on after the newest whole checkpoint of `checkpoint.dir`, if there is one; or after this one: a
+    checkpoint, a directory of them, or a run's directory."""
+
+    @model_validator(mode="after")
+    def _evaluation_can_sample(self) -> Recipe:
+        try:
+            sampling = self.eval_sampling
+        except ValidationError as error:
+            reason = error.errors()[0]["ctx"]["error"]
+            raise ValueError(f"trainer.eval_sampling with trainer.eval_temperature: {reason}") from None
+        cut = [name for name in ("top_p", "top_k", "min_p") if name in sampling.altered]
+        if cut and sampling.temperature == 0:
+            raise ValueError(
+                f"trainer.eval_sampling.{cut[0]} is set with trainer.eval_temperature=0, which takes the most likely "
+                "token; expected a temperature above 0"
+            )
+        if sampling.min_p > 0 and self.rollout.engine.deterministic:
+            raise ValueError(
+                "trainer.eval_sampling.min_p is set with rollout.engine.deterministic=true, where SGLang cannot sample "
+                "with it; expected one of them"
+            )
+        return self
+
+    @property
+    def eval_sampling(self) -> SamplingConfig:
+        """How the responses of an evaluation are drawn."""
+        own = self.trainer.eval_sampling.model_dump() | {"temperature": self.trainer.eval_temperature}
+        return SamplingConfig(**self.rollout.sampling.model_dump() | own)
+
+    @model_validator(mode="after")
+    def _algorithm_has_what_it_needs(self) -> Recipe:
+        if errors := [*self._missing(), *self._unused()]:
+            raise ValueError("; ".join(errors))
+        return self
+
+    def _missing(self) -> Iterator[str]:
+        """What the algorithm needs and the recipe has not."""
+        name = self.algorithm.name
+        if self.algorithm.algorithm.group_baseline and self.rollout.samples_per_prompt == 1:
+            yield (
+                f"rollout.samples_per_prompt=1 with algorithm.name={name}, where a group of one learns nothing; "
+                "expected at least 2"
+            )
+        if self.algorithm.kl_guard is not None and self.trainer.updates_per_step == 1:
+            yield (
+                "algorithm.kl_guard is set with one update a step, which starts from the very policy that it is held "
+                "against; expected trainer.mini_batches or epochs above 1, or no kl_guard"
+            )
+        if self.trainer.max_staleness and self.algorithm.kl_guard is not None:
+            yield (
+                f"algorithm.kl_guard is set with trainer.max_staleness={self.trainer.max_staleness}, where the policy "
+                "before the step did not make the samples; expected 0, or no kl_guard"
+            )
+        if self.trainer.max_staleness and self.algorithm.algorithm.greedy_baseline:
+            yield (
+                f"trainer.max_staleness={self.trainer.max_staleness} with algorithm.name={name}, whose baselines are "
+                "generated between rollout and update; expected 0"
+            )
+        samples = self.trainer.prompts_per_step * self.rollout.samples_per_prompt
+        if samples > MOST_SAMPLES:
+            yield (
+                f"trainer.prompts_per_step={self.trainer.prompts_per_step} times rollout.samples_per_prompt="
+                f"{self.rollout.samples_per_prompt} are {samples:,} samples a step, expected at most {MOST_SAMPLES:,}"
+            )
+        if self.algorithm.kl_controller == "adaptive" and self.algorithm.kl_horizon <= samples / 5:
+            yield (
+                f"algorithm.kl_horizon={self.algorithm.kl_horizon} with {samples} samples a step, by which one step "
+                f"could bring the coefficient to 0; expected above {samples // 5}"
+            )
+        if self.reward is None and self.reward_model is None:
+            yield "reward=null and no reward_model, expected at least one of them"
+        if self.algorithm.needs_cost and self.cost is None and self.cost_model is None:
+            yield f"algorithm.name={name} learns from costs, expected cost.functions or cost_model.path"
+
+    def _unused(self) -> Iterator[str]:
+        """What is set for roles that do not run."""
+        runs = {"actor", "rollout", *(["reward"] if self.functions else []), *self.models}
+        for role in ("reference", "critic", "cost_critic", "reward", "reward_model", "cost_model"):
+            if role not in runs and getattr(self.placement, role) is not None:
+                yield f"placement.{role} is set, and there is no such role with {self._why_not(role)}"
+        for role in ("reference", "critic", "cost_critic", "cost", "cost_model"):
+            default = type(self).model_fields[role].default
+            if role not in (*runs, *self._costs) and getattr(self, role) != default:
+                yield f"{role} is set, and there is no such role with {self._why_not(role)}"
+
+    @property
+    def _costs(self) -> tuple[str, ...]:
+        return ("cost", "cost_model") if self.algorithm.needs_cost else ()
+
+    def _why_not(self, role: str) -> str:
+        if role == "reference":
+            return "algorithm.kl_coef=0"
+        return f"{role}=null" if role in ("reward", "reward_model") else f"algorithm.name={self.algorithm.name}"
+
+    @property
+    def models(self) -> dict[str, ModelRole]:
+        """Every Megatron-Core model that runs beside the actor, by its role."""
+        algorithm = self.algorithm
+        wanted = {
+            "reference": self.reference if algorithm.needs_reference else None,
+            "critic": self.critic if algorithm.needs_critic else None,
+            "cost_critic": self.cost_critic if algorithm.needs_cost else None,
+            "reward_model": self.reward_model,
+            "cost_model": self.cost_model if algorithm.needs_cost else None,
+        }
+        return {role: model for role, model in wanted.items() if model is not None}
+
+    @property
+    def trained_roles(self) -> tuple[str, ...]:
+        """The roles that learn."""
+        return ("actor", *(role for role in ("critic", "cost_critic") if role in self.models))
+
+    def for_prompts(self, count: int) -> Recipe:
+        """The recipe with the steps that `trainer.epochs_of_data` means; see `TrainerConfig.for_prompts`."""
+        return self.model_copy(update={"trainer": self.trainer.for_prompts(count)})
+
+    @property
+    def offloaded_roles(self) -> tuple[str, ...]:
+        """The models that leave their devices between their turns."""
+        return tuple(role for role, model in self.models.items() if model.offload)
+
+    @property
+    def phase_steps(self) -> dict[str, int]:
+        """How many steps each phase of the metrics has, where that is known."""
+        return {"train": self.trainer.steps} | ({"sft": self.warmup.steps} if self.warmup is not None else {})
+
+    @property
+    def functions(self) -> dict[str, RewardConfig]:
+        """The functions of rewards ("reward") and of costs ("cost"), where there are any."""
+        wanted = {"reward": self.reward, "cost": self.cost if self.algorithm.needs_cost else None}
+        return {what: config for what, config in wanted.items() if config is not None}
+
+    @property
+    def scoring(self) -> dict[str, ScoringModel]:
+        """The models that score responses, by what their scores are added to: "reward" and "cost"."""
+        wanted = {"reward": self.reward_model, "cost": self.cost_model if self.algorithm.needs_cost else None}
+        return {what: model for what, model in wanted.items() if model is not None}
+
+    def train_config(self, role: str) -> TrainConfig:
+        """How a role's model is laid out and trained."""
+        return (self.models[role].train if role != "actor" else None) or self.train
+
+    def train_setting(self, role: str) -> str:
+        """The name of the setting that says so."""
+        own = role in self.models and self.models[role].train is not None
+        return f"{role}.train" if own else "train"
+
+    @property
+    def directory(self) -> Path:
+        """The run's directory."""
+        return self.run_dir / self.name
+
+    @property
+    def checkpoint_directory(self) -> Path:
+        """Where the run's checkpoints lie."""
+        return self.checkpoint.dir or self.directory / CHECKPOINTS
+
+
+def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file and apply `dotted.key=value` overrides.
+
+    Raises:
+        SettingsError: with one line for every error found.
+    """
+    return load_settings(Recipe, path, overrides)

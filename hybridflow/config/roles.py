@@ -1,0 +1,115 @@
+"""Settings of the models and the engines: `model:`, `rollout:`, and the roles beside the actor."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.rollout.config import NEUTRAL, RolloutConfig, SamplingConfig
+from engine3d.settings import LONGEST_S, MOST_SAMPLES, Settings
+from engine3d.training.config import TrainConfig
+from hybridflow.cluster.device_map import MOST_DEVICES
+from hybridflow.config.recipe_paths import RecipePath
+
+
+class CreateModel(Settings):
+    """A model with random weights, made when the run starts."""
+
+    config: dict[str, Any]
+    """The HuggingFace `config.json`: `architectures` and the sizes."""
+    tokenizer: Literal["characters"] = "characters"
+    """One token a character of the arithmetic task."""
+    seed: int | None = None
+    """Of the weights; the run's seed if null."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class ModelConfig(Settings):
+    """The model to train: a HuggingFace directory, or one to be made."""
+
+    path: RecipePath | None = None
+    create: CreateModel | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> ModelConfig:
+        if (self.path is None) == (self.create is None):
+            raise ValueError("expected one of path (a HuggingFace directory) and create (a config with random weights)")
+        return self
+
+
+class WeightsConfig(Settings):
+    """How weights get from the actor to the engines."""
+
+    share: bool = True
+    """Let an engine on the actor's devices use the actor's memory for parameters whose bytes are the same."""
+    transport: Literal["auto", "collective"] = "auto"
+    """Write into the engine's memory where it can be reached; or send everything over a process group."""
+    staging_mb: int = Field(256, ge=2, le=1_000_000)
+    """Most memory of a rank, in MB (1e6 bytes), through which weights pass on their way to other nodes."""
+    flush_cache: bool = True
+    """Drop the KV cache, which the old weights made, with every new version."""
+    timeout_s: float = Field(600.0, gt=0, le=LONGEST_S)
+    """Limit of each wait for another rank, in what goes over a process group."""
+
+
+class RolloutRole(Settings):
+    """The engines that generate, and what they generate for each prompt."""
+
+    engine: RolloutConfig = RolloutConfig()
+    engines: int | None = Field(None, ge=1, le=MOST_DEVICES)
+    """Engines side by side; as many as the role's devices hold if null."""
+    sampling: SamplingConfig = SamplingConfig()
+    samples_per_prompt: int = Field(8, ge=1, le=MOST_SAMPLES)
+    weights: WeightsConfig = WeightsConfig()
+    verify_weights: bool = False
+    """After every transfer, compare all engines bit for bit with what SGLang loads from an export of the actor."""
+
+    @model_validator(mode="after")
+    def _samples(self) -> RolloutRole:
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature=0 samples nothing to learn from, expected above 0")
+        for name, value in self.sampling.altered.items():
+            raise ValueError(
+                f"sampling.{name}={value:g} draws tokens from another distribution than the policy's at the sampling "
+                "temperature, whose log-probs are learned from: gradient, ratio and KL would be of what was not drawn; "
+                f"expected {NEUTRAL[name]:g}, or trainer.eval_sampling.{name} for evaluation alone"
+            )
+        return self
+
+    def layout(self, devices: int) -> Layout:
+        """Engines side by side, as the data-parallel ranks of a layout, on so many devices.
+
+        Raises:
+            UserError: the engines do not fill the devices.
+        """
+        each = self.engine.tp
+        engines = self.engines or max(1, devices // each)
+        if engines * each != devices:
+            raise UserError(
+                f"{devices} devices for {engines} engines of tp = {each} devices each, expected {engines * each}"
+            )
+        return Layout(dp=engines)
+
+
+class ModelRole(Settings):
+    """A Megatron-Core model beside the actor."""
+
+    path: RecipePath | None = None
+    """HuggingFace directory of its initial weights; the run's initial model if null."""
+    train: TrainConfig | None = None
+    """Its layout, precision, micro-batches and optimizer; those of the actor if null."""
+    offload: bool = False
+    """Keep its weights and its optimizer's state in page-locked host memory while other roles compute on its devices;
+    the results stay the same, bit for bit."""
+
+
+class ScoringModel(ModelRole):
+    """A model with a scalar head that scores whole responses, and does not learn."""
+
+    path: RecipePath
+    """HuggingFace directory of a model for sequence classification with one label, that has the actor's tokenizer."""
+    weight: float = 1.0
+    """Of its score in the sum over all rewards, or all costs."""

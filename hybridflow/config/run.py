@@ -1,0 +1,188 @@
+"""Settings of the loop, of checkpoints and of devices: `trainer:`, `warmup:`, `checkpoint:`, `placement:`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from engine3d.errors import UserError
+from engine3d.rollout.config import Alterations
+from engine3d.settings import MOST_SAMPLES, Settings
+from engine3d.training.config import OptimizerConfig
+from hybridflow.config.recipe_paths import RecipePath
+
+MOST_STEPS = 1_000_000_000
+
+
+class WarmupConfig(Settings):
+    """A supervised phase before the first rollout, on the data's supervised examples."""
+
+    steps: int = Field(100, ge=1, le=MOST_STEPS)
+    batch_size: int = Field(64, ge=1, le=MOST_SAMPLES)
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
+
+
+class ProfileConfig(Settings):
+    """Which updates write a trace of what they spend their time on: `profile/step-N-ROLE.json.gz` in the run's
+    directory, by the first rank of every role that learns."""
+
+    steps: tuple[Annotated[int, Field(ge=1)], ...]
+    """The trainer's steps, from 1, whose first update is traced."""
+    micro_batches: int = Field(2, ge=1)
+    """How many of its micro-batches, forward and backward: from the second on, or from the first if there are no
+    more."""
+
+    @model_validator(mode="after")
+    def _some_step(self) -> ProfileConfig:
+        if not self.steps:
+            raise ValueError("steps=[] traces nothing, expected at least one step; or no profile")
+        return self
+
+
+class TrainerConfig(Settings):
+    """The loop."""
+
+    steps: int = Field(100, ge=1, le=MOST_STEPS)
+    """Steps of the run; null beside `epochs_of_data`."""
+    epochs_of_data: float | None = Field(None, gt=0, le=1e6)
+    """Passes over the training prompts, in place of `steps`: as many whole steps as cover them."""
+    prompts_per_step: int = Field(64, ge=1, le=MOST_SAMPLES)
+    mini_batches: int = Field(1, ge=1, le=MOST_SAMPLES)
+    """Optimizer steps that one rollout is divided into."""
+    epochs: int = Field(1, ge=1, le=MOST_STEPS)
+    """Passes over each rollout."""
+    max_staleness: int = Field(0, ge=0, le=1)
+    """Versions by which the weights that made a sample may be older than those that learn from it. At 1 the engines
+    respond to the next step's prompts while the models learn from this one's; they need devices of their own."""
+    eval_before_train: bool = True
+    """Evaluate before the first step."""
+    eval_interval: int | None = Field(None, ge=1)
+    """Steps between evaluations; only before the first, if at all, and after the last if null."""
+    eval_prompts: int | None = Field(None, ge=1)
+    """Held-out prompts of an evaluation; all of them if null."""
+    eval_samples: int = Field(1, ge=1, le=MOST_SAMPLES)
+    """Responses to each held-out prompt, over which the mean is."""
+    eval_temperature: float = Field(0.0, ge=0)
+    """Temperature of those responses; 0 takes the most likely token."""
+    eval_sampling: Alterations = Alterations()
+    """What else those responses are drawn by, from which nothing is learned; the rest is as in rollout.sampling."""
+    export: bool = True
+    """Write the trained model as a HuggingFace directory at the end."""
+    profile: ProfileConfig | None = None
+    """Write traces of some updates; none if null."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null_steps(cls, data: Any) -> Any:
+        """`steps: null` takes away the steps of a base, for `epochs_of_data`."""
+        if isinstance(data, Mapping) and data.get("epochs_of_data") is not None and data.get("steps", 0) is None:
+            return {name: value for name, value in data.items() if name != "steps"}
+        return data
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainerConfig:
+        if self.epochs_of_data is not None and "steps" in self.model_fields_set:
+            raise ValueError(
+                f"epochs_of_data={self.epochs_of_data:g} and steps={self.steps}, expected one of them; "
+                "trainer.steps=null takes the steps of a base away"
+            )
+        if self.epochs_of_data is None:
+            self.check_traced(self.steps)
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_derived_steps(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        derived = "steps" if self.epochs_of_data is not None else ""
+        return {name: value for name, value in serialize(self).items() if name != derived}
+
+    def check_traced(self, steps: int) -> None:
+        """Raises ValueError where `profile` names a step that is not run."""
+        if self.profile is not None and (last := max(self.profile.steps)) > steps:
+            raise ValueError(f"profile.steps has step {last}, and steps={steps}; expected none after the last one")
+
+    def for_prompts(self, count: int) -> TrainerConfig:
+        """The same with the number of steps that `epochs_of_data` means for so many training prompts.
+
+        Raises:
+            UserError: `profile` names a step beyond the last.
+        """
+        if self.epochs_of_data is None:
+            return self
+        steps = math.ceil(self.epochs_of_data * count / self.prompts_per_step)
+        try:
+            self.check_traced(steps)
+        except ValueError as error:
+            raise UserError(f"trainer: {error}") from None
+        return self.model_copy(update={"steps": steps})
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.mini_batches * self.epochs
+
+
+class CheckpointConfig(Settings):
+    """What is saved of a run, so that it can be resumed."""
+
+    save_interval: int | None = Field(None, ge=1)
+    """Steps between checkpoints; there is one after the last step and one after the warm-up too. None if null."""
+    keep_last_k: int | None = Field(None, ge=1)
+    """Checkpoints to keep: the oldest goes once a new one is whole. All of them if null."""
+    async_save: bool = True
+    """Write in the background: training goes on as soon as the state has been copied to host memory."""
+    dir: RecipePath | None = None
+    """Where checkpoints lie; in the run's directory if null."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """What a save that fails does to the run."""
+    verify: bool = True
+    """Compare every piece that a resumed run reads with its checksum."""
+    accept: tuple[str, ...] = ()
+    """Settings in which a resumed run may contradict its checkpoint, such as seed, tokenizer or data.arithmetic."""
+
+    @property
+    def saves_in_background(self) -> bool:
+        return self.save_interval is not None and self.async_save
+
+
+class PlacementConfig(Settings):
+    """Which devices each role runs on: a device map such as "cuda:0-3", or the name of a pool."""
+
+    pools: dict[str, str] = Field(default_factory=dict)
+    """Pools by name; they share no device."""
+    actor: str
+    rollout: str
+    reference: str | None = None
+    """Only where the algorithm needs a reference policy; the actor's devices if null."""
+    critic: str | None = None
+    """Only where the algorithm needs a critic; the actor's devices if null."""
+    cost_critic: str | None = None
+    """Only where the algorithm needs a critic of costs; the critic's devices if null."""
+    reward_model: str | None = None
+    """Only with a reward model; the reference's devices if null."""
+    cost_model: str | None = None
+    """Only with a cost model; the reward model's devices if null."""
+    reward: str | None = None
+    """Where the functions of rewards and costs are called, which use no GPU; beside the first rank of rollout if null.
+    Only where there are functions."""
+    cluster: str | None = None
+    """Address of a running Ray cluster; one is started on this machine if null."""
+    shared_gpus: bool = False
+    """Start although others use the run's GPUs: those with more than 2 GB in use are refused otherwise."""
+
+    def roles(self, models: Sequence[str]) -> dict[str, str]:
+        """The device map or pool of every role that runs, given the models that run beside the actor."""
+        critic, reference = self.critic or self.actor, self.reference or self.actor
+        reward_model = self.reward_model or reference
+        found = {
+            "actor": self.actor,
+            "rollout": self.rollout,
+            "reference": reference,
+            "critic": critic,
+            "cost_critic": self.cost_critic or critic,
+            "reward_model": reward_model,
+            "cost_model": self.cost_model or reward_model,
+        }
+        roles = {role: found[role] for role in ("actor", "rollout", *models)}
+        return roles | ({"reward": self.reward} if self.reward is not None else {})

@@ -1,0 +1,1 @@
+"""What messages may show."""

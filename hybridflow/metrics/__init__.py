@@ -1,0 +1,1 @@
+"""Names of metrics, sinks, the timeline and samples of devices."""

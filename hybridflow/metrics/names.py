@@ -1,0 +1,168 @@
+"""Names of metrics.
+
+A name is `group/figure_unit`. A step is counted within its phase: "train", or another such as "sft" for a warm-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+ROLLOUT_THROUGHPUT = "rollout/throughput_tokens_per_sec"
+ROLLOUT_WAIT_TIME = "rollout/wait_ms"
+ROLLOUT_STALENESS = "rollout/staleness_mean"
+ROLLOUT_TIME = "rollout/time_ms"
+ROLLOUT_RESPONSE_LENGTH = "rollout/response_length_mean"
+ROLLOUT_TRUNCATED = "rollout/truncated_fraction"
+BASELINE_TIME = "rollout/baseline_time_ms"
+REWARD_MEAN = "reward/mean"
+REWARD_STD = "reward/std"
+REWARD_LATENCY = "reward/latency_ms"
+REWARD_DROPPED = "reward/dropped"
+COST_MULTIPLIER = "cost/multiplier"
+TRAIN_STEP_TIME = "train/step_time_ms"
+TRAIN_UPDATE_TIME = "train/update_time_ms"
+TRAIN_LOSS = "train/loss"
+TRAIN_POLICY_LOSS = "train/policy_loss"
+TRAIN_RATIO = "train/ratio_mean"
+TRAIN_CLIP_FRACTION_LOW = "train/clip_fraction_low"
+TRAIN_CLIP_FRACTION_HIGH = "train/clip_fraction_high"
+TRAIN_CLIP_FRACTION_DUAL = "train/clip_fraction_dual"
+TRAIN_KL_K1 = "train/approx_kl_k1"
+TRAIN_KL_K3 = "train/approx_kl_k3"
+TRAIN_KL_COEF = "train/kl_coef"
+TRAIN_REFERENCE_KL = "train/reference_kl"
+TRAIN_REFERENCE_KL_CAPPED = "train/reference_kl_capped"
+TRAIN_ENTROPY = "train/entropy"
+TRAIN_GRADIENT_NORM = "train/gradient_norm"
+TRAIN_LEARNING_RATE = "train/learning_rate"
+TRAIN_SKIPPED_UPDATES = "train/skipped_updates"
+TRAIN_REFUSED_UPDATES = "train/refused_updates"
+TRAIN_PADDING_SHARE = "train/padding_share"
+TRAIN_DEVICE_THROUGHPUT = "train/device_tokens_per_sec"
+TRAIN_MFU = "train/mfu"
+TRAIN_EXPERT_LOAD_MAX = "train/expert_load_max"
+TRAIN_EXPERT_LOAD_MAX_LAYER = "train/expert_load_max_layer"
+TRAIN_EXPERT_LOAD_MAX_MEAN = "train/expert_load_max_mean"
+TRAIN_EXPERT_LOAD_MIN = "train/expert_load_min"
+TRAIN_ROUTER_Z_LOSS = "train/router_z_loss"
+TRAIN_SEQUENCE_BALANCE_LOSS = "train/sequence_balance_loss"
+TRAIN_UPDATE_BALANCE_LOSS = "train/update_balance_loss"
+STEP_DEVICE_THROUGHPUT = "step/device_tokens_per_sec"
+INFERENCE_TIME = "inference/time_ms"
+MISMATCH_LOGPROB_MEAN = "mismatch/logprob_abs_diff_mean"
+MISMATCH_LOGPROB_MAX = "mismatch/logprob_abs_diff_max"
+SYNC_TIME = "sync/time_ms"
+SYNC_BYTES_MOVED = "sync/moved_bytes"
+SYNC_BYTES_ALIASED = "sync/aliased_bytes"
+SYNC_ONE_SIDED_BYTES = "sync/one_sided_bytes"
+SYNC_ONE_SIDED_TIME = "sync/one_sided_ms"
+SYNC_COLLECTIVE_BYTES = "sync/collective_bytes"
+SYNC_COLLECTIVE_TIME = "sync/collective_ms"
+SYNC_MEMORY_TIME = "sync/memory_ms"
+SYNC_BEGIN_TIME = "sync/begin_ms"
+SYNC_SEND_TIME = "sync/send_ms"
+SYNC_SEAL_TIME = "sync/seal_ms"
+SYNC_VERIFY_TIME = "sync/verify_ms"
+SYNC_COMMIT_TIME = "sync/commit_ms"
+DEVICE_UTILISATION = "device/utilisation_mean"
+DEVICE_POWER = "device/power_mean_w"
+DEVICE_MEMORY = "device/memory_peak_mb"
+DEVICE_ENERGY = "device/energy_j"
+ACTOR_GPU_MEMORY = "memory/actor_gpu_mem_mb"
+ACTOR_GPU_RESERVED = "memory/actor_gpu_reserved_mb"
+SFT_LOSS = "sft/loss"
+EVAL_ACCURACY = "eval/accuracy"
+EVAL_REWARD = "eval/reward_mean"
+EVAL_SCORE = "eval/score_mean"
+EVAL_TRAINING_ACCURACY = "eval/training_accuracy"
+EVAL_TRAINING_REWARD = "eval/training_reward_mean"
+EVAL_TRAINING_SCORE = "eval/training_score_mean"
+EVAL_PROMPTS = "eval/prompts"
+EVAL_TRAINING_PROMPTS = "eval/training_prompts"
+CHECKPOINT_STALL = "checkpoint/stall_ms"
+CHECKPOINT_BYTES = "checkpoint/written_bytes"
+CHECKPOINT_HOST_BYTES = "checkpoint/host_bytes"
+CHECKPOINT_SECONDS = "checkpoint/whole_after_sec"
+CHECKPOINT_FAILED = "checkpoint/failed"
+
+
+@dataclass(frozen=True)
+class UpdateNames:
+    """What the figures are called that the optimizer steps of any model have."""
+
+    gradient_norm: str
+    learning_rate: str
+    skipped_updates: str
+    padding_share: str
+    device_throughput: str
+    """Tokens a second and device of the ranks that update the model, while they do."""
+    mfu: str
+    """Model FLOP/s over what the devices can do: recomputation, padding and waiting for others count for nothing."""
+    gpu_memory: str
+    """The most that tensors have taken of a GPU, in MiB."""
+    gpu_reserved: str
+    """The most that PyTorch has taken of a GPU for them, in MiB: with what lies between tensors unused."""
+    expert_load_max: str
+    """Tokens of an update that the most loaded expert of a layer was given, over the mean of the layer's experts: the
+    mean over updates, of the layer where that is highest. These and the next only where there are experts; padding is
+    no load."""
+    expert_load_max_layer: str
+    """The number of that layer, from 0."""
+    expert_load_max_mean: str
+    """The mean over all layers of what `expert_load_max` is the highest of."""
+    expert_load_min: str
+    """Tokens of the least loaded expert of all layers and updates, over the mean of its layer's experts."""
+    router_z_loss: str
+    """This loss and the next two are means over layers, without coefficients, and only where their coefficients are
+    above 0; `engine3d.models.load_balance` has the formulas."""
+    sequence_balance_loss: str
+    """1 where the experts are loaded alike in every sequence."""
+    update_balance_loss: str
+    """1 where they are in the whole update."""
+    host_memory: str
+    """The most that a process has taken of its host's memory, in MiB, where it computes on CPUs."""
+
+
+@dataclass(frozen=True)
+class CriticNames(UpdateNames):
+    """What the figures of a critic are called."""
+
+    value_loss: str
+    clip_fraction: str
+    value_mean: str
+    return_mean: str
+    explained_variance: str
+
+    @classmethod
+    def of(cls, role: str) -> CriticNames:
+        """Those of the critic that has this role, in a group of that name."""
+        groups = {field.name: f"{role}/{field.name}" for field in fields(cls)}
+        elsewhere = {
+            "gpu_memory": f"memory/{role}_gpu_mem_mb",
+            "gpu_reserved": f"memory/{role}_gpu_reserved_mb",
+            "host_memory": f"memory/{role}_host_mem_mb",
+            "device_throughput": f"{role}/device_tokens_per_sec",
+        }
+        return cls(**groups | elsewhere)
+
+
+ACTOR = UpdateNames(
+    gradient_norm=TRAIN_GRADIENT_NORM,
+    learning_rate=TRAIN_LEARNING_RATE,
+    skipped_updates=TRAIN_SKIPPED_UPDATES,
+    padding_share=TRAIN_PADDING_SHARE,
+    device_throughput=TRAIN_DEVICE_THROUGHPUT,
+    mfu=TRAIN_MFU,
+    gpu_memory=ACTOR_GPU_MEMORY,
+    gpu_reserved=ACTOR_GPU_RESERVED,
+    expert_load_max=TRAIN_EXPERT_LOAD_MAX,
+    expert_load_max_layer=TRAIN_EXPERT_LOAD_MAX_LAYER,
+    expert_load_max_mean=TRAIN_EXPERT_LOAD_MAX_MEAN,
+    expert_load_min=TRAIN_EXPERT_LOAD_MIN,
+    router_z_loss=TRAIN_ROUTER_Z_LOSS,
+    sequence_balance_loss=TRAIN_SEQUENCE_BALANCE_LOSS,
+    update_balance_loss=TRAIN_UPDATE_BALANCE_LOSS,
+    host_memory="memory/actor_host_mem_mb",
+)
+CRITIC = CriticNames.of("critic")
+COST_CRITIC = CriticNames.of("cost_critic")

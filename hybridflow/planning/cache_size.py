@@ -1,0 +1,74 @@
+"""The KV cache that a recipe's engines need: room for the requests of a step, or of an evaluation, at their longest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
+from hybridflow.cluster.device_map import DeviceKind
+from hybridflow.config.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """What a recipe's prompts ask of its engines, in tokens.
+
+    Args:
+        prompt: of the longest prompt to learn from.
+        held_out_prompt: of the longest one of an evaluation.
+        response: of the longest response.
+        held_out: prompts of an evaluation.
+    """
+
+    prompt: int
+    held_out_prompt: int
+    response: int
+    held_out: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, train: Sequence[Sequence[int]], held_out: Sequence[Sequence[int]]) -> Lengths:
+        """Of prompts as token ids."""
+        return cls(
+            prompt=max(map(len, train), default=0),
+            held_out_prompt=max(map(len, held_out), default=0),
+            response=recipe.rollout.sampling.max_new_tokens,
+            held_out=len(held_out),
+        )
+
+    @property
+    def sequence(self) -> int:
+        """Of the longest prompt to learn from, with the longest response to it."""
+        return self.prompt + self.response
+
+
+def cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: DeviceKind) -> int:
+    """Tokens that each engine's KV cache has room for at most: less where a GPU has no more memory for it.
+
+    Args:
+        recipe: whose `rollout.engine.max_total_tokens` decides, if it is set.
+        lengths: of its prompts.
+        engines: among which prompts are dealt.
+        kind: of their devices.
+    """
+    given = recipe.rollout.engine.max_total_tokens
+    if given is not None:
+        return given
+    trainer, page = recipe.trainer, PAGE_TOKENS[kind]
+    phases = (
+        (trainer.prompts_per_step, recipe.rollout.samples_per_prompt, lengths.prompt),
+        (lengths.held_out, trainer.eval_samples, lengths.held_out_prompt),
+    )
+    return max(
+        tokens_needed(
+            requests=running_requests(recipe, prompts=prompts, samples=samples, engines=engines),
+            sequence_tokens=prompt + lengths.response,
+            page_tokens=page,
+        )
+        for prompts, samples, prompt in phases
+    )
+
+
+def running_requests(recipe: Recipe, *, prompts: int, samples: int, engines: int) -> int:
+    """Requests that an engine runs at once when so many prompts, with so many samples each, are dealt to all."""
+    return min(recipe.rollout.engine.max_running_requests, -(-prompts // engines) * samples)

@@ -1,0 +1,140 @@
+"""What the engines and those who score their responses would only refuse once they have started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.models import ModelSpec
+from engine3d.rollout.served import check_deterministic
+from hybridflow.cluster.device_map import Device, DeviceMap
+from hybridflow.config.recipe import Recipe
+
+
+def check_engine_nodes(recipe: Recipe, devices: Sequence[Device]) -> None:
+    """Every engine is on one node.
+
+    Args:
+        devices: of the rollout role, which hold its engines one after another.
+
+    Raises:
+        UserError: an engine that would span nodes.
+    """
+    tp = recipe.rollout.engine.tp
+    for engine, first in enumerate(range(0, len(devices), tp)):
+        nodes = sorted({device.node for device in devices[first : first + tp]})
+        if len(nodes) > 1:
+            raise UserError(
+                f"placement.rollout: the {tp} devices of engine {engine} are on nodes {', '.join(map(str, nodes))}; "
+                "expected them on one, by a smaller rollout.engine.tp or other devices"
+            )
+
+
+def check_sampling(recipe: Recipe, spec: ModelSpec, devices: Mapping[str, Sequence[Device]] | None) -> None:
+    """What SGLang can sample on the devices of the engines.
+
+    Args:
+        devices: of each role; None where they are another cluster's.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    beyond = [token for token in recipe.rollout.sampling.stop_token_ids if token >= spec.vocab_size]
+    if beyond:
+        raise UserError(
+            f"rollout.sampling.stop_token_ids: {beyond[0]} is no token of the model, whose vocabulary has "
+            f"{spec.vocab_size}"
+        )
+    if devices is None and recipe.placement.cluster is None:
+        return  # a device map that is wrong
+    text = recipe.placement.pools.get(recipe.placement.rollout, recipe.placement.rollout)
+    kind = devices["rollout"][0].kind if devices is not None else DeviceMap.parse(text).kind
+    if kind != "node":  # of which only the cluster knows whether it has GPUs
+        check_deterministic(spec, recipe.rollout.engine, on_gpu=kind == "cuda")
+
+
+def check_baselines(recipe: Recipe, layouts: Mapping[str, Layout]) -> None:
+    """A reward model that scores one greedy response to each prompt has one for each of its ranks.
+
+    Args:
+        layouts: of each model, by its role.
+
+    Raises:
+        UserError: it has not.
+    """
+    prompts, ranks = recipe.trainer.prompts_per_step, layouts["reward_model"].dp if recipe.reward_model else 0
+    if recipe.algorithm.algorithm.greedy_baseline and prompts < ranks:
+        raise UserError(
+            f"trainer.prompts_per_step = {prompts}, expected at least {ranks}: a baseline for each data-parallel rank "
+            "of the reward model"
+        )
+
+
+def check_evaluation(recipe: Recipe, prompts: int, layouts: Mapping[str, Layout]) -> None:
+    """The prompts of evaluation are enough for those who share them.
+
+    Args:
+        prompts: of evaluation.
+        layouts: of each model, and of the engines as "rollout".
+
+    Raises:
+        UserError: one of them would have none.
+    """
+    if prompts < (engines := layouts["rollout"].dp):
+        raise UserError(
+            f"data: {prompts} prompts to evaluate with, expected at least {engines}: a prompt for each rollout engine"
+        )
+    samples = prompts * recipe.trainer.eval_samples
+    if recipe.reward is None and samples < (ranks := layouts["reward_model"].dp):
+        raise UserError(
+            f"data: {prompts} prompts to evaluate with and trainer.eval_samples={recipe.trainer.eval_samples}, "
+            f"expected at least {ranks} samples: one for each data-parallel rank of the reward model"
+        )
+
+
+def check_same_tokens(role: str, path: Path, tokenizer: Path) -> None:
+    """A model beside the actor reads the actor's tokens: where both have a `tokenizer.json`, they number alike.
+
+    Tokens that were added to a vocabulary, such as those of a chat, may have other names.
+
+    Raises:
+        UserError: naming a token that is another in the model's vocabulary.
+    """
+    own, actor = _vocabulary(path), _vocabulary(tokenizer)
+    if own is None or actor is None:
+        return
+    added = _added(tokenizer)
+    for token, number in actor.items():
+        if number not in added and own.get(token) != number:
+            found = f"{own[token]} there" if token in own else "no token there"
+            raise UserError(
+                f"{role}.path: {path} has another tokenizer than the actor: {token!r} is token {number} of the actor "
+                f"and {found}, expected a model of the actor's tokens"
+            )
+
+
+def _vocabulary(directory: Path) -> dict[str, int] | None:
+    """Number of each token; None where there is no file that says so."""
+    model = _tokenizer_file(directory).get("model")
+    found = model.get("vocab") if isinstance(model, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def _added(directory: Path) -> set[Any]:
+    tokens = _tokenizer_file(directory).get("added_tokens")
+    return {token.get("id") for token in tokens if isinstance(token, dict)} if isinstance(tokens, list) else set()
+
+
+def _tokenizer_file(directory: Path) -> dict[str, Any]:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return {}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    return facts if isinstance(facts, dict) else {}

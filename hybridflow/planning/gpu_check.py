@@ -1,0 +1,166 @@
+"""What this machine's GPUs and libraries have against a recipe, found without a CUDA context and without SGLang."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from engine3d.errors import UserError
+from engine3d.models import ModelSpec
+from engine3d.models.grouped_products import CAPABILITY
+from engine3d.platform import platform
+from hybridflow.cluster.device_map import Device
+from hybridflow.cluster.nvml import answer
+from hybridflow.config.recipe import Recipe
+from hybridflow.planning.memory_estimate import foresee
+
+Devices = Mapping[str, Sequence[Device]]
+"""The devices of each role."""
+
+_ROLLOUT_LIBRARIES = {"sgl_kernel": "sglang-kernel", "flashinfer": "flashinfer-python"}
+"""Modules that SGLang imports wherever it runs on a GPU, and the packages that have them."""
+
+
+def used_gpus(devices: Devices) -> dict[int, str]:
+    """The GPUs of this machine on which models and engines are placed: by index, as CUDA_VISIBLE_DEVICES names them."""
+    indices = {each.index for role, held in devices.items() if role != "reward" for each in held if each.kind == "cuda"}
+    names = {index: platform.visible_devices((index,)) for index in sorted(indices)}
+    return {index: variables["CUDA_VISIBLE_DEVICES"] for index, variables in names.items()}
+
+
+def check_libraries(recipe: Recipe, devices: Devices | None, spec: ModelSpec) -> list[str]:
+    """What the models need that may be absent on this machine.
+
+    Args:
+        devices: of this machine; None where the run is on another cluster.
+        spec: of the actor.
+
+    Returns:
+        What only makes a run slower, a line each.
+
+    Raises:
+        UserError: names the setting or the package.
+    """
+    if devices is None:
+        return []
+    for role in ("actor", *recipe.models) if not platform.has_transformer_engine else ():
+        config, lacking = recipe.train_config(role), "needs Transformer Engine, which is absent here"
+        if role in recipe.trained_roles and config.optimizer.precision_aware:
+            raise UserError(f"{role}: optimizer.precision_aware=true {lacking}")
+        if config.recompute == "selective":
+            raise UserError(f"{recipe.train_setting(role)}.recompute=selective {lacking}: expected none or full")
+    if _on_gpus(devices["rollout"]):
+        check_rollout_libraries(recipe, devices, latent=spec.sizes.latent is not None)
+    trained = [held for role, held in devices.items() if role not in ("rollout", "reward")]
+    if not any(map(_on_gpus, trained)):
+        return []
+    if platform.has_transformer_engine:
+        return _slower_experts(recipe, devices, spec)
+    return [
+        "train: Transformer Engine is absent; Megatron-Core's own layers take its place, slower and one expert after "
+        "the other: pip install --no-build-isolation -r requirements-gpu.txt"
+    ]
+
+
+def _slower_experts(recipe: Recipe, devices: Devices, spec: ModelSpec) -> list[str]:
+    configs = {role: recipe.train_config(role) for role in devices.keys() - {"rollout", "reward"}}
+    wanted = any(
+        config.has_one_step_experts(spec.sizes, config.layout.layout(len(devices[role])))
+        for role, config in configs.items()
+        if _on_gpus(devices[role])
+    )
+    other = gpu_without_one_step_experts(devices) if spec.sizes.experts and wanted else None
+    if other is None:
+        return []
+    return [
+        f"train.one_step_experts: {other}, and one step needs {CAPABILITY}.x; Megatron-Core's own steps take its "
+        "place, slower and with more memory"
+    ]
+
+
+def gpu_without_one_step_experts(devices: Devices) -> str | None:
+    """The first of this machine's GPUs that has no kernel for experts in one step, with its compute capability."""
+    for index, name in used_gpus(devices).items():
+        capability = answer(name, lambda reader, gpu: reader.capability(gpu))
+        if capability is not None and capability[0] != CAPABILITY:
+            return f"GPU {index} of this machine has compute capability {capability[0]}.{capability[1]}"
+    return None
+
+
+def check_rollout_libraries(recipe: Recipe, devices: Devices, *, latent: bool) -> None:
+    """What an engine on a GPU needs: SGLang's kernels, and those of the attention backend that the recipe names.
+
+    Args:
+        latent: whether the model has multi-head latent attention.
+
+    Raises:
+        UserError: names the package, or what the attention backend lacks.
+    """
+    for module, package in _ROLLOUT_LIBRARIES.items():
+        if importlib.util.find_spec(module) is None:
+            raise UserError(
+                f"placement.rollout: {module} is absent, without which SGLang runs on no GPU; "
+                f"expected {package} as in requirements.lock: pip install {package}"
+            )
+    if recipe.rollout.engine.attention_backend != "fa3":
+        return
+    setting = "rollout.engine.attention_backend=fa3"
+    if not _has_flash_attention_3():
+        raise UserError(
+            f"{setting}: the installed sgl_kernel has no flash_ops library; expected sglang-kernel as in "
+            "requirements.lock, or another backend such as flashinfer"
+        )
+    right = (9,) if latent else (8, 9)
+    for index, name in used_gpus({"rollout": devices["rollout"]}).items():
+        capability = answer(name, lambda reader, gpu: reader.capability(gpu))
+        if capability is not None and capability[0] not in right:
+            major, minor = capability
+            raise UserError(
+                f"{setting}: GPU {index} of this machine has compute capability {major}.{minor}, expected "
+                f"{' or '.join(f'{each}.x' for each in right)}{' for latent attention' if latent else ''}; "
+                "or another backend such as flashinfer"
+            )
+
+
+def largest_gpu(devices: Devices) -> int | None:
+    """Bytes of the largest GPU of this machine on which models and engines are placed; None where it cannot be read."""
+    found = [answer(name, lambda reader, gpu: reader.memory(gpu)) for name in used_gpus(devices).values()]
+    return max((memory.total_bytes for memory in found if memory is not None), default=None)
+
+
+def check_memory(
+    recipe: Recipe,
+    devices: Devices,
+    specs: Mapping[str, ModelSpec],
+    *,
+    gpu_bytes: int | None,
+    host_bytes: int | None,
+) -> None:
+    """Refuse what cannot fit whatever an engine takes, and however short responses are: at once, without SGLang.
+
+    Args:
+        devices: which the recipe's layouts fit.
+        specs: of the actor and of each model beside it.
+        gpu_bytes: of each GPU, if that is known.
+        host_bytes: of each node's memory, if that is known.
+
+    Raises:
+        UserError: as `Ledger.check`.
+    """
+    if gpu_bytes is None and host_bytes is None:
+        return
+    foresee(
+        recipe, devices, specs, gpu_bytes=gpu_bytes, host_bytes=host_bytes, sequence_tokens=1, with_engines=False
+    ).check()
+
+
+def _on_gpus(devices: Sequence[Device]) -> bool:
+    return any(device.kind == "cuda" for device in devices)
+
+
+def _has_flash_attention_3() -> bool:
+    """Whether sgl_kernel has the extension that its `flash_attn` module imports."""
+    spec = importlib.util.find_spec("sgl_kernel")
+    places = spec.submodule_search_locations if spec is not None else None
+    return any(list(Path(place).glob("flash_ops*.so")) for place in places or ())

@@ -1,0 +1,507 @@
+"""The memory ledger: what every GPU and CPU slot of a run will hold, phase by phase, foreseen from the recipe alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from engine3d.checkpoint.plan import plan_checkpoint
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.memory import Held, Serving, Working, held_by_rank, inference_peak, serving_by_rank, update_peak
+from engine3d.memory.overhead import (
+    CONTEXT_BYTES,
+    DRIVER_BYTES,
+    ENGINE_PROCESSES_BYTES,
+    MODEL_BYTES,
+    RUN_PROCESSES_BYTES,
+    TRAINING_PROCESS_BYTES,
+    communicators,
+    engine_workspace,
+)
+from engine3d.memory.serving import PREFIX_TOKENS, prompt_tokens
+from engine3d.models import ModelSpec
+from engine3d.platform.cuda import graph_batch_sizes
+from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.describe.source import PlannedTrainer
+from engine3d.rollout.launch import most_requests
+from hybridflow.cluster.device_map import Device
+from hybridflow.config.recipe import Recipe
+
+GENERATE = "rollout"
+_NOTHING = Serving(weights=0, shared=0, cache_of_a_token=0, prefix_of_a_token=0, prompt_of_a_token=0)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The worst moment of a phase on a GPU.
+
+    Args:
+        name: of the phase and of the role that is at work.
+        items: what is there beside what always is, by name, in bytes.
+        less: the settings that would make it less.
+    """
+
+    name: str
+    items: Mapping[str, int]
+    less: str
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """What some GPUs hold, all of them alike; or what the ranks on some CPU slots take of their node's memory.
+
+    Args:
+        devices: that are alike, in order.
+        always: what is there in every phase once the first update is made, by name, in bytes.
+        phases: in the order of a step.
+        cache_tokens: that the KV cache has room for; 0 where no engine runs.
+    """
+
+    devices: tuple[Device, ...]
+    always: Mapping[str, int]
+    phases: tuple[Phase, ...]
+    cache_tokens: int
+
+    def total(self, phase: Phase) -> int:
+        """Bytes of all that is there in a phase."""
+        return sum(self.always.values()) + sum(phase.items.values())
+
+    @property
+    def worst(self) -> Phase:
+        return max(self.phases, key=self.total)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether these are CPU slots."""
+        return any(device.kind == "cpu" for device in self.devices)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """What is taken of a node's memory.
+
+    Args:
+        items: by name, in bytes.
+        less: the setting that would make the largest of them less.
+        page_locked: whether all of it is.
+    """
+
+    items: Mapping[str, int]
+    less: str
+    page_locked: bool = True
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+    def __str__(self) -> str:
+        """How much it is, and of what kind."""
+        return f"{self.total / 1e9:.1f} GB of host memory{', page-locked' if self.page_locked else ''}"
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a run is going to hold.
+
+    Args:
+        gpus: in order of the first of the devices that are alike.
+        gpu_bytes: of each GPU; None where that is not known.
+        hosts: what is taken of each node's memory.
+        sequence_tokens: of the longest prompt with its response.
+        requests: that an engine is to run at once.
+        host_bytes: of each node's memory; None where that is not known.
+    """
+
+    gpus: tuple[GpuMemory, ...]
+    gpu_bytes: int | None
+    hosts: tuple[HostMemory, ...]
+    sequence_tokens: int
+    requests: int
+    host_bytes: int | None = None
+
+    def lines(self) -> list[str]:
+        """As it is shown: for each kind of GPU every phase with what is there, in GB (1e9 bytes)."""
+        found = []
+        for gpu in self.gpus:
+            room = f", KV cache of {gpu.cache_tokens:,} tokens" if gpu.cache_tokens else ""
+            if gpu.cache_tokens and (fit := gpu.cache_tokens // self.sequence_tokens) < self.requests:
+                room += f": {fit} of {self.requests} requests at once, where all are of {self.sequence_tokens} tokens"
+            has = "" if self.gpu_bytes is None or gpu.on_cpu else f" of {self.gpu_bytes / 1e9:.1f}"
+            most = f"{gpu.total(gpu.worst) / 1e9:.1f}{has} GB in {gpu.worst.name}"
+            found.append(f"{_names(gpu.devices)}: at most {most}{room}")
+            found.append(_line("always", sum(gpu.always.values()), gpu.always))
+            found += [_line(phase.name, gpu.total(phase), phase.items, "+ ") for phase in gpu.phases]
+        for node, host in enumerate(self.hosts):
+            if host.items:
+                found.append(f"node {node}: {host}: {_items(host.items)}")
+        return found
+
+    def check(self) -> None:
+        """Refuse a run that cannot fit, as far as sizes are known.
+
+        Raises:
+            UserError: names the first GPU or node, the phase, what is there, and what to change.
+        """
+        for gpu in self.gpus:
+            worst, total = gpu.worst, gpu.total(gpu.worst)
+            if self.gpu_bytes is not None and total > self.gpu_bytes and not gpu.on_cpu:
+                items = _items({**gpu.always, **worst.items})
+                raise UserError(
+                    f"{_names(gpu.devices)}: {total / 1e9:.1f} GB in phase {worst.name} on a GPU of "
+                    f"{self.gpu_bytes / 1e9:.1f} GB ({items}); to need less: {worst.less}"
+                )
+        for node, host in enumerate(self.hosts):
+            if self.host_bytes is not None and host.total > self.host_bytes:
+                raise UserError(
+                    f"node {node}: {host}, on a node of {self.host_bytes / 1e9:.1f} GB ({_items(host.items)}); to need "
+                    f"less: {host.less}, or more nodes"
+                )
+
+
+def foresee(
+    recipe: Recipe,
+    devices: Mapping[str, Sequence[Device]],
+    specs: Mapping[str, ModelSpec],
+    *,
+    gpu_bytes: int | None,
+    sequence_tokens: int,
+    host_bytes: int | None = None,
+    cache_tokens: int | None = None,
+    with_engines: bool = True,
+    one_step_experts: bool = True,
+) -> Ledger:
+    """The ledger of a recipe whose layouts fit its devices.
+
+    Args:
+        recipe: the run.
+        devices: of each role.
+        specs: of the actor and of each model beside it.
+        gpu_bytes: of each GPU; None if that is not known: it has to be with engines, whose caches go by it.
+        sequence_tokens: of the longest prompt with its response.
+        host_bytes: of each node's memory, if that is known.
+        cache_tokens: that engines have room for at most; `rollout.engine.max_total_tokens` if None.
+        with_engines: false leaves out the engines' weights and caches, checkpoints on their way to files, and what is
+            only estimated: what is left is known at once, without SGLang, and certain.
+        one_step_experts: whether the GPUs can make one step of what experts do, as Hopper's can.
+    """
+    ranks = {
+        role: _Ranks.of(recipe, role, devices[role], specs[role], sequence_tokens, one_step_experts) for role in specs
+    }
+    engines = _engines(recipe, devices, specs["actor"]) if with_engines else dict.fromkeys(devices["rollout"], _NOTHING)
+    if cache_tokens is None:
+        cache_tokens = recipe.rollout.engine.max_total_tokens
+    gpus: list[GpuMemory] = []
+    for device in sorted({device for role in (*specs, "rollout") for device in devices[role]}):
+        size = gpu_bytes if device.kind == "cuda" else host_bytes
+        found = _gpu(recipe, device, specs, ranks, engines, size, cache_tokens, estimate=with_engines)
+        like = next((number for number, gpu in enumerate(gpus) if replace(gpu, devices=()) == found), None)
+        if like is None:
+            gpus.append(replace(found, devices=(device,)))
+        else:
+            gpus[like] = replace(gpus[like], devices=(*gpus[like].devices, device))
+    return Ledger(
+        tuple(gpus),
+        gpu_bytes,
+        _hosts(recipe, devices, specs, ranks, gpus, estimate=with_engines),
+        sequence_tokens,
+        recipe.rollout.engine.max_running_requests,
+        host_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """A model's ranks: what each holds, and takes at work, by its device."""
+
+    trained: bool
+    layout: Layout
+    held: dict[Device, Held]
+    inference: dict[Device, Working]
+    update: dict[Device, Working]
+
+    @classmethod
+    def of(
+        cls,
+        recipe: Recipe,
+        role: str,
+        devices: Sequence[Device],
+        spec: ModelSpec,
+        sequence_tokens: int,
+        one_step_experts: bool,
+    ) -> _Ranks:
+        config, trained = recipe.train_config(role), role in recipe.trained_roles
+        if not one_step_experts:
+            config = config.model_copy(update={"one_step_experts": False})
+        layout = config.layout.layout(len(devices))
+        samples = recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt
+        share = -(-samples // layout.dp)
+        tokens = [max(sequence_tokens, min(config.micro_batch_tokens, share * sequence_tokens))]
+        tokens.append(max(sequence_tokens, min(tokens[0], -(-share // recipe.trainer.mini_batches) * sequence_tokens)))
+        found = cls(trained, layout, {}, {}, {})
+        transformer_engine = devices[0].kind == "cuda"
+        first: dict[tuple[int, ...], Device] = {}
+        for (_, at), device in zip(layout.ranks(), devices, strict=True):
+            like = first.setdefault((at.pp, at.tp, at.ep, at.etp), device)
+            if like == device:
+                found.held[device] = held_by_rank(
+                    spec, layout, at, config, trainable=trained, transformer_engine=transformer_engine
+                )
+                found.inference[device] = inference_peak(spec, layout, at, config, tokens=tokens[0])
+                found.update[device] = update_peak(spec, layout, at, config, tokens=tokens[1])
+            else:  # data-parallel ranks hold as much as each other
+                found.held[device] = found.held[like]
+                found.inference[device] = found.inference[like]
+                found.update[device] = found.update[like]
+        return found
+
+
+def _engines(recipe: Recipe, devices: Mapping[str, Sequence[Device]], spec: ModelSpec) -> dict[Device, Serving]:
+    """What every rank of every engine holds, by its device."""
+    places = [_place(device) for device in devices["rollout"]]
+    config = recipe.train
+    sources = []
+    if recipe.rollout.weights.share and set(devices["actor"]) & set(devices["rollout"]):
+        layout = config.layout.layout(len(devices["actor"]))
+        transformer_engine = devices["actor"][0].kind == "cuda"
+        numbered = spec.of_trainer(layout, transformer_engine=transformer_engine)
+        planned = PlannedTrainer(numbered, layout, getattr(torch, config.dtype), transformer_engine=transformer_engine)
+        sources = [planned.shards(rank, _place(device)) for rank, device in enumerate(devices["actor"])]
+    serving = serving_by_rank(spec, recipe.rollout.engine, places, sources)
+    return dict(zip(devices["rollout"], serving, strict=True))
+
+
+def _gpu(
+    recipe: Recipe,
+    device: Device,
+    specs: Mapping[str, ModelSpec],
+    ranks: Mapping[str, _Ranks],
+    engines: Mapping[Device, Serving],
+    size: int | None,
+    cache_tokens: int | None,
+    *,
+    estimate: bool,
+) -> GpuMemory:
+    on_gpu = device.kind == "cuda"
+    here = {role: each for role, each in ranks.items() if device in each.held}
+    serving = engines.get(device)
+    # Whoever shares a GPU gives back what only an update needs when the turn goes to another.
+    alone = len(here) + (serving is not None) == 1
+    always: dict[str, int] = {}
+    in_turn: dict[str, dict[str, int]] = {}
+    for role, each in here.items():
+        held = each.held[device]
+        own = {f"{role} weights": held.weights, f"{role} optimizer": held.optimizer - _away(recipe, role, held)}
+        in_turn[role] = {name: size for name, size in own.items() if size} if _leaves(recipe, role) else {}
+        always |= own if not _leaves(recipe, role) else {}
+        always[f"{role} dummy gradients"] = held.dummy_gradients
+        if alone:
+            always[f"{role} gradients"] = held.gradients
+    tokens, cache = 0, 0
+    if serving is not None:
+        weights = {"engine weights": serving.weights - serving.shared}
+        always |= {} if recipe.rollout.engine.release_weights else weights
+        tokens = _cache_tokens(recipe, serving, here, device, size, cache_tokens)
+        cache = tokens * serving.cache_of_a_token
+        always["engine workspace"] = _engine_workspace(recipe, specs["actor"], on_gpu=on_gpu) if estimate else 0
+    if estimate and on_gpu:
+        always["communicators"] = sum(communicators(each.layout) for each in here.values())
+        always["libraries"] = MODEL_BYTES * len(here)
+        always["driver"] = DRIVER_BYTES
+    if on_gpu:
+        always["runtime"] = CONTEXT_BYTES * (len(here) + (serving is not None))
+    elif estimate:
+        always["processes"] = TRAINING_PROCESS_BYTES * len(here) + ENGINE_PROCESSES_BYTES * (serving is not None)
+    always = {name: size for name, size in always.items() if size}
+    kept = {"KV cache": cache} if cache and not recipe.rollout.engine.memory_saver else {}
+    phases = []
+    if serving is not None:
+        less = "a smaller rollout.engine.max_total_tokens or max_running_requests"
+        if on_gpu:
+            less = "a smaller rollout.engine.mem_fraction_static or max_total_tokens"
+        less = ", ".join([less, *_leave(recipe, here)])
+        items = dict(weights) if recipe.rollout.engine.release_weights else {}
+        items |= {"KV cache": cache, "prefixes": min(tokens, PREFIX_TOKENS) * serving.prefix_of_a_token}
+        if estimate:
+            read = min(prompt_tokens(recipe.rollout.engine, size or 0), tokens)
+            items["prompts"] = read * serving.prompt_of_a_token
+        phases.append(Phase(GENERATE, {name: size for name, size in items.items() if size}, less))
+    for role, each in here.items():
+        stay = _leave(recipe, [other for other in here if other != role])
+        held_twice = always.get("engine weights", 0)
+        advice = partial(_advice, recipe, role, cache=bool(kept), weights=held_twice, stay=stay, on_gpu=on_gpu)
+        phases.append(
+            Phase(f"infer of {role}", kept | in_turn[role] | _at_work(each.inference[device]), advice("infer"))
+        )
+        if each.trained:
+            gradients = {} if alone else {"gradients": each.held[device].gradients}
+            working = _at_work(each.update[device])
+            if _offloads(recipe, role) and each.held[device].staged > sum(working.values()):
+                working = {"optimizer": each.held[device].staged}
+            items = kept | in_turn[role] | gradients | working
+            phases.append(Phase(f"update of {role}", items, advice("update")))
+    return GpuMemory((), always, tuple(phases), tokens)
+
+
+def _engine_workspace(recipe: Recipe, spec: ModelSpec, *, on_gpu: bool) -> int:
+    config = recipe.rollout.engine
+    requests = most_requests(config)
+    return engine_workspace(
+        requests=requests,
+        vocabulary=spec.vocab_size,
+        layers=spec.sizes.layers,
+        graphs=len(graph_batch_sizes(requests)) if config.cuda_graph and on_gpu else 0,
+        tp=config.tp if on_gpu else 1,
+    )
+
+
+def _at_work(working: Working) -> dict[str, int]:
+    end = {"logits": working.logits} if working.logits >= working.layer else {"one layer": working.layer}
+    return {name: size for name, size in ({"activations": working.activations} | end).items() if size}
+
+
+def _advice(
+    recipe: Recipe, role: str, call: str, *, cache: bool, weights: int, stay: Sequence[str], on_gpu: bool
+) -> str:
+    """What would make a phase of training need less, the cheapest first."""
+    config, train = recipe.train_config(role), recipe.train_setting(role)
+    advice = []
+    if cache and on_gpu:
+        advice.append("rollout.engine.memory_saver=true")
+    if weights and recipe.rollout.engine.memory_saver:
+        advice.append("rollout.engine.release_weights=true with rollout.weights.share=false")
+    advice += stay
+    if call == "update" and config.recompute != "full":
+        advice.append(f"{train}.recompute=full")
+    elif call == "update" and config.recompute_layers is not None:
+        advice.append(f"more of {train}.recompute_layers")
+    advice.append(f"a smaller {train}.micro_batch_tokens")
+    if not on_gpu:
+        return ", ".join(advice)
+    if role in recipe.trained_roles and not config.optimizer.precision_aware:
+        advice.append(f"{train}.optimizer.precision_aware=true")
+    if role in recipe.trained_roles and not config.optimizer.offload:
+        advice.append(f"{train}.optimizer.offload=true")
+    return ", ".join([*advice, f"more of tp, pp and ep in {train}.layout, or more GPUs"])
+
+
+def _cache_tokens(
+    recipe: Recipe,
+    serving: Serving,
+    here: Mapping[str, _Ranks],
+    device: Device,
+    size: int | None,
+    most: int | None,
+) -> int:
+    """How many tokens the KV cache has room for, as SGLang works it out beside models that have made no update yet.
+
+    Args:
+        size: bytes of the GPU, or of the node whose memory the engine may take, if that is known.
+        most: that it is asked to have.
+    """
+    engine = recipe.rollout.engine
+    if not serving.cache_of_a_token:
+        return 0
+    if size is None:
+        assert most is not None
+        return most
+    taken = sum(
+        held.dummy_gradients + (0 if _leaves(recipe, role) else held.weights)
+        for role, held in ((role, each.held[device]) for role, each in here.items())
+    )
+    others = DRIVER_BYTES + CONTEXT_BYTES * (len(here) + 1) if device.kind == "cuda" else 0
+    left = engine.mem_fraction_static * (size - taken - others) - (serving.weights - serving.shared)
+    found = max(0, int(left // serving.cache_of_a_token))
+    return found if most is None else min(found, most)
+
+
+def _hosts(
+    recipe: Recipe,
+    devices: Mapping[str, Sequence[Device]],
+    specs: Mapping[str, ModelSpec],
+    ranks: Mapping[str, _Ranks],
+    gpus: Sequence[GpuMemory],
+    *,
+    estimate: bool,
+) -> tuple[HostMemory, ...]:
+    nodes = 1 + max(device.node for role in (*specs, "rollout") for device in devices[role])
+    found: list[dict[str, int]] = [{} for _ in range(nodes)]
+    less = {}
+    for role in recipe.offloaded_roles:
+        less[name := f"{role} between its turns"] = f"{role}.offload=false"
+        for device, held in ranks[role].held.items():
+            if device.kind == "cuda":
+                _add(found[device.node], name, held.weights + held.optimizer - _away(recipe, role, held))
+    slots = [(device.node, gpu) for gpu in gpus if gpu.on_cpu for device in gpu.devices]
+    for node, slot in slots:  # each at its worst, since they need not be at the same phase
+        for name, size in {**slot.always, **slot.worst.items}.items():
+            less.setdefault(name, slot.worst.less)
+            _add(found[node], name, size)
+    if slots and estimate:
+        _add(found[0], "processes", RUN_PROCESSES_BYTES)
+    for role in recipe.trained_roles:
+        config, name = recipe.train_config(role), f"{role} optimizer"
+        less[name] = f"{recipe.train_setting(role)}.optimizer.offload=false"
+        for device, held in ranks[role].held.items():
+            if state := _away(recipe, role, held):
+                _add(found[device.node], name, state)
+        if estimate and recipe.checkpoint.saves_in_background:
+            layout: Layout = config.layout.layout(len(devices[role]))
+            plan = plan_checkpoint(specs[role], layout, precision_aware=config.optimizer.precision_aware)
+            less[name := "checkpoints that are being written"] = "checkpoint.async_save=false"
+            for rank, device in zip(plan.ranks, devices[role], strict=True):
+                _add(found[device.node], name, rank.host)
+    return tuple(
+        HostMemory(
+            items,
+            less[max(items, key=items.__getitem__)] if items else "",
+            page_locked=all(slot_node != node for slot_node, _ in slots),
+        )
+        for node, items in enumerate(found)
+    )
+
+
+def _add(items: dict[str, int], name: str, size: int) -> None:
+    items[name] = items.get(name, 0) + size
+
+
+def _away(recipe: Recipe, role: str, held: Held) -> int:
+    """Of the optimizer's state, what is in host memory."""
+    return held.optimizer - held.masters if _offloads(recipe, role) else 0
+
+
+def _leaves(recipe: Recipe, role: str) -> bool:
+    """Whether a model is on its devices in its own turns only."""
+    return role in recipe.offloaded_roles
+
+
+def _leave(recipe: Recipe, roles: Iterable[str]) -> list[str]:
+    """The settings by which models would leave that now stay."""
+    return [f"{role}.offload=true" for role in roles if role in recipe.models and not _leaves(recipe, role)]
+
+
+def _offloads(recipe: Recipe, role: str) -> bool:
+    return role in recipe.trained_roles and recipe.train_config(role).optimizer.offload
+
+
+def _place(device: Device) -> Place:
+    return Place(str(device.node), f"{device.kind}:{device.index}")
+
+
+def _names(devices: Sequence[Device]) -> str:
+    first = devices[0]
+    more = f" and {len(devices) - 1} like it" if len(devices) > 1 else ""
+    what = "GPU" if first.kind == "cuda" else "CPU slot"
+    return f"{what} {first.index} of node {first.node}{more}"
+
+
+def _line(name: str, total: int, items: Mapping[str, int], before: str = "") -> str:
+    there = _items(items)
+    return f"  {name:<22}{total / 1e9:>7.1f}" + (f"  {before}{there}" if there else "")
+
+
+def _items(items: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size / 1e9:.1f}" for name, size in items.items() if size >= 5e7)

@@ -1,0 +1,141 @@
+"""Whether layouts, batches and engines fit the devices of a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.models import ModelSpec
+from engine3d.platform import platform, sglang_cpu
+from engine3d.rollout.server_arguments import check_against_platform
+from hybridflow.cluster.device_map import Device, DeviceMap, Node, highest_cpu_slot, pool_devices
+from hybridflow.config.recipe import Recipe
+from hybridflow.planning.engine_check import check_baselines, check_engine_nodes
+from hybridflow.planning.model_check import check_megatron
+
+
+def planned_devices(recipe: Recipe, cluster: Sequence[Node] | None = None) -> dict[str, tuple[Device, ...]] | None:
+    """The devices of each role on these nodes, or on this machine; None where they are another cluster's.
+
+    Nodes have as many CPU slots as the recipe names.
+
+    Raises:
+        UserError: a device map that is wrong or that the nodes do not fulfil.
+    """
+    roles = recipe.placement.roles(list(recipe.models))
+    pools = recipe.placement.pools
+    if recipe.placement.cluster is not None and cluster is None:
+        for text in (*roles.values(), *pools.values()):
+            if text not in pools:
+                DeviceMap.parse(text)
+        return None
+    slots = highest_cpu_slot([*roles.values(), *pools.values()])
+    nodes = cluster or [Node("this machine", gpus=platform.gpus, cpu_slots=0)]
+    return pool_devices(roles, pools, [dataclasses.replace(node, cpu_slots=slots) for node in nodes])
+
+
+def check_layouts(
+    recipe: Recipe, devices: dict[str, tuple[Device, ...]], specs: Mapping[str, ModelSpec | None]
+) -> dict[str, Layout]:
+    """Every role's layout against its devices and its model.
+
+    Args:
+        specs: the model of each role, where it is known.
+
+    Returns:
+        The layout of each model, and of the engines as "rollout".
+
+    Raises:
+        UserError: sizes that do not divide the devices or the model, or a rollout role of another number of devices.
+    """
+    layouts = {}
+    for role in sorted(devices.keys() - {"rollout", "reward"}):
+        try:
+            config = recipe.train_config(role)
+            layouts[role] = config.layout.layout(len(devices[role]))
+            if (spec := specs[role]) is not None:
+                spec.check_layout(layouts[role])
+                if role in recipe.trained_roles:
+                    config.check_trained(spec.sizes, layouts[role])
+        except UserError as error:
+            raise UserError(f"{recipe.train_setting(role)}.layout on placement.{role}: {error}") from None
+        if spec is not None:
+            check_megatron(recipe, role, spec, layouts[role], gpus=devices[role][0].kind == "cuda")
+    try:
+        engines = recipe.rollout.layout(len(devices["rollout"]))
+    except UserError as error:
+        raise UserError(f"placement.rollout: {error}") from None
+    check_engine_nodes(recipe, devices["rollout"])
+    if "reward" in devices:
+        check_reward_devices(len(devices["reward"]))
+    if recipe.trainer.max_staleness:
+        check_apart(devices, layouts)
+    check_batch_sizes(recipe, engines=engines.dp, replicas=max(layout.dp for layout in layouts.values()))
+    check_baselines(recipe, layouts)
+    return layouts | {"rollout": engines}
+
+
+def check_apart(devices: Mapping[str, Sequence[Device]], models: Iterable[str]) -> None:
+    """Engines that generate while models learn share no device with one.
+
+    Raises:
+        UserError: naming the role and the device.
+    """
+    for role in models:
+        if shared := sorted(set(devices[role]) & set(devices["rollout"])):
+            raise UserError(
+                f"trainer.max_staleness=1 with placement.rollout and placement.{role} both on {shared[0].kind}:"
+                f"{shared[0].index} of node {shared[0].node}, expected rollout on devices of its own"
+            )
+
+
+def check_reward_devices(count: int) -> None:
+    """How many devices call the reward functions.
+
+    Raises:
+        UserError: not one.
+    """
+    if count != 1:
+        raise UserError(
+            f"placement.reward: {count} devices, expected one; reward.functions[].workers is how many processes call a "
+            "function"
+        )
+
+
+def check_batch_sizes(recipe: Recipe, *, engines: int, replicas: int) -> None:
+    """Every batch against those who share it: prompts among engines, samples among data-parallel replicas.
+
+    Raises:
+        UserError: naming the setting that leaves one of them without work.
+    """
+    trainer, warmup = recipe.trainer, recipe.warmup
+    samples = trainer.prompts_per_step * recipe.rollout.samples_per_prompt
+    wanted = [
+        ("trainer.prompts_per_step", trainer.prompts_per_step, engines, "a prompt for each rollout engine"),
+        (
+            "trainer.prompts_per_step * rollout.samples_per_prompt",
+            samples,
+            trainer.mini_batches * replicas,
+            "a sample for each data-parallel rank of each of trainer.mini_batches",
+        ),
+    ]
+    if trainer.eval_prompts is not None:
+        wanted.append(("trainer.eval_prompts", trainer.eval_prompts, engines, "a prompt for each rollout engine"))
+    if warmup is not None:
+        wanted.append(("warmup.batch_size", warmup.batch_size, replicas, "a sample for each data-parallel rank"))
+    for name, value, least, why in wanted:
+        if value < least:
+            raise UserError(f"{name} = {value}, expected at least {least}: {why}")
+
+
+def check_engine_devices(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> None:
+    """What SGLang cannot run with on the devices of the engines.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    engine = recipe.rollout.engine
+    if any(device.kind == "cpu" for device in devices["rollout"]):
+        check_against_platform(engine.server_args, engine.attention_backend, sglang_cpu.server_arguments())

@@ -1,0 +1,100 @@
+"""Whether the prompts of a recipe fit its model and its context."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.models import ModelSpec
+from engine3d.rollout.cache import RESERVED_TOKENS
+from hybridflow.config.initial_model import initial_tokenizer
+from hybridflow.config.recipe import Recipe
+from hybridflow.data.tasks import Example
+from hybridflow.planning.cache_size import Lengths
+from hybridflow.planning.engine_check import check_evaluation, check_same_tokens
+from hybridflow.planning.prompts import encode, overlong_notes, prompt_limit
+
+
+@dataclass(frozen=True)
+class EncodedPrompts:
+    """What was found out about the prompts of a recipe.
+
+    Args:
+        lengths: how long prompts and responses are.
+        examples: to learn from, and to evaluate with.
+        notes: which prompts are cut or dropped, in lines.
+    """
+
+    lengths: Lengths
+    examples: list[Example]
+    notes: list[str]
+
+
+def check_prompts(recipe: Recipe, spec: ModelSpec) -> Lengths:
+    """As `encoded_prompts`; how long prompts and responses are."""
+    return encoded_prompts(recipe, spec).lengths
+
+
+def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layout] | None = None) -> EncodedPrompts:
+    """Every prompt and supervised answer against the tokenizer, the vocabulary and the context.
+
+    Args:
+        layouts: of each model, and of the engines as "rollout", where they are known.
+
+    Raises:
+        UserError: naming the prompt that cannot be encoded or is too long, a vocabulary that the tokenizer exceeds, a
+            model of other tokens, too few prompts to evaluate with, or a KV cache without room for one sequence.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer, files = initial_tokenizer(recipe, Path(scratch))
+        for role, model in recipe.models.items():
+            if model.path is not None:
+                check_same_tokens(role, model.path, files)
+    if len(tokenizer) > spec.vocab_size:
+        raise UserError(
+            f"model: the tokenizer has {len(tokenizer)} tokens and the model's vocab_size is {spec.vocab_size}; "
+            "expected at least as many"
+        )
+    limit = prompt_limit(recipe)
+    train, evaluation, sft, answers = encode(recipe, tokenizer, limit)
+    of = {"prompt": train.tokens, "evaluation prompt": evaluation.tokens, "supervised prompt": sft.tokens}
+    for what, encoded in {**of, "supervised answer": answers}.items():
+        check_token_ids(what, encoded, spec.vocab_size)
+    check_token_ids(
+        "end-of-sequence and pad token", [[tokenizer.eos_token_id, tokenizer.pad_token_id]], spec.vocab_size
+    )
+    recipe.for_prompts(len(train))
+    if recipe.warmup is not None and not len(sft):
+        raise UserError(
+            "warmup: the data has no supervised examples; expected data.arithmetic.sft_size or jsonl.sft_path"
+        )
+    if layouts is not None:
+        check_evaluation(recipe, len(evaluation), layouts)
+    lengths = Lengths.of(recipe, train.tokens, evaluation.tokens)
+    given = recipe.rollout.engine.max_total_tokens
+    longest = max(lengths.prompt, lengths.held_out_prompt) + lengths.response + RESERVED_TOKENS
+    if given is not None and given < longest:
+        raise UserError(
+            f"rollout.engine.max_total_tokens={given}, expected at least {longest}: the longest prompt, the longest "
+            f"response and the {RESERVED_TOKENS} that SGLang keeps; or null for as many as the requests need"
+        )
+    phases = {"training": train, "held-out": evaluation, "supervised": sft}
+    return EncodedPrompts(lengths, [*train.examples, *evaluation.examples], overlong_notes(recipe, phases, limit))
+
+
+def check_token_ids(what: str, encoded: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Token ids against the model's vocabulary: a tokenizer may have fewer tokens than its largest id.
+
+    Raises:
+        UserError: names the text and the id.
+    """
+    for index, tokens in enumerate(encoded):
+        if (largest := max(tokens, default=0)) >= vocab_size:
+            raise UserError(
+                f"model: {what} {index} has token id {largest} and the model's vocab_size is {vocab_size}; expected a "
+                "tokenizer of this model"
+            )

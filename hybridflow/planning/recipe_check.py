@@ -1,0 +1,162 @@
+"""Everything that can be found wrong with a recipe without starting anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from engine3d.errors import UserError
+from engine3d.models import ModelSpec
+from hybridflow.checkpoint.compatibility import check_accepted
+from hybridflow.checkpoint.resume import check_checkpoint_directory, find_resumption
+from hybridflow.cluster.authentication import check_authentication
+from hybridflow.cluster.cluster_address import check_cluster_answers
+from hybridflow.cluster.device_map import Node
+from hybridflow.cluster.gpu_availability import check_gpus_free
+from hybridflow.cluster.host_check import check_directories, check_room, check_writable
+from hybridflow.cluster.host_memory import machine_bytes
+from hybridflow.config.initial_model import initial_spec
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe_paths import explained
+from hybridflow.config.yaml_loader import SettingsError
+from hybridflow.data.tasks import field_names
+from hybridflow.metrics.wandb_sink import check_wandb
+from hybridflow.planning.engine_check import check_sampling
+from hybridflow.planning.gpu_check import check_libraries, check_memory, largest_gpu, used_gpus
+from hybridflow.planning.model_check import check_engines, check_model, check_model_files
+from hybridflow.planning.placement_check import check_engine_devices, check_layouts, planned_devices
+from hybridflow.planning.prompt_check import EncodedPrompts, encoded_prompts
+from hybridflow.rewards.builtin import check_text_answers
+from hybridflow.rewards.functions import RewardFunctions
+from hybridflow.roles.offload import check_offload
+
+
+def check_recipe(
+    recipe: Recipe,
+    cluster: Sequence[Node] | None = None,
+    *,
+    gpu_bytes: int | None = None,
+    host_bytes: int | None = None,
+    must_fit: bool = True,
+) -> list[str]:
+    """Check placement, layouts, model files, prompts, checkpoints, reward functions and sinks of a recipe.
+
+    What depends on another machine is left to the run: a cluster's devices where `placement.cluster` names one.
+
+    Args:
+        recipe: what is to run.
+        cluster: nodes to run on; None for this machine.
+        gpu_bytes: memory of each GPU; if None, what this machine's largest has, and unknown of other nodes.
+        host_bytes: memory of each node; if None, what this machine has, and unknown of other nodes.
+        must_fit: whether to refuse models that a GPU or a node has no room for, whatever the engines take.
+
+    Returns:
+        What only makes the run slower, and prompts that are too long for it, a line each.
+
+    Raises:
+        SettingsError: with one line for every error found.
+    """
+    errors: list[str] = []
+    warnings: list[str] = []
+
+    def attempt(check: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return check(*args)
+        except UserError as error:
+            errors.append(explained(str(error), recipe))
+            return None
+
+    attempt(check_authentication)
+    encoded: EncodedPrompts | None = None
+    spec = attempt(initial_spec, recipe)
+    attempt(check_checkpoints, recipe, spec)
+    specs = {"actor": spec} | {role: attempt(check_model, recipe, role, spec) for role in recipe.models}
+    devices = attempt(planned_devices, recipe, cluster)
+    layouts = attempt(check_layouts, recipe, devices, specs) if devices is not None else None
+    if devices is not None:
+        attempt(check_offload, recipe, devices)
+        attempt(check_engine_devices, recipe, devices)
+    if recipe.placement.cluster is not None and cluster is None:
+        attempt(check_cluster_answers, recipe.placement.cluster)
+    if spec is not None:
+        if recipe.model.path is not None:
+            warnings += attempt(check_model_files, "model.path", spec, recipe.model.path) or []
+        attempt(check_engines, recipe, spec)
+        attempt(check_sampling, recipe, spec, devices)
+        if cluster is None:
+            warnings += attempt(check_libraries, recipe, devices, spec) or []
+        encoded = attempt(encoded_prompts, recipe, spec, layouts)
+        if encoded is not None:
+            warnings += encoded.notes
+    attempt(check_rewards, recipe, encoded)
+    if cluster is None:
+        attempt(check_run_directory, recipe, spec)
+        attempt(partial(check_directories, kernels=bool(devices and used_gpus(devices))))
+    if recipe.metrics.wandb:
+        attempt(check_wandb)
+    if must_fit and devices is not None and not errors:
+        if cluster is None:
+            gpu_bytes = largest_gpu(devices) if gpu_bytes is None else gpu_bytes
+            host_bytes = machine_bytes() if host_bytes is None else host_bytes
+        attempt(partial(check_memory, gpu_bytes=gpu_bytes, host_bytes=host_bytes), recipe, devices, specs)
+    if errors:
+        raise SettingsError(errors)
+    return warnings
+
+
+def check_nobody_else(recipe: Recipe) -> None:
+    """The GPUs of this machine that the recipe uses, unless others may use them too; a run looks at them itself.
+
+    Raises:
+        UserError: names the GPUs that others use.
+    """
+    devices = planned_devices(recipe)
+    if devices is not None and not recipe.placement.shared_gpus:
+        check_gpus_free(used_gpus(devices), wait_s=0.0)
+
+
+def check_run_directory(recipe: Recipe, spec: ModelSpec | None) -> None:
+    """Whether the run's files can be made, and hold the model where that is to be made too.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    made = 0
+    if recipe.model.create is not None and spec is not None:
+        made = spec.parameter_count() * getattr(torch, recipe.model.create.dtype).itemsize
+    check_writable("run_dir", recipe.directory)
+    check_room("run_dir", recipe.directory, made, "the initial model")
+
+
+def check_checkpoints(recipe: Recipe, spec: ModelSpec | None) -> None:
+    """Where checkpoints are to be written, and the one that the run is to go on after.
+
+    Raises:
+        UserError: naming the setting, and every difference between recipe and checkpoint.
+    """
+    check_accepted(recipe)
+    check_checkpoint_directory(recipe)
+    if spec is not None:
+        find_resumption(recipe)
+
+
+def check_rewards(recipe: Recipe, encoded: EncodedPrompts | None) -> None:
+    """Import every function of rewards and costs, each in a process of its own that ends with the check.
+
+    Args:
+        recipe: with the functions.
+        encoded: the prompts, whose fields functions may ask for; None where they are not known.
+
+    Raises:
+        UserError: naming the reward that cannot be imported, that asks for what the data have not, or that cannot
+            compare with their answers.
+    """
+    fields = field_names(encoded.examples) if encoded is not None else None
+    for config in recipe.functions.values():
+        with RewardFunctions(config, fields) as functions:
+            functions.load()
+        if encoded is not None and any(function.path == "arithmetic" for function in config.functions):
+            check_text_answers([example.answer for example in encoded.examples])

@@ -1,0 +1,72 @@
+"""Models and engines that leave their devices to others between their turns: what is refused, and what is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from engine3d.errors import UserError
+from engine3d.training.offload import OffloadFigures
+from hybridflow.cluster.device_map import Device
+from hybridflow.config.recipe import Recipe
+from hybridflow.workers.worker_group import WorkerGroup
+
+
+def check_offload(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> None:
+    """Refuse to give back memory that nobody else would use, or that is not an engine's own.
+
+    Args:
+        devices: of each role.
+
+    Raises:
+        UserError: names the setting.
+    """
+    settings = {role: f"{role}.offload" for role in recipe.offloaded_roles}
+    weights = recipe.rollout.weights
+    if recipe.rollout.engine.release_weights:
+        settings["rollout"] = "rollout.engine.release_weights"
+    for role, setting in settings.items():
+        others = {device for other, held in devices.items() if other not in (role, "reward") for device in held}
+        if others.isdisjoint(devices[role]):
+            raise UserError(
+                f"{setting}=true: no other role computes on the devices of {role}, so that nobody would use the "
+                f"memory; expected false, or placement.{role} on devices of another role"
+            )
+    if "rollout" in settings and (weights.share or weights.transport != "auto"):
+        found = "share=true" if weights.share else f"transport={weights.transport}"
+        raise UserError(
+            f"rollout.engine.release_weights=true with rollout.weights.{found}: expected share=false and "
+            "transport=auto: the actor's memory cannot be released, and what is released no other process can write"
+        )
+
+
+def begin_in_turn(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> tuple[str, ...]:
+    """The roles that start one after the other, in order; all others start beside them.
+
+    A model that is offloaded is on its device while it is built, and has left it before the next one is built and
+    before an engine there takes what is free for its KV cache: no start needs more than a step.
+    """
+    offloaded = recipe.offloaded_roles
+    taken = {device for role in offloaded for device in devices[role]}
+    return (*offloaded, "rollout") if not taken.isdisjoint(devices["rollout"]) else offloaded
+
+
+def offloaded_groups(recipe: Recipe, models: Mapping[str, WorkerGroup], rollout: WorkerGroup) -> dict[str, WorkerGroup]:
+    """Of the models beside the actor and the engines, those that give back more than what they only cache, by role."""
+    groups = {role: models[role] for role in recipe.offloaded_roles}
+    return groups | ({"rollout": rollout} if recipe.rollout.engine.release_weights else {})
+
+
+def offload_metrics(groups: Mapping[str, WorkerGroup]) -> dict[str, float]:
+    """What some roles have moved since the last call, by metric name: the slowest rank's time, and bytes of all ranks.
+
+    Args:
+        groups: by role.
+    """
+    asked = {role: group.take_offload_figures() for role, group in groups.items()}
+    values: dict[str, float] = {}
+    for role, future in asked.items():
+        ranks: list[OffloadFigures] = future.result()
+        values[f"memory/{role}_offload_ms"] = 1000 * max(rank.away_s for rank in ranks)
+        values[f"memory/{role}_onload_ms"] = 1000 * max(rank.back_s for rank in ranks)
+        values[f"memory/{role}_offloaded_bytes"] = sum(rank.nbytes for rank in ranks)
+    return values

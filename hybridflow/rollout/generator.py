@@ -1,0 +1,63 @@
+"""Prompts that were drawn, and the responses to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine3d.rollout.config import SamplingConfig
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.data.prompts import Prompts
+from hybridflow.roles.rollout import DrawnPrompt
+from hybridflow.workers.future import Future
+from hybridflow.workers.worker_group import WorkerGroup
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Some prompts of one phase.
+
+    Args:
+        prompts: of the phase.
+        indices: of those that were drawn.
+        first_group: identity of the first one's draw; the others follow.
+    """
+
+    prompts: Prompts
+    indices: Sequence[int]
+    first_group: int = 0
+
+
+class Generator:
+    """Lets all engines respond to draws; every sample gets an id of its own and the group of its draw.
+
+    Args:
+        rollout: the engines.
+        pad_token_id: of the batches.
+        before: called before engines are asked.
+    """
+
+    def __init__(self, rollout: WorkerGroup, pad_token_id: int, before: Callable[[], None] = lambda: None) -> None:
+        self._rollout, self._pad_token_id, self._before = rollout, pad_token_id, before
+        self.samples_drawn = 0
+        """Ids that were given out."""
+
+    def generate(self, draw: Draw, sampling: SamplingConfig, samples_per_prompt: int) -> RemoteBatch:
+        """So many responses to each prompt, those to one prompt side by side."""
+        return self.begin(draw, sampling, samples_per_prompt).batch()
+
+    def begin(self, draw: Draw, sampling: SamplingConfig, samples_per_prompt: int) -> Future:
+        """The same as a call whose `batch` the responses are."""
+        self._before()
+        first_sample = self.samples_drawn
+        self.samples_drawn += len(draw.indices) * samples_per_prompt
+        drawn = [
+            DrawnPrompt(
+                draw.prompts.tokens[index], index, draw.first_group + place, first_sample + place * samples_per_prompt
+            )
+            for place, index in enumerate(draw.indices)
+        ]
+        future: Future = self._rollout.generate(
+            drawn, sampling=sampling, samples_per_prompt=samples_per_prompt, pad_token_id=self._pad_token_id
+        )
+        return future

@@ -1,0 +1,86 @@
+"""The last lines of a run: where its results are, and how an interrupted one resumes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine3d.checkpoint.manifest import find_checkpoints, read_manifest
+from engine3d.errors import UserError
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.yaml_loader import settings_yaml
+from hybridflow.rundir.file_names import EXPORT, RECIPE, REPORT
+
+
+def results(recipe: Recipe) -> list[str]:
+    """One line for the model, the checkpoints and the report of a run that has done all its steps."""
+    directory, checkpoint = recipe.directory, newest_checkpoint(recipe)
+    if recipe.trainer.export:
+        model = f"{shown(directory / EXPORT)} (a HuggingFace directory)"
+    elif checkpoint is not None:
+        model = f"not exported; hybridflow checkpoint export {_quoted(checkpoint)} OUT does so"
+    else:
+        model = "not kept (trainer.export=false, checkpoint.save_interval=null)"
+    saved = "none (checkpoint.save_interval=null)" if recipe.checkpoint.save_interval is None else "none is whole"
+    return [
+        f"model        {model}",
+        f"checkpoints  {shown(checkpoint) if checkpoint is not None else saved}",
+        f"report       hybridflow report {_quoted(directory)} draws {shown(directory / REPORT)}",
+    ]
+
+
+def how_to_go_on(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
+    """What is left of a run that ended early, and the command that resumes it.
+
+    Args:
+        recipe: of the run.
+        arguments: of `hybridflow train`: the recipe's file, overrides and options.
+
+    Returns:
+        No lines where the run had not begun to write its directory.
+    """
+    try:
+        begun = (recipe.directory / RECIPE).read_text() == settings_yaml(recipe)
+    except OSError:
+        begun = False
+    if not begun:
+        return []
+    kept = f"hybridflow: metrics and logs are in {shown(recipe.directory)}"
+    checkpoint = newest_checkpoint(recipe)
+    if checkpoint is None:
+        every = recipe.checkpoint.save_interval
+        reason = "is none: checkpoint.save_interval=10 saves every ten steps" if every is None else "was not whole yet"
+        return [kept, f"hybridflow: nothing to resume from: the first checkpoint {reason}"]
+    return [
+        kept,
+        f"hybridflow: the newest checkpoint is of step {read_manifest(checkpoint).step}; to resume after it:",
+        f"  {resume_command(arguments)}",
+    ]
+
+
+def resume_command(arguments: Sequence[str]) -> str:
+    """The command line that resumes a run of these arguments, quoted for a shell."""
+    kept = [word for word in arguments if not word.startswith("resume=")]
+    return shlex.join(["hybridflow", "train", *kept, "resume=auto"])
+
+
+def newest_checkpoint(recipe: Recipe) -> Path | None:
+    """The newest whole checkpoint where the run saves; None if there is none, or the run saves none."""
+    if recipe.checkpoint.save_interval is None:
+        return None
+    try:
+        whole, _ = find_checkpoints(recipe.checkpoint_directory)
+    except UserError:
+        return None
+    return whole[0] if whole else None
+
+
+def shown(path: Path) -> str:
+    """A path as short as the directory where the command runs allows."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(shown(path))

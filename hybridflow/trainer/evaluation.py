@@ -1,0 +1,38 @@
+"""How good the policy is on the prompts of evaluation."""
+
+from __future__ import annotations
+
+from hybridflow.checkpoint.evaluation_result import Measured, Subject
+from hybridflow.metrics import names as metrics
+from hybridflow.metrics.logger import Metrics
+from hybridflow.rewards.result import reward_metrics
+from hybridflow.roles.reward import reward_result
+from hybridflow.rollout.generator import Draw
+from hybridflow.trainer.step import Machinery, tell_failures
+
+
+def evaluate(machinery: Machinery, sinks: Metrics, step: int, subject: Subject) -> Measured:
+    """Mean reward of responses to the prompts of evaluation: of the functions, or of the reward model alone.
+
+    Args:
+        step: after which the policy is evaluated.
+        subject: what is measured, and of what.
+    """
+    machinery.phases.enter("eval")
+    recipe, prompts = machinery.recipe, machinery.run.evaluation
+    draw = Draw(prompts, range(len(prompts)))
+    batch = machinery.generator.generate(draw, recipe.eval_sampling, recipe.trainer.eval_samples)
+    values = {metrics.EVAL_PROMPTS: subject.prompts, metrics.EVAL_TRAINING_PROMPTS: subject.learned_from}
+    failed: dict[str, float] = {}
+    if "reward" in machinery.roles.functions:
+        result = reward_result(machinery.roles.functions["reward"].score(batch, split="evaluation"))
+        tell_failures(f"step {step}, eval", result)
+        failed = {name: value for name, value in reward_metrics(result).items() if name.endswith("/failed")}
+        kept = (~result.dropped).nonzero()[:, 0]
+        batch, rewards = batch.select(kept), result.total[kept]
+    else:
+        rewards = machinery.roles.models["reward_model"].score(batch.as_generated()).facts()["score"]
+    mean = float(rewards.mean())
+    sinks.log(step, {subject.metric: mean} | values | failed, phase="eval")
+    sinks.log_samples(step, machinery.texts(batch, rewards, prompts), phase="eval")
+    return Measured(subject, step, mean)

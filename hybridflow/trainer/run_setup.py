@@ -1,0 +1,125 @@
+"""What a run stands on: its directory, its model and tokenizer, and its examples as tokens."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from transformers import PreTrainedTokenizerBase
+
+from engine3d.errors import EngineError, UserError
+from hybridflow.checkpoint.compatibility import input_checksums
+from hybridflow.checkpoint.resume import RUN_IDENTITY, Resumption, find_resumption, keep_warmed_up
+from hybridflow.cluster.host_check import check_interpreter, check_open_files
+from hybridflow.config.initial_model import create_model
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.yaml_loader import settings_yaml
+from hybridflow.data.prompts import Prompts
+from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.planning.prompts import encode, prompt_limit
+from hybridflow.rundir.file_names import RECIPE
+from hybridflow.rundir.lock import LOCK, SETTING, claim, hold
+
+
+@dataclass(frozen=True)
+class Run:
+    """The unchanging facts of a run.
+
+    Args:
+        directory: `<run_dir>/<name>`: logs, metrics and the exported model.
+        model_directory: HuggingFace directory of the initial weights.
+        answers: response token ids of the supervised examples.
+        inputs: what identifies the files that the run was given, by the setting that names them.
+        identity: of this run, however often it is resumed.
+        resumption: the checkpoint that the run goes on after; None for a fresh start.
+    """
+
+    directory: Path
+    model_directory: Path
+    tokenizer: PreTrainedTokenizerBase
+    train: Prompts
+    evaluation: Prompts
+    sft: Prompts
+    answers: list[list[int]]
+    inputs: dict[str, str]
+    identity: str
+    resumption: Resumption | None
+    lock: TextIO
+    """Held as long as the run goes on."""
+
+    def check_directory(self) -> None:
+        """Whether the directory is still that of this run.
+
+        Raises:
+            EngineError: it was removed, or another has taken its place.
+        """
+        try:
+            if os.path.samestat((self.directory / LOCK).stat(), os.fstat(self.lock.fileno())):
+                return
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return  # a file system that does not answer has not lost it
+        raise EngineError(
+            f"run directory {self.directory} was removed or replaced while the run went on; metrics, logs and the "
+            "model have no place"
+        )
+
+    @property
+    def log_directory(self) -> Path:
+        return self.directory / "logs"
+
+    def trace_path(self, step: int, role: str) -> Path:
+        """Of the trace of a role's update, where `trainer.profile` asks for one."""
+        return self.directory / "profile" / f"step-{step}-{role}.json.gz"
+
+
+def prepare(recipe: Recipe) -> Run:
+    """Make the run's directory and model, and encode its examples; or find those of the run that goes on.
+
+    An earlier run of the same name is kept under another: `<name>.1` and so on.
+
+    Raises:
+        UserError: this process cannot have what a run needs, a run of this name is going on, model, tokenizer or
+            examples do not fit, or the recipe contradicts the checkpoint that it is to go on after.
+    """
+    check_interpreter()
+    check_open_files()
+    directory = recipe.directory
+    if recipe.model.path is not None and recipe.model.path.is_relative_to(directory):
+        raise UserError(f"model.path: {recipe.model.path} is in the directory of this run; choose another name")
+    # Held already while the checkpoints are looked at, so that the run that makes them has ended.
+    lock = hold(directory, SETTING) if directory.is_dir() else None
+    resumption, notes = find_resumption(recipe)
+    for note in notes:
+        print(note, flush=True)
+    in_place = resumption is not None and resumption.in_place
+    if resumption is not None and not in_place and resumption.directory.is_relative_to(directory):
+        raise UserError(
+            f"resume: {resumption.directory} is another run's, in this one's directory; choose another name"
+        )
+    lock = claim(directory, in_place=in_place, lock=lock)
+    (directory / RECIPE).write_text(settings_yaml(recipe))  # first: by it a run that was killed at once is known
+    if not in_place:
+        (directory / RUN_IDENTITY).write_text(f"{uuid.uuid4().hex}\n")
+    model_directory = recipe.model.path or directory / "initial"
+    # A run that goes on compares with the weights that it began with, whatever its seed is now.
+    if recipe.model.create is not None and not (in_place and model_directory.is_dir()):
+        began = resumption.manifest.recipe if resumption is not None else {}
+        create_model(recipe, model_directory, seed=began.get("seed", recipe.seed))
+    if resumption is not None:
+        keep_warmed_up(recipe, resumption)
+    tokenizer = load_tokenizer(model_directory)
+    return Run(
+        directory,
+        model_directory,
+        tokenizer,
+        *encode(recipe, tokenizer, prompt_limit(recipe)),
+        inputs=input_checksums(recipe),
+        identity=(directory / RUN_IDENTITY).read_text().strip(),
+        resumption=resumption,
+        lock=lock,
+    )

@@ -1,0 +1,73 @@
+"""Supervised learning of the answers, before the first rollout, and who begins with what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridflow.algorithms.losses.aggregation import sequence_weights
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.rollout_batch import FinishReason, RolloutBatch
+from hybridflow.batch.worker_output import COUNTED
+from hybridflow.checkpoint.resume import WARMED_UP, needs_warmed_up, seal_warmed_up
+from hybridflow.data.sampler import PromptSampler
+from hybridflow.metrics import names as metrics
+from hybridflow.metrics.logger import Metrics, Timer
+from hybridflow.roles.model import Update, update_metrics
+from hybridflow.rundir.lock import move_aside
+from hybridflow.trainer.role_startup import raise_failed_start, wait_for
+from hybridflow.trainer.step import Machinery
+
+
+def warm_up(machinery: Machinery, sinks: Metrics) -> None:
+    """Train the actor on the supervised examples; other roles may still be starting."""
+    machinery.phases.enter("warmup")
+    recipe, run, actor = machinery.recipe, machinery.run, machinery.roles.actor
+    settings = recipe.warmup
+    assert settings is not None
+    prompts, answers = run.sft, run.answers
+    actor.reset_optimizer(settings.optimizer).result()
+    sampler = PromptSampler(len(prompts), recipe.seed + recipe.data.seed)
+    for step in range(1, settings.steps + 1):
+        raise_failed_start(machinery.roles)
+        values: dict[str, float] = {}
+        indices = sampler.next(settings.batch_size)
+        batch = RemoteBatch.of(
+            answered(
+                [prompts.tokens[index] for index in indices],
+                [answers[index] for index in indices],
+                run.tokenizer.pad_token_id,
+            )
+        )
+        with Timer(values, metrics.TRAIN_UPDATE_TIME):
+            weights = sequence_weights(batch.facts[COUNTED], "token-mean")
+            update: list[Update] = actor.supervise(batch.with_facts(weights=weights)).result()
+        sinks.log(step, values | update_metrics([update]), phase="sft")
+    actor.reset_optimizer(recipe.train.optimizer).result()
+    if followers := [role for role, model in recipe.models.items() if model.path is None]:
+        # A reference, or a critic, of the model before it has learned anything would be of no use.
+        directory = recipe.checkpoint_directory / WARMED_UP
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        if directory.exists():
+            move_aside(directory)  # an earlier run's, which had its checkpoints in the same place
+        actor.export(directory).result()
+        if recipe.checkpoint.save_interval is not None and needs_warmed_up(recipe):
+            seal_warmed_up(directory)
+        wait_for(machinery.roles, *followers)
+        for loading in [machinery.roles.models[role].load(directory) for role in followers]:
+            loading.result()
+
+
+def answered(prompts: Sequence[list[int]], answers: Sequence[list[int]], pad_token_id: int) -> RolloutBatch:
+    """Prompts with given answers as responses, each a group of its own."""
+    count = range(len(prompts))
+    return RolloutBatch.from_generations(
+        prompts=prompts,
+        responses=answers,
+        logprobs=[[0.0] * len(answer) for answer in answers],
+        sample_ids=count,
+        group_ids=count,
+        prompt_indices=count,
+        policy_versions=[0] * len(prompts),
+        finish_reasons=[FinishReason.STOP] * len(prompts),
+        pad_token_id=pad_token_id,
+    )

@@ -1,0 +1,382 @@
+"""What one step of an algorithm can do: the words in which dataflows are written."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine3d.errors import EngineError
+from hybridflow.algorithms.advantages.whitening import Moments
+from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.algorithms.controllers import Controllers
+from hybridflow.algorithms.kl_control import reward_kl
+from hybridflow.algorithms.losses.aggregation import sequence_weights
+from hybridflow.algorithms.losses.value import ValueMoments, explained_variance
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.rollout_batch import FinishReason, RolloutBatch
+from hybridflow.batch.worker_output import COUNTED, Columns
+from hybridflow.config.recipe import Recipe
+from hybridflow.data.prompts import Prompts
+from hybridflow.data.sampler import PromptSampler
+from hybridflow.metrics import names as metrics
+from hybridflow.metrics.logger import Timer
+from hybridflow.metrics.sample_file import SampleText
+from hybridflow.rewards.result import RewardResult, reward_metrics
+from hybridflow.roles.model import Update, update_metrics
+from hybridflow.roles.reward import reward_result
+from hybridflow.roles.value import NAMES, ValueKind
+from hybridflow.rollout.generator import Draw, Generator
+from hybridflow.rollout.prefetch import Lookahead
+from hybridflow.rundir.progress import PhaseFile
+from hybridflow.trainer.role_startup import Roles
+from hybridflow.trainer.run_setup import Run
+from hybridflow.trainer.sample_texts import sample_texts
+from hybridflow.trainer.weight_sync import WeightSync
+from hybridflow.workers.future import Future
+
+_CRITICS: dict[str, ValueKind] = {"critic": "reward", "cost_critic": "cost"}
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """What is told of the advantages and returns of some samples.
+
+    Args:
+        advantages: their moments.
+        critics: moments of the returns, by the kind of the critic that is to learn them.
+    """
+
+    advantages: Moments
+    critics: Mapping[ValueKind, ValueMoments]
+
+
+@dataclass(frozen=True)
+class Machinery:
+    """What all steps of a run share."""
+
+    recipe: Recipe
+    run: Run
+    roles: Roles
+    weights: WeightSync
+    phases: PhaseFile
+    sampler: PromptSampler
+    generator: Generator
+    lookahead: Lookahead
+    controllers: Controllers
+
+    def texts(self, batch: RemoteBatch, rewards: Tensor, prompts: Prompts) -> list[SampleText]:
+        """Some of these samples as texts: as many as `metrics.samples_per_step`.
+
+        Args:
+            batch: with the responses.
+            rewards: (B,).
+            prompts: of the phase.
+        """
+        settings = self.recipe.metrics
+        return sample_texts(
+            batch,
+            rewards,
+            prompts.examples,
+            self.run.tokenizer,
+            count=settings.samples_per_step,
+            characters=settings.sample_characters,
+        )
+
+
+@dataclass
+class Step:
+    """One step. Calls of models return at once; what they make is waited for where it is needed first.
+
+    Args:
+        machinery: of the run.
+        number: of the step, from 1.
+        version: of the weights that the step makes.
+        poll: looks after the checkpoint that is being written; called between two phases.
+    """
+
+    machinery: Machinery
+    number: int
+    version: int
+    poll: Callable[[], None]
+    values: dict[str, float] = field(default_factory=dict)
+    """The figures of the step, by metric name."""
+    tokens: int = 0
+    """Of the step's prompts and responses."""
+    stale: bool = False
+    """Whether an older policy may have made the responses, of whose log-probs only the engines' are left."""
+    updates: list[list[Update]] = field(default_factory=list)
+    """For each optimizer step of the actor, what its ranks told."""
+    texts: list[SampleText] = field(default_factory=list)
+    """Some of the step's samples as texts, with their rewards."""
+    _under_way: list[Future] = field(default_factory=list)
+    _began: float = math.nan
+
+    @property
+    def config(self) -> AlgorithmConfig:
+        """The algorithm's settings, with the KL coefficient of now."""
+        return self.machinery.controllers.config
+
+    # Responses
+
+    def draw(self) -> Draw:
+        """The step's prompts."""
+        return self.machinery.lookahead.draw()
+
+    def generate(self, draw: Draw) -> RemoteBatch:
+        """Responses of the current policy, `rollout.samples_per_prompt` to each prompt.
+
+        With `trainer.max_staleness` those of the policy before it, and the engines go on with the next step's prompts.
+        """
+        self.machinery.phases.enter("rollout")
+        values, rollout = self.values, self.machinery.lookahead.rollout(draw, self.number)
+        batch = rollout.batch
+        lengths = batch.facts["response_lengths"]
+        self.tokens += int(batch.lengths.sum())
+        if rollout.seconds is not None:
+            values[metrics.ROLLOUT_TIME] = 1000 * rollout.seconds
+            values[metrics.ROLLOUT_THROUGHPUT] = int(lengths.sum()) / rollout.seconds
+        staleness = self.version - 1 - batch.facts["policy_versions"]
+        values[metrics.ROLLOUT_STALENESS] = float(staleness.double().mean())
+        # A resumed run may hold a rollout that was made ahead, and make no more of them.
+        self.stale = self.machinery.recipe.trainer.max_staleness > 0 or bool((staleness > 0).any())
+        values[metrics.ROLLOUT_RESPONSE_LENGTH] = float(lengths.double().mean())
+        truncated = batch.facts["finish_reasons"] == FinishReason.LENGTH
+        values[metrics.ROLLOUT_TRUNCATED] = float(truncated.double().mean())
+        self.poll()  # files were written while the engines generated
+        return batch
+
+    def generate_greedy(self, draw: Draw) -> RemoteBatch:
+        """The most likely response to each prompt, under the group of its draw."""
+        self.machinery.phases.enter("rollout")
+        sampling = self.machinery.recipe.rollout.sampling.model_copy(update={"temperature": 0.0})
+        with Timer(self.values, metrics.BASELINE_TIME):
+            return self.machinery.generator.generate(draw, sampling, 1)
+
+    # Models beside the actor
+
+    def logprobs(self, batch: RemoteBatch) -> RemoteBatch:
+        """The batch with the log-probs that are needed: of the reference, and of the policy before the first update."""
+        roles, recipe = self.machinery.roles, self.machinery.recipe
+        temperature = recipe.rollout.sampling.temperature
+        columns, generated = {}, batch.as_generated()
+        if "reference" in roles.models:
+            columns["ref_logprobs"] = roles.models["reference"].logprobs(generated, temperature=temperature)
+        # With one update they are those of the update itself.
+        if recipe.trainer.updates_per_step > 1 and not self.stale:
+            columns["old_logprobs"] = roles.actor.logprobs(generated, temperature=temperature)
+        return self._with_columns(batch, columns)
+
+    def critic_values(self, batch: RemoteBatch) -> RemoteBatch:
+        """The batch with the values of every critic."""
+        models, columns = self.machinery.roles.models, {"critic": "values", "cost_critic": "cost_values"}
+        generated = batch.as_generated()
+        return self._with_columns(
+            batch, {column: models[role].values(generated) for role, column in columns.items() if role in models}
+        )
+
+    def estimate(
+        self, batch: RemoteBatch, function: Callable[..., Columns], role: str, **arguments: float
+    ) -> tuple[RemoteBatch, Moments]:
+        """The batch with the columns that a function of it finds where the tokens are: advantages and returns.
+
+        Args:
+            function: (batch, config=..., **arguments) -> columns, with an `Estimated` as their note.
+            role: on whose ranks it is called.
+            arguments: what it needs beside the settings.
+
+        Returns:
+            The batch, and the moments of its advantages.
+        """
+        self._wait_for_columns()
+        group = self.machinery.roles.learning[role]
+        future = group.apply(batch, function=function, arguments={"config": self.config, **arguments})
+        notes: list[Estimated] = future.notes()
+        for critic in notes[0].critics:
+            name = NAMES[critic].explained_variance
+            self.values[name] = explained_variance(note.critics[critic] for note in notes)
+        return batch.with_columns(future), Moments.merge(note.advantages for note in notes)
+
+    def sequence_kl(self, batch: RemoteBatch) -> Tensor | float:
+        """(B,) float32: the KL penalty of each response, the sum over its tokens; 0 if rewards have none."""
+        config = self.config
+        if not (config.needs_reference and config.kl_in == "reward"):
+            return 0.0
+        self._wait_for_columns()
+        future = self.machinery.roles.actor.apply(batch, function=sequence_kl, arguments={"config": config})
+        penalty: Tensor = config.kl_coef * future.facts()["kl"]
+        return penalty
+
+    def _with_columns(self, batch: RemoteBatch, columns: Mapping[str, Future]) -> RemoteBatch:
+        if columns and not self._under_way:
+            self._began = time.perf_counter()
+        self._under_way += columns.values()
+        return batch.with_columns(**columns)
+
+    def _wait_for_columns(self) -> None:
+        """Until the columns are there that were asked for; from here on the driver does nothing else."""
+        if self._under_way:
+            self.machinery.phases.enter("infer")
+            for future in self._under_way:
+                future.wait()
+            self._under_way.clear()
+            self.values[metrics.INFERENCE_TIME] = 1000 * (time.perf_counter() - self._began)
+
+    # Rewards and costs
+
+    def rewards(self, batch: RemoteBatch, *, baseline: bool = False) -> RemoteBatch:
+        """The samples that have a reward, with the fact `rewards`: the sum over all functions and the reward model.
+
+        Args:
+            baseline: these are not the samples to learn from, and stay out of the step's figures.
+        """
+        return self._scored(batch, "reward", "rewards", baseline=baseline)
+
+    def costs(self, batch: RemoteBatch) -> RemoteBatch:
+        """The samples that have a cost, with the fact `costs`: the sum over all functions and the cost model."""
+        return self._scored(batch, "cost", "costs")
+
+    def _scored(self, batch: RemoteBatch, what: str, fact: str, *, baseline: bool = False) -> RemoteBatch:
+        phases, roles, recipe = self.machinery.phases, self.machinery.roles, self.machinery.recipe
+        phases.enter("reward")
+        values: dict[str, float] = {}
+        with Timer(values, f"{what}/latency_ms"):
+            model, generated = recipe.scoring.get(what), batch.as_generated()
+            scoring = roles.models[f"{what}_model"].score(generated) if model is not None else None
+            total, kept = torch.zeros(len(batch)), torch.arange(len(batch))
+            if what in roles.functions:
+                result = reward_result(roles.functions[what].score(generated, split="train", what=what))
+                values |= reward_metrics(result, group=what)
+                tell_failures(f"step {self.number}, {phases.phase}", result)
+                total, kept = result.total, (~result.dropped).nonzero()[:, 0]
+            if model is not None and scoring is not None:
+                score = scoring.facts()["score"]
+                values[f"{what}/model/mean"] = float(score.mean())
+                total = total + model.weight * score
+        values |= {f"{what}/mean": float(total[kept].mean()), f"{what}/std": float(total[kept].std(correction=0))}
+        if not baseline:
+            self.values |= values
+            if what == "reward":
+                self.texts += self.machinery.texts(generated.select(kept), total[kept], self.machinery.run.train)
+            self._check_enough(len(kept), len(batch), what)
+        return batch.with_facts(**{fact: total}).select(kept)
+
+    @property
+    def least_samples(self) -> int:
+        """The fewest of which every data-parallel rank of every role has one in each mini-batch."""
+        roles = self.machinery.roles
+        replicas = max(group.layout.dp for group in (roles.actor, *roles.models.values()))
+        return self.machinery.recipe.trainer.mini_batches * replicas
+
+    def _check_enough(self, kept: int, count: int, what: str) -> None:
+        if kept < (least := self.least_samples):
+            raise EngineError(
+                f"step {self.number}: {kept} of {count} samples have a {what}, expected at least {least}, one for each "
+                "data-parallel rank and mini-batch"
+            )
+
+    # Learning
+
+    def update(self, batch: RemoteBatch, *, whiten: Moments | None = None) -> None:
+        """The optimizer steps of one rollout, of the actor and of every critic.
+
+        Args:
+            batch: with `advantages`, and with the returns of every critic.
+            whiten: moments of the advantages, which are then brought to mean 0 and standard deviation 1.
+        """
+        self._wait_for_columns()
+        machinery, config = self.machinery, self.config
+        if len(batch) < (least := self.least_samples):
+            raise EngineError(
+                f"step {self.number}: {len(batch)} samples are left to learn from, expected at least {least}"
+            )
+        machinery.phases.enter("update")
+        models, trainer = machinery.roles.models, machinery.recipe.trainer
+        critics = {role: kind for role, kind in _CRITICS.items() if role in models}
+        actor_learns = self.number > config.critic_warmup_steps
+        machinery.weights.before_update(self.version)
+        self._trace(*critics, *(["actor"] if actor_learns else []))
+        calls: dict[str, list[Future]] = {role: [] for role in (*critics, "actor")}
+        with Timer(self.values, metrics.TRAIN_UPDATE_TIME):
+            mini_batches = [_weighted(each, config) for each in batch.split(trainer.mini_batches)] * trainer.epochs
+            # One model after another: where they share devices, each has one turn.
+            for role, kind in critics.items():
+                calls[role] = [models[role].update_values(each, algorithm=config, kind=kind) for each in mini_batches]
+            if actor_learns:
+                calls["actor"] = [self._update_actor(each, config, whiten) for each in mini_batches]
+            results = {role: [future.result() for future in futures] for role, futures in calls.items()}
+        self.updates = results.pop("actor")
+        self._tell_refused()
+        self.values |= update_metrics(self.updates) if self.updates else {}
+        for role, updates in results.items():
+            self.values |= update_metrics(updates, NAMES[critics[role]])
+        self._control(len(batch))
+
+    def _trace(self, *roles: str) -> None:
+        """Have the next update of each role traced, if `trainer.profile` names this step."""
+        settings = self.machinery.recipe.trainer.profile
+        if settings is None or self.number not in settings.steps:
+            return
+        for role in roles:
+            path = self.machinery.run.trace_path(self.number, role)
+            group = self.machinery.roles.learning[role]
+            group.trace_next_update(path, micro_batches=settings.micro_batches).result()
+
+    def _update_actor(self, batch: RemoteBatch, config: AlgorithmConfig, whiten: Moments | None) -> Future:
+        recipe = self.machinery.recipe
+        future: Future = self.machinery.roles.actor.update(
+            batch,
+            algorithm=config,
+            temperature=recipe.rollout.sampling.temperature,
+            whitening=whiten,
+            stale=self.stale,
+        )
+        return future
+
+    def _tell_refused(self) -> None:
+        """One line where the KL guard refused updates."""
+        if self.config.kl_guard is None or not self.updates:
+            return
+        refused = sum(ranks[0].refused for ranks in self.updates)
+        self.values[metrics.TRAIN_REFUSED_UPDATES] = refused
+        if refused:
+            line = (
+                f"step {self.number}: {refused} of {len(self.updates)} updates would have begun past "
+                f"algorithm.kl_guard={self.config.kl_guard:g} and were skipped; the learning rate starts anew"
+            )
+            print(f"hybridflow: {line}", file=sys.stderr, flush=True)
+
+    def _control(self, samples: int) -> None:
+        """Let the KL penalty's controller learn from the step."""
+        kl, controller = self.values.get(metrics.TRAIN_REFERENCE_KL), self.machinery.controllers.kl
+        if self.config.needs_reference:
+            self.values[metrics.TRAIN_KL_COEF] = controller.coef
+        if kl is not None and math.isfinite(kl):
+            controller.update(kl, samples)
+
+
+def _weighted(batch: RemoteBatch, config: AlgorithmConfig) -> RemoteBatch:
+    """A mini-batch with the weight of each of its tokens in the loss."""
+    weights = sequence_weights(
+        batch.facts[COUNTED], config.loss_aggregation, normalising_length=config.loss_normalising_length
+    )
+    return batch.with_facts(weights=weights)
+
+
+def sequence_kl(batch: RolloutBatch, *, config: AlgorithmConfig) -> Columns:
+    """What is taken from the reward of each sample: fact `kl`, (b,), the sum of `reward_kl` over its counted tokens."""
+    kl = reward_kl(batch, config)
+    assert kl is not None
+    return Columns(facts={"kl": kl.where(batch.response_mask, 0.0).sum(dim=1)})
+
+
+def tell_failures(where: str, result: RewardResult) -> None:
+    """One line on stderr where a reward function failed; the log of the reward's rank has them all."""
+    if result.failures:
+        count = f"{len(result.failures)} failures of reward functions"
+        print(f"hybridflow: {where}: {count}; first, {result.failures[0]}", file=sys.stderr, flush=True)

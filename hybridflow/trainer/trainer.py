@@ -1,0 +1,332 @@
+"""The loop: steps of the algorithm, each with its transfer of weights; evaluations, and checkpoints on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine3d.checkpoint.hf import export_checkpoint
+from engine3d.cleaning import cleaning
+from engine3d.errors import EngineError
+from hybridflow.algorithms.controllers import Controllers
+from hybridflow.checkpoint.driver_state import RandomState, RunState
+from hybridflow.checkpoint.evaluation_result import Measured, Subject, summary
+from hybridflow.checkpoint.manager import Checkpoints
+from hybridflow.checkpoint.resume import inexact_because
+from hybridflow.cluster.device_monitor import DeviceMonitor
+from hybridflow.cluster.ray_runtime import remove_orphans
+from hybridflow.config.initial_model import initial_spec
+from hybridflow.config.recipe import Recipe
+from hybridflow.data.sampler import PromptSampler
+from hybridflow.metrics import names as metrics
+from hybridflow.metrics.logger import Metrics, Timer
+from hybridflow.metrics.timeline import timeline
+from hybridflow.roles.offload import offload_metrics, offloaded_groups
+from hybridflow.rollout.generator import Generator
+from hybridflow.rollout.prefetch import Lookahead
+from hybridflow.rundir.file_names import DEVICES, EXPORT, TIMELINE
+from hybridflow.rundir.lock import WEIGHTS, move_aside
+from hybridflow.rundir.progress import PhaseFile
+from hybridflow.trainer.closing import results
+from hybridflow.trainer.evaluation import evaluate
+from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
+from hybridflow.trainer.run_setup import Run, prepare
+from hybridflow.trainer.sft_warmup import warm_up
+from hybridflow.trainer.step import Machinery, Step
+from hybridflow.trainer.weight_sync import WeightSync
+
+_MOST_STEPS_WITHOUT_UPDATE = 3
+_TIMELINE_EVERY_S = 30.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run.
+
+    Args:
+        directory: of the run.
+        first, last: its first and its last evaluation; None where there was none.
+    """
+
+    directory: Path
+    first: Measured | None
+    last: Measured | None
+
+
+def train(recipe: Recipe) -> Outcome:
+    """Run a recipe to its end, and say how much better the model is.
+
+    Raises:
+        UserError: something that the user can put right.
+        EngineError: a role failed; everything that was started is gone.
+    """
+    run = prepare(recipe)
+    recipe = recipe.for_prompts(len(run.train))
+    phases = PhaseFile(run.directory / "phase.json")
+    phases.enter("start")
+    resumed = run.resumption.state if run.resumption is not None else None
+    steps_done = resumed.step if resumed is not None else None
+    with Metrics(recipe.metrics, run.directory, totals=recipe.phase_steps, resume_from_step=steps_done) as sinks:
+        if resumed is not None and resumed.step >= recipe.trainer.steps:
+            export_finished(recipe, run)
+            first, last = resumed.first_evaluation, resumed.last_evaluation
+        else:
+            first, last = train_steps(recipe, run, sinks, phases)
+    phases.enter("end")
+    for line in (*summary(first, last), *results(recipe)):
+        print(line, flush=True)
+    return Outcome(run.directory, first, last)
+
+
+def train_steps(recipe: Recipe, run: Run, sinks: Metrics, phases: PhaseFile) -> tuple[Measured | None, Measured | None]:
+    """Start the roles, train, and end them; the first and the last evaluation."""
+    with start_trainer(recipe, run, sinks, phases) as trainer:
+        return trainer.run()
+
+
+@contextmanager
+def start_trainer(recipe: Recipe, run: Run, sinks: Metrics, phases: PhaseFile) -> Iterator[Trainer]:
+    """Start the roles, and end them when the block is left."""
+    if recipe.checkpoint.save_interval is not None and (reasons := inexact_because(recipe)):
+        print(f"checkpoints: a resumed run may differ from this one by {'; '.join(reasons)}", flush=True)
+    with (
+        Checkpoints(recipe, run, sinks) as checkpoints,
+        start_roles(recipe, run) as roles,
+        DeviceMonitor(
+            (bundle for group in roles.groups for bundle in group.pool.bundles),
+            recipe.metrics.device_interval_s,
+            run.directory / DEVICES,
+        ) as devices,
+        WeightSync(
+            roles.actor, roles.rollout, initial_spec(recipe), recipe.rollout, run.directory / WEIGHTS
+        ) as weights,
+    ):
+        try:
+            yield Trainer(recipe, run, roles, weights, sinks, checkpoints, phases, devices)
+        finally:
+            write_timeline(run.directory)
+
+
+def write_timeline(directory: Path) -> None:
+    """Write the run's timeline; what keeps it from being written neither fails the run nor hides its failure."""
+    path = directory / TIMELINE
+    with cleaning(f"hybridflow: {path} could not be written", needed=False):
+        timeline.write(path)
+
+
+def export_finished(recipe: Recipe, run: Run) -> None:
+    """Export a run that has done all its steps, from its last checkpoint, if it has not been."""
+    assert run.resumption is not None
+    remove_orphans()  # perhaps of this run, killed after its last step
+    directory = run.directory / EXPORT
+    state, steps = run.resumption.state, recipe.trainer.steps
+    past = f"; the checkpoint is after step {state.step}" if state is not None and state.step > steps else ""
+    print(f"resume: all {steps} steps are done{past}", flush=True)
+    if recipe.trainer.export and not directory.exists():
+        export_checkpoint(
+            run.resumption.directory, directory, dtype=recipe.train.dtype, verify=recipe.checkpoint.verify
+        )
+
+
+class Trainer:
+    """One run's loop over its roles."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: Run,
+        roles: Roles,
+        weights: WeightSync,
+        sinks: Metrics,
+        checkpoints: Checkpoints,
+        phases: PhaseFile,
+        devices: DeviceMonitor,
+    ) -> None:
+        self.recipe, self.facts, self.roles = recipe, run, roles
+        self.sinks, self.checkpoints, self.devices = sinks, checkpoints, devices
+        sampler = PromptSampler(len(run.train), recipe.seed + recipe.data.seed)
+        generator = Generator(roles.rollout, run.tokenizer.pad_token_id, weights.before_generation)
+        self.machinery = Machinery(
+            recipe=recipe,
+            run=run,
+            roles=roles,
+            weights=weights,
+            phases=phases,
+            sampler=sampler,
+            generator=generator,
+            lookahead=Lookahead(recipe, run.train, sampler, generator),
+            controllers=Controllers(recipe.algorithm),
+        )
+        self.dataflow = recipe.algorithm.algorithm.load()
+        self.steps_done = 0
+        self.version = 0
+        self.updates = 0
+        self.steps_without_update = 0
+        self.timeline_shown = -math.inf
+        self.subject = Subject.of(recipe, run)
+        self.first_evaluation: Measured | None = None
+        self.last_evaluation: Measured | None = None
+
+    def run(self) -> tuple[Measured | None, Measured | None]:
+        """Warm up and train, or go on; the first and the last evaluation of the run."""
+        settings = self.recipe.trainer
+        if self.start():
+            if settings.eval_before_train:
+                self.evaluate(0)
+            self.save(0)
+        for number in range(self.steps_done + 1, settings.steps + 1):
+            self.step(number)
+            if number == settings.steps or (settings.eval_interval and number % settings.eval_interval == 0):
+                self.evaluate(number)
+            self.save(number)
+        self.machinery.phases.enter("save")
+        self.checkpoints.wait()
+        if settings.export:
+            self.roles.actor.export(self.facts.directory / EXPORT).result()
+        return self.first_evaluation, self.last_evaluation
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate the policy of after a step."""
+        self.last_evaluation = evaluate(self.machinery, self.sinks, step, self.subject)
+        self.first_evaluation = self.first_evaluation or self.last_evaluation
+
+    def start(self) -> bool:
+        """All that comes before the next step: the roles are there, and the engines serve the actor's weights.
+
+        Returns:
+            Whether the run begins; it goes on otherwise.
+        """
+        resumption = self.facts.resumption
+        self.machinery.phases.enter("start" if resumption is None else "load")
+        wait_for(self.roles, "actor")
+        found: dict[str, str] = self.roles.starting["actor"].result()[0]
+        print("  ".join(f"{name} {version}" for name, version in found.items()), flush=True)
+        if resumption is not None and resumption.state is not None:
+            self.go_on(resumption.state)
+            return False
+        self.begin()
+        return True
+
+    def begin(self) -> None:
+        """Warm up, and bring the engines to the weights that the first step begins with."""
+        RandomState.seed(self.recipe.seed)
+        if self.recipe.warmup is not None:
+            warm_up(self.machinery, self.sinks)
+        wait_for(self.roles, *self.roles.starting)
+        self.synchronise({})
+
+    def go_on(self, state: RunState) -> None:
+        """Be where the run was when `state` was taken; the engines serve the same version of the weights."""
+        if (self.facts.directory / EXPORT).exists():
+            move_aside(self.facts.directory / EXPORT)  # that of the same run, when it was to end sooner
+        wait_for(self.roles, *self.roles.starting)
+        machinery, order, held = self.machinery, state.sampler, state.buffer
+        if self.recipe.checkpoint.accept:  # perhaps other prompts, or in another order, or another tokenizer
+            position = min([order["position"], *(int(batch.group_ids.min()) for batch in held)])
+            order, held = machinery.sampler.state_dict() | {"position": position}, ()
+        machinery.sampler.load_state_dict(order)
+        machinery.generator.samples_drawn = state.samples_drawn
+        machinery.controllers.load_state_dict(state.algorithm)
+        machinery.lookahead.restore(held)
+        self.steps_done = machinery.phases.step = state.step
+        self.updates = state.updates
+        self.steps_without_update = state.steps_without_update
+        self.first_evaluation, self.last_evaluation = state.first_evaluation, state.last_evaluation
+        self.version = state.policy_version - 1
+        self.synchronise({})
+        state.random.restore()
+
+    def state(self) -> RunState:
+        """All that the driver knows and later steps depend on: also a rollout that was made ahead."""
+        return RunState(
+            step=self.steps_done,
+            policy_version=self.version,
+            samples_drawn=self.machinery.generator.samples_drawn,
+            sampler=self.machinery.sampler.state_dict(),
+            algorithm=self.machinery.controllers.state_dict(),
+            updates=self.updates,
+            steps_without_update=self.steps_without_update,
+            first_evaluation=self.first_evaluation,
+            last_evaluation=self.last_evaluation,
+            random=RandomState.capture(),
+            run=self.facts.identity,
+            inputs=self.facts.inputs,
+            buffer=self.machinery.lookahead.state(),
+        )
+
+    def save(self, step: int) -> None:
+        """Look after the checkpoint that is under way, and begin one where it is due."""
+        self.checkpoints.poll()
+        if self.checkpoints.due(step):
+            self.machinery.phases.enter("save")
+            self.checkpoints.save(self.roles.learning, self.state())
+
+    def step(self, number: int) -> None:
+        """One step of the algorithm, and the new weights to the engines."""
+        self.learn(self.next_step(Step, number), self.dataflow)
+
+    def next_step[S: Step](self, kind: type[S], number: int) -> S:
+        """What the next step is done with.
+
+        Raises:
+            EngineError: the run's directory is gone.
+        """
+        self.facts.check_directory()
+        self.machinery.phases.step = number
+        self.devices.begin()
+        return kind(self.machinery, number, version=self.version + 1, poll=self.checkpoints.poll)
+
+    def learn[S: Step](self, step: S, dataflow: Callable[[S], None]) -> None:
+        """Do what ends in updates, and bring the new weights to the engines."""
+        with Timer(step.values, metrics.TRAIN_STEP_TIME) as timer:
+            dataflow(step)
+            self.count(step)
+            self.finish_rollout(step.values)
+            self.synchronise(step.values)
+        step.values |= offload_metrics(offloaded_groups(self.recipe, self.roles.models, self.roles.rollout))
+        if step.tokens:  # none where the responses were given
+            rate = step.tokens / (timer.milliseconds / 1000)
+            step.values[metrics.STEP_DEVICE_THROUGHPUT] = rate / self.roles.devices
+        step.values |= self.devices.collect()
+        self.steps_done = step.number
+        self.sinks.log(step.number, step.values)
+        self.sinks.log_samples(step.number, step.texts)
+        self.show_timeline()
+
+    def show_timeline(self) -> None:
+        """Let those who watch the run see what its ranks did, from time to time; training does not depend on it."""
+        if time.monotonic() - self.timeline_shown > _TIMELINE_EVERY_S:
+            with contextlib.suppress(OSError):
+                timeline.write(self.facts.directory / TIMELINE)
+            self.timeline_shown = time.monotonic()
+
+    def count(self, step: Step) -> None:
+        """Count the step's updates; an error where nothing is learned any more."""
+        self.updates += len(step.updates)
+        if step.updates:
+            applied = any(ranks[0].applied for ranks in step.updates)
+            self.steps_without_update = 0 if applied else self.steps_without_update + 1
+        if self.steps_without_update == _MOST_STEPS_WITHOUT_UPDATE:
+            raise EngineError(
+                f"actor: the gradient was not finite in all updates of {_MOST_STEPS_WITHOUT_UPDATE} steps in a row; "
+                "nothing is learned"
+            )
+
+    def finish_rollout(self, values: dict[str, float]) -> None:
+        """Wait for the rollout that runs ahead, if one does: weights change between two of them."""
+        if self.recipe.trainer.max_staleness:
+            self.machinery.phases.enter("rollout")
+            with Timer(values, metrics.ROLLOUT_WAIT_TIME):
+                self.machinery.lookahead.wait()
+
+    def synchronise(self, values: dict[str, float]) -> None:
+        """Bring the rollout engines to the actor's weights."""
+        self.machinery.phases.enter("sync")
+        with Timer(values, metrics.SYNC_TIME):
+            self.version += 1
+            values |= self.machinery.weights.sync_weights(self.version)

@@ -1,0 +1,166 @@
+"""The process of one rank: a Ray actor that holds a role's worker and answers for it.
+
+Importing this module brings in neither torch nor an engine: the rank's environment is set before either is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import select
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine3d.errors import UserError
+from engine3d.imports import quick_imports
+from engine3d.out_of_memory import in_short
+from engine3d.stacks import write_stacks_on_signal
+from engine3d.stores import STORE_VARIABLE, listen, serve
+from hybridflow.metrics.timeline import Span
+from hybridflow.workers.ranks import Answer, Failure, WorkerContext
+
+
+class RankProcess:
+    """Made a Ray actor by `WorkerGroup`: one a rank."""
+
+    def __init__(self, role: str, rank: int, environment: Mapping[str, str], log_path: Path | None) -> None:
+        self._role, self._rank = role, rank
+        self._worker: Any = None
+        self._store: Any = None  # a TCPStore, on rank 0
+        os.environ.update(environment)
+        self._importing = contextlib.ExitStack()
+        self._importing.enter_context(quick_imports())
+        if log_path is not None:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        faulthandler.enable(file=2)
+        write_stacks_on_signal()
+
+    def identify(self, listens: bool) -> tuple[int, str, str, int]:
+        """Process id, id and address of the node, and the port of the store at which the ranks meet, if it is here.
+
+        Something listens there from here on, so that no other process of the run can be given the port.
+
+        Args:
+            listens: whether the store is to be here.
+        """
+        import ray
+        import ray.util
+
+        address = ray.util.get_node_ip_address()
+        port = self._listen(address) if listens else 0
+        return os.getpid(), ray.get_runtime_context().get_node_id(), address, port
+
+    def _listen(self, address: str) -> int:
+        """Let the ranks find a store, made when the first of them knocks: only then is torch known to be wanted."""
+        listening = listen(address)
+        port: int = listening.getsockname()[1]
+
+        def serve_when_asked() -> None:
+            try:
+                knock = select.poll()
+                knock.register(listening, select.POLLIN)
+                knock.poll()
+                self._store = serve(listening)
+            except BaseException:  # nobody would answer those who wait
+                traceback.print_exc()
+                os._exit(1)
+
+        threading.Thread(target=serve_when_asked, name="store", daemon=True).start()
+        return port
+
+    def construct(
+        self, factory: Callable[..., Any], context: WorkerContext, arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> Failure | None:
+        """Build the worker from positional and keyword arguments."""
+        os.environ[STORE_VARIABLE] = context.store
+        args, kwargs = arguments
+
+        def build() -> None:
+            self._worker = factory(context, *args, **kwargs)
+
+        failure, _ = self._run("start", build)
+        self._importing.close()
+        return failure
+
+    def call(
+        self, method: str, keep: bool, earlier: Sequence[Any], /, *args: Any, **kwargs: Any
+    ) -> tuple[Answer | Failure, Any]:
+        """Run a method of the worker.
+
+        An argument that is itself a failure, of the call that was to make it, is passed on as this call's.
+
+        Args:
+            keep: whether anybody wants the result.
+            earlier: statuses of calls that compute on this rank's devices before it, well or not.
+
+        Returns:
+            An answer or a failure; and the result as it is kept, None where nobody wants it, or the failure.
+        """
+
+        def run() -> tuple[Answer | Failure, Any]:
+            positional = [_unpacked(value) for value in args]
+            keyword = {name: _unpacked(value) for name, value in kwargs.items()}
+            for value in (*positional, *keyword.values()):
+                if isinstance(value, Failure):
+                    return value, value
+            _wait_for_turn(earlier)
+            begin = time.time()
+            result = getattr(self._worker, method)(*positional, **keyword)
+            summary, kept = _packed(result) if keep else (None, None)
+            return Answer(Span(self._role, self._rank, method, begin, time.time()), summary), kept
+
+        failure, answer = self._run(method, run)
+        return answer if failure is None else (failure, failure)
+
+    def close(self) -> None:
+        """Let the worker put its own processes and files away: its `shutdown()`, if it has one."""
+        if hasattr(self._worker, "shutdown"):
+            self._worker.shutdown()
+
+    def _run(self, method: str, action: Callable[[], Any]) -> tuple[Failure | None, Any]:
+        try:
+            return None, action()
+        except BaseException as error:  # also SystemExit, which Ray would take for an orderly end of the actor
+            stack = traceback.format_exc()
+            print(stack, file=sys.stderr, flush=True)
+            user_error = isinstance(error, UserError)
+            message = " ".join(str(error).split())
+            line = message if user_error else in_short(f"{type(error).__name__}: {message}".rstrip(": "))
+            return Failure(self._role, self._rank, method, line, user_error, time.time(), stack), None
+
+
+def _wait_for_turn(earlier: Sequence[Any]) -> None:
+    """Wait until every call has ended: a rank that failed or died has a status too."""
+    if earlier:
+        import ray
+
+        ray.wait(list(earlier), num_returns=len(earlier), fetch_local=False)
+
+
+def _unpacked(value: Any) -> Any:
+    if "torch" not in sys.modules:
+        return value  # columns would have brought it in
+    from hybridflow.batch.worker_output import unpack
+
+    return unpack(value)
+
+
+def _packed(result: Any) -> tuple[Any, Any]:
+    if "torch" not in sys.modules:
+        return None, result
+    from hybridflow.batch.worker_output import pack, send_tensors_as_arrays
+
+    send_tensors_as_arrays()
+    kept, summary = pack(result)
+    return summary, kept

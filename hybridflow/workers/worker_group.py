@@ -1,0 +1,385 @@
+"""One handle for all ranks of a role.
+
+    class Actor:
+        def __init__(self, context: WorkerContext, config: TrainConfig) -> None: ...
+
+        @register(THREE_D_PROTO)
+        def update(self, batch: RolloutBatch) -> list[Statistics]: ...
+
+    group = WorkerGroup("actor", Actor, pool, layout, config)
+    future = group.update(batch)      # every rank works on its part; the caller goes on
+    statistics = future.result()
+
+A future may be passed as data to another group: each part goes from rank to rank, not through the caller, where both
+groups cut it into the same number of parts.
+
+Groups run at the same time as soon as their inputs are there. Where two share a device, calls of their exclusive
+methods run one after another, in the order in which they were made, and each gives back what its ranks only cache.
+
+When a rank fails, the group is killed at once and every later call raises the one error that says which rank failed
+first, in which method and why; errors of ranks that only lost their neighbour do not hide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from engine3d.cleaning import cleaning
+from engine3d.errors import EngineError, UserError
+from engine3d.layout import Layout
+from engine3d.stores import file_address, tcp_address
+from hybridflow.batch.remote_batch import Asked, RemoteBatch, SampleCosts, Samples
+from hybridflow.cluster import ray_runtime
+from hybridflow.cluster.process_tree import find_process, kill_trees, write_stacks
+from hybridflow.cluster.resource_pool import Bundle, ResourcePool
+from hybridflow.workers.device_turns import GIVE_BACK, TAKE_BACK, turns
+from hybridflow.workers.failure_diagnosis import RankError, RankUserError
+from hybridflow.workers.future import Call, Future, wait_together
+from hybridflow.workers.protocols import Arguments, Grid, Protocol, Registration, registrations
+from hybridflow.workers.rank_process import RankProcess
+from hybridflow.workers.ranks import WorkerContext
+from hybridflow.workers.waits import waits
+
+__all__ = ["Future", "RankError", "RankUserError", "WorkerContext", "WorkerGroup", "wait_together"]
+
+
+class WorkerGroup:
+    """The ranks of a role: one Ray actor each, started together.
+
+    Args:
+        role: names the group in errors and log files.
+        worker_class: built on every rank as `worker_class(context, *args, **kwargs)`. Its methods marked with
+            `@register` are methods of the group. A method `shutdown()` is called before the processes end. An exclusive
+            method `give_back()` is called when the devices are another group's turn: to give back device memory that
+            is not needed until the next call.
+        pool: the devices; rank r has the r-th `devices_per_rank` of them.
+        layout: sizes and coordinates; its world size is the number of ranks.
+        sample_costs: the cost of samples of so many tokens, by which a `RemoteBatch` is dealt to the ranks.
+        devices_per_rank: devices of each rank, all on one node; for an engine that runs several devices itself.
+        generation: tensor and pipeline sizes while generating, for 3D_ALL_MICRO_DP.
+        meets: whether the ranks need a store at which they can meet, for a process group of theirs.
+        log_dir: each rank's output goes to `<log_dir>/<role>-<rank>.log`; to Ray's own logs if None.
+        environment: further environment variables of the ranks.
+        call_timeout_s: limit of every call unless `Future.result` is given another, in seconds.
+        quiet_s: without an answer, after which a line on stderr says who is waited for.
+        start_timeout_s: limit of starting the processes and building the workers, in seconds.
+
+    Raises:
+        UserError: the pool does not have as many devices as the layout needs.
+        RankError, RankUserError: a rank failed while it was built.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        worker_class: type,
+        pool: ResourcePool,
+        layout: Layout,
+        *args: Any,
+        devices_per_rank: int = 1,
+        generation: tuple[int, int] = (1, 1),
+        meets: bool = True,
+        log_dir: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        call_timeout_s: float = 1800.0,
+        quiet_s: float = 30.0,
+        sample_costs: SampleCosts = list,
+        start_timeout_s: float = 600.0,
+        **kwargs: Any,
+    ) -> None:
+        self.role, self.layout, self.pool = role, layout, pool
+        self.grid = Grid(layout, *generation)
+        self._devices_per_rank, self.call_timeout_s = devices_per_rank, call_timeout_s
+        self.quiet_s = quiet_s
+        self._meets = meets
+        self.log_dir = log_dir.resolve() if log_dir else None
+        self.sample_costs = sample_costs
+        self._registrations = registrations(worker_class)
+        self._failure: RankError | RankUserError | None = None
+        self._actors: list[Any] = []  # of ActorHandle[RankProcess], which Ray makes without types
+        self._processes: list[psutil.Process] = []  # of the ranks on this machine
+        self.nodes: list[str] = []
+        """Ray's id of the node that each rank runs on."""
+        if layout.world_size * devices_per_rank != len(pool):
+            each = f" of {devices_per_rank} devices each" if devices_per_rank > 1 else ""
+            raise UserError(
+                f"{role}: the layout ({layout}) has {layout.world_size} ranks{each}, "
+                f"and its pool has {len(pool)} devices; expected as many"
+            )
+        waits.add(self)
+        try:
+            self._start(worker_class, args, kwargs, environment or {}, start_timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        registration = self.__dict__.get("_registrations", {}).get(name)
+        if registration is None:
+            known = ", ".join(self.__dict__.get("_registrations", {})) or "none"
+            raise AttributeError(f"{self.__dict__.get('role')}: no registered method {name!r}; registered are {known}")
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            future = self._call(name, registration, args, kwargs)
+            return future.result() if registration.blocking else future
+
+        return method
+
+    def limit_s(self, method: str) -> float:
+        """How long a call of a method may take, in seconds, unless a caller says otherwise."""
+        registration = self._registrations.get(method)
+        own = registration.timeout_s if registration is not None else None
+        return self.call_timeout_s if own is None else own
+
+    def log_path(self, rank: int) -> Path | None:
+        """Where a rank's output goes."""
+        return self.log_dir / f"{self.role}-{rank}.log" if self.log_dir else None
+
+    def shutdown(self, timeout_s: float = 20.0) -> None:
+        """End the group: let each worker put its own things away, then end its process and all that it started."""
+        if self._actors and self._failure is None and ray_runtime.ray_answers():
+            closing = [actor.close.remote() for actor in self._actors]
+            ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """End every process of the group now."""
+        turns.leave(self)
+        actors, self._actors = self._actors, []
+        if ray_runtime.ray_answers():
+            for actor in actors:
+                ray.kill(actor)
+        processes, self._processes = self._processes, []
+        with cleaning(f"hybridflow: {self.role}"):
+            kill_trees(processes)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has processes."""
+        return bool(self._actors)
+
+    def _check(self, method: str) -> None:
+        """Raise what the group died of, or EngineError if it was shut down before `method` answered."""
+        if self._failure is not None:
+            raise self._failure
+        if not self._actors:
+            raise EngineError(f"{self.role}.{method}: the group was shut down before it answered")
+
+    def _fail(self, error: RankError | RankUserError) -> None:
+        """End the group; every later call raises the error."""
+        self._failure = error
+        self.kill()
+
+    def _write_stacks(self) -> None:
+        """Have the ranks on this machine write the stacks of all their threads into their logs."""
+        write_stacks(self._processes)
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Shut down; after an exception, without waiting for what the ranks are at."""
+        self.shutdown() if error is None else self.kill()
+
+    def _start(
+        self,
+        worker_class: type,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        environment: Mapping[str, str],
+        timeout_s: float,
+    ) -> None:
+        local_ranks = self._local_ranks()
+        actor_class: Any = ray.remote(num_cpus=0, max_restarts=0)(RankProcess)
+        for rank, local_rank in enumerate(local_ranks):
+            variables = self._environment(rank, local_rank) | dict(environment)
+            options = actor_class.options(scheduling_strategy=self._bundles(rank)[0].strategy())
+            self._actors.append(options.remote(self.role, rank, variables, self.log_path(rank)))
+        file = ray_runtime.store_file(self.role)
+        listens = self._meets and file is None
+        identifying = [actor.identify.remote(listens and rank == 0) for rank, actor in enumerate(self._actors)]
+        Call(self, "start", identifying).wait(timeout_s)
+        identities: list[tuple[int, str, str, int]] = ray.get(identifying)
+        self.nodes = [node for _, node, _, _ in identities]
+        here = ray.util.get_node_ip_address()
+        local = [find_process(pid) for pid, _, address, _ in identities if address == here]
+        self._processes = [process for process in local if process is not None]
+
+        _, _, address, port = identities[0]
+        store = file_address(file) if file is not None else tcp_address(address, port)
+        arguments = ray.put((args, kwargs))
+        constructing: list[ray.ObjectRef] = []
+        for rank, (actor, local_rank) in enumerate(zip(self._actors, local_ranks, strict=True)):
+            context = WorkerContext(
+                role=self.role,
+                rank=rank,
+                local_rank=local_rank,
+                layout=self.layout,
+                coordinates=self.layout.coordinates(rank),
+                devices=tuple(range(local_rank * self._devices_per_rank, (local_rank + 1) * self._devices_per_rank)),
+                store=store if self._meets else "",
+                log_path=self.log_path(rank),
+            )
+            constructing.append(actor.construct.remote(worker_class, context, arguments))
+        Call(self, "start", constructing).wait(timeout_s)
+
+    def _bundles(self, rank: int) -> Sequence[Bundle]:
+        return self.pool.bundles[rank * self._devices_per_rank : (rank + 1) * self._devices_per_rank]
+
+    def _local_ranks(self) -> list[int]:
+        """Position of each rank among those of its node."""
+        seen: dict[int, int] = {}
+        positions = []
+        for rank in range(self.layout.world_size):
+            nodes = {bundle.device.node for bundle in self._bundles(rank)}
+            if len(nodes) > 1:
+                raise UserError(
+                    f"{self.role}: the {self._devices_per_rank} devices of rank {rank} are on several nodes"
+                )
+            node = nodes.pop()
+            positions.append(seen.get(node, 0))
+            seen[node] = positions[-1] + 1
+        return positions
+
+    def _environment(self, rank: int, local_rank: int) -> dict[str, str]:
+        """What torchrun would set, but for where the ranks meet, which is known later.
+
+        Every rank sees the devices of its role on its node first and then the others that the run holds there, so that
+        it can map the memory of another's.
+        """
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.layout.world_size),
+            "LOCAL_RANK": str(local_rank),
+            "CUDA_VISIBLE_DEVICES": self.pool.visible_devices(self._bundles(rank)[0].device.node),
+            **ray_runtime.rank_environment(),
+        }
+
+    def _call(self, method: str, registration: Registration, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future:
+        """Send a call to every rank."""
+        if self._failure is not None:
+            raise self._failure
+        if not self._actors:
+            raise EngineError(f"{self.role}.{method}: the group has been shut down")
+        protocol = registration.protocol
+        inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Future)]
+        batches = [value for value in args if isinstance(value, RemoteBatch)]
+        try:
+            _check_batches(args, kwargs, protocol)
+            given = Arguments(
+                tuple(self._data(value, protocol) for value in args),
+                {name: value.result() if isinstance(value, Future) else value for name, value in kwargs.items()},
+            )
+            spread = protocol.distribute(self.grid, given)
+        except UserError as error:
+            raise UserError(f"{self.role}.{method}: {error}") from None
+        asked = None
+        if batches:
+            inputs += batches[0].inputs
+            spread, parts = self._deal(batches[0], spread)
+            asked = Asked(batches[0].facts["sample_ids"], parts)
+        call, results = self._send(method, registration, _stored(spread), [each.call for each in inputs])
+        return Future(call, protocol, results, asked)
+
+    def _send(
+        self, method: str, registration: Registration, spread: Sequence[Arguments], inputs: Sequence[Call]
+    ) -> tuple[Call, list[ray.ObjectRef]]:
+        """The call, once it has its place in every rank's order, and where the results will lie."""
+        exclusive = registration.exclusive
+        wanted = set(registration.protocol.collect(self.grid))
+        with turns.lock:
+            earlier: Sequence[Call] = ()
+            if exclusive:
+                if method not in (GIVE_BACK, TAKE_BACK):
+                    inputs = [*inputs, *self._take_turn()]
+                earlier = turns.earlier(self)
+            # Within an object of its own: Ray would wait for arguments, and fail the call with one that failed.
+            waits = ray.put([status for call in earlier for status in call.statuses]) if earlier else ()
+            answers: list[tuple[ray.ObjectRef, ray.ObjectRef]] = [
+                actor.call.options(num_returns=2).remote(
+                    method, rank in wanted, waits, *arguments.positional, **arguments.keyword
+                )
+                for rank, (actor, arguments) in enumerate(zip(self._actors, spread, strict=True))
+            ]
+            call = Call(self, method, [status for status, _ in answers], inputs, earlier)
+            if exclusive:
+                turns.add(call)
+        return call, [result for _, result in answers]
+
+    def _take_turn(self) -> list[Call]:
+        """Let the groups whose turn it was give memory back, and take back what this one gave: the call, if one is."""
+        for group in turns.holding(self):
+            if GIVE_BACK in group._registrations:
+                group.give_back()
+        if TAKE_BACK in self._registrations and turns.gave_back(self):
+            return [self.take_back().call]
+        return []
+
+    def _deal(self, batch: RemoteBatch, spread: list[Arguments]) -> tuple[list[Arguments], list[Samples]]:
+        """What each rank fetches, in place of the samples that the protocol gave it; and those samples."""
+        chosen = [next(value for value in arguments.positional if isinstance(value, Samples)) for arguments in spread]
+        nodes: dict[Samples, set[str]] = {}
+        for rank, samples in enumerate(chosen):
+            nodes.setdefault(samples, set()).add(self.nodes[rank])
+        dealt = batch.deal([samples.indices for samples in nodes], [frozenset(each) for each in nodes.values()])
+        sent = dict(zip(nodes, dealt, strict=True))
+        return [
+            Arguments(
+                tuple(sent[value] if isinstance(value, Samples) else value for value in arguments.positional),
+                arguments.keyword,
+            )
+            for arguments in spread
+        ], chosen
+
+    def _data(self, value: Any, protocol: Protocol) -> Any:
+        """A future as data: its parts as they are where this call cuts into as many, else its result."""
+        if isinstance(value, RemoteBatch):
+            return Samples.all_of(value, self.sample_costs)
+        if not isinstance(value, Future):
+            return value
+        if protocol.splits:
+            shards = value.shards()
+            try:
+                protocol.distribute(self.grid, Arguments((shards,)))
+                return shards
+            except UserError:
+                pass  # it cuts into another number of parts
+        return value.result()
+
+
+def _stored(spread: Sequence[Arguments]) -> list[Arguments]:
+    """The arguments with each value in the object store once, however many ranks get it; small ones as they are."""
+    stored: dict[int, ray.ObjectRef] = {}
+
+    def store(value: Any) -> Any:
+        if value is None or isinstance(value, ray.ObjectRef | int | float | str):
+            return value
+        if id(value) not in stored:
+            stored[id(value)] = ray.put(value)
+        return stored[id(value)]
+
+    return [
+        Arguments(
+            tuple(store(value) for value in arguments.positional),
+            {name: store(value) for name, value in arguments.keyword.items()},
+        )
+        for arguments in spread
+    ]
+
+
+def _check_batches(args: tuple[Any, ...], kwargs: Mapping[str, Any], protocol: Protocol) -> None:
+    count = sum(isinstance(value, RemoteBatch) for value in args)
+    if any(isinstance(value, RemoteBatch) for value in kwargs.values()):
+        raise UserError("a batch by keyword, expected it by position")
+    if count > 1:
+        raise UserError(f"{count} batches in one call, expected one; join their columns first")
+    if count and protocol.splits and len(args) > 1:
+        raise UserError(
+            "data beside a batch would be split otherwise than its samples; make it a fact of the batch, or pass it by "
+            "keyword to give it to every rank whole"
+        )

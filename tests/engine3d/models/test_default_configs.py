@@ -1,0 +1,81 @@
+"""A model as transformers saves it, from the defaults of its config class, is one that SGLang builds and loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine3d.models import FAMILIES, load_model_spec, missing_for_sglang
+from engine3d.reshard.describe.simulate import trace_engine_layout
+from engine3d.rollout import RolloutConfig, launch
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 16,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 32,
+    },
+}
+"""Sizes that make a model small; all else is what the class has by default."""
+
+
+def _save(family: str, directory: Path) -> dict[str, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **SMALL, **OF_FAMILY.get(family, {}))
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(directory)
+    saved: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return saved
+
+
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+def test_sglang_builds_and_loads_what_transformers_saves(family: str, tmp_path: Path) -> None:
+    saved = _save(family, tmp_path)
+    before = (tmp_path / "config.json").read_bytes()
+    spec = load_model_spec(tmp_path)
+    model = launch.read_model(tmp_path, weights_needed=True)
+    arguments = launch.server_arguments(RolloutConfig(dtype="float32"), model)
+    assert model.missing == missing_for_sglang(saved)
+
+    # As an engine reads the directory, with the arguments that it is started with.
+    from sglang.srt.configs.model_config import ModelConfig
+
+    overrides = arguments.get("json_model_override_args", "{}")
+    config = ModelConfig(str(tmp_path), model_override_args=overrides, dtype="float32")
+    assert config.num_hidden_layers == spec.sizes.layers
+    assert config.hf_config.architectures == [spec.family.architecture]
+    for key, value in spec.family.published.items():
+        assert getattr(config.hf_config, key) == value
+
+    # And what its loader makes of the tensors.
+    tensors = {name: (tensor.shape, torch.float32) for name, tensor in spec.hf_tensors.items()}
+    traces = trace_engine_layout(saved, tensors, 2, 2 if spec.sizes.experts else 1, torch.float32)
+    assert len(traces) == 2 and all(trace.holdings for trace in traces)
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_only_what_lacks_is_completed() -> None:
+    published = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    config = {"architectures": ["DeepseekV3ForCausalLM"]}
+    assert missing_for_sglang(config) == published
+    assert missing_for_sglang(config | {"scoring_func": "sigmoid", "moe_layer_freq": None}) == {
+        key: value for key, value in published.items() if key != "scoring_func"
+    }
+    assert missing_for_sglang(config | published) == {}
+    assert missing_for_sglang({"architectures": ["SomethingElseForCausalLM"]}) == {}

@@ -1,0 +1,234 @@
+"""Every family, on every layout of up to four ranks, against transformers: logits, gradients and files."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine3d.layout import Layout
+from tests.support.distributed import run_distributed
+from tests.support.tiny_families import CONFIGS, has_experts, make
+
+pytestmark = pytest.mark.processes
+
+LENGTHS = (5, 7, 4)
+BATCH, LENGTH = 2, 16
+TOLERANCE = 1e-4
+
+LAYOUTS = {
+    1: [Layout()],
+    2: [
+        Layout(tp=2),
+        Layout(pp=2),
+        Layout(ep=2, dp=2),
+        Layout(tp=2, ep=2),
+        Layout(tp=2, etp=2),
+    ],
+    3: [Layout(pp=3)],
+    4: [
+        Layout(tp=4),
+        Layout(pp=4),
+        Layout(tp=2, pp=2),
+        Layout(ep=4, dp=4),
+        Layout(tp=2, ep=2, dp=2),
+        Layout(tp=2, ep=4, dp=2),
+        Layout(tp=2, etp=2, ep=2, dp=2),
+        Layout(tp=4, ep=4),
+        Layout(tp=4, etp=2, ep=2),
+        Layout(tp=4, etp=4),
+        Layout(pp=2, ep=2, dp=2),
+        Layout(tp=2, pp=2, ep=2),
+        Layout(tp=2, pp=2, etp=2),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with every model, and beside each what transformers computes with it."""
+    root = tmp_path_factory.mktemp("models")
+    for name, config in CONFIGS.items():
+        model = make(name, root / name)
+        # Every data-parallel rank has its own batch.
+        tokens = torch.randint(0, config["vocab_size"], (4, BATCH, LENGTH), generator=torch.Generator().manual_seed(7))
+        with torch.no_grad():
+            fixed = [model(batch).logits for batch in tokens]
+            packed = [torch.cat([model(part[None]).logits[0] for part in batch[0].split(LENGTHS)]) for batch in tokens]
+        loss = (fixed_logits := model(tokens[0]).logits).mul(coefficients(fixed_logits.shape)).sum()
+        loss.backward()
+        torch.save(
+            {
+                "tokens": tokens,
+                "fixed": torch.stack(fixed),
+                "packed": torch.stack(packed),
+                "gradients": hf_gradients(model),
+            },
+            root / name / "reference.pt",
+        )
+    return root
+
+
+def coefficients(shape: torch.Size) -> torch.Tensor:
+    """Fixed weights that turn logits into a loss whose gradient reaches every parameter."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(11))
+
+
+def hf_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Gradients by the names that files have: transformers holds a layer's experts in two tensors."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.experts.gate_up_proj"):
+            for expert, gradient in enumerate(parameter.grad):
+                gate, up = gradient.chunk(2)
+                prefix = f"{name.removesuffix('gate_up_proj')}{expert}."
+                found |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
+        elif name.endswith("mlp.experts.down_proj"):
+            for expert, gradient in enumerate(parameter.grad):
+                found[f"{name.removesuffix('down_proj')}{expert}.down_proj.weight"] = gradient
+        else:
+            found[name] = parameter.grad
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_logits_and_files_equal_transformers(models: Path, world_size: int, tmp_path: Path) -> None:
+    results = run_distributed(compare_all, world_size, models, tmp_path, timeout_s=300)
+    layouts = LAYOUTS[world_size]
+    expected = sum(1 for layout in layouts for name in CONFIGS if applies(layout, name))
+    for rank, figures in enumerate(results):
+        assert len(figures) == expected
+        for (layout, name), differences in figures.items():
+            for kind, difference in differences.items():
+                assert difference < TOLERANCE, f"rank {rank}, {layout}, {name}: {kind} differ by {difference}"
+    for (layout, name), differences in sorted(results[-1].items()):
+        print(f"{layout:24} {name:18} " + " ".join(f"{kind} {figure:.1e}" for kind, figure in differences.items()))
+
+
+def applies(layout: Layout, name: str) -> bool:
+    return layout.ep * layout.etp == 1 or has_experts(name)
+
+
+def compare_all(models: Path, exports: Path) -> dict[tuple[str, str], dict[str, float]]:
+    from engine3d.training import parallel
+
+    figures = {}
+    for layout in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
+        coordinates = parallel.initialise(layout, seed=1, timeout_s=60)
+        from megatron.core import parallel_state
+
+        for name in CONFIGS:
+            if applies(layout, name):
+                export = exports / f"{layout}-{name}".replace(" ", "-")
+                figures[str(layout), name] = compare(models / name, layout, coordinates, export)
+        parallel_state.destroy_model_parallel()
+    parallel.leave()
+    return figures
+
+
+def compare(directory: Path, layout: Layout, coordinates: Any, export: Path) -> dict[str, float]:
+    from engine3d.models import build_model, export_weights, load_model_spec, load_weights
+
+    reference = torch.load(directory / "reference.pt")
+    spec = replace(load_model_spec(directory), expert_order="descending" if layout.pp > 1 else "ascending")
+    model = build_model(spec, layout, torch.float32)
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    assert load_weights(model, spec, layout, coordinates, directory) == ()
+
+    batch = reference["tokens"][coordinates.dp]
+    fixed = forward(model, batch)
+    packed = forward(model, batch[:1], lengths=LENGTHS)
+    differences = {
+        "fixed": difference(fixed, reference["fixed"][coordinates.dp], spec, coordinates),
+        "packed": difference(packed, reference["packed"][coordinates.dp][None], spec, coordinates),
+    }
+    if layout.pp == 1 and layout.dp == 1:
+        differences["gradients"] = gradient_difference(model, spec, layout, coordinates, reference)
+
+    export_weights(model, spec, layout, coordinates, export, torch.float32, max_shard_bytes=50e3)
+    check_same_bytes(directory, export)
+    return differences
+
+
+def difference(logits: torch.Tensor | None, expected: torch.Tensor, spec: Any, coordinates: Any) -> float:
+    """Largest difference of this rank's columns; 0 on a rank without any."""
+    if logits is None:
+        return 0.0
+    width = logits.shape[-1]
+    mine = expected[..., coordinates.tp * width : (coordinates.tp + 1) * width]
+    assert torch.equal(logits[..., mine.shape[-1] :], torch.zeros_like(logits[..., mine.shape[-1] :]))
+    return float((logits[..., : mine.shape[-1]] - mine).abs().max())
+
+
+def forward(model: Any, tokens: torch.Tensor, lengths: tuple[int, ...] | None = None) -> torch.Tensor | None:
+    """Logits of this rank on the last pipeline stage."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    packed = None
+    if lengths is not None:
+        bounds = torch.tensor((0, *lengths)).cumsum(0).int()
+        packed = PackedSeqParams(
+            "thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
+        )
+    tp = model.config.tensor_model_parallel_size
+    with torch.no_grad():
+        if not parallel_state.is_pipeline_first_stage():
+            hidden = torch.empty(tokens.shape[1] // tp, tokens.shape[0], model.config.hidden_size)
+            torch.distributed.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
+            model.set_input_tensor(hidden)
+        output = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None, packed_seq_params=packed)
+    if parallel_state.is_pipeline_last_stage():
+        return output
+    torch.distributed.send(output.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
+    return None
+
+
+def gradient_difference(model: Any, spec: Any, layout: Layout, coordinates: Any, reference: dict[str, Any]) -> float:
+    """Largest difference of this rank's gradients from transformers', relative to the tensor's largest gradient."""
+    from megatron.core import parallel_state
+
+    from engine3d.models.weights import rank_parameters
+
+    tokens = reference["tokens"][0]
+    logits: torch.Tensor = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
+    width = logits.shape[-1]
+    mine = coefficients(reference["fixed"][0].shape)[..., coordinates.tp * width : (coordinates.tp + 1) * width]
+    logits[..., : mine.shape[-1]].mul(mine).sum().backward()
+
+    worst = 0.0
+    for local, parameter in rank_parameters(model, spec, layout, coordinates):
+        if local.buffer:
+            continue
+        gradient = parameter.grad
+        assert gradient is not None
+        if getattr(parameter, "sequence_parallel", False):
+            torch.distributed.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
+        elif ".experts." in local.name and layout.edp > 1:
+            torch.distributed.all_reduce(gradient, group=parallel_state.get_expert_data_parallel_group())
+        for piece in local.pieces:
+            expected = reference["gradients"][piece.hf_name]
+            part = expected[tuple(slice(*span) for span in piece.hf_box)]
+            found = gradient[tuple(slice(*span) for span in piece.local_box)]
+            worst = max(worst, float((found - part).abs().max() / expected.abs().max().clamp(min=1e-3)))
+    return worst
+
+
+def check_same_bytes(source: Path, export: Path) -> None:
+    """The export has the source's tensors, bit for bit, and nothing else."""
+    if torch.distributed.get_rank() == 0:
+        before, after = read(source), read(export)
+        assert before.keys() == after.keys()
+        for name, tensor in before.items():
+            assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
+    torch.distributed.barrier()
+
+
+def read(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}

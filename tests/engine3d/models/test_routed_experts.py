@@ -1,0 +1,313 @@
+"""Experts in one step against one expert after another, layers of them against Megatron-Core's, and kernels of GPUs
+against the same in PyTorch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+from benchmarks.reshard_plan import named_model
+from engine3d.errors import UserError
+from engine3d.layout import Coordinates, Layout
+from engine3d.models import build_model, expert_rows, load_model_spec, load_weights
+from engine3d.models.expert_rows import Rows, rows_of
+from engine3d.models.load_balance import LoadBalance, Routing
+from engine3d.models.moe_layer import MoELayerInOneStep
+from engine3d.models.routed_experts import Weights, routed_experts
+from engine3d.training import parallel
+from engine3d.training.config import TrainConfig
+from tests.engine3d.models.test_load_balance import LOSSES
+from tests.support import tiny_families
+from tests.support.distributed import run_distributed
+from tests.support.interpreted import run_interpreted
+
+TOKENS, HIDDEN, WIDTH, EXPERTS, MOST = 10, 16, 24, 4, 2
+"""Tokens of a rank, what they are, how wide an expert is, experts over all ranks, experts of a token."""
+
+CASES = {
+    "even": [0, 1, 2, 3],
+    "some experts without tokens": [0, 3],
+    "all of the last rank's experts without tokens": [0, 1],
+    "of one expert": [2],
+}
+"""Which experts are chosen from."""
+
+
+def _drawn(world: int, dtype: torch.dtype, chosen: list[int]) -> dict[str, Tensor]:
+    """All ranks' tokens, routing and gradients, and all experts, the same on every rank."""
+    generator = torch.Generator().manual_seed(len(chosen))
+    count = world * TOKENS
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    logits = torch.full((count, EXPERTS), -torch.inf)
+    logits[:, chosen] = draw(count, len(chosen))
+    routing = torch.zeros(count, EXPERTS, dtype=torch.bool)
+    routing.scatter_(1, logits.topk(min(MOST, len(chosen)), dim=1).indices, True)
+    routing[3] = False  # a token without experts
+    probabilities = torch.where(routing, draw(count, EXPERTS).sigmoid(), 0.0)
+    probabilities[5] = 0.0  # probabilities that underflow still route
+    return {
+        "hidden": draw(count, HIDDEN).to(dtype),
+        "probabilities": probabilities,
+        "routing": routing,
+        "first": (draw(EXPERTS, 2 * WIDTH, HIDDEN) / 4).to(dtype),
+        "last": (draw(EXPERTS, HIDDEN, WIDTH) / 4).to(dtype),
+        "gradient": draw(count, HIDDEN).to(dtype),
+    }
+
+
+def _one_by_one(drawn: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The result and all gradients by autograd, in float64."""
+    hidden, probabilities, first, last = (
+        drawn[name].double().requires_grad_() for name in ("hidden", "probabilities", "first", "last")
+    )
+    result = torch.zeros_like(hidden)
+    for expert in range(EXPERTS):
+        gate, up = (hidden @ first[expert].T).chunk(2, dim=1)
+        made = (F.silu(gate) * up) @ last[expert].T
+        result = result + torch.where(drawn["routing"][:, expert, None], made * probabilities[:, expert, None], 0.0)
+    result.backward(drawn["gradient"].double())  # type: ignore[no-untyped-call]
+    found = {"result": result.detach(), "hidden": hidden.grad, "probabilities": probabilities.grad}
+    return {
+        name: tensor
+        for name, tensor in (found | {"first": first.grad, "last": last.grad}).items()
+        if tensor is not None
+    }
+
+
+def _in_one_step(chosen: list[int], dtype: torch.dtype, device: str) -> None:
+    """Assert that this rank's part is right."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    drawn = _drawn(world, dtype, chosen)
+    expected = _one_by_one(drawn)
+    mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
+    experts = slice(rank * EXPERTS // world, (rank + 1) * EXPERTS // world)
+    hidden, probabilities = (drawn[name][mine].to(device).requires_grad_() for name in ("hidden", "probabilities"))
+    values = [drawn[name][experts].to(device) for name in ("first", "last")]
+    # What earlier micro-batches left.
+    gradients = [torch.ones_like(each, dtype=torch.float32) for each in values]
+    weights = [
+        Weights(each, grown, torch.nn.Parameter(each[0].clone())) for each, grown in zip(values, gradients, strict=True)
+    ]
+    group = dist.group.WORLD
+    assert group is not None
+
+    def made(first: Weights, last: Weights) -> Tensor:
+        routing = drawn["routing"][mine].to(device)
+        return routed_experts(hidden, probabilities, routing, first, last, most=MOST, group=group)
+
+    result = made(weights[0], weights[1])
+    result.backward(drawn["gradient"][mine].to(device))  # type: ignore[no-untyped-call]
+    limit = 1e-5 if dtype == torch.float32 else 3e-2
+
+    def alike(found: Any, name: str, part: slice) -> None:
+        right = expected[name][part]
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(
+            found.cpu().double(), right, rtol=limit, atol=limit * scale, msg=lambda m: f"{name}: {m}"
+        )
+
+    assert result.dtype == dtype
+    alike(result.detach(), "result", mine)
+    alike(hidden.grad, "hidden", mine)
+    # A probability that no expert sees has no gradient, which autograd's zeros agree with.
+    alike(probabilities.grad, "probabilities", mine)
+    for name, grown in zip(("first", "last"), gradients, strict=True):
+        alike(grown - 1, name, experts)
+        idle = [number for number in range(EXPERTS) if number not in chosen]
+        for number in idle:
+            if experts.start <= number < experts.stop:
+                assert torch.equal(grown[number - experts.start], torch.ones_like(grown[0]))
+    frozen = [Weights(each, None, torch.nn.Parameter(each[0], requires_grad=False)) for each in values]
+    with torch.no_grad():
+        assert torch.equal(made(*frozen), result)
+    hidden.grad = None
+    made(*frozen).backward(drawn["gradient"][mine].to(device))  # type: ignore[no-untyped-call]
+    alike(hidden.grad, "hidden", mine)
+
+
+def _all_cases(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    for chosen in CASES.values():
+        for dtype in (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16,):
+            _in_one_step(chosen, dtype, device)
+    dist.destroy_process_group()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_at_once_is_one_by_one(world: int) -> None:
+    run_distributed(_all_cases, world, "cpu", timeout_s=120)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_at_once_is_one_by_one_on_gpus(world: int) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    run_distributed(_all_cases, world, "cuda", timeout_s=300)
+
+
+def test_a_router_that_is_no_number_shows() -> None:
+    scores = torch.full((1, 2, 3), -torch.inf)
+    scores[0, 1, 2] = torch.nan
+    assert rows_of(scores, 1).token.tolist() == [2]
+
+
+class _Stacked:
+    """The weights of experts that Megatron-Core has one by one."""
+
+    def __init__(self, linear: list[Any]) -> None:
+        self.values = torch.stack([each.weight.detach() for each in linear])
+        self.gradients = torch.zeros_like(self.values)
+        self.parameter = linear[0].weight
+
+    def together(self, dtype: torch.dtype) -> Weights:
+        assert dtype == self.values.dtype
+        return Weights(self.values, self.gradients, self.parameter)
+
+
+def _layers(directory: Path, layout: Layout, coordinates: Coordinates, overrides: dict[str, Any]) -> None:
+    """Assert that a model with layers in one step is Megatron-Core's, both ways, with losses of routers."""
+    spec = load_model_spec(directory)
+    model = build_model(spec, layout, torch.float32, overrides=overrides)
+    load_weights(model, spec, layout, coordinates, directory)
+    generator = torch.Generator().manual_seed(coordinates.dp)
+    tokens = torch.randint(spec.vocab_size, (2, 12), generator=generator)
+    slope = torch.randn(2, 12, spec.padded_vocabulary(layout) // layout.tp, generator=generator)
+
+    balance = LoadBalance.of(model, spec.sizes.sparse)
+    sequences = torch.tensor([[0] * 5 + [1] * 6 + [-1], [2] * 12], dtype=torch.int32)
+
+    def passed() -> Tensor:
+        return model(tokens, torch.arange(12).expand_as(tokens), None, padding_mask=sequences)  # type: ignore[no-any-return]
+
+    def learned() -> tuple[Tensor, dict[str, Tensor]]:
+        model.zero_grad()
+        with torch.no_grad(), balance.counting():
+            passed()
+        with balance.update(tokens=23.0 * layout.dp, sequences=3):
+            result = passed()
+            (result * slope).sum().backward()
+            losses.append(balance.finish())
+        return result.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+    losses: list[Routing] = []
+    expected, gradients = learned()
+    stacked: dict[str, _Stacked] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer):
+            module.__class__ = MoELayerInOneStep
+            for linear in ("linear_fc1", "linear_fc2"):
+                each = _Stacked([getattr(expert, linear) for expert in module.experts.local_experts])
+                setattr(module.experts, linear, each)
+                stacked |= {f"{name}.experts.local_experts.{{}}.{linear}.weight": each}
+    found, mine = learned()
+    for name, each in stacked.items():
+        mine |= {name.format(number): gradient for number, gradient in enumerate(each.gradients)}
+    assert len(stacked) >= 4
+    assert losses[0].highest == losses[1].highest and min(losses[0].highest) > 1
+    for name in ("z", "sequence", "update"):
+        assert 0 < getattr(losses[1], name) == pytest.approx(getattr(losses[0], name), rel=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(mine[name], gradient, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def _all_layers(directory: Path, ep: int, ways: list[dict[str, Any]]) -> None:
+    layout = Layout(ep=ep, dp=ep)
+    coordinates = parallel.initialise(layout, seed=1, timeout_s=60)
+    for overrides in ways:
+        gathering = {"moe_token_dispatcher_type": "allgather", "calculate_per_token_loss": True}
+        _layers(directory, layout, coordinates, overrides | gathering | LOSSES)
+    parallel.release()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_layers_are_megatron_cores(name: str, tmp_path: Path) -> None:
+    tiny_families.make(name, tmp_path / "model")
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    run_distributed(_all_layers, 2, tmp_path / "model", 2, [{}, again], timeout_s=120)
+
+
+def test_what_is_no_single_step() -> None:
+    sizes = named_model("qwen3-30b-a3b").sizes
+    gathering = {"moe_token_dispatcher_type": "allgather"}
+
+    def one_step(layout: Layout, **settings: Any) -> bool:
+        return TrainConfig(**settings).has_one_step_experts(sizes, layout)
+
+    assert one_step(Layout()) and one_step(Layout(tp=2)) and one_step(Layout(ep=2, dp=2), megatron=gathering)
+    assert not one_step(Layout(ep=2, dp=2))
+    assert not one_step(Layout(tp=2, etp=2)) and not one_step(Layout(tp=2), sequence_parallel=False)
+    assert not one_step(Layout(), dtype="float32") and not one_step(Layout(), one_step_experts=False)
+    with pytest.raises(
+        UserError, match="sequence_parallel=false with tp=2: expected true, because the model has experts"
+    ):
+        TrainConfig(sequence_parallel=False).check_trained(sizes, Layout(tp=2))
+    TrainConfig(sequence_parallel=False).check_trained(named_model("llama-3-70b").sizes, Layout(tp=2))
+
+
+def _compare(device: str) -> None:
+    from engine3d.models import expert_kernels
+
+    expert_kernels._WIDTH, expert_kernels._CELLS = 16, 32
+    generator = torch.Generator().manual_seed(3)
+    for ranks, experts, tokens, most, width in [(1, 3, 9, 2, 16), (2, 5, 7, 3, 40), (3, 1, 4, 4, 24)]:
+        scores = torch.rand(ranks, experts, tokens, generator=generator)
+        least = scores.topk(min(most, experts), dim=1).values[:, -1:]
+        scores[(scores < least) | (torch.rand(scores.shape, generator=generator) < 0.3)] = -torch.inf
+        expected = expert_rows.rows_of(scores, most)
+        seen = (scores.transpose(0, 1) > -torch.inf).reshape(experts, -1)
+        up_to = seen.flatten().cumsum(0, dtype=torch.int32).view(seen.shape)
+        token, place, score, of_token, per_token = expert_kernels.lay_out(
+            scores.to(device), up_to.to(device), min(most, experts)
+        )
+        count = len(expected.token)
+        assert torch.equal(token[:count].cpu(), expected.token) and torch.equal(place[:count].cpu(), expected.place)
+        assert torch.equal(score[:count].cpu(), expected.score) and torch.equal(per_token.cpu(), expected.per_token)
+        for number, rows in enumerate(expected.per_token.tolist()):
+            assert torch.equal(of_token[number, :rows].cpu(), expected.of_token[number, :rows])
+        there = Rows(*(getattr(expected, name).to(device) for name in vars(expected)))
+
+        hidden = torch.randn(ranks * tokens, width, generator=generator)
+        taken = expert_kernels.take(hidden.to(device), there.token)
+        assert torch.equal(taken.cpu(), expert_rows.take_rows(hidden, expected))
+        values = torch.randn(count, width, generator=generator)
+        added = expert_kernels.sum_of(values.to(device), there.of_token, there.per_token)
+        torch.testing.assert_close(added.cpu(), expert_rows.sum_rows(values, expected))
+
+        between, slope = (
+            torch.randn(count, 2 * width, generator=generator),
+            torch.randn(count, width, generator=generator),
+        )
+        made = expert_kernels.gate(between.to(device), there.score)
+        torch.testing.assert_close(made.cpu(), expert_rows.gated(between, expected.score))
+        found = expert_kernels.gate_gradient(between.to(device), there.score, slope.to(device))
+        for one, other in zip(found, expert_rows.gated_gradient(between, expected.score, slope), strict=True):
+            torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.processes
+def test_kernels_interpreted() -> None:
+    run_interpreted(_compare)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_on_a_gpu() -> None:
+    _compare("cuda")

@@ -1,0 +1,352 @@
+"""A real SGLang engine against transformers on the same weights."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from engine3d.errors import EngineError, UserError
+from engine3d.rollout import Generation, RolloutEngine, SamplingConfig
+from engine3d.rollout import engine as engine_module
+from engine3d.rollout.weights import ModelTensors
+from tests.support.tiny_models import VOCAB_SIZE
+
+pytestmark = pytest.mark.processes
+
+PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
+SAMPLED = SamplingConfig(max_new_tokens=12)
+GREEDY = SamplingConfig(temperature=0, max_new_tokens=12)
+
+
+def reference_logprobs(directory: Path, prompt: list[int], response: list[int], temperature: float = 1) -> torch.Tensor:
+    """Log-softmax of transformers' logits at each response position: (response length, vocabulary)."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, dim=-1)
+
+
+def assert_greedy_of(directory: Path, prompt: list[int], generation: Generation) -> None:
+    logprobs = reference_logprobs(directory, prompt, generation.token_ids)
+    assert generation.token_ids == logprobs.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_transformers(
+    engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path], temperature: float
+) -> None:
+    sampling = SamplingConfig(temperature=temperature, max_new_tokens=12)
+    results = engine.generate(PROMPTS, sampling, samples_per_prompt=3)
+    assert [len(group) for group in results] == [3, 3, 3]
+    for prompt, group in zip(PROMPTS, results, strict=True):
+        for generation in group:
+            assert len(generation.logprobs) == len(generation.token_ids) > 0
+            reference = reference_logprobs(tiny_model_dirs[0], prompt, generation.token_ids, temperature)
+            expected = reference.gather(1, torch.tensor(generation.token_ids).unsqueeze(1)).squeeze(1)
+            assert (torch.tensor(generation.logprobs) - expected).abs().max() < 1e-3
+
+
+def test_samples_of_a_prompt_differ_and_greedy_does_not(
+    engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path]
+) -> None:
+    (sampled,) = engine.generate(PROMPTS[:1], SAMPLED, samples_per_prompt=4)
+    assert len({tuple(generation.token_ids) for generation in sampled}) == 4
+    greedy = engine.generate(PROMPTS, GREEDY, samples_per_prompt=2)
+    for prompt, (first, second) in zip(PROMPTS, greedy, strict=True):
+        assert first.token_ids == second.token_ids
+        assert_greedy_of(tiny_model_dirs[0], prompt, first)
+
+
+def test_a_response_ends_at_a_stop_token_or_at_its_length(engine: RolloutEngine) -> None:
+    ignoring = GREEDY.model_copy(update={"ignore_eos": True})
+    ((whole,),) = engine.generate(PROMPTS[:1], ignoring)
+    assert (whole.finish_reason, len(whole.token_ids)) == ("length", 12)
+    stop = whole.token_ids[4]
+    stopping = ignoring.model_copy(update={"stop_token_ids": (stop,), "ignore_eos": False})
+    ((stopped,),) = engine.generate(PROMPTS[:1], stopping)
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+    assert len(stopped.logprobs) == len(stopped.token_ids)
+
+
+def test_a_response_may_fill_the_context(engine: RolloutEngine) -> None:
+    sampling = SamplingConfig(max_new_tokens=4, ignore_eos=True)
+    ((generation,),) = engine.generate([[5] * (engine.context_length - 4)], sampling)
+    assert (generation.finish_reason, len(generation.token_ids)) == ("length", 4)
+
+
+def test_a_cache_of_the_size_that_is_needed_lets_all_requests_run_at_once(engine: RolloutEngine) -> None:
+    assert engine.log_path is not None and engine.config.max_total_tokens is None
+    engine.flush_cache()
+    before, most = engine.log_path.stat().st_size, engine.config.max_running_requests
+    prompts = [[3 + number, 5, 7, 9] for number in range(most)]
+    sampling = SamplingConfig(max_new_tokens=engine.context_length - 4, ignore_eos=True)
+    assert len(engine.generate(prompts, sampling)) == most
+    said = engine.log_path.read_text()[before:]
+    running = [
+        (int(found[1]), int(found[2]))
+        for found in re.finditer(r"Decode batch.*#running-req: (\d+).*#queue-req: (\d+)", said)
+    ]
+    assert (most, 0) in running
+    assert "retract" not in said.lower()
+
+
+def test_loaded_weights_are_used_and_named(engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path]) -> None:
+    before = engine.generate(PROMPTS, GREEDY)
+    checksums = engine.weight_checksums()
+    engine.load_weights(tiny_model_dirs[1], version=7)
+    after = engine.generate(PROMPTS, GREEDY)
+    assert [group[0].token_ids for group in before] != [group[0].token_ids for group in after]
+    for prompt, (generation,) in zip(PROMPTS, after, strict=True):
+        assert_greedy_of(tiny_model_dirs[1], prompt, generation)
+    assert {group[0].weight_version for group in before} == {0}
+    assert {group[0].weight_version for group in after} == {engine.weight_version} == {7}
+    assert engine.weight_checksums() != checksums
+    engine.load_weights(tiny_model_dirs[0], version=8)
+    assert engine.weight_checksums() == checksums
+    assert engine.generate(PROMPTS, GREEDY)[0][0].token_ids == before[0][0].token_ids
+
+
+def test_weights_that_do_not_fit_are_refused_and_change_nothing(
+    engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    tensors = load_file(tiny_model_dirs[1] / "model.safetensors")
+    missing = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
+    misshapen = tensors | {"lm_head.weight": torch.zeros(VOCAB_SIZE, 32)}
+    extra = tensors | {"model.norm.bias": torch.zeros(64)}
+    for name, content, message in (
+        ("missing", missing, r"lacks the tensor model\.norm\.weight of shape \[64\]"),
+        ("misshapen", misshapen, r"lm_head\.weight has shape \[128, 32\]; the engine has \[128, 64\]"),
+        ("extra", extra, r"model\.norm\.bias"),
+    ):
+        (tmp_path / name).mkdir()
+        save_file(content, tmp_path / name / "model.safetensors")
+        with pytest.raises(UserError, match=message):
+            engine.load_weights(tmp_path / name, version=1)
+    (tmp_path / "cut").mkdir()
+    whole = (tiny_model_dirs[1] / "model.safetensors").read_bytes()
+    (tmp_path / "cut" / "model.safetensors").write_bytes(whole[:-1000])
+    with pytest.raises(UserError, match="not a whole safetensors file"):
+        engine.load_weights(tmp_path / "cut", version=1)
+    with pytest.raises(UserError, match=r"holds no \*\.safetensors"):
+        engine.load_weights(tmp_path, version=1)
+    ((generation,),) = engine.generate(PROMPTS[:1], GREEDY)
+    assert generation.weight_version == 0
+    assert_greedy_of(tiny_model_dirs[0], PROMPTS[0], generation)
+
+
+def test_a_load_that_fails_half_way_is_healed_by_a_whole_one(
+    engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two shards, the second cut off after the client has looked: the engine has loaded the first when it finds out.
+    tensors = load_file(tiny_model_dirs[1] / "model.safetensors")
+    names = sorted(tensors)
+    shards = names[: len(names) // 2], names[len(names) // 2 :]
+    for index, shard in enumerate(shards):
+        save_file({name: tensors[name] for name in shard}, tmp_path / f"model-{index + 1:05}-of-00002.safetensors")
+    second = tmp_path / "model-00002-of-00002.safetensors"
+    check = engine_module.check_weights_fit
+
+    def check_then_cut(directory: Path, expected: ModelTensors) -> None:
+        check(directory, expected)
+        second.write_bytes(second.read_bytes()[:-1000])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "check_weights_fit", check_then_cut)
+        with pytest.raises(EngineError, match="load of weights version 3 failed"):
+            engine.load_weights(tmp_path, version=3)
+    assert engine.is_stale
+    with pytest.raises(EngineError, match=r"weights are not whole.*version 3"):
+        engine.generate(PROMPTS, GREEDY)
+    shutil.copy(tiny_model_dirs[1] / "model.safetensors", tmp_path)
+    for index in (1, 2):
+        (tmp_path / f"model-{index:05}-of-00002.safetensors").unlink()
+    engine.load_weights(tmp_path, version=4)
+    ((generation,),) = engine.generate(PROMPTS[:1], GREEDY)
+    assert generation.weight_version == 4
+    assert_greedy_of(tiny_model_dirs[1], PROMPTS[0], generation)
+
+
+def test_a_batch_may_take_longer_than_the_limit_as_long_as_it_comes_further(engine: RolloutEngine) -> None:
+    results: list[list[list[Generation]]] = []
+    long = SamplingConfig(max_new_tokens=60, ignore_eos=True)
+    worker = threading.Thread(target=lambda: results.append(engine.generate([[5]] * 200, long, timeout_s=3)))
+    before = time.monotonic()
+    worker.start()
+    for _ in range(3):
+        time.sleep(0.2)
+        engine.pause()
+        time.sleep(1.2)
+        engine.resume()
+    worker.join(60)
+    assert time.monotonic() - before > 3
+    assert [len(group[0].token_ids) for group in results[0]] == [60] * 200
+
+
+def test_a_batch_that_comes_no_further_is_given_up(engine: RolloutEngine) -> None:
+    errors: list[str] = []
+    long = SamplingConfig(max_new_tokens=60, ignore_eos=True)
+
+    def generate() -> None:
+        with pytest.raises(EngineError) as error:
+            engine.generate([[5]] * 300, long, timeout_s=2)
+        errors.append(str(error.value))
+
+    host = engine._host
+    assert host is not None
+    earlier = host._progress.done.keys()
+    worker = threading.Thread(target=generate)
+    worker.start()
+    end = time.monotonic() + 30
+    while time.monotonic() < end and not any(
+        count for request, count in host._progress.done.items() if request not in earlier
+    ):
+        time.sleep(0.05)
+    engine.pause()
+    worker.join(30)
+    engine.resume()
+    found = re.match(
+        r"rollout engine: generate came no further within 2 s: no token since \d\d:\d\d:\d\d, (\d+) of 300 responses "
+        r"are done; log: ",
+        errors[0],
+    )
+    assert found and 0 < int(found[1]) < 300
+    assert len(engine.generate(PROMPTS, GREEDY)) == 3
+
+
+@pytest.mark.parametrize(
+    "settings", [{"top_p": 0.7}, {"top_k": 3}, {"min_p": 0.1}, {"top_p": 0.9, "top_k": 5, "temperature": 0.8}]
+)
+def test_what_is_cut_off_stays_in_the_logprobs(
+    engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path], settings: dict[str, float]
+) -> None:
+    """So a trainer's log-probs are the same, and yet of another distribution than the tokens were drawn from."""
+    sampling = SamplingConfig(max_new_tokens=12, ignore_eos=True, **settings)
+    (group,) = engine.generate(PROMPTS[1:2], sampling, samples_per_prompt=8)
+    for generation in group:
+        reference = reference_logprobs(
+            tiny_model_dirs[0], PROMPTS[1], generation.token_ids, settings.get("temperature", 1)
+        )
+        drawn = torch.tensor(generation.token_ids).unsqueeze(1)
+        expected = reference.gather(1, drawn).squeeze(1)
+        assert (torch.tensor(generation.logprobs) - expected).abs().max() < 1e-3
+        rank = (reference > expected.unsqueeze(1) + 1e-4).sum(1)
+        assert rank.max() < settings.get("top_k", VOCAB_SIZE)
+        before = reference.exp().where(reference > expected.unsqueeze(1) + 1e-4, 0.0).sum(1)
+        assert before.max() <= settings.get("top_p", 1) + 1e-3
+        least = settings.get("min_p", 0.0) * reference.exp().max(1).values
+        assert (expected.exp() >= least - 1e-4).all()
+
+
+@pytest.mark.parametrize(
+    "penalties", [{"repetition_penalty": 1.7}, {"presence_penalty": 0.9, "frequency_penalty": 0.4}]
+)
+def test_penalties_are_in_the_logprobs(
+    engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path], penalties: dict[str, float]
+) -> None:
+    sampling = SamplingConfig(max_new_tokens=20, ignore_eos=True, temperature=0.5, **penalties)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dirs[0], dtype=torch.float32)
+    (group,) = engine.generate(PROMPTS[:1], sampling, samples_per_prompt=3)
+    changed_by = []
+    for generation in group:
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPTS[0] + generation.token_ids])).logits[0, len(PROMPTS[0]) - 1 : -1]
+        tokens = torch.tensor(generation.token_ids)
+        for position, (token, logprob) in enumerate(zip(generation.token_ids, generation.logprobs, strict=True)):
+            counts = torch.bincount(tokens[:position], minlength=VOCAB_SIZE)
+            scale = torch.where(counts > 0, sampling.repetition_penalty, 1.0)
+            changed = torch.where(logits[position] < 0, logits[position] * scale, logits[position] / scale)
+            changed = changed - sampling.presence_penalty * (counts > 0) - sampling.frequency_penalty * counts
+            assert abs(logprob - float(torch.log_softmax(changed / 0.5, -1)[token])) < 5e-3
+            changed_by.append(abs(logprob - float(torch.log_softmax(logits[position] / 0.5, -1)[token])))
+    assert max(changed_by) > 0.1, "a trainer's log-probs are others: recipes refuse these settings"
+
+
+def test_a_response_ends_with_the_token_that_completes_a_text(
+    engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path]
+) -> None:
+    """Stops of several tokens, and of parts of tokens, at the first place where the response's text has one."""
+    whole_text = SamplingConfig(max_new_tokens=40, ignore_eos=True, stop=("never",))
+    with pytest.raises(UserError, match=r"stop is \['never'\]: .* has no tokenizer_config\.json"):
+        engine.generate(PROMPTS, whole_text)
+    directory = tiny_model_dirs[0]
+    pieces = [f"<{number}é" for number in range(VOCAB_SIZE)]
+    tokenizer = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}))
+    tokenizer.decoder = decoders.Fuse()
+    try:
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+        greedy = whole_text.model_copy(update={"temperature": 0.0})
+        ((whole,),) = engine.generate(PROMPTS[:1], greedy)
+        assert (len(whole.token_ids), whole.finish_reason) == (40, "length")
+        text = "".join(pieces[token] for token in whole.token_ids)
+        for start, length in ((20, 9), (30, 3), (50, 17)):
+            stop = text[start : start + length]
+            ends = next(
+                count for count in range(1, 41) if stop in "".join(pieces[token] for token in whole.token_ids[:count])
+            )
+            ((stopped,),) = engine.generate(PROMPTS[:1], greedy.model_copy(update={"stop": ("never", stop)}))
+            assert stopped.finish_reason == "stop"
+            assert stopped.token_ids == whole.token_ids[:ends]
+            assert stopped.logprobs == pytest.approx(whole.logprobs[:ends], abs=1e-4)
+    finally:
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+            (directory / name).unlink(missing_ok=True)
+
+
+def test_pause_holds_generation_until_resume(engine: RolloutEngine) -> None:
+    engine.pause()
+    results: list[list[list[Generation]]] = []
+    worker = threading.Thread(target=lambda: results.append(engine.generate(PROMPTS, GREEDY)))
+    worker.start()
+    time.sleep(0.5)
+    assert not results
+    engine.ping()
+    engine.resume()
+    worker.join(30)
+    assert [len(group) for group in results[0]] == [1, 1, 1]
+
+
+def test_pause_with_abort_returns_what_there_is(engine: RolloutEngine) -> None:
+    results: list[list[list[Generation]]] = []
+    long = SamplingConfig(max_new_tokens=60, ignore_eos=True)
+    worker = threading.Thread(target=lambda: results.append(engine.generate([[5]] * 60, long)))
+    worker.start()
+    time.sleep(0.3)
+    engine.pause("abort")
+    worker.join(30)
+    engine.resume()
+    generations = [group[0] for group in results[0]]
+    assert {generation.finish_reason for generation in generations} <= {"abort", "length"}
+    assert all(len(generation.token_ids) == len(generation.logprobs) for generation in generations)
+    assert len(engine.generate(PROMPTS, GREEDY)) == 3
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[3], []], "prompt 1 is empty"),
+        ([[3], [4, VOCAB_SIZE]], "prompt 1 has token id 128; the vocabulary is 0 to 127"),
+        ([[-1]], "prompt 0 has token id -1"),
+        (
+            [[3], [4], [5] * 53],
+            "prompt 2 has 53 tokens; at most 52 leave room for max_new_tokens 12 in a context of 64",
+        ),
+    ],
+)
+def test_bad_prompts_are_refused(engine: RolloutEngine, prompts: list[list[int]], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        engine.generate(prompts, GREEDY)
+
+
+def test_seeds_need_a_deterministic_engine(engine: RolloutEngine) -> None:
+    with pytest.raises(UserError, match=r"rollout\.deterministic"):
+        engine.generate(PROMPTS, SAMPLED, seeds=[1, 2, 3])

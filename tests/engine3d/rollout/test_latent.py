@@ -1,0 +1,62 @@
+"""SGLang serves DeepSeek-V3 on this machine: the tokens and log-probs of transformers, on one rank and on two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine3d.rollout import Generation, RolloutEngine, SamplingConfig
+from tests.support import tiny_families
+from tests.support.tiny_rollout import TINY_ROLLOUT
+
+pytestmark = pytest.mark.processes
+
+PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12], [3, 4, 5] * 6]
+GREEDY = SamplingConfig(temperature=0, max_new_tokens=10, ignore_eos=True)
+
+
+# Accepted arguments of SGLang's that a CPU has a use for.
+ACCEPTED = {
+    "load_format": "safetensors",
+    "chunked_prefill_size": 8,
+    "max_prefill_tokens": 4096,
+    "disable_shared_experts_fusion": True,
+    "schedule_policy": "lpm",
+    "schedule_conservativeness": 0.3,
+    "watchdog_timeout": 200,
+    "decode_log_interval": 5,
+    "log_level": "debug",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("deepseek_v3", {"tp": 2, "ep": 2}), ("deepseek_v3-queries", {"tp": 1, "server_args": ACCEPTED})],
+)
+def test_generations_are_those_of_transformers(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """The first as transformers saves it, without keys that SGLang needs; the second with further arguments."""
+    started, loaded = tmp_path / "started", tmp_path / "loaded"
+    tiny_families.make(name, started, seed=1)
+    model = tiny_families.make(name, loaded)
+    with RolloutEngine(started, TINY_ROLLOUT.model_copy(update=settings)) as engine:
+        engine.load_weights(loaded, version=1)
+        first = [generation for (generation,) in engine.generate(PROMPTS, GREEDY)]
+        # A second turn, of which all but the last tokens are in the cache.
+        longer = [[*prompt, *generation.token_ids, 7, 8] for prompt, generation in zip(PROMPTS, first, strict=True)]
+        second = [generation for (generation,) in engine.generate(longer, GREEDY)]
+    for prompts, generations in ((PROMPTS, first), (longer, second)):
+        for prompt, generation in zip(prompts, generations, strict=True):
+            assert_same(model, prompt, generation)
+
+
+def assert_same(model: torch.nn.Module, prompt: list[int], generation: Generation) -> None:
+    response = torch.tensor(generation.token_ids)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *generation.token_ids]])).logits[0, len(prompt) - 1 : -1]
+    logprobs = logits.log_softmax(-1)
+    assert response.tolist() == logprobs.argmax(-1).tolist()
+    expected = logprobs.gather(1, response.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-4, rtol=0)

@@ -1,0 +1,38 @@
+"""SGLang cut over two ranks generates what one rank generates."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from engine3d.rollout import RolloutEngine, SamplingConfig
+from tests.support.tiny_rollout import TINY_ROLLOUT
+
+pytestmark = pytest.mark.processes
+
+PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
+GREEDY = SamplingConfig(temperature=0, max_new_tokens=12)
+
+
+def test_tensor_and_expert_parallel_ranks_agree_with_one(
+    engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    expected = [group[0] for group in engine.generate(PROMPTS, GREEDY)]
+    config = TINY_ROLLOUT.model_copy(update={"tp": 2, "ep": 2, "server_args": {"chunked_prefill_size": 64}})
+    with RolloutEngine(tiny_model_dirs[1], config, log_path=log) as parallel:
+        assert len(parallel.weight_checksums()) == 2
+        parallel.load_weights(tiny_model_dirs[0], version=1)
+        generations = [group[0] for group in parallel.generate(PROMPTS, GREEDY)]
+
+        # A prompt is computed once, not for each of its samples.
+        before, length, count = log.stat().st_size, 24, 12
+        prompts = [[3 + number, *range(40, 39 + length)] for number in range(count)]
+        parallel.generate(prompts, SamplingConfig(max_new_tokens=4), samples_per_prompt=4)
+        computed = sum(map(int, re.findall(r"TP0.*#new-token: (\d+)", log.read_text()[before:])))
+        assert length * count <= computed < 2 * length * count
+    for generation, reference in zip(generations, expected, strict=True):
+        assert generation.token_ids == reference.token_ids
+        assert generation.logprobs == pytest.approx(reference.logprobs, abs=1e-3)

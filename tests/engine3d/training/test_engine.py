@@ -1,0 +1,507 @@
+"""Updates and log-probs: the same on every layout, packed or padded, in however many micro-batches."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch.profiler import record_function
+from transformers import AutoModelForCausalLM
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
+from engine3d.training.profile import UpdateTrace
+from engine3d.training.sequences import Sequences
+from tests.support import tiny_families
+from tests.support.distributed import run_distributed
+
+pytestmark = pytest.mark.processes
+
+LAYOUTS = {
+    1: [{}],
+    2: [{"ep": 2}, {"tp": 2}, {"pp": 2}, {}],
+    4: [{"tp": 2, "pp": 2}, {"tp": 2, "ep": 2}, {"pp": 2, "ep": 2}, {"ep": 4}],
+}
+SETTINGS = OptimizerConfig(lr=1e-2, min_lr=1e-3, schedule="cosine", warmup_steps=2, decay_steps=8, clip_grad=0.5)
+
+
+def _samples() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 20, (11,), generator=generator).tolist()
+    return [torch.randint(0, 60, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _engine(directory: Path, sizes: dict[str, int], world_size: int, **settings: Any) -> Any:
+    from engine3d.training.engine import TrainEngine
+
+    arguments = {"dtype": "float32", "micro_batch_tokens": 48, "optimizer": SETTINGS} | settings
+    config = TrainConfig(layout=LayoutConfig(**sizes), **arguments)
+    return TrainEngine(directory, config, Layout.of_world(world_size, **sizes), seed=1)
+
+
+def _own(samples: list[list[int]], engine: Any) -> tuple[Sequences, list[int]]:
+    """This data-parallel rank's samples, weighted so that the loss is the mean over all tokens of all ranks."""
+    mine = list(range(engine.coordinates.dp, len(samples), engine.layout.dp))
+    return _weighted(samples, mine), mine
+
+
+def _weighted(samples: list[list[int]], mine: list[int]) -> Sequences:
+    """Some of the samples, with weights that make the loss over all of them the mean over their tokens."""
+    count = sum(len(sample) - 1 for sample in samples)
+    weights = [weight for index in mine for weight in [0.0] + [1 / count] * (len(samples[index]) - 1)]
+    return Sequences.of([samples[index] for index in mine], weights=torch.tensor(weights))
+
+
+def _loss(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = ((0.01 * outputs.entropy - outputs.logprobs) * columns["weights"]).sum()
+    return loss, loss.detach()
+
+
+def _train(directory: Path, sizes: dict[str, int], world_size: int, **settings: Any) -> dict[str, Any]:
+    """Three updates on one layout: what each rank saw of losses, gradient norms, rates and log-probs."""
+    engine = _engine(directory, sizes, world_size, **settings)
+    sequences, mine = _own(_samples(), engine)
+    seen: dict[str, Any] = {"losses": [], "norms": [], "rates": [], "mine": mine}
+    before = engine.logprobs(sequences, with_entropy=True)
+    for _ in range(3):
+        result = engine.update(sequences, _loss, with_entropy=True)
+        loss = torch.stack([torch.zeros((), device=engine.device), *result.facts]).sum()
+        dist.all_reduce(loss)
+        seen["losses"].append(float(loss) / engine.layout.tp)
+        seen["norms"].append(result.grad_norm)
+        seen["rates"].append(result.learning_rate)
+        seen["tokens"], seen["positions"] = result.tokens, result.positions
+    after = engine.logprobs(sequences)
+    seen["before"], seen["after"] = (None if outputs is None else outputs.logprobs for outputs in (before, after))
+    engine.close()
+    return seen
+
+
+def _train_all(directory: Path, world_size: int) -> list[dict[str, Any]]:
+    return [_train(directory, sizes, world_size) for sizes in LAYOUTS[world_size]]
+
+
+def _by_sample(ranks: list[dict[str, Any]], name: str) -> dict[int, torch.Tensor]:
+    """Log-probs of each sample, from whichever last-stage rank had it."""
+    samples, found = _samples(), {}
+    for rank in ranks:
+        if rank[name] is not None:
+            pieces = rank[name].split([len(samples[index]) for index in rank["mine"]])
+            found |= dict(zip(rank["mine"], pieces, strict=True))
+    return found
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model") / "moe"
+    tiny_families.make("qwen3_moe", directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def alone(directory: Path) -> dict[str, Any]:
+    """The reference: one rank, one micro-batch, padded rows."""
+    [result] = run_distributed(_train_alone, 1, directory, timeout_s=120)
+    return result
+
+
+def _train_alone(directory: Path) -> dict[str, Any]:
+    return _train(directory, {}, 1, micro_batch_tokens=10_000, packing=False)
+
+
+def test_one_rank_agrees_with_transformers(directory: Path, alone: dict[str, Any]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    logprobs = _by_sample([alone], "before")
+    for index, sample in enumerate(_samples()):
+        tokens = torch.tensor([sample])
+        with torch.no_grad():
+            every = model(tokens).logits.log_softmax(dim=-1)
+        expected = every[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
+        assert logprobs[index][0] == 0
+        torch.testing.assert_close(logprobs[index][1:], expected, atol=2e-5, rtol=1e-4)
+
+
+def test_schedule_and_progress(alone: dict[str, Any]) -> None:
+    assert alone["rates"] == pytest.approx([0.0, 0.005, 0.01])
+    assert alone["losses"][0] == pytest.approx(alone["losses"][1])  # the first rate is 0
+    assert alone["losses"][2] < alone["losses"][1] - 0.05
+
+
+def test_tokens_and_positions_of_padded_rows(alone: dict[str, Any]) -> None:
+    lengths = [len(sample) for sample in _samples()]
+    assert alone["tokens"] == sum(lengths)
+    assert alone["positions"] == len(lengths) * max(lengths)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_layout_updates_alike(directory: Path, alone: dict[str, Any], world_size: int) -> None:
+    ranks = run_distributed(_train_all, world_size, directory, world_size, timeout_s=180)
+    for number, sizes in enumerate(LAYOUTS[world_size]):
+        results = [rank[number] for rank in ranks]
+        for result in results:
+            assert result["losses"] == pytest.approx(alone["losses"], rel=2e-5), sizes
+            assert result["norms"] == pytest.approx(alone["norms"], rel=2e-4), sizes
+            assert result["tokens"] == sum(len(_samples()[index]) for index in result["mine"])
+            # Packed, each of at most three micro-batches is padded to a multiple of tp.
+            tp = sizes.get("tp", 1)
+            assert result["positions"] % tp == 0 and 0 <= result["positions"] - result["tokens"] <= 3 * (tp - 1), sizes
+        for name in ("before", "after"):
+            expected, found = _by_sample([alone], name), _by_sample(results, name)
+            assert found.keys() == expected.keys()
+            for index, logprobs in expected.items():
+                torch.testing.assert_close(found[index], logprobs, atol=2e-4, rtol=1e-3)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How the samples are cut: those of each data-parallel rank, and its micro-batches."""
+
+    mine: tuple[tuple[int, ...], ...]
+    micro_batch_tokens: int
+    packing: bool = True
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Of one update, by parameter; the loss is the sum over data-parallel ranks."""
+
+    by_name: dict[str, torch.Tensor]
+    loss: float
+    micro_batches: int
+
+
+ALL = tuple(range(11))
+ONE_EACH = _Cut((ALL,), 1, packing=False)
+CUTS = {
+    1: [ONE_EACH, _Cut((ALL,), 1), _Cut((ALL,), 30), _Cut((ALL,), 60), _Cut((ALL,), 30, packing=False)],
+    2: [
+        _Cut((ALL[::2], ALL[1::2]), 1, packing=False),
+        _Cut((ALL[1::2], ALL[::2]), 30),
+        _Cut((ALL[:2], ALL[2:]), 30),  # one has more micro-batches than the other has samples
+        _Cut((ALL[4:], ALL[:4]), 60),
+    ],
+}
+
+
+def _cut_all(directory: Path, world_size: int) -> list[_Gradients]:
+    """The same samples, cut in several ways, through the same weights."""
+    engine = _engine(directory, {}, world_size, optimizer=OptimizerConfig(lr=1e-30, clip_grad=0))
+    samples, found = _samples(), []
+    for cut in CUTS[world_size]:
+        engine.config = engine.config.model_copy(
+            update={"micro_batch_tokens": cut.micro_batch_tokens, "packing": cut.packing}
+        )
+        result = engine.update(_weighted(samples, list(cut.mine[engine.coordinates.dp])), _loss, with_entropy=True)
+        loss = torch.stack(result.facts).sum()
+        dist.all_reduce(loss)
+        found.append(_Gradients(_gradients(engine), float(loss), len(result.facts)))
+    engine.close()
+    return found
+
+
+def _gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """Whole gradients of all parameters: each rank has added up those of all ranks for its part of a buffer alone."""
+    for buffer in (*engine.model.buffers, *engine.model.expert_parallel_buffers):
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
+    return {name: parameter.main_grad.cpu().clone() for name, parameter in engine.module.named_parameters()}
+
+
+def test_gradients_do_not_depend_on_how_samples_are_cut(directory: Path) -> None:
+    """Packed into even micro-batches and dealt over ranks, as of each sample alone."""
+    [found] = run_distributed(_cut_all, 1, directory, 1, timeout_s=120)
+    reference = found[0]
+    assert reference.micro_batches == 11
+    assert [each.micro_batches for each in found[2:4]] == [4, 2]
+    dealt = run_distributed(_cut_all, 2, directory, 2, timeout_s=120)
+    for first, second in zip(*dealt, strict=True):
+        assert first.micro_batches == second.micro_batches  # ranks that share experts wait for each other in each
+    for rank in (found[1:], *dealt):
+        for number, gradients in enumerate(rank):
+            assert gradients.loss == pytest.approx(reference.loss, rel=1e-5), number
+            assert gradients.by_name.keys() == reference.by_name.keys()
+            for name, expected in reference.by_name.items():
+                largest = float(expected.abs().max())
+                assert largest > 0, name
+                torch.testing.assert_close(gradients.by_name[name], expected, rtol=1e-4, atol=1e-5 * largest)
+
+
+def _micro_batches(directory: Path) -> list[list[int]]:
+    engine = _engine(directory, {}, 1, micro_batch_tokens=40)
+    sequences = Sequences.of([[1] * 20, [2] * 38, [3] * 19])
+    found = [batch.input_ids.unique().tolist() for batch in engine.micro_batches(sequences)]
+    engine.close()
+    return found
+
+
+def test_micro_batches_are_weighed_by_their_operations(directory: Path) -> None:
+    [found] = run_distributed(_micro_batches, 1, directory, timeout_s=120)
+    assert found == [[2], [1, 3]]  # the most costly first: a token less, and more attention
+
+
+def _not_finite(directory: Path) -> tuple[bool, bool, list[float]]:
+    engine = _engine(directory, {}, 1)
+    sequences, _ = _own(_samples(), engine)
+
+    def broken(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
+        return (outputs.logprobs * columns["weights"]).sum() * torch.nan, None
+
+    engine.update(sequences, _loss, with_entropy=True)
+    before = [parameter.detach().clone() for parameter in engine.model.parameters()]
+    result = engine.update(sequences, broken)
+    same = all(torch.equal(old, new) for old, new in zip(before, engine.model.parameters(), strict=True))
+    rates = [engine.update(sequences, _loss, with_entropy=True).learning_rate for _ in range(1)]
+    finite = all(bool(parameter.isfinite().all()) for parameter in engine.model.parameters())
+    engine.close()
+    return result.applied, same and finite, rates
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(directory: Path) -> None:
+    [(applied, untouched, rates)] = run_distributed(_not_finite, 1, directory, timeout_s=120)
+    assert not applied and untouched
+    assert rates == pytest.approx([0.005])  # the schedule did not count the refused step
+
+
+def _wrong_world(directory: Path) -> str:
+    with pytest.raises(UserError) as error:
+        _engine(directory, {"tp": 2}, 2)
+    return str(error.value)
+
+
+def test_a_layout_of_another_world_is_refused(directory: Path) -> None:
+    [message] = run_distributed(_wrong_world, 1, directory, timeout_s=120)
+    assert message == "layout: tp=2 has 2 ranks, the world has 1"
+
+
+def _gives_back(directory: Path, often: bool) -> tuple[list[int], list[Any]]:
+    """Bytes of the gradients after each of three updates, and what those came to."""
+    engine = _engine(directory, {}, 1)
+    sequences, _ = _own(_samples(), engine)
+    held, seen = [_gradient_bytes(engine)], []
+    for _ in range(3):
+        if often:
+            engine.give_back()
+            held.append(_gradient_bytes(engine))
+        result = engine.update(sequences, _loss, with_entropy=True)
+        held.append(_gradient_bytes(engine))
+        seen.append((result.grad_norm, [float(loss) for loss in result.facts]))
+    if often:
+        engine.give_back()
+    seen.append(engine.logprobs(sequences).logprobs.tolist())
+    held.append(_gradient_bytes(engine))
+    engine.close()
+    return held, seen
+
+
+def _gradient_bytes(engine: Any) -> int:
+    buffers = [*engine.model.buffers, *engine.model.expert_parallel_buffers]
+    return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
+
+
+def test_gradients_have_memory_only_from_an_update_until_it_is_given_back(directory: Path) -> None:
+    [(held, expected)] = run_distributed(_gives_back, 1, directory, False, timeout_s=120)
+    size = held[0]
+    assert size > 0 and held == [size] * 5
+    [(held, found)] = run_distributed(_gives_back, 1, directory, True, timeout_s=120)
+    assert held == [size, 0, size, 0, size, 0, size, 0]
+    assert found == expected
+
+
+def _recompute(directory: Path) -> list[tuple[dict[str, Any], int]]:
+    """Updates that compute no, some or all layers again, and how often they passed through one."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    found: list[tuple[dict[str, Any], int]] = []
+    for settings in ({"recompute": "none"}, {"recompute": "full", "recompute_layers": 1}, {"recompute": "full"}):
+        passes: list[int] = []
+        hook = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, _, __, passes=passes: passes.append(0) if isinstance(module, TransformerLayer) else None
+        )
+        found.append((_train(directory, {}, 1, **settings), len(passes)))
+        hook.remove()
+    with pytest.raises(UserError, match="recompute=selective needs Transformer Engine"):
+        _engine(directory, {}, 1, recompute="selective")
+    return found
+
+
+def test_what_is_computed_again_is_the_same(directory: Path) -> None:
+    [[(kept, none), (one, some), (layers, all_of_them)]] = run_distributed(_recompute, 1, directory, timeout_s=180)
+    for again in (one, layers):
+        assert again["losses"] == kept["losses"] and again["norms"] == kept["norms"]
+        assert torch.equal(again["after"], kept["after"])
+    assert none < some < all_of_them
+
+
+def test_some_layers_are_computed_again_only_where_layers_are() -> None:
+    with pytest.raises(ValidationError, match="recompute_layers=2 needs recompute=full, found none"):
+        TrainConfig(recompute_layers=2)
+
+
+def _anew(directory: Path, settings: OptimizerConfig) -> list[float]:
+    """Gradient norms before and after the optimizer was started afresh."""
+    engine = _engine(directory, {}, 1, optimizer=settings)
+    sequences, _ = _own(_samples(), engine)
+    norms = [engine.update(sequences, _loss, with_entropy=True).grad_norm for _ in range(2)]
+    engine.reset_optimizer(settings)
+    parts = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+    assert not any(part.optimizer.state for part in parts)
+    norms += [engine.update(sequences, _loss, with_entropy=True).grad_norm for _ in range(3)]
+    engine.close()
+    return norms
+
+
+def _offload(directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Updates with the optimizer's state kept on the device and in host memory; and how it was in the latter."""
+    from engine3d.training import host_state
+
+    kept = [_train(directory, {}, 1) | {"anew": _anew(directory, SETTINGS)}]
+    offloaded = SETTINGS.model_copy(update={"offload": True})
+    made: list[host_state.HostState] = []
+    told: dict[str, Any] = {"moved": 0}
+    make, send = host_state.HostState.__init__, host_state._Way.send
+
+    def watched_make(state: host_state.HostState, *arguments: Any) -> None:
+        make(state, *arguments)
+        made.append(state)
+
+    def watched_send(way: host_state._Way, number: int) -> None:
+        part = way._parts[number]
+        assert _memory_of(part) == {way._place(number).untyped_storage().data_ptr()}
+        told["moved"] += 1
+        told["nbytes"], told["parts"] = made[0].nbytes, [part.nbytes for part in way._parts]
+        told["largest"] = max(slot.shape.numel() for part in way._parts for slot in part.slots)
+        send(way, number)
+        assert part.host is not None and _memory_of(part) == {part.host.untyped_storage().data_ptr()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_state, "PART_BYTES", 16384)
+        patch.setattr(host_state.HostState, "__init__", watched_make)
+        patch.setattr(host_state._Way, "send", watched_send)
+        trained = _train(directory, {}, 1, optimizer=offloaded)
+        assert not made[0].nbytes  # it is given back with the engine
+        of_one = dict(told)
+        kept.append(trained | {"anew": _anew(directory, offloaded)})
+    return kept, of_one
+
+
+def _memory_of(part: Any) -> set[int]:
+    return {slot.state[slot.name].untyped_storage().data_ptr() for slot in part.slots}
+
+
+def test_the_optimizers_state_may_be_in_host_memory(directory: Path) -> None:
+    [((on_device, in_host), told)] = run_distributed(_offload, 1, directory, timeout_s=180)
+    assert in_host["losses"] == on_device["losses"] and in_host["norms"] == on_device["norms"]
+    assert in_host["anew"] == on_device["anew"]
+    assert torch.equal(in_host["after"], on_device["after"])
+    parameters = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(directory).parameters())
+    assert 2 * 4 * parameters <= told["nbytes"] < 1.2 * 2 * 4 * parameters  # two moments in float32, and room between
+    assert len(told["parts"]) > 3 and max(told["parts"]) < 1.2 * max(16384, 2 * 4 * told["largest"])
+    assert told["moved"] == 2 * len(told["parts"])  # in all of three updates but the first, which makes the state
+
+
+def _gather(directory: Path) -> dict[str, Any]:
+    gathers = {"moe_token_dispatcher_type": "allgather"}
+    found = _train(directory, {"ep": 2}, 2, megatron=gathers)
+    with pytest.raises(UserError, match="allgather needs packing=true"):
+        _engine(directory, {"ep": 2}, 2, packing=False, megatron=gathers)
+    return found
+
+
+def test_tokens_may_be_gathered_for_experts(directory: Path, alone: dict[str, Any]) -> None:
+    ranks = run_distributed(_gather, 2, directory, timeout_s=180)
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+    assert len({rank["positions"] for rank in ranks}) == 1 < len({rank["tokens"] for rank in ranks})
+
+
+TRACED = {"two": 2, "more": 9}
+"""How many of the four micro-batches of an update are asked for."""
+
+
+def _updates(directory: Path, traces: Path | None, sizes: dict[str, int], world_size: int) -> list[Any]:
+    """What three updates came to, of which the first two are traced."""
+    engine = _engine(directory, sizes, world_size, micro_batch_tokens=30)
+    sequences, _ = _own(_samples(), engine)
+    seen: list[Any] = []
+    for name, count in [*TRACED.items(), ("none", 0)]:
+        if traces is not None and count:
+            engine.trace_next_update(traces / f"{name}-{dist.get_rank()}.json.gz", count)
+        outputs = engine.logprobs(sequences)  # is no update
+        seen.append(None if outputs is None else outputs.logprobs.tolist())
+        result = engine.update(sequences, _loss, with_entropy=True)
+        seen.append((result.grad_norm, [float(loss) for loss in result.facts]))
+        assert not torch._C._autograd._profiler_enabled()
+    engine.close()
+    return seen
+
+
+def _traced(directory: Path, traces: Path, sizes: dict[str, int], world_size: int) -> list[Any]:
+    return [_updates(directory, each, sizes, world_size) for each in (None, traces)]
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}])
+def test_a_traced_update_is_the_same(directory: Path, tmp_path: Path, sizes: dict[str, int]) -> None:
+    world_size = sizes.get("pp", 1)
+    for untraced, traced in run_distributed(_traced, world_size, directory, tmp_path, sizes, world_size, timeout_s=180):
+        assert traced == untraced
+    expected = {"two": [2, 3], "more": [1, 2, 3, 4]}
+    names = [f"{name}-{rank}.json.gz" for name in TRACED for rank in range(world_size)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    for name in names:
+        with gzip.open(tmp_path / name, "rt") as file:
+            events = json.load(file)["traceEvents"]
+        operations = [event["name"] for event in events if event.get("cat") in ("cpu_op", "user_annotation")]
+        labels = [each for each in operations if each.startswith("micro-batch ")]
+        assert sorted(labels) == [f"micro-batch {number}" for number in expected[name.split("-")[0]]]
+        assert any("Backward" in each for each in operations)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_trace_of_a_pipeline_stage_goes_both_ways(ahead: int, tmp_path: Path) -> None:
+    def schedule(*, forward_step_func: Any, num_microbatches: int) -> str:
+        """One forward, one backward."""
+        for number in range(num_microbatches + ahead):
+            if number < num_microbatches:
+                forward_step_func()
+            if number >= ahead:
+                with record_function("backward"):
+                    pass
+        return "facts"
+
+    for count, asked in ((8, 2), (4, 4)):
+        trace = UpdateTrace(tmp_path / "trace.json.gz", asked, ahead=ahead)
+        assert trace.run(schedule, forward_step_func=lambda: None, num_microbatches=count) == "facts"
+        with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
+            names = [event["name"] for event in json.load(file)["traceEvents"]]
+        assert sum(name.startswith("micro-batch ") for name in names) == asked
+        assert names.count("backward") == asked
+
+
+def _fails_while_traced(directory: Path, traces: Path) -> None:
+    engine = _engine(directory, {}, 1, micro_batch_tokens=30)
+    sequences, _ = _own(_samples(), engine)
+
+    def broken(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
+        raise ArithmeticError
+
+    engine.trace_next_update(traces / "failed.json.gz", 9)
+    with pytest.raises(ArithmeticError):
+        engine.update(sequences, broken)
+    assert not torch._C._autograd._profiler_enabled()
+    engine.close()
+
+
+def test_an_update_that_fails_leaves_no_trace(directory: Path, tmp_path: Path) -> None:
+    run_distributed(_fails_while_traced, 1, directory, tmp_path, timeout_s=120)
+    assert not list(tmp_path.iterdir())

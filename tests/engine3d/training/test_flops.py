@@ -1,0 +1,117 @@
+"""Floating point operations from sizes: against what the modules multiply, and against published models by hand."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.reshard_plan import named_model
+from engine3d.layout import Layout
+from engine3d.models import model_spec
+from engine3d.training.flops import PASSES_OF_AN_UPDATE, pair_flops, sequence_flops, token_flops
+from tests.support.distributed import run_distributed
+from tests.support.tiny_families import CONFIGS
+
+LENGTHS = (5, 12)
+MODELS = [(name, False) for name in CONFIGS] + [("qwen3-tied", True), ("deepseek_v3", True)]
+
+
+def _count_all() -> dict[tuple[str, bool], tuple[int, int, int]]:
+    from engine3d.training import parallel
+
+    layout = Layout()
+    parallel.initialise(layout, seed=1, timeout_s=60)
+    counted = {model: _count(*model, layout) for model in MODELS}
+    parallel.release()
+    parallel.leave()
+    return counted
+
+
+def _count(name: str, value_head: bool, layout: Layout) -> tuple[int, int, int]:
+    """What PyTorch counts in the module that an engine trains, over all sequences.
+
+    Attention runs as the matrix multiplications that it is defined by, over whole squares of positions: these are the
+    only batched ones of the model, and counted apart. One sequence at a time, since Megatron-Core widens the values of
+    packed latent attention to the width of its queries.
+
+    Returns:
+        Operations of the forward passes outside of attention and in it, and of forward and backward passes together.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from engine3d.models import build_model
+
+    spec = model_spec(CONFIGS[name], value_head=value_head)
+    model = build_model(spec, layout, torch.float32)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)  # a new model holds nothing, perhaps not even numbers
+    outside = attention = total = 0
+    for length in LENGTHS:
+        positions = torch.arange(length)[None]
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            output = model(positions, positions, None)
+            batched = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+            outside, attention = outside + counter.get_total_flops() - batched, attention + batched
+            output.sum().backward()
+        total += counter.get_total_flops()
+    return outside, attention, total
+
+
+@pytest.mark.processes
+def test_every_family_multiplies_what_is_counted() -> None:
+    [counted] = run_distributed(_count_all, 1, timeout_s=120)
+    for (name, value_head), (outside, attention, training) in counted.items():
+        spec = model_spec(CONFIGS[name], value_head=value_head)
+        assert outside == sum(LENGTHS) * token_flops(spec), (name, value_head)
+        # The causal half of the squares that were counted.
+        squares = sum(length**2 for length in LENGTHS)
+        assert attention == 2 * squares * pair_flops(spec.sizes), (name, value_head)
+        flops = sequence_flops(spec, LENGTHS)
+        assert flops.sum() == outside + attention / 2, (name, value_head)
+        assert training == PASSES_OF_AN_UPDATE * (outside + attention), (name, value_head)
+
+
+def test_a_published_mixture_of_experts_by_hand() -> None:
+    spec = named_model("qwen3-30b-a3b")
+    # Attention, router and eight experts of a layer, and the output layer; the look-up is what "3.3B active" has more.
+    layer = 2048 * (32 * 128 * 2 + 4 * 128 * 2) + 2048 * 128 + 8 * 3 * 2048 * 768
+    multiplied = 48 * layer + 151936 * 2048
+    assert multiplied + 151936 * 2048 == pytest.approx(3.3e9, rel=0.02)
+    assert token_flops(spec) == 2 * multiplied
+    # Scores and sums over values of 32 heads with 128 elements, half of 2 * n^2 * 128 each.
+    n = 4096
+    assert sequence_flops(spec, n) == n * 2 * multiplied + 48 * 32 * 2 * (n * n * 128)
+    assert PASSES_OF_AN_UPDATE * sequence_flops(spec, n) / n == pytest.approx(
+        6 * multiplied + 6 * 48 * 32 * 128 * n, rel=1e-15
+    )
+
+
+def test_published_latent_attention_by_hand() -> None:
+    spec = named_model("deepseek-v3")
+    attention = 7168 * (1536 + 512 + 64) + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
+    sparse = 7168 * 256 + 9 * 3 * 7168 * 2048
+    multiplied = 61 * attention + 58 * sparse + 3 * 3 * 7168 * 18432 + 129280 * 7168
+    assert multiplied == pytest.approx(37e9, rel=0.02)
+    assert sequence_flops(spec, [2, 1000]).tolist() == [
+        n * 2 * multiplied + n * n * 61 * 128 * (192 + 128) for n in (2, 1000)
+    ]
+
+
+def test_a_dense_model_is_two_operations_for_each_weight() -> None:
+    spec = named_model("llama-3-70b")
+    norms = (2 * 80 + 1) * 8192
+    assert token_flops(spec) == 2 * (spec.parameter_count() - 128256 * 8192 - norms)
+
+
+def test_many_lengths_at_once() -> None:
+    spec = model_spec(CONFIGS["deepseek_v3"])
+    lengths = np.random.default_rng(0).integers(1, 32768, 100_000)
+    started = time.perf_counter()
+    flops = sequence_flops(spec, lengths)
+    assert time.perf_counter() - started < 0.2  # milliseconds; a loop over them takes longer than this
+    assert flops.shape == lengths.shape and flops.dtype == np.float64
+    assert flops[[0, -1]].tolist() == [sequence_flops(spec, int(lengths[index])) for index in (0, -1)]

@@ -1,0 +1,72 @@
+"""How the host memory of an optimizer's state is taken; what is computed with it is in test_engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine3d.errors import EngineError
+from engine3d.platform.cpu import CpuPlatform
+from engine3d.training import host_state
+
+PARTS = 30
+
+
+class Slow(CpuPlatform):
+    """Needs its time for each memory, and says when it has given one."""
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        time.sleep(0.1)
+        print("taken", flush=True)
+        return super().host_memory(nbytes)
+
+
+class Full(CpuPlatform):
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        raise RuntimeError("cudaHostAlloc: out of memory\nCompile with what nobody has")
+
+
+def _state(platform: CpuPlatform) -> host_state.HostState:
+    """Of as many parts as there are parameters."""
+    host_state.platform = platform
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2)) for _ in range(PARTS)])
+    optimizer = SimpleNamespace(optimizer=adam, is_stub_optimizer=False)
+    return host_state.HostState(optimizer, torch.device("cpu"), host_state.PART_BYTES // 256)
+
+
+def _initialise(inner: Any, parameter: torch.Tensor) -> None:
+    inner.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+
+
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_state, "platform", host_state.platform)
+
+
+def test_a_process_that_ends_takes_no_more() -> None:
+    program = "from tests.engine3d.training.test_host_state import Slow, _state; state = _state(Slow())"
+    words = [sys.executable, "-c", program]
+    ended = subprocess.run(words, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True)
+    assert ended.stdout.count("taken") < PARTS // 3 and not ended.stderr
+
+
+def test_what_is_given_back_is_taken_no_further(capsys: pytest.CaptureFixture[str]) -> None:
+    _state(Slow()).release()
+    assert capsys.readouterr().out.count("taken") < PARTS // 3
+    time.sleep(0.3)
+    assert not capsys.readouterr().out
+
+
+def test_why_there_is_no_memory_is_one_line() -> None:
+    state = _state(Full())
+    with pytest.raises(
+        EngineError, match=r"^host memory: .* \(cudaHostAlloc: out of memory\); set offload=false [^\n]*$"
+    ):
+        state.make(_initialise)

@@ -1,0 +1,163 @@
+"""What `train.megatron` may set, and what it is told that may not."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from pydantic import ValidationError
+
+from benchmarks.reshard_plan import named_model
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.models import ModelSpec, model_spec
+from engine3d.training.config import TrainConfig
+from engine3d.training.megatron_options import (
+    BY_NAME,
+    OPTIONS,
+    PAGE,
+    REFUSED,
+    check_effect,
+    check_options,
+    page,
+    refusals,
+)
+from tests.support import tiny_families
+
+ROOT = Path(__file__).parents[3]
+FIELDS = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+MOE, DENSE, DEEPSEEK = (named_model("qwen3-30b-a3b"), named_model("llama-3-70b"), model_spec(tiny_families.DEEPSEEK))
+
+
+def test_names_are_megatron_cores_and_each_is_named_once() -> None:
+    refused = [name for each in REFUSED for name in each.names]
+    assert len({*BY_NAME, *refused}) == len(OPTIONS) + len(refused)
+    assert {*BY_NAME, *refused} <= FIELDS
+
+
+def test_the_page_is_the_table() -> None:
+    assert (ROOT / PAGE).read_text() == page()
+    for option in OPTIONS:
+        for path in option.tried.split(", "):
+            assert (ROOT / path).exists(), path
+
+
+def test_every_other_field_is_refused_whatever_its_value() -> None:
+    for name in sorted(FIELDS - BY_NAME.keys()):
+        for value in (0, None, False, True, "none"):
+            [line] = refusals({name: value})
+            assert line.startswith(f"{name}: "), name
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"calculate_per_token_loss": False}, "calculate_per_token_loss: the engine sets it: gradients are sums"),
+        ({"finalize_model_grads_func": None}, "finalize_model_grads_func: the engine sets it"),
+        ({"context_parallel_size": 2}, "it has a setting of its own; expected train.layout.cp"),
+        ({"tensor_model_parallel_size": 2}, "it has a setting of its own; expected train.layout.tp"),
+        ({"recompute_modules": ["moe"]}, "it has a setting of its own; expected train.recompute"),
+        ({"num_layers": 2}, "num_layers: it is of the model, and SGLang would serve another one"),
+        ({"window_size": [8, 0]}, "it is of the model"),
+        ({"softmax_type": "off-by-one"}, "it is of the model"),
+        ({"layernorm_epsilon": 1e-3}, "it is of the model"),
+        ({"hidden_dropout": 0.1}, "hidden_dropout: it draws or drops what SGLang does not"),
+        ({"moe_expert_capacity_factor": 1.0}, "it draws or drops"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers: it would be ignored"),
+        ({"fp8": "hybrid"}, "it computes in another precision"),
+        (
+            {"moe_shared_expert_overlap": True},
+            "it is none of the options that were tried; expected one of moe_token_disp",
+        ),
+        ({"nonsense": 1}, r"nonsense: it is none of the options .* \(docs/megatron_options.md\)"),
+        ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type='flex'; expected alltoall or allgather"),
+        ({"moe_router_load_balancing_type": "aux_loss"}, "'aux_loss': its load is that of a micro-batch, .*; expected"),
+        ({"moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"]}, "its load is that of a micro-batch"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "it routes otherwise in training than SGLang does"),
+        ({"moe_router_load_balancing_type": "quantile_balancing"}, "by a bias that SGLang does not have"),
+        ({"moe_router_load_balancing_type": []}, r"=\[\]; expected none, seq_aux_loss"),
+        ({"moe_aux_loss_coeff": -1e-3}, "moe_aux_loss_coeff=-0.001; expected a number of at least 0"),
+        ({"moe_aux_loss_coeff": "1e-3"}, "moe_aux_loss_coeff='1e-3'; expected a number"),
+        ({"moe_aux_loss_coeff": [0.1, None]}, "expected a number"),
+        ({"moe_z_loss_coeff": float("nan")}, "moe_z_loss_coeff=nan; expected a number"),
+        ({"moe_z_loss_coeff": True}, "moe_z_loss_coeff=True; expected a number"),
+        ({"moe_router_fusion": 1}, "moe_router_fusion=1; expected true or false"),
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValidationError, match=line):
+        TrainConfig(megatron=options)
+
+
+def test_every_refusal_is_told() -> None:
+    assert len(refusals({"num_layers": 2, "moe_z_loss_coeff": 1e-3, "fp8": None})) == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "layout", "options", "others", "line"),
+    [
+        (
+            MOE,
+            Layout(),
+            {"moe_router_fusion": True},
+            {},
+            "moe_router_fusion=True needs Transformer Engine; expected false",
+        ),
+        (MOE, Layout(ep=2, dp=2), {"moe_token_dispatcher_type": "allgather"}, {"packing": False}, "packing=true"),
+        (MOE, Layout(pp=2), {"moe_token_dispatcher_type": "allgather"}, {}, "allgather with pp=2: expected pp=1"),
+        (
+            MOE,
+            Layout(),
+            {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": 0.1},
+            {},
+            "moe_aux_loss_coeff=0.1 with .*: expected as many of one as of the other",
+        ),
+        (MOE, Layout(), {"moe_aux_loss_coeff": [0.1]}, {}, "expected as many of one as of the other"),
+        (
+            MOE,
+            Layout(),
+            {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1},
+            {},
+            "with moe_router_load_balancing_type=none does nothing",
+        ),
+    ],
+)
+def test_options_against_model_layout_and_devices(
+    spec: ModelSpec, layout: Layout, options: dict[str, Any], others: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(UserError, match=rf"^megatron\..*{line}"):
+        check_options(TrainConfig(megatron=options, **others), spec, layout, transformer_engine=False)
+
+
+def test_the_fused_router_is_for_a_softmax_on_gpus() -> None:
+    config = TrainConfig(megatron={"moe_router_fusion": True})
+    check_options(config, MOE, Layout(ep=2, dp=2), transformer_engine=True)
+    with pytest.raises(UserError, match="was tried with a softmax over experts alone; expected false"):
+        check_options(config, DEEPSEEK, Layout(), transformer_engine=True)
+
+
+def test_options_that_go_together() -> None:
+    for spec, layout, options in (
+        (MOE, Layout(ep=2, dp=2), {"moe_token_dispatcher_type": "allgather", "moe_aux_loss_coeff": 1e-3}),
+        (MOE, Layout(pp=2), {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1}),
+        (DEEPSEEK, Layout(), {"moe_router_bias_update_rate": 1e-3, "moe_z_loss_coeff": 0}),
+    ):
+        check_options(TrainConfig(megatron=options), spec, layout, transformer_engine=False)
+        check_effect(TrainConfig(megatron=options), spec, trained=True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "trained", "line"),
+    [
+        (DENSE, {"moe_z_loss_coeff": 1e-3}, True, "moe_z_loss_coeff is set, and LlamaForCausalLM has no experts"),
+        (MOE, {"moe_router_bias_update_rate": 1e-3}, True, "Qwen3MoeForCausalLM has no bias of experts"),
+        (MOE, {"moe_z_loss_coeff": 1e-3}, False, "changes what a model learns, and this one is not trained"),
+    ],
+)
+def test_options_that_would_do_nothing(spec: ModelSpec, options: dict[str, Any], trained: bool, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        check_effect(TrainConfig(megatron=options), spec, trained=trained)
+    check_effect(TrainConfig(megatron={"moe_token_dispatcher_type": "allgather"}), MOE, trained=False)

@@ -1,0 +1,187 @@
+"""What only a GPU shows: Transformer Engine's layers hold the same model, and learn."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.random_engine import random_engine, random_sequences, train_on
+from engine3d.layout import Layout
+from engine3d.platform import platform
+from engine3d.training.config import OptimizerConfig, TrainConfig
+from engine3d.training.sequences import Sequences
+from tests.engine3d.training.test_engine import LAYOUTS, SETTINGS, _train
+from tests.support import tiny_families
+from tests.support.distributed import run_distributed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not platform.has_transformer_engine, reason="needs a GPU and Transformer Engine"),
+]
+
+
+def _samples() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 60, (24,), generator=generator).tolist()
+    return [torch.randint(0, 90, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _loss(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = -(outputs.logprobs * columns["weights"]).sum()
+    return loss, loss.detach()
+
+
+def _logprobs_and_losses(directory: Path, packing: bool) -> tuple[torch.Tensor, list[float]]:
+    from engine3d.training.engine import TrainEngine
+
+    config = TrainConfig(dtype="bfloat16", packing=packing, micro_batch_tokens=512, optimizer=OptimizerConfig(lr=1e-3))
+    engine = TrainEngine(directory, config, Layout())
+    samples = _samples()
+    count = sum(len(sample) - 1 for sample in samples)
+    weights = torch.tensor([weight for sample in samples for weight in [0.0] + [1 / count] * (len(sample) - 1)])
+    sequences = Sequences.of(samples, weights=weights)
+    outputs = engine.logprobs(sequences)
+    assert outputs is not None and outputs.logprobs is not None
+    losses = [float(sum(engine.update(sequences, _loss).facts)) for _ in range(4)]
+    engine.export(directory.with_name(f"exported-{packing}"))
+    engine.close()
+    return outputs.logprobs, losses
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3-tied", "llama", "deepseek_v3", "deepseek_v3-queries"])
+def test_transformer_engine_holds_the_same_model(name: str, tmp_path: Path) -> None:
+    model = tiny_families.make(name, tmp_path / "model").to("cuda")
+    expected = []
+    for sample in _samples():
+        tokens = torch.tensor([sample], device="cuda")
+        with torch.no_grad():
+            every = model(tokens).logits.float().log_softmax(dim=-1)
+        expected.append(torch.cat([torch.zeros(1), every[0, :-1].gather(1, tokens[0, 1:, None])[:, 0].cpu()]))
+    reference = torch.cat(expected)
+    for packing in (True, False):
+        [(logprobs, losses)] = run_distributed(_logprobs_and_losses, 1, tmp_path / "model", packing, timeout_s=180)
+        difference = (logprobs - reference).abs()
+        assert difference.mean() < 0.05, f"packing={packing}: mean {difference.mean():.4f}, max {difference.max():.4f}"
+        assert losses[-1] < losses[0]
+
+
+def _ways_to_need_less(directory: Path) -> list[dict[str, Any]]:
+    """Updates that keep everything where it is made, and others that do not."""
+    os.environ |= platform.training_environment(1, deterministic=True)
+    aware = SETTINGS.model_copy(update={"precision_aware": True})
+    ways: list[dict[str, Any]] = [
+        {"optimizer": aware},
+        {"optimizer": aware.model_copy(update={"offload": True})},
+        {"optimizer": aware, "recompute": "selective"},
+        {"optimizer": aware, "recompute": "full", "recompute_layers": 1},
+        {"optimizer": aware, "recompute": "full"},
+    ]
+    return [_train(directory, {}, 1, dtype="bfloat16", deterministic=True, **way) for way in ways]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_what_needs_less_memory_learns_the_same(name: str, tmp_path: Path) -> None:
+    tiny_families.make(name, tmp_path / "model")
+    [[kept, *others]] = run_distributed(_ways_to_need_less, 1, tmp_path / "model", timeout_s=300)
+    for other in others:
+        assert other["losses"] == kept["losses"] and other["norms"] == kept["norms"]
+        assert torch.equal(other["after"], kept["after"])
+
+
+def _memory_of_updates() -> list[dict[str, int]]:
+    """With an embedding whose part of the optimizer's state is larger than any piece of a micro-batch's memory."""
+    config = tiny_families.CONFIGS["llama"] | {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "vocab_size": 65536,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    }
+    engine = random_engine(
+        config,
+        Layout(),
+        dtype="bfloat16",
+        optimizer=OptimizerConfig(precision_aware=True, offload=True),
+        micro_batch_tokens=4096,
+    )
+    sequences = random_sequences(engine, 3 * 4096, 1024)
+    found = []
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        train_on(engine, sequences)
+        most = {"peak": torch.cuda.max_memory_allocated(), "peak reserved": torch.cuda.max_memory_reserved()}
+        engine.give_back()
+        found.append(most | {"kept": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()})
+    return found
+
+
+def test_an_updates_memory_is_not_left_in_pieces() -> None:
+    [[_, *updates]] = run_distributed(_memory_of_updates, 1, timeout_s=180)
+    for update in updates:
+        assert update["reserved"] - update["kept"] < 64 << 20, update
+        assert update["peak reserved"] < 1.15 * update["peak"], update
+
+
+def _with_experts_of_each_kind(directory: Path) -> list[dict[str, Any]]:
+    """In one step, with a product for all experts at once, and as Transformer Engine has them."""
+    from engine3d.models import moe_layer
+    from engine3d.models import transformer_engine_modules as modules
+
+    where = {"routed_experts": moe_layer, "grouped_product": modules}
+    calls = dict.fromkeys(where, 0)
+
+    def counted(name: str) -> Any:
+        function = getattr(where[name], name)
+
+        def call(*arguments: Any, **named: Any) -> torch.Tensor:
+            calls[name] += 1
+            result: torch.Tensor = function(*arguments, **named)
+            return result
+
+        return call
+
+    found = []
+    for one_step, may in ((True, True), (False, True), (False, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            for name in calls:
+                calls[name] = 0
+                patch.setattr(where[name], name, counted(name))
+            if not may:
+                patch.setattr(modules._Grouped, "_may_group", lambda *_: False)
+            trained = _train(directory, {}, 1, dtype="bfloat16", one_step_experts=one_step)
+            found.append(trained | {"calls": [count > 0 for count in calls.values()]})
+    return found
+
+
+def test_experts_at_once_are_transformer_engines(tmp_path: Path) -> None:
+    tiny_families.make("qwen3_moe", tmp_path / "model")
+    [[one_step, at_once, other]] = run_distributed(_with_experts_of_each_kind, 1, tmp_path / "model", timeout_s=300)
+    assert [each["calls"] for each in (one_step, at_once, other)] == [[True, False], [False, True], [False, False]]
+    for one in (one_step, at_once):
+        assert one["losses"] == pytest.approx(other["losses"], rel=2e-3)
+        assert one["norms"] == pytest.approx(other["norms"], rel=0.02)
+        assert (one["before"] - other["before"]).abs().mean() < 0.01
+        assert (one["after"] - other["after"]).abs().mean() < 0.03
+
+
+def _train_all(directory: Path, world_size: int) -> list[dict[str, Any]]:
+    return [_train(directory, sizes, world_size, dtype="bfloat16") for sizes in LAYOUTS[world_size]]
+
+
+@pytest.mark.skipif(platform.gpus < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_layout_learns_alike_over_nccl(world_size: int, tmp_path: Path) -> None:
+    if platform.gpus < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    tiny_families.make("qwen3_moe", tmp_path / "model")
+    [[alone]] = run_distributed(_train_all, 1, tmp_path / "model", 1, timeout_s=180)
+    ranks = run_distributed(_train_all, world_size, tmp_path / "model", world_size, timeout_s=300)
+    for number, sizes in enumerate(LAYOUTS[world_size]):
+        for rank in ranks:
+            assert rank[number]["losses"] == pytest.approx(alone["losses"], rel=0.01), sizes
+            assert rank[number]["norms"] == pytest.approx(alone["norms"], rel=0.1), sizes

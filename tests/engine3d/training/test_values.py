@@ -1,0 +1,227 @@
+"""Values, scores and updates of models with a value head: those of transformers, on every layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.models import load_model_spec
+from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
+from engine3d.training.sequences import Sequences
+from tests.support import tiny_families
+from tests.support.distributed import run_distributed
+
+pytestmark = pytest.mark.processes
+
+SETTINGS = OptimizerConfig(lr=1e-2, min_lr=1e-3, schedule="cosine", warmup_steps=2, decay_steps=8, clip_grad=0.5)
+KINDS: dict[str, Any] = {"sequences": AutoModelForSequenceClassification, "tokens": AutoModelForTokenClassification}
+UPDATES = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is cut over two ranks."""
+
+    model: str
+    sizes: dict[str, int]
+    packing: bool = True
+
+
+CASES = [
+    Case("sequences", {"tp": 2}),
+    Case("sequences", {"pp": 2}),
+    Case("sequences", {}, packing=False),
+    Case("tokens", {"tp": 2}),
+    Case("language", {"ep": 2}),
+]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of a case; None where its stage says nothing of tokens."""
+
+    mine: list[int]
+    values: list[list[Tensor] | None]
+    scores: list[Tensor | None]
+    norms: list[float]
+    rates: list[float]
+    moments_stayed: bool
+    steps: int
+
+
+def samples() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [1, *torch.randint(2, 20, (9,), generator=generator).tolist()]
+    return [torch.randint(0, 60, (length,), generator=generator).tolist() for length in lengths]
+
+
+def loss_of(values: Tensor, scores: Tensor) -> Tensor:
+    """Any that sees each value and each score; those of all samples add up."""
+    return ((values - 1.0) ** 2).sum() / 100 + ((scores + 0.5) ** 2).sum() / 10
+
+
+def export_of(root: Path, case: Case) -> Path:
+    return root / f"export-{case.model}-{case.sizes}"
+
+
+def run_case(root: Path, case: Case) -> Seen:
+    """Values and scores; updates with a schedule that begins again half way; values, scores and an export."""
+    from engine3d.checkpoint.state import held_parameters, optimizer_step
+    from engine3d.training.engine import TokenOutputs, TrainEngine
+
+    config = TrainConfig(
+        layout=LayoutConfig(**case.sizes),
+        dtype="float32",
+        micro_batch_tokens=40,
+        packing=case.packing,
+        optimizer=SETTINGS,
+    )
+    layout = Layout.of_world(2, **case.sizes)
+    engine = TrainEngine(root / case.model, config, layout, value_head=True)
+    mine = list(range(engine.coordinates.dp, len(samples()), layout.dp))
+    chosen = [samples()[index] for index in mine]
+    counted = torch.tensor([place > 0 for sample in chosen for place in range(len(sample))])
+    sequences = Sequences.of(chosen, counted=counted)
+
+    def loss(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, None]:
+        assert outputs.values is not None and outputs.scores is not None
+        return loss_of(outputs.values[columns["counted"]], outputs.scores), None
+
+    def moments() -> list[Tensor]:
+        held = held_parameters(engine)
+        return [moment.clone() for each in held for name, moment in each.moments.items() if name.startswith("exp_avg")]
+
+    outputs = [engine.values(sequences)]
+    results = [engine.update(sequences, loss) for _ in range(UPDATES)]
+    before = moments()
+    engine.restart_schedule()
+    after = moments()
+    results += [engine.update(sequences, loss) for _ in range(UPDATES)]
+    outputs.append(engine.values(sequences))
+    engine.export(export_of(root, case))
+    seen = Seen(
+        mine,
+        [None if each is None else list(each.values.split([len(sample) for sample in chosen])) for each in outputs],
+        [None if each is None else each.scores for each in outputs],
+        [result.grad_norm for result in results],
+        [result.learning_rate for result in results],
+        len(before) > 0 and all(torch.equal(old, new) for old, new in zip(before, after, strict=True)),
+        optimizer_step(engine),
+    )
+    engine.close()
+    return seen
+
+
+def run_all(root: Path) -> tuple[list[Seen], str]:
+    """All cases, and what is said of a frozen model without a head."""
+    from engine3d.training import parallel
+    from engine3d.training.engine import TrainEngine
+
+    with pytest.raises(UserError) as error:
+        TrainEngine(root / "language", TrainConfig(dtype="float32"), Layout(pp=2), value_head=True, trainable=False)
+    parallel.release()
+    return [run_case(root, case) for case in CASES], str(error.value)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("values")
+    tiny_families.make("qwen3-tied", root / "sequences", value_head=True)
+    tiny_families.make("qwen3_moe", root / "language")
+    model = AutoModelForTokenClassification.from_pretrained(root / "sequences")
+    torch.nn.init.constant_(model.score.bias, 0.7)
+    model.save_pretrained(root / "tokens")
+    return root
+
+
+@pytest.fixture(scope="module")
+def found(root: Path) -> list[tuple[list[Seen], str]]:
+    """What each rank saw."""
+    return run_distributed(run_all, 2, root, timeout_s=180)
+
+
+def by_transformers(kind: str, directory: Path) -> tuple[list[Tensor], Tensor, float]:
+    """Values of each sample, scores, and the norm of the loss's gradient.
+
+    The head is applied to each sample alone, and the value of a token is what it says at the token before it.
+    """
+    model = KINDS[kind].from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    values, scores = [], []
+    for sample in samples():
+        tokens = torch.tensor([sample])
+        if kind == "sequences":
+            scores.append(model(tokens).logits[0, 0])
+            said = model.score(model.model(tokens).last_hidden_state)[0, :, 0]
+        else:
+            said = model(tokens).logits[0, :, 0]
+            scores.append(said[-1])
+        values.append(said[:-1])
+    loss_of(torch.cat(values), torch.stack(scores)).backward()
+    norm = torch.stack([each.grad.square().sum() for each in model.parameters() if each.grad is not None]).sum().sqrt()
+    return [each.detach() for each in values], torch.stack(scores).detach(), float(norm)
+
+
+def check_outputs(ranks: list[Seen], number: int, values: list[Tensor], scores: Tensor, atol: float) -> None:
+    """Every sample is with some rank, and what is said of it is what is expected."""
+    told: set[int] = set()
+    for rank in ranks:
+        found_values, found_scores = rank.values[number], rank.scores[number]
+        if found_values is None or found_scores is None:
+            continue
+        told |= set(rank.mine)
+        torch.testing.assert_close(found_scores, scores[rank.mine], atol=atol, rtol=1e-3)
+        for index, found in zip(rank.mine, found_values, strict=True):
+            assert found[0] == 0
+            torch.testing.assert_close(found[1:], values[index], atol=atol, rtol=1e-3)
+    assert told == set(range(len(samples())))
+
+
+def test_values_scores_and_gradients_are_those_of_transformers(root: Path, found: list[tuple[list[Seen], str]]) -> None:
+    expected = {kind: by_transformers(kind, root / kind) for kind in KINDS}
+    assert expected["sequences"][1].std() > 0.1
+    for number, case in enumerate(CASES):
+        ranks = [seen[number] for seen, _ in found]
+        if case.model == "language":  # a new head says 0
+            check_outputs(ranks, 0, [torch.zeros(len(each) - 1) for each in samples()], torch.zeros(len(samples())), 0)
+            continue
+        values, scores, norm = expected[case.model]
+        check_outputs(ranks, 0, values, scores, atol=1e-4)
+        assert [rank.norms[0] for rank in ranks] == pytest.approx([norm] * 2, rel=1e-4), case
+
+
+def test_updates_are_alike_on_every_layout_and_exported(root: Path, found: list[tuple[list[Seen], str]]) -> None:
+    first = found[0][0][0]
+    for number, case in enumerate(CASES):
+        ranks = [seen[number] for seen, _ in found]
+        kind = "tokens" if case.model == "tokens" else "sequences"
+        values, scores, _ = by_transformers(kind, export_of(root, case))
+        assert scores.std() > 0.01
+        assert load_model_spec(export_of(root, case), value_head=True).value_bias == (kind == "tokens")
+        check_outputs(ranks, 1, values, scores, atol=1e-3)
+        if case.model == "sequences":
+            assert [rank.norms for rank in ranks] == [pytest.approx(first.norms, rel=1e-3)] * 2, case
+
+
+def test_a_schedule_begins_again_and_the_moments_stay(found: list[tuple[list[Seen], str]]) -> None:
+    for seen, _ in found:
+        for each in seen:
+            assert each.rates[:3] == pytest.approx([0.0, 0.005, 0.01])
+            assert 0.001 < each.rates[3] < 0.01
+            assert each.rates[UPDATES:] == each.rates[:UPDATES]
+            assert each.moments_stayed and each.steps == 2 * UPDATES
+
+
+def test_a_model_that_is_not_trained_needs_a_head(root: Path, found: list[tuple[list[Seen], str]]) -> None:
+    for _, message in found:  # also of the rank that would not hold the head
+        assert message == (
+            f"{root / 'language'}: no tensor score.weight, expected a model with a value head "
+            "(Qwen3MoeForSequenceClassification), because it is not trained and would score everything 0"
+        )

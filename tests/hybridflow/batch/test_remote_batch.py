@@ -1,0 +1,226 @@
+"""Batches whose tensors stay with the ranks that made them: what each rank gets, and what the driver does not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+
+from engine3d.errors import EngineError, UserError
+from engine3d.layout import Layout
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.cluster.device_map import pool_devices
+from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
+from hybridflow.workers.worker_group import RankError, WorkerGroup
+from tests.support.group_workers import Model, batch_of
+
+pytestmark = pytest.mark.processes
+
+LONGEST = 7
+
+
+@pytest.fixture(scope="module")
+def groups(ray_cluster: None) -> Iterator[dict[str, WorkerGroup]]:
+    """Two rollout ranks; an actor of tp 2, dp 2; a reference of pp 2 beside the rollout ranks."""
+    pools = reserve(
+        pool_devices({"rollout": "cpu:0-1", "actor": "cpu:2-5", "reference": "cpu:0-1"}, {}, cluster_nodes())
+    )
+    layouts = {"rollout": Layout(dp=2), "actor": Layout(tp=2, dp=2), "reference": Layout(pp=2)}
+    made = {role: WorkerGroup(role, Model, pools[role], layouts[role], call_timeout_s=60) for role in pools}
+    yield made
+    for group in made.values():
+        group.shutdown()
+    release(pools)
+
+
+def same(found: RolloutBatch, expected: RolloutBatch) -> bool:
+    return list(found.columns()) == list(expected.columns()) and all(
+        torch.equal(column, expected.columns()[name]) for name, column in found.columns().items()
+    )
+
+
+def test_tokens_go_from_rank_to_rank_and_every_sample_keeps_its_figures(groups: dict[str, WorkerGroup]) -> None:
+    samples = [3, 1, 4, 15, 9, 2, 6, 5, 35, 8]
+    batch = groups["rollout"].generate(samples, longest=LONGEST).batch()
+    assert batch.facts["sample_ids"].tolist() == samples
+    assert batch.facts["counted"].tolist() == [1 + sample % LONGEST for sample in samples]
+    assert same(batch.fetch(), batch_of(samples, LONGEST))
+
+    batch = batch.with_columns(ref_logprobs=groups["reference"].logprobs(batch))
+    batch = batch.with_facts(rewards=torch.tensor(samples) / 100)
+    future = groups["actor"].returns(batch)
+    batch = batch.with_columns(future)
+    assert future.notes() == [0, 2]  # tp 0 of each replica
+    lengths = torch.tensor([1 + sample % LONGEST for sample in samples])
+    expected = lengths * (torch.tensor(samples) / 10 + torch.tensor(samples) / 100)
+    torch.testing.assert_close(future.facts()["total"], expected)
+
+    whole = batch.fetch()
+    assert same(whole.replace(ref_logprobs=None, rewards=None, returns=None), batch_of(samples, LONGEST))
+    mask = whole.response_mask
+    assert whole.returns is not None and whole.ref_logprobs is not None
+    assert torch.equal(whole.ref_logprobs, whole.generated_ids / 10)
+    assert torch.equal(whole.returns.sum(dim=1), future.facts()["total"])
+    assert not whole.returns[~mask].any()
+
+
+def test_a_call_waits_for_no_column_that_it_is_not_given(groups: dict[str, WorkerGroup]) -> None:
+    generated = groups["rollout"].generate([3, 1, 4], longest=LONGEST).batch()
+    slow = groups["reference"].logprobs(generated, sleep_s=4.0)
+    batch = generated.with_columns(ref_logprobs=slow).with_facts(rewards=torch.ones(3))
+    seen = groups["actor"].seen(batch.as_generated()).result()
+    assert not slow.done()
+    assert {name for _, row in seen for name in row} == {*generated.fetch().columns(), "rewards"}
+    assert batch.fetch().ref_logprobs is not None
+
+
+def test_each_rank_gets_its_part_and_the_parts_cost_alike(groups: dict[str, WorkerGroup]) -> None:
+    samples = list(range(20, 37))
+    batch = groups["rollout"].generate(samples, longest=LONGEST).batch()
+    batch = batch.with_columns(ref_logprobs=groups["reference"].logprobs(batch)).with_facts(
+        weights=torch.arange(17) / 4
+    )
+    seen: list[tuple[int, dict[str, Any]]] = groups["actor"].seen(batch).result()
+    assert [row["sample_ids"] for _, row in seen] == samples  # in the order of the batch, whoever had them
+    assert {rank for rank, _ in seen} == {0, 2}
+    totals = {0: 0, 2: 0}
+    for rank, row in seen:
+        sample = row["sample_ids"]
+        length = 1 + sample % LONGEST
+        totals[rank] += row["prompt_lengths"] + row["response_lengths"]
+        assert row["input_ids"][: row["prompt_lengths"]] == [sample] * (1 + sample % 3)
+        assert row["generated_ids"][:length] == [sample] * length and not any(row["generated_ids"][length:])
+        assert row["ref_logprobs"][:length] == pytest.approx([sample / 10] * length)
+        weight = (sample - 20) / 4  # a figure of the sample, for each of its tokens
+        assert row["weights"] == [weight] * length + [0.0] * (len(row["weights"]) - length)
+    assert abs(totals[0] - totals[2]) <= 1 + 3 + LONGEST
+
+
+def test_selected_and_joined_batches_hold_their_samples(groups: dict[str, WorkerGroup]) -> None:
+    first = groups["rollout"].generate([1, 2, 3, 4, 5], longest=LONGEST).batch()
+    second = groups["rollout"].generate([11, 12, 13], longest=3).batch()
+    first = first.with_columns(ref_logprobs=groups["reference"].logprobs(first))
+    second = second.with_columns(ref_logprobs=groups["actor"].logprobs(second))
+    joined = RemoteBatch.concatenate([first.select([4, 0, 2]), second.select(torch.tensor([2, 1]))])
+    samples = [5, 1, 3, 13, 12]
+    assert joined.facts["sample_ids"].tolist() == samples
+    whole = joined.fetch()
+    assert whole.sample_ids.tolist() == samples
+    assert whole.ref_logprobs is not None
+    for row, sample in enumerate(samples):
+        length = 1 + sample % (LONGEST if sample < 10 else 3)
+        assert whole.generated_ids[row, :length].tolist() == [sample] * length
+        assert torch.equal(whole.ref_logprobs[row], whole.generated_ids[row] / 10)
+    halves = joined.split(2)
+    assert [half.fetch().sample_ids.tolist() for half in halves] == [samples[:2], samples[2:]]
+    assert groups["actor"].whole(joined).result() == [samples] * 4
+    assert same(RemoteBatch.of(whole).select([3]).fetch(), joined.select([3]).fetch())
+
+
+def test_results_of_a_batch_come_in_its_order(groups: dict[str, WorkerGroup]) -> None:
+    samples = [3, 1, 4, 15, 9, 2]
+    batch = groups["rollout"].generate(samples, longest=LONGEST).batch()
+    future = groups["actor"].logprobs(batch)
+    assert future.parts is not None and sum(future.parts[0]) != sum(range(3))  # not simply the first half
+    logprobs = future.result()
+    assert logprobs.shape == (6, 5) and torch.equal(logprobs, batch.fetch().generated_ids / 10)
+    batch = batch.with_columns(ref_logprobs=future).with_facts(rewards=torch.zeros(6))
+    with pytest.raises(EngineError, match=r"actor\.returns: returned columns, which are joined to a batch"):
+        groups["actor"].returns(batch).result()
+
+
+def test_a_call_need_not_wait_for_the_columns_that_it_reads(groups: dict[str, WorkerGroup]) -> None:
+    batch = groups["rollout"].generate(list(range(6)), longest=LONGEST).batch().with_facts(rewards=torch.zeros(6))
+    slow = groups["reference"].logprobs(batch, sleep_s=1.0)
+    future = groups["actor"].returns(batch.with_columns(ref_logprobs=slow))
+    assert not slow.done() and not future.done()
+    lengths = torch.tensor([1 + sample % LONGEST for sample in range(6)])
+    torch.testing.assert_close(future.facts()["total"], lengths * torch.arange(6) / 10)
+
+
+def test_the_driver_holds_no_tensors(groups: dict[str, WorkerGroup], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a hundred megabytes pass from ranks to ranks; the driver's memory and traffic stay small."""
+    passed: list[int] = []
+    get, put = ray.get, ray.put
+
+    def measured_get(refs: Any, **options: Any) -> Any:
+        values = get(refs, **options)
+        passed.append(len(ray.cloudpickle.dumps(values)))
+        return values
+
+    def measured_put(value: Any, **options: Any) -> Any:
+        passed.append(len(ray.cloudpickle.dumps(value)))
+        return put(value, **options)
+
+    monkeypatch.setattr(ray, "get", measured_get)
+    monkeypatch.setattr(ray, "put", measured_put)
+    samples, longest = list(range(100, 164)), 100_000
+    monkeypatch.setattr(groups["rollout"], "call_timeout_s", 120)
+    before = psutil.Process().memory_info().rss
+    batch = groups["rollout"].generate([sample * longest - 1 for sample in samples], longest=longest).batch()
+    batch = batch.with_columns(ref_logprobs=groups["reference"].logprobs(batch)).with_facts(rewards=torch.ones(64))
+    assert len(groups["actor"].returns(batch).facts()["total"]) == 64
+    moved = 64 * longest * (8 + 1 + 4 + 4 + 4)  # tokens, mask, log-probs, those of the reference, returns
+    assert moved > 130e6
+    assert sum(passed) < 200_000
+    assert psutil.Process().memory_info().rss - before < 20e6
+
+
+def test_what_cannot_be_done_with_a_batch(groups: dict[str, WorkerGroup]) -> None:
+    batch = groups["rollout"].generate([1, 2, 3], longest=LONGEST).batch()
+    other = groups["rollout"].generate([4, 5], longest=LONGEST).batch()
+    with pytest.raises(UserError, match=r"actor\.logprobs: cannot deal 1 samples to 2 ranks"):
+        groups["actor"].logprobs(batch.select([0]))
+    with pytest.raises(UserError, match=r"actor\.logprobs: 2 batches in one call, expected one"):
+        groups["actor"].logprobs(batch, other)
+    with pytest.raises(ValueError, match=r"actor\.logprobs is no call with these 2 samples in this order"):
+        other.with_columns(ref_logprobs=groups["actor"].logprobs(batch))
+    with pytest.raises(ValueError, match=r"actor\.logprobs is no call with these 3 samples in this order"):
+        batch.with_columns(ref_logprobs=groups["actor"].logprobs(batch.select([2, 1, 0])))
+    with pytest.raises(ValueError, match="advantages is a fact of it already, expected a new column"):
+        batch.with_facts(advantages=torch.zeros(3)).with_columns(advantages=groups["actor"].logprobs(batch))
+    with pytest.raises(ValueError, match="no column is called advantage, expected one of input_ids, "):
+        batch.with_facts(advantage=torch.zeros(3))
+    with pytest.raises(UserError, match=r"actor\.logprobs: data beside a batch would be split otherwise"):
+        groups["actor"].logprobs(batch, torch.zeros(3))
+    with pytest.raises(UserError, match=r"actor\.logprobs: a batch by keyword, expected it by position"):
+        groups["actor"].logprobs(sleep_s=batch)
+    with pytest.raises(ValueError, match=r"fact rewards has shape \(2,\), expected \(3,\)"):
+        batch.with_facts(rewards=torch.zeros(2))
+    with pytest.raises(ValueError, match="differ in rewards"):
+        RemoteBatch.concatenate([batch, other.with_facts(rewards=torch.zeros(2))])
+    some = batch.select([0, 1]).with_columns(ref_logprobs=groups["actor"].logprobs(batch.select([0, 1])))
+    rest = batch.select([2])
+    with pytest.raises(ValueError, match="column ref_logprobs is there for 2 of 3 samples"):
+        RemoteBatch.concatenate([some, rest]).fetch()
+
+
+def test_a_column_that_fails_is_the_cause(ray_cluster: None) -> None:
+    pools = reserve(pool_devices({"critic": "cpu:6-7"}, {}, cluster_nodes()))
+    with WorkerGroup("critic", Model, pools["critic"], Layout(dp=2), call_timeout_s=60) as group:
+        batch = group.generate([1, 2], longest=LONGEST).batch()
+        batch = batch.with_columns(ref_logprobs=group.fail(batch)).with_facts(rewards=torch.zeros(2))
+        with pytest.raises(RankError, match="critic rank 1, fail: ValueError: no log-probs here"):
+            group.returns(batch).result()
+    release(pools)
+
+
+def test_a_column_that_does_not_come_is_the_cause(ray_cluster: None) -> None:
+    pools = reserve(pool_devices({"critic": "cpu:6", "reference": "cpu:7"}, {}, cluster_nodes()))
+    with (
+        WorkerGroup("critic", Model, pools["critic"], Layout(), call_timeout_s=60) as critic,
+        WorkerGroup("reference", Model, pools["reference"], Layout(), call_timeout_s=60) as reference,
+    ):
+        batch = critic.generate([1, 2], longest=LONGEST).batch()
+        batch = batch.with_columns(ref_logprobs=reference.logprobs(batch, sleep_s=50.0))
+        started = time.monotonic()
+        with pytest.raises(RankError, match="reference rank 0, logprobs: no answer within 2 s"):
+            critic.seen(batch).result(2.0)
+        assert time.monotonic() - started < 20
+    release(pools)

@@ -1,0 +1,191 @@
+"""The driver's state and the batches that it holds come back bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine3d.errors import UserError
+from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.checkpoint.batch_files import read_batch, write_batch
+from hybridflow.checkpoint.driver_state import RandomState, RunState
+from hybridflow.checkpoint.evaluation_result import Measured, Subject
+from hybridflow.rundir.progress import PhaseFile
+
+
+def a_batch(first_sample: int = 0) -> RolloutBatch:
+    batch = RolloutBatch.from_generations(
+        prompts=[[5, 6], [7, 8, 9], [5]],
+        responses=[[10, 11, 2], [12], [13, 14]],
+        logprobs=[[-0.1, -1e-30, -2.5], [-0.7], [-3.3, -0.0]],
+        sample_ids=range(first_sample, first_sample + 3),
+        group_ids=[4, 4, 9],
+        prompt_indices=[40, 40, 2],
+        policy_versions=[7, 8, 8],
+        finish_reasons=["stop", "abort", "length"],
+        pad_token_id=3,
+        response_masks=[[True, False, True], [True], [True, True]],
+    )
+    odd = torch.tensor([math.nan, -math.inf, 1e-45])
+    return batch.replace(rewards=odd, values=torch.rand(batch.generated_ids.shape))
+
+
+def a_state(*buffer: RolloutBatch) -> RunState:
+    return RunState(
+        step=12,
+        policy_version=13,
+        samples_drawn=4096,
+        sampler={"count": 64, "seed": 3, "position": 96},
+        updates=24,
+        steps_without_update=1,
+        first_evaluation=Measured(Subject("accuracy", 256, 0, "f00d"), 0, 0.1 + 0.2),
+        last_evaluation=None,
+        random=RandomState.capture(),
+        run="a1b2",
+        inputs={"data.jsonl.train_path": "xxh3_128:00"},
+        buffer=buffer,
+        algorithm={"kl_controller": {"coefficient": 0.1 + 0.2}, "lagrange": {"log_multiplier": -1e-30, "updates": 3.0}},
+    )
+
+
+def assert_equal(one: RolloutBatch, other: RolloutBatch) -> None:
+    assert one.pad_token_id == other.pad_token_id
+    assert one.columns().keys() == other.columns().keys()
+    for name, column in one.columns().items():
+        back = other.columns()[name]
+        assert (column.dtype, column.shape) == (back.dtype, back.shape), name
+        assert column.contiguous().numpy().tobytes() == back.numpy().tobytes(), name
+
+
+def test_a_batch_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    batch = a_batch()
+    # Columns that are views, and that share memory, are written as what they show.
+    batch = batch.replace(old_logprobs=batch.logprobs, returns=torch.rand(3, 6)[:, ::2])
+    write_batch(tmp_path / "batch.safetensors", batch)
+    back = read_batch(tmp_path / "batch.safetensors")
+    assert_equal(batch, back)
+    assert back.finish_reasons.tolist() == [0, 2, 1] and back.advantages is None
+
+
+def test_a_batch_of_no_samples_comes_back(tmp_path: Path) -> None:
+    batch = a_batch().select([])
+    write_batch(tmp_path / "batch.safetensors", batch)
+    assert_equal(batch, read_batch(tmp_path / "batch.safetensors"))
+
+
+def test_a_file_that_is_no_batch_is_named(tmp_path: Path) -> None:
+    (tmp_path / "batch.safetensors").write_bytes(b"nothing")
+    with pytest.raises(UserError, match=r"batch\.safetensors holds no rollout batch"):
+        read_batch(tmp_path / "batch.safetensors")
+
+
+def test_the_state_comes_back_with_its_batches(tmp_path: Path) -> None:
+    batches = [a_batch(), a_batch(first_sample=3), a_batch(first_sample=6)]
+    state = a_state(*batches)
+    files = state.write(tmp_path)
+    assert sorted(files) == sorted(tmp_path.iterdir()) and len(files) == 4
+    back = RunState.read(tmp_path)
+    for batch, other in zip(batches, back.buffer, strict=True):
+        assert_equal(batch, other)
+    for name in ("step", "policy_version", "samples_drawn", "sampler", "updates", "steps_without_update", "run"):
+        assert getattr(back, name) == getattr(state, name), name
+    assert back.first_evaluation == state.first_evaluation and back.last_evaluation is None
+    assert back.random == state.random and back.inputs == state.inputs
+    assert back.algorithm == state.algorithm
+
+
+def test_a_state_of_format_1_has_none_of_the_algorithm(tmp_path: Path) -> None:
+    a_state(a_batch()).write(tmp_path)
+    driver = tmp_path / "driver.json"
+    facts = json.loads(driver.read_text())
+    del facts["algorithm"]
+    driver.write_text(json.dumps(facts))
+    back = RunState.read(tmp_path)
+    assert back.algorithm == {} and back.step == 12 and len(back.buffer) == 1
+
+
+def test_accuracies_of_no_known_step_count_as_no_evaluation(tmp_path: Path) -> None:
+    a_state().write(tmp_path)
+    driver = tmp_path / "driver.json"
+    facts = json.loads(driver.read_text())
+    del facts["first_evaluation"], facts["last_evaluation"]
+    driver.write_text(json.dumps(facts | {"accuracy_before": 0.25, "accuracy_after": 0.5}))  # as format 2 has them
+    back = RunState.read(tmp_path)
+    assert (back.step, back.first_evaluation, back.last_evaluation) == (12, None, None)
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    random.gauss(0, 1)  # the generators of python and numpy keep every second one for later
+    np.random.standard_normal()
+
+    def draw() -> tuple[float, float, float, list[float]]:
+        return random.random(), random.gauss(0, 1), float(np.random.standard_normal()), torch.rand(3).tolist()
+
+    a_state().write(tmp_path)
+    wanted = [draw(), draw()]
+    RunState.read(tmp_path).random.restore()
+    assert [draw(), draw()] == wanted
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"buffer": ["no.safetensors"]}', '{"buffer": [], "random": {}}'])
+def test_a_state_that_is_not_one_is_refused_in_a_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "driver.json").write_text(text)
+    with pytest.raises(UserError) as caught:
+        RunState.read(tmp_path)
+    assert str(tmp_path) in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "place"),
+    [
+        ("step", "12", "step"),
+        ("step", 1.5, "step"),
+        ("updates", True, "updates"),
+        ("sampler", {"count": "many"}, "sampler.count"),
+        ("first_evaluation", {"step": 3}, "first_evaluation.subject"),
+        ("inputs", {"seed": 1}, "inputs.seed"),
+        ("algorithm", {"kl": {"coefficient": None}}, "algorithm.kl.coefficient"),
+        ("random", {"python": [], "numpy": [], "torch": 1}, "random.torch"),
+        ("more", 1, "'more'"),
+    ],
+)
+def test_a_state_of_other_types_is_refused_by_the_name_of_what_is_wrong(
+    tmp_path: Path, key: str, value: object, place: str
+) -> None:
+    a_state().write(tmp_path)
+    facts = json.loads((tmp_path / "driver.json").read_text())
+    (tmp_path / "driver.json").write_text(json.dumps(facts | {key: value}))
+    with pytest.raises(UserError) as caught:
+        RunState.read(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}/driver.json is not the state of a run's driver: {place}")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_batch_elsewhere_is_not_read(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "driver.json").write_text(json.dumps({"buffer": [f"{tmp_path}/buffer-00000.safetensors"]}))
+    with pytest.raises(UserError, match=r"buffer: \['/.*, expected names such as buffer-00000\.safetensors$"):
+        RunState.read(checkpoint)
+
+
+def test_the_phase_file_says_what_the_run_is_at(tmp_path: Path) -> None:
+    phases = PhaseFile(tmp_path / "phase.json")
+    phases.enter("start")
+    first = json.loads((tmp_path / "phase.json").read_text())
+    assert (first["step"], first["phase"]) == (0, "start")
+    phases.step = 3
+    phases.enter("update")
+    second = json.loads((tmp_path / "phase.json").read_text())
+    assert (second["step"], second["phase"]) == (3, "update") and second["since"] >= first["since"] > 1e9
+    assert [path.name for path in tmp_path.iterdir()] == ["phase.json"]
+
+
+def test_a_phase_file_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    PhaseFile(tmp_path / "gone" / "phase.json").enter("rollout")

@@ -1,0 +1,86 @@
+"""A run that goes on has the state of every role that it trains, and no other without being told to."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from engine3d.checkpoint.manifest import read_manifest, write_manifest
+from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.checkpoint.compatibility import check_accepted
+from hybridflow.checkpoint.resume import find_resumption
+from hybridflow.config.recipe import Recipe
+from tests.support.resumable import a_recipe, make_checkpoint, refusal
+
+
+def of_algorithm(recipe: Recipe, name: str) -> Recipe:
+    return recipe.model_copy(update={"algorithm": AlgorithmConfig.model_validate({"name": name})})
+
+
+ROLES = {
+    "grpo": ("actor",),
+    "ppo": ("actor", "critic"),
+    "safe_rlhf": ("actor", "critic", "cost_critic"),
+}
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_a_checkpoint_of_all_trained_roles_is_taken(tmp_path: Path, name: str) -> None:
+    recipe = of_algorithm(a_recipe(tmp_path), name)
+    assert recipe.trained_roles == ROLES[name]
+    checkpoint = make_checkpoint(recipe, 2, roles=ROLES[name])
+    found, notes = find_resumption(of_algorithm(a_recipe(tmp_path, "resume=auto"), name))
+    assert found is not None and notes == [f"resume: after step 2, from {checkpoint}"]
+    assert [found.role(role) for role in ROLES[name]] == [checkpoint / role for role in ROLES[name]]
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "reason"),
+    [
+        ("ppo", ("actor",), "has no critic, only actor; algorithm.name=ppo trains actor, critic"),
+        ("ppo", ("critic",), "has no actor, only critic; algorithm.name=ppo trains actor, critic"),
+        (
+            "safe_rlhf",
+            ("actor",),
+            "has no critic and no cost_critic, only actor; algorithm.name=safe_rlhf trains actor, critic, cost_critic",
+        ),
+        ("grpo", (), "has no actor, only no role at all; algorithm.name=grpo trains actor"),
+    ],
+)
+def test_a_role_that_a_checkpoint_lacks_is_named(
+    tmp_path: Path, name: str, saved: tuple[str, ...], reason: str
+) -> None:
+    checkpoint = make_checkpoint(a_recipe(tmp_path), 2, roles=saved)
+    accepting = a_recipe(tmp_path, "resume=auto", "checkpoint.accept=[roles]")
+    assert refusal(of_algorithm(accepting, name)) == [f"resume: {checkpoint} {reason}"]
+
+
+def test_a_role_that_is_no_longer_trained_is_refused_unless_it_is_accepted(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(of_algorithm(a_recipe(tmp_path), "safe_rlhf"), 2, roles=ROLES["safe_rlhf"])
+    lines = {role: f"roles.{role}: trained in the checkpoint, not trained in the recipe" for role in ROLES["safe_rlhf"]}
+    heading = f"resume: {checkpoint} is of another run than this recipe; checkpoint.accept takes what may differ"
+    assert refusal(a_recipe(tmp_path, "resume=auto")) == [heading, lines["critic"], lines["cost_critic"]]
+    assert refusal(of_algorithm(a_recipe(tmp_path, "resume=auto"), "ppo")) == [heading, lines["cost_critic"]]
+    accepting = a_recipe(tmp_path, "resume=auto", "checkpoint.accept=[roles.cost_critic]")
+    check_accepted(accepting)
+    assert refusal(accepting) == [heading, lines["critic"]]
+    assert find_resumption(of_algorithm(accepting, "ppo"))[0] is not None
+    accepting = a_recipe(tmp_path, "resume=auto", "checkpoint.accept=[roles]")
+    check_accepted(accepting)
+    assert find_resumption(accepting)[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("role", "found", "expected"), [("actor", "a value head", "logits"), ("critic", "logits", "a value head")]
+)
+def test_a_role_that_ends_otherwise_is_named(tmp_path: Path, role: str, found: str, expected: str) -> None:
+    recipe = of_algorithm(a_recipe(tmp_path), "ppo")
+    checkpoint = make_checkpoint(recipe, 2, roles=ROLES["ppo"])
+    manifest = read_manifest(checkpoint)
+    facts = manifest.roles[role]
+    changed = manifest.roles | {role: dataclasses.replace(facts, value_head=not facts.value_head)}
+    write_manifest(checkpoint, dataclasses.replace(manifest, roles=changed))
+    resuming = of_algorithm(a_recipe(tmp_path, "resume=auto"), "ppo")
+    assert refusal(resuming) == [f"resume: {checkpoint}: the {role} ends in {found}, expected {expected}"]

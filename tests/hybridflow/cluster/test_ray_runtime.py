@@ -1,0 +1,131 @@
+"""What is removed of earlier runs in directories that every user of the host can write to."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine3d.rollout import run_files
+from hybridflow.cluster.ray_runtime import remove_orphans
+
+RUN = "engine3d-rollout-abcdefgh"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty temporary directory; shared memory is another, beside it."""
+    for name in ("tmp", "shm"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr("hybridflow.cluster.ray_runtime._parent", lambda: tmp_path / "tmp")
+    monkeypatch.setattr(run_files, "_SHARED_MEMORY", tmp_path / "shm")
+    return tmp_path / "tmp"
+
+
+def orphan(temporary: Path, name: str = RUN) -> Path:
+    """What a run of engines leaves that was killed with its owner."""
+    directory = temporary / name
+    directory.mkdir()
+    (directory / "owner").touch()
+    return directory
+
+
+def ray_orphan(temporary: Path, name: str = "hf-ray-abcdefgh") -> Path:
+    """What a killed run leaves of Ray: its directory, and the lock beside it."""
+    directory = temporary / name
+    directory.mkdir()
+    (temporary / f"{name}.lock").touch()
+    return directory
+
+
+def segments(temporary: Path, *names: str) -> list[Path]:
+    paths = [temporary.parent / "shm" / name for name in names]
+    for path in paths:
+        path.touch()
+    return paths
+
+
+def test_what_a_killed_run_left_is_removed(temporary: Path) -> None:
+    orphan(temporary)
+    (ray_orphan(temporary) / "log").touch()
+    unfinished = temporary / f"new-{RUN}"
+    unfinished.mkdir()
+    os.utime(unfinished, (0, time.time() - 61))
+    left = segments(temporary, f"scheduler-{RUN}", f"scheduler-{RUN}.lock")
+    remove_orphans()
+    assert not list(temporary.iterdir())
+    assert not any(path.exists() for path in left)
+
+
+def test_segments_of_runs_whose_names_go_on_are_left_alone(temporary: Path) -> None:
+    live = segments(temporary, f"scheduler-{RUN}x", f"scheduler-{RUN[:-1]}i", "scheduler-engine3d-rollout-zzzzzzzz")
+    orphan(temporary)
+    for short in ("engine3d-rollout-", "engine3d-rollout-z", "engine3d-rollout-?zzzzzzz", "engine3d-rollout-[a-z]zzz"):
+        orphan(temporary, short)
+    remove_orphans()
+    assert all(path.exists() for path in live)
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def link_to(victim: Path) -> Callable[[Path], None]:
+    def spoil(path: Path) -> None:
+        path.unlink()
+        path.symlink_to(victim)
+
+    return spoil
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link"])
+def test_a_lock_that_is_no_file_is_neither_waited_for_nor_followed(temporary: Path, kind: str) -> None:
+    victim = temporary.parent / "victim"
+    victim.touch()
+    spoil = fifo if kind == "fifo" else link_to(victim)
+    directories = [orphan(temporary), ray_orphan(temporary)]
+    spoil(directories[0] / "owner")
+    spoil(temporary / "hf-ray-abcdefgh.lock")
+    remove_orphans()
+    assert all(directory.exists() for directory in directories)
+
+
+def test_links_named_like_ours_lead_nowhere(temporary: Path) -> None:
+    elsewhere = temporary.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "owner").touch()
+    os.utime(elsewhere, (0, 0))
+    (temporary / RUN).symlink_to(elsewhere)
+    (temporary / f"new-{RUN}").symlink_to(elsewhere)
+    (temporary / "hf-ray-abcdefgh").symlink_to(elsewhere)
+    (temporary / "hf-ray-abcdefgh.lock").touch()
+    kept = segments(temporary, f"scheduler-{RUN}")
+    remove_orphans()
+    assert (elsewhere / "owner").exists() and kept[0].exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_another_users_files_are_left_alone(temporary: Path) -> None:
+    theirs = [orphan(temporary), ray_orphan(temporary), temporary / "hf-ray-abcdefgh.lock"]
+    mine = orphan(temporary, "engine3d-rollout-mmmmmmmm")
+    segment, foreign = segments(temporary, f"a-{mine.name}", f"b-{mine.name}")
+    for path in (*theirs, foreign):
+        os.chown(path, 65534, 65534)
+    remove_orphans()
+    assert all(path.exists() for path in (*theirs, foreign))
+    assert not mine.exists() and not segment.exists()
+
+
+def test_what_has_an_owner_stays(temporary: Path) -> None:
+    directory, lock = run_files.make_run_directory()
+    remove_orphans()
+    assert directory.exists()
+    lock.close()
+    remove_orphans()
+    assert not directory.exists()

@@ -1,0 +1,151 @@
+"""Signals end a command once, whatever it is at; putting things away hides nothing."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine3d.errors import EngineError
+from hybridflow.cluster.termination import Terminated, Termination
+from tests.support.runs import ROOT
+
+
+@pytest.fixture
+def termination() -> Iterator[Termination]:
+    termination = Termination()
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # shells have what runs in the background ignore it
+    with termination.handled():
+        termination.begin()
+        yield termination
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_signal_that_comes_before_the_block_interrupts_it_where_it_begins(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    termination = Termination()
+    with termination.handled():
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Terminated):
+            termination.begin()
+        assert termination.finish() == 143
+    assert capfd.readouterr().err == "hybridflow: terminated\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_interrupts_once_and_is_the_cause(
+    termination: Termination, capfd: pytest.CaptureFixture[str], number: signal.Signals, code: int
+) -> None:
+    used: list[str] = []
+    termination.add_resort(lambda: used.append("resort"))
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), number)
+    os.kill(os.getpid(), signal.SIGINT)  # while things are put away
+    assert termination.finish() == code
+    assert used == ["resort"]
+    assert capfd.readouterr().err == f"hybridflow: {'terminated' if code == 143 else 'interrupted'}\n"
+
+
+def test_a_cause_that_a_thread_finds_is_told_at_once_and_wakes_the_main_thread(
+    termination: Termination, capfd: pytest.CaptureFixture[str]
+) -> None:
+    threading.Timer(0.05, termination.end, ["hybridflow: the raylet is gone"]).start()
+    with pytest.raises(Terminated):
+        threading.Event().wait(10)
+    assert termination.finish() == 1
+    assert capfd.readouterr().err == "hybridflow: the raylet is gone\n"
+    assert not termination.end("and another")
+
+
+def test_nothing_is_left_of_the_handlers(termination: Termination) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Termination().handled():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert not Termination().end("no command")
+
+
+@pytest.mark.parametrize(
+    ("work", "signals", "code", "within_s"),
+    [
+        # Deaf: handlers run in the main thread alone, which does not come back to the interpreter.
+        ("libc.pthread_mutex_lock(mutex); libc.pthread_mutex_lock(mutex)", 1, 143, 4),
+        # Swallowed by a library.
+        ("swallow()", 1, 143, 4),
+        # Asked for twice.
+        ("swallow(); time.sleep(60)", 2, 143, 2.5),
+    ],
+)
+def test_what_does_not_end_in_order_is_ended_by_force(work: str, signals: int, code: int, within_s: float) -> None:
+    grace_s = 30 if signals > 1 else 0.5
+    program = f"""
+        import ctypes, time
+        from hybridflow.cluster.termination import termination
+
+        libc, mutex = ctypes.CDLL(None), (ctypes.c_ulong * 8)()
+
+        def swallow():
+            try:
+                time.sleep(60)
+            except BaseException:
+                time.sleep(60)
+
+        with termination.handled():
+            termination.begin()
+            termination.grace_s = {grace_s}
+            print("ready", flush=True)
+            {work}
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)  # it is at its work then
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    if signals > 1:
+        time.sleep(1.2)
+        process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert out == ""
+    assert err.startswith("hybridflow: terminated; what had not ended within ")
+    assert len(err.splitlines()) == 1
+    assert time.monotonic() - begin < within_s
+
+
+def test_a_full_disk_hides_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from hybridflow.trainer.trainer import write_timeline
+
+    path = tmp_path / "timeline.json"
+    _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))  # as on a full disk, no file grows
+    try:
+        with pytest.raises(EngineError, match="the first error") as caught:
+            try:
+                raise EngineError("the first error")
+            finally:
+                write_timeline(tmp_path)
+        write_timeline(tmp_path)  # of a run that went well
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    line = f"hybridflow: {path} could not be written: File too large"
+    assert caught.value.__notes__ == [line]
+    assert capsys.readouterr().err == f"{line}\n"

@@ -1,0 +1,43 @@
+"""Which processes the watchdog takes for those of a run, and when it takes one for ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridflow.cluster.watchdog import _has_ended, run_processes
+
+pytestmark = pytest.mark.processes
+
+# Its first thread ends, another lives on until its input closes.
+HALF_ENDED = """
+import ctypes, sys, threading
+threading.Thread(target=sys.stdin.read).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def wait_until(condition: object, limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_process_has_ended_when_all_its_threads_have(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([sys.executable, "-c", HALF_ENDED], stdin=subprocess.PIPE, stdout=log)
+    stat = Path(f"/proc/{process.pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z")
+    assert not _has_ended(process.pid)
+    assert process.pid in run_processes("no=marker", str(tmp_path))
+    assert process.pid not in run_processes("no=marker", str(tmp_path / "other"))
+    assert process.stdin is not None
+    process.stdin.close()
+    wait_until(lambda: _has_ended(process.pid))
+    process.wait()
+    assert _has_ended(process.pid)

@@ -1,0 +1,120 @@
+"""Unknown keys: what other systems call a setting, slips of the fingers, and no guesses beyond them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hybridflow import PPOConfig
+from hybridflow.config.error_messages import _paths
+from hybridflow.config.known_names import API_NAMES, RECIPE_NAMES
+from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.config.yaml_loader import SettingsError
+
+DEMO = "launch/recipes/demo.yaml"
+SETTINGS = {".".join(path) for path in _paths(Recipe)}
+
+
+def told(key: str, value: str = "1") -> str:
+    with pytest.raises(SettingsError) as error:
+        load_recipe(DEMO, [f"{key}={value}"])
+    [line] = error.value.lines
+    start = f"override {key}={value}: unknown key "
+    assert line.startswith(start)
+    name, _, text = line.removeprefix(start).partition(": ")
+    assert key.startswith(name)
+    return text
+
+
+def named(text: str) -> list[str]:
+    """The settings that a text says something is."""
+    found = re.match(r"here it is ([\w.]+(?: and [\w.]+)*)(?=;|$| \()", text)
+    return found[1].split(" and ") if found else []
+
+
+def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
+    added = {"trainer.epochs_of_data", "rollout.sampling.stop"} - SETTINGS
+    for name, text in RECIPE_NAMES.items():
+        settings = named(text)
+        assert settings or text.startswith(("absent", "verl's; here")), (name, text)
+        assert set(settings) <= SETTINGS | added, (name, text)
+        assert name not in settings, (name, text)
+    for name, text in API_NAMES.items():
+        settings = named(text)
+        assert settings or text.startswith(("absent", "here ", "an argument of the trainer: ")), (name, text)
+        assert set(settings) <= SETTINGS | added | PPOConfig.model_fields.keys() | {"config"}, (name, text)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("trainer.total_epochs", "here it is trainer.epochs_of_data; trainer.epochs are passes over each rollout"),
+        ("reshard_mode", "absent: how weights get to the engines follows from placement"),
+        ("async_rollout", "here it is trainer.max_staleness; 1 lets the engines run a step ahead"),
+        ("rollout.async_rollout", "here it is trainer.max_staleness"),
+        ("data.train_batch_size", "here it is trainer.prompts_per_step"),
+        ("use_vllm", "absent, because SGLang generates"),
+        ("rollout.use_vllm", "absent, because SGLang generates"),
+        ("fsdp_config", "absent, because Megatron-Core trains"),
+        ("num_generations", "here it is rollout.samples_per_prompt"),
+        ("beta", "here it is algorithm.kl_coef"),
+        ("algorithm.adv_estimator", "here it is algorithm.name"),
+        ("trainer.n_gpus_per_node", "absent, because placement says on which devices each role is"),
+        ("rollout.n_samples_per_prompt", "did you mean rollout.samples_per_prompt?"),
+        ("--num-rollout", "here it is trainer.steps"),
+        ("init_kl_coef", "here it is algorithm.kl_coef"),
+        ("rollout.max_turns", "absent: a response is one turn"),
+        ("world_size", "absent, because placement says"),
+        ("actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.actor.optim.lr: here it is train.optimizer.lr"),
+        ("actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.n: here it is rollout.samples_per_prompt"),
+        ("critic.optim.lr", "critic.optim.lr: here it is critic.train.optimizer.lr"),
+        # Settings of this project in another place.
+        ("train.lr", "here it is train.optimizer.lr"),
+        ("warmup.lr", "here it is warmup.optimizer.lr"),
+        ("rollout.temperature", "here it is rollout.sampling.temperature"),
+        # Slips of the fingers.
+        ("train.layout.tpp", "did you mean train.layout.tp?"),
+        ("algorithm.kl_coeff", "did you mean algorithm.kl_coef?"),
+        ("trainer.stepz", "did you mean trainer.steps?"),
+        ("train.optimizer.beta", "did you mean train.optimizer.beta"),
+        # What nothing is known of.
+        ("rollout.engine.dp", "rollout.engine takes tp, ep, "),
+        ("trainer.patience", "trainer takes steps, "),
+        ("reward_mix", "the top level takes name, "),
+    ],
+)
+def test_what_is_told_of_an_unknown_key(key: str, text: str) -> None:
+    assert text in told(key)
+
+
+def test_a_whole_section_of_another_system_is_told_of_in_a_line(tmp_path: Path) -> None:
+    text = Path(DEMO).read_text() + "\nactor_rollout_ref:\n  model: {path: x}\n  actor:\n    optim: {lr: 1e-6}\n"
+    text += "    ppo_mini_batch_size: 4\n    grad_clip: 1.0\n    clip_ratio: 0.2\n  ref: &ref {log_prob: null}\n"
+    (tmp_path / "verl.yaml").write_text(text)
+    with pytest.raises(SettingsError) as error:
+        load_recipe(tmp_path / "verl.yaml")
+    [line] = error.value.lines
+    assert line.count("here it is") == 3  # the first few
+    assert "; actor_rollout_ref.model.path: here it is model.path; actor_rollout_ref.actor.optim.lr: here it is" in line
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("learning_rate", "here it is lr"),
+        ("num_train_epochs", "here it is train(prompts, num_epochs=...)"),
+        ("async_rollout", 'here it is recipe={"trainer": {"max_staleness": 1}}'),
+        ("use_vllm", "absent, because SGLang generates; leave it out"),
+        ("fsdp_config", "absent, because Megatron-Core trains"),
+        ("gamma", "here it is algorithm.gamma of the recipe, as recipe={...}"),
+        ("batchsize", "did you mean batch_size?"),
+        ("patience", "the top level takes batch_size, "),
+    ],
+)
+def test_what_is_told_of_an_unknown_setting_of_the_api(setting: str, text: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        PPOConfig(**{setting: 1})
+    [line] = error.value.lines
+    assert line.startswith(f"PPOConfig: unknown key {setting}: {text}")

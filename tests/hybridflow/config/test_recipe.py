@@ -1,0 +1,132 @@
+"""Settings of a run that depend on each other, or on the data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine3d.errors import UserError
+from hybridflow.checkpoint.compatibility import changes, contradictions
+from hybridflow.cli.main import main
+from hybridflow.config.recipe import load_recipe
+from hybridflow.config.yaml_loader import SettingsError, settings_yaml
+from hybridflow.planning.recipe_check import check_recipe
+from hybridflow.trainer.run_setup import prepare
+from tests.support.resumable import DEMO, a_recipe, make_checkpoint, refusal
+
+
+@pytest.mark.parametrize(
+    ("passes", "prompts", "steps"), [("1", 1000, 16), ("2", 1000, 32), ("0.5", 1000, 8), ("1", 64, 1), ("3", 65, 4)]
+)
+def test_passes_over_the_data_are_whole_steps(tmp_path: Path, passes: str, prompts: int, steps: int) -> None:
+    recipe = load_recipe(DEMO, ["trainer.steps=null", f"trainer.epochs_of_data={passes}"])
+    counted = recipe.for_prompts(prompts)
+    assert counted.trainer.steps == steps == counted.phase_steps["train"]
+    # What is written of the one or the other is read as the same recipe.
+    for each in (recipe, counted):
+        (tmp_path / "recipe.yaml").write_text(settings_yaml(each))
+        assert load_recipe(tmp_path / "recipe.yaml") == recipe
+    assert load_recipe(DEMO).for_prompts(prompts).trainer.steps == 120
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["trainer.epochs_of_data=2"],
+            "trainer: epochs_of_data=2 and steps=120, expected one of them; trainer.steps=null",
+        ),
+        (["trainer.steps=null"], "trainer.steps = None: expected a whole number"),
+        (["trainer.steps=null", "trainer.epochs_of_data=0"], "trainer.epochs_of_data = 0: expected more than 0"),
+    ],
+)
+def test_a_run_has_one_length(overrides: list[str], line: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_recipe(DEMO, overrides)
+    assert line in str(caught.value)
+
+
+def test_a_traced_step_is_one_of_those_that_cover_the_data(capsys: pytest.CaptureFixture[str]) -> None:
+    passes = ["trainer.steps=null", "trainer.epochs_of_data=1"]
+    assert main(["check", str(DEMO), *passes, "trainer.profile={steps: [16]}"]) == 0
+    assert main(["check", str(DEMO), *passes, "trainer.profile={steps: [17]}"]) == 2
+    assert "trainer: profile.steps has step 17, and steps=16" in capsys.readouterr().err
+
+
+def lines_of(directory: Path, *prompts: str) -> str:
+    path = directory / "problems.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": 1}) + "\n" for prompt in prompts))
+    return f"data={{source: jsonl, jsonl: {{train_path: {path}, eval_path: {path}}}, overlong_prompts: POLICY}}"
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("drop", "2 of 3 {} prompts have more than 4 tokens and are dropped (data.overlong_prompts=drop)"),
+        ("cut_left", "2 of 3 {} prompts have more than 4 tokens and are cut, at their beginning ("),
+        ("cut_right", "2 of 3 {} prompts have more than 4 tokens and are cut, at their end ("),
+    ],
+)
+def test_prompts_without_room_are_counted_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str, said: str
+) -> None:
+    data = lines_of(tmp_path, "1+1=", "10+1=", "10+11=").replace("POLICY", policy)
+    overrides = [data, "warmup=null", "rollout.engine.context_length=8", "trainer.eval_prompts=null"]
+    assert main(["check", str(DEMO), *overrides]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:-1] == [line for line in lines if line.startswith("data: ")]
+    assert [said.format(name) in line for name, line in zip(("training", "held-out"), lines, strict=False)] == [
+        True
+    ] * 2
+    run = prepare(load_recipe(DEMO, [*overrides, f"run_dir={tmp_path}"]))
+    run.lock.close()
+    assert max(map(len, run.train.tokens)) == 4
+    assert (len(run.train), len(run.evaluation)) == ((1, 1) if policy == "drop" else (3, 3))
+
+
+def test_prompts_without_room_are_refused_by_default_and_never_all_dropped(tmp_path: Path) -> None:
+    room = ["warmup=null", "rollout.engine.context_length=8"]
+    data = lines_of(tmp_path, "10+1=", "10+11=")
+    with pytest.raises(UserError, match="has 5 tokens, expected 1 to 4"):
+        check_recipe(load_recipe(DEMO, [*room, data.replace("POLICY", "refuse")]))
+    with pytest.raises(UserError, match="overlong_prompts=drop leaves no training prompt: all 2 have more than 4"):
+        check_recipe(load_recipe(DEMO, [*room, data.replace("POLICY", "drop")]))
+
+
+def test_what_rewards_cannot_do_with_the_data_is_found_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "problems.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": [2], "level": 3}\n')
+    (tmp_path / "mine.py").write_text("def score(texts, answers, level): return [0.0] * len(texts)\n")
+    (tmp_path / "other.py").write_text("def score(texts, difficulty): return [0.0] * len(texts)\n")
+    data = [f"data={{source: jsonl, jsonl: {{train_path: {path}, eval_path: {path}}}}}", "warmup=null"]
+    assert main(["check", str(DEMO), *data]) == 2
+    assert "reward arithmetic: an answer is '[2]' (list), expected text or whole numbers" in capsys.readouterr().err
+    reward = f'reward.functions=[{{name: mine, path: "{tmp_path}/mine.py:score"}}]'
+    assert main(["check", str(DEMO), *data, reward]) == 0
+    assert main(["check", str(DEMO), *data, reward.replace("mine.py", "other.py")]) == 2
+    expected = (
+        "requires an argument 'difficulty', expected reward_fn(generated_texts) with optional prompts, answers and"
+    )
+    assert f"{expected} fields of the data (prompt, answer, level)" in capsys.readouterr().err
+
+
+def test_older_checkpoints_refused_long_prompts(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path)
+    checkpoint = make_checkpoint(recipe, 2)
+    saved = recipe.model_dump(mode="json")
+    del saved["data"]["overlong_prompts"], saved["trainer"]["epochs_of_data"], saved["trainer"]["eval_before_train"]
+    inputs: dict[str, str] = {}
+    assert contradictions(recipe, checkpoint / "model", ["actor"], saved, inputs) == []
+    assert changes(recipe, saved) == []
+    [other] = contradictions(a_recipe(tmp_path, "data.overlong_prompts=drop"), checkpoint / "model", [], saved, inputs)
+    assert str(other) == "data.overlong_prompts: refuse in the checkpoint, drop in the recipe"
+    assert "data.overlong_prompts: " in refusal(a_recipe(tmp_path, "resume=auto", "data.overlong_prompts=drop"))[1]
+    longer = a_recipe(tmp_path, "trainer.steps=null", "trainer.epochs_of_data=3")
+    assert [str(change) for change in changes(longer, saved)] == [
+        "trainer.epochs_of_data: null in the checkpoint, 3.0 in the recipe",
+        "trainer.steps: 120 in the checkpoint, nothing in the recipe",
+    ]

@@ -1,0 +1,53 @@
+"""The KV cache is as large as a recipe's requests and lengths need, and no larger."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine3d.rollout.cache import tokens_needed
+from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.planning.cache_size import Lengths, cache_tokens
+
+DEMO = Path(__file__).parents[3] / "launch" / "recipes" / "demo.yaml"
+LENGTHS = Lengths(prompt=20, held_out_prompt=30, response=12, held_out=10)
+
+
+def recipe(*overrides: str) -> Recipe:
+    unset = ["rollout.engine.max_total_tokens=null", "trainer.prompts_per_step=64", "rollout.samples_per_prompt=8"]
+    return load_recipe(DEMO, [*unset, *overrides])
+
+
+def needed(requests: int, sequence_tokens: int, page_tokens: int = 1) -> int:
+    return tokens_needed(requests=requests, sequence_tokens=sequence_tokens, page_tokens=page_tokens)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "engines", "expected"),
+    [
+        ([], 1, needed(512, 32)),
+        ([], 2, needed(256, 32)),
+        ([], 3, needed(176, 32)),  # 22 prompts for the engine that has most
+        (["rollout.engine.max_running_requests=100"], 1, needed(100, 32)),
+        (["trainer.prompts_per_step=2"], 1, needed(40, 42)),  # ten held-out prompts, four samples each
+        (["rollout.engine.max_total_tokens=5000"], 1, 5000),
+    ],
+)
+def test_a_cache_holds_the_requests_of_a_step_or_of_an_evaluation(
+    overrides: list[str], engines: int, expected: int
+) -> None:
+    assert cache_tokens(recipe(*overrides), LENGTHS, engines, "cpu") == expected
+
+
+def test_a_request_has_pages_of_its_own_and_one_more() -> None:
+    assert needed(1, 32) == 2 * 33 + 1 + 8
+    assert needed(3, 65, 64) == 4 * (2 + 1) * 64 + 64 + 8
+    assert cache_tokens(recipe(), LENGTHS, 1, "cuda") == needed(512, 32, 64)
+
+
+def test_lengths_are_of_the_longest(tmp_path: Path) -> None:
+    found = Lengths.of(recipe(), [[1] * 3, [1] * 7], [[1] * 9])
+    assert found == Lengths(prompt=7, held_out_prompt=9, response=4, held_out=1)
+    assert found.sequence == 11
+    assert Lengths.of(recipe(), [[1]], []).held_out_prompt == 0

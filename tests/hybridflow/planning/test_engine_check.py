@@ -1,0 +1,171 @@
+"""What would fail only once processes have started, and is found before."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.models import model_spec
+from engine3d.rollout.config import RolloutConfig
+from engine3d.rollout.served import check_deterministic
+from hybridflow.cluster.cluster_address import check_cluster_answers
+from hybridflow.cluster.device_map import Device
+from hybridflow.config.initial_model import create_model, initial_spec
+from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.data.tokenizer import make_character_tokenizer
+from hybridflow.planning.engine_check import check_baselines, check_engine_nodes, check_evaluation, check_same_tokens
+from hybridflow.planning.model_check import check_model
+from tests.support.tiny_families import CONFIGS
+
+DEMO = "launch/recipes/demo.yaml"
+
+
+def a_recipe(*overrides: str) -> Recipe:
+    return load_recipe(DEMO, overrides)
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises(UserError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("role", ["reward_model", "cost_model"])
+def test_a_model_that_scores_has_a_head(tmp_path: Path, role: str) -> None:
+    create_model(a_recipe(), tmp_path / "language", seed=0)
+    costs = ["algorithm={name: safe_rlhf}", "cost.functions=[{name: length, path: length}]"] if "cost" in role else []
+    recipe = a_recipe(f"{role}.path={tmp_path}/language", *costs)
+    line = refusal(lambda: check_model(recipe, role, initial_spec(recipe)))
+    assert line.startswith(
+        f"{role}.path: {tmp_path}/language: no tensor score.weight, expected a model with a value head"
+    )
+    critic = a_recipe("algorithm={name: ppo}", f"critic.path={tmp_path}/language")
+    assert check_model(critic, "critic", initial_spec(critic)) is not None  # it begins with a head of zeros
+
+
+@pytest.mark.parametrize(
+    ("family", "backend", "on_gpu", "line"),
+    [
+        (
+            "deepseek_v3",
+            None,
+            False,
+            "rollout.engine.deterministic=true on a CPU: SGLang has it for DeepseekV3ForCausal",
+        ),
+        (
+            "deepseek_v3",
+            "flashinfer",
+            True,
+            "attention_backend=flashinfer with deterministic=true, expected fa3 or triton",
+        ),
+        ("qwen3_moe", "flex_attention", True, "expected fa3 or flashinfer or triton, or null for SGLang's choice"),
+        (
+            "qwen3_moe",
+            "triton",
+            False,
+            "attention_backend=triton with deterministic=true, expected torch_native, or null",
+        ),
+        ("deepseek_v3", None, True, None),
+        ("deepseek_v3", "fa3", True, None),
+        ("qwen3_moe", None, False, None),
+        ("qwen3_moe", "flashinfer", True, None),
+    ],
+)
+def test_attention_that_samples_deterministically(
+    family: str, backend: str | None, on_gpu: bool, line: str | None
+) -> None:
+    spec = model_spec(CONFIGS[family])
+    check_deterministic(spec, RolloutConfig(attention_backend=backend), on_gpu=on_gpu)
+    deterministic = RolloutConfig(attention_backend=backend, deterministic=True)
+    if line is None:
+        check_deterministic(spec, deterministic, on_gpu=on_gpu)
+    else:
+        assert line in refusal(lambda: check_deterministic(spec, deterministic, on_gpu=on_gpu))
+
+
+def test_an_engine_is_on_one_node() -> None:
+    devices = [Device(0, "cpu", 0), Device(0, "cpu", 1), Device(0, "cpu", 2), Device(1, "cpu", 0)]
+    recipe = a_recipe("rollout.engine.tp=2")
+    check_engine_nodes(recipe, [*devices[:2], *devices[3:], Device(1, "cpu", 1)])
+    line = "placement.rollout: the 2 devices of engine 1 are on nodes 0, 1; expected them on one, by a smaller"
+    assert refusal(lambda: check_engine_nodes(recipe, devices)).startswith(line)
+
+
+def test_evaluations_and_baselines_have_something_for_everyone() -> None:
+    recipe = a_recipe("reward=null", "reward_model.path=/models/scorer", "trainer.eval_samples=2")
+    layouts = {"rollout": Layout(dp=3), "reward_model": Layout(dp=8)}
+    check_evaluation(recipe, 4, layouts)
+    assert refusal(lambda: check_evaluation(recipe, 2, layouts)).startswith(
+        "data: 2 prompts to evaluate with, expected at least 3: a prompt for each rollout engine"
+    )
+    line = (
+        "data: 3 prompts to evaluate with and trainer.eval_samples=2, expected at least 8 samples: one for each data-"
+    )
+    assert refusal(lambda: check_evaluation(recipe, 3, layouts)).startswith(line)
+    remax = [*("algorithm={name: remax}", "reward_model.path=/models/scorer"), "trainer.mini_batches=1"]
+    check_baselines(a_recipe(*remax, "trainer.prompts_per_step=8"), layouts)
+    few = a_recipe(*remax, "trainer.prompts_per_step=7")
+    assert "trainer.prompts_per_step = 7, expected at least 8: a baseline" in refusal(
+        lambda: check_baselines(few, layouts)
+    )
+
+
+def test_models_beside_the_actor_read_its_tokens(tmp_path: Path) -> None:
+    actor, same, other, fewer = (tmp_path / name for name in ("actor", "same", "other", "fewer"))
+    for directory, characters in ((actor, "0123"), (same, "01234"), (other, "0132"), (fewer, "012")):
+        make_character_tokenizer(characters, directory)
+    file = same / "tokenizer.json"
+    facts = json.loads(file.read_text())
+    assert facts["added_tokens"][0]["content"] == "<pad>"
+    del facts["model"]["vocab"]["<pad>"]  # an added token may have another name there
+    file.write_text(json.dumps(facts | {"added_tokens": []}))
+    check_same_tokens("reward_model", same, actor)
+    check_same_tokens("reward_model", tmp_path, actor)  # without a tokenizer
+    line = f"reward_model.path: {other} has another tokenizer than the actor: '2' is token 5 of the actor and 6 there"
+    assert refusal(lambda: check_same_tokens("reward_model", other, actor)).startswith(line)
+    assert "'3' is token 6 of the actor and no token there" in refusal(lambda: check_same_tokens("x", fewer, actor))
+    shutil.copy(__file__, file)
+    assert "tokenizer.json cannot be read" in refusal(lambda: check_same_tokens("x", same, actor))
+
+
+@pytest.mark.parametrize("address", ["nowhere", "host:", "host:70000", ":6379", "http://host:6379", "host:6379/x"])
+def test_what_is_no_address_of_a_cluster(address: str) -> None:
+    assert refusal(lambda: check_cluster_answers(address)).startswith(
+        f"placement.cluster={address}: no address, expected"
+    )
+
+
+def test_a_cluster_that_does_not_answer_is_found_soon() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    line = f"placement.cluster={address}: Connection refused, expected a running cluster, as of ray start --head"
+    assert refusal(lambda: check_cluster_answers(address)).startswith(line)
+    assert refusal(lambda: check_cluster_answers(f"ray://{address}")).startswith(
+        f"placement.cluster=ray://{address}: C"
+    )
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        line = f"placement.cluster={address}: no answer within 2 s, expected a running cluster"
+        assert refusal(lambda: check_cluster_answers(address, limit_s=2.0)).startswith(line)
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.processes
+def test_a_cluster_that_answers(ray_cluster: None) -> None:
+    import ray
+
+    check_cluster_answers(ray.get_runtime_context().gcs_address, limit_s=60.0)

@@ -1,0 +1,194 @@
+"""What `hybridflow check` finds on a machine with GPUs; only the platform and what NVML says are made up."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine3d.errors import UserError
+from engine3d.platform.cuda import CudaPlatform
+from hybridflow.cli.main import main
+from hybridflow.cluster import nvml
+from hybridflow.cluster.device_map import Device
+from hybridflow.cluster.nvml import MakeReader
+from hybridflow.config.recipe import load_recipe
+from hybridflow.planning import gpu_check, memory_estimate, model_check, placement_check, recipe_check
+from hybridflow.planning.gpu_check import check_rollout_libraries, used_gpus
+from tests.support.fake_devices import Absent, Ampere, Blackwell, Small, Steady, Taken
+
+RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
+ONE_GPU = str(RECIPES / "h200-1gpu.yaml")
+NODES = ("--nodes", "1", "--gpus-per-node", "1")
+FIRST = {"rollout": [Device(0, "cuda", 0)]}
+
+
+class FourGpus(CudaPlatform):
+    """A machine of four GPUs without Transformer Engine."""
+
+    has_transformer_engine = False
+
+    @property
+    def gpus(self) -> int:
+        return 4
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has GPUs, of which nobody uses any."""
+    for module in (model_check, placement_check, gpu_check):
+        monkeypatch.setattr(module, "platform", FourGpus())
+    # No engine may be asked: this is to be quick.
+    monkeypatch.setattr(memory_estimate, "serving_by_rank", lambda *_: pytest.fail("SGLang was imported"))
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)  # kept from being imported on a CPU
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    use(monkeypatch, Steady)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, reader: MakeReader) -> None:
+    monkeypatch.setattr(nvml, "NvmlReader", reader)
+
+
+def told(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
+    """What the command says on stderr, one line, or on stdout where nothing is wrong."""
+    assert main(["check", ONE_GPU, *arguments]) == code
+    said = capsys.readouterr()
+    assert said.err.count("\n") == (1 if code else 0)
+    return said.err if code else said.out
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_without_transformer_engine_there_is_one_line_more(capsys: pytest.CaptureFixture[str]) -> None:
+    warning, nothing = told(capsys, 0).splitlines()
+    assert warning.startswith("train: Transformer Engine is absent; Megatron-Core's own layers take its place")
+    assert warning.endswith("-r requirements-gpu.txt") and "nothing wrong" in nothing
+    assert "Transformer Engine" not in told(capsys, 0, *NODES)
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_gpus_whose_experts_take_more_steps_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FourGpus, "has_transformer_engine", True)
+    assert "one_step_experts" not in told(capsys, 0)
+    use(monkeypatch, Ampere)
+    assert told(capsys, 0).startswith(
+        "train.one_step_experts: GPU 0 of this machine has compute capability 8.0, and one step needs 9.x; "
+    )
+    assert "one_step_experts" not in told(capsys, 0, "train.one_step_experts=false")
+    assert "one_step_experts" not in told(capsys, 0, *NODES)
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_a_gpu_in_use_is_refused_on_this_machine_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, Taken)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    second = ("placement.actor=cuda:1", "placement.rollout=cuda:1")
+    assert "GPU 1 (nvidia-smi: 3) of this machine has 47.2 of 150.8 GB in use by others" in told(capsys, 2, *second)
+    told(capsys, 0)
+    told(capsys, 0, *second, "placement.shared_gpus=true")
+    told(capsys, 0, *second, "--nodes", "1", "--gpus-per-node", "4")
+    told(capsys, 0, *second, "placement.cluster=auto")
+    told(capsys, 0, "placement.reward=cuda:1")  # calls functions, and takes none of its memory
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_where_nvml_says_nothing_nothing_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, Absent)
+    told(capsys, 0, "rollout.engine.attention_backend=fa3")
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(("module", "package"), [("sgl_kernel", "sglang-kernel"), ("flashinfer", "flashinfer-python")])
+def test_a_library_that_the_engine_imports_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, module: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    assert f"placement.rollout: {module} is absent, without which" in (line := told(capsys, 2))
+    assert f"pip install {package}\n" in line
+    told(capsys, 0, *NODES)
+    requirements = (RECIPES.parents[1] / "requirements.lock").read_text().splitlines()
+    assert any(requirement.startswith(f"{package}==") for requirement in requirements)
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_flash_attention_3_needs_its_library(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told(capsys, 0, "rollout.engine.attention_backend=fa3")
+    (tmp_path / "sgl_kernel").mkdir()
+    (tmp_path / "sgl_kernel" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sgl_kernel", raising=False)
+    line = told(capsys, 2, "rollout.engine.attention_backend=fa3")
+    assert "rollout.engine.attention_backend=fa3: the installed sgl_kernel has no flash_ops library" in line
+    told(capsys, 0, "rollout.engine.attention_backend=flashinfer")
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("kind", "latent", "message"),
+    [
+        (Steady, True, None),
+        (Ampere, False, None),
+        (Ampere, True, "compute capability 8.0, expected 9.x for latent attention; or another backend"),
+        (Blackwell, False, "GPU 0 of this machine has compute capability 10.0, expected 8.x or 9.x; or another"),
+    ],
+)
+def test_flash_attention_3_needs_a_gpu_that_it_is_made_for(
+    monkeypatch: pytest.MonkeyPatch, kind: MakeReader, latent: bool, message: str | None
+) -> None:
+    use(monkeypatch, kind)
+    recipe = load_recipe(ONE_GPU, ["rollout.engine.attention_backend=fa3"])
+    if message is None:
+        check_rollout_libraries(recipe, FIRST, latent=latent)
+        return
+    with pytest.raises(UserError) as refused:
+        check_rollout_libraries(recipe, FIRST, latent=latent)
+    assert message in str(refused.value)
+    check_rollout_libraries(load_recipe(ONE_GPU), FIRST, latent=latent)  # where SGLang chooses
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_models_that_no_gpu_has_room_for_are_refused_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = "GPU 0 of node 0: 19.2 GB in phase update of actor on a GPU of 16.0 GB (actor weights 1.9, "
+    assert refused in told(capsys, 2, *NODES, "--gpu-gb", "16")
+    assert refused in told(capsys, 2, "--gpu-gb", "16")
+    told(capsys, 0, *NODES, "--gpu-gb", "20")  # enough for short responses
+    told(capsys, 0, *NODES)  # of unknown size
+    use(monkeypatch, Small)
+    assert refused in told(capsys, 2)
+    told(capsys, 0, *NODES)
+    told(capsys, 0, "placement.actor=cpu:0", "placement.rollout=cpu:0")
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_host_memory_is_checked_on_this_machine_also_where_its_gpus_say_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offload = "train.optimizer.offload=true"
+    use(monkeypatch, Absent)
+    told(capsys, 0, offload)
+    assert "GB of host memory, page-locked, on a node of 1.0 GB (" in told(capsys, 2, offload, "--host-gb", "1")
+    monkeypatch.setattr(recipe_check, "machine_bytes", lambda: 10**9)
+    assert "on a node of 1.0 GB (" in told(capsys, 2, offload)
+    told(capsys, 0, offload, *NODES)  # of unknown size
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_the_gpus_of_models_and_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b,GPU-c")
+    devices = {
+        "actor": [Device(0, "cuda", 2), Device(0, "cuda", 0)],
+        "rollout": [Device(0, "cuda", 0)],
+        "reference": [Device(0, "cpu", 1)],
+        "reward": [Device(0, "cuda", 1)],
+    }
+    assert used_gpus(devices) == {0: "GPU-a", 2: "GPU-c"}

@@ -1,0 +1,310 @@
+"""The memory ledger: what it foresees for whole runs, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine3d.errors import UserError
+from hybridflow.cli.main import main
+from hybridflow.cluster.device_map import Node
+from hybridflow.cluster.host_memory import machine_bytes
+from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.planning import memory_estimate
+from hybridflow.planning.cache_size import Lengths, cache_tokens
+from hybridflow.planning.memory_estimate import Ledger
+from hybridflow.planning.memory_report import recipe_ledger, recipe_specs
+from hybridflow.planning.placement_check import planned_devices
+from hybridflow.planning.prompt_check import check_prompts
+
+RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
+FOUR = [Node("node 0", gpus=4, cpu_slots=0)]
+
+# Qwen3-30B-A3B: hidden, layers, vocabulary, heads, groups, elements of a head, experts and their width.
+H, L, V, HEADS, GROUPS, D, E, F = 2048, 48, 151936, 32, 4, 128, 128, 768
+EXPERTS = L * E * 3 * H * F
+DENSE = L * ((2 * HEADS + 2 * GROUPS) * D * H + E * H + 2 * H + 2 * D) + 2 * V * H + H
+
+
+def _recipe(name: str, *overrides: str) -> Recipe:
+    return load_recipe(RECIPES / name, overrides)
+
+
+def _ledger(name: str, *overrides: str, nodes: Sequence[Node] = FOUR, gpu_gb: float = 150.0) -> Ledger:
+    return recipe_ledger(_recipe(name, *overrides), nodes, gpu_gb)
+
+
+def test_the_large_recipe_fits_its_gpus() -> None:
+    ledger = _ledger("qwen3-30b-a3b-4xh200.yaml", gpu_gb=150.7)
+    ledger.check()
+    [gpu] = ledger.gpus
+    assert max(map(gpu.total, gpu.phases)) < 0.9 * 150.7e9, "the ledger may be 7 % wrong"
+
+
+# The large recipe with what takes the least memory in training, and the optimizer's state on the GPU.
+LEAST = ("train.recompute=full", "train.micro_batch_tokens=16384", "train.optimizer.offload=false")
+
+
+def test_the_large_recipe_holds_what_can_be_counted_by_hand() -> None:
+    ledger = _ledger("qwen3-30b-a3b-4xh200.yaml", *LEAST)
+    (gpu,) = ledger.gpus
+    assert len(gpu.devices) == 4
+    mine = EXPERTS / 4 + DENSE
+    assert gpu.always["actor weights"] == pytest.approx(2 * mine, rel=1e-4)
+    # Remainder and two moments, in two bytes each; those of dense parameters are split over the four ranks.
+    assert gpu.always["actor optimizer"] == pytest.approx(6 * (EXPERTS + DENSE) / 4, rel=1e-4)
+    # Attention's output, which the engine's ranks cut by columns. (Each has the keys of one group.)
+    assert gpu.always["engine weights"] == 2 * L * H * (HEADS * D / 4)
+    phases = {phase.name: phase for phase in gpu.phases}
+    assert phases["update of actor"].items["gradients"] == pytest.approx(2 * mine, rel=1e-4)
+    assert "gradients" not in phases["infer of actor"].items
+    # Of 8,192 tokens of prompts what experts make of them: eight, each one's width three times and what it gives.
+    prompts = 8192 * 2 * (2 * H + 8 * (3 * F + H))
+    assert phases["rollout"].items == {"KV cache": 2101248 * L * 2 * D * 2, "prompts": prompts}
+    assert "KV cache" not in phases["update of actor"].items
+    kept = phases["update of actor"].items["activations"]
+    assert kept == 16384 * L * H * 2  # the input of every layer
+    ledger.check()
+
+
+def test_a_cache_that_holds_few_of_the_requests_is_told() -> None:
+    ledger = _ledger("qwen3-30b-a3b-4xh200.yaml", "rollout.engine.max_total_tokens=524288")
+    room = 524288 // ledger.sequence_tokens
+    assert 1024 < ledger.sequence_tokens < 1100  # a short prompt, and the longest response
+    assert f"KV cache of 524,288 tokens: {room} of 1024 requests at once" in ledger.lines()[0]
+    few = _ledger(
+        "qwen3-30b-a3b-4xh200.yaml",
+        f"rollout.engine.max_running_requests={room}",
+        "rollout.engine.max_total_tokens=524288",
+    )
+    assert few.lines()[0].endswith("KV cache of 524,288 tokens")
+
+
+def test_as_many_graphs_are_counted_as_an_engine_captures() -> None:
+    """It is told to run one request more (see SPARE_REQUESTS), and a batch of 9 has a graph beside that of 8."""
+    eight, nine = (
+        _ledger("qwen3-30b-a3b-4xh200.yaml", f"rollout.engine.max_running_requests={most}", *own)
+        for most, own in ((8, []), (9, ["rollout.engine.server_args.cuda_graph_max_bs_decode=9"]))
+    )
+    assert eight.gpus[0].always["engine workspace"] == nine.gpus[0].always["engine workspace"]
+
+
+def test_what_cannot_fit_is_refused_with_the_phase_and_what_to_change() -> None:
+    ledger = _ledger("qwen3-30b-a3b-4xh200.yaml", *LEAST, "train.recompute=none", gpu_gb=141.0)
+    with pytest.raises(UserError) as refused:
+        ledger.check()
+    line = str(refused.value)
+    assert re.match(
+        r"GPU 0 of node 0 and 3 like it: \d+\.\d GB in phase update of actor on a GPU of 141\.0 GB \(", line
+    )
+    assert "actor optimizer" in line and "activations" in line
+    assert "train.recompute=full" in line and "memory_saver" not in line and "\n" not in line
+
+
+def test_the_more_is_computed_again_the_less_is_kept() -> None:
+    ways = ("none", "selective", "full train.recompute_layers=1", "full train.recompute_layers=24", "full")
+    ledgers = [
+        _ledger("qwen3-30b-a3b-4xh200.yaml", *LEAST, "train.micro_batch_tokens=4096", *f"train.recompute={way}".split())
+        for way in ways
+    ]
+    none, selective, one, half, full = (ledger.gpus[0].phases[-1].items["activations"] for ledger in ledgers)
+    assert none > one > selective > half > full
+    assert (none - one) * 48 == pytest.approx(none - full)  # layers are alike
+    assert "more of train.recompute_layers" in ledgers[3].gpus[0].phases[-1].less
+    assert "recompute" not in ledgers[4].gpus[0].phases[-1].less
+
+
+def test_of_an_optimizer_in_host_memory_an_update_takes_a_few_parts_to_the_gpu() -> None:
+    small = (*LEAST, "train.micro_batch_tokens=2048")
+    on_gpu = _ledger("qwen3-30b-a3b-4xh200.yaml", *small)
+    in_host = _ledger("qwen3-30b-a3b-4xh200.yaml", *small, "train.optimizer.offload=true")
+    [before], [after] = on_gpu.gpus, in_host.gpus
+    state = before.always["actor optimizer"]
+    assert "actor optimizer" not in after.always
+    rollout, _, update = after.phases
+    assert before.total(before.phases[0]) - after.total(rollout) == state
+    # A rank's share of what is not experts, which is less than three parts with the state of the embedding.
+    assert update.items["optimizer"] == pytest.approx(6 * DENSE / 4, rel=1e-3) and "activations" not in update.items
+    assert [host.items for host in (*in_host.hosts, *on_gpu.hosts)] == [{"actor optimizer": 4 * state}, {}]
+    assert in_host.lines()[-1] == (
+        f"node 0: {4 * state / 1e9:.1f} GB of host memory, page-locked: actor optimizer {4 * state / 1e9:.1f}"
+    )
+    large = _ledger("qwen3-30b-a3b-4xh200.yaml")
+    assert "activations" in large.gpus[0].phases[-1].items and "optimizer" not in large.gpus[0].phases[-1].items
+    assert "train.optimizer.offload" in before.phases[-1].less
+    assert "train.optimizer.offload" not in large.gpus[0].phases[-1].less
+
+
+def test_what_does_not_fit_a_node_is_refused_with_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(RECIPES / "qwen3-30b-a3b-2xh200.yaml")
+    node = ["--nodes", "1", "--gpus-per-node", "2", "--gpu-gb", "150.7"]
+    for shown in ([], ["--memory"]):
+        assert main(["check", recipe, *node, *shown, "--host-gb", "256"]) == 0
+        assert main(["check", recipe, *node, *shown, "--host-gb", "128"]) == 2
+        refused = "node 0: 183.2 GB of host memory, page-locked, on a node of 128.0 GB (actor optimizer 183.2); to need"
+        assert refused in capsys.readouterr().err
+    assert main(["check", recipe, *node[:4], "--host-gb", "256"]) == 0  # GPUs of unknown size
+    assert main(["check", recipe, *node[:4], "--host-gb", "128"]) == 2
+    assert refused in capsys.readouterr().err
+    assert main(["check", recipe, *node, "--host-gb", "128", "train.optimizer.offload=false"]) == 2
+    assert "phase update of actor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "less"),
+    [
+        (["train.optimizer.offload=true"], "train.optimizer.offload=false"),
+        (["critic.train.optimizer.offload=true"], "critic.train.optimizer.offload=false"),
+        # A checkpoint of both, of which only the critic's moments are beside it.
+        (["critic.train.optimizer.offload=true", "checkpoint.save_interval=1"], "checkpoint.async_save=false"),
+    ],
+)
+def test_what_takes_the_most_of_a_nodes_memory_is_to_be_less(overrides: list[str], less: str) -> None:
+    ledger = recipe_ledger(_recipe("h200-1gpu-ppo.yaml", *overrides), FOUR, 150.0, host_gb=1.0)
+    with pytest.raises(UserError) as refused:
+        ledger.check()
+    assert str(refused.value).endswith(f"; to need less: {less}, or more nodes")
+
+
+@pytest.mark.parametrize(
+    ("name", "no_limit"), [("memory.max", "max"), ("memory/memory.limit_in_bytes", "9223372036854771712")]
+)
+def test_a_container_has_what_its_control_group_may_take(name: str, no_limit: str, tmp_path: Path) -> None:
+    limit = tmp_path / name
+    limit.parent.mkdir(exist_ok=True)
+    machine = machine_bytes(tmp_path)
+    limit.write_text(f"{no_limit}\n")
+    assert machine_bytes(tmp_path) == machine > 10**9
+    limit.write_text("1000000\n")
+    assert machine_bytes(tmp_path) == 10**6
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b-4xh200.yaml", "h200-1gpu.yaml", "h200-1gpu-ppo.yaml"])
+def test_without_engines_all_is_as_with_them_but_for_what_is_theirs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, whole = _recipe(name), _ledger(name)
+    monkeypatch.setattr(memory_estimate, "serving_by_rank", lambda *_: pytest.fail("an engine was asked"))
+    devices = planned_devices(recipe, FOUR)
+    assert devices is not None
+    tokens = check_prompts(recipe, (specs := recipe_specs(recipe))["actor"]).sequence
+    models = memory_estimate.foresee(
+        recipe, devices, specs, gpu_bytes=whole.gpu_bytes, sequence_tokens=tokens, with_engines=False
+    )
+    theirs = {"engine weights", "KV cache", "prompts", "engine workspace", "communicators", "driver", "libraries"}
+    for gpu, less in zip(whole.gpus, models.gpus, strict=True):
+        assert less.always == {name: size for name, size in gpu.always.items() if name not in theirs}
+        for phase, left in zip(gpu.phases, less.phases, strict=True):
+            items = {name: size for name, size in left.items.items() if size}
+            assert items == {name: size for name, size in phase.items.items() if name not in theirs}
+
+
+def test_what_a_setting_saves(tmp_path: Path) -> None:
+    # A cache of all that is free.
+    judges = (
+        "placement.critic=cuda:1",
+        "placement.reference=cuda:1",
+        "rollout.engine.max_total_tokens=100000000",
+    )
+    kept = _ledger("h200-1gpu-ppo.yaml", "rollout.engine.memory_saver=false", *judges, "checkpoint.save_interval=1")
+    saved = _ledger("h200-1gpu-ppo.yaml", *judges, "train.optimizer.precision_aware=true")
+    first, second = kept.gpus
+    assert [phase.name for phase in first.phases] == ["rollout", "infer of actor", "update of actor"]
+    assert [phase.name for phase in second.phases] == ["infer of reference", "infer of critic", "update of critic"]
+    assert first.worst.name == "update of actor" and "KV cache" in first.worst.items
+    assert saved.gpus[0].worst.name == "rollout"
+    assert "rollout.engine.memory_saver=true" in first.worst.less
+    assert second.always["reference weights"] > 0 and "gradients" not in second.phases[0].items
+    # Float32 gradients, masters and moments, against bf16 ones and what bf16 lacks to float32.
+    assert first.always["actor optimizer"] == 2 * saved.gpus[0].always["actor optimizer"]
+    gradients = [gpu.phases[2].items["gradients"] for gpu in (first, saved.gpus[0])]
+    assert gradients[0] == 2 * gradients[1]
+    # A copy of the actor's and the critic's float32 weights and moments.
+    state = first.always["actor optimizer"] + second.always["critic optimizer"]
+    assert [host.total for host in kept.hosts] == [pytest.approx(state, rel=1e-3)]
+    assert [host.items for host in saved.hosts] == [{}]
+
+
+def test_the_command_shows_the_ledger_and_ends_with_2_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, nodes = str(RECIPES / "h200-1gpu.yaml"), ["--nodes", "1", "--gpus-per-node", "1"]
+    assert main(["check", recipe, "--memory", *nodes, "--gpu-gb", "141"]) == 0
+    shown = capsys.readouterr().out
+    assert "GPU 0 of node 0: at most" in shown and "update of actor" in shown
+    assert main(["check", recipe, "placement.reward=cpu:1", *nodes]) == 0  # nodes have the CPU slots that are named
+    assert main(["check", recipe, "--memory", *nodes, "--gpu-gb", "20"]) == 2
+    assert "in phase" in capsys.readouterr().err
+
+
+def test_cpu_slots_and_their_host_are_shown_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    demo = str(RECIPES / "demo.yaml")
+    large = ["rollout.engine.max_total_tokens=10000000", "--host-gb", "64"]
+    assert main(["check", demo, "--memory", "rollout.engine.max_total_tokens=null"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    # All held-out prompts, four samples each, of at most 6 tokens and 4 more, and not what the machine has room for.
+    lengths = Lengths(prompt=6, held_out_prompt=6, response=4, held_out=256)
+    tokens = cache_tokens(_recipe("demo.yaml", "rollout.engine.max_total_tokens=null"), lengths, 1, "cpu")
+    assert re.match(rf"CPU slot 0 of node 0: at most \d\.\d GB in .*, KV cache of {tokens:,} tokens$", shown[0])
+    assert any(line.startswith("CPU slot 1 of node 0: at most 0.") for line in shown)
+    assert re.match(r"node 0: \d\.\d GB of host memory: processes", shown[-2])
+    assert main(["check", demo, "--memory", *large]) == 0
+    of_a_token = 2 * 2 * 24 * 2 * 4  # keys and values of two heads of 24 elements in two layers, in float32
+    assert f"KV cache {1e7 * of_a_token / 1e9:.1f}" in capsys.readouterr().out
+    for words in ([*large[:1], "--host-gb", "6"], ["--host-gb", "1"]):
+        assert main(["check", demo, "--memory", *words]) == 2
+        assert re.search(r"node 0: \d\.\d GB of host memory, on a node of \d\.0 GB", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["check", "h200-1gpu.yaml", "--memory", "--nodes", "1"], "expected --gpu-gb"),
+        (["check", "h200-1gpu.yaml", "--memory", "--nodes", "0"], "--nodes 0: expected a whole number"),
+        (["check", "qwen3-30b-a3b-4xh200.yaml", "--nodes", "1", "--gpus-per-node", "2"], "there is no cuda:2"),
+        (["check", "h200-1gpu.yaml", "--memory", "--nodes", "1", "--host-gb", "100"], "expected --gpu-gb"),
+    ],
+)
+def test_bad_options_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words[1] = str(RECIPES / words[1])
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "0", "-5", "much"])
+def test_a_size_is_a_number_above_0(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["check", str(RECIPES / "h200-1gpu.yaml"), f"--host-gb={size}"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert f"--host-gb: expected a number above 0 and at most 1e+09, found {size}" in error and error.count("\n") == 1
+
+
+def test_a_model_that_is_offloaded_is_there_in_its_own_phases_only() -> None:
+    stays = _ledger("h200-1gpu-ppo.yaml")
+    released = ("rollout.engine.release_weights=true", "rollout.weights.share=false")
+    leaves = _ledger("h200-1gpu-ppo.yaml", "reference.offload=true", "critic.offload=true", *released)
+    (there,), (away,) = stays.gpus, leaves.gpus
+    moved = ("reference weights", "critic weights", "critic optimizer")
+    assert {
+        name: size for name, size in there.always.items() if name not in moved and name != "engine weights"
+    } == dict(away.always)
+    # What it shared with the actor it has for itself now, in its own phase.
+    weights = [phase.items.get("engine weights", 0) for phase in away.phases]
+    assert weights[0] > there.always.get("engine weights", 0) and not any(weights[1:])
+    for phase in away.phases:
+        [role] = [role for role in ("actor", "critic", "reference", "rollout") if role in phase.name]
+        found = {name: size for name, size in phase.items.items() if name in moved}
+        assert found == {name: size for name, size in there.always.items() if name in moved and role in name}
+    assert leaves.hosts[0].items == {
+        "reference between its turns": there.always["reference weights"],
+        "critic between its turns": there.always["critic weights"] + there.always["critic optimizer"],
+    }
+    assert "critic.offload=true" in there.worst.less and "offload" not in away.worst.less.split("optimizer")[0]
+    with pytest.raises(UserError, match=r"to need less: critic\.offload=false, or more nodes"):
+        replace(leaves, host_bytes=10**9).check()
+    # What the models have left is the engine's, where it may take more than is free.
+    most = "rollout.engine.max_total_tokens=100000000"
+    more = _ledger("h200-1gpu-ppo.yaml", "reference.offload=true", "critic.offload=true", most).gpus[0].cache_tokens
+    assert more > _ledger("h200-1gpu-ppo.yaml", most).gpus[0].cache_tokens

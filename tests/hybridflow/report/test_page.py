@@ -1,0 +1,528 @@
+"""The report: what stands on the page of a run, and what a run that cannot be drawn is told."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridflow.cli.main import main
+from hybridflow.metrics import names as metrics
+from hybridflow.metrics.config import MetricsConfig
+from hybridflow.metrics.device_samples import DeviceFile, DeviceSample
+from hybridflow.metrics.logger import Metrics
+from hybridflow.metrics.timeline import Span, Timeline
+from hybridflow.report.choice import sections
+from hybridflow.report.over_time import timeline_plots
+from hybridflow.report.plots import BarPlot, LanePlot, LinePlot, Plot
+from hybridflow.report.run_data import read_run
+from hybridflow.report.thinning import bucketed
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "benchmarks/results"
+FILES = MetricsConfig(console=False, csv=False, tensorboard=False)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+class Page(HTMLParser):
+    """What a page holds: the facts, and of each figure its texts and what it says to those who do not see it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.title = ""
+        self.facts: dict[str, str] = {}
+        self.headings: list[str] = []
+        self.figures: dict[str, dict[str, Any]] = {}
+        self.attributes: list[tuple[str, str, str]] = []
+        self._open: list[str] = []
+        self._figure: dict[str, Any] = {}
+        self._fact = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.attributes += [(tag, name, value) for name, value in given.items()]
+        if tag == "figure":
+            self._figure = self.figures[given["id"]] = {"texts": [], "caption": "", "note": "", "paths": 0}
+        elif tag == "svg":
+            self._figure |= {"role": given["role"], "alt": given["aria-label"]}
+        elif tag == "path":
+            self._figure["paths"] += 1
+        if tag not in ("meta", "path", "use", "br"):
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if self._open and self._open[-1] == tag:
+            self._open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self._open:
+            while self._open.pop() != tag:
+                pass
+
+    def handle_data(self, data: str) -> None:
+        where = self._open[-1] if self._open else ""
+        if where == "title":
+            self.title += data
+        elif where == "h2":
+            self.headings.append(data)
+        elif where == "dt":
+            self._fact = data
+        elif where == "dd":
+            self.facts[self._fact] = data
+        elif where == "figcaption":
+            self._figure["caption"] += data
+        elif where == "p":
+            self._figure["note"] += data
+        elif where in ("text", "tspan"):
+            self._figure["texts"].append(data.strip())
+
+
+def report(directory: Path, *options: str) -> Page:
+    assert main(["report", str(directory), *options]) == 0
+    return Page(Path(options[1] if options else directory / "report.html").read_text())
+
+
+def plots(directory: Path) -> dict[str, Plot]:
+    return {plot.name: plot for section in sections(read_run(directory)) for plot in section.plots}
+
+
+def stored(name: str, tmp_path: Path) -> Path:
+    """A run's directory of what is kept of it: `<folder>` or `<folder>/<run>` of the results."""
+    directory = tmp_path / name.replace("/", "-")
+    directory.mkdir()
+    folder, _, run = name.partition("/")
+    shutil.copy(RESULTS / folder / (f"{run}-metrics.jsonl" if run else "metrics.jsonl"), directory / "metrics.jsonl")
+    if (RESULTS / folder / "timeline.json.gz").exists():
+        (directory / "timeline.json").write_bytes(gzip.decompress((RESULTS / folder / "timeline.json.gz").read_bytes()))
+    if (RESULTS / folder / "recipe.yaml").exists():
+        shutil.copy(RESULTS / folder / "recipe.yaml", directory)
+    return directory
+
+
+def test_a_timeline_of_calls_too_short_to_be_seen() -> None:
+    spans = [Span("actor", 0, "update", begin, begin + 1e-6) for begin in (0.0, 1e6)]
+    assert list(timeline_plots(spans)) == []
+
+
+def step(number: int, **more: float) -> dict[str, float]:
+    return {
+        metrics.REWARD_MEAN: number / 10,
+        metrics.REWARD_STD: 0.25,
+        "reward/arithmetic/mean": number / 10,
+        metrics.TRAIN_LOSS: 0.1 / number,
+        metrics.ROLLOUT_THROUGHPUT: 1000.0 * number,
+        metrics.TRAIN_STEP_TIME: 1000.0,
+        metrics.ROLLOUT_TIME: 400.0,
+        metrics.REWARD_LATENCY: 100.0,
+        **more,
+    }
+
+
+def small_run(directory: Path, **more: float) -> Path:
+    with Metrics(FILES, directory) as log:
+        log.log(1, {metrics.SFT_LOSS: 2.0}, phase="sft")
+        for number in range(1, 6):
+            log.log(number, step(number, **more))
+        log.log(5, {metrics.EVAL_ACCURACY: 0.75}, phase="eval")
+    return directory
+
+
+def test_the_page_has_the_facts_and_a_plot_of_all_that_was_logged(tmp_path: Path) -> None:
+    directory = small_run(tmp_path / "a <run>")
+    (directory / "recipe.yaml").write_text(
+        "name: a\nseed: 7\nalgorithm: {name: grpo}\ntrainer: {steps: 20}\n"
+        "model: {create: {config: {architectures: [Qwen3MoeForCausalLM], num_hidden_layers: 2}}}\n"
+        'placement: {actor: "cpu:0-1", critic: null}\ntrain: {layout: {tp: 1, ep: 2}}\n'
+    )
+    page = report(directory)
+    assert page.title == "a <run>: run report"
+    assert page.headings == ["Learning", "Optimisation", "Speed and memory"]
+    assert list(page.figures) == ["rewards", "accuracy", "warmup-loss", "losses", "step-times", "throughput"]
+    assert page.facts == {
+        "Steps": "5 of 20",
+        "Records": "sft 1, train 5, eval 1",
+        "Reward, first and last step": "0.1 → 0.5",
+        "Held-out accuracy": "0.75 (step 5)",
+        "Median throughput": "3,000 tokens/s",
+        "Median time of a step": "1 s",
+        "Algorithm": "grpo",
+        "Model": "Qwen3MoeForCausalLM, num_hidden_layers 2",
+        "Layout of the actor": "tp 1, ep 2",
+        "Placement": "actor cpu:0-1",
+        "Seed": "7",
+    }
+    rewards = page.figures["rewards"]
+    assert rewards["caption"] == "Rewards"
+    assert rewards["role"] == "img"
+    assert rewards["alt"] == "Rewards by step: reward/mean from 0.1 to 0.5, lowest 0.1, highest 0.5"
+    assert {"reward", "step", "reward/mean", "mean ± standard deviation of the samples"} <= set(rewards["texts"])
+    assert {"s", "generation", "rewards", "everything else", "whole step"} <= set(page.figures["step-times"]["texts"])
+
+
+def test_the_band_is_one_standard_deviation_around_the_mean(tmp_path: Path) -> None:
+    plot = plots(small_run(tmp_path))["rewards"]
+    assert isinstance(plot, LinePlot) and plot.band is not None
+    [line] = plot.lines
+    np.testing.assert_allclose(plot.band.low, line.y - 0.25)
+    np.testing.assert_allclose(plot.band.high, line.y + 0.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "figures"),
+    [
+        ("algorithms/ppo", {"value-losses", "reference-kl", "kl-coefficient", "entropy", "mismatch", "memory"}),
+        ("algorithms/remax", {"rewards", "accuracy", "warmup-loss", "gradient-norm", "response-length", "step-times"}),
+        ("algorithms/safe_rlhf", {"costs", "cost-multiplier", "truncated", "learning-rate"}),
+        ("demo/seed-1", {"losses", "throughput"}),
+        ("h200-1gpu", {"losses", "memory"}),
+        ("h200-2gpu-ppo", {"timeline", "value-losses", "step-times"}),
+    ],
+)
+def test_the_stored_runs(tmp_path: Path, name: str, figures: set[str]) -> None:
+    directory = stored(name, tmp_path)
+    page = report(directory)
+    assert figures <= set(page.figures)
+    for figure in page.figures.values():
+        assert figure["alt"] and figure["caption"] and figure["paths"] and len(figure["texts"]) > 3, figure["caption"]
+
+
+def test_the_page_needs_nothing_beside_itself(tmp_path: Path) -> None:
+    directory = stored("h200-2gpu-ppo", tmp_path)
+    page = report(directory)
+    linked = [value for _, name, value in page.attributes if not name.startswith("xmlns")]
+    assert not [value for value in linked if "//" in value]
+    assert all(value.startswith("#") for _, name, value in page.attributes if name in ("src", "href", "xlink:href"))
+    text = re.sub(r'xmlns(:\w+)?="[^"]*"', "", (directory / "report.html").read_text())
+    assert not re.search(r"https?:|@import|url\((?!#)|<script|<link", text)
+    identifiers = [value for _, name, value in page.attributes if name == "id"]
+    assert len(identifiers) == len(set(identifiers))
+
+
+def test_colours_are_left_to_the_page(tmp_path: Path) -> None:
+    report(small_run(tmp_path))
+    text = (tmp_path / "report.html").read_text()
+    drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(drawings) == 6
+    for drawing in drawings:
+        assert not re.search(r"#[0-9a-f]{6}\b", re.sub(r'(href="|url\()#\w+', "", drawing))
+    used = set(re.findall(r"var\((--[\w-]+)\)", text))
+    assert "prefers-color-scheme: dark" in text
+    assert all(text.count(f"{name}: #") == 2 for name in used)  # one for light and one for dark
+
+
+def test_phases_that_overlap_leave_nothing_rather_than_less(tmp_path: Path) -> None:
+    with Metrics(FILES, tmp_path) as log:
+        log.log(1, step(1))
+        log.log(2, step(2, **{metrics.INFERENCE_TIME: 300.0, metrics.TRAIN_UPDATE_TIME: 500.0}))
+    plot = plots(tmp_path)["step-times"]
+    assert isinstance(plot, BarPlot)
+    parts = {part.label: part.values.tolist() for part in plot.parts}
+    assert parts["generation"] == [0.4, 0.4]
+    assert parts["inference"] == [0.0, 0.3]
+    assert parts["everything else"] == [pytest.approx(0.5), 0.0]
+    assert plot.total.values.tolist() == [1.0, 1.0]
+
+
+def test_a_first_step_that_compiles_does_not_flatten_the_others(tmp_path: Path) -> None:
+    with Metrics(FILES, tmp_path) as log:
+        for number in range(1, 8):
+            log.log(number, step(number) | {metrics.TRAIN_STEP_TIME: 60_000.0 if number == 1 else 1000.0})
+    plot = plots(tmp_path)["step-times"]
+    assert isinstance(plot, BarPlot)
+    assert plot.limit == pytest.approx(1.15)
+    assert "↑ 60" in report(tmp_path).figures["step-times"]["texts"]
+
+
+def test_what_is_not_finite_is_counted_and_left_out(tmp_path: Path) -> None:
+    with Metrics(FILES, tmp_path) as log:
+        log.log(1, {metrics.TRAIN_LOSS: 1.0, metrics.TRAIN_ENTROPY: math.nan})
+        log.log(2, {metrics.TRAIN_LOSS: math.nan, metrics.TRAIN_ENTROPY: math.nan})
+        log.log(3, {metrics.TRAIN_LOSS: -math.inf})
+        log.log(4, {metrics.TRAIN_LOSS: 4.0})
+    figures = report(tmp_path).figures
+    assert figures["losses"]["alt"] == "Loss of the actor by step: train/loss from 1 to 4, lowest 1, highest 4"
+    assert figures["losses"]["note"] == "2 values are not finite and not shown."
+    assert figures["entropy"]["alt"].endswith("train/entropy has no finite value")
+
+
+def test_figures_of_other_scales_and_equal_ones_do_not_hide_each_other(tmp_path: Path) -> None:
+    with Metrics(FILES, tmp_path) as log:
+        for number in range(1, 6):
+            log.log(
+                number,
+                {
+                    metrics.TRAIN_LOSS: 0.1 / number,
+                    metrics.TRAIN_POLICY_LOSS: 0.1 / number + 1e-4,
+                    metrics.CRITIC.value_loss: 40.0 / number,
+                    metrics.COST_CRITIC.value_loss: 0.01 * number,
+                    metrics.TRAIN_CLIP_FRACTION_LOW: 0.1,
+                    metrics.TRAIN_CLIP_FRACTION_HIGH: 0.02 * number,
+                    metrics.TRAIN_KL_K1: 0.01 * number,
+                    metrics.TRAIN_KL_K3: 0.011 * number,
+                    metrics.CRITIC.explained_variance: 0.1 * number,
+                },
+            )
+    page = report(tmp_path)
+    assert list(page.figures) == [
+        *("losses", "clip-fraction", "approximate-kl", "value-losses", "cost-value-losses", "explained-variance")
+    ]
+    assert page.figures["losses"]["note"] == "train/policy_loss is nearly the same."
+    drawn = {name: [line.label for line in plot.lines] for name, plot in plots(tmp_path).items()}  # type: ignore[attr-defined]
+    assert drawn["clip-fraction"] == [metrics.TRAIN_CLIP_FRACTION_LOW, metrics.TRAIN_CLIP_FRACTION_HIGH]
+    assert drawn["approximate-kl"] == [metrics.TRAIN_KL_K1, metrics.TRAIN_KL_K3]
+    assert drawn["value-losses"] == [metrics.CRITIC.value_loss]
+    with Metrics(FILES, tmp_path / "other") as log:
+        for number in range(1, 6):
+            log.log(number, {metrics.TRAIN_LOSS: 40.0 / number, metrics.TRAIN_POLICY_LOSS: 0.1 * number})
+    figures = report(tmp_path / "other").figures
+    assert [figure["caption"] for figure in figures.values()] == [
+        *("Loss of the actor", "Loss of the actor: train/policy_loss")
+    ]
+
+
+def test_a_run_on_cpus_has_nothing_of_gpus(tmp_path: Path) -> None:
+    directory = small_run(tmp_path, **{metrics.ACTOR_GPU_MEMORY: 1500.0, "memory/critic_host_mem_mb": 1400.0})
+    recipe = "name: a\nplacement: {pools: {all: 'cpu:0-1'}, actor: all, rollout: 'cpu:0', critic: null}\n"
+    (directory / "recipe.yaml").write_text(recipe)
+    report(directory)
+    text = (directory / "report.html").read_text()
+    assert "memory/critic_host_mem_mb" in text and not re.search(r"GPU|gpu", text)
+    (directory / "recipe.yaml").write_text(recipe.replace("cpu:0-1", "cuda:0-1"))
+    assert metrics.ACTOR_GPU_MEMORY in report(directory).figures["memory"]["texts"]
+
+
+def a_text(number: int) -> dict[str, Any]:
+    return {"phase": "train", "step": number, "sample": number, "version": number, "reward": 0.5, "answer": [1, "<b>"]}
+
+
+def test_samples_stand_in_a_table(tmp_path: Path) -> None:
+    small_run(tmp_path)
+    report(tmp_path)
+    assert "<table>" not in (tmp_path / "report.html").read_text()
+    texts = [a_text(number) | {"prompt": f"p{number}=", "response": "<i>&\n" * 500} for number in range(1, 401)]
+    lines = "".join(json.dumps(text) + "\n" for text in texts)
+    (tmp_path / "samples.jsonl").write_text(lines + lines[:50])  # a kill leaves half a line
+    began = time.process_time()
+    report(tmp_path)
+    assert time.process_time() - began < 30
+    table = re.findall(r"<table>.*</table>", (tmp_path / "report.html").read_text(), re.DOTALL)[0]
+    assert re.findall(r"p\d+=", table) == ["p1=", *(f"p{number}=" for number in range(385, 401))]
+    assert "<i>" not in table and "&lt;i&gt;&amp;" in table and "[1, &quot;&lt;b&gt;&quot;]" in table
+    assert len(table) < 17 * 4000
+    assert "<td>train 400</td><td>0.5</td><td>400</td>" in table
+
+
+def test_any_staleness_is_shown(tmp_path: Path) -> None:
+    with Metrics(FILES, tmp_path) as log:
+        log.log(1, {"rollout/staleness_mean": 1.0, "rollout/staleness_max": 2.0})
+    assert {"rollout/staleness_mean", "versions"} <= set(report(tmp_path).figures["staleness"]["texts"])
+
+
+def spans(steps: int, ranks: int = 2) -> list[Span]:
+    """Steps of ten seconds: generation, update, and weights to the engines."""
+    return [
+        span
+        for number in range(steps)
+        for span in (
+            Span("rollout", 0, "generate", 10.0 * number, 10.0 * number + 4),
+            *(Span("actor", rank, "update", 10.0 * number + 4, 10.0 * number + 8) for rank in range(ranks)),
+            Span("actor", 0, "checkpoint_written", 10.0 * number + 8, 10.0 * number + 8.00001),
+            Span("rollout", 0, "commit_weights", 10.0 * number + 9, 10.0 * number + 10),
+        )
+    ]
+
+
+def timeline_of(directory: Path, recorded: list[Span]) -> LanePlot:
+    timeline = Timeline()
+    timeline.record(recorded)
+    timeline.write(small_run(directory) / "timeline.json")
+    plot = plots(directory)["timeline"]
+    assert isinstance(plot, LanePlot)
+    return plot
+
+
+def test_the_last_steps_are_shown_by_role_and_rank(tmp_path: Path) -> None:
+    plot = timeline_of(tmp_path, spans(8))
+    assert [name for name, _ in plot.lanes] == ["actor 0", "actor 1", "rollout 0"]
+    assert plot.labels == ("update", "generate", "commit_weights")
+    lanes = dict(plot.lanes)
+    assert [(bar.label, round(bar.begin), round(bar.end)) for bar in lanes["actor 1"]] == [
+        ("update", begin, begin + 4) for begin in (4, 14, 24)
+    ]
+    assert plot.note == "Calls too short to be seen are left out."
+    page = report(tmp_path)
+    assert {"actor 0", "rollout 0", "generate", "seconds"} <= set(page.figures["timeline"]["texts"])
+
+
+def test_of_many_ranks_the_first_of_each_role_are_shown(tmp_path: Path) -> None:
+    plot = timeline_of(tmp_path, spans(4, ranks=100))
+    assert [name for name, _ in plot.lanes] == [*(f"actor {rank}" for rank in range(20)), "rollout 0"]
+    assert "40 of 101 ranks" in plot.note
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "lines"),
+    [(1, 2, ["GPU 0", "GPU 1"]), (2, 8, ["10.0.0.0", "10.0.0.1"]), (9, 1, ["9 GPUs of 9 nodes"])],
+)
+def test_devices_over_time(tmp_path: Path, nodes: int, gpus: int, lines: list[str]) -> None:
+    file = DeviceFile(small_run(tmp_path) / "devices.jsonl")
+    began = 1.8e9
+    file.add(
+        DeviceSample(began + 60 * minute, f"10.0.0.{node}", gpu, 10.0 * (gpu + 1), 2**30, math.nan, 1980.0)
+        for minute in range(4)
+        for node in range(nodes)
+        for gpu in range(gpus)
+    )
+    file.close()
+    plot = plots(tmp_path)["device-utilisation"]
+    assert isinstance(plot, LinePlot)
+    assert [line.label for line in plot.lines] == lines
+    assert plot.lines[0].x.tolist() == [0, 1, 2, 3]
+    assert plot.lines[0].y[-1] == (10.0 if nodes != 2 else 45.0)
+    page = report(tmp_path)
+    assert {"device-utilisation", "device-power", "device-memory", "device-clock"} <= set(page.figures)
+    assert page.facts["GPUs"].startswith(f"{nodes * gpus}, used to ")
+    assert page.facts["Largest memory of a GPU"] == "1.0 GiB"
+    assert "Mean power of all GPUs" not in page.facts
+
+
+def test_a_bucket_keeps_its_extremes() -> None:
+    x, y = np.arange(1000.0), np.zeros(1000)
+    y[[500, 700, 901]] = 9.0, -3.0, math.nan
+    y[100:110] = math.nan
+    buckets = bucketed(x, y, 100)
+    assert len(buckets.x) == len(buckets.mean) == 100
+    assert (np.nanmax(buckets.high), np.nanmin(buckets.low)) == (9.0, -3.0)
+    assert buckets.mean[50] == pytest.approx(0.9)
+    assert np.isnan(buckets.mean).tolist() == [number == 10 for number in range(100)]
+
+
+def test_a_long_run_gives_a_small_page_soon(tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in (RESULTS / "algorithms/safe_rlhf-metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["phase"] == "train"]
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for number in range(1, 10_001):
+            file.write(json.dumps(steps[number % len(steps)] | {"step": number}) + "\n")
+    began = time.process_time()
+    page = report(tmp_path)
+    assert time.process_time() - began < 30
+    assert (tmp_path / "report.html").stat().st_size < 5e6
+    assert page.facts["Steps"] == "10,000"
+    assert "10,000 steps in 80 bars" in page.figures["step-times"]["note"]
+    highest = max(record["train/gradient_norm"] for record in steps if "train/gradient_norm" in record)
+    assert f"highest {highest:.4g}" in page.figures["gradient-norm"]["alt"]
+
+
+def test_a_run_that_goes_on_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_run(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "train", "step": 6, "rew')
+    out = tmp_path / "elsewhere.html"
+    assert report(tmp_path, "--out", str(out)).facts["Steps"] == "5"
+    assert capsys.readouterr() == (f"{out}\n", "")
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("metrics.jsonl", "", "report: {run}/metrics.jsonl holds no records yet"),
+        (
+            "metrics.jsonl",
+            '{"phase": "train", "step": 1}\n[1, 2]\n',
+            "{run}/metrics.jsonl:2: '[1, 2]' is no record, expected an object with phase, step and numbers",
+        ),
+        ("metrics.jsonl", "what\n", "{run}/metrics.jsonl:1: 'what' is no record, expected"),
+        ("metrics.jsonl", '{"phase": "train", "step": 1, "x": "high"}\n', "{run}/metrics.jsonl:1: "),
+        ("metrics.jsonl", '{"phase": "train", "step": 1, "x": true}\n', "{run}/metrics.jsonl:1: "),
+        ("metrics.jsonl", '{"phase": "train"}\n', "{run}/metrics.jsonl:1: "),
+        (
+            "devices.jsonl",
+            '{"time": 1}\n',
+            "{run}/devices.jsonl:1: '{{\"time\": 1}}', expected an object with time,",
+        ),
+        ("samples.jsonl", "[1]\n", "{run}/samples.jsonl: b'[1]\\n' is no sample, expected an object with prompt"),
+        ("samples.jsonl", '{"phase": "train"}\n', '{run}/samples.jsonl: b\'{{"phase": "train"}}\\n\' is no sample'),
+        ("recipe.yaml", "a: [", "{run}/recipe.yaml:1: "),
+        ("recipe.yaml", "- a\n", "{run}/recipe.yaml: expected keys and values, found list"),
+        ("timeline.json", "{}", "{run}/timeline.json is no timeline of a run"),
+    ],
+)
+def test_what_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, line: str
+) -> None:
+    small_run(tmp_path)
+    (tmp_path / name).write_text(text)
+    assert main(["report", str(tmp_path)]) == 2
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"hybridflow: {line.format(run=tmp_path)}")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_directories_that_are_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = {
+        tmp_path / "nowhere": f"report: no such directory: {tmp_path}/nowhere; expected that of a run",
+        tmp_path: f"report: no metrics.jsonl in {tmp_path}; a run writes it unless metrics.jsonl=false",
+    }
+    for path, line in expected.items():
+        assert main(["report", str(path)]) == 2
+        assert capsys.readouterr() == ("", f"hybridflow: {line}\n")
+    small_run(tmp_path)
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "no" / "page.html")]) == 2
+    assert capsys.readouterr().err == (
+        f"hybridflow: report: cannot write {tmp_path}/no/page.html: No such file or directory\n"
+    )
+
+
+def test_only_a_report_imports_what_draws_it() -> None:
+    program = "import sys, hybridflow.cli.main, hybridflow.report.page; sys.exit('matplotlib' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+MEASURE = """<script>
+for (const figure of document.querySelectorAll("figure")) {
+  const box = figure.querySelector("svg").getBoundingClientRect();
+  figure.dataset.size = `${Math.round(box.width)} ${Math.round(box.height)}`;
+}
+document.body.dataset.colours = getComputedStyle(document.body).backgroundColor;
+document.body.dataset.overflow = 
+  document.documentElement.scrollWidth - document.documentElement.clientWidth;
+</script>"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_figure_has_a_size_in_a_browser(tmp_path: Path, dark: bool) -> None:
+    directory = stored("h200-2gpu-ppo", tmp_path)
+    page = report(directory)
+    measured = tmp_path / "measured.html"
+    measured.write_text((directory / "report.html").read_text().replace("</body>", f"{MEASURE}</body>"))
+    command = [
+        *(str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+        *(f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,3000", "--dump-dom"),
+        *(["--force-dark-mode"] if dark else []),
+        measured.as_uri(),
+    ]
+    dumped = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    sizes = dict(re.findall(r'<figure id="([\w-]+)"[^>]* data-size="(\d+ \d+)"', dumped))
+    assert set(sizes) == set(page.figures)
+    for name, size in sizes.items():
+        width, height = map(int, size.split())
+        assert width > 400 and height > 100, name
+    assert 'data-overflow="0"' in dumped
+    assert f'data-colours="rgb({"18, 22, 28" if dark else "255, 255, 255"})"' in dumped

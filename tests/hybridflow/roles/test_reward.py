@@ -1,0 +1,115 @@
+"""The role that calls the reward functions: rewards of a batch, failures that cost samples, and those that end it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine3d.layout import Layout
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.cluster.device_map import pool_devices
+from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
+from hybridflow.data.tasks import ARITHMETIC_CHARACTERS, Example
+from hybridflow.data.tokenizer import make_character_tokenizer
+from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig
+from hybridflow.rewards.result import reward_metrics
+from hybridflow.roles.reward import FunctionRewardWorker, reward_result
+from hybridflow.trainer.sample_texts import sample_texts
+from hybridflow.workers.worker_group import RankUserError, WorkerGroup
+
+pytestmark = pytest.mark.processes
+
+EXAMPLES = {"train": [Example("1+1=", "2"), Example("3+4=", "7")], "evaluation": [Example("2+2=", "4")]}
+MODULE = """
+def odd_ones_fail(generated_texts):
+    if any(text == "7" for text in generated_texts):
+        raise KeyError("no such problem")
+    return [float(text) for text in generated_texts]
+"""
+
+
+@contextmanager
+def a_group(directory: Path, on_failure: str) -> Iterator[WorkerGroup]:
+    """With a function that fails on the text 7."""
+    (directory / "mine.py").write_text(MODULE)
+    make_character_tokenizer(ARITHMETIC_CHARACTERS, directory / "tokenizer")
+    mine = RewardFunctionConfig(
+        name="mine", path=f"{directory}/mine.py:odd_ones_fail", weight=0.5, on_failure=on_failure
+    )  # type: ignore[arg-type]
+    config = RewardConfig(functions=(RewardFunctionConfig(name="arithmetic", path="arithmetic"), mine))
+    pools = reserve(pool_devices({"reward": "cpu:0"}, {}, cluster_nodes()))
+    arguments = ({"reward": config}, directory / "tokenizer", EXAMPLES, directory)
+    with WorkerGroup("reward", FunctionRewardWorker, pools["reward"], Layout(), *arguments, log_dir=directory) as group:
+        group.start().result()
+        yield group
+    release(pools)
+
+
+def a_batch() -> RemoteBatch:
+    """Answers 2, 3 and 7 to the problems 0, 0 and 1: right, wrong and right."""
+    digits = {digit: 3 + ARITHMETIC_CHARACTERS.index(digit) for digit in "237"}
+    return RemoteBatch.of(
+        RolloutBatch.from_generations(
+            prompts=[[4]] * 3,
+            responses=[[digits["2"], 2], [digits["3"], 2], [digits["7"], 2]],
+            logprobs=[[-1.0, -1.0]] * 3,
+            sample_ids=[50, 51, 52],
+            group_ids=[0, 0, 1],
+            prompt_indices=[0, 0, 1],
+            policy_versions=[1] * 3,
+            finish_reasons=["stop"] * 3,
+            pad_token_id=0,
+        )
+    )
+
+
+def test_a_failure_drops_its_sample_and_no_other(ray_cluster: None, tmp_path: Path) -> None:
+    with a_group(tmp_path, "drop") as group:
+        batch = a_batch()
+        result = reward_result(group.score(batch, split="train"))
+        assert result.dropped.tolist() == [False, False, True]
+        assert result.total[:2].tolist() == [1 + 0.5 * 2, 0.5 * 3] and result.total[2].isnan()
+        assert result.by_name["arithmetic"].tolist() == [1.0, 0.0, 1.0]
+        [failure] = result.failures
+        assert (failure.function, failure.sample) == ("mine", 2) and "no such problem" in failure.reason
+        values = reward_metrics(result)
+        assert values["reward/mine/failed"] == 1 and values["reward/mine/mean"] == 2.5
+        log = group.log_path(0)
+        assert log is not None and "sample 52: reward 'mine' raised KeyError" in log.read_text()
+        kept = batch.with_facts(rewards=result.total).select((~result.dropped).nonzero()[:, 0]).fetch()
+        assert kept.sample_ids.tolist() == [50, 51] and torch.equal(kept.rewards, torch.tensor([2.0, 1.5]))
+
+
+def test_a_failure_that_is_to_stop_the_run_is_one_line(ray_cluster: None, tmp_path: Path) -> None:
+    with a_group(tmp_path, "stop") as group:
+        with pytest.raises(RankUserError) as caught:
+            group.score(a_batch(), split="train").result()
+        line = str(caught.value)
+        assert line.startswith(
+            f"reward rank 0, score: reward 'mine' ({tmp_path}/mine.py:odd_ones_fail) raised KeyError"
+        )
+        assert "no such problem" in line and "\n" not in line
+
+
+def test_some_samples_of_a_batch_as_texts(ray_cluster: None, tmp_path: Path) -> None:
+    tokenizer = make_character_tokenizer(ARITHMETIC_CHARACTERS, tmp_path)
+    examples = [Example("1+1=", "2"), Example("3+4=", [7] * 20)]
+    batch, rewards = a_batch(), torch.tensor([1.0, 0.0, 0.5])
+    of_all = sample_texts(batch, rewards, examples, tokenizer, count=9, characters=40)
+    assert [(sample.response, sample.reward, sample.sample, sample.version) for sample in of_all] == [
+        *(("2", 1.0, 50, 1), ("3", 0.0, 51, 1), ("7", 0.5, 52, 1))
+    ]
+    assert [sample.prompt for sample in of_all] == ["1"] * 3
+    assert (of_all[0].answer, of_all[2].answer) == (
+        "2",
+        "[7, 7, 7, 7, 7, 7, 7 [... 20 characters ...] 7, 7, 7, 7, 7, 7, 7]",
+    )
+    two = sample_texts(batch, rewards, examples, tokenizer, count=2, characters=40)
+    assert [sample.sample for sample in two] == [50, 51]
+    kept = sample_texts(batch.select([2, 0]), rewards[[2, 0]], examples, tokenizer, count=2, characters=40)
+    assert [(sample.sample, sample.reward) for sample in kept] == [(52, 0.5), (50, 1.0)]

@@ -1,0 +1,103 @@
+"""The last lines of a run: where its results are, and the command that resumes it."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridflow.trainer.closing import how_to_go_on, results
+from hybridflow.trainer.run_setup import prepare
+from tests.support.resumable import DEMO, a_recipe, make_checkpoint
+from tests.support.runs import ROOT
+
+
+def test_a_run_that_ends_says_where_its_results_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = a_recipe(tmp_path / "runs")
+    make_checkpoint(recipe, 2)
+    newest = make_checkpoint(recipe, 4)
+    assert results(recipe) == [
+        "model        runs/small/model (a HuggingFace directory)",
+        "checkpoints  runs/small/checkpoints/step-00000004",
+        "report       hybridflow report runs/small draws runs/small/report.html",
+    ]
+    monkeypatch.chdir("/")
+    assert results(a_recipe(tmp_path / "runs", "trainer.export=false"))[:2] == [
+        f"model        not exported; hybridflow checkpoint export {newest.relative_to('/')} OUT does so",
+        f"checkpoints  {newest.relative_to('/')}",
+    ]
+    nothing = a_recipe(tmp_path, "trainer.export=false", "checkpoint.save_interval=null")
+    assert results(nothing)[:2] == [
+        "model        not kept (trainer.export=false, checkpoint.save_interval=null)",
+        "checkpoints  none (checkpoint.save_interval=null)",
+    ]
+
+
+def test_what_was_interrupted_is_resumed_by_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = a_recipe(tmp_path)
+    arguments = [str(DEMO), "resume=none", "algorithm={kl_coef: 0.1}", "--track_metrics"]
+    assert how_to_go_on(recipe, arguments) == []  # it had not begun
+    prepare(recipe).lock.close()
+    assert how_to_go_on(recipe, arguments) == [
+        "hybridflow: metrics and logs are in small",
+        "hybridflow: nothing to resume from: the first checkpoint was not whole yet",
+    ]
+    make_checkpoint(recipe, 3)
+    *_, said, command = how_to_go_on(recipe, arguments)
+    assert said == "hybridflow: the newest checkpoint is of step 3; to resume after it:"
+    assert shlex.split(command) == [
+        *("hybridflow", "train", str(DEMO), "algorithm={kl_coef: 0.1}", "--track_metrics", "resume=auto")
+    ]
+    assert how_to_go_on(a_recipe(tmp_path, "seed=3"), arguments) == []  # the directory is another run's
+
+
+# A run that saves a checkpoint and then ends in a certain way; in a process of its own, which signals end for good.
+ENDING = """
+import os, signal, sys, time
+from engine3d.errors import EngineError
+from hybridflow.cli import main as cli
+from hybridflow.trainer.run_setup import prepare
+from tests.support.resumable import make_checkpoint
+
+def run(recipe):
+    prepare(recipe).lock.close()
+    make_checkpoint(recipe, 3)
+    if sys.argv[1] == "fail":
+        raise EngineError("rollout rank 0: it died")
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    time.sleep(30)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have what runs in the background ignore it
+cli._run_recipe = run
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("end", "code", "first"),
+    [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated"), ("fail", 1, "rollout rank 0: it died")],
+)
+def test_the_command_says_how_to_resume(tmp_path: Path, end: str, code: int, first: str) -> None:
+    overrides = [f"run_dir={tmp_path}", "name=small", "checkpoint.save_interval=1"]
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, end, "train", str(DEMO), *overrides],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith(f"hybridflow: {first}")
+    assert lines[1:] == [
+        f"hybridflow: metrics and logs are in {tmp_path}/small",
+        "hybridflow: the newest checkpoint is of step 3; to resume after it:",
+        "  " + shlex.join(["hybridflow", "train", str(DEMO), *overrides, "resume=auto"]),
+    ]

@@ -1,0 +1,57 @@
+"""A run's directory: never two runs in one, and no run lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine3d.errors import UserError
+from hybridflow.config.recipe import load_recipe
+from hybridflow.planning.prompts import prompt_limit
+from hybridflow.rundir.lock import claim
+from hybridflow.trainer.run_setup import prepare
+
+
+def test_an_earlier_run_is_kept_under_another_name(tmp_path: Path) -> None:
+    for number in range(3):
+        with claim(tmp_path / "run"):
+            (tmp_path / "run" / "recipe.yaml").write_text("")
+            (tmp_path / "run" / "metrics.jsonl").write_text(str(number))
+    kept = {path.name: (path / "metrics.jsonl").read_text() for path in tmp_path.iterdir()}
+    assert kept == {"run.1": "0", "run.2": "1", "run": "2"}
+
+
+def test_a_run_that_goes_on_is_left_alone(tmp_path: Path) -> None:
+    with claim(tmp_path / "run"), pytest.raises(UserError, match="is going on; choose another name"):
+        claim(tmp_path / "run")
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds files that are no run's"):
+        claim(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot make .*: Not a directory"):
+        claim(tmp_path / "file" / "run")
+
+
+def test_the_demo_makes_its_model_and_splits(tmp_path: Path) -> None:
+    recipe = load_recipe("launch/recipes/demo.yaml", [f"run_dir={tmp_path}", "model.create.seed=7"])
+    run = prepare(recipe)
+    assert (run.model_directory / "model.safetensors").is_file() and (run.directory / "recipe.yaml").is_file()
+    assert load_recipe(run.directory / "recipe.yaml") == recipe
+    problems = [{example.prompt for example in phase.examples} for phase in (run.train, run.evaluation, run.sft)]
+    assert not problems[0] & problems[1] and not problems[0] & problems[2] and not problems[1] & problems[2]
+    assert len(run.answers) == len(run.sft) and all(answer[-1] == 2 for answer in run.answers)
+    run.lock.close()
+
+
+def test_a_response_that_fills_the_context_leaves_no_prompt() -> None:
+    recipe = load_recipe("launch/recipes/demo.yaml", ["rollout.sampling.max_new_tokens=64"])
+    with pytest.raises(UserError, match="max_new_tokens=64 leaves no room for a prompt in a context of 64"):
+        prompt_limit(recipe)

@@ -1,0 +1,239 @@
+"""Worker groups on a real Ray: who gets which part of the data, and what a failing, dying or hanging rank leads to."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Timer
+
+import psutil
+import pytest
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from engine3d.rollout.log import root_cause
+from hybridflow.cluster.device_map import pool_devices
+from hybridflow.cluster.resource_pool import ResourcePool, cluster_nodes, release, reserve
+from hybridflow.workers.failure_diagnosis import error_of
+from hybridflow.workers.ranks import Failure
+from hybridflow.workers.worker_group import Future, RankError, RankUserError, WorkerGroup, wait_together
+from tests.support.group_workers import FULL, Arithmetic, Failing
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def pools(ray_cluster: None) -> Iterator[dict[str, ResourcePool]]:
+    roles = {"four": "cpu:0-3", "two": "cpu:4-5", "shared": "cpu:2-3"}
+    reserved = reserve(pool_devices(roles, {}, cluster_nodes()))
+    yield reserved
+    release(reserved)
+
+
+@pytest.fixture(scope="module")
+def group(pools: dict[str, ResourcePool], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+    log_dir = tmp_path_factory.mktemp("logs")
+    layout = Layout(tp=2, dp=2)
+    with WorkerGroup("actor", Arithmetic, pools["four"], layout, 3, log_dir=log_dir, call_timeout_s=60) as group:
+        yield group
+
+
+@pytest.fixture
+def failing(pools: dict[str, ResourcePool], tmp_path: Path) -> Iterator[WorkerGroup]:
+    group = WorkerGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, call_timeout_s=30)
+    yield group
+    group.shutdown()
+
+
+def processes_of(group: WorkerGroup) -> list[psutil.Process]:
+    return list(group._processes)
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    return not [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_splits_over_dp_and_collects_one_rank_of_each_replica(group: WorkerGroup) -> None:
+    assert group.multiply([1, 2, 3, 4, 5], offset=1).result() == [4, 7, 10, 13, 16]
+    assert group.where([1, 2, 3, 4, 5]).result() == [(0, (1, 2)), (2, (3, 4, 5))]
+
+
+def test_blocking_methods_return_the_result(group: WorkerGroup) -> None:
+    rows = group.environment(["RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"])
+    assert rows == [[str(rank), "4", str(rank), ""] for rank in range(4)]
+    [[store]] = {tuple(names) for names in group.environment(["ENGINE3D_STORE"])}
+    assert store.startswith(f"file://{Path(os.environ['RAY_AUTH_TOKEN_PATH']).parent}/")
+
+
+def test_one_entry_a_rank(group: WorkerGroup) -> None:
+    assert group.echo([10, 11, 12, 13]).result() == [(0, 10), (1, 11), (2, 12), (3, 13)]
+
+
+def test_a_future_is_data_for_the_next_call(group: WorkerGroup) -> None:
+    first = group.multiply([1, 2, 3, 4])
+    assert isinstance(first, Future)
+    assert group.multiply(first).result() == [9, 18, 27, 36]
+    assert group.echo(group.multiply([0, 1, 2, 3])).result() == [(0, 0), (1, 3), (2, 6), (3, 9)]
+
+
+def test_output_goes_to_one_file_a_rank(group: WorkerGroup) -> None:
+    for rank in range(4):
+        path = group.log_path(rank)
+        assert path is not None
+        assert path.name == f"actor-{rank}.log"
+        assert f"rank {rank} speaks" in path.read_text()
+
+
+def test_data_that_cannot_be_split_is_refused_before_any_rank_sees_it(group: WorkerGroup) -> None:
+    with pytest.raises(UserError, match=r"actor\.multiply: cannot split 1 rows of data into 2 parts"):
+        group.multiply([1])
+    assert group.multiply([1, 2]).result() == [3, 6]
+
+
+def test_only_registered_methods_are_offered(group: WorkerGroup) -> None:
+    with pytest.raises(AttributeError, match="no registered method 'private'; registered are echo, environment"):
+        _ = group.private
+
+
+def test_a_pool_of_another_size_is_refused(pools: dict[str, ResourcePool]) -> None:
+    with pytest.raises(UserError, match=r"actor: the layout \(tp=2 dp=2\) has 4 ranks, and its pool has 2 devices"):
+        WorkerGroup("actor", Arithmetic, pools["two"], Layout(tp=2, dp=2), 3)
+
+
+def test_pipeline_stages_and_groups_that_share_devices(pools: dict[str, ResourcePool], group: WorkerGroup) -> None:
+    with WorkerGroup("reference", Arithmetic, pools["shared"], Layout(pp=2), 5, call_timeout_s=60) as other:
+        assert other.stage().result() == [0, 1]
+        assert other.where([1, 2]).result() == [(1, (1, 2))]
+        # dp 2 into dp 1: the caller joins what the ranks cannot pass on as it is
+        assert other.multiply(group.multiply([1, 2])).result() == [15, 30]
+        processes = processes_of(other)
+    assert all_gone(processes)
+
+
+def test_a_rank_that_raises_ends_the_group_at_once(failing: WorkerGroup) -> None:
+    processes, start = processes_of(failing), time.monotonic()
+    with pytest.raises(RankError) as caught:
+        failing.raise_on(1).result()
+    assert time.monotonic() - start < 20
+    line = str(caught.value)
+    assert line.startswith("critic rank 1, raise_on: ValueError: sample 17 has no response tokens (log: ")
+    assert "\n" not in line
+    assert caught.value.failure is not None
+    assert 'raise ValueError("sample 17' in caught.value.failure.stack
+    assert all_gone(processes)
+    with pytest.raises(RankError, match="critic rank 1, raise_on: ValueError"):
+        failing.identity([1])
+
+
+def test_a_rank_without_gpu_memory_says_how_much_it_wanted_and_what_to_change(failing: WorkerGroup) -> None:
+    with pytest.raises(RankError) as caught:
+        failing.fill_on(1).result()
+    assert str(caught.value).startswith(
+        "critic rank 1, fill_on: GPU out of memory: tried to allocate 1.95 GiB with 1.58 GiB of 139.81 GiB free "
+        "(process 2493055 has 12.02 GiB in use, this process has 126.20 GiB in use, 120.07 GiB in tensors here, "
+        '33.93 MiB reserved unused); see "hybridflow check RECIPE --memory"; to need less: a smaller '
+        "train.micro_batch_tokens, train.recompute=full"
+    )
+    assert str(caught.value).endswith("critic-1.log)") and "\n" not in str(caught.value)
+
+
+def test_an_engine_without_gpu_memory_names_its_own_settings(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text(f"Scheduler hit an exception: Traceback (most recent call last):\ntorch.OutOfMemoryError: {FULL}\n")
+    died = f"EngineError: rollout engine died during generate: its process ended with 1 after: {root_cause(log)}"
+    error = error_of(Failure("rollout", 0, "generate", died, user_error=False, time=0.0, stack=""), log)
+    assert "ended with 1 after: GPU out of memory: tried to allocate 1.95 GiB with 1.58 GiB of 139.81 GiB" in str(error)
+    assert "33.93 MiB reserved unused); see" in str(error) and "PYTORCH" not in str(error)
+    assert "to need less: a smaller rollout.engine.mem_fraction_static" in str(error)
+
+
+def test_calls_that_wait_for_one_another_end_with_the_first_cause(
+    pools: dict[str, ResourcePool], failing: WorkerGroup
+) -> None:
+    start = time.monotonic()
+    with WorkerGroup("actor", Failing, pools["shared"], Layout(tp=2), call_timeout_s=60) as other:
+        processes = processes_of(other)
+        with pytest.raises(RankError, match="critic rank 1, raise_on: ValueError"):
+            wait_together(other.hang_on(0), failing.raise_on(1))
+        assert all_gone(processes)
+    assert time.monotonic() - start < 30
+
+
+def test_a_user_error_stays_one_and_outranks_a_lost_neighbour(failing: WorkerGroup) -> None:
+    with pytest.raises(RankUserError) as caught:
+        failing.refuse_on(1).result()
+    assert str(caught.value) == "critic rank 1, refuse_on: prompt 3 has 40 tokens, the context holds 32"
+
+
+def test_a_killed_rank_is_the_cause_not_its_neighbours_gloo_error(failing: WorkerGroup) -> None:
+    processes = processes_of(failing)
+    with pytest.raises(RankError, match="critic rank 1, die_on: the process died without a word"):
+        failing.die_on(1).result()
+    assert all_gone(processes)
+
+
+def test_a_rank_that_exits_and_what_it_had_started(failing: WorkerGroup) -> None:
+    children = [psutil.Process(pid) for pid in failing.start_child().result()]
+    processes = processes_of(failing)
+    with pytest.raises(RankError, match="critic rank 0, exit_on: the process died"):
+        failing.exit_on(0).result()
+    assert all_gone([*processes, *children])
+
+
+def test_a_rank_that_hangs_meets_the_limit_and_shows_its_stack(failing: WorkerGroup) -> None:
+    processes = processes_of(failing)
+    with pytest.raises(RankError) as caught:
+        failing.hang_on(1).result(timeout_s=2)
+    assert str(caught.value).startswith(
+        "critic rank 1, hang_on: no answer within 2 s; the stacks of its threads are in "
+    )
+    path = failing.log_path(1)
+    assert path is not None
+    assert "_wait_for_nobody" in path.read_text()
+    assert all_gone(processes)
+
+
+def test_a_rank_that_stands_still_is_named_before_the_limit(
+    pools: dict[str, ResourcePool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with WorkerGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, quiet_s=1) as group:
+        assert group.identity([1, 2]).result() == [1, 2]
+        stopped = group._processes[1]
+        stopped.suspend()
+        asked = group.identity([1, 2])
+        Timer(3, stopped.resume).start()
+        assert asked.result() == [1, 2]
+    lines = [line for line in capfd.readouterr().err.splitlines() if "no answer since" in line]
+    assert len(lines) == 1
+    line = r"hybridflow: .*: critic rank 1, identity: no answer since [\d:]+ \(\d s\); process (\d+) of critic is st"
+    found = re.match(line, lines[0])
+    assert found is not None, lines
+    assert int(found[1]) == stopped.pid
+    for name in ("critic-0.log", "critic-1.log", "driver-stacks.log"):
+        assert "most recent call first" in (tmp_path / name).read_text()
+
+
+def test_a_failed_input_is_named_by_the_rank_that_should_have_made_it(pools: dict[str, ResourcePool]) -> None:
+    failing = WorkerGroup("critic", Failing, pools["two"], Layout(dp=2))
+    group = WorkerGroup("actor", Arithmetic, pools["shared"], Layout(dp=2), 3)
+    chained = group.multiply(failing.lose([1, 2]), offset=1)
+    with pytest.raises(RankError, match="critic rank 1, lose: ValueError: no number here"):
+        chained.result()
+
+
+def test_a_worker_that_cannot_be_built_is_named(pools: dict[str, ResourcePool]) -> None:
+    message = r"^critic rank 1, start: config\.json of model /no/such: no key hidden_size$"
+    with pytest.raises(RankUserError, match=message):
+        WorkerGroup("critic", Failing, pools["two"], Layout(dp=2), fail_at_start=1)
+
+
+def test_shutdown_leaves_no_process(pools: dict[str, ResourcePool]) -> None:
+    group = WorkerGroup("critic", Failing, pools["two"], Layout(dp=2))
+    children = [psutil.Process(pid) for pid in group.start_child().result()]
+    processes = processes_of(group)
+    group.shutdown()
+    assert all_gone([*processes, *children])
+    group.shutdown()

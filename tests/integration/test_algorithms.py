@@ -1,0 +1,201 @@
+"""Whole steps of the algorithms with critics, on declared placements."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine3d.models import initialise_random, model_spec
+from hybridflow.config.recipe import load_recipe
+from hybridflow.report.page import render
+from hybridflow.report.run_data import read_run
+from hybridflow.rundir.file_names import TIMELINE
+from tests.support.runs import ROOT, records, run_recipe
+
+pytestmark = pytest.mark.processes
+
+PLACEMENTS = {
+    "colocate": ["placement.pools.all=cpu:0"],
+    "split": ["placement.pools={policy: cpu:0, judges: cpu:1}"],
+    "standalone": ["placement.pools={actor: cpu:0, reference: cpu:1, critic: cpu:2, rollout: cpu:3}"],
+}
+TRACES = {"colocate": ["trainer.profile={steps: [1, 3], micro_batches: 1}"], "split": [], "standalone": []}
+ONE_RANK = ["train.layout.ep=1", "critic.train.layout.ep=1"]
+FEW = ["algorithm.critic_warmup_steps=1", "trainer.steps=3", "rollout.samples_per_prompt=2"]
+GUARDED = [
+    "trainer.epochs=2",
+    "algorithm.kl_guard=1e-12",
+]
+LENGTH = """import time
+
+
+def score(generated_texts):
+    time.sleep(0.5)
+    return [len(text) for text in generated_texts]
+"""
+"""Not the same for all responses of a policy that knows nothing, and slow enough to be seen beside the others."""
+RECIPES = ROOT / "launch/recipes"
+
+
+def spans(directory: Path) -> list[tuple[str, str, float, float]]:
+    """Role, method, begin and end in seconds of every call on every rank."""
+    events = json.loads((directory / TIMELINE).read_text())["traceEvents"]
+    roles = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    return [
+        (roles[event["pid"]], event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+        for event in events
+        if event["ph"] == "X"
+    ]
+
+
+def overlapping(directory: Path, methods: set[str]) -> list[tuple[str, str]]:
+    """The pairs of roles that were at these methods at the same time."""
+    found = [span for span in spans(directory) if span[1] in methods]
+    return [
+        (one[0], other[0])
+        for one, other in itertools.combinations(found, 2)
+        if one[0] != other[0] and one[2] < other[3] and other[2] < one[3]
+    ]
+
+
+COMPUTES = {"generate", "logprobs", "values", "score", "update", "update_values"}
+
+
+def test_ppo_is_the_same_on_every_placement(tmp_path: Path) -> None:
+    """Bit for bit, where the layouts of each role are equal; roles that share devices take turns."""
+    found = {}
+    (tmp_path / "slow.py").write_text(LENGTH)
+    reward = f"reward.functions=[{{name: length, path: '{tmp_path}/slow.py:score'}}]"
+    for name, pools in PLACEMENTS.items():
+        recipe = str(RECIPES / f"placement/{name}.yaml")
+        done = run_recipe(
+            recipe, tmp_path, *pools, *ONE_RANK, *FEW, *GUARDED, *TRACES[name], reward, "trainer.prompts_per_step=64"
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        found[name] = records(tmp_path / "small", "sft", "train", "eval")
+        assert "updates would have begun past algorithm.kl_guard=1e-12 and were skipped" in done.stderr
+        if name == "colocate":
+            assert not overlapping(tmp_path / "small", COMPUTES - {"score"})  # functions compute on no device
+        if name == "standalone":
+            together = {frozenset(pair) for pair in overlapping(tmp_path / "small", COMPUTES)}
+            judges = itertools.combinations(("reference", "critic", "reward"), 2)
+            assert {frozenset(pair) for pair in judges} <= together
+        (tmp_path / "small").rename(tmp_path / name)
+    traces = ["step-1-critic.json.gz", "step-3-actor.json.gz", "step-3-critic.json.gz"]  # the actor learns from step 2
+    assert sorted(path.name for path in tmp_path.glob("*/profile/*")) == traces
+    same = [[_timeless(record) for record in one] for one in found.values()]
+    assert same[0] == same[1] == same[2]
+    first, second, third = (record for record in found["split"] if record["phase"] == "train")
+    assert "train/loss" not in first  # only the critic learns
+    assert first["critic/skipped_updates"] == 0
+    for step in (second, third):  # of four updates the first starts from the policy that the guard compares with
+        assert 0 < step["train/refused_updates"] == step["train/skipped_updates"] < 4
+    assert second["train/learning_rate"] == third["train/learning_rate"]  # whose schedule starts over each time
+    assert math.isfinite(third["critic/explained_variance"])
+
+
+def _timeless(record: dict[str, Any]) -> dict[str, Any]:
+    other = ("_ms", "_sec", "_mb", "_bytes")
+    return {name: value for name, value in record.items() if not name.endswith(other) and not name.startswith("sync/")}
+
+
+def a_scorer(directory: Path) -> Path:
+    """A model with a random scalar head that reads the tokens of the recipes."""
+    recipe = load_recipe(RECIPES / "safe_rlhf.yaml")
+    assert recipe.model.create is not None
+    config = recipe.model.create.config | {"architectures": ["Qwen3MoeForSequenceClassification"], "num_labels": 1}
+    initialise_random(model_spec(config, value_head=True), directory, 3, torch.float32)
+    (path,) = directory.glob("*.safetensors")
+    head = {"score.weight": 0.3 * torch.randn(1, config["hidden_size"], generator=torch.Generator().manual_seed(4))}
+    save_file(load_file(path) | head, path, metadata={"format": "pt"})
+    return directory
+
+
+def test_safe_rlhf_weighs_costs_that_models_and_functions_find(tmp_path: Path) -> None:
+    scorer = a_scorer(tmp_path / "scorer")
+    done = run_recipe(
+        str(RECIPES / "safe_rlhf.yaml"),
+        tmp_path,
+        "placement={actor: cpu:0, rollout: cpu:0}",
+        *ONE_RANK,
+        *FEW,
+        "cost_critic.train.layout.ep=1",
+        "train.megatron={moe_z_loss_coeff: 1e-3, moe_aux_loss_coeff: 1e-3}",
+        *("trainer.steps=null", "trainer.epochs_of_data=1.1", "trainer.eval_before_train=false"),  # 3 steps of 8 of 20
+        f"reward_model={{path: {scorer}, weight: 0.5}}",
+        f"cost_model={{path: {scorer}, weight: 2.0}}",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = records(tmp_path / "small", "train")
+    assert len(steps) == 3
+    assert [record["step"] for record in records(tmp_path / "small", "eval")] == [3]
+    texts = [json.loads(line) for line in (tmp_path / "small" / "samples.jsonl").read_text().splitlines()]
+    assert [(text["phase"], text["step"]) for text in texts[::4]] == [
+        *(("train", step) for step in (1, 2, 3)),
+        ("eval", 3),
+    ]
+    assert all(text["prompt"].endswith("=") and text["version"] == text["step"] for text in texts[:12])
+    assert {text["reward"] for text in texts[:12]} - {0.0, 1.0}  # the reward model's share is in it
+    for step in steps:
+        assert step["reward/mean"] == pytest.approx(step["reward/arithmetic/mean"] + 0.5 * step["reward/model/mean"])
+        assert step["cost/mean"] == pytest.approx(step["cost/length/mean"] + 2 * step["cost/model/mean"], rel=1e-5)
+        assert step["reward/model/mean"] == pytest.approx(step["cost/model/mean"]) != 0
+        assert step["cost_critic/gradient_norm"] > 0
+        assert step["critic/gradient_norm"] > 0
+        learning = [model for model in ("train", "critic", "cost_critic") if f"{model}/gradient_norm" in step]
+        assert len(learning) == (2 if step["step"] == 1 else 3)  # the critics alone in the first step
+        assert all(step[f"{model}/expert_load_max"] > 1 for model in learning)
+        assert step["step"] == 1 or (step["train/router_z_loss"] > 0 and step["train/update_balance_loss"] > 0.9)
+        assert step["cost_critic/return_mean"] != pytest.approx(step["critic/return_mean"])
+    # lambda <- exp(min(log lambda + lr * lambda * (mean cost - limit), log max)); the step uses the one before.
+    for before, after in itertools.pairwise(steps):
+        old = before["cost/multiplier"]
+        expected = math.exp(min(math.log(old) + 0.3 * old * (before["cost/mean"] - 1.9), math.log(5)))
+        assert after["cost/multiplier"] == pytest.approx(expected, rel=1e-4)
+    roles = {role for role, _, _, _ in spans(tmp_path / "small")}
+    models = {"actor", "reference", "critic", "cost_critic", "reward_model", "cost_model"}
+    assert roles == models | {"rollout", "reward"}
+    assert not overlapping(tmp_path / "small", COMPUTES - {"score"})
+
+
+def test_models_alone_reward_and_cost(tmp_path: Path) -> None:
+    """No function of rewards or costs: their sums, the evaluation, the report and a resumed end are the models'."""
+    scorer = a_scorer(tmp_path / "scorer")
+    overrides = (
+        "placement={actor: cpu:0, rollout: cpu:0}",
+        *ONE_RANK,
+        *FEW,
+        "trainer.steps=1",
+        "cost_critic.train.layout.ep=1",
+        "reward=null",
+        "cost=null",
+        f"reward_model={{path: {scorer}, weight: 0.5}}",
+        f"cost_model={{path: {scorer}, weight: 2.0}}",
+        "checkpoint.save_interval=1",
+        "resume=auto",
+    )
+    recipe = str(RECIPES / "safe_rlhf.yaml")
+    done = run_recipe(recipe, tmp_path, *overrides)
+    assert done.returncode == 0, done.stderr[-3000:]
+    [step] = records(tmp_path / "small", "train")
+    assert step["reward/mean"] == pytest.approx(0.5 * step["reward/model/mean"]) != 0
+    assert step["cost/mean"] == pytest.approx(2 * step["cost/model/mean"]) != 0
+    evaluations = records(tmp_path / "small", "eval")
+    assert [evaluation["step"] for evaluation in evaluations] == [0, 1]
+    for evaluation in evaluations:
+        assert evaluation.keys() == {"phase", "step", "eval/score_mean", "eval/prompts", "eval/training_prompts"}
+    values = " -> ".join(f"{evaluation['eval/score_mean']:.3f}" for evaluation in evaluations)
+    last = f"mean reward model score of 16 held-out prompts: {values}, step 0 -> step 1"
+    assert last in done.stdout.splitlines()
+    assert "Mean score of held-out prompts by the reward model" in render(read_run(tmp_path / "small"))
+    assert {role for role, _, _, _ in spans(tmp_path / "small")} >= {"reward_model", "cost_model", "rollout"}
+    resumed = run_recipe(recipe, tmp_path, *overrides)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert last in resumed.stdout.splitlines()

@@ -1,0 +1,153 @@
+"""Who can reach a run from outside: what listens, who may enter its directory, and whose code its ranks import."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engine3d.errors import UserError
+from engine3d.stores import join, tcp_address
+from hybridflow.cluster.private_ray import driver_imports
+from hybridflow.cluster.ray_runtime import start_ray
+from hybridflow.workers.rank_process import RankProcess
+from tests.support.listening import Listener, listeners
+from tests.support.runs import command
+
+pytestmark = pytest.mark.processes
+
+# Ranks and engines apart, several of each, and weights between them over a process group: every store and every
+# process group that a run can have.
+APART = [
+    "warmup=null",
+    "trainer.steps=3",
+    "placement.rollout=cpu:2-3",
+    "rollout.engine.tp=2",
+    "rollout.weights.transport=collective",
+    "checkpoint.save_interval=1",
+]
+OURS = ("hf-ray-", "engine3d-rollout-", "new-engine3d-rollout-")
+PLANTED = "raise SystemExit('imported from the working directory')\n"
+
+
+def phase_of(run: Path) -> str | None:
+    try:
+        return str(json.loads((run / "phase.json").read_text())["phase"])
+    except (OSError, ValueError):
+        return None
+
+
+def test_a_run_on_one_host_listens_on_loopback_alone_in_every_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    working, temporary = tmp_path / "working", Path(f"/tmp/hf-test-{os.getpid()}")
+    for directory in (working, temporary, working / "torch"):
+        directory.mkdir()
+    for name in ("xxhash.py", "hybridflow.py", "sglang.py", "torch/__init__.py", "json.py"):
+        (working / name).write_text(PLANTED)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    program, *arguments = command(tmp_path, *APART)
+    output = tmp_path / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [program, "-P", *arguments], cwd=working, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    found: dict[str | None, set[Listener]] = {}
+    modes: set[int] = set()
+    deadline = time.monotonic() + 400
+    try:
+        while process.poll() is None:
+            assert time.monotonic() < deadline, output.read_text()
+            found.setdefault(phase_of(tmp_path / "small"), set()).update(listeners(process.pid))
+            for each in temporary.glob("hf-ray-*"):
+                with contextlib.suppress(FileNotFoundError):
+                    modes.add(each.stat().st_mode)
+            time.sleep(0.1)
+        left = [each for each in temporary.iterdir() if each.name.startswith(OURS)]  # torch keeps caches there
+    finally:
+        process.kill()
+        process.wait()
+        shutil.rmtree(temporary)
+    assert process.returncode == 0, output.read_text()
+    # Phases of a step are short: on a busy machine not each of them is met, and sockets outlive them.
+    phases = found.keys() - {None, "end"}
+    assert "start" in phases and len(phases) >= 3 and all(found[phase] for phase in phases)
+    assert not {each for phase in found.values() for each in phase if not each.only_this_host}
+    engines = {each for phase in found.values() for each in phase if "sglang::scheduler" in each.process}
+    assert engines  # they were seen at all: the process group of an engine's own ranks
+    assert modes == {stat.S_IFDIR | 0o700, stat.S_IFREG | 0o600}
+    assert not left
+    assert "working directory" not in "".join(path.read_text() for path in (tmp_path / "small/logs").iterdir())
+
+
+def test_authentication_that_is_switched_off_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "Disabled")
+    for address in (None, "10.0.0.1:6379"):
+        with pytest.raises(UserError) as caught:
+            start_ray(address=address)
+        assert str(caught.value) == (
+            "RAY_AUTH_MODE=Disabled in the environment: whoever reaches Ray's ports could run code as this user; unset "
+            "it, or set RAY_AUTH_MODE=token"
+        )
+
+
+ASKS = """
+import sys
+from ray._raylet import GcsClient
+try:
+    GcsClient(address=sys.argv[1]).internal_kv_keys(b"", timeout=20)
+except Exception as error:
+    print("refused", type(error).__name__)
+else:
+    print("let in")
+"""
+
+
+def test_ray_lets_nobody_in_without_the_runs_token(ray_cluster: None) -> None:
+    import ray
+
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+    address = ray.get_runtime_context().gcs_address
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    asking = [
+        subprocess.Popen(
+            [sys.executable, "-c", ASKS, address],
+            env=bare | {"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": secret},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for mode, secret in (("token", token.read_text()), ("token", "0" * 64), ("disabled", ""))
+    ]
+    answers = [process.communicate(timeout=90)[0].strip() for process in asking]
+    assert answers[0] == "let in"
+    assert all(answer.startswith("refused") for answer in answers[1:]), answers
+
+
+def test_workers_import_from_where_the_driver_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["/driver/first", "/driver/second"])
+    paths = driver_imports()._py_driver_sys_path
+    paths.extend([str(tmp_path)])  # as Ray does
+    assert list(reversed(paths)) == sys.path  # a worker puts one after another in front
+    monkeypatch.setattr(sys, "path", ["", "/driver"])  # an interpreter that was started without a script
+    assert list(reversed(driver_imports()._py_driver_sys_path)) == [str(tmp_path), "/driver"]
+
+
+def test_between_hosts_a_store_is_made_at_the_hosts_address_when_it_is_asked_for() -> None:
+    rank = RankProcess.__new__(RankProcess)
+    port = rank._listen("127.0.0.2")
+    [listener] = {each for each in listeners(os.getpid()) if each.port == port}
+    assert listener.address == "127.0.0.2"
+    ranks = [join(tcp_address("127.0.0.2", port), 20.0) for _ in range(2)]
+    ranks[0].set("key", "value")
+    assert ranks[1].get("key") == b"value"

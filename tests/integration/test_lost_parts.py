@@ -1,0 +1,248 @@
+"""Runs whose parts are killed, stopped or asked to end: one row a case, and what the command must do then.
+
+To see what a part does that stands still, rows share a run: a short one takes most of a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.runs import DEMO, ROOT
+
+pytestmark = pytest.mark.processes
+
+# No step of it ends the run; what it waits for is told soon, and an end by force comes soon.
+ENDLESS = [
+    "name=run",
+    "warmup=null",
+    "trainer.steps=100000",
+    "trainer.prompts_per_step=8",
+    "trainer.eval_prompts=16",
+    "trainer.eval_samples=1",
+    "rollout.samples_per_prompt=4",
+    "data.arithmetic.train_size=64",
+    "limits={quiet_s: 2, stop_s: 4}",
+]
+START_S = 180.0
+# Ray's C++ code waits in the driver before it knows where its log is.
+_OF_RAY = re.compile(r"\[[\d ,:-]+ W \d+ \d+\] (gcs_client|rpc_client)\.\w+:\d+: .*")
+_BESIDE = ("hybridflow: start: ", "hybridflow: metrics and logs are in ", "hybridflow: nothing to resume from: ")
+
+
+class Run:
+    """A run by the command, in a session of its own."""
+
+    def __init__(self, directory: Path, overrides: Sequence[str] = ()) -> None:
+        self.directory = directory
+        self.errors = directory / "stderr"
+        arguments = [DEMO, f"run_dir={directory}", *ENDLESS, *overrides]
+        with self.errors.open("w") as errors:
+            self._command = subprocess.Popen(
+                [sys.executable, "-m", "hybridflow", "train", *arguments],
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+                cwd=ROOT,
+                env=os.environ | {"TEST_RUN_MARK": str(directory)},
+                # Shells have what runs in the background ignore it.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+        self.driver = psutil.Process(self._command.pid)
+        self.started: dict[int, psutil.Process] = {}
+        """Every process that the run was seen to have."""
+
+    def lines(self) -> list[str]:
+        """On stderr; those of a start that takes its time, of Ray's own, and of how to resume are left out."""
+        lines = self.errors.read_text().splitlines()
+        return [line for line in lines if not line.startswith(_BESIDE) and not _OF_RAY.fullmatch(line)]
+
+    def wait_until(self, condition: Callable[[Run], bool], limit_s: float = START_S) -> None:
+        deadline = time.monotonic() + limit_s
+        while not condition(self):
+            assert self._command.poll() is None, f"the run has ended: {self.lines()}"
+            assert time.monotonic() < deadline, f"not within {limit_s} s: {self.lines()}"
+            time.sleep(0.02)
+
+    def part(self, name: str) -> psutil.Process:
+        """The driver, a server of Ray's, a rank or the host of an engine."""
+        self.started |= {each.pid: each for each in self.driver.children(recursive=True)}
+        if name == "driver":
+            return self.driver
+        return next(each for each in self.started.values() if each.is_running() and _is_part(each, name))
+
+    def end(self, limit_s: float) -> tuple[int, float]:
+        """Exit code, and seconds until the command and all that it started were gone."""
+        begin = time.monotonic()
+        code = self._command.wait(limit_s)
+        while left := [each for each in self.started.values() if _lives(each)]:
+            assert time.monotonic() < begin + limit_s, f"left over: {[each.cmdline()[:3] for each in left]}"
+            time.sleep(0.1)
+        return code, time.monotonic() - begin
+
+    def kill(self) -> None:
+        for process in [self.driver, *self.started.values()]:
+            if _lives(process):
+                process.kill()
+        self._command.wait(10)
+
+
+def _is_part(process: psutil.Process, name: str) -> bool:
+    """By its name, its command, or the log that a rank writes to."""
+    try:
+        if name.endswith(".log"):
+            return Path(f"/proc/{process.pid}/fd/1").readlink().name == name
+        return process.name() == name or name in " ".join(process.cmdline())
+    except (psutil.Error, OSError):
+        return False
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
+    """With the overrides of the test's case, if it has one."""
+    case = request.node.callspec.params["case"] if hasattr(request.node, "callspec") else None
+    run = Run(tmp_path, case.overrides if case is not None else ())
+    try:
+        yield run
+    finally:
+        run.kill()
+
+
+def listens(run: Run) -> bool:
+    """The command is at its first lines, and handles signals."""
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{run.driver.pid}/status").read_text())
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def has(name: str) -> Callable[[Run], bool]:
+    """A part is there."""
+    return lambda run: any(_is_part(each, name) for each in run.driver.children(recursive=True))
+
+
+def phase(name: str) -> Callable[[Run], bool]:
+    """The run has entered a phase."""
+
+    def is_there(run: Run) -> bool:
+        try:
+            return bool(json.loads((run.directory / "run" / "phase.json").read_text())["phase"] == name)
+        except (OSError, ValueError):
+            return False
+
+    return is_there
+
+
+ENGINE, RANK, RAYLET, GCS = "engine3d.rollout.host", "actor-1.log", "raylet", "gcs_server"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What happens to a run, and how it ends.
+
+    Args:
+        when: it happens.
+        part, number: which part gets which signal.
+        code, line: exit code, and the pattern of the only line on stderr.
+        within_s: until all is gone.
+        overrides: of the run's recipe.
+    """
+
+    when: Callable[[Run], bool]
+    part: str
+    number: signal.Signals
+    code: int
+    line: str
+    within_s: float = 15.0
+    overrides: tuple[str, ...] = ()
+
+
+CASES = {
+    "asked to end at its first lines": Case(listens, "driver", signal.SIGTERM, 143, "hybridflow: terminated"),
+    "asked to end while Ray starts": Case(has(GCS), "driver", signal.SIGTERM, 143, "hybridflow: terminated"),
+    "interrupted while Ray starts": Case(has(RAYLET), "driver", signal.SIGINT, 130, "hybridflow: interrupted"),
+    "with a Ray that does not start": Case(
+        has(GCS),
+        GCS,
+        signal.SIGSTOP,
+        1,
+        r"hybridflow: Ray did not start on this machine within limits\.ray_start_s=4 s",
+        20.0,
+        ("limits.ray_start_s=4",),
+    ),
+    "without a raylet": Case(
+        has(RANK),
+        RAYLET,
+        signal.SIGKILL,
+        1,
+        r"hybridflow: Ray's raylet \(process \d+\) (was killed by SIGKILL|died), .*",
+    ),
+    "without a GCS server": Case(
+        has(RANK), GCS, signal.SIGKILL, 1, r"hybridflow: Ray's GCS server \(process \d+\) was killed by SIGKILL, .*"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_run_that_loses_a_part_says_so_in_one_line_and_is_gone(run: Run, case: Case) -> None:
+    run.wait_until(case.when)
+    run.part(case.part).send_signal(case.number)
+    code, took_s = run.end(4 * case.within_s)
+    assert (code, len(run.lines())) == (case.code, 1), run.lines()
+    assert re.fullmatch(case.line, run.lines()[0])
+    assert took_s < case.within_s
+
+
+def test_a_part_that_stands_still_is_named_and_does_not_keep_a_run_from_ending(run: Run) -> None:
+    run.wait_until(phase("update"))
+    for part, line in (
+        (GCS, r"hybridflow: Ray's GCS server \(process {pid}\) has been stopped since [\d:]+, as by SIGSTOP; .*"),
+        (ENGINE, r"hybridflow: step \d+, \w+: rollout rank 0, \w+: no answer since [\d:]+ \(\d+ s\); .*"),
+        (RANK, r"hybridflow: step \d+, \w+: actor ranks? [01, ]+, \w+: no answer since [\d:]+ \(\d+ s\); .*"),
+    ):
+        stopped = run.part(part)
+        stopped.send_signal(signal.SIGSTOP)
+        told = re.compile(line.format(pid=stopped.pid))
+        run.wait_until(lambda run, told=told: any(map(told.fullmatch, run.lines())), 30)  # type: ignore[misc]
+        if part != GCS:
+            found = next(text for text in run.lines() if told.fullmatch(text))
+            assert f"process {stopped.pid} of {'rollout' if part == ENGINE else 'actor'} is stopped" in found
+        stopped.send_signal(signal.SIGCONT)
+        step = json.loads((run.directory / "run" / "phase.json").read_text())["step"]
+        run.wait_until(lambda run, step=step: _step(run) > step, 30)  # type: ignore[misc]
+    logs = run.directory / "run" / "logs"
+    for log in ("driver-stacks.log", "actor-0.log", "actor-1.log", "rollout-0.log", "sglang-0.log"):
+        assert "most recent call first" in (logs / log).read_text(), log
+    # A raylet that stands still keeps the driver's main thread within Ray.
+    run.part(RAYLET).send_signal(signal.SIGSTOP)
+    run.wait_until(lambda run: "Ray's raylet" in run.lines()[-1], 30)
+    run.driver.send_signal(signal.SIGTERM)
+    code, took_s = run.end(60)
+    assert code == 143, run.lines()
+    assert re.fullmatch(
+        r"hybridflow: terminated(; what had not ended within \d+ s was ended by force)?", run.lines()[-1]
+    )
+    assert took_s < 15
+
+
+def _step(run: Run) -> int:
+    try:
+        return int(json.loads((run.directory / "run" / "phase.json").read_text())["step"])
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,165 @@
+"""A run that is killed and resumed is the run that was never interrupted, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
+from tests.support.runs import ROOT, SMALL, records, rewarded_by_length, run
+
+pytestmark = pytest.mark.processes
+
+# An epoch of the training prompts ends within step 3, evaluations lie on both sides of the kill, there is a reference,
+# and the second update of a step needs the log-probs of the policy before the first.
+RECIPE = [
+    "trainer.steps=5",
+    "trainer.eval_interval=2",
+    "trainer.epochs=2",
+    "checkpoint={save_interval: 2, keep_last_k: 2}",
+    "algorithm.kl_coef=0.01",
+    "train.optimizer.warmup_steps=3",
+]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return [*RECIPE, rewarded_by_length(tmp_path_factory.mktemp("rewards"))]
+
+
+@pytest.fixture(scope="module")
+def whole(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
+    """A run that was never interrupted."""
+    run = a_run(tmp_path_factory.mktemp("whole"), recipe)
+    outcome = run.run()
+    assert outcome.exit_code == 0, run.output
+    assert not outcome.left_over
+    return run
+
+
+def a_run(directory: Path, recipe: list[str]) -> KilledRun:
+    return KilledRun(directory, [str(ROOT / "launch/recipes/demo.yaml"), *SMALL, *recipe])
+
+
+def driver_state(checkpoint: Path) -> dict[str, object]:
+    state: dict[str, object] = json.loads((checkpoint / "driver.json").read_text())
+    return state
+
+
+def test_what_a_run_saves(whole: KilledRun) -> None:
+    directory = whole.run_directory
+    kept = sorted(path.name for path in (directory / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000004", "step-00000005"]
+    saved = records(directory, "checkpoint")
+    assert [record["step"] for record in saved] == [0, 2, 4, 5]
+    for record in saved:
+        assert record["checkpoint/stall_ms"] > 0 and record["checkpoint/whole_after_sec"] > 0
+        assert record["checkpoint/written_bytes"] > 1e6
+    assert all(record["train/gradient_norm"] > 0.01 for record in records(directory, "train"))
+    phase = json.loads((directory / "phase.json").read_text())
+    assert (phase["step"], phase["phase"]) == (5, "end")
+
+
+def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(
+    whole: KilledRun, recipe: list[str], tmp_path: Path
+) -> None:
+    run = a_run(tmp_path, recipe)
+    killed = run.run_directory
+    kills: list[Kill] = [
+        Kill("driver", "rollout", 4, 0.0),
+        Kill("rollout", "update", 4, 0.0),
+    ]
+    for number, kill in enumerate(kills):
+        outcome = run.run(kill)
+        assert outcome.killed, run.output
+        assert outcome.exit_code == (1 if kill.target == "rollout" else -9), run.output
+        assert not outcome.left_over
+        assert run.output.count("resume: after step ") == number
+    assert f"\nresume: no whole checkpoint in {killed}/checkpoints; starting afresh\n" in run.output
+    errors = [line for line in run.output.splitlines() if line.startswith("hybridflow: ")]
+    errors = [line for line in errors if "or both were killed" not in line]  # of the driver that was killed
+    assert "rollout" in errors[0], errors
+    outcome = run.run()
+    assert outcome.exit_code == 0, run.output
+    assert not outcome.left_over
+    last = run.output[run.output.rindex("\nchecking ") :].splitlines()
+    started = [line.split("  ")[-1] for line in last if line.startswith("start ")]
+    assert started[:2] == [
+        "Ray",
+        "starting actor (2 CPU slots), rollout (1 CPU slot), reference (2 CPU slots), reward (1 CPU slot)",
+    ]
+    assert sorted(started[2:]) == ["actor is ready", "reference is ready", "reward is ready", "rollout is ready"]
+    assert [path.name for path in tmp_path.glob("small*")] == ["small"]
+
+    assert compare(run, whole) == Comparison(identical=True, lost=0, duplicated=0)
+    written = [(each.run_directory / "samples.jsonl").read_text() for each in (whole, run)]
+    assert written[0] == written[1] and len(written[0].splitlines()) == 4 * 5 + 4 * 4
+    states = [driver_state(each.run_directory / "checkpoints" / "step-00000005") for each in (whole, run)]
+    assert states[0].pop("run") != states[1].pop("run")
+    assert states[0] == states[1]
+
+    # A run that is at its end ends well at once, and only exports what is missing; what a kill left is gone.
+    exported = run.model()
+    shutil.rmtree(killed / "model")
+    lines = run.output.splitlines()
+    engine, ray = run.temporary / "engine3d-rollout-killed_1", run.temporary / "hf-ray-killed_1"
+    for directory, lock in ((engine, engine / "owner"), (ray, ray.with_suffix(".lock"))):
+        directory.mkdir()
+        (directory / "log").touch()
+        lock.touch()
+    segment = Path(f"/dev/shm/killed-{engine.name}")
+    segment.touch()
+    outcome = run.run()
+    assert outcome.exit_code == 0, run.output
+    assert not outcome.left_over
+    assert run.output.splitlines()[-4:] == lines[-4:]
+    assert lines[-3:-1] == [
+        f"model        {killed}/model (a HuggingFace directory)",
+        f"checkpoints  {killed}/checkpoints/step-00000005",
+    ]
+    assert run.model() == exported
+    assert compare(run, whole).identical
+
+
+def test_a_run_goes_on_under_another_name_on_another_layout(
+    whole: KilledRun, recipe: list[str], tmp_path: Path
+) -> None:
+    checkpoint = whole.run_directory / "checkpoints" / "step-00000004"
+    layout = ["train.layout.ep=1", "train.layout.tp=2", "rollout.verify_weights=true"]
+    layout += ["placement.rollout=cpu:2-3", "rollout.engine.tp=2", "rollout.engine.ep=2"]
+    done = run(tmp_path, *recipe, *layout, "name=other", f"resume={checkpoint}")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "resume: train.layout.tp: 1 in the checkpoint, 2 in the recipe" in lines
+    assert "resume: name: small in the checkpoint, other in the recipe" in lines
+    other = tmp_path / "other"
+    [mine], [theirs] = records(other, "train"), records(whole.run_directory, "train")[-1:]
+    assert mine["step"] == theirs["step"] == 5
+    # The same weights, prompts and seeds: the same tokens; then sums in another order.
+    assert mine["mismatch/logprob_abs_diff_mean"] < 1e-5
+    assert mine["rollout/response_length_mean"] == theirs["rollout/response_length_mean"]
+    assert mine["reward/mean"] == theirs["reward/mean"]
+    assert mine["train/learning_rate"] == theirs["train/learning_rate"]
+    for name in ("train/loss", "train/reference_kl", "train/entropy", "train/gradient_norm"):
+        assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+    assert mine["train/skipped_updates"] == 0
+    for phase in ("begin", "send", "seal", "verify", "commit"):
+        assert 0 < mine[f"sync/{phase}_ms"] < mine["sync/time_ms"]
+    # On devices of its own the engine gets everything; where it shares the actor's, most is the actor's memory.
+    assert mine["sync/aliased_bytes"] == 0 < theirs["sync/aliased_bytes"]
+    for record in (mine, theirs):
+        moved = record.get("sync/one_sided_bytes", 0) + record.get("sync/collective_bytes", 0)
+        assert moved == record["sync/moved_bytes"] > 0
+    assert (other / "metrics.csv").is_file() and list((other / "tensorboard").rglob("events*"))
+    model, initial = (AutoModelForCausalLM.from_pretrained(other / name) for name in ("model", "initial"))
+    assert not torch.equal(model.lm_head.weight, initial.lm_head.weight)
+    tokenizer = AutoTokenizer.from_pretrained(other / "model")
+    assert tokenizer.encode("1+2=", add_special_tokens=False) == [4, 13, 5, 16]
+    states = [driver_state(directory / "checkpoints" / "step-00000005") for directory in (whole.run_directory, other)]
+    for name in ("sampler", "samples_drawn", "policy_version", "updates"):
+        assert states[0][name] == states[1][name], name

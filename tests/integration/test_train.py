@@ -1,0 +1,120 @@
+"""Whole runs by the command, small and real, and what is left when one fails or is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.processes
+
+SMALL = [
+    "warmup.steps=2",
+    "trainer.steps=2",
+    "trainer.prompts_per_step=8",
+    "trainer.eval_prompts=16",
+    "trainer.eval_samples=1",
+    "rollout.samples_per_prompt=4",
+    "data.arithmetic.train_size=64",
+    "metrics.console=true",
+]
+
+
+def _command(directory: Path, *overrides: str) -> list[str]:
+    recipe = ["launch/recipes/demo.yaml", f"run_dir={directory}", "name=small", *SMALL, *overrides]
+    return [sys.executable, "-m", "hybridflow", "train", *recipe]
+
+
+def _mark(directory: Path) -> dict[str, str]:
+    return {**os.environ, "TEST_RUN_MARK": str(directory)}
+
+
+def _records(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "small" / "metrics.jsonl").read_text().splitlines()]
+
+
+def _processes(directory: Path) -> list[psutil.Process]:
+    """What carries the mark of a run or works with its files: children of Ray and SGLang may hide their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environment, command = process.environ(), " ".join(process.cmdline())
+            files = [file.path for file in process.open_files()]
+            own = process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            continue
+        marked = environment.get("TEST_RUN_MARK") == str(directory) or str(directory) in command
+        if not own and (marked or any(path.startswith(str(directory)) for path in files)):
+            found.append(process)
+    return found
+
+
+def _wait_until_gone(directory: Path, limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while left := _processes(directory):
+        assert time.monotonic() < deadline, f"left over: {[(each.pid, each.cmdline()[:4]) for each in left]}"
+        time.sleep(0.2)
+
+
+FAULTY = """
+import sys
+from hybridflow.cli.main import main
+from hybridflow.trainer import role_startup
+from tests.support import faulty_roles
+
+role, name = sys.argv[1:3]
+setattr(role_startup, role, getattr(faulty_roles, name))
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def _faulty_run(directory: Path, role: str, name: str, *overrides: str) -> tuple[int, str]:
+    """A run with one role replaced by one of `faulty_roles`: its exit code and the first line on stderr."""
+    arguments = _command(directory, "warmup=null", *overrides)[3:]
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTY, role, name, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**_mark(directory), "PYTHONPATH": str(Path(__file__).parents[2])},
+        check=False,
+    )
+    _wait_until_gone(directory)
+    return done.returncode, done.stderr.splitlines()[0]
+
+
+def test_a_transfer_that_is_not_whole_is_found_and_not_served(tmp_path: Path) -> None:
+    engines = ["placement.rollout=cpu:0-1", "rollout.engines=2", "rollout.verify_weights=true"]
+    code, line = _faulty_run(tmp_path, "RolloutWorker", "Overwritten", *engines)
+    assert code == 1
+    where, _, what = line.partition(" does not hold what SGLang makes of the actor's export: ")
+    assert where == "hybridflow: weights version 1: rollout engine 0 rank 0"
+    assert re.match(r"model\.\S+ \(tensor model\.\S+\): \d+ of \d+ elements differ, and \d+ more$", what), what
+    assert not _records(tmp_path)
+    assert "Prefill batch" not in (tmp_path / "small" / "logs" / "sglang-0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("DiesSending", "actor rank 1, send_weights: the process died"),
+        ("DoesNotStart", "actor rank 1, start: no room for the optimizer"),
+    ],
+)
+def test_a_fault_on_the_way_of_weights_ends_the_run(tmp_path: Path, name: str, message: str) -> None:
+    separate = ["placement.rollout=cpu:2-3", "rollout.engine.tp=2", "rollout.weights.transport=collective"]
+    # An actor that does not start must be seen although the engine waits for it, to share its memory.
+    placement = [] if name == "DoesNotStart" else separate
+    code, line = _faulty_run(tmp_path, "PolicyWorker", name, *placement)
+    assert code == 1
+    assert line.startswith(f"hybridflow: {message}")
+    fault = float((tmp_path / "small" / "fault").read_text())
+    assert time.time() - fault < 60

@@ -1,0 +1,80 @@
+"""Columns that several tests of algorithms make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.losses.aggregation import AggregationMode, sequence_weights
+from hybridflow.algorithms.losses.statistics import Statistics
+
+MODES: list[tuple[AggregationMode, int | None]] = [
+    ("token-mean", None),
+    ("seq-mean-token-sum", None),
+    ("seq-mean-token-mean", None),
+    ("seq-mean-token-sum-norm", 16),
+]
+
+
+def random_mask(samples: int, width: int) -> Tensor:
+    """(B, S') bool: responses of random lengths, one of them full."""
+    lengths = torch.randint(0, width + 1, (samples,))
+    lengths[0] = width
+    return torch.arange(width) < lengths[:, None]
+
+
+def mask_with_holes(samples: int, width: int) -> Tensor:
+    """(B, S') bool: any tokens; the first row has all of them, the last has none."""
+    mask = torch.rand(samples, width) < 0.6
+    mask[0], mask[-1] = True, False
+    return mask
+
+
+def soiled(column: Tensor, mask: Tensor) -> Tensor:
+    """The column with what must never be read outside the mask: nan, both infinities and large numbers."""
+    dirt = torch.tensor([float("nan"), float("inf"), float("-inf"), 1e30])
+    return column.where(mask, dirt.repeat(column.numel() // 4 + 1)[: column.numel()].view_as(column))
+
+
+def token_weights(response_mask: Tensor, mode: AggregationMode, *, normalising_length: int | None = None) -> Tensor:
+    """`sequence_weights` at each token: (B, S') bool -> (B, S') float32, 0 outside the mask."""
+    weights = sequence_weights(response_mask.sum(dim=1), mode, normalising_length=normalising_length)
+    return weights[:, None] * response_mask
+
+
+Loss = Callable[[dict[str, Tensor], Tensor], tuple[Tensor, Statistics]]
+"""Of columns and weights."""
+
+
+def check_pieces_add_up(
+    loss: Loss, columns: dict[str, Tensor], weights: Tensor, learned: str, cuts: Sequence[Sequence[Tensor]]
+) -> dict[str, float]:
+    """Whether loss, gradient and statistics of the rows in pieces add up to those of the whole.
+
+    Each piece is packed into one dimension, as the trainer packs it: prompts and padding gone or of weight 0.
+
+    Args:
+        learned: the column that carries the gradient.
+        cuts: ways to cut the rows into pieces.
+
+    Returns:
+        The statistics of the whole.
+    """
+    columns[learned].requires_grad_()
+    whole, whole_statistics = loss(columns, weights)
+    (whole_gradient,) = torch.autograd.grad(whole, columns[learned])
+    for pieces in cuts:
+        results = [
+            loss({name: column[piece].flatten() for name, column in columns.items()}, weights[piece].flatten())
+            for piece in pieces
+        ]
+        total = torch.stack([part for part, _ in results]).sum()
+        torch.testing.assert_close(total, whole)
+        (gradient,) = torch.autograd.grad(total, columns[learned])
+        torch.testing.assert_close(gradient, whole_gradient)
+        merged = Statistics.merge(statistics for _, statistics in results).values()
+        assert merged == pytest.approx(whole_statistics.values(), rel=1e-6)
+    return merged

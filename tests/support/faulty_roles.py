@@ -1,0 +1,65 @@
+"""Roles that fail on the way of weights from the actor to the engines: real ones, but for the fault."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from engine3d.errors import UserError
+from engine3d.reshard.transport.sender import Sent, Transport
+from hybridflow.roles.policy import PolicyWorker
+from hybridflow.roles.rollout import RolloutWorker
+from hybridflow.workers.protocols import ONE_TO_ALL, register
+from hybridflow.workers.ranks import WorkerContext
+
+
+class Overwritten(RolloutWorker):
+    """An engine whose own memory is overwritten before it is verified."""
+
+    @register(ONE_TO_ALL)
+    def seal_weights(self, version: int, *, flush_cache: bool) -> None:
+        super().seal_weights(version, flush_cache=flush_cache)
+        self._engine.call_ranks("poison", "poison")
+
+
+class DiesSending(PolicyWorker):
+    """Rank 1 is killed before it has sent its part."""
+
+    def __init__(self, context: WorkerContext, *args: Any, **kwargs: Any) -> None:
+        super().__init__(context, *args, **kwargs)
+        self._note = _note_path(context)
+
+    @register(ONE_TO_ALL)
+    def send_weights(self, version: int) -> dict[Transport, Sent]:
+        if self._rank == 1:
+            _note(self._note)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().send_weights(version)
+
+
+class DoesNotStart(PolicyWorker):
+    """Rank 1 fails when it is to build its model."""
+
+    def __init__(self, context: WorkerContext, *args: Any, **kwargs: Any) -> None:
+        super().__init__(context, *args, **kwargs)
+        self._note = _note_path(context)
+
+    @register(ONE_TO_ALL)
+    def start(self) -> dict[str, str]:
+        if self._rank == 1:
+            _note(self._note)
+            raise UserError("no room for the optimizer")
+        return super().start()
+
+
+def _note_path(context: WorkerContext) -> Path:
+    assert context.log_path is not None
+    return context.log_path.parents[1] / "fault"
+
+
+def _note(path: Path) -> None:
+    """Write down when the fault was."""
+    path.write_text(str(time.time()))

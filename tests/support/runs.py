@@ -1,0 +1,56 @@
+"""Whole runs of a small recipe by the command, and what to compare of two of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+DEMO = str(ROOT / "launch/recipes/demo.yaml")
+SMALL = [
+    "name=small",
+    "warmup.steps=2",
+    "trainer.prompts_per_step=8",
+    "trainer.eval_prompts=16",
+    "trainer.eval_samples=1",
+    "rollout.samples_per_prompt=4",
+    "rollout.engine.deterministic=true",
+    "data.arithmetic.train_size=20",
+]
+
+
+def rewarded_by_length(directory: Path) -> str:
+    """A setting: a reward that differs between samples from the first step on, as that of the task does not yet."""
+    path = directory / "length.py"
+    path.write_text("def score(generated_texts):\n    return [len(text) / 4 for text in generated_texts]\n")
+    return f'reward.functions=[{{name: length, path: "{path}:score"}}]'
+
+
+def command(directory: Path, *overrides: str, recipe: str = DEMO) -> list[str]:
+    arguments = [recipe, f"run_dir={directory}", *SMALL, *overrides]
+    return [sys.executable, "-m", "hybridflow", "train", *arguments]
+
+
+def run(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return run_recipe(DEMO, directory, *overrides)
+
+
+def run_recipe(recipe: str, directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(directory, *overrides, recipe=recipe),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        cwd=ROOT,
+        check=False,
+    )
+
+
+def records(directory: Path, *phases: str) -> list[dict[str, Any]]:
+    """The records of `<directory>/metrics.jsonl`, of some phases or of all."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [record for line in lines if (record := json.loads(line))["phase"] in phases or not phases]

@@ -1,0 +1,110 @@
+"""A trainer and engines with a plan between them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from engine3d.models import load_model_spec
+from engine3d.reshard.describe.memory import SharedShards
+from engine3d.reshard.describe.shards import Place
+from engine3d.reshard.plan.coordinate import Orders, coordinate
+from engine3d.rollout import RolloutEngine
+from engine3d.stores import tcp_address
+from tests.support.trainer_ranks import TrainerRanks
+
+
+def places(node: str, *slots: int) -> list[Place]:
+    return [Place(node, f"cpu:{slot}") for slot in slots]
+
+
+@contextmanager
+def started(engines: Sequence[RolloutEngine]) -> Iterator[list[RolloutEngine]]:
+    """The engines, started at the same time, until the block ends."""
+    try:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(RolloutEngine.start, engines))
+        yield list(engines)
+    finally:
+        for engine in engines:
+            engine.shutdown()
+
+
+def differences(engines: Sequence[RolloutEngine], export: Path) -> list[str]:
+    """What the engines do not hold as SGLang's loader makes it of an export."""
+    return [str(found) for engine in engines for rank in engine.verify_weights(export) for found in rank]
+
+
+@dataclass
+class Connected:
+    """A trainer and engines with a plan between them."""
+
+    trainer: TrainerRanks
+    engines: Sequence[RolloutEngine]
+    orders: Orders
+
+    def write(self, version: int) -> list[Any]:
+        """Begin a version and write it into the engines; what each rank of the trainer sent."""
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda engine: engine.begin_weights(version), self.engines))
+            receiving = [
+                pool.submit(engine.call_ranks, "receive", "receive", version=version)
+                for engine in self.engines
+                if self.orders.engines_receive
+            ]
+            sent = self.trainer.call("send", version=version)
+            for each in receiving:
+                each.result()
+        return sent
+
+    def transfer(self, version: int, *, flush_cache: bool = True) -> list[Any]:
+        sent = self.write(version)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda engine: engine.seal_weights(version, flush_cache), self.engines))
+        for engine in self.engines:
+            engine.commit_weights(version)
+        return sent
+
+
+def connect(
+    trainer: TrainerRanks,
+    engines: Sequence[RolloutEngine],
+    sources: Sequence[SharedShards],
+    engine_places: Sequence[Sequence[Place]],
+    model: Path,
+    **options: Any,
+) -> Connected:
+    """Plan the transfers to the engines, and make everyone ready."""
+    targets: list[SharedShards] = []
+    for number, (engine, its_places) in enumerate(zip(engines, engine_places, strict=True)):
+        targets += engine.share_weights(f"engine {number}", len(targets), its_places)
+    tensors = {name: tensor.shape for name, tensor in load_model_spec(model).hf_tensors.items()}
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    orders = coordinate(
+        sources,
+        targets,
+        tensors,
+        store=lambda: tcp_address("127.0.0.1", store.port),
+        staging_bytes=1 << 16,
+        timeout_s=60.0,
+        **options,
+    )
+    receive = iter(orders.receive)
+    with ThreadPoolExecutor() as pool:
+        connecting = [
+            pool.submit(
+                engine.call_ranks, "connect", "connect", orders=list(itertools.islice(receive, engine.config.tp))
+            )
+            for engine in engines
+        ]
+        trainer.call("connect", orders.send)
+        for each in connecting:
+            each.result()
+    return Connected(trainer, engines, orders)

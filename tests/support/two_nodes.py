@@ -1,0 +1,68 @@
+"""A batch made on one node and used on another: two nodes of Ray's own test cluster, on one machine.
+
+    python -m tests.support.two_nodes
+
+prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+import ray
+import torch
+from ray.cluster_utils import Cluster
+
+from engine3d.layout import Layout
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.cluster.device_map import pool_devices
+from hybridflow.cluster.ray_runtime import start_ray, stop_ray
+from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
+from hybridflow.workers.worker_group import WorkerGroup
+from tests.support.group_workers import Model
+
+SAMPLES, LONGEST = list(range(40, 50)), 9
+
+
+def main() -> None:
+    """Rollout on node 0, one replica of the actor there and one on node 1; the roles hold every CPU."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    cluster.add_node(num_cpus=1)
+    start_ray(address=cluster.address)
+    try:
+        pools = reserve(pool_devices({"rollout": "cpu:0", "actor": "cpu:1-2"}, {}, cluster_nodes()))
+        with (
+            WorkerGroup("rollout", Model, pools["rollout"], Layout(), call_timeout_s=60) as rollout,
+            WorkerGroup("actor", Model, pools["actor"], Layout(dp=2), call_timeout_s=60) as actor,
+        ):
+            batch = rollout.generate(SAMPLES, longest=LONGEST).batch()
+            print(json.dumps(found(batch, actor)), flush=True)
+        release(pools)
+    finally:
+        stop_ray()
+        cluster.shutdown()
+
+
+def found(batch: RemoteBatch, actor: WorkerGroup) -> dict[str, object]:
+    """What the ranks got, and what went to each node for it."""
+    future = actor.logprobs(batch)
+    whole = batch.with_columns(ref_logprobs=future).fetch()
+    assert whole.ref_logprobs is not None and future.parts is not None
+    parts = batch.deal(future.parts, [frozenset({node}) for node in actor.nodes])
+    return {
+        "nodes": len(set(actor.nodes)),
+        "sample_ids": whole.sample_ids.tolist(),
+        "right": bool(torch.equal(whole.ref_logprobs, whole.generated_ids / 10)),
+        "parts": [list(part) for part in future.parts],
+        "rows": [
+            sum(len(ray.get(piece.ref).arrays["sample_ids"]) for piece in part.slices)  # of the objects that are read
+            for part in parts
+        ],
+    }
+
+
+if __name__ == "__main__":
+    main()
