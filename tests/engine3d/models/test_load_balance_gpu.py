@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engine3d.platform import platform
-from tests.engine3d import tiny_models
-from tests.engine3d.distributed import run_distributed
-from tests.engine3d.test_load_balance import _expected, _Figures, _slices, _updates
+from tests.engine3d.models.test_load_balance import _expected, _Figures, _slices, _updates
+from tests.support import tiny_families
+from tests.support.distributed import run_distributed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,7 +41,7 @@ def test_gradients_of_routers_are_those_of_the_whole_update(world_size: int, tmp
     """bfloat16 rounds by a percent; a loss per micro-batch or rank would be off by a factor of two or more."""
     if platform.gpus < world_size:
         pytest.skip(f"needs {world_size} GPUs")
-    gradients, told = _expected(tiny_models.make("qwen3_moe", tmp_path / "moe"))
+    gradients, told = _expected(tiny_families.make("qwen3_moe", tmp_path / "moe"))
     ranks = run_distributed(_wide, world_size, tmp_path / "moe", LAYOUTS[world_size], timeout_s=300)
     routers = {name for name in gradients if name.endswith("mlp.gate.weight")}
     assert routers
