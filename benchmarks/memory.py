@@ -1,6 +1,6 @@
 """How well the memory ledger foresees what GPUs hold.
 
-    python benchmarks/memory.py RUN_DIRECTORY... --sequence-tokens 2048
+    python benchmarks/memory.py RUN_DIRECTORY... --sequence-tokens 2048 [--cache-tokens 345480]
 
 compares the ledger of each run's recipe with the most that NVML saw of its GPUs in each phase, once the first step was
 over; prints a line a phase, and last one JSON object.
@@ -57,13 +57,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="memory.py", description="The memory ledger against NVML.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIRECTORY")
     parser.add_argument("--sequence-tokens", type=int, required=True, help="of the longest prompt with its response")
+    parser.add_argument(
+        "--cache-tokens", type=int, help="that each engine said it has room for; all that fit if left out"
+    )
     parser.add_argument("--gpu-gb", type=float, default=150.75, help="memory of each GPU, in 1e9 bytes")
     try:
         options = parser.parse_args(arguments)
         found = {}
         for directory in options.runs:
             run = read_run(directory)
-            ledger = _ledger(directory, run, options.sequence_tokens, options.gpu_gb)
+            ledger = _ledger(directory, run, options.sequence_tokens, options.gpu_gb, options.cache_tokens)
             found[str(directory)] = (run, compare(run, ledger))
     except UserError as error:
         print(f"memory.py: {error}", file=sys.stderr)
@@ -81,7 +84,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _ledger(directory: Path, run: RunData, sequence_tokens: int, gpu_gb: float) -> Ledger:
+def _ledger(
+    directory: Path, run: RunData, sequence_tokens: int, gpu_gb: float, cache_tokens: int | None = None
+) -> Ledger:
     """Of the run's recipe, on as many nodes and GPUs as were sampled."""
     recipe = load_recipe(directory / RECIPE)
     gpus = {(sample.node, sample.gpu) for sample in run.samples}
@@ -92,7 +97,12 @@ def _ledger(directory: Path, run: RunData, sequence_tokens: int, gpu_gb: float) 
     devices = planned_devices(recipe, cluster)
     assert devices is not None
     return foresee(
-        recipe, devices, recipe_specs(recipe), gpu_bytes=round(gpu_gb * 1e9), sequence_tokens=sequence_tokens
+        recipe,
+        devices,
+        recipe_specs(recipe),
+        gpu_bytes=round(gpu_gb * 1e9),
+        sequence_tokens=sequence_tokens,
+        cache_tokens=cache_tokens,
     )
 
 

@@ -38,7 +38,7 @@ def _wide(directory: Path, ways: list[dict[str, Any]]) -> list[_Figures]:
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_gradients_of_routers_are_those_of_the_whole_update(world_size: int, tmp_path: Path) -> None:
-    """bfloat16 rounds by a percent; a loss per micro-batch or rank would be off by a factor of two or more."""
+    """bfloat16 is off by a tenth, as it tips choices of experts; a loss per micro-batch or rank would be by 1 or more."""
     if platform.gpus < world_size:
         pytest.skip(f"needs {world_size} GPUs")
     gradients, told = _expected(tiny_families.make("qwen3_moe", tmp_path / "moe"))
@@ -55,7 +55,7 @@ def test_gradients_of_routers_are_those_of_the_whole_update(world_size: int, tmp
                     right = gradients[piece.hf_name][_slices(piece.hf_box)]
                     error = float(torch.linalg.vector_norm(found.float() - right) / torch.linalg.vector_norm(right))
                     print(f"{way} {piece.hf_name}: off by {error:.4f}")
-                    assert error < 0.1, (way, piece.hf_name)
+                    assert error < 0.25, (way, piece.hf_name)
             for name in ("z", "sequence", "update"):
                 assert getattr(figures.told, name) == pytest.approx(sum(told[name]) / 3, rel=0.02), (way, name)
         assert seen == routers
