@@ -1,0 +1,30 @@
+"""Three steps by the Python API: `python -m tests.integration.own_loop RECIPE OUTPUT`.
+
+It writes every column of each rollout, which no file of a run has, and exports the model.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from hybridflow import PPOConfig, PPOTrainer
+
+STEPS = 3
+
+
+def main(recipe: str, output: str) -> None:
+    config = PPOConfig(recipe=Path(recipe))
+    rollouts = []
+    with PPOTrainer(config) as trainer:
+        for _ in range(STEPS):
+            rollout = trainer.rollout()
+            trainer.update(rollout)
+            rollouts.append({name: column.tolist() for name, column in rollout.columns().items()})
+        trainer.export(Path(output) / "model")
+    (Path(output) / "columns.json").write_text(json.dumps(rollouts))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,249 @@
+"""Short runs of every algorithm on every kind of placement, and all figures of them that a reorganisation keeps.
+
+A case is a recipe on top of one in `launch/recipes`. Most are trained by the command. Those of `OWN_LOOP` are stepped
+by `PPOTrainer`, which also returns the columns of every rollout: log-probs, rewards, values, advantages, returns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from safetensors import safe_open
+
+ROOT = Path(__file__).parents[2]
+VALUES = Path(__file__).parent / "reference_values"
+RECORD = "python -m tests.integration.record_reference_values"
+_LIMIT_S = 400.0
+_DIGEST_CHARACTERS = 16
+
+ONE_RANK = {"train": {"layout": {"ep": 1}}}
+TENSOR_PARALLEL = {"train": {"layout": {"ep": 1, "tp": 2}}}
+PIPELINE = {"train": {"layout": {"ep": 1, "pp": 2}}}
+
+COMMON: dict[str, Any] = {
+    "seed": 7,
+    "train": {"optimizer": {"lr": 1.0e-3, "warmup_steps": 0}},
+    "rollout": {"engine": {"deterministic": True}, "sampling": {"max_new_tokens": 5}, "samples_per_prompt": 4},
+    "reward": {"functions": [{"name": "characters", "path": f"{ROOT}/tests/integration/reward.py:score"}]},
+    "data": {"arithmetic": {"train_size": 10}},
+    "warmup": {"steps": 2, "batch_size": 16},
+    "trainer": {
+        "steps": 3,
+        "prompts_per_step": 4,
+        "mini_batches": 2,
+        "eval_before_train": False,
+        "eval_prompts": 8,
+        "eval_samples": 1,
+    },
+}
+"""Of every case. The prompts begin a second epoch within step 3."""
+
+OWN_LOOP = ("grpo-colocate", "ppo-colocate", "remax-colocate")
+
+CASES: dict[str, dict[str, Any]] = {
+    "grpo-colocate": {
+        "base": "demo",
+        **TENSOR_PARALLEL,
+        "algorithm": {"name": "grpo", "kl_coef": 0.05, "entropy_coef": 0.01},
+        "rollout": {"engine": {"tp": 2, "ep": 2}},
+        "placement": {"actor": "cpu:0-1", "rollout": "cpu:0-1"},
+    },
+    "grpo-one-step-apart": {
+        "base": "demo",
+        "algorithm": {
+            "name": "grpo",
+            "kl_coef": 0.0,
+            "normalise_advantages_by_std": False,
+            "clip_high": 0.28,
+            "dual_clip": 3.0,
+            "loss_aggregation": "seq-mean-token-sum-norm",
+            "loss_normalising_length": 5,
+        },
+        "placement": {"actor": "cpu:0-1", "rollout": "cpu:2-3"},
+        "trainer": {"max_staleness": 1},
+    },
+    "ppo-colocate": {
+        "base": "placement/colocate",
+        **ONE_RANK,
+        "critic": ONE_RANK,
+        "algorithm": {"critic_warmup_steps": 1, "gamma": 0.9},
+        "placement": {"pools": {"all": "cpu:0"}},
+    },
+    "ppo-split": {
+        "base": "placement/split",
+        **PIPELINE,
+        "critic": TENSOR_PARALLEL,
+        "algorithm": {"critic_warmup_steps": 0, "whiten_advantages": False, "loss_aggregation": "seq-mean-token-mean"},
+        "trainer": {"epochs": 2},
+    },
+    "ppo-standalone": {
+        "base": "placement/standalone",
+        **ONE_RANK,
+        "critic": ONE_RANK,
+        "algorithm": {"critic_warmup_steps": 0, "kl_estimator": "k2"},
+        "placement": {"pools": {"actor": "cpu:0", "reference": "cpu:1", "critic": "cpu:2", "rollout": "cpu:3"}},
+    },
+    "remax-colocate": {
+        "base": "remax",
+        "algorithm": {"kl_coef": 0.05},
+        "placement": {"actor": "cpu:0-1", "rollout": "cpu:0-1"},
+    },
+    "remax-standalone": {
+        "base": "remax",
+        **ONE_RANK,
+        "algorithm": {"kl_coef": 0.0},
+        "placement": {"actor": "cpu:0", "rollout": "cpu:1"},
+    },
+    "safe_rlhf-colocate": {
+        "base": "safe_rlhf",
+        **ONE_RANK,
+        "critic": ONE_RANK,
+        "cost_critic": ONE_RANK,
+        "algorithm": {"critic_warmup_steps": 0},
+        "placement": {"actor": "cpu:0", "rollout": "cpu:0"},
+    },
+}
+
+
+def run_case(name: str, directory: Path) -> dict[str, Any]:
+    """Run a case in a directory; what it found.
+
+    Raises:
+        AssertionError: it failed.
+    """
+    recipe = directory / f"{name}.yaml"
+    content = _merged(COMMON, CASES[name]) | {"name": name, "run_dir": str(directory)}
+    content["base"] = str(ROOT / f"launch/recipes/{content['base']}.yaml")
+    recipe.write_text(yaml.safe_dump(content))
+    run = directory / name
+    if name in OWN_LOOP:
+        arguments = ["tests.integration.own_loop", str(recipe), str(run)]
+    else:
+        arguments = ["hybridflow.cli", "train", str(recipe)]
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found: dict[str, Any] = {
+        "metrics": _metrics(run / "metrics.jsonl"),
+        "samples": _json_lines(run / "samples.jsonl"),
+        "model": _model(run / "model"),
+    }
+    if name in OWN_LOOP:
+        found["columns"] = json.loads((run / "columns.json").read_text())
+    return found
+
+
+def platform() -> dict[str, str]:
+    """What decides the last bits of a sum of floats: the instructions that kernels are chosen by, and the libraries."""
+    found = {name: version(name) for name in ("torch", "megatron-core", "sglang")}
+    return found | {"cpu": f"{torch.backends.cpu.get_cpu_capability()}, {_processor()}"}
+
+
+def stored(name: str) -> dict[str, Any]:
+    """What is recorded of a case: `platform` and `values`."""
+    content: dict[str, Any] = json.loads((VALUES / f"{name}.json").read_text())
+    return content
+
+
+def store(name: str, values: dict[str, Any]) -> None:
+    """Record a case. JSON has the shortest decimal of each float, which reads back as the same float."""
+    VALUES.mkdir(exist_ok=True)
+    lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in values.items()]
+    content = f'{{"platform": {json.dumps(platform())},\n"values": {{\n' + ",\n".join(lines) + "}}\n"
+    (VALUES / f"{name}.json").write_text(content)
+
+
+def differences(found: Any, expected: Any, *, relative: float = 0.0, absolute: float = 0.0, at: str = "") -> list[str]:
+    """Where two trees of values differ, one line a place; numbers bit for bit unless a tolerance is given."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        lines = [f"{at}/{name}: only in one of the two" for name in sorted(found.keys() ^ expected.keys())]
+        pairs = [(found[name], expected[name], name) for name in expected if name in found]
+    elif isinstance(found, list) and isinstance(expected, list):
+        lines = [] if len(found) == len(expected) else [f"{at}: {len(found)} values, expected {len(expected)}"]
+        pairs = [(*each, str(index)) for index, each in enumerate(zip(found, expected, strict=False))]
+    else:
+        same = found == expected
+        if not same and (relative or absolute) and _is_float(found) and _is_float(expected):
+            same = abs(found - expected) <= absolute + relative * abs(expected)
+        return [] if same else [f"{at}: {found!r}, expected {expected!r}"]
+    for one, other, name in pairs:
+        lines += differences(one, other, relative=relative, absolute=absolute, at=f"{at}/{name}")
+    return lines
+
+
+def without_digests(values: dict[str, Any]) -> dict[str, Any]:
+    """The values but for the digests of weights, of which only the norms may be compared with a tolerance."""
+    return values | {"model": {name: norm for name, (_, norm) in values["model"].items()}}
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool)
+
+
+def _merged(base: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in other.items():
+        nested = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _merged(base[key], value) if nested else value
+    return merged
+
+
+def _metrics(path: Path) -> list[dict[str, Any]]:
+    """All records but of checkpoints, without times, rates, memory and bytes."""
+    return [
+        {name: value for name, value in record.items() if not _varies(name)}
+        for record in _json_lines(path)
+        if record["phase"] != "checkpoint"
+    ]
+
+
+def _varies(name: str) -> bool:
+    return name.endswith(("_ms", "_sec", "_mb", "_bytes", "mfu")) or name.startswith(("memory/", "device/"))
+
+
+def _model(directory: Path) -> dict[str, list[Any]]:
+    """Of each exported tensor: a digest of its bytes, and its norm."""
+    found: dict[str, list[Any]] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="np") as file:
+            for name in sorted(file.keys()):
+                tensor = file.get_tensor(name)
+                digest = hashlib.sha256(np.ascontiguousarray(tensor).tobytes()).hexdigest()[:_DIGEST_CHARACTERS]
+                found[name] = [digest, float(np.linalg.norm(tensor.astype(np.float64)))]
+    assert found, directory
+    return found
+
+
+def _processor() -> str:
+    """Vendor, family and model: by these BLAS libraries choose their kernels."""
+    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    facts = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
+    return " ".join(facts.get(name, "unknown") for name in ("vendor_id", "cpu family", "model"))
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _lines(value: Any) -> str:
+    """JSON with one element of a list or mapping a line, so that a difference is read by line."""
+    if isinstance(value, dict):
+        return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()) + "}"
+    return "[\n" + ",\n".join(json.dumps(each) for each in value) + "]"
