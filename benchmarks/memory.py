@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIRECTORY")
     parser.add_argument("--sequence-tokens", type=int, required=True, help="of the longest prompt with its response")
     parser.add_argument(
-        "--cache-tokens", type=int, help="that each engine said it has room for; all that fit if left out"
+        "--cache-tokens", type=int, help="that an engine said it has room for; all that fit if left out"
     )
     parser.add_argument("--gpu-gb", type=float, default=150.75, help="memory of each GPU, in 1e9 bytes")
     try:

@@ -38,7 +38,7 @@ def _wide(directory: Path, ways: list[dict[str, Any]]) -> list[_Figures]:
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_gradients_of_routers_are_those_of_the_whole_update(world_size: int, tmp_path: Path) -> None:
-    """bfloat16 is off by a tenth, as it tips choices of experts; a loss per micro-batch or rank would be by 1 or more."""
+    """bfloat16 is off by a tenth, as it tips choices of experts; a loss per micro-batch would be by 1 or more."""
     if platform.gpus < world_size:
         pytest.skip(f"needs {world_size} GPUs")
     gradients, told = _expected(tiny_families.make("qwen3_moe", tmp_path / "moe"))
