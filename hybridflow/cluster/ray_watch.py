@@ -28,18 +28,27 @@ class RayWatch:
     """Watches processes until `close`.
 
     Args:
-        processes: process ids of children, by what they are called in messages.
+        processes: process ids, by what they are called in messages.
         lost: is called with one line, in another thread, when one of them is gone.
         quiet_s: how long one may be stopped before a line on stderr says so.
         limit_s: how long it may be stopped before it counts as gone.
+        how: from a descriptor and an id of a process that has ended, how it did and whether it may have been asked to;
+            without, they are children of this process.
     """
 
     def __init__(
-        self, processes: Mapping[str, int], lost: Callable[[str], object], *, quiet_s: float, limit_s: float
+        self,
+        processes: Mapping[str, int],
+        lost: Callable[[str], object],
+        *,
+        quiet_s: float,
+        limit_s: float,
+        how: Callable[[int, int], tuple[str, bool]] | None = None,
     ) -> None:
         self.lost: str | None = None
         """One line, once a process is gone."""
         self._call, self._quiet_s, self._limit_s = lost, quiet_s, limit_s
+        self._how = how or _how_child_ended
         self._processes: dict[int, tuple[str, int]] = {}
         for name, pid in processes.items():
             with contextlib.suppress(ProcessLookupError):
@@ -77,7 +86,7 @@ class RayWatch:
     def _gone(self, descriptors: list[int]) -> str | None:
         for descriptor in descriptors:
             name, pid = self._processes[descriptor]
-            how, asked = _how(descriptor)
+            how, asked = self._how(descriptor, pid)
             if asked:
                 time.sleep(_ASKED_S)
             return f"{name} (process {pid}) {how}, and the run cannot go on without it"
@@ -104,7 +113,7 @@ def _pipe() -> tuple[int, int | None]:
     return os.pipe()
 
 
-def _how(descriptor: int) -> tuple[str, bool]:
+def _how_child_ended(descriptor: int, _pid: int) -> tuple[str, bool]:
     """How the child behind a descriptor ended, and whether it may have been asked to; it is left for others to reap."""
     with contextlib.suppress(ChildProcessError):
         result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT | os.WNOHANG)

@@ -19,7 +19,7 @@ from hybridflow.checkpoint.evaluation_result import Measured, Subject, summary
 from hybridflow.checkpoint.manager import Checkpoints
 from hybridflow.checkpoint.resume import inexact_because
 from hybridflow.cluster.device_monitor import DeviceMonitor
-from hybridflow.cluster.ray_runtime import remove_orphans
+from hybridflow.cluster.orphans import remove_orphans
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.sampler import PromptSampler
