@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hybridflow.algorithms.advantages.whitening import Moments
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.rollout.generator import Draw
+from hybridflow.data.prompts import Draw
 from hybridflow.trainer.step import Step
 
 

@@ -30,10 +30,10 @@ from engine3d.rollout import run_files
 from hybridflow.cluster import private_ray, watchdog
 from hybridflow.cluster.authentication import check_authentication
 from hybridflow.cluster.cluster_address import check_cluster_answers
+from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.private_ray import LOOPBACK, PrivateRay, driver_imports, on_loopback
 from hybridflow.cluster.ray_watch import RayWatch
 from hybridflow.cluster.termination import termination
-from hybridflow.config.limits import LimitsConfig
 
 # In the environment of everything that a local Ray starts, and everything that starts in turn.
 _MARKER = "HYBRIDFLOW_RAY"

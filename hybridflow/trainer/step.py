@@ -22,7 +22,7 @@ from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.rollout_batch import FinishReason, RolloutBatch
 from hybridflow.batch.worker_output import COUNTED, Columns
 from hybridflow.config.recipe import Recipe
-from hybridflow.data.prompts import Prompts
+from hybridflow.data.prompts import Draw, Prompts
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
@@ -31,7 +31,7 @@ from hybridflow.rewards.result import RewardResult, reward_metrics
 from hybridflow.roles.model import Update, update_metrics
 from hybridflow.roles.reward import reward_result
 from hybridflow.roles.value import NAMES, ValueKind
-from hybridflow.rollout.generator import Draw, Generator
+from hybridflow.rollout.generator import Generator
 from hybridflow.rollout.prefetch import Lookahead
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.role_startup import Roles

@@ -95,7 +95,7 @@ def start_trainer(recipe: Recipe, run: Run, sinks: Metrics, phases: PhaseFile) -
     if recipe.checkpoint.save_interval is not None and (reasons := inexact_because(recipe)):
         print(f"checkpoints: a resumed run may differ from this one by {'; '.join(reasons)}", flush=True)
     with (
-        Checkpoints(recipe, run, sinks) as checkpoints,
+        Checkpoints(recipe, run.model_directory, sinks) as checkpoints,
         start_roles(recipe, run) as roles,
         DeviceMonitor(
             (bundle for group in roles.groups for bundle in group.pool.bundles),
@@ -168,7 +168,7 @@ class Trainer:
         self.updates = 0
         self.steps_without_update = 0
         self.timeline_shown = -math.inf
-        self.subject = Subject.of(recipe, run)
+        self.subject = Subject.of(recipe, run.evaluation, (run.train, run.sft))
         self.first_evaluation: Measured | None = None
         self.last_evaluation: Measured | None = None
 
