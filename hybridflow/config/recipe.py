@@ -11,7 +11,8 @@ from pydantic import Field, ValidationError, model_validator
 from engine3d.rollout.config import SamplingConfig
 from engine3d.settings import MOST_SAMPLES, AbsolutePath, Settings
 from engine3d.training.config import TrainConfig
-from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.algorithms.config import AnyAlgorithm
+from hybridflow.algorithms.grpo import GRPOSettings
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.config.known_names import RECIPE_NAMES
 from hybridflow.config.roles import ModelConfig, ModelRole, RolloutRole, ScoringModel
@@ -35,7 +36,7 @@ class Recipe(Settings):
     model: ModelConfig
     train: TrainConfig = TrainConfig()
     rollout: RolloutRole = RolloutRole()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: AnyAlgorithm = GRPOSettings()
     reference: ModelRole = ModelRole()
     critic: ModelRole = ModelRole()
     cost_critic: ModelRole = ModelRole()
@@ -93,7 +94,7 @@ class Recipe(Settings):
     def _missing(self) -> Iterator[str]:
         """What the algorithm needs and the recipe has not."""
         name = self.algorithm.name
-        if self.algorithm.algorithm.group_baseline and self.rollout.samples_per_prompt == 1:
+        if self.algorithm.group_baseline and self.rollout.samples_per_prompt == 1:
             yield (
                 f"rollout.samples_per_prompt=1 with algorithm.name={name}, where a group of one learns nothing; "
                 "expected at least 2"
@@ -108,7 +109,7 @@ class Recipe(Settings):
                 f"algorithm.kl_guard is set with trainer.max_staleness={self.trainer.max_staleness}, where the policy "
                 "before the step did not make the samples; expected 0, or no kl_guard"
             )
-        if self.trainer.max_staleness and self.algorithm.algorithm.greedy_baseline:
+        if self.trainer.max_staleness and self.algorithm.greedy_baseline:
             yield (
                 f"trainer.max_staleness={self.trainer.max_staleness} with algorithm.name={name}, whose baselines are "
                 "generated between rollout and update; expected 0"

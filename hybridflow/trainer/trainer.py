@@ -13,6 +13,8 @@ from pathlib import Path
 from engine3d.checkpoint.hf import export_checkpoint
 from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError
+from hybridflow.algorithms.base import Experience
+from hybridflow.algorithms.config import load
 from hybridflow.algorithms.controllers import Controllers
 from hybridflow.checkpoint.driver_state import RandomState, RunState
 from hybridflow.checkpoint.evaluation_result import Measured, Subject, summary
@@ -37,7 +39,7 @@ from hybridflow.trainer.evaluation import evaluate
 from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
 from hybridflow.trainer.run_setup import Run, prepare
 from hybridflow.trainer.sft_warmup import warm_up
-from hybridflow.trainer.step import Machinery, Step
+from hybridflow.trainer.step import Machinery, TrainerStep
 from hybridflow.trainer.weight_sync import WeightSync
 
 _MOST_STEPS_WITHOUT_UPDATE = 3
@@ -162,7 +164,7 @@ class Trainer:
             lookahead=Lookahead(recipe, run.train, sampler, generator),
             controllers=Controllers(recipe.algorithm),
         )
-        self.dataflow = recipe.algorithm.algorithm.load()
+        self.algorithm = load(recipe.algorithm.name)
         self.steps_done = 0
         self.version = 0
         self.updates = 0
@@ -268,9 +270,10 @@ class Trainer:
 
     def step(self, number: int) -> None:
         """One step of the algorithm, and the new weights to the engines."""
-        self.learn(self.next_step(Step, number), self.dataflow)
+        step = self.next_step(number)
+        self.learn(step, lambda: self.algorithm.make_experience(step))
 
-    def next_step[S: Step](self, kind: type[S], number: int) -> S:
+    def next_step(self, number: int) -> TrainerStep:
         """What the next step is done with.
 
         Raises:
@@ -279,12 +282,12 @@ class Trainer:
         self.facts.check_directory()
         self.machinery.phases.step = number
         self.devices.begin()
-        return kind(self.machinery, number, version=self.version + 1, poll=self.checkpoints.poll)
+        return TrainerStep(self.machinery, number, version=self.version + 1, poll=self.checkpoints.poll)
 
-    def learn[S: Step](self, step: S, dataflow: Callable[[S], None]) -> None:
-        """Do what ends in updates, and bring the new weights to the engines."""
+    def learn(self, step: TrainerStep, make_experience: Callable[[], Experience]) -> None:
+        """Make an experience and learn from it, and bring the new weights to the engines."""
         with Timer(step.values, metrics.TRAIN_STEP_TIME) as timer:
-            dataflow(step)
+            self.algorithm.learn(step, make_experience())
             self.count(step)
             self.finish_rollout(step.values)
             self.synchronise(step.values)
@@ -305,7 +308,7 @@ class Trainer:
                 timeline.write(self.facts.directory / TIMELINE)
             self.timeline_shown = time.monotonic()
 
-    def count(self, step: Step) -> None:
+    def count(self, step: TrainerStep) -> None:
         """Count the step's updates; an error where nothing is learned any more."""
         self.updates += len(step.updates)
         if step.updates:
