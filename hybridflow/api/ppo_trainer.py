@@ -22,9 +22,7 @@ from hybridflow.api.recipe_builder import run_directory
 from hybridflow.api.rl_trainer import changed, check_same_config, checked_config, checked_recipe, refuse_unknown
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.rollout_batch import RolloutBatch
-from hybridflow.metrics.logger import Metrics
-from hybridflow.rundir.progress import PhaseFile
-from hybridflow.trainer.run_setup import prepare
+from hybridflow.trainer.run_setup import open_run
 from hybridflow.trainer.step import TrainerStep
 from hybridflow.trainer.trainer import Trainer, start_trainer
 
@@ -186,17 +184,9 @@ class PPOTrainer:
         stack.callback(files.close)
         recipe = checked_recipe(self.config, self._sources.write(files, self._prompts))
         atexit.register(self.close)  # after Ray's own, which was registered when it was imported, and so before it
-        run = prepare(recipe)
-        recipe = recipe.for_prompts(len(run.train))
-        stack.callback(run.lock.close)
-        phases = PhaseFile(run.directory / "phase.json")
-        stack.callback(phases.enter, "end")
-        state = run.resumption.state if run.resumption is not None else None
-        done = state.step if state is not None else None
-        sinks = stack.enter_context(
-            Metrics(recipe.metrics, run.directory, totals=recipe.phase_steps, resume_from_step=done)
-        )
-        trainer = stack.enter_context(start_trainer(recipe, run, sinks, phases))
+        opened = stack.enter_context(open_run(recipe))
+        stack.callback(opened.phases.enter, "end")
+        trainer = stack.enter_context(start_trainer(opened))
         trainer.start()
         return trainer
 

@@ -37,7 +37,7 @@ from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.closing import results
 from hybridflow.trainer.evaluation import evaluate
 from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
-from hybridflow.trainer.run_setup import Run, prepare
+from hybridflow.trainer.run_setup import OpenRun, Run, open_run
 from hybridflow.trainer.sft_warmup import warm_up
 from hybridflow.trainer.step import Machinery, TrainerStep
 from hybridflow.trainer.weight_sync import WeightSync
@@ -67,33 +67,25 @@ def train(recipe: Recipe) -> Outcome:
         UserError: something that the user can put right.
         EngineError: a role failed; everything that was started is gone.
     """
-    run = prepare(recipe)
-    recipe = recipe.for_prompts(len(run.train))
-    phases = PhaseFile(run.directory / "phase.json")
-    phases.enter("start")
-    resumed = run.resumption.state if run.resumption is not None else None
-    steps_done = resumed.step if resumed is not None else None
-    with Metrics(recipe.metrics, run.directory, totals=recipe.phase_steps, resume_from_step=steps_done) as sinks:
+    with open_run(recipe) as opened:
+        recipe, run = opened.recipe, opened.run
+        resumed = run.resumption.state if run.resumption is not None else None
         if resumed is not None and resumed.step >= recipe.trainer.steps:
             export_finished(recipe, run)
             first, last = resumed.first_evaluation, resumed.last_evaluation
         else:
-            first, last = train_steps(recipe, run, sinks, phases)
-    phases.enter("end")
+            with start_trainer(opened) as trainer:
+                first, last = trainer.run()
+        opened.phases.enter("end")
     for line in (*summary(first, last), *results(recipe)):
         print(line, flush=True)
     return Outcome(run.directory, first, last)
 
 
-def train_steps(recipe: Recipe, run: Run, sinks: Metrics, phases: PhaseFile) -> tuple[Measured | None, Measured | None]:
-    """Start the roles, train, and end them; the first and the last evaluation."""
-    with start_trainer(recipe, run, sinks, phases) as trainer:
-        return trainer.run()
-
-
 @contextmanager
-def start_trainer(recipe: Recipe, run: Run, sinks: Metrics, phases: PhaseFile) -> Iterator[Trainer]:
+def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
     """Start the roles, and end them when the block is left."""
+    recipe, run, sinks = opened.recipe, opened.run, opened.sinks
     if recipe.checkpoint.save_interval is not None and (reasons := inexact_because(recipe)):
         print(f"checkpoints: a resumed run may differ from this one by {'; '.join(reasons)}", flush=True)
     with (
@@ -109,7 +101,7 @@ def start_trainer(recipe: Recipe, run: Run, sinks: Metrics, phases: PhaseFile) -
         ) as weights,
     ):
         try:
-            yield Trainer(recipe, run, roles, weights, sinks, checkpoints, phases, devices)
+            yield Trainer(recipe, run, roles, weights, sinks, checkpoints, opened.phases, devices)
         finally:
             write_timeline(run.directory)
 
