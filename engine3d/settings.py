@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import typing
 from collections.abc import Mapping
-from pathlib import PurePath
-from typing import Any, ClassVar
+from pathlib import Path, PurePath
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
 SMALLEST, LARGEST = 1e-30, 1e30
@@ -21,6 +21,9 @@ MOST_SAMPLES = 1 << 20
 """Of a step: the driver holds figures of each."""
 MOST_RANKS = 1 << 17
 _LARGEST_INTEGER = 1 << 53
+
+AbsolutePath = Annotated[Path, AfterValidator(Path.absolute)]
+"""A path that is absolute once it is read: settings that are written mean the same wherever they are read again."""
 
 
 class Settings(BaseModel):

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hybridflow.algorithms.config import AlgorithmConfig
 from hybridflow.algorithms.kl_control import make_kl_controller
 from hybridflow.algorithms.lagrange_multiplier import LagrangeMultiplier
+from hybridflow.algorithms.safe_rlhf import SafeRLHFSettings
+from hybridflow.algorithms.settings import AlgorithmSettings
 
 
 class Controllers:
     """The controllers that the settings ask for: of the KL penalty, and of the weight of costs."""
 
-    def __init__(self, config: AlgorithmConfig) -> None:
+    def __init__(self, config: AlgorithmSettings) -> None:
         self._config = config
         self.kl = make_kl_controller(config)
-        self.multiplier = LagrangeMultiplier(
-            initial=config.lagrange_initial,
-            lr=config.lagrange_lr,
-            limit=config.cost_limit,
-            minimum=config.lagrange_min,
-            maximum=config.lagrange_max,
-        )
+        self.multiplier = _multiplier(config) if isinstance(config, SafeRLHFSettings) else None
 
     @property
-    def config(self) -> AlgorithmConfig:
+    def config(self) -> AlgorithmSettings:
         """The settings with the KL coefficient of now."""
         if self.kl.coef == self._config.kl_coef:
             return self._config
@@ -35,7 +30,7 @@ class Controllers:
         found = {}
         if self._config.kl_controller == "adaptive":
             found["kl"] = self.kl.state_dict()
-        if self._config.needs_cost:
+        if self.multiplier is not None:
             found["multiplier"] = self.multiplier.state_dict()
         return found
 
@@ -43,5 +38,15 @@ class Controllers:
         """Go on where `state` was taken; a controller that has no state there starts afresh."""
         if "kl" in state:
             self.kl.load_state_dict(state["kl"])
-        if "multiplier" in state:
+        if self.multiplier is not None and "multiplier" in state:
             self.multiplier.load_state_dict(state["multiplier"])
+
+
+def _multiplier(config: SafeRLHFSettings) -> LagrangeMultiplier:
+    return LagrangeMultiplier(
+        initial=config.lagrange_initial,
+        lr=config.lagrange_lr,
+        limit=config.cost_limit,
+        minimum=config.lagrange_min,
+        maximum=config.lagrange_max,
+    )

@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import ClassVar, Literal
+
 from hybridflow.algorithms.advantages.group_relative import group_relative_advantages
-from hybridflow.trainer.step import Step
+from hybridflow.algorithms.base import Algorithm, Experience, Step
+from hybridflow.algorithms.losses.kl import KLEstimator
+from hybridflow.algorithms.settings import AlgorithmSettings
 
 
-def grpo(step: Step) -> None:
-    """One step: no critic; the baseline of a response is the mean reward of its group."""
-    batch = step.generate(step.draw())
-    batch = step.logprobs(batch)
-    batch = step.rewards(batch)
+class GRPOSettings(AlgorithmSettings):
+    """Settings of GRPO."""
+
+    group_baseline: ClassVar[bool] = True
+
+    name: str = "grpo"
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_estimator: KLEstimator = "k3"
+    normalise_advantages_by_std: bool = True
+    """Divide by the standard deviation of the group's rewards; false is Dr. GRPO."""
+
+
+def make_experience(step: Step[GRPOSettings]) -> Experience:
+    """No critic; the baseline of a response is the mean reward of its group."""
+    batch = step.logprobs(step.generate(step.draw()))
+    return with_advantages(step, Experience(step.rewards(batch)))
+
+
+def with_advantages(step: Step[GRPOSettings], experience: Experience) -> Experience:
+    """The advantage of a response is that of each of its tokens."""
+    batch = experience.batch
     rewards = batch.facts["rewards"] - step.sequence_kl(batch)
     advantages = group_relative_advantages(
         rewards, batch.facts["group_ids"], normalise_by_std=step.config.normalise_advantages_by_std
     )
-    step.update(batch.with_facts(advantages=advantages))
+    return replace(experience, batch=batch.with_facts(advantages=advantages))
+
+
+def learn(step: Step[GRPOSettings], experience: Experience) -> None:
+    """Update the actor."""
+    step.update(experience)
+
+
+ALGORITHM = Algorithm(GRPOSettings, make_experience, with_advantages, learn)

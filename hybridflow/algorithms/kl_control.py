@@ -7,9 +7,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from hybridflow.algorithms.config import AlgorithmConfig
 from hybridflow.algorithms.losses.kl import kl_penalty
+from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.worker_output import Columns
 
 _LARGEST_ERROR = 0.2
 
@@ -75,7 +76,7 @@ class AdaptiveKL:
 KLController = FixedKL | AdaptiveKL
 
 
-def make_kl_controller(config: AlgorithmConfig) -> KLController:
+def make_kl_controller(config: AlgorithmSettings) -> KLController:
     """The controller that the settings ask for.
 
     Its coefficient is used in place of the settings' own: `config.model_copy(update={"kl_coef": controller.coef})`.
@@ -86,7 +87,7 @@ def make_kl_controller(config: AlgorithmConfig) -> KLController:
     return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
 
 
-def reward_kl(batch: RolloutBatch, config: AlgorithmConfig) -> Tensor | None:
+def reward_kl(batch: RolloutBatch, config: AlgorithmSettings) -> Tensor | None:
     """(B, S') float32: the KL divergence from the reference policy that is a penalty in the rewards; None if none is.
 
     Estimated with the trainer's `old_logprobs` where present, else with the `logprobs` of the rollout. What stands
@@ -98,6 +99,13 @@ def reward_kl(batch: RolloutBatch, config: AlgorithmConfig) -> Tensor | None:
         raise ValueError("reward_kl: kl_coef > 0 with kl_in 'reward', and the batch has no ref_logprobs")
     logprobs = batch.logprobs if batch.old_logprobs is None else batch.old_logprobs
     return kl_penalty(logprobs, batch.ref_logprobs, config.kl_estimator)
+
+
+def sequence_kl(batch: RolloutBatch, *, config: AlgorithmSettings) -> Columns:
+    """What is taken from the reward of each sample: fact `kl`, (b,), the sum of `reward_kl` over its counted tokens."""
+    kl = reward_kl(batch, config)
+    assert kl is not None
+    return Columns(facts={"kl": kl.where(batch.response_mask, 0.0).sum(dim=1)})
 
 
 class KLGuard:

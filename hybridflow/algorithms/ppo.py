@@ -2,26 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import ClassVar
+
+from pydantic import Field
+
 from hybridflow.algorithms.advantages.gae import gae_advantages, token_rewards
 from hybridflow.algorithms.advantages.whitening import moments
-from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.algorithms.base import Algorithm, Estimated, Experience, Step
 from hybridflow.algorithms.kl_control import reward_kl
 from hybridflow.algorithms.losses.value import value_moments
+from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.rollout_batch import RolloutBatch
 from hybridflow.batch.worker_output import Columns
-from hybridflow.trainer.step import Estimated, Step
 
 
-def ppo(step: Step) -> None:
-    """One step: advantages are generalized advantage estimates over the critic's values."""
-    batch = step.generate(step.draw())
-    batch = step.critic_values(step.logprobs(batch))
-    batch = step.rewards(batch)
-    batch, advantages = step.estimate(batch, estimate_advantages, role="critic")
-    step.update(batch, whiten=advantages if step.config.whiten_advantages else None)
+class PPOSettings(AlgorithmSettings):
+    """Settings of PPO."""
+
+    needs_critic: ClassVar[bool] = True
+
+    name: str = "ppo"
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount of a reward for each token it is away."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """Generalized advantage estimation: 0 trusts the critic, 1 the rewards."""
+    value_clip: float | None = Field(default=0.2, gt=0)
+    """How far a value moves in one step before its loss is clipped; off when null."""
+    whiten_advantages: bool = True
+    """Bring the advantages of a batch (with safe_rlhf, the mixed ones) to mean 0 and standard deviation 1."""
+    critic_warmup_steps: int = Field(default=0, ge=0)
+    """First steps, in which only the critics learn."""
 
 
-def estimate_advantages(batch: RolloutBatch, *, config: AlgorithmConfig) -> Columns:
+def make_experience(step: Step[PPOSettings]) -> Experience:
+    """Advantages are generalized advantage estimates over the critic's values."""
+    batch = step.critic_values(step.logprobs(step.generate(step.draw())))
+    return with_advantages(step, Experience(step.rewards(batch)))
+
+
+def with_advantages(step: Step[PPOSettings], experience: Experience) -> Experience:
+    """The estimates, and the returns that the critic is to learn."""
+    batch, advantages = step.estimate(experience.batch, estimate_advantages, role="critic")
+    return replace(experience, batch=batch, whiten=advantages if step.config.whiten_advantages else None)
+
+
+def learn(step: Step[PPOSettings], experience: Experience) -> None:
+    """Update the critic, and the actor once the critic has had its first steps."""
+    config = step.config
+    step.update(experience, value_clip=config.value_clip, critics_only=step.number <= config.critic_warmup_steps)
+
+
+def estimate_advantages(batch: RolloutBatch, *, config: PPOSettings) -> Columns:
     """Columns `advantages` and `returns` of samples with rewards and values."""
     assert batch.rewards is not None and batch.values is not None
     mask = batch.response_mask
@@ -29,3 +61,6 @@ def estimate_advantages(batch: RolloutBatch, *, config: AlgorithmConfig) -> Colu
     advantages, returns = gae_advantages(rewards, batch.values, mask, gamma=config.gamma, lam=config.gae_lambda)
     note = Estimated(moments(advantages, mask), {"reward": value_moments(batch.values, returns, mask)})
     return Columns({"advantages": advantages, "returns": returns}, note=note)
+
+
+ALGORITHM = Algorithm(PPOSettings, make_experience, with_advantages, learn)

@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import ClassVar
+
 import torch
 
 from hybridflow.algorithms.advantages.group_relative import remax_advantages
-from hybridflow.trainer.step import Step
+from hybridflow.algorithms.base import Algorithm, Experience, Step
+from hybridflow.algorithms.settings import AlgorithmSettings
 
 
-def remax(step: Step) -> None:
-    """One step: no critic; the baseline of a response is the reward of the most likely one.
+class ReMaxSettings(AlgorithmSettings):
+    """Settings of ReMax: those that all algorithms share."""
 
-    The samples of a prompt whose greedy response has no reward are left out.
-    """
+    greedy_baseline: ClassVar[bool] = True
+
+    name: str = "remax"
+
+
+def make_experience(step: Step[ReMaxSettings]) -> Experience:
+    """No critic; the baseline of a response is the reward of the most likely one."""
     draw = step.draw()
     batch = step.logprobs(step.generate(draw))
     greedy = step.rewards(step.generate_greedy(draw), baseline=True)
-    batch = step.rewards(batch)
-    baseline = dict(zip(greedy.facts["group_ids"].tolist(), greedy.facts["rewards"].tolist(), strict=True))
+    baselines = dict(zip(greedy.facts["group_ids"].tolist(), greedy.facts["rewards"].tolist(), strict=True))
+    return with_advantages(step, Experience(step.rewards(batch), baselines=baselines))
+
+
+def with_advantages(step: Step[ReMaxSettings], experience: Experience) -> Experience:
+    """The samples of a prompt whose greedy response has no reward are left out."""
+    batch, baselines = experience.batch, experience.baselines
     groups = batch.facts["group_ids"].tolist()
-    batch = batch.select([row for row, group in enumerate(groups) if group in baseline])
-    baselines = torch.tensor([baseline[group] for group in batch.facts["group_ids"].tolist()])
+    batch = batch.select([row for row, group in enumerate(groups) if group in baselines])
+    of_samples = torch.tensor([baselines[group] for group in batch.facts["group_ids"].tolist()])
     rewards = batch.facts["rewards"] - step.sequence_kl(batch)
-    step.update(batch.with_facts(advantages=remax_advantages(rewards, baselines)))
+    return replace(experience, batch=batch.with_facts(advantages=remax_advantages(rewards, of_samples)))
+
+
+def learn(step: Step[ReMaxSettings], experience: Experience) -> None:
+    """Update the actor."""
+    step.update(experience)
+
+
+ALGORITHM = Algorithm(ReMaxSettings, make_experience, with_advantages, learn)

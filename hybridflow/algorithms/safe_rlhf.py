@@ -2,31 +2,71 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from hybridflow.algorithms import ppo
 from hybridflow.algorithms.advantages.gae import gae_advantages, token_rewards
 from hybridflow.algorithms.advantages.safe_rlhf import safe_advantages
 from hybridflow.algorithms.advantages.whitening import moments
-from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.algorithms.base import Algorithm, Estimated, Experience, Step
 from hybridflow.algorithms.kl_control import reward_kl
 from hybridflow.algorithms.losses.value import value_moments
 from hybridflow.batch.rollout_batch import RolloutBatch
 from hybridflow.batch.worker_output import Columns
 from hybridflow.metrics import names as metrics
-from hybridflow.trainer.step import Estimated, Step
 
 
-def safe_rlhf(step: Step) -> None:
-    """One step: PPO on the Lagrangian of reward and cost, and a step of its multiplier."""
-    batch = step.generate(step.draw())
-    batch = step.critic_values(step.logprobs(batch))
-    batch = step.costs(step.rewards(batch))
-    multiplier = step.machinery.controllers.multiplier
-    step.values[metrics.COST_MULTIPLIER] = multiplier.value
-    batch, advantages = step.estimate(batch, estimate_advantages, role="critic", multiplier=multiplier.value)
-    multiplier.update(float(batch.facts["costs"].double().mean()))
-    step.update(batch, whiten=advantages if step.config.whiten_advantages else None)
+class SafeRLHFSettings(ppo.PPOSettings):
+    """Settings of Safe-RLHF: PPO's, and those of the costs."""
+
+    needs_cost: ClassVar[bool] = True
+
+    name: str = "safe_rlhf"
+    cost_limit: float = 0.0
+    """The mean cost of a response that is allowed."""
+    lagrange_initial: float = Field(default=1.0, gt=0)
+    """The Lagrange multiplier, the weight of cost against reward, at the start."""
+    lagrange_lr: float = Field(default=0.1, ge=0)
+    """Learning rate of the multiplier's logarithm; 0 keeps the multiplier."""
+    lagrange_min: float = Field(default=0.05, gt=0)
+    """The multiplier falls no lower. From 0.05, with costs of 1 above the limit and a lagrange_lr of 0.1, it is back at
+    1 after 190 steps."""
+    lagrange_max: float = Field(default=5.0, gt=0)
+    """The multiplier grows no larger."""
+
+    @model_validator(mode="after")
+    def _starts_within_its_bounds(self) -> Self:
+        if not self.lagrange_min <= self.lagrange_initial <= self.lagrange_max:
+            raise ValueError(
+                f"lagrange_initial is {self.lagrange_initial}, expected between lagrange_min, {self.lagrange_min}, and "
+                f"lagrange_max, {self.lagrange_max}"
+            )
+        return self
 
 
-def estimate_advantages(batch: RolloutBatch, *, config: AlgorithmConfig, multiplier: float) -> Columns:
+def make_experience(step: Step[SafeRLHFSettings]) -> Experience:
+    """PPO's, on the Lagrangian of reward and cost."""
+    batch = step.critic_values(step.logprobs(step.generate(step.draw())))
+    return with_advantages(step, Experience(step.costs(step.rewards(batch))))
+
+
+def with_advantages(step: Step[SafeRLHFSettings], experience: Experience) -> Experience:
+    """The estimates of both, mixed by the multiplier of now, and the returns that both critics are to learn."""
+    step.values[metrics.COST_MULTIPLIER] = multiplier = step.multiplier.value
+    batch, advantages = step.estimate(experience.batch, estimate_advantages, role="critic", multiplier=multiplier)
+    return replace(experience, batch=batch, whiten=advantages if step.config.whiten_advantages else None)
+
+
+def learn(step: Step[SafeRLHFSettings], experience: Experience) -> None:
+    """A step of the multiplier, and PPO's updates."""
+    step.multiplier.update(float(experience.batch.facts["costs"].double().mean()))
+    ppo.learn(step, experience)
+
+
+def estimate_advantages(batch: RolloutBatch, *, config: SafeRLHFSettings, multiplier: float) -> Columns:
     """Columns `advantages`, `returns` and `cost_returns` of samples with rewards, costs, and values of both."""
     assert batch.rewards is not None and batch.costs is not None
     assert batch.values is not None and batch.cost_values is not None
@@ -45,3 +85,6 @@ def estimate_advantages(batch: RolloutBatch, *, config: AlgorithmConfig, multipl
         },
     )
     return Columns({"advantages": advantages, "returns": returns, "cost_returns": cost_returns}, note=note)
+
+
+ALGORITHM = Algorithm(SafeRLHFSettings, make_experience, with_advantages, learn)

@@ -234,7 +234,7 @@ def _wait_for_any(calls: Iterable[Future]) -> None:
     running = [call for call in calls if not call.done()]
     statuses = [status for call in running for status in call.call.statuses]
     _, pending = ray.wait(statuses, num_returns=len(statuses), timeout=0) if statuses else ([], [])
-    if pending and not ray.wait(pending, timeout=running[0].call.group.limit_s(running[0].call.method))[0]:
+    if pending and not ray.wait(pending, timeout=running[0].call.limit_s)[0]:
         running[0].wait(0.0)
 
 

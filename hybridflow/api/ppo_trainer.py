@@ -13,18 +13,17 @@ from typing import Any
 import torch
 
 from engine3d.errors import UserError
-from hybridflow.algorithms.advantages.whitening import Moments, moments
+from hybridflow.algorithms.advantages.whitening import moments
+from hybridflow.algorithms.base import Experience
 from hybridflow.algorithms.checks import check_finite
 from hybridflow.api.config import PPOConfig
 from hybridflow.api.input_files import InputFiles, Prompt, RewardFunction, Sources
 from hybridflow.api.recipe_builder import run_directory
 from hybridflow.api.rl_trainer import changed, check_same_config, checked_config, checked_recipe, refuse_unknown
-from hybridflow.api.steps import GivenStep, RolloutStep
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.rollout_batch import RolloutBatch
-from hybridflow.metrics.logger import Metrics
-from hybridflow.rundir.progress import PhaseFile
-from hybridflow.trainer.run_setup import prepare
+from hybridflow.trainer.run_setup import open_run
+from hybridflow.trainer.step import TrainerStep
 from hybridflow.trainer.trainer import Trainer, start_trainer
 
 
@@ -33,7 +32,8 @@ class _Made:
     """A rollout: as the caller has it, and where it was made."""
 
     batch: RolloutBatch
-    step: RolloutStep
+    experience: Experience
+    step: TrainerStep
 
 
 class PPOTrainer:
@@ -47,7 +47,7 @@ class PPOTrainer:
     All that it starts ends with `close`, when the `with` block is left, or with the program.
 
     Args:
-        config: the settings; its algorithm may be "grpo" or "remax" too.
+        config: the settings; its algorithm may be any other too.
         model, tokenizer, reward_fn, reward_model: as of `RLTrainer`.
         prompts: to learn from, texts or {"prompt": ..., "answer": ...}; those of the recipe if not given.
         checkpoint_config: that of the settings.
@@ -112,9 +112,10 @@ class PPOTrainer:
             EngineError: a role failed.
         """
         trainer = self._started()
-        step = trainer.next_step(RolloutStep, trainer.steps_done + 1)
-        trainer.dataflow(step)
-        self._made.append(_Made(step.samples.fetch(), step))
+        step = trainer.next_step(trainer.steps_done + 1)
+        experience = trainer.algorithm.make_experience(step)
+        step.wait_for_columns()
+        self._made.append(_Made(experience.batch.fetch(), experience, step))
         return self._made[-1].batch
 
     def update(self, rollouts: RolloutBatch) -> dict[str, float]:
@@ -122,8 +123,8 @@ class PPOTrainer:
 
         Args:
             rollouts: what `rollout` returned since the last update: as it is, some samples of it (`select`), several
-                joined (`concatenate`), or with other `rewards` or `advantages` (`replace`). Where rewards are others
-                and advantages are not, the advantages are estimated anew.
+                joined (`concatenate`), or with other `rewards`, `costs` or `advantages` (`replace`). Where rewards or
+                costs are others and advantages are not, the advantages are estimated anew.
 
         Returns:
             The figures of the step by metric name, and `reward`, the mean of `rollouts.rewards`.
@@ -133,15 +134,21 @@ class PPOTrainer:
             EngineError: a role failed.
         """
         trainer = self._started()
-        step = trainer.next_step(GivenStep, trainer.steps_done + 1)
+        step = trainer.next_step(trainer.steps_done + 1)
+        for made in self._made:
+            step.values |= made.step.values
+            step.texts += made.step.texts
+            step.stale |= made.step.stale
         whole = next((made for made in self._made if made.batch is rollouts), None)
         if whole is not None:
-            self._learn(step, whole.step.samples, whole.step.moments)
+            trainer.learn(step, lambda: whole.experience)
         else:
             given = to_learn(rollouts, [made.batch for made in self._made], least=step.least_samples)
-            baselines = [made.step.greedy for made in self._made if made.step.greedy is not None]
-            step.greedy = RemoteBatch.concatenate(baselines) if baselines else None
-            self._learn(step, RemoteBatch.of(given), self._moments(given), estimate=given.advantages is None)
+            experience = self._experience(given)
+            estimate = trainer.algorithm.with_advantages
+            trainer.learn(step, lambda: experience if given.advantages is not None else estimate(step, experience))
+        trainer.save(step.number)
+        self._made.clear()
         assert rollouts.rewards is not None
         return step.values | {"reward": float(rollouts.rewards.mean())}
 
@@ -176,23 +183,10 @@ class PPOTrainer:
         files = InputFiles(run_directory(self.config))
         stack.callback(files.close)
         recipe = checked_recipe(self.config, self._sources.write(files, self._prompts))
-        if recipe.algorithm.needs_cost:
-            raise UserError(
-                f"algorithm {recipe.algorithm.name!r} learns its multiplier between rollout and update, "
-                "expected RLTrainer, or another algorithm"
-            )
         atexit.register(self.close)  # after Ray's own, which was registered when it was imported, and so before it
-        run = prepare(recipe)
-        recipe = recipe.for_prompts(len(run.train))
-        stack.callback(run.lock.close)
-        phases = PhaseFile(run.directory / "phase.json")
-        stack.callback(phases.enter, "end")
-        state = run.resumption.state if run.resumption is not None else None
-        done = state.step if state is not None else None
-        sinks = stack.enter_context(
-            Metrics(recipe.metrics, run.directory, totals=recipe.phase_steps, resume_from_step=done)
-        )
-        trainer = stack.enter_context(start_trainer(recipe, run, sinks, phases))
+        opened = stack.enter_context(open_run(recipe))
+        stack.callback(opened.phases.enter, "end")
+        trainer = stack.enter_context(start_trainer(opened))
         trainer.start()
         return trainer
 
@@ -201,42 +195,31 @@ class PPOTrainer:
         assert self._trainer is not None
         return self._trainer
 
-    def _learn(
-        self, step: GivenStep, samples: RemoteBatch, whitening: Moments | None, *, estimate: bool = False
-    ) -> None:
-        """The updates, and the new weights to the engines."""
-        trainer = self._started()
-        for made in self._made:
-            step.values |= made.step.values
-            step.texts += made.step.texts
-            step.stale |= made.step.stale
-        step.samples = samples
-        trainer.learn(step, trainer.dataflow if estimate else lambda step: step.update(samples, whiten=whitening))
-        trainer.save(step.number)
-        self._made.clear()
-
-    def _moments(self, given: RolloutBatch) -> Moments | None:
-        """By which given advantages are whitened, where the algorithm does so."""
-        if given.advantages is None or all(made.step.moments is None for made in self._made):
-            return None
-        return moments(given.advantages, given.response_mask)
+    def _experience(self, given: RolloutBatch) -> Experience:
+        """What to learn from where it is not a rollout as it was."""
+        experiences = [made.experience for made in self._made]
+        whiten = None  # where advantages are estimated anew, so are their moments
+        if given.advantages is not None and any(each.whiten is not None for each in experiences):
+            whiten = moments(given.advantages, given.response_mask)
+        baselines = {group: reward for each in experiences for group, reward in each.baselines.items()}
+        return Experience(RemoteBatch.of(given), whiten, baselines)
 
 
 def to_learn(rollouts: RolloutBatch, batches: Sequence[RolloutBatch], *, least: int) -> RolloutBatch:
     """What to learn from where it is not a rollout as it was.
 
     Args:
-        rollouts: some samples of `batches`, perhaps with other rewards or advantages.
+        rollouts: some samples of `batches`, perhaps with other rewards, costs or advantages.
         batches: the rollouts since the last update.
         least: samples that an update needs.
 
     Returns:
-        The same samples; without advantages and returns where these are to be estimated anew, from rewards that are
-        others than those of the advantages.
+        The same samples; without advantages and returns where these are to be estimated anew, from rewards or costs
+        that are others than those of the advantages.
 
     Raises:
-        UserError: no rollouts, samples without rewards or of no rollout, too few, or rewards or advantages that are not
-            finite.
+        UserError: no rollouts, samples without rewards or costs or of no rollout, too few, or rewards, costs or
+            advantages that are not finite.
     """
     if not isinstance(rollouts, RolloutBatch):
         raise UserError(f"update: a {type(rollouts).__name__}, expected the rollouts that rollout() returned")
@@ -248,17 +231,22 @@ def to_learn(rollouts: RolloutBatch, batches: Sequence[RolloutBatch], *, least: 
             "mini-batch"
         )
     before = _as_rolled_out(rollouts, batches)
+    if rollouts.costs is None and before.costs is not None:
+        raise UserError("update: rollouts without costs, expected those of rollout() or others")
     try:
         check_finite("update", "reward", rollouts.rewards)
+        if rollouts.costs is not None:
+            check_finite("update", "cost", rollouts.costs)
         if rollouts.advantages is not None:
             check_finite("update", "advantage", rollouts.advantages, rollouts.response_mask)
     except ValueError as error:
         raise UserError(str(error)) from None
     if rollouts.advantages is not None:
-        rewarded_anew = not torch.equal(rollouts.rewards, before.rewards)  # type: ignore[arg-type]
-        if not rewarded_anew or not _same(rollouts.advantages, before.advantages):
+        scores = [(rollouts.rewards, before.rewards), (rollouts.costs, before.costs)]
+        scored_anew = any(now is not None and not torch.equal(now, then) for now, then in scores)  # type: ignore[arg-type]
+        if not scored_anew or not _same(rollouts.advantages, before.advantages):
             return rollouts
-    return rollouts.replace(advantages=None, returns=None)
+    return rollouts.replace(advantages=None, returns=None, cost_returns=None)
 
 
 def _as_rolled_out(rollouts: RolloutBatch, batches: Sequence[RolloutBatch]) -> RolloutBatch:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError
+from hybridflow.algorithms.config import load
 from hybridflow.algorithms.registry import ALGORITHMS
 from hybridflow.api.config import PPOConfig, mini_batches
 from hybridflow.config.recipe import Recipe
@@ -162,7 +163,7 @@ def _defaults(config: PPOConfig, base: Base, algorithm: str, gpus: int) -> Itera
             continue
         if getattr(config, name) is not None:
             yield _KEYS[name], getattr(config, name)
-    compares = algorithm in ALGORITHMS and ALGORITHMS[algorithm].group_baseline
+    compares = algorithm in ALGORITHMS and load(algorithm).settings.group_baseline
     actor = base.get(("placement", "actor")) or (f"cuda:0-{gpus - 1}" if gpus else "cpu:0")
     rollout = base.get(("placement", "rollout")) or actor
     dtype = base.get(("train", "dtype")) or ("bfloat16" if gpus else "float32")

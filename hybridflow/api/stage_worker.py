@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.protocols import DP_PROTO, register
-from hybridflow.workers.ranks import WorkerContext
 
 
 class StageWorker:

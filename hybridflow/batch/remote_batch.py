@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import ray
 import torch
@@ -25,10 +25,7 @@ from engine3d.errors import UserError
 from hybridflow.batch.load_balance import balanced_partition, even_ranges
 from hybridflow.batch.rollout_batch import COLUMNS, PROMPT, RESPONSE, SAMPLE, RolloutBatch
 from hybridflow.batch.worker_output import Kept, Packed, Summary, joined_facts, pack
-from hybridflow.workers.ranks import Failure
-
-if TYPE_CHECKING:
-    from hybridflow.workers.future import Future
+from hybridflow.errors.rank_failure import Failure
 
 _PADDED_WITH_TOKEN = ("input_ids", "generated_ids")
 SampleCosts = Callable[[Sequence[int]], Sequence[float]]
@@ -171,6 +168,22 @@ class BatchPart(Kept):
         return RolloutBatch(**columns, pad_token_id=self.pad_token_id)  # type: ignore[arg-type]
 
 
+class PendingColumns(Protocol):
+    """A call with a batch whose results are columns of it, there or not yet."""
+
+    refs: list[ray.ObjectRef]
+    """Where the result of each part lies."""
+    nodes: list[str]
+    """Ray's id of the node of each."""
+    parts: list[tuple[int, ...]] | None
+    """The samples of each, if the call was made with a batch."""
+    sample_ids: Tensor | None
+    """Of that batch."""
+
+    def wait(self) -> None:
+        """Wait for all ranks. Raises what failed."""
+
+
 class RemoteBatch:
     """B samples of which the driver holds facts and references. Never changed: every method returns a new one.
 
@@ -182,7 +195,11 @@ class RemoteBatch:
     """
 
     def __init__(
-        self, facts: dict[str, Tensor], stored: Sequence[_Stored], pad_token_id: int, inputs: Sequence[Future] = ()
+        self,
+        facts: dict[str, Tensor],
+        stored: Sequence[_Stored],
+        pad_token_id: int,
+        inputs: Sequence[PendingColumns] = (),
     ) -> None:
         self.facts, self.pad_token_id = facts, pad_token_id
         self.inputs = tuple(inputs)
@@ -226,7 +243,7 @@ class RemoteBatch:
                 raise ValueError(f"batch: fact {name} has shape {tuple(fact.shape)}, expected ({len(self)},)")
         return RemoteBatch(self.facts | facts, self._stored, self.pad_token_id, self.inputs)
 
-    def with_columns(self, *columns: Future, **named: Future) -> RemoteBatch:
+    def with_columns(self, *columns: PendingColumns, **named: PendingColumns) -> RemoteBatch:
         """The batch with what calls on it return, which need not be there yet: `Columns`, or a tensor by its name.
 
         Raises:

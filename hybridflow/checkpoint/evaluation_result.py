@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
-if TYPE_CHECKING:
-    from hybridflow.config.recipe import Recipe
-    from hybridflow.trainer.run_setup import Run
+from hybridflow.config.recipe import Recipe
+from hybridflow.data.prompts import Prompts
 
 Measure = Literal["accuracy", "reward_mean", "score_mean"]
 
@@ -35,10 +35,16 @@ class Subject:
     identity: str
 
     @classmethod
-    def of(cls, recipe: Recipe, run: Run) -> Self:
-        """What the evaluations of a run measure."""
-        evaluated = [example.prompt for example in run.evaluation.examples]
-        learned = {example.prompt for phase in (run.train, run.sft) for example in phase.examples}
+    def of(cls, recipe: Recipe, evaluation: Prompts, learned_from: Sequence[Prompts]) -> Self:
+        """What the evaluations of a run measure.
+
+        Args:
+            recipe: of the run.
+            evaluation: the prompts of evaluation.
+            learned_from: those of every phase that learns.
+        """
+        evaluated = [example.prompt for example in evaluation.examples]
+        learned = {example.prompt for phase in learned_from for example in phase.examples}
         rewards: list[Any] = []
         measure: Measure = "score_mean"
         if recipe.reward is not None:
@@ -49,7 +55,7 @@ class Subject:
         elif recipe.reward_model is not None:
             rewards = [str(recipe.reward_model.path.absolute())]
         sampling = recipe.eval_sampling.model_dump(mode="json")
-        answers = [example.answer for example in run.evaluation.examples]
+        answers = [example.answer for example in evaluation.examples]
         facts = json.dumps([evaluated, answers, rewards, sampling, recipe.trainer.eval_samples])
         return cls(
             measure=measure,

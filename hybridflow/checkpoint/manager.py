@@ -36,7 +36,6 @@ from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.roles.model import CheckpointBegun, CheckpointFailure
 from hybridflow.rundir.lock import hold, move_aside
-from hybridflow.trainer.run_setup import Run
 from hybridflow.workers.future import Future
 from hybridflow.workers.worker_group import WorkerGroup
 
@@ -106,12 +105,12 @@ class Checkpoints:
 
     Args:
         recipe: with the settings of checkpoints.
-        run: whose checkpoints they are.
+        model_directory: HuggingFace directory of the initial weights, whose other files every checkpoint gets.
         sinks: get a record of phase "checkpoint" for each, with the step that was saved.
     """
 
-    def __init__(self, recipe: Recipe, run: Run, sinks: Metrics) -> None:
-        self._recipe, self._run, self._sinks = recipe, run, sinks
+    def __init__(self, recipe: Recipe, model_directory: Path, sinks: Metrics) -> None:
+        self._recipe, self._model_directory, self._sinks = recipe, model_directory, sinks
         self._settings = recipe.checkpoint
         self._root = recipe.checkpoint_directory
         self._save: _Save | None = None
@@ -250,7 +249,7 @@ class Checkpoints:
             for entry in entries
         ]
         files += [file_entry(save.directory, path) for path in save.state.write(save.directory)]
-        files += copy_model_files(self._run.model_directory, save.directory)
+        files += copy_model_files(self._model_directory, save.directory)
         for role in save.trained:
             model = self._recipe.models.get(role)
             if model is not None and model.path is not None:

@@ -24,10 +24,10 @@ from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError
 from engine3d.rollout import run_files
 from hybridflow.cluster import orphans, ray_head, watchdog
+from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.private_ray import LOOPBACK, PrivateRay, driver_imports, on_loopback
 from hybridflow.cluster.ray_watch import RayWatch
 from hybridflow.cluster.termination import termination
-from hybridflow.config.limits import LimitsConfig
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 """Arguments of `ray.init`: no worker output on the console."""

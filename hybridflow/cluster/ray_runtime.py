@@ -14,10 +14,10 @@ from engine3d.errors import UserError
 from hybridflow.cluster import private_ray
 from hybridflow.cluster.authentication import check_authentication
 from hybridflow.cluster.cluster_address import check_cluster_answers
+from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.local_ray import QUIET, LocalRay
 from hybridflow.cluster.private_ray import driver_imports
 from hybridflow.cluster.termination import termination
-from hybridflow.config.limits import LimitsConfig
 
 # None where there is none, or a cluster's.
 _local: LocalRay | None = None

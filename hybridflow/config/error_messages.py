@@ -157,7 +157,7 @@ def _told_of_leaves(others: Mapping[str, str], key: Key, value: object, depth: i
 
 def _elsewhere(settings: type[BaseModel], key: Key) -> list[str]:
     """The settings of the same name in other groups, where they are few: those below the key's own group first."""
-    found = [path for path in _paths(settings) if path[-1] == str(key[-1])]
+    found = list(dict.fromkeys(path for path in _paths(settings) if path[-1] == str(key[-1])))  # unions have some twice
     within = [path for path in found if path[: len(key) - 1] == key[:-1]] if len(key) > 1 else []
     least = min((len(path) for path in within or found), default=0)
     nearest = [".".join(path) for path in within or found if len(path) == least]

@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from engine3d.rollout.config import SamplingConfig
-from engine3d.settings import MOST_SAMPLES, Settings
+from engine3d.settings import MOST_SAMPLES, AbsolutePath, Settings
 from engine3d.training.config import TrainConfig
-from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.algorithms.config import AnyAlgorithm
+from hybridflow.algorithms.grpo import GRPOSettings
+from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.config.known_names import RECIPE_NAMES
-from hybridflow.config.limits import LimitsConfig
-from hybridflow.config.recipe_paths import RecipePath
 from hybridflow.config.roles import ModelConfig, ModelRole, RolloutRole, ScoringModel
 from hybridflow.config.run import CheckpointConfig, PlacementConfig, TrainerConfig, WarmupConfig
 from hybridflow.config.yaml_loader import load_settings
@@ -32,11 +32,11 @@ class Recipe(Settings):
     name: str = Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = Field(0, ge=0, lt=2**30)
     """Of everything that is drawn; the seeds of parts are added to it."""
-    run_dir: Annotated[RecipePath, Field(validate_default=True)] = Path("runs")
+    run_dir: Annotated[AbsolutePath, Field(validate_default=True)] = Path("runs")
     model: ModelConfig
     train: TrainConfig = TrainConfig()
     rollout: RolloutRole = RolloutRole()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: AnyAlgorithm = GRPOSettings()
     reference: ModelRole = ModelRole()
     critic: ModelRole = ModelRole()
     cost_critic: ModelRole = ModelRole()
@@ -55,7 +55,7 @@ class Recipe(Settings):
     metrics: MetricsConfig = MetricsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     limits: LimitsConfig = LimitsConfig()
-    resume: Literal["none", "auto"] | RecipePath = "none"
+    resume: Literal["none", "auto"] | AbsolutePath = "none"
     """Start afresh; go on after the newest whole checkpoint of `checkpoint.dir`, if there is one; or after this one: a
     checkpoint, a directory of them, or a run's directory."""
 
@@ -94,7 +94,7 @@ class Recipe(Settings):
     def _missing(self) -> Iterator[str]:
         """What the algorithm needs and the recipe has not."""
         name = self.algorithm.name
-        if self.algorithm.algorithm.group_baseline and self.rollout.samples_per_prompt == 1:
+        if self.algorithm.group_baseline and self.rollout.samples_per_prompt == 1:
             yield (
                 f"rollout.samples_per_prompt=1 with algorithm.name={name}, where a group of one learns nothing; "
                 "expected at least 2"
@@ -109,7 +109,7 @@ class Recipe(Settings):
                 f"algorithm.kl_guard is set with trainer.max_staleness={self.trainer.max_staleness}, where the policy "
                 "before the step did not make the samples; expected 0, or no kl_guard"
             )
-        if self.trainer.max_staleness and self.algorithm.algorithm.greedy_baseline:
+        if self.trainer.max_staleness and self.algorithm.greedy_baseline:
             yield (
                 f"trainer.max_staleness={self.trainer.max_staleness} with algorithm.name={name}, whose baselines are "
                 "generated between rollout and update; expected 0"

@@ -1,4 +1,4 @@
-"""Paths in a recipe: one rule for all of them.
+"""What an error says of a path in a recipe that is missing: one rule for all of them.
 
 A relative path starts from the directory where the command runs, whatever file the recipe is in; only `base`, by which
 one recipe file names another, starts from the file that it is in.
@@ -8,20 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, BaseModel
+from pydantic import BaseModel
 
-RecipePath = Annotated[Path, AfterValidator(Path.absolute)]
-"""A path of a recipe, absolute once it is read: a run's own recipe.yaml means the same wherever it is read."""
-
-_FILES_OF_FUNCTIONS = (".py", ".pkl")
-
-
-def function_path(path: str) -> str:
-    """The path of a function, with its file absolute: "file.py:function", or "module:function" as it is."""
-    file, colon, function = path.rpartition(":")
-    return f"{Path(file).absolute()}{colon}{function}" if file.endswith(_FILES_OF_FUNCTIONS) else path
+from hybridflow.rewards.config import FILES_OF_FUNCTIONS
 
 
 def explained(line: str, settings: BaseModel) -> str:
@@ -39,7 +30,7 @@ def _paths(value: Any) -> Iterator[Path]:
         yield value
     elif isinstance(value, str):
         file = value.rpartition(":")[0]
-        if file.endswith(_FILES_OF_FUNCTIONS):
+        if file.endswith(FILES_OF_FUNCTIONS):
             yield Path(file)
     elif isinstance(value, BaseModel):
         for name in type(value).model_fields:

@@ -9,10 +9,9 @@ from pydantic import Field, model_validator
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.rollout.config import NEUTRAL, RolloutConfig, SamplingConfig
-from engine3d.settings import LONGEST_S, MOST_SAMPLES, Settings
+from engine3d.settings import LONGEST_S, MOST_SAMPLES, AbsolutePath, Settings
 from engine3d.training.config import TrainConfig
 from hybridflow.cluster.device_map import MOST_DEVICES
-from hybridflow.config.recipe_paths import RecipePath
 
 
 class CreateModel(Settings):
@@ -30,7 +29,7 @@ class CreateModel(Settings):
 class ModelConfig(Settings):
     """The model to train: a HuggingFace directory, or one to be made."""
 
-    path: RecipePath | None = None
+    path: AbsolutePath | None = None
     create: CreateModel | None = None
 
     @model_validator(mode="after")
@@ -97,7 +96,7 @@ class RolloutRole(Settings):
 class ModelRole(Settings):
     """A Megatron-Core model beside the actor."""
 
-    path: RecipePath | None = None
+    path: AbsolutePath | None = None
     """HuggingFace directory of its initial weights; the run's initial model if null."""
     train: TrainConfig | None = None
     """Its layout, precision, micro-batches and optimizer; those of the actor if null."""
@@ -109,7 +108,7 @@ class ModelRole(Settings):
 class ScoringModel(ModelRole):
     """A model with a scalar head that scores whole responses, and does not learn."""
 
-    path: RecipePath
+    path: AbsolutePath
     """HuggingFace directory of a model for sequence classification with one label, that has the actor's tokenizer."""
     weight: float = 1.0
     """Of its score in the sum over all rewards, or all costs."""

@@ -10,9 +10,8 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from engine3d.errors import UserError
 from engine3d.rollout.config import Alterations
-from engine3d.settings import MOST_SAMPLES, Settings
+from engine3d.settings import MOST_SAMPLES, AbsolutePath, Settings
 from engine3d.training.config import OptimizerConfig
-from hybridflow.config.recipe_paths import RecipePath
 
 MOST_STEPS = 1_000_000_000
 
@@ -132,7 +131,7 @@ class CheckpointConfig(Settings):
     """Checkpoints to keep: the oldest goes once a new one is whole. All of them if null."""
     async_save: bool = True
     """Write in the background: training goes on as soon as the state has been copied to host memory."""
-    dir: RecipePath | None = None
+    dir: AbsolutePath | None = None
     """Where checkpoints lie; in the run's directory if null."""
     on_failure: Literal["continue", "stop"] = "continue"
     """What a save that fails does to the run."""

@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from engine3d.settings import Settings
-from hybridflow.config.recipe_paths import RecipePath
+from engine3d.settings import AbsolutePath, Settings
 
 OverlongPolicy = Literal["refuse", "drop", "cut_left", "cut_right"]
 Operator = Literal["+", "-", "*"]
@@ -53,9 +52,9 @@ class ArithmeticConfig(Settings):
 class JsonlConfig(Settings):
     """Prompts from files of one JSON object a line."""
 
-    train_path: RecipePath
-    eval_path: RecipePath
-    sft_path: RecipePath | None = None
+    train_path: AbsolutePath
+    eval_path: AbsolutePath
+    sft_path: AbsolutePath | None = None
     prompt_field: str = "prompt"
     answer_field: str | None = "answer"
     """What reward functions get as `answers`: strings and whole numbers as text, all other JSON as it is. Null where

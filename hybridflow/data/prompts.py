@@ -1,7 +1,8 @@
-"""Examples of one phase with their prompts as tokens."""
+"""Examples of one phase with their prompts as tokens, and prompts that were drawn of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridflow.data.tasks import Example
@@ -18,3 +19,35 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.examples)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Some prompts of one phase.
+
+    Args:
+        prompts: of the phase.
+        indices: of those that were drawn.
+        first_group: identity of the first one's draw; the others follow.
+    """
+
+    prompts: Prompts
+    indices: Sequence[int]
+    first_group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnPrompt:
+    """A prompt that was drawn for a step.
+
+    Args:
+        tokens: of the prompt.
+        index: of the prompt in its data.
+        group: identity of this draw; it decides the samples where the engine is deterministic.
+        first_sample: id of its first sample; the others follow.
+    """
+
+    tokens: list[int]
+    index: int
+    group: int
+    first_sample: int

@@ -67,7 +67,7 @@ def check_baselines(recipe: Recipe, layouts: Mapping[str, Layout]) -> None:
         UserError: it has not.
     """
     prompts, ranks = recipe.trainer.prompts_per_step, layouts["reward_model"].dp if recipe.reward_model else 0
-    if recipe.algorithm.algorithm.greedy_baseline and prompts < ranks:
+    if recipe.algorithm.greedy_baseline and prompts < ranks:
         raise UserError(
             f"trainer.prompts_per_step = {prompts}, expected at least {ranks}: a baseline for each data-parallel rank "
             "of the reward model"

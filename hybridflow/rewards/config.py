@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from engine3d.settings import LONGEST_S, Settings
-from hybridflow.config.recipe_paths import function_path
 from hybridflow.rewards.builtin import BUILTIN_REWARDS
 
 MOST_WORKERS = 1024
 """Processes of all functions together, on one node."""
+FILES_OF_FUNCTIONS = (".py", ".pkl")
+"""How the names of files end that a function's path may begin with."""
+
+
+def function_path(path: str) -> str:
+    """The path of a function, with its file absolute: "file.py:function", or "module:function" as it is."""
+    file, colon, function = path.rpartition(":")
+    return f"{Path(file).absolute()}{colon}{function}" if file.endswith(FILES_OF_FUNCTIONS) else path
 
 
 class RewardLimits(Settings):

@@ -25,8 +25,8 @@ from hybridflow.batch.rollout_batch import RolloutBatch
 from hybridflow.batch.worker_output import Columns
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.names import UpdateNames
+from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.protocols import ONE_TO_ALL, THREE_D_PROTO, register
-from hybridflow.workers.ranks import WorkerContext
 
 if TYPE_CHECKING:
     from engine3d.checkpoint.save import Begun

@@ -10,11 +10,11 @@ from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.plan.coordinate import SendOrder
 from engine3d.reshard.transport.sender import Sent, Transport
 from hybridflow.algorithms.advantages.whitening import Moments, whiten
-from hybridflow.algorithms.config import AlgorithmConfig
 from hybridflow.algorithms.kl_control import KLGuard
 from hybridflow.algorithms.losses.policy import policy_gradient_loss
 from hybridflow.algorithms.losses.sft import sft_loss
 from hybridflow.algorithms.losses.statistics import Statistics
+from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.rollout_batch import RolloutBatch
 from hybridflow.metrics import names as metrics
 from hybridflow.roles.model import ModelWorker, Update
@@ -50,7 +50,7 @@ class PolicyWorker(ModelWorker):
         self,
         batch: RolloutBatch,
         *,
-        algorithm: AlgorithmConfig,
+        algorithm: AlgorithmSettings,
         temperature: float,
         whitening: Moments | None = None,
         stale: bool = False,

@@ -16,9 +16,9 @@ from hybridflow.data.tasks import Example, field_names
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.rewards.result import RewardResult
+from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.future import Future
 from hybridflow.workers.protocols import DP_PROTO, ONE_TO_ALL, register
-from hybridflow.workers.ranks import WorkerContext
 
 _TOTAL, _DROPPED, _VALUE, _FAILED = "total", "dropped", "value/", "failed/"
 

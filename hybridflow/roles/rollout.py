@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from engine3d.reshard.describe.memory import SharedShards
@@ -16,28 +16,12 @@ from engine3d.rollout.config import RolloutConfig, SamplingConfig
 from engine3d.rollout.engine import RolloutEngine
 from engine3d.training.offload import OffloadFigures
 from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.data.prompts import DrawnPrompt
+from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.protocols import ALL_TO_ALL, DP_PROTO, ONE_TO_ALL, register
-from hybridflow.workers.ranks import WorkerContext
 
 _LONGEST_ROLLOUT_S = 24 * 3600.0
 """Of all responses of a call. The engine itself ends a call that comes no further (`request_timeout_s`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnPrompt:
-    """A prompt that was drawn for a step.
-
-    Args:
-        tokens: of the prompt.
-        index: of the prompt in its data.
-        group: identity of this draw; it decides the samples where the engine is deterministic.
-        first_sample: id of its first sample; the others follow.
-    """
-
-    tokens: list[int]
-    index: int
-    group: int
-    first_sample: int
 
 
 class RolloutWorker:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.algorithms.base import ValueKind
 from hybridflow.algorithms.losses import value
 from hybridflow.algorithms.losses.statistics import Statistics
 from hybridflow.batch.rollout_batch import RolloutBatch
@@ -18,9 +18,6 @@ from hybridflow.workers.protocols import THREE_D_PROTO, register
 
 if TYPE_CHECKING:
     from engine3d.training.engine import TokenOutputs
-
-ValueKind = Literal["reward", "cost"]
-"""What values foretell: rewards (columns `values` and `returns`) or costs (`cost_values` and `cost_returns`)."""
 
 NAMES = {"reward": CRITIC, "cost": COST_CRITIC}
 """What the metrics of either critic are called."""
@@ -56,12 +53,12 @@ class ValueWorker(ModelWorker):
         return Columns(facts={"score": finite_scores(batch, outputs.scores, f"{self._name}: the score")})
 
     @register(THREE_D_PROTO, exclusive=True)
-    def update_values(self, batch: RolloutBatch, *, algorithm: AlgorithmConfig, kind: ValueKind) -> Update:
+    def update_values(self, batch: RolloutBatch, *, clip: float | None, kind: ValueKind) -> Update:
         """One optimizer step towards the returns.
 
         Args:
             batch: a mini-batch with weights, and with values and returns of this kind.
-            algorithm: of which `value_clip` counts.
+            clip: how far a value moves before its loss is clipped; None does not clip.
             kind: which columns hold them, and what the metrics are called.
         """
         old_values, returns = _columns(batch, kind)
@@ -70,7 +67,7 @@ class ValueWorker(ModelWorker):
 
         def loss(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, Statistics]:
             assert outputs.values is not None
-            return value.value_loss(outputs.values, clip=algorithm.value_clip, names=NAMES[kind], **columns)
+            return value.value_loss(outputs.values, clip=clip, names=NAMES[kind], **columns)
 
         return self._update(sequences, loss)
 

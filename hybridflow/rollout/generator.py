@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from engine3d.rollout.config import SamplingConfig
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.data.prompts import Prompts
-from hybridflow.roles.rollout import DrawnPrompt
+from hybridflow.data.prompts import Draw, DrawnPrompt
 from hybridflow.workers.future import Future
 from hybridflow.workers.worker_group import WorkerGroup
-
-
-@dataclass(frozen=True)
-class Draw:
-    """Some prompts of one phase.
-
-    Args:
-        prompts: of the phase.
-        indices: of those that were drawn.
-        first_group: identity of the first one's draw; the others follow.
-    """
-
-    prompts: Prompts
-    indices: Sequence[int]
-    first_group: int = 0
 
 
 class Generator:

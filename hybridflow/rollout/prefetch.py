@@ -9,9 +9,9 @@ from engine3d.errors import UserError
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.rollout_batch import RolloutBatch
 from hybridflow.config.recipe import Recipe
-from hybridflow.data.prompts import Prompts
+from hybridflow.data.prompts import Draw, Prompts
 from hybridflow.data.sampler import PromptSampler
-from hybridflow.rollout.generator import Draw, Generator
+from hybridflow.rollout.generator import Generator
 from hybridflow.workers.future import Future
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hybridflow.checkpoint.evaluation_result import Measured, Subject
+from hybridflow.data.prompts import Draw
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics
 from hybridflow.rewards.result import reward_metrics
 from hybridflow.roles.reward import reward_result
-from hybridflow.rollout.generator import Draw
 from hybridflow.trainer.step import Machinery, tell_failures
 
 

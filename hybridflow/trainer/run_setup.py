@@ -1,9 +1,11 @@
-"""What a run stands on: its directory, its model and tokenizer, and its examples as tokens."""
+"""Run set-up: its directory, its model and tokenizer, its examples as tokens, and where its metrics go."""
 
 from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -19,9 +21,11 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import settings_yaml
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.metrics.logger import Metrics
 from hybridflow.planning.prompts import encode, prompt_limit
 from hybridflow.rundir.file_names import RECIPE
 from hybridflow.rundir.lock import LOCK, SETTING, claim, hold
+from hybridflow.rundir.progress import PhaseFile
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,40 @@ class Run:
     def trace_path(self, step: int, role: str) -> Path:
         """Of the trace of a role's update, where `trainer.profile` asks for one."""
         return self.directory / "profile" / f"step-{step}-{role}.json.gz"
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run whose directory is held, before and after its roles.
+
+    Args:
+        recipe: with the steps that its number of prompts means.
+        run: the rest of what is known of it.
+        sinks: its metrics.
+        phases: tells what it is at.
+    """
+
+    recipe: Recipe
+    run: Run
+    sinks: Metrics
+    phases: PhaseFile
+
+
+@contextmanager
+def open_run(recipe: Recipe) -> Iterator[OpenRun]:
+    """Prepare a run and open its metrics; close them and let go of its directory when the block is left.
+
+    Raises as `prepare` does.
+    """
+    run = prepare(recipe)
+    with run.lock:
+        recipe = recipe.for_prompts(len(run.train))
+        phases = PhaseFile(run.directory / "phase.json")
+        phases.enter("start")
+        state = run.resumption.state if run.resumption is not None else None
+        done = state.step if state is not None else None
+        with Metrics(recipe.metrics, run.directory, totals=recipe.phase_steps, resume_from_step=done) as sinks:
+            yield OpenRun(recipe, run, sinks, phases)
 
 
 def prepare(recipe: Recipe) -> Run:

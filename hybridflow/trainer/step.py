@@ -1,4 +1,4 @@
-"""What one step of an algorithm can do: the words in which dataflows are written."""
+"""One step of a run: the operations that algorithms compose, on the run's roles."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine3d.errors import EngineError
 from hybridflow.algorithms.advantages.whitening import Moments
-from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.algorithms.base import Estimated, Experience, Step, ValueKind
 from hybridflow.algorithms.controllers import Controllers
-from hybridflow.algorithms.kl_control import reward_kl
+from hybridflow.algorithms.kl_control import sequence_kl
+from hybridflow.algorithms.lagrange_multiplier import LagrangeMultiplier
 from hybridflow.algorithms.losses.aggregation import sequence_weights
-from hybridflow.algorithms.losses.value import ValueMoments, explained_variance
+from hybridflow.algorithms.losses.value import explained_variance
+from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.rollout_batch import FinishReason, RolloutBatch
+from hybridflow.batch.rollout_batch import FinishReason
 from hybridflow.batch.worker_output import COUNTED, Columns
 from hybridflow.config.recipe import Recipe
-from hybridflow.data.prompts import Prompts
+from hybridflow.data.prompts import Draw, Prompts
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
@@ -30,8 +33,8 @@ from hybridflow.metrics.sample_file import SampleText
 from hybridflow.rewards.result import RewardResult, reward_metrics
 from hybridflow.roles.model import Update, update_metrics
 from hybridflow.roles.reward import reward_result
-from hybridflow.roles.value import NAMES, ValueKind
-from hybridflow.rollout.generator import Draw, Generator
+from hybridflow.roles.value import NAMES
+from hybridflow.rollout.generator import Generator
 from hybridflow.rollout.prefetch import Lookahead
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.role_startup import Roles
@@ -41,19 +44,6 @@ from hybridflow.trainer.weight_sync import WeightSync
 from hybridflow.workers.future import Future
 
 _CRITICS: dict[str, ValueKind] = {"critic": "reward", "cost_critic": "cost"}
-
-
-@dataclass(frozen=True)
-class Estimated:
-    """What is told of the advantages and returns of some samples.
-
-    Args:
-        advantages: their moments.
-        critics: moments of the returns, by the kind of the critic that is to learn them.
-    """
-
-    advantages: Moments
-    critics: Mapping[ValueKind, ValueMoments]
 
 
 @dataclass(frozen=True)
@@ -90,8 +80,8 @@ class Machinery:
 
 
 @dataclass
-class Step:
-    """One step. Calls of models return at once; what they make is waited for where it is needed first.
+class TrainerStep(Step[Any]):
+    """One step of a run.
 
     Args:
         machinery: of the run.
@@ -118,14 +108,18 @@ class Step:
     _began: float = math.nan
 
     @property
-    def config(self) -> AlgorithmConfig:
-        """The algorithm's settings, with the KL coefficient of now."""
+    def config(self) -> Any:
         return self.machinery.controllers.config
+
+    @property
+    def multiplier(self) -> LagrangeMultiplier:
+        multiplier = self.machinery.controllers.multiplier
+        assert multiplier is not None
+        return multiplier
 
     # Responses
 
     def draw(self) -> Draw:
-        """The step's prompts."""
         return self.machinery.lookahead.draw()
 
     def generate(self, draw: Draw) -> RemoteBatch:
@@ -152,7 +146,6 @@ class Step:
         return batch
 
     def generate_greedy(self, draw: Draw) -> RemoteBatch:
-        """The most likely response to each prompt, under the group of its draw."""
         self.machinery.phases.enter("rollout")
         sampling = self.machinery.recipe.rollout.sampling.model_copy(update={"temperature": 0.0})
         with Timer(self.values, metrics.BASELINE_TIME):
@@ -161,7 +154,6 @@ class Step:
     # Models beside the actor
 
     def logprobs(self, batch: RemoteBatch) -> RemoteBatch:
-        """The batch with the log-probs that are needed: of the reference, and of the policy before the first update."""
         roles, recipe = self.machinery.roles, self.machinery.recipe
         temperature = recipe.rollout.sampling.temperature
         columns, generated = {}, batch.as_generated()
@@ -173,7 +165,6 @@ class Step:
         return self._with_columns(batch, columns)
 
     def critic_values(self, batch: RemoteBatch) -> RemoteBatch:
-        """The batch with the values of every critic."""
         models, columns = self.machinery.roles.models, {"critic": "values", "cost_critic": "cost_values"}
         generated = batch.as_generated()
         return self._with_columns(
@@ -183,17 +174,7 @@ class Step:
     def estimate(
         self, batch: RemoteBatch, function: Callable[..., Columns], role: str, **arguments: float
     ) -> tuple[RemoteBatch, Moments]:
-        """The batch with the columns that a function of it finds where the tokens are: advantages and returns.
-
-        Args:
-            function: (batch, config=..., **arguments) -> columns, with an `Estimated` as their note.
-            role: on whose ranks it is called.
-            arguments: what it needs beside the settings.
-
-        Returns:
-            The batch, and the moments of its advantages.
-        """
-        self._wait_for_columns()
+        self.wait_for_columns()
         group = self.machinery.roles.learning[role]
         future = group.apply(batch, function=function, arguments={"config": self.config, **arguments})
         notes: list[Estimated] = future.notes()
@@ -203,11 +184,10 @@ class Step:
         return batch.with_columns(future), Moments.merge(note.advantages for note in notes)
 
     def sequence_kl(self, batch: RemoteBatch) -> Tensor | float:
-        """(B,) float32: the KL penalty of each response, the sum over its tokens; 0 if rewards have none."""
         config = self.config
         if not (config.needs_reference and config.kl_in == "reward"):
             return 0.0
-        self._wait_for_columns()
+        self.wait_for_columns()
         future = self.machinery.roles.actor.apply(batch, function=sequence_kl, arguments={"config": config})
         penalty: Tensor = config.kl_coef * future.facts()["kl"]
         return penalty
@@ -218,7 +198,7 @@ class Step:
         self._under_way += columns.values()
         return batch.with_columns(**columns)
 
-    def _wait_for_columns(self) -> None:
+    def wait_for_columns(self) -> None:
         """Until the columns are there that were asked for; from here on the driver does nothing else."""
         if self._under_way:
             self.machinery.phases.enter("infer")
@@ -230,15 +210,9 @@ class Step:
     # Rewards and costs
 
     def rewards(self, batch: RemoteBatch, *, baseline: bool = False) -> RemoteBatch:
-        """The samples that have a reward, with the fact `rewards`: the sum over all functions and the reward model.
-
-        Args:
-            baseline: these are not the samples to learn from, and stay out of the step's figures.
-        """
         return self._scored(batch, "reward", "rewards", baseline=baseline)
 
     def costs(self, batch: RemoteBatch) -> RemoteBatch:
-        """The samples that have a cost, with the fact `costs`: the sum over all functions and the cost model."""
         return self._scored(batch, "cost", "costs")
 
     def _scored(self, batch: RemoteBatch, what: str, fact: str, *, baseline: bool = False) -> RemoteBatch:
@@ -282,15 +256,10 @@ class Step:
 
     # Learning
 
-    def update(self, batch: RemoteBatch, *, whiten: Moments | None = None) -> None:
-        """The optimizer steps of one rollout, of the actor and of every critic.
-
-        Args:
-            batch: with `advantages`, and with the returns of every critic.
-            whiten: moments of the advantages, which are then brought to mean 0 and standard deviation 1.
-        """
-        self._wait_for_columns()
-        machinery, config = self.machinery, self.config
+    def update(self, experience: Experience, *, value_clip: float | None = None, critics_only: bool = False) -> None:
+        self.wait_for_columns()
+        machinery, batch = self.machinery, experience.batch
+        config: AlgorithmSettings = self.config
         if len(batch) < (least := self.least_samples):
             raise EngineError(
                 f"step {self.number}: {len(batch)} samples are left to learn from, expected at least {least}"
@@ -298,17 +267,16 @@ class Step:
         machinery.phases.enter("update")
         models, trainer = machinery.roles.models, machinery.recipe.trainer
         critics = {role: kind for role, kind in _CRITICS.items() if role in models}
-        actor_learns = self.number > config.critic_warmup_steps
         machinery.weights.before_update(self.version)
-        self._trace(*critics, *(["actor"] if actor_learns else []))
+        self._trace(*critics, *([] if critics_only else ["actor"]))
         calls: dict[str, list[Future]] = {role: [] for role in (*critics, "actor")}
         with Timer(self.values, metrics.TRAIN_UPDATE_TIME):
             mini_batches = [_weighted(each, config) for each in batch.split(trainer.mini_batches)] * trainer.epochs
             # One model after another: where they share devices, each has one turn.
             for role, kind in critics.items():
-                calls[role] = [models[role].update_values(each, algorithm=config, kind=kind) for each in mini_batches]
-            if actor_learns:
-                calls["actor"] = [self._update_actor(each, config, whiten) for each in mini_batches]
+                calls[role] = [models[role].update_values(each, clip=value_clip, kind=kind) for each in mini_batches]
+            if not critics_only:
+                calls["actor"] = [self._update_actor(each, config, experience.whiten) for each in mini_batches]
             results = {role: [future.result() for future in futures] for role, futures in calls.items()}
         self.updates = results.pop("actor")
         self._tell_refused()
@@ -327,7 +295,7 @@ class Step:
             group = self.machinery.roles.learning[role]
             group.trace_next_update(path, micro_batches=settings.micro_batches).result()
 
-    def _update_actor(self, batch: RemoteBatch, config: AlgorithmConfig, whiten: Moments | None) -> Future:
+    def _update_actor(self, batch: RemoteBatch, config: AlgorithmSettings, whiten: Moments | None) -> Future:
         recipe = self.machinery.recipe
         future: Future = self.machinery.roles.actor.update(
             batch,
@@ -360,19 +328,12 @@ class Step:
             controller.update(kl, samples)
 
 
-def _weighted(batch: RemoteBatch, config: AlgorithmConfig) -> RemoteBatch:
+def _weighted(batch: RemoteBatch, config: AlgorithmSettings) -> RemoteBatch:
     """A mini-batch with the weight of each of its tokens in the loss."""
     weights = sequence_weights(
         batch.facts[COUNTED], config.loss_aggregation, normalising_length=config.loss_normalising_length
     )
     return batch.with_facts(weights=weights)
-
-
-def sequence_kl(batch: RolloutBatch, *, config: AlgorithmConfig) -> Columns:
-    """What is taken from the reward of each sample: fact `kl`, (b,), the sum of `reward_kl` over its counted tokens."""
-    kl = reward_kl(batch, config)
-    assert kl is not None
-    return Columns(facts={"kl": kl.where(batch.response_mask, 0.0).sum(dim=1)})
 
 
 def tell_failures(where: str, result: RewardResult) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from engine3d.checkpoint.hf import export_checkpoint
 from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError
+from hybridflow.algorithms.base import Experience
+from hybridflow.algorithms.config import load
 from hybridflow.algorithms.controllers import Controllers
 from hybridflow.checkpoint.driver_state import RandomState, RunState
 from hybridflow.checkpoint.evaluation_result import Measured, Subject, summary
@@ -35,9 +37,9 @@ from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.closing import results
 from hybridflow.trainer.evaluation import evaluate
 from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
-from hybridflow.trainer.run_setup import Run, prepare
+from hybridflow.trainer.run_setup import OpenRun, Run, open_run
 from hybridflow.trainer.sft_warmup import warm_up
-from hybridflow.trainer.step import Machinery, Step
+from hybridflow.trainer.step import Machinery, TrainerStep
 from hybridflow.trainer.weight_sync import WeightSync
 
 _MOST_STEPS_WITHOUT_UPDATE = 3
@@ -65,37 +67,29 @@ def train(recipe: Recipe) -> Outcome:
         UserError: something that the user can put right.
         EngineError: a role failed; everything that was started is gone.
     """
-    run = prepare(recipe)
-    recipe = recipe.for_prompts(len(run.train))
-    phases = PhaseFile(run.directory / "phase.json")
-    phases.enter("start")
-    resumed = run.resumption.state if run.resumption is not None else None
-    steps_done = resumed.step if resumed is not None else None
-    with Metrics(recipe.metrics, run.directory, totals=recipe.phase_steps, resume_from_step=steps_done) as sinks:
+    with open_run(recipe) as opened:
+        recipe, run = opened.recipe, opened.run
+        resumed = run.resumption.state if run.resumption is not None else None
         if resumed is not None and resumed.step >= recipe.trainer.steps:
             export_finished(recipe, run)
             first, last = resumed.first_evaluation, resumed.last_evaluation
         else:
-            first, last = train_steps(recipe, run, sinks, phases)
-    phases.enter("end")
+            with start_trainer(opened) as trainer:
+                first, last = trainer.run()
+        opened.phases.enter("end")
     for line in (*summary(first, last), *results(recipe)):
         print(line, flush=True)
     return Outcome(run.directory, first, last)
 
 
-def train_steps(recipe: Recipe, run: Run, sinks: Metrics, phases: PhaseFile) -> tuple[Measured | None, Measured | None]:
-    """Start the roles, train, and end them; the first and the last evaluation."""
-    with start_trainer(recipe, run, sinks, phases) as trainer:
-        return trainer.run()
-
-
 @contextmanager
-def start_trainer(recipe: Recipe, run: Run, sinks: Metrics, phases: PhaseFile) -> Iterator[Trainer]:
+def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
     """Start the roles, and end them when the block is left."""
+    recipe, run, sinks = opened.recipe, opened.run, opened.sinks
     if recipe.checkpoint.save_interval is not None and (reasons := inexact_because(recipe)):
         print(f"checkpoints: a resumed run may differ from this one by {'; '.join(reasons)}", flush=True)
     with (
-        Checkpoints(recipe, run, sinks) as checkpoints,
+        Checkpoints(recipe, run.model_directory, sinks) as checkpoints,
         start_roles(recipe, run) as roles,
         DeviceMonitor(
             (bundle for group in roles.groups for bundle in group.pool.bundles),
@@ -107,7 +101,7 @@ def start_trainer(recipe: Recipe, run: Run, sinks: Metrics, phases: PhaseFile) -
         ) as weights,
     ):
         try:
-            yield Trainer(recipe, run, roles, weights, sinks, checkpoints, phases, devices)
+            yield Trainer(recipe, run, roles, weights, sinks, checkpoints, opened.phases, devices)
         finally:
             write_timeline(run.directory)
 
@@ -162,13 +156,13 @@ class Trainer:
             lookahead=Lookahead(recipe, run.train, sampler, generator),
             controllers=Controllers(recipe.algorithm),
         )
-        self.dataflow = recipe.algorithm.algorithm.load()
+        self.algorithm = load(recipe.algorithm.name)
         self.steps_done = 0
         self.version = 0
         self.updates = 0
         self.steps_without_update = 0
         self.timeline_shown = -math.inf
-        self.subject = Subject.of(recipe, run)
+        self.subject = Subject.of(recipe, run.evaluation, (run.train, run.sft))
         self.first_evaluation: Measured | None = None
         self.last_evaluation: Measured | None = None
 
@@ -268,9 +262,10 @@ class Trainer:
 
     def step(self, number: int) -> None:
         """One step of the algorithm, and the new weights to the engines."""
-        self.learn(self.next_step(Step, number), self.dataflow)
+        step = self.next_step(number)
+        self.learn(step, lambda: self.algorithm.make_experience(step))
 
-    def next_step[S: Step](self, kind: type[S], number: int) -> S:
+    def next_step(self, number: int) -> TrainerStep:
         """What the next step is done with.
 
         Raises:
@@ -279,12 +274,12 @@ class Trainer:
         self.facts.check_directory()
         self.machinery.phases.step = number
         self.devices.begin()
-        return kind(self.machinery, number, version=self.version + 1, poll=self.checkpoints.poll)
+        return TrainerStep(self.machinery, number, version=self.version + 1, poll=self.checkpoints.poll)
 
-    def learn[S: Step](self, step: S, dataflow: Callable[[S], None]) -> None:
-        """Do what ends in updates, and bring the new weights to the engines."""
+    def learn(self, step: TrainerStep, make_experience: Callable[[], Experience]) -> None:
+        """Make an experience and learn from it, and bring the new weights to the engines."""
         with Timer(step.values, metrics.TRAIN_STEP_TIME) as timer:
-            dataflow(step)
+            self.algorithm.learn(step, make_experience())
             self.count(step)
             self.finish_rollout(step.values)
             self.synchronise(step.values)
@@ -305,7 +300,7 @@ class Trainer:
                 timeline.write(self.facts.directory / TIMELINE)
             self.timeline_shown = time.monotonic()
 
-    def count(self, step: Step) -> None:
+    def count(self, step: TrainerStep) -> None:
         """Count the step's updates; an error where nothing is learned any more."""
         self.updates += len(step.updates)
         if step.updates:

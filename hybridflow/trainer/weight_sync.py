@@ -94,7 +94,7 @@ class WeightSync:
 
         Nothing has changed in the actor's since: an update is followed by the transfer of its own version.
         """
-        if self._releases and self._version is not None and turns.gave_back(self._rollout):
+        if self._releases and self._version is not None and turns.gave_back(self._rollout.ranks):
             self._transfer(self._version, self._rollout.recommit_weights)
 
     def _send(self, version: int) -> Sequence[dict[Transport, Sent]]:

@@ -10,14 +10,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING
 
-from hybridflow.cluster.device_map import Device
-
-if TYPE_CHECKING:
-    from hybridflow.workers.future import Call
-    from hybridflow.workers.worker_group import WorkerGroup
-
+from hybridflow.workers.call import Call
+from hybridflow.workers.ranks import Ranks
 
 GIVE_BACK = "give_back"
 """The method that is called of a group when its turn is over."""
@@ -32,34 +27,34 @@ class Turns:
         self.lock = threading.RLock()
         """To be held from `earlier` to `add`, so that no other call comes between."""
         self._calls: list[Call] = []
-        self._holding: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
-        self._gave_back: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
+        self._holding: weakref.WeakSet[Ranks] = weakref.WeakSet()
+        self._gave_back: weakref.WeakSet[Ranks] = weakref.WeakSet()
 
-    def leave(self, group: WorkerGroup) -> None:
-        """A group is gone: its turns are over."""
+    def leave(self, ranks: Ranks) -> None:
+        """The ranks of a group are gone: its turns are over."""
         with self.lock:
-            self._holding.discard(group)
-            self._gave_back.discard(group)
-            self._calls = [call for call in self._calls if call.group is not group]
+            self._holding.discard(ranks)
+            self._gave_back.discard(ranks)
+            self._calls = [call for call in self._calls if call.ranks is not ranks]
 
-    def holding(self, group: WorkerGroup) -> list[WorkerGroup]:
+    def holding(self, ranks: Ranks) -> list[Ranks]:
         """The other groups that have computed on a device of a group, and have not given memory back since."""
         with self.lock:
-            return [other for other in self._holding if other is not group and _share(group, other)]
+            return [other for other in self._holding if other is not ranks and _share(ranks, other)]
 
-    def gave_back(self, group: WorkerGroup) -> bool:
+    def gave_back(self, ranks: Ranks) -> bool:
         """Whether a group has given memory back, and not computed since."""
         with self.lock:
-            return group in self._gave_back
+            return ranks in self._gave_back
 
-    def earlier(self, group: WorkerGroup) -> list[Call]:
+    def earlier(self, ranks: Ranks) -> list[Call]:
         """The calls after whose end a group's next call has its turn, in the order in which they were made.
 
         Calls that those wait for in turn are among them, so that what fails can be told whoever waits.
         """
         with self.lock:
             self._calls = [call for call in self._calls if not call.ended()]
-            before = [call for call in self._calls if call.group is not group and _share(group, call.group)]
+            before = [call for call in self._calls if call.ranks is not ranks and _share(ranks, call.ranks)]
             needed = {id(each) for call in before for each in (call, *call.earlier)}
             return [call for call in self._calls if id(call) in needed]
 
@@ -68,19 +63,15 @@ class Turns:
         with self.lock:
             self._calls.append(call)
             if call.method == GIVE_BACK:
-                self._holding.discard(call.group)
-                self._gave_back.add(call.group)
+                self._holding.discard(call.ranks)
+                self._gave_back.add(call.ranks)
             else:
-                self._holding.add(call.group)
-                self._gave_back.discard(call.group)
+                self._holding.add(call.ranks)
+                self._gave_back.discard(call.ranks)
 
 
-def _devices(group: WorkerGroup) -> set[Device]:
-    return {bundle.device for bundle in group.pool.bundles}
-
-
-def _share(one: WorkerGroup, other: WorkerGroup) -> bool:
-    return not _devices(one).isdisjoint(_devices(other))
+def _share(one: Ranks, other: Ranks) -> bool:
+    return not one.devices.isdisjoint(other.devices)
 
 
 turns = Turns()

@@ -14,7 +14,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 from engine3d.errors import EngineError, UserError
 from engine3d.out_of_memory import OUT_OF_MEMORY
 from hybridflow.cluster import ray_runtime
-from hybridflow.workers.ranks import Failure
+from hybridflow.errors.rank_failure import Failure
 
 # A lost neighbour often reaches the others before Ray knows of it: how long to wait for the rank that was first.
 GRACE_S = 3.0

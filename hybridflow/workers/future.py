@@ -1,11 +1,10 @@
-"""A call on a group, and its result, there or not yet."""
+"""The result of a call on a group, there or not yet."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import ray
 import torch
@@ -15,151 +14,10 @@ from torch import Tensor
 from engine3d.errors import EngineError
 from hybridflow.batch.remote_batch import Asked, RemoteBatch, in_order
 from hybridflow.batch.worker_output import Columns, Summary, joined_facts, unpack
-from hybridflow.metrics.timeline import Span, timeline
-from hybridflow.workers.failure_diagnosis import (
-    GRACE_S,
-    RankError,
-    error_of,
-    most_telling,
-    most_telling_error,
-    no_turn,
-    silence,
-    wait_for_statuses,
-    where,
-)
-from hybridflow.workers.protocols import Protocol, Shards, concatenate
-from hybridflow.workers.ranks import Answer, Failure
-from hybridflow.workers.waits import Wait, waits
-
-if TYPE_CHECKING:
-    from hybridflow.workers.worker_group import WorkerGroup
-
-_LOOK_S = 0.2  # at what has happened already
-_LOOK_EVERY_S = 1.0  # at earlier calls, while ranks wait for their turn
-
-
-class Call:
-    """A call on every rank of a group, answered or not: what there is to wait for, apart from the results.
-
-    Args:
-        group, method: what was called.
-        statuses: one a rank: an `Answer`, a `Failure`, or anything else for success.
-        inputs: the calls that make what it needs: one that failed, or has not answered either, is the cause.
-        earlier: the calls after whose end it has its turn: one that failed is the cause, one that is slow is not.
-    """
-
-    def __init__(
-        self,
-        group: WorkerGroup,
-        method: str,
-        statuses: Sequence[ray.ObjectRef],
-        inputs: Sequence[Call] = (),
-        earlier: Sequence[Call] = (),
-    ) -> None:
-        self.group, self.method, self.statuses = group, method, list(statuses)
-        self._actors = tuple(group._actors)  # the group has none any more once it is dead
-        self._inputs: Sequence[Call] = inputs
-        self.earlier: Sequence[Call] = earlier
-        self._answered = False
-        self.spans: tuple[Span, ...] = ()
-        """When each rank computed, once all have answered."""
-
-    def __str__(self) -> str:
-        return f"{self.group.role}.{self.method}"
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for all ranks. Raises as `Future.result` does."""
-        if self._answered:
-            return
-        self.group._check(self.method)
-        limit = self.group.limit_s(self.method) if timeout_s is None else timeout_s
-        with waits.on(self) as wait:
-            failures, silent = self._outcome(limit, wait)
-        if failures or silent:
-            self._fail(failures, silent, limit)
-        self._answer()
-
-    def done(self) -> bool:
-        """Whether every rank has answered or failed."""
-        ready, _ = ray.wait(self.statuses, num_returns=len(self.statuses), timeout=0)
-        return len(ready) == len(self.statuses)
-
-    def abandon(self) -> None:
-        """Kill the group if it has not answered."""
-        if not self._answered:
-            self.group.kill()
-
-    def raise_cause(self, waited_s: float | None) -> None:
-        """Raise, as the cause of what a later call met, if a rank has failed.
-
-        Args:
-            waited_s: how long the later call has waited for an answer that did not come: a rank of this call that has
-                not answered either is then the cause.
-        """
-        if self._answered or not self.group.is_alive:
-            return
-        failures, silent = self._statuses_within(_LOOK_S)
-        if failures and silent:
-            failures, silent = self._statuses_within(GRACE_S)  # the first that is heard of need not be the cause
-        if failures or (silent and waited_s is not None):
-            self._fail(failures, silent, waited_s or 0.0)
-
-    def ended(self) -> bool:
-        """Whether no rank is at it any more: all have answered or failed, or the group is gone."""
-        return not self.group.is_alive or self.done()
-
-    def where(self, ranks: Sequence[int]) -> str:
-        """Ranks at this call, as messages name them."""
-        return where(self.group.role, self.method, ranks)
-
-    def _outcome(self, limit: float, wait: Wait) -> tuple[list[Failure], list[int]]:
-        """As `wait_for_statuses`; raises if an earlier call fails meanwhile, by which the ranks only get their turn."""
-        deadline = time.monotonic() + limit
-        while earlier := [each for each in self.earlier if not each.ended()]:
-            look = min(deadline - time.monotonic(), _LOOK_EVERY_S)
-            failures, silent = self._statuses_within(look, wait)
-            if failures or not silent or look < _LOOK_EVERY_S:
-                return failures, silent
-            for each in earlier:
-                each.raise_cause(None)
-        return self._statuses_within(deadline - time.monotonic(), wait)
-
-    def _statuses_within(self, timeout_s: float, wait: Wait | None = None) -> tuple[list[Failure], list[int]]:
-        told = [wait.progress] if wait is not None else []
-        return wait_for_statuses(self.group.role, self.method, self.statuses, self._actors, timeout_s, *told)
-
-    def _answer(self) -> None:
-        self._answered = True
-        self.spans = tuple(value.span for value in ray.get(self.statuses) if isinstance(value, Answer))
-        timeline.record(self.spans)
-        for each in (*self._inputs, *self.earlier):  # for which nobody need wait
-            if not each._answered and each.group.is_alive and each._statuses_within(_LOOK_S) == ([], []):
-                each._answer()
-        self._inputs = self.earlier = ()
-
-    def _fail(self, failures: list[Failure], silent: list[int], limit: float) -> NoReturn:
-        """Kill the group and raise the cause."""
-        group = self.group
-        if failures:
-            failure = most_telling(failures)
-            error = error_of(failure, group.log_path(failure.rank) if failure.role == group.role else None)
-        else:
-            error = self._silence(silent, limit)
-        group._fail(error)
-        for each in self._inputs:
-            each.raise_cause(None if failures else limit)
-        for each in self.earlier:
-            each.raise_cause(None)
-        raise error
-
-    def _silence(self, silent: list[int], limit: float) -> RankError:
-        for holder in self.earlier:  # all before it have ended, so that the first that has not is at work
-            if not holder.ended() and (ranks := holder._statuses_within(_LOOK_S)[1]):
-                holder.group._write_stacks()
-                who = where(holder.group.role, holder.method, ranks)
-                return no_turn(self.group.role, self.method, silent, limit, who, holder.group.log_path(ranks[0]))
-        self.group._write_stacks()
-        return silence(self.group.role, self.method, silent, limit, self.group.log_dir)
+from hybridflow.metrics.timeline import Span
+from hybridflow.workers.call import Call
+from hybridflow.workers.failure_diagnosis import GRACE_S, RankError, most_telling_error
+from hybridflow.workers.protocols import Grid, Protocol, Shards, concatenate
 
 
 class Future:
@@ -168,6 +26,7 @@ class Future:
     Args:
         call: what to wait for.
         protocol: whose results are collected, and how.
+        grid: of the ranks.
         results: where the result of each rank lies.
         asked: what the call was about, if it was made with a `RemoteBatch`.
     """
@@ -176,16 +35,16 @@ class Future:
         self,
         call: Call,
         protocol: Protocol,
+        grid: Grid,
         results: Sequence[ray.ObjectRef],
         asked: Asked | None = None,
     ) -> None:
         self.call, self._protocol = call, protocol
-        group = call.group
-        collected = protocol.collect(group.grid)
+        collected = protocol.collect(grid)
         self._statuses = [call.statuses[rank] for rank in collected]
         self.refs = [results[rank] for rank in collected]
         """The result of each collected rank, where it lies."""
-        self.nodes = [group.nodes[rank] for rank in collected]
+        self.nodes = [call.ranks.nodes[rank] for rank in collected]
         """Ray's id of the node of each."""
         self.parts = [asked.parts[rank].indices for rank in collected] if asked is not None else None
         """The samples of each, if the call was made with a `RemoteBatch`."""
@@ -246,7 +105,7 @@ class Future:
         return found
 
     def _fetched(self) -> list[Any]:
-        limit_s = self.call.group.call_timeout_s
+        limit_s = self.call.ranks.call_timeout_s
         try:
             found: list[Any] = ray.get(self.refs, timeout=limit_s)
         except GetTimeoutError:

@@ -22,8 +22,9 @@ from engine3d.imports import quick_imports
 from engine3d.out_of_memory import in_short
 from engine3d.stacks import write_stacks_on_signal
 from engine3d.stores import STORE_VARIABLE, listen, serve
+from hybridflow.errors.rank_failure import Failure
 from hybridflow.metrics.timeline import Span
-from hybridflow.workers.ranks import Answer, Failure, WorkerContext
+from hybridflow.workers.context import Answer, WorkerContext
 
 
 class RankProcess:

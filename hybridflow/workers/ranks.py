@@ -1,55 +1,90 @@
-"""What a rank is told, and what it answers."""
+"""The processes of a group's ranks: which there are, what they died of, and their end."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine3d.layout import Coordinates, Layout
-from hybridflow.metrics.timeline import Span
+import psutil
+import ray
+
+from engine3d.cleaning import cleaning
+from engine3d.errors import EngineError
+from hybridflow.cluster import ray_runtime
+from hybridflow.cluster.device_map import Device
+from hybridflow.cluster.process_tree import kill_trees, write_stacks
+from hybridflow.workers.failure_diagnosis import RankError, RankUserError
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerContext:
-    """What a worker is told about itself; the first argument of its constructor."""
+class Ranks:
+    """The ranks of a role: one Ray actor each.
 
-    role: str
-    rank: int
-    local_rank: int
-    """Position among the role's ranks on this node."""
-    layout: Layout
-    coordinates: Coordinates
-    devices: tuple[int, ...]
-    """Indices of the rank's devices among those that its process sees; a rank of a training role has one."""
-    store: str
-    """Where the ranks of the role meet, as an address of `engine3d.stores`; empty for one that was not to have any."""
-    log_path: Path | None
+    Args:
+        role: names them in errors and log files.
+        devices: on which they compute.
+        log_dir: each rank's output goes to `<log_dir>/<role>-<rank>.log`; to Ray's own logs if None.
+        quiet_s: without an answer, after which a line on stderr says who is waited for.
+        call_timeout_s: limit of every call whose method or caller has no other, in seconds.
+        ending: is called once they are to end, before they are killed.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        devices: frozenset[Device],
+        log_dir: Path | None,
+        *,
+        quiet_s: float,
+        call_timeout_s: float,
+        ending: Callable[[Ranks], None],
+    ) -> None:
+        self.role, self.devices = role, devices
+        self.log_dir = log_dir.resolve() if log_dir else None
+        self.quiet_s, self.call_timeout_s = quiet_s, call_timeout_s
+        self._ending = ending
+        self.actors: list[Any] = []  # of ActorHandle[RankProcess], which Ray makes without types
+        self.processes: list[psutil.Process] = []
+        """Of the ranks on this machine."""
+        self.nodes: list[str] = []
+        """Ray's id of the node that each rank runs on."""
+        self.give_back: Callable[[], Any] | None = None
+        """Has them give device memory back, where their worker can."""
+        self.failure: RankError | RankUserError | None = None
+        """What they died of."""
 
     @property
-    def world_size(self) -> int:
-        return self.layout.world_size
+    def is_alive(self) -> bool:
+        """Whether there are processes."""
+        return bool(self.actors)
 
+    def log_path(self, rank: int) -> Path | None:
+        """Where a rank's output goes."""
+        return self.log_dir / f"{self.role}-{rank}.log" if self.log_dir else None
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a call failed on one rank."""
+    def check(self, method: str) -> None:
+        """Raise what they died of, or EngineError if they were shut down before `method` answered."""
+        if self.failure is not None:
+            raise self.failure
+        if not self.actors:
+            raise EngineError(f"{self.role}.{method}: the group was shut down before it answered")
 
-    role: str
-    rank: int
-    method: str
-    error: str
-    """The exception as one line: its type and message, or the message alone where the user can put it right."""
-    user_error: bool
-    time: float
-    """When it was caught, in seconds since the epoch."""
-    stack: str
+    def fail(self, error: RankError | RankUserError) -> None:
+        """End them; every later call raises the error."""
+        self.failure = error
+        self.kill()
 
+    def kill(self) -> None:
+        """End every process now."""
+        self._ending(self)
+        actors, self.actors = self.actors, []
+        if ray_runtime.ray_answers():
+            for actor in actors:
+                ray.kill(actor)
+        processes, self.processes = self.processes, []
+        with cleaning(f"hybridflow: {self.role}"):
+            kill_trees(processes)
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What the driver is told of a call that went well on one rank."""
-
-    span: Span
-    summary: Any
-    """Of the result (`columns.Summary`), None if it has none."""
+    def write_stacks(self) -> None:
+        """Have the ranks on this machine write the stacks of all their threads into their logs."""
+        write_stacks(self.processes)

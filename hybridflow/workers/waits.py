@@ -1,6 +1,6 @@
 """What this process waits for: a line on stderr, and the stacks of all ranks, where no answer comes for long.
 
-    with waits.on(call) as wait:
+    with waits.on(ranks, method, count) as wait:
         ...
         wait.silent = [1, 3]        # the ranks that have not answered
 
@@ -18,16 +18,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from hybridflow.cluster.process_tree import family, is_stopped, write_stacks
 from hybridflow.rundir.progress import where_now
-
-if TYPE_CHECKING:
-    from hybridflow.workers.future import Call
-    from hybridflow.workers.worker_group import WorkerGroup
+from hybridflow.workers.failure_diagnosis import where
+from hybridflow.workers.ranks import Ranks
 
 _LOOK_EVERY_S = 0.5
 # A call that takes as long as one before is not stuck; twice as long may be.
@@ -43,14 +40,15 @@ class Wait:
     """A wait for the ranks of a call.
 
     Args:
-        call: what is waited for.
+        ranks, method: what is waited for.
         silent: the ranks that have not answered.
         begin: since when, in seconds since the epoch.
         answered: when a rank answered last, or the wait began, by the monotonic clock.
         limit_s: without an answer, after which it is told (again).
     """
 
-    call: Call
+    ranks: Ranks
+    method: str
     silent: Sequence[int]
     limit_s: float
     begin: float = field(default_factory=time.time)
@@ -70,21 +68,21 @@ class Waits:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waits: set[Wait] = set()
-        self._groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
+        self._groups: weakref.WeakSet[Ranks] = weakref.WeakSet()
         self._usual_s: dict[tuple[str, str], float] = {}
         self._thread: threading.Thread | None = None
 
-    def add(self, group: WorkerGroup) -> None:
+    def add(self, ranks: Ranks) -> None:
         """A group whose processes write their stacks when the run waits for long, whoever it waits for."""
         with self._changed:
-            self._groups.add(group)
+            self._groups.add(ranks)
 
     @contextlib.contextmanager
-    def on(self, call: Call) -> Iterator[Wait]:
-        """Wait for a call in the block."""
-        kind = (call.group.role, call.method)
-        quiet_s = max(call.group.quiet_s, _UNUSUAL * self._usual_s.get(kind, 0.0))
-        wait = Wait(call, range(len(call.statuses)), quiet_s)
+    def on(self, ranks: Ranks, method: str, count: int) -> Iterator[Wait]:
+        """Wait for the answers of `count` ranks to a call in the block."""
+        kind = (ranks.role, method)
+        quiet_s = max(ranks.quiet_s, _UNUSUAL * self._usual_s.get(kind, 0.0))
+        wait = Wait(ranks, method, range(count), quiet_s)
         with self._changed:
             self._waits.add(wait)
             if self._thread is None:
@@ -114,7 +112,7 @@ class Waits:
             groups = list(self._groups)
         stopped = "".join(f"; {each}" for group in groups for each in _stopped(group))
         directories = sorted({group.log_dir for group in groups if group.log_dir is not None})
-        write_stacks([process for group in groups for process in group._processes])
+        write_stacks([process for group in groups for process in group.processes])
         with contextlib.suppress(OSError):  # where it cannot be written, the line still says who is waited for
             for directory in directories:
                 _write_own_stacks(directory / _DRIVER_STACKS)
@@ -124,7 +122,7 @@ class Waits:
             if not wait.silent or waited_s < wait.limit_s:
                 continue  # it has been answered meanwhile
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
-            who = wait.call.where(wait.silent)
+            who = where(wait.ranks.role, wait.method, wait.silent)
             line = f"{where_now()}: {who}: no answer since {since} ({waited_s:.0f} s){stopped}{stacks}"
             print(f"hybridflow: {line}", file=sys.stderr, flush=True)
             wait.limit_s = 2 * waited_s
@@ -132,10 +130,10 @@ class Waits:
 
 def _starts(wait: Wait) -> bool:
     """Whether ranks that are being built are at work, which takes as long as it takes; looks again later."""
-    if wait.call.method != _START:
+    if wait.method != _START:
         return False
     used_s = 0.0
-    for process in family(wait.call.group._processes):
+    for process in family(wait.ranks.processes):
         with contextlib.suppress(psutil.NoSuchProcess):
             used_s += sum(process.cpu_times()[:2])
     span_s = time.monotonic() - wait.answered
@@ -145,11 +143,11 @@ def _starts(wait: Wait) -> bool:
     return busy
 
 
-def _stopped(group: WorkerGroup) -> Iterator[str]:
+def _stopped(ranks: Ranks) -> Iterator[str]:
     """Which processes of a group's ranks, or of what they have started, stand still."""
-    for process in family(group._processes):
+    for process in family(ranks.processes):
         if is_stopped(process.pid):
-            yield f"process {process.pid} of {group.role} is stopped (kill -CONT {process.pid})"
+            yield f"process {process.pid} of {ranks.role} is stopped (kill -CONT {process.pid})"
 
 
 def _write_own_stacks(path: Path) -> None:

@@ -26,23 +26,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 
-from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
 from engine3d.stores import file_address, tcp_address
 from hybridflow.batch.remote_batch import Asked, RemoteBatch, SampleCosts, Samples
 from hybridflow.cluster import ray_runtime
-from hybridflow.cluster.process_tree import find_process, kill_trees, write_stacks
+from hybridflow.cluster.process_tree import find_process
 from hybridflow.cluster.resource_pool import Bundle, ResourcePool
+from hybridflow.workers.call import Call
+from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.device_turns import GIVE_BACK, TAKE_BACK, turns
 from hybridflow.workers.failure_diagnosis import RankError, RankUserError
-from hybridflow.workers.future import Call, Future, wait_together
+from hybridflow.workers.future import Future, wait_together
 from hybridflow.workers.protocols import Arguments, Grid, Protocol, Registration, registrations
 from hybridflow.workers.rank_process import RankProcess
-from hybridflow.workers.ranks import WorkerContext
+from hybridflow.workers.ranks import Ranks
 from hybridflow.workers.waits import waits
 
 __all__ = ["Future", "RankError", "RankUserError", "WorkerContext", "WorkerGroup", "wait_together"]
@@ -94,24 +94,21 @@ class WorkerGroup:
     ) -> None:
         self.role, self.layout, self.pool = role, layout, pool
         self.grid = Grid(layout, *generation)
-        self._devices_per_rank, self.call_timeout_s = devices_per_rank, call_timeout_s
-        self.quiet_s = quiet_s
+        self._devices_per_rank = devices_per_rank
         self._meets = meets
-        self.log_dir = log_dir.resolve() if log_dir else None
         self.sample_costs = sample_costs
         self._registrations = registrations(worker_class)
-        self._failure: RankError | RankUserError | None = None
-        self._actors: list[Any] = []  # of ActorHandle[RankProcess], which Ray makes without types
-        self._processes: list[psutil.Process] = []  # of the ranks on this machine
-        self.nodes: list[str] = []
-        """Ray's id of the node that each rank runs on."""
+        devices = frozenset(bundle.device for bundle in pool.bundles)
+        self.ranks = Ranks(role, devices, log_dir, quiet_s=quiet_s, call_timeout_s=call_timeout_s, ending=turns.leave)
+        if GIVE_BACK in self._registrations:
+            self.ranks.give_back = lambda: self.give_back()
         if layout.world_size * devices_per_rank != len(pool):
             each = f" of {devices_per_rank} devices each" if devices_per_rank > 1 else ""
             raise UserError(
                 f"{role}: the layout ({layout}) has {layout.world_size} ranks{each}, "
                 f"and its pool has {len(pool)} devices; expected as many"
             )
-        waits.add(self)
+        waits.add(self.ranks)
         try:
             self._start(worker_class, args, kwargs, environment or {}, start_timeout_s)
         except BaseException:
@@ -134,50 +131,23 @@ class WorkerGroup:
         """How long a call of a method may take, in seconds, unless a caller says otherwise."""
         registration = self._registrations.get(method)
         own = registration.timeout_s if registration is not None else None
-        return self.call_timeout_s if own is None else own
-
-    def log_path(self, rank: int) -> Path | None:
-        """Where a rank's output goes."""
-        return self.log_dir / f"{self.role}-{rank}.log" if self.log_dir else None
+        return self.ranks.call_timeout_s if own is None else own
 
     def shutdown(self, timeout_s: float = 20.0) -> None:
         """End the group: let each worker put its own things away, then end its process and all that it started."""
-        if self._actors and self._failure is None and ray_runtime.ray_answers():
-            closing = [actor.close.remote() for actor in self._actors]
+        if self.is_alive and self.ranks.failure is None and ray_runtime.ray_answers():
+            closing = [actor.close.remote() for actor in self.ranks.actors]
             ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
         self.kill()
 
     def kill(self) -> None:
         """End every process of the group now."""
-        turns.leave(self)
-        actors, self._actors = self._actors, []
-        if ray_runtime.ray_answers():
-            for actor in actors:
-                ray.kill(actor)
-        processes, self._processes = self._processes, []
-        with cleaning(f"hybridflow: {self.role}"):
-            kill_trees(processes)
+        self.ranks.kill()
 
     @property
     def is_alive(self) -> bool:
         """Whether it has processes."""
-        return bool(self._actors)
-
-    def _check(self, method: str) -> None:
-        """Raise what the group died of, or EngineError if it was shut down before `method` answered."""
-        if self._failure is not None:
-            raise self._failure
-        if not self._actors:
-            raise EngineError(f"{self.role}.{method}: the group was shut down before it answered")
-
-    def _fail(self, error: RankError | RankUserError) -> None:
-        """End the group; every later call raises the error."""
-        self._failure = error
-        self.kill()
-
-    def _write_stacks(self) -> None:
-        """Have the ranks on this machine write the stacks of all their threads into their logs."""
-        write_stacks(self._processes)
+        return self.ranks.is_alive
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -194,27 +164,27 @@ class WorkerGroup:
         environment: Mapping[str, str],
         timeout_s: float,
     ) -> None:
-        local_ranks = self._local_ranks()
+        ranks, local_ranks = self.ranks, self._local_ranks()
         actor_class: Any = ray.remote(num_cpus=0, max_restarts=0)(RankProcess)
         for rank, local_rank in enumerate(local_ranks):
             variables = self._environment(rank, local_rank) | dict(environment)
             options = actor_class.options(scheduling_strategy=self._bundles(rank)[0].strategy())
-            self._actors.append(options.remote(self.role, rank, variables, self.log_path(rank)))
+            ranks.actors.append(options.remote(self.role, rank, variables, ranks.log_path(rank)))
         file = ray_runtime.store_file(self.role)
         listens = self._meets and file is None
-        identifying = [actor.identify.remote(listens and rank == 0) for rank, actor in enumerate(self._actors)]
-        Call(self, "start", identifying).wait(timeout_s)
+        identifying = [actor.identify.remote(listens and rank == 0) for rank, actor in enumerate(ranks.actors)]
+        Call(ranks, "start", timeout_s, identifying).wait()
         identities: list[tuple[int, str, str, int]] = ray.get(identifying)
-        self.nodes = [node for _, node, _, _ in identities]
+        ranks.nodes = [node for _, node, _, _ in identities]
         here = ray.util.get_node_ip_address()
         local = [find_process(pid) for pid, _, address, _ in identities if address == here]
-        self._processes = [process for process in local if process is not None]
+        ranks.processes = [process for process in local if process is not None]
 
         _, _, address, port = identities[0]
         store = file_address(file) if file is not None else tcp_address(address, port)
         arguments = ray.put((args, kwargs))
         constructing: list[ray.ObjectRef] = []
-        for rank, (actor, local_rank) in enumerate(zip(self._actors, local_ranks, strict=True)):
+        for rank, (actor, local_rank) in enumerate(zip(ranks.actors, local_ranks, strict=True)):
             context = WorkerContext(
                 role=self.role,
                 rank=rank,
@@ -223,10 +193,10 @@ class WorkerGroup:
                 coordinates=self.layout.coordinates(rank),
                 devices=tuple(range(local_rank * self._devices_per_rank, (local_rank + 1) * self._devices_per_rank)),
                 store=store if self._meets else "",
-                log_path=self.log_path(rank),
+                log_path=ranks.log_path(rank),
             )
             constructing.append(actor.construct.remote(worker_class, context, arguments))
-        Call(self, "start", constructing).wait(timeout_s)
+        Call(ranks, "start", timeout_s, constructing).wait()
 
     def _bundles(self, rank: int) -> Sequence[Bundle]:
         return self.pool.bundles[rank * self._devices_per_rank : (rank + 1) * self._devices_per_rank]
@@ -262,12 +232,13 @@ class WorkerGroup:
 
     def _call(self, method: str, registration: Registration, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future:
         """Send a call to every rank."""
-        if self._failure is not None:
-            raise self._failure
-        if not self._actors:
+        if self.ranks.failure is not None:
+            raise self.ranks.failure
+        if not self.is_alive:
             raise EngineError(f"{self.role}.{method}: the group has been shut down")
         protocol = registration.protocol
-        inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Future)]
+        given_futures = [value for value in (*args, *kwargs.values()) if isinstance(value, Future)]
+        inputs = [future.call for future in given_futures]
         batches = [value for value in args if isinstance(value, RemoteBatch)]
         try:
             _check_batches(args, kwargs, protocol)
@@ -280,11 +251,11 @@ class WorkerGroup:
             raise UserError(f"{self.role}.{method}: {error}") from None
         asked = None
         if batches:
-            inputs += batches[0].inputs
+            inputs += [made.call for made in batches[0].inputs if isinstance(made, Future)]
             spread, parts = self._deal(batches[0], spread)
             asked = Asked(batches[0].facts["sample_ids"], parts)
-        call, results = self._send(method, registration, _stored(spread), [each.call for each in inputs])
-        return Future(call, protocol, results, asked)
+        call, results = self._send(method, registration, _stored(spread), inputs)
+        return Future(call, protocol, self.grid, results, asked)
 
     def _send(
         self, method: str, registration: Registration, spread: Sequence[Arguments], inputs: Sequence[Call]
@@ -297,26 +268,26 @@ class WorkerGroup:
             if exclusive:
                 if method not in (GIVE_BACK, TAKE_BACK):
                     inputs = [*inputs, *self._take_turn()]
-                earlier = turns.earlier(self)
+                earlier = turns.earlier(self.ranks)
             # Within an object of its own: Ray would wait for arguments, and fail the call with one that failed.
             waits = ray.put([status for call in earlier for status in call.statuses]) if earlier else ()
             answers: list[tuple[ray.ObjectRef, ray.ObjectRef]] = [
                 actor.call.options(num_returns=2).remote(
                     method, rank in wanted, waits, *arguments.positional, **arguments.keyword
                 )
-                for rank, (actor, arguments) in enumerate(zip(self._actors, spread, strict=True))
+                for rank, (actor, arguments) in enumerate(zip(self.ranks.actors, spread, strict=True))
             ]
-            call = Call(self, method, [status for status, _ in answers], inputs, earlier)
+            call = Call(self.ranks, method, self.limit_s(method), [status for status, _ in answers], inputs, earlier)
             if exclusive:
                 turns.add(call)
         return call, [result for _, result in answers]
 
     def _take_turn(self) -> list[Call]:
         """Let the groups whose turn it was give memory back, and take back what this one gave: the call, if one is."""
-        for group in turns.holding(self):
-            if GIVE_BACK in group._registrations:
-                group.give_back()
-        if TAKE_BACK in self._registrations and turns.gave_back(self):
+        for ranks in turns.holding(self.ranks):
+            if ranks.give_back is not None:
+                ranks.give_back()
+        if TAKE_BACK in self._registrations and turns.gave_back(self.ranks):
             return [self.take_back().call]
         return []
 
@@ -325,7 +296,7 @@ class WorkerGroup:
         chosen = [next(value for value in arguments.positional if isinstance(value, Samples)) for arguments in spread]
         nodes: dict[Samples, set[str]] = {}
         for rank, samples in enumerate(chosen):
-            nodes.setdefault(samples, set()).add(self.nodes[rank])
+            nodes.setdefault(samples, set()).add(self.ranks.nodes[rank])
         dealt = batch.deal([samples.indices for samples in nodes], [frozenset(each) for each in nodes.values()])
         sent = dict(zip(nodes, dealt, strict=True))
         return [

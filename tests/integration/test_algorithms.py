@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from engine3d.models import initialise_random, model_spec
 from hybridflow.config.recipe import load_recipe
+from hybridflow.config.yaml_loader import settings_yaml
 from hybridflow.report.page import render
 from hybridflow.report.run_data import read_run
 from hybridflow.rundir.file_names import TIMELINE
-from tests.support.runs import ROOT, records, run_recipe
+from tests.support.runs import ROOT, SMALL, records, run_recipe
 
 pytestmark = pytest.mark.processes
 
@@ -199,3 +203,66 @@ def test_models_alone_reward_and_cost(tmp_path: Path) -> None:
     resumed = run_recipe(recipe, tmp_path, *overrides)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert last in resumed.stdout.splitlines()
+
+
+OWN_LOOP = """
+import sys
+from pathlib import Path
+
+import torch
+
+from hybridflow import PPOConfig, PPOTrainer
+
+if __name__ == "__main__":
+    with PPOTrainer(PPOConfig(recipe=Path(sys.argv[1]))) as trainer:
+        for _ in range(2):
+            trainer.update(trainer.rollout())
+        trainer.export("exported")
+        rollouts = trainer.rollout()
+        for wrong in (rollouts.replace(costs=None), rollouts.replace(costs=rollouts.costs * torch.nan)):
+            try:
+                trainer.update(wrong)
+            except Exception as error:
+                print("refused", error)
+        dearer = trainer.update(rollouts.replace(costs=rollouts.costs + 1))
+        print("dearer", dearer["cost_critic/return_mean"] - float(rollouts.cost_returns[rollouts.response_mask].mean()))
+"""
+
+
+def test_safe_rlhf_in_a_loop_of_ones_own_learns_what_a_run_learns(tmp_path: Path) -> None:
+    """Bit for bit: figures, multiplier and weights."""
+    shared = [*SMALL, "placement={actor: cpu:0, rollout: cpu:0}", *ONE_RANK, "cost_critic.train.layout.ep=1"]
+    shared += [
+        "trainer.steps=2",
+        "trainer.eval_before_train=false",
+        "rollout.samples_per_prompt=2",
+        "algorithm.gamma=1",
+        "algorithm.gae_lambda=1",
+    ]
+    for name in ("run", "loop"):
+        recipe = load_recipe(RECIPES / "safe_rlhf.yaml", [*shared, f"run_dir={tmp_path}", f"name={name}"])
+        (tmp_path / f"{name}.yaml").write_text(settings_yaml(recipe))
+    (tmp_path / "loop.py").write_text(OWN_LOOP)
+    said = {}
+    for name, program in (("run", ["-m", "hybridflow", "train"]), ("loop", ["loop.py"])):
+        done = subprocess.run(
+            [sys.executable, *program, f"{name}.yaml"],
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=400,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        said[name] = done.stdout.splitlines()
+    run, loop = ([_timeless(each) for each in records(tmp_path / name, "sft", "train")] for name in ("run", "loop"))
+    assert run == loop[: len(run)]
+    assert [each["cost/multiplier"] for each in run if each["phase"] == "train"][1] != 1
+    weights = [
+        load_file(path) for path in (tmp_path / "run/model", tmp_path / "exported") for path in path.glob("*.s*")
+    ]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert [line.removeprefix("refused ") for line in said["loop"] if line.startswith("refused ")] == [
+        "update: rollouts without costs, expected those of rollout() or others",
+        "update: the cost of row 0 is nan, expected a finite number",
+    ]
+    [dearer] = [line.removeprefix("dearer ") for line in said["loop"] if line.startswith("dearer ")]
+    assert float(dearer) == pytest.approx(1, abs=0.01)  # each return is that of the dearer costs, without a discount

@@ -18,16 +18,16 @@ DEMO = ROOT / "launch/recipes/demo.yaml"
 
 PROBE = """
 import torch
-from hybridflow.api.steps import GivenStep
+from hybridflow.trainer.step import TrainerStep
 
 learned = []
-update = GivenStep.update
+update = TrainerStep.update
 
-def watched(step, batch, *, whiten=None):
-    learned.append((batch.fetch(), whiten, batch))
-    return update(step, batch, whiten=whiten)
+def watched(step, experience, **others):
+    learned.append((experience.batch.fetch(), experience.whiten, experience.batch))
+    return update(step, experience, **others)
 
-GivenStep.update = watched
+TrainerStep.update = watched
 """
 MODULES = """
 import sys

@@ -12,8 +12,8 @@ from engine3d.errors import UserError
 from engine3d.reshard.transport.sender import Sent, Transport
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.rollout import RolloutWorker
+from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.protocols import ONE_TO_ALL, register
-from hybridflow.workers.ranks import WorkerContext
 
 
 class Overwritten(RolloutWorker):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError
+from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.protocols import (
     ALL_TO_ALL,
     DP_PROTO,
@@ -24,7 +25,6 @@ from hybridflow.workers.protocols import (
     register,
     split,
 )
-from hybridflow.workers.ranks import WorkerContext
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.protocols import ALL_TO_ALL, DP_PROTO, register
-from hybridflow.workers.ranks import WorkerContext
 
 
 def numbers(step: int) -> list[int]:

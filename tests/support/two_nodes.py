@@ -51,9 +51,9 @@ def found(batch: RemoteBatch, actor: WorkerGroup) -> dict[str, object]:
     future = actor.logprobs(batch)
     whole = batch.with_columns(ref_logprobs=future).fetch()
     assert whole.ref_logprobs is not None and future.parts is not None
-    parts = batch.deal(future.parts, [frozenset({node}) for node in actor.nodes])
+    parts = batch.deal(future.parts, [frozenset({node}) for node in actor.ranks.nodes])
     return {
-        "nodes": len(set(actor.nodes)),
+        "nodes": len(set(actor.ranks.nodes)),
         "sample_ids": whole.sample_ids.tolist(),
         "right": bool(torch.equal(whole.ref_logprobs, whole.generated_ids / 10)),
         "parts": [list(part) for part in future.parts],

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.checks import check_shapes
-from hybridflow.algorithms.config import AlgorithmConfig
 from hybridflow.algorithms.losses.aggregation import counted_column
 from hybridflow.algorithms.losses.kl import LOG_RATIO_LIMIT, PENALTY_LIMIT, kl_estimate, kl_penalty
 from hybridflow.algorithms.losses.statistics import Statistics, total
+from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.metrics import names as metrics
 
 
@@ -75,7 +75,7 @@ def policy_gradient_loss(
     *,
     advantages: Tensor,
     weights: Tensor,
-    config: AlgorithmConfig,
+    config: AlgorithmSettings,
     old_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
     ref_logprobs: Tensor | None = None,

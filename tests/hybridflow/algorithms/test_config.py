@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from hybridflow.algorithms.config import AlgorithmConfig
-from hybridflow.algorithms.registry import ALGORITHMS, Algorithm, names_with
+from engine3d.settings import Settings
+from hybridflow.algorithms.config import AnyAlgorithm, load
+from hybridflow.algorithms.grpo import GRPOSettings
+from hybridflow.algorithms.ppo import PPOSettings
+from hybridflow.algorithms.registry import ALGORITHMS
+from hybridflow.algorithms.settings import AlgorithmSettings
+from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import SettingsError, build_settings
+
+
+class Part(Settings):
+    """As much of a recipe as these tests need."""
+
+    algorithm: AnyAlgorithm = GRPOSettings()
+
+
+def build(settings: object) -> AlgorithmSettings:
+    return build_settings(Part, {"algorithm": settings}, {}, "recipe").algorithm
+
+
+def refused(settings: object) -> str:
+    """The one line in which settings are refused."""
+    with pytest.raises(SettingsError) as error:
+        build(settings)
+    [line] = error.value.lines
+    return line.removeprefix("recipe: ")
 
 
 @pytest.mark.parametrize(
@@ -30,61 +51,48 @@ from hybridflow.config.yaml_loader import SettingsError, build_settings
     ],
 )
 def test_algorithm_settings_that_make_no_sense_are_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AlgorithmConfig.model_validate(settings)
+    assert message in refused(settings)
+
+
+def test_the_default_is_grpo() -> None:
+    assert Recipe.model_fields["algorithm"].default == Part().algorithm == build({}) == GRPOSettings()
+    assert isinstance(build({"kl_coef": 0.1}), GRPOSettings)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_is_there_and_needs_a_reference_only_where_it_is_asked_for(name: str) -> None:
-    config = AlgorithmConfig(name=name)
-    assert callable(config.algorithm.load())
+    config = build({"name": name})
+    assert type(config) is load(name).settings
+    assert config.name == name
     assert not config.needs_reference
 
 
 @pytest.mark.parametrize(
     ("name", "needs"),
     [
-        ("grpo", {"group_baseline", "group_std"}),
-        ("ppo", {"critic"}),
+        ("grpo", {"group_baseline"}),
+        ("ppo", {"needs_critic"}),
         ("remax", {"greedy_baseline"}),
-        ("safe_rlhf", {"critic", "costs"}),
+        ("safe_rlhf", {"needs_critic", "needs_cost"}),
     ],
 )
 def test_what_the_published_algorithms_need(name: str, needs: set[str]) -> None:
-    flags = [flag.name for flag in dataclasses.fields(Algorithm) if flag.name != "dataflow"]
-    assert {flag for flag in flags if getattr(ALGORITHMS[name], flag)} == needs
+    flags = ("needs_critic", "needs_cost", "group_baseline", "greedy_baseline")
+    assert {flag for flag in flags if getattr(load(name).settings, flag)} == needs
 
 
-def names(**needs: bool) -> str:
-    """As errors list the algorithms that need something, however many there are."""
-    return " or ".join(map(repr, names_with(**needs)))
-
-
-def test_only_an_algorithm_that_divides_by_it_takes_the_setting_of_the_standard_deviation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rloo = Algorithm("hybridflow.algorithms.grpo:grpo", group_baseline=True)
-    monkeypatch.setitem(ALGORITHMS, "rloo", rloo)
-    with pytest.raises(ValueError, match="normalise_advantages_by_std is set with name 'rloo', which does not use it"):
-        AlgorithmConfig(name="rloo", normalise_advantages_by_std=False)
-    assert "normalise_advantages_by_std" not in AlgorithmConfig(name="rloo").model_dump()
-
-
-def test_a_key_that_the_algorithm_does_not_use_is_refused_in_one_line() -> None:
-    expected = f"gamma is set with name 'grpo', which does not use it; expected name {names(critic=True)}, or no gamma"
-    with pytest.raises(ValueError, match=expected):
-        AlgorithmConfig(gamma=1.0)  # the default, but somebody wrote it
-    with pytest.raises(SettingsError) as refused:
-        build_settings(
-            AlgorithmConfig, {"name": "remax", "cost_limit": 1.0, "normalise_advantages_by_std": True}, {}, "recipe"
-        )
-    assert refused.value.lines == (
-        f"recipe: normalise_advantages_by_std is set with name 'remax', which does not use it; expected name "
-        f"{names(group_std=True)}, or no normalise_advantages_by_std; cost_limit is set with name 'remax', which does "
-        f"not use it; expected name {names(costs=True)}, or no cost_limit",
+def test_a_key_of_another_algorithm_is_refused_in_one_line() -> None:
+    assert refused({"gamma": 1.0}) == (  # the default, but somebody wrote it
+        "algorithm: gamma is set with name 'grpo', which does not use it; expected name 'ppo' or 'safe_rlhf', or no "
+        "gamma"
     )
-    with pytest.raises(ValueError, match="kl_horizon is set with kl_controller 'fixed', which does not use it"):
-        AlgorithmConfig(kl_horizon=100)
+    assert refused({"name": "remax", "cost_limit": 1.0, "normalise_advantages_by_std": True}) == (
+        "algorithm: normalise_advantages_by_std is set with name 'remax', which does not use it; expected name 'grpo', "
+        "or no normalise_advantages_by_std; cost_limit is set with name 'remax', which does not use it; expected name "
+        "'safe_rlhf', or no cost_limit"
+    )
+    assert refused({"gamma": 1.0, "clip_low": 2.0}) == "algorithm.clip_low = 2.0: expected less than 1.0"
+    assert "kl_horizon is set with kl_controller 'fixed', which does not use it" in refused({"kl_horizon": 100})
 
 
 USED = {
@@ -100,17 +108,17 @@ USED = {
 
 @pytest.mark.parametrize("name", USED)
 def test_settings_that_were_written_are_read_again(name: str) -> None:
-    config = AlgorithmConfig.model_validate({"name": name, "kl_coef": 0.1})
-    written = config.model_dump(mode="json")
+    part = build_settings(Part, {"algorithm": {"name": name, "kl_coef": 0.1}}, {}, "recipe")
+    written = part.model_dump(mode="json")["algorithm"]
     assert set().union(*USED.values()) & written.keys() == USED[name]
-    assert AlgorithmConfig.model_validate(written) == config
-    adaptive = AlgorithmConfig.model_validate(written | {"kl_controller": "adaptive", "kl_target": 0.1})
-    assert adaptive.model_dump(mode="json").keys() - written.keys() == {"kl_target", "kl_horizon"}
+    assert build(written) == part.algorithm
+    adaptive = Part(algorithm=build(written | {"kl_controller": "adaptive", "kl_target": 0.1}))
+    assert adaptive.model_dump(mode="json")["algorithm"].keys() - written.keys() == {"kl_target", "kl_horizon"}
 
 
 def test_where_the_kl_is_a_penalty_depends_on_the_algorithm_and_the_estimator_on_that() -> None:
     def found(**settings: object) -> tuple[str, str]:
-        config = AlgorithmConfig.model_validate(settings)
+        config = build(settings)
         return config.kl_in, config.kl_estimator
 
     assert found() == found(name="grpo") == found(name="ppo", kl_in="loss") == ("loss", "k3")
@@ -120,13 +128,19 @@ def test_where_the_kl_is_a_penalty_depends_on_the_algorithm_and_the_estimator_on
 
 
 def test_a_wrong_name_is_one_error() -> None:
-    with pytest.raises(SettingsError) as refused:
-        build_settings(AlgorithmConfig, {"name": "pp0"}, {}, "recipe")
-    assert refused.value.lines == (
-        f"recipe: name: 'pp0' is no algorithm, expected {' or '.join(map(repr, ALGORITHMS))}",
-    )
+    expected = f"expected {' or '.join(map(repr, ALGORITHMS))}"
+    assert refused({"name": "pp0"}) == f"algorithm.name: 'pp0' is no algorithm, {expected}"
+    assert refused({"name": "pp0", "gamma": 1.0}) == f"algorithm.name: 'pp0' is no algorithm, {expected}"
+    assert refused({"name": 1}).startswith("algorithm.name = 1: expected text")
+    assert refused(["ppo"]).startswith("algorithm = ['ppo']: expected the keys name, ")
+    with pytest.raises(ValueError, match="'grpo' with the settings of 'ppo', expected 'ppo'"):
+        PPOSettings(name="grpo")
+
+
+def test_an_unknown_key_is_one_error_that_names_what_is_near() -> None:
+    assert refused({"name": "ppo", "gama": 1.0}) == "unknown key algorithm.gama: did you mean algorithm.gamma?"
 
 
 def test_reference_is_needed_only_with_a_kl_coefficient() -> None:
-    assert not AlgorithmConfig().needs_reference
-    assert AlgorithmConfig(kl_coef=0.1).needs_reference
+    assert not build({}).needs_reference
+    assert build({"kl_coef": 0.1}).needs_reference

@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
-from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.algorithms.grpo import GRPOSettings
 from hybridflow.algorithms.kl_control import AdaptiveKL, FixedKL, KLController, KLGuard, make_kl_controller, reward_kl
+from hybridflow.algorithms.ppo import PPOSettings
 from hybridflow.batch.rollout_batch import RolloutBatch
 
 
@@ -75,10 +76,10 @@ def test_controllers_go_on_where_they_were() -> None:
 
 
 def test_settings_make_the_controller() -> None:
-    fixed = make_kl_controller(AlgorithmConfig(kl_coef=0.1))
+    fixed = make_kl_controller(GRPOSettings(kl_coef=0.1))
     assert isinstance(fixed, FixedKL)
     assert fixed.coef == 0.1
-    settings = AlgorithmConfig(name="ppo", kl_coef=0.1, kl_controller="adaptive", kl_target=2.0, kl_horizon=100)
+    settings = PPOSettings(kl_coef=0.1, kl_controller="adaptive", kl_target=2.0, kl_horizon=100)
     adaptive = make_kl_controller(settings)
     adaptive.update(2.2, 10)
     assert adaptive.coef == pytest.approx(0.1 * (1 + 0.1 * 0.1))
@@ -102,7 +103,7 @@ def test_the_kl_in_the_rewards() -> None:
         finish_reasons=["stop"],
         pad_token_id=0,
     )
-    ppo = AlgorithmConfig(name="ppo", kl_coef=0.1)
+    ppo = PPOSettings(kl_coef=0.1)
     with pytest.raises(ValueError, match="no ref_logprobs"):
         reward_kl(batch, ppo)
     batch = batch.replace(ref_logprobs=torch.tensor([[-1.5, -1.0]]))
@@ -112,5 +113,5 @@ def test_the_kl_in_the_rewards() -> None:
     kl = reward_kl(batch.replace(old_logprobs=torch.tensor([[-1.25, -2.0]])), ppo)
     assert kl is not None
     assert kl.tolist() == [[0.25, -1.0]]
-    assert reward_kl(batch, AlgorithmConfig(name="ppo")) is None
-    assert reward_kl(batch, AlgorithmConfig(name="ppo", kl_coef=0.1, kl_in="loss")) is None
+    assert reward_kl(batch, PPOSettings()) is None
+    assert reward_kl(batch, PPOSettings(kl_coef=0.1, kl_in="loss")) is None

@@ -161,7 +161,7 @@ def test_the_driver_holds_no_tensors(groups: dict[str, WorkerGroup], monkeypatch
     monkeypatch.setattr(ray, "get", measured_get)
     monkeypatch.setattr(ray, "put", measured_put)
     samples, longest = list(range(100, 164)), 100_000
-    monkeypatch.setattr(groups["rollout"], "call_timeout_s", 120)
+    monkeypatch.setattr(groups["rollout"].ranks, "call_timeout_s", 120)
     before = psutil.Process().memory_info().rss
     batch = groups["rollout"].generate([sample * longest - 1 for sample in samples], longest=longest).batch()
     batch = batch.with_columns(ref_logprobs=groups["reference"].logprobs(batch)).with_facts(rewards=torch.ones(64))

@@ -11,7 +11,8 @@ import pytest
 from hybridflow.checkpoint.evaluation_result import Measured, Subject, summary
 from hybridflow.checkpoint.resume import RUN_IDENTITY
 from hybridflow.config.recipe import Recipe, load_recipe
-from hybridflow.trainer.run_setup import Run, prepare
+from hybridflow.data.prompts import Prompts
+from hybridflow.trainer.run_setup import prepare
 from hybridflow.trainer.trainer import train
 from tests.support.resumable import a_recipe, make_checkpoint
 
@@ -19,11 +20,11 @@ DEMO = "launch/recipes/demo.yaml"
 LENGTH = "reward.functions=[{name: length, path: length}]"
 
 
-def prepared(directory: Path, *overrides: str) -> tuple[Recipe, Run]:
+def prepared(directory: Path, *overrides: str) -> tuple[Recipe, Prompts, tuple[Prompts, Prompts]]:
     recipe = load_recipe(DEMO, [f"run_dir={directory}", *overrides])
     run = prepare(recipe)
     run.lock.close()
-    return recipe, run
+    return recipe, run.evaluation, (run.train, run.sft)
 
 
 def lines(path: Path, *operands: int) -> Path:

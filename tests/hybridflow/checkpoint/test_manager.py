@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Stage:
     trained: dict[str, WorkerGroup]
 
     def pids(self, role: str) -> list[int]:
-        return [process.pid for process in self.trained[role]._processes]
+        return [process.pid for process in self.trained[role].ranks.processes]
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +127,7 @@ def a_state(step: int) -> RunState:
 def checkpoints(stage: Stage, directory: Path, *overrides: str) -> Checkpoints:
     """Those of a run whose metrics go into `directory`."""
     recipe = a_recipe(directory, f"checkpoint.dir={directory}/checkpoints", *overrides)
-    run = replace(stage.run, directory=directory)
-    return Checkpoints(recipe, run, Metrics(recipe.metrics, directory))
+    return Checkpoints(recipe, stage.run.model_directory, Metrics(recipe.metrics, directory))
 
 
 def has_none_under_way(group: WorkerGroup) -> bool:
@@ -357,7 +356,8 @@ def test_no_role_waits_for_another_to_begin(stage: Stage, tmp_path: Path) -> Non
 def test_when_a_checkpoint_is_due(stage: Stage, tmp_path: Path) -> None:
     def due(*overrides: str) -> list[int]:
         recipe = a_recipe(tmp_path, *overrides)
-        saving = Checkpoints(recipe, stage.run, Metrics(recipe.metrics, tmp_path / str(len(list(tmp_path.iterdir())))))
+        metrics = Metrics(recipe.metrics, tmp_path / str(len(list(tmp_path.iterdir()))))
+        saving = Checkpoints(recipe, stage.run.model_directory, metrics)
         return [step for step in range(8) if saving.due(step)]
 
     assert due("trainer.steps=7", "checkpoint.save_interval=3") == [0, 3, 6, 7]

@@ -69,7 +69,7 @@ def test_what_was_skipped_is_out_of_the_way_of_new_checkpoints(
     recipe = a_recipe(tmp_path, "resume=auto", "checkpoint.keep_last_k=1")
     run = prepare(recipe)
     assert run.resumption is not None and run.resumption.directory.name == "step-00000002"
-    with run.lock, Metrics(recipe.metrics, run.directory) as sinks, Checkpoints(recipe, run, sinks):
+    with run.lock, Metrics(recipe.metrics, run.directory) as sinks, Checkpoints(recipe, run.model_directory, sinks):
         assert [path.name for path in find_checkpoints(root)[0]] == ["step-00000002"]
     assert (root / "step-00000004.1" / "manifest.json").is_file()
     assert f"checkpoint: {damaged} is not whole; now {damaged}.1\n" in capsys.readouterr().out
@@ -91,7 +91,7 @@ def test_a_fresh_start_leaves_nothing_that_is_not_sound_in_its_way(tmp_path: Pat
     (only / "manifest.json").unlink()
     run = prepare(recipe)
     assert run.resumption is None
-    with run.lock, Metrics(recipe.metrics, run.directory) as sinks, Checkpoints(recipe, run, sinks):
+    with run.lock, Metrics(recipe.metrics, run.directory) as sinks, Checkpoints(recipe, run.model_directory, sinks):
         assert find_checkpoints(tmp_path / "shared") == ([], [])
     assert {path.name for path in (tmp_path / "shared").iterdir()} == {"step-best", ".lock"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine3d.checkpoint.manifest import read_manifest, write_manifest
-from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.algorithms.config import load
 from hybridflow.checkpoint.compatibility import check_accepted
 from hybridflow.checkpoint.resume import find_resumption
 from hybridflow.config.recipe import Recipe
@@ -16,7 +16,7 @@ from tests.support.resumable import a_recipe, make_checkpoint, refusal
 
 
 def of_algorithm(recipe: Recipe, name: str) -> Recipe:
-    return recipe.model_copy(update={"algorithm": AlgorithmConfig.model_validate({"name": name})})
+    return recipe.model_copy(update={"algorithm": load(name).settings()})
 
 
 ROLES = {

@@ -13,7 +13,6 @@ from torch import Tensor
 from engine3d.platform import platform
 from engine3d.reshard.describe.shards import Place
 from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
-from hybridflow.algorithms.config import AlgorithmConfig
 from hybridflow.algorithms.losses.aggregation import sequence_weights
 from hybridflow.algorithms.losses.value import explained_variance
 from hybridflow.batch.remote_batch import RemoteBatch
@@ -30,7 +29,7 @@ from tests.support.group_workers import cost_moments
 
 pytestmark = pytest.mark.processes
 
-PPO = AlgorithmConfig(name="ppo", value_clip=0.2)
+CLIP = 0.2
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def test_values_updates_and_moments_of_a_critic(stage: Stage) -> None:
     remote = RemoteBatch.of(batch)
     remote = remote.with_facts(weights=sequence_weights(remote.facts[COUNTED], "token-mean"))
 
-    update = critic.update_values(remote, algorithm=PPO, kind="reward").result()
+    update = critic.update_values(remote, clip=CLIP, kind="reward").result()
     error = torch.cat([row[mask[: len(row)]] for row, mask in zip(rows, written, strict=True)]) - returns[written]
     (error.square().mean() / 2).backward()
     gradients = [each.grad for each in stage.model.parameters() if each.grad is not None]
@@ -137,7 +136,7 @@ def test_values_updates_and_moments_of_a_critic(stage: Stage) -> None:
     assert all(name.startswith(("critic/", "memory/critic_host_")) for name in found)
 
     critic.restart_schedule().result()  # so that this one leaves the weights as they are, too
-    update = critic.update_values(remote, algorithm=PPO, kind="cost").result()
+    update = critic.update_values(remote, clip=CLIP, kind="cost").result()
     found = update_metrics([update], COST_CRITIC)
     low, high = values + 4.8, values + 5.2
     clipped = (values.clamp(low, high) - 2 * returns).square() > (values - 2 * returns).square()
@@ -152,9 +151,8 @@ def test_values_updates_and_moments_of_a_critic(stage: Stage) -> None:
     variance = 1 - float(left.var() / (2 * returns[written]).double().var())
     assert explained_variance(pieces) == pytest.approx(variance, rel=1e-4)
 
-    not_clipped = PPO.model_copy(update={"value_clip": None})
     for _ in range(5):
-        update = critic.update_values(remote, algorithm=not_clipped, kind="reward").result()
+        update = critic.update_values(remote, clip=None, kind="reward").result()
     found = update_metrics([update], CRITIC)
     assert found["critic/learning_rate"] == 0.01
     assert found["critic/value_loss"] < 0.9 * float(error.square().mean() / 2)

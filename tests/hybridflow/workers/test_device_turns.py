@@ -150,7 +150,7 @@ def test_a_turn_ends_with_its_call_however_that_ends_and_the_cause_is_told(group
     hangs = groups["hangs"].hang()
     with pytest.raises(RankError) as caught:
         groups["second_critic"].compute(batch, factor=2).result(timeout_s=2)
-    log = groups["hangs"].log_path(0)
+    log = groups["hangs"].ranks.log_path(0)
     assert log is not None
     assert str(caught.value) == (
         "second_critic rank 0, compute: no turn within 2 s, since hangs rank 0, hang has not ended; "

@@ -17,8 +17,8 @@ from engine3d.layout import Layout
 from engine3d.rollout.log import root_cause
 from hybridflow.cluster.device_map import pool_devices
 from hybridflow.cluster.resource_pool import ResourcePool, cluster_nodes, release, reserve
+from hybridflow.errors.rank_failure import Failure
 from hybridflow.workers.failure_diagnosis import error_of
-from hybridflow.workers.ranks import Failure
 from hybridflow.workers.worker_group import Future, RankError, RankUserError, WorkerGroup, wait_together
 from tests.support.group_workers import FULL, Arithmetic, Failing
 
@@ -49,7 +49,7 @@ def failing(pools: dict[str, ResourcePool], tmp_path: Path) -> Iterator[WorkerGr
 
 
 def processes_of(group: WorkerGroup) -> list[psutil.Process]:
-    return list(group._processes)
+    return list(group.ranks.processes)
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:
@@ -81,7 +81,7 @@ def test_a_future_is_data_for_the_next_call(group: WorkerGroup) -> None:
 
 def test_output_goes_to_one_file_a_rank(group: WorkerGroup) -> None:
     for rank in range(4):
-        path = group.log_path(rank)
+        path = group.ranks.log_path(rank)
         assert path is not None
         assert path.name == f"actor-{rank}.log"
         assert f"rank {rank} speaks" in path.read_text()
@@ -190,7 +190,7 @@ def test_a_rank_that_hangs_meets_the_limit_and_shows_its_stack(failing: WorkerGr
     assert str(caught.value).startswith(
         "critic rank 1, hang_on: no answer within 2 s; the stacks of its threads are in "
     )
-    path = failing.log_path(1)
+    path = failing.ranks.log_path(1)
     assert path is not None
     assert "_wait_for_nobody" in path.read_text()
     assert all_gone(processes)
@@ -201,7 +201,7 @@ def test_a_rank_that_stands_still_is_named_before_the_limit(
 ) -> None:
     with WorkerGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, quiet_s=1) as group:
         assert group.identity([1, 2]).result() == [1, 2]
-        stopped = group._processes[1]
+        stopped = group.ranks.processes[1]
         stopped.suspend()
         asked = group.identity([1, 2])
         Timer(3, stopped.resume).start()

@@ -10,9 +10,9 @@ import torch
 
 from hybridflow.algorithms.advantages.gae import gae_advantages, token_rewards
 from hybridflow.algorithms.advantages.safe_rlhf import safe_advantages
-from hybridflow.algorithms.config import AlgorithmConfig
 from hybridflow.algorithms.controllers import Controllers
 from hybridflow.algorithms.lagrange_multiplier import LagrangeMultiplier
+from hybridflow.algorithms.safe_rlhf import SafeRLHFSettings
 from tests.support.columns import mask_with_holes
 
 
@@ -85,8 +85,9 @@ def test_the_multiplier_goes_on_exactly_where_it_was() -> None:
 
 
 def test_the_multiplier_comes_back_from_a_batch_of_very_low_cost() -> None:
-    config = AlgorithmConfig(name="safe_rlhf")
+    config = SafeRLHFSettings()
     multiplier = Controllers(config).multiplier
+    assert multiplier is not None
     multiplier.update(-400.0)
     assert multiplier.value == pytest.approx(config.lagrange_min)
     steps = round((1 / config.lagrange_min - 1) / config.lagrange_lr)  # of the continuous equation

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.config import AlgorithmConfig
+from hybridflow.algorithms.grpo import GRPOSettings
 from hybridflow.algorithms.losses.aggregation import AggregationMode
 from hybridflow.algorithms.losses.policy import clipped_policy_loss, policy_gradient_loss
 from hybridflow.algorithms.losses.statistics import Statistics
@@ -59,7 +59,7 @@ def test_a_huge_ratio_leaves_gradients_finite() -> None:
 
 # The whole loss
 
-CONFIG = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01, clip_high=0.28, dual_clip=3.0)
+CONFIG = GRPOSettings(kl_coef=0.1, entropy_coef=0.01, clip_high=0.28, dual_clip=3.0)
 
 
 def random_columns(samples: int, width: int) -> dict[str, Tensor]:
@@ -74,14 +74,12 @@ def random_columns(samples: int, width: int) -> dict[str, Tensor]:
     }
 
 
-def call(columns: dict[str, Tensor], weights: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Statistics]:
+def call(columns: dict[str, Tensor], weights: Tensor, config: GRPOSettings) -> tuple[Tensor, Statistics]:
     others = {name: column for name, column in columns.items() if name != "logprobs"}
     return policy_gradient_loss(columns["logprobs"], weights=weights, config=config, **others)
 
 
-def naive_loss(
-    columns: dict[str, Tensor], mask: Tensor, config: AlgorithmConfig, mode: str, length: int | None
-) -> float:
+def naive_loss(columns: dict[str, Tensor], mask: Tensor, config: GRPOSettings, mode: str, length: int | None) -> float:
     """The loss sample by sample and token by token in Python floats, from the formulas in the papers."""
     per_sequence = []
     for row in range(mask.shape[0]):
@@ -157,7 +155,7 @@ def test_policy_statistics_by_hand() -> None:
         advantages=torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0]),
         rollout_logprobs=-ratios.log() + torch.tensor([0.1, -0.3, 9.0, 0.0, 0.0]),
         weights=weights,
-        config=AlgorithmConfig(),
+        config=GRPOSettings(),
     )
     values = found.values()
     assert values[metrics.TRAIN_LOSS] == pytest.approx((-1.0 - 1.2 + 0.8 + 1.1) / 4, rel=1e-6)
@@ -193,7 +191,7 @@ def test_without_old_logprobs_the_gradient_is_that_of_the_policy_gradient() -> N
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     advantages_ = torch.tensor([3.0, -0.5])
     weights = torch.tensor([0.5, 0.5])
-    loss, found = policy_gradient_loss(logprobs, advantages=advantages_, weights=weights, config=AlgorithmConfig())
+    loss, found = policy_gradient_loss(logprobs, advantages=advantages_, weights=weights, config=GRPOSettings())
     (gradient,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(gradient, -weights * advantages_)
     assert found.values()[metrics.TRAIN_RATIO] == 1.0
@@ -206,7 +204,7 @@ def test_a_micro_batch_without_a_counted_token_is_zero_and_backward_runs() -> No
         advantages=torch.ones(1),
         weights=torch.zeros(1),
         rollout_logprobs=torch.zeros(1),
-        config=AlgorithmConfig(),
+        config=GRPOSettings(),
     )
     loss.backward()
     assert loss.item() == 0.0
@@ -216,18 +214,18 @@ def test_a_micro_batch_without_a_counted_token_is_zero_and_backward_runs() -> No
 def test_columns_that_the_config_needs_are_asked_for() -> None:
     base = {"advantages": torch.ones(2), "weights": torch.ones(2)}
     with pytest.raises(ValueError, match="needs ref_logprobs"):
-        policy_gradient_loss(torch.zeros(2), config=AlgorithmConfig(kl_coef=0.1), **base)
+        policy_gradient_loss(torch.zeros(2), config=GRPOSettings(kl_coef=0.1), **base)
     with pytest.raises(ValueError, match="needs entropy"):
-        policy_gradient_loss(torch.zeros(2), config=AlgorithmConfig(entropy_coef=0.1), **base)
+        policy_gradient_loss(torch.zeros(2), config=GRPOSettings(entropy_coef=0.1), **base)
     with pytest.raises(ValueError, match=r"old_logprobs has shape \(3,\), weights \(2,\)"):
-        policy_gradient_loss(torch.zeros(2), old_logprobs=torch.zeros(3), config=AlgorithmConfig(), **base)
+        policy_gradient_loss(torch.zeros(2), old_logprobs=torch.zeros(3), config=GRPOSettings(), **base)
 
 
 def test_an_entropy_that_is_no_number_only_reaches_a_loss_that_asks_for_it() -> None:
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     columns = {"advantages": torch.ones(2), "weights": torch.full((2,), 0.5), "entropy": torch.tensor([1.0, torch.nan])}
     for coefficient, finite in ((0.0, True), (0.1, False)):
-        loss, found = policy_gradient_loss(logprobs, config=AlgorithmConfig(entropy_coef=coefficient), **columns)
+        loss, found = policy_gradient_loss(logprobs, config=GRPOSettings(entropy_coef=coefficient), **columns)
         assert math.isfinite(loss.item()) == finite
         assert math.isnan(found.values()[metrics.TRAIN_ENTROPY])
 
@@ -236,6 +234,6 @@ def test_tokens_at_the_limit_of_the_penalty_are_counted() -> None:
     reference = {"ref_logprobs": torch.tensor([17.0, -1.5, -2.0, 0.0])}
     columns = {"advantages": torch.zeros(4), "weights": torch.tensor([0.5, 0.25, 0.25, 0.0])}
     for estimator, expected in (("k3", 1 / 3), ("k2", None)):
-        config = AlgorithmConfig(kl_coef=0.1, kl_estimator=estimator)
+        config = GRPOSettings(kl_coef=0.1, kl_estimator=estimator)
         _, found = policy_gradient_loss(torch.full((4,), -1.0), config=config, **columns, **reference)
         assert found.values().get(metrics.TRAIN_REFERENCE_KL_CAPPED) == pytest.approx(expected)

@@ -1,0 +1,150 @@
+"""What an algorithm is, and the operations that it composes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from hybridflow.algorithms.advantages.whitening import Moments
+from hybridflow.algorithms.lagrange_multiplier import LagrangeMultiplier
+from hybridflow.algorithms.losses.value import ValueMoments
+from hybridflow.algorithms.settings import AlgorithmSettings
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.worker_output import Columns
+from hybridflow.data.prompts import Draw
+
+ValueKind = Literal["reward", "cost"]
+"""What values foretell: rewards (columns `values` and `returns`) or costs (`cost_values` and `cost_returns`)."""
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """What is told of the advantages and returns of some samples.
+
+    Args:
+        advantages: their moments.
+        critics: moments of the returns, by the kind of the critic that is to learn them.
+    """
+
+    advantages: Moments
+    critics: Mapping[ValueKind, ValueMoments]
+
+
+@dataclass(frozen=True, eq=False)
+class Experience:
+    """Samples to learn from.
+
+    Args:
+        batch: the samples, with log-probs, values, rewards and costs as the algorithm has them, and with advantages.
+        whiten: moments of the advantages, which an update brings to mean 0 and standard deviation 1; None leaves them.
+        baselines: reward of the most likely response to each prompt, by group; none where that is no baseline.
+    """
+
+    batch: RemoteBatch
+    whiten: Moments | None = None
+    baselines: Mapping[int, float] = field(default_factory=dict)
+
+
+class Step[C: AlgorithmSettings](ABC):
+    """One step: what an algorithm with settings C is written against.
+
+    Calls of models return at once; what they make is waited for where it is needed first.
+    """
+
+    number: int
+    """From 1."""
+    values: dict[str, float]
+    """The figures of the step, by metric name."""
+
+    @property
+    @abstractmethod
+    def config(self) -> C:
+        """The algorithm's settings, with the KL coefficient of now."""
+
+    @property
+    @abstractmethod
+    def multiplier(self) -> LagrangeMultiplier:
+        """The weight of costs against rewards, of an algorithm that learns from costs."""
+
+    @abstractmethod
+    def draw(self) -> Draw:
+        """The step's prompts."""
+
+    @abstractmethod
+    def generate(self, draw: Draw) -> RemoteBatch:
+        """Responses of the current policy, `rollout.samples_per_prompt` to each prompt."""
+
+    @abstractmethod
+    def generate_greedy(self, draw: Draw) -> RemoteBatch:
+        """The most likely response to each prompt, under the group of its draw."""
+
+    @abstractmethod
+    def logprobs(self, batch: RemoteBatch) -> RemoteBatch:
+        """The batch with the log-probs that are needed: of the reference, and of the policy before the first update."""
+
+    @abstractmethod
+    def critic_values(self, batch: RemoteBatch) -> RemoteBatch:
+        """The batch with the values of every critic."""
+
+    @abstractmethod
+    def rewards(self, batch: RemoteBatch, *, baseline: bool = False) -> RemoteBatch:
+        """The samples that have a reward, with the fact `rewards`: the sum over all functions and the reward model.
+
+        Args:
+            baseline: these are not the samples to learn from, and stay out of the step's figures.
+        """
+
+    @abstractmethod
+    def costs(self, batch: RemoteBatch) -> RemoteBatch:
+        """The samples that have a cost, with the fact `costs`: the sum over all functions and the cost model."""
+
+    @abstractmethod
+    def estimate(
+        self, batch: RemoteBatch, function: Callable[..., Columns], role: str, **arguments: float
+    ) -> tuple[RemoteBatch, Moments]:
+        """The batch with the columns that a function of it finds where the tokens are: advantages and returns.
+
+        Args:
+            function: (batch, config=..., **arguments) -> columns, with an `Estimated` as their note.
+            role: on whose ranks it is called.
+            arguments: what it needs beside the settings.
+
+        Returns:
+            The batch, and the moments of its advantages.
+        """
+
+    @abstractmethod
+    def sequence_kl(self, batch: RemoteBatch) -> Tensor | float:
+        """(B,) float32: the KL penalty of each response, the sum over its tokens; 0 if rewards have none."""
+
+    @abstractmethod
+    def update(self, experience: Experience, *, value_clip: float | None = None, critics_only: bool = False) -> None:
+        """The optimizer steps of one experience, of the actor and of every critic.
+
+        Args:
+            experience: whose samples have `advantages`, and the returns of every critic.
+            value_clip: how far a value moves before a critic's loss is clipped; None does not clip.
+            critics_only: the actor stays as it is.
+        """
+
+
+@dataclass(frozen=True)
+class Algorithm[C: AlgorithmSettings]:
+    """An algorithm.
+
+    Args:
+        settings: its settings.
+        make_experience: generates samples and finds all that is learned from, advantages included.
+        with_advantages: an experience with the advantages that follow from its rewards: the last part of
+            `make_experience`, and what is done again where rewards were replaced.
+        learn: updates the trained roles, and what else the algorithm learns.
+    """
+
+    settings: type[C]
+    make_experience: Callable[[Step[C]], Experience]
+    with_advantages: Callable[[Step[C], Experience], Experience]
+    learn: Callable[[Step[C], Experience], None]

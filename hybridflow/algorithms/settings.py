@@ -1,0 +1,118 @@
+"""Settings that all algorithms share: `algorithm:` in a recipe, but for what one of them adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+
+from engine3d.settings import Settings
+from hybridflow.algorithms.losses.aggregation import AggregationMode
+from hybridflow.algorithms.losses.kl import KLEstimator
+from hybridflow.algorithms.registry import known
+
+_OF_ADAPTIVE = ("kl_target", "kl_horizon")
+"""The keys that only the adaptive controller uses."""
+
+
+class AlgorithmSettings(Settings):
+    """Which algorithm, and the constants that all have. Each algorithm has a class of these beside it.
+
+    A key without a use is refused, and is not written when the settings are.
+    """
+
+    needs_critic: ClassVar[bool] = False
+    """Whether a critic's values of the reward are needed."""
+    needs_cost: ClassVar[bool] = False
+    """Whether costs, and a critic's values of the cost, are needed."""
+    group_baseline: ClassVar[bool] = False
+    """Whether the samples of a prompt are compared with each other."""
+    greedy_baseline: ClassVar[bool] = False
+    """Whether each sample is compared with the most likely response of the same weights."""
+
+    name: str
+    """One of `registry.ALGORITHMS`."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """The ratio is clipped from below at 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """The ratio is clipped from above at 1 + clip_high; larger than clip_low is DAPO's clip-higher."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Bounds the loss of a token of negative advantage A at dual_clip * |A|; off when null."""
+    loss_aggregation: AggregationMode = "token-mean"
+    loss_normalising_length: int | None = Field(default=None, gt=0)
+    """Tokens by which "seq-mean-token-sum-norm" divides; needed by that mode and by no other."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus."""
+
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from the reference policy; 0 needs no reference policy."""
+    kl_in: Literal["loss", "reward"] = "reward"
+    """Where the KL divergence is a penalty. If not set: "loss" with grpo, "reward" with all others."""
+    kl_estimator: KLEstimator = "k1"
+    """If not set: "k3" in the loss; in the reward "k1", whose gradient is there that of the KL divergence."""
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    """Whether kl_coef stays, or is where a controller starts that keeps the KL divergence near kl_target."""
+    kl_target: float | None = Field(default=None, gt=0)
+    """The KL divergence from the reference policy to keep, in nats per token. Needed by adaptive."""
+    kl_horizon: int = Field(default=10_000, gt=0)
+    """Samples in which kl_coef grows e-fold per unit of relative error, which counts as 0.2 at most. Only adaptive."""
+    kl_guard: float | None = Field(default=None, gt=0)
+    """An update past this KL divergence of the policy from the one before the step, in nats per token, is skipped, and
+    the learning rate is reset. Off when null."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `ref_logprobs` are needed."""
+        return self.kl_coef > 0
+
+    @field_validator("name")
+    @classmethod
+    def _is_its_own(cls, name: str) -> str:
+        own = cls.model_fields["name"].default
+        if known(name) != own:
+            raise ValueError(f"{name!r} with the settings of {own!r}, expected {own!r}")
+        return name
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dependent_defaults(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        kl_in = data.get("kl_in", cls.model_fields["kl_in"].default)
+        return {"kl_in": kl_in, "kl_estimator": "k1" if kl_in == "reward" else "k3", **data}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        refused = [
+            f"{key} is set with kl_controller {self.kl_controller!r}, which does not use it; expected kl_controller "
+            f"'adaptive', or no {key}"
+            for key in self._unused
+            if key in self.model_fields_set
+        ]
+        if refused:
+            raise ValueError("; ".join(refused))
+        if (self.loss_aggregation == "seq-mean-token-sum-norm") != (self.loss_normalising_length is not None):
+            raise ValueError(
+                f"loss_normalising_length is {self.loss_normalising_length} with loss_aggregation "
+                f"{self.loss_aggregation!r}, expected a length with 'seq-mean-token-sum-norm' and with no other"
+            )
+        if self.kl_coef > 0 and self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                "kl_estimator is 'k1' with kl_in 'loss', where the gradient of k1 is zero in expectation; "
+                "expected 'k2' or 'k3', or kl_in 'reward'"
+            )
+        if self.kl_controller == "adaptive" and (self.kl_target is None or self.kl_coef == 0):
+            raise ValueError(
+                f"kl_controller is 'adaptive' with kl_target {self.kl_target} and kl_coef {self.kl_coef}, "
+                "expected a target, and a coefficient above 0 to start from"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in serialize(self).items() if key not in self._unused}
+
+    @property
+    def _unused(self) -> tuple[str, ...]:
+        return _OF_ADAPTIVE if self.kl_controller != "adaptive" else ()

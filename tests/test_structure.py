@@ -1,0 +1,244 @@
+"""The order of packages, and no circles: every import counts, also under TYPE_CHECKING and within functions."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TOPS = ("launch", "benchmarks", "hybridflow", "engine3d")
+
+ORDER = (
+    "cli > api > trainer > planning > checkpoint > roles | rollout > workers | config "
+    "> algorithms | cluster | report > batch | metrics | environments > rewards | data | rundir > errors"
+)
+"""Of the packages of hybridflow: each imports only those to its right, and none beside which it stands."""
+LINES = [line.split(" | ") for line in ORDER.split(" > ")]
+LEVEL = {package: level for level, line in enumerate(LINES) for package in line}
+
+OUTSIDE = {"hybridflow": {"megatron", "sglang"}, "engine3d": {"ray"}, "hybridflow.algorithms": {"ray"}}
+"""What no module of a package may import."""
+
+KNOWN_CIRCLES: dict[str, set[tuple[str, ...]]] = {
+    "modules of hybridflow": set(),
+    "packages of hybridflow": set(),
+    "modules of engine3d": {
+        ("engine3d.models.family", "engine3d.models.megatron_config"),
+        ("engine3d.models.load_balance", "engine3d.models.router"),
+        ("engine3d.rollout.progress", "engine3d.rollout.sglang_plugin"),
+        ("engine3d.training.config", "engine3d.training.megatron_options"),
+    },
+    "packages of engine3d": {("engine3d.reshard", "engine3d.rollout")},
+}
+"""Circles that are there. A circle that is broken is to be taken out, and none is to be added."""
+
+
+@dataclass(frozen=True, order=True)
+class Import:
+    """Of `imported`, a module of ours or the name of another library, by a module of ours."""
+
+    module: str
+    imported: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} imports {self.imported}"
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Every module of the repository's packages by its dotted name."""
+    files = (path for top in TOPS for path in sorted((root / top).rglob("*.py")))
+    return {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+
+
+def imports(root: Path) -> list[Import]:
+    """All imports of all modules."""
+    known = modules(root)
+    return [found for module, path in known.items() for found in _imports_of(module, path, known.keys())]
+
+
+def _imports_of(module: str, path: Path, known: Iterable[str]) -> list[Import]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            origin = _origin(module, path, node)
+            inner = [f"{origin}.{alias.name}" for alias in node.names]
+            names = [name if name in known else origin for name in inner]
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func) and node.args:
+            name = node.args[0]
+            names = [name.value] if isinstance(name, ast.Constant) and isinstance(name.value, str) else []
+        found += [Import(module, name, node.lineno) for name in dict.fromkeys(names) if name != module]
+    return found
+
+
+def _origin(module: str, path: Path, node: ast.ImportFrom) -> str:
+    """The absolute name of what a `from` names."""
+    if not node.level:
+        return node.module or ""
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    return ".".join([*package[: len(package) + 1 - node.level], *([node.module] if node.module else [])])
+
+
+def is_in(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def package_of(module: str) -> str:
+    """The folder right below a top package that a module is in; "" for one that is in none."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if len(parts) > 1 else ""
+
+
+def upward(found: Iterable[Import]) -> list[Import]:
+    """The imports of hybridflow against the order of its packages."""
+    wrong = []
+    for each in found:
+        one, other = package_of(each.module), package_of(each.imported)
+        levels = [LEVEL.get(package.removeprefix("hybridflow.")) for package in (one, other)]
+        if one != other and is_in(one, "hybridflow") and is_in(other, "hybridflow") and None not in levels:
+            wrong += [each] if levels[0] >= levels[1] else []  # type: ignore[operator]
+    return wrong
+
+
+def backward(found: Iterable[Import]) -> list[Import]:
+    """The imports from a top package to one above it."""
+    below = {
+        "engine3d": {"hybridflow", "launch", "benchmarks", "tests"},
+        "hybridflow": {"launch", "benchmarks", "tests"},
+    }
+    return [each for each in found if each.imported.split(".")[0] in below.get(each.module.split(".")[0], ())]
+
+
+def forbidden(found: Iterable[Import]) -> list[Import]:
+    """The imports of libraries that a package is to know nothing of."""
+    return [
+        each
+        for each in found
+        for package, libraries in OUTSIDE.items()
+        if is_in(each.module, package) and each.imported.split(".")[0] in libraries
+    ]
+
+
+def circles(edges: Iterable[tuple[str, str]]) -> set[tuple[str, ...]]:
+    """The strongly connected components of more than one node (Tarjan's algorithm), each sorted."""
+    followers: dict[str, set[str]] = {}
+    for one, other in edges:
+        followers.setdefault(one, set()).add(other)
+    index: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: set[tuple[str, ...]] = set()
+
+    def visit(node: str) -> None:
+        index[node] = lowest[node] = len(index)
+        stack.append(node)
+        for other in followers.get(node, ()):
+            if other not in index:
+                visit(other)
+                lowest[node] = min(lowest[node], lowest[other])
+            elif other in stack:
+                lowest[node] = min(lowest[node], index[other])
+        if lowest[node] == index[node]:
+            members = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(members) > 1:
+                found.add(tuple(sorted(members)))
+
+    for node in list(followers):
+        if node not in index:
+            visit(node)
+    return found
+
+
+def circles_in(top: str, found: Iterable[Import], known: Mapping[str, Path]) -> dict[str, set[tuple[str, ...]]]:
+    """Circles of the modules and of the packages below a top package."""
+    inner = [(each.module, each.imported) for each in found if is_in(each.module, top) and each.imported in known]
+    inner = [(one, other) for one, other in inner if is_in(other, top)]
+    folders = {package_of(module) for module in known if module.count(".") > 1}
+    outer = [(package_of(one), package_of(other)) for one, other in inner]
+    outer = [(one, other) for one, other in outer if one != other and {one, other} <= folders]
+    return {f"modules of {top}": circles(inner), f"packages of {top}": circles(outer)}
+
+
+@pytest.fixture(scope="module")
+def repository() -> list[Import]:
+    return imports(ROOT)
+
+
+def test_every_package_of_hybridflow_has_its_place() -> None:
+    folders = {path.parent.name for path in (ROOT / "hybridflow").glob("*/__init__.py")}
+    assert folders <= LEVEL.keys()
+    assert len(LEVEL) == sum(map(len, LINES))
+
+
+def test_imports_go_downwards(repository: list[Import]) -> None:
+    assert list(map(str, upward(repository))) == []
+
+
+def test_hybridflow_is_on_top_of_engine3d(repository: list[Import]) -> None:
+    assert list(map(str, backward(repository))) == []
+
+
+def test_each_package_keeps_off_the_libraries_of_others(repository: list[Import]) -> None:
+    assert list(map(str, forbidden(repository))) == []
+
+
+@pytest.mark.parametrize("what", KNOWN_CIRCLES)
+def test_circles_are_those_known(what: str, repository: list[Import]) -> None:
+    assert circles_in(what.split(" of ")[1], repository, modules(ROOT))[what] == KNOWN_CIRCLES[what]
+
+
+WRONG = {
+    "hybridflow/data/prompts.py": "from hybridflow.trainer.step import TrainerStep",
+    "hybridflow/rewards/config.py": "def later():\n    import hybridflow.data.prompts",
+    "hybridflow/metrics/names.py": "if TYPE_CHECKING:\n    from ..batch import remote_batch",
+    "hybridflow/batch/remote_batch.py": "importlib.import_module('hybridflow.metrics.names')",
+    "hybridflow/trainer/step.py": "from sglang.srt import server\nimport benchmarks.step",
+    "hybridflow/algorithms/grpo.py": "import ray.util",
+    "engine3d/layout.py": "import hybridflow.data\ndef start():\n    from ray import get",
+    "engine3d/one.py": "from . import two",
+    "engine3d/two.py": "if TYPE_CHECKING:\n    from .one import One",
+    "benchmarks/step.py": "from hybridflow.trainer import step",
+}
+
+
+def test_what_is_wrong_is_found(tmp_path: Path) -> None:
+    for name, text in WRONG.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / "__init__.py").touch()
+        path.write_text(text)
+    found, known = imports(tmp_path), modules(tmp_path)
+    assert sorted(map(str, upward(found))) == [
+        "hybridflow.batch.remote_batch:1 imports hybridflow.metrics.names",
+        "hybridflow.data.prompts:1 imports hybridflow.trainer.step",
+        "hybridflow.metrics.names:2 imports hybridflow.batch.remote_batch",
+        "hybridflow.rewards.config:2 imports hybridflow.data.prompts",
+    ]
+    assert sorted(map(str, backward(found))) == [
+        "engine3d.layout:1 imports hybridflow.data",
+        "hybridflow.trainer.step:2 imports benchmarks.step",
+    ]
+    assert sorted(map(str, forbidden(found))) == [
+        "engine3d.layout:3 imports ray",
+        "hybridflow.algorithms.grpo:1 imports ray.util",
+        "hybridflow.trainer.step:1 imports sglang.srt",
+    ]
+    assert circles_in("engine3d", found, known)["modules of engine3d"] == {("engine3d.one", "engine3d.two")}
+    assert circles_in("hybridflow", found, known) == {
+        "modules of hybridflow": {("hybridflow.batch.remote_batch", "hybridflow.metrics.names")},
+        "packages of hybridflow": {("hybridflow.batch", "hybridflow.metrics")},
+    }
+
+
+def test_circles_of_several() -> None:
+    ring = [*pairwise("abcd"), ("d", "a"), ("d", "e"), ("e", "f"), ("f", "e"), ("x", "a")]
+    assert circles(ring) == {("a", "b", "c", "d"), ("e", "f")}
