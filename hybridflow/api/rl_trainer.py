@@ -16,6 +16,7 @@ from hybridflow.api.recipe_builder import Given, make_recipe, run_directory
 from hybridflow.checkpoint.evaluation_result import Measured, summary
 from hybridflow.config.known_names import API_NAMES
 from hybridflow.config.recipe import Recipe
+from hybridflow.errors.log import log
 from hybridflow.planning.recipe_check import check_recipe
 from hybridflow.rundir.file_names import EXPORT
 from hybridflow.trainer.trainer import train
@@ -188,7 +189,7 @@ def checked_recipe(config: PPOConfig, given: Given) -> Recipe:
         )
     recipe = make_recipe(config, given, gpus=platform.gpus)
     for warning in check_recipe(recipe):
-        print(warning, flush=True)
+        log.info(warning)
     return recipe
 
 

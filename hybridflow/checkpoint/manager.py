@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import importlib.metadata
 import platform as machine
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -32,6 +31,7 @@ from hybridflow.checkpoint.driver_state import RunState
 from hybridflow.checkpoint.resume import find_sound
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import public_settings
+from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.roles.model import CheckpointBegun, CheckpointFailure
@@ -127,7 +127,7 @@ class Checkpoints:
                 self._root.mkdir(parents=True, exist_ok=True)
                 self._lock = hold(self._root, "checkpoint.dir")
                 for partial in remove_partial(self._root):
-                    print(f"checkpoint: removed {partial.directory}: {partial.reason}", flush=True)
+                    log.info(f"checkpoint: removed {partial.directory}: {partial.reason}")
                 self._move_damaged()
             except OSError as error:
                 raise UserError(f"checkpoint.dir: cannot use {self._root}: {error.strerror}") from None
@@ -147,7 +147,7 @@ class Checkpoints:
         sound, skipped = find_sound(self._root)
         for each in sorted(skipped, key=lambda each: each.directory.name):
             if not sound or each.directory.name > sound[0].name:
-                print(f"checkpoint: {each.directory} is not whole; now {move_aside(each.directory)}", flush=True)
+                log.info(f"checkpoint: {each.directory} is not whole; now {move_aside(each.directory)}")
 
     def due(self, step: int) -> bool:
         """Whether there is to be a checkpoint after this step; 0 is the end of the warm-up."""
@@ -201,7 +201,7 @@ class Checkpoints:
 
     def _begin(self, save: _Save) -> None:
         if save.directory.exists() and save.directory not in find_checkpoints(self._root)[0]:
-            print(f"checkpoint: {save.directory} is not whole; now {move_aside(save.directory)}", flush=True)
+            log.info(f"checkpoint: {save.directory} is not whole; now {move_aside(save.directory)}")
         save.directory.mkdir()  # not its parents: a root that has vanished is not this run's to make again
         save.made = True
         background = self._settings.async_save
@@ -235,7 +235,7 @@ class Checkpoints:
                 with Timer(save.figures, metrics.CHECKPOINT_STALL):
                     prune(self._root, self._settings.keep_last_k)
             except (OSError, UserError) as error:
-                print(f"hybridflow: an old checkpoint could not be removed: {error}", file=sys.stderr, flush=True)
+                log.warning(f"an old checkpoint could not be removed: {error}")
         self._sinks.log(save.state.step, save.figures, phase="checkpoint")
 
     def _make_whole(self, save: _Save) -> None:
@@ -274,7 +274,7 @@ class Checkpoints:
         self._sinks.log(save.state.step, figures, phase="checkpoint")
         if self._settings.on_failure == "stop":
             raise EngineError(line) from None
-        print(f"hybridflow: {line}; training goes on", file=sys.stderr, flush=True)
+        log.warning(f"{line}; training goes on")
 
 
 def software() -> dict[str, str]:

@@ -11,7 +11,6 @@ Training does not depend on it: a sampler that fails or dies is told in one line
 from __future__ import annotations
 
 import math
-import sys
 import threading
 import time
 from collections import deque
@@ -25,6 +24,7 @@ from ray.exceptions import RayError
 
 from hybridflow.cluster import ray_runtime
 from hybridflow.cluster.nvml import MakeReader, NvmlReader
+from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.device_samples import DeviceFile, DeviceSample, summarise
 
@@ -140,7 +140,7 @@ class DeviceMonitor:
             self._end()
             cause = str(getattr(error, "cause", None) or error).strip().splitlines()[0]
             line = f"the GPUs are no longer watched: {cause}"
-            print(f"hybridflow: devices: {line}", file=sys.stderr, flush=True)
+            log.warning(f"devices: {line}")
             return []
 
     def _arrived(self) -> list[DeviceSample]:

@@ -28,6 +28,7 @@ from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.private_ray import LOOPBACK, PrivateRay, driver_imports, on_loopback
 from hybridflow.cluster.ray_watch import RayWatch
 from hybridflow.cluster.termination import termination
+from hybridflow.errors.log import log
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 """Arguments of `ray.init`: no worker output on the console."""
@@ -114,7 +115,7 @@ class LocalRay:
                     limit = f"limits.ray_start_s={self._limits.ray_start_s:g}"
                     raise EngineError(f"{error} (after {took}; {limit})") from error
                 line = f"{error}, after {took}; trying again, for {deadline - now:.0f} s more"
-                print(f"hybridflow: {line}", file=sys.stderr, flush=True)
+                log.warning(line)
 
     def stop(self) -> None:
         """Stop it, to the last process. Idempotent."""

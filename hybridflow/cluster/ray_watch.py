@@ -11,13 +11,13 @@ import contextlib
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 
 from engine3d.errors import EngineError
 from hybridflow.cluster.process_tree import is_stopped
+from hybridflow.errors.log import log
 
 _LOOK_EVERY_S = 1.0
 # One that was asked to end may be so with all of its session, this process included: that is the cause then.
@@ -105,7 +105,7 @@ class RayWatch:
             if stopped_s > self._quiet_s and descriptor not in self._told:
                 self._told.add(descriptor)
                 line = f"{name} (process {pid}) has been stopped since {since}, as by SIGSTOP; the run waits for it"
-                print(f"hybridflow: {line} (kill -CONT {pid})", file=sys.stderr, flush=True)
+                log.warning(f"{line} (kill -CONT {pid})")
         return None
 
 

@@ -8,7 +8,6 @@ import io
 import json
 import math
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from engine3d.errors import UserError
 from engine3d.input_files import FileError, parse_json
+from hybridflow.errors.log import log
 from hybridflow.rundir.atomic_files import AppendedFile, replace_file, whole_lines
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class PatientSink[R: Stamped]:
 
     @staticmethod
     def _say(line: str) -> None:
-        print(f"hybridflow: metrics: {line}", file=sys.stderr, flush=True)
+        log.warning(f"metrics: {line}")
 
 
 def _reason(error: OSError | FileError) -> str:

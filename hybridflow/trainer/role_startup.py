@@ -24,6 +24,7 @@ from hybridflow.cluster.device_map import Device, Node, highest_cpu_slot, pool_d
 from hybridflow.cluster.gpu_availability import WAIT_S, check_bundles_free, check_gpus_free
 from hybridflow.cluster.resource_pool import ResourcePool
 from hybridflow.config.recipe import Recipe
+from hybridflow.errors.log import log
 from hybridflow.planning.cache_size import Lengths, cache_tokens
 from hybridflow.planning.placement_check import check_apart, check_reward_devices
 from hybridflow.roles.offload import begin_in_turn, check_offload
@@ -250,7 +251,7 @@ class _Start:
         tokens = cache_tokens(recipe, lengths, engines, devices[0].kind)
         each = tokens * cache_of_a_token(sizes, engine.tp, getattr(torch, engine.dtype).itemsize)
         said = "rollout.engine.max_total_tokens" if engine.max_total_tokens is not None else "all that a step needs"
-        print(f"rollout: KV cache of {tokens:,} tokens ({said}), {each / 1e9:.2f} GB of each device", flush=True)
+        log.info(f"rollout: KV cache of {tokens:,} tokens ({said}), {each / 1e9:.2f} GB of each device")
         return tokens
 
     def _functions(self) -> WorkerGroup:

@@ -21,6 +21,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import settings_yaml
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.errors.log import log
 from hybridflow.metrics.logger import Metrics
 from hybridflow.planning.prompts import encode, prompt_limit
 from hybridflow.rundir.file_names import RECIPE
@@ -133,7 +134,7 @@ def prepare(recipe: Recipe) -> Run:
     lock = hold(directory, SETTING) if directory.is_dir() else None
     resumption, notes = find_resumption(recipe)
     for note in notes:
-        print(note, flush=True)
+        log.info(note)
     in_place = resumption is not None and resumption.in_place
     if resumption is not None and not in_place and resumption.directory.is_relative_to(directory):
         raise UserError(

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from hybridflow.cluster.device_map import Device
+from hybridflow.errors.log import log
 
 
 class StartLog:
@@ -18,7 +19,7 @@ class StartLog:
 
     def say(self, what: str) -> None:
         """Print one line."""
-        print(f"start {time.monotonic() - self._began:5.1f} s  {what}", flush=True)
+        log.info(f"start {time.monotonic() - self._began:5.1f} s  {what}")
 
     def roles(self, devices: Mapping[str, Sequence[Device]]) -> None:
         """Say which roles start, and on how many devices."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from hybridflow.batch.worker_output import COUNTED, Columns
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.prompts import Draw, Prompts
 from hybridflow.data.sampler import PromptSampler
+from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
 from hybridflow.metrics.sample_file import SampleText
@@ -317,7 +317,7 @@ class TrainerStep(Step[Any]):
                 f"step {self.number}: {refused} of {len(self.updates)} updates would have begun past "
                 f"algorithm.kl_guard={self.config.kl_guard:g} and were skipped; the learning rate starts anew"
             )
-            print(f"hybridflow: {line}", file=sys.stderr, flush=True)
+            log.warning(line)
 
     def _control(self, samples: int) -> None:
         """Let the KL penalty's controller learn from the step."""
@@ -340,4 +340,4 @@ def tell_failures(where: str, result: RewardResult) -> None:
     """One line on stderr where a reward function failed; the log of the reward's rank has them all."""
     if result.failures:
         count = f"{len(result.failures)} failures of reward functions"
-        print(f"hybridflow: {where}: {count}; first, {result.failures[0]}", file=sys.stderr, flush=True)
+        log.warning(f"{where}: {count}; first, {result.failures[0]}")

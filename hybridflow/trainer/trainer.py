@@ -25,6 +25,7 @@ from hybridflow.cluster.orphans import remove_orphans
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.sampler import PromptSampler
+from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.metrics.timeline import timeline
@@ -78,7 +79,7 @@ def train(recipe: Recipe) -> Outcome:
                 first, last = trainer.run()
         opened.phases.enter("end")
     for line in (*summary(first, last), *results(recipe)):
-        print(line, flush=True)
+        log.info(line)
     return Outcome(run.directory, first, last)
 
 
@@ -87,7 +88,7 @@ def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
     """Start the roles, and end them when the block is left."""
     recipe, run, sinks = opened.recipe, opened.run, opened.sinks
     if recipe.checkpoint.save_interval is not None and (reasons := inexact_because(recipe)):
-        print(f"checkpoints: a resumed run may differ from this one by {'; '.join(reasons)}", flush=True)
+        log.info(f"checkpoints: a resumed run may differ from this one by {'; '.join(reasons)}")
     with (
         Checkpoints(recipe, run.model_directory, sinks) as checkpoints,
         start_roles(recipe, run) as roles,
@@ -120,7 +121,7 @@ def export_finished(recipe: Recipe, run: Run) -> None:
     directory = run.directory / EXPORT
     state, steps = run.resumption.state, recipe.trainer.steps
     past = f"; the checkpoint is after step {state.step}" if state is not None and state.step > steps else ""
-    print(f"resume: all {steps} steps are done{past}", flush=True)
+    log.info(f"resume: all {steps} steps are done{past}")
     if recipe.trainer.export and not directory.exists():
         export_checkpoint(
             run.resumption.directory, directory, dtype=recipe.train.dtype, verify=recipe.checkpoint.verify
@@ -199,7 +200,7 @@ class Trainer:
         self.machinery.phases.enter("start" if resumption is None else "load")
         wait_for(self.roles, "actor")
         found: dict[str, str] = self.roles.starting["actor"].result()[0]
-        print("  ".join(f"{name} {version}" for name, version in found.items()), flush=True)
+        log.info("  ".join(f"{name} {version}" for name, version in found.items()))
         if resumption is not None and resumption.state is not None:
             self.go_on(resumption.state)
             return False

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import sys
 import threading
 import time
 import weakref
@@ -22,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from hybridflow.cluster.process_tree import family, is_stopped, write_stacks
+from hybridflow.errors.log import log
 from hybridflow.rundir.progress import where_now
 from hybridflow.workers.failure_diagnosis import where
 from hybridflow.workers.ranks import Ranks
@@ -124,7 +124,7 @@ class Waits:
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
             who = where(wait.ranks.role, wait.method, wait.silent)
             line = f"{where_now()}: {who}: no answer since {since} ({waited_s:.0f} s){stopped}{stacks}"
-            print(f"hybridflow: {line}", file=sys.stderr, flush=True)
+            log.warning(line)
             wait.limit_s = 2 * waited_s
 
 
