@@ -20,14 +20,14 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import build_model, export_weights, load_model_spec, load_weights
 from engine3d.models.load_balance import LoadBalance, Routing
+from engine3d.models.router import load_balance
 from engine3d.models.weights import rank_parameters
 from engine3d.platform import platform
 from engine3d.training import parallel
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.flops import sequence_flops
 from engine3d.training.host_state import HostState
-from engine3d.training.megatron_options import check_options
-from engine3d.training.megatron_settings import megatron_settings
+from engine3d.training.megatron_settings import check_options, megatron_settings
 from engine3d.training.offload import Offload, OffloadFigures
 from engine3d.training.optimizer import build_optimizer, element_bytes, of_buffers, wrap_for_training
 from engine3d.training.profile import UpdateTrace
@@ -175,7 +175,7 @@ class TrainEngine:
         self._offload = Offload(self.device, constant=not trainable) if offload else None
         if trainable:
             if self.spec.sizes.experts:
-                self._balance = LoadBalance.of(module, self.spec.sizes.sparse)
+                self._balance = load_balance(module, self.spec.sizes.sparse)
                 if module.config.moe_router_enable_expert_bias:
                     self._bias_rate = module.config.moe_router_bias_update_rate
             with platform.shareable_memory():
