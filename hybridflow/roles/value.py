@@ -17,7 +17,7 @@ from hybridflow.roles.packing import finite_scores, to_response_column, to_seque
 from hybridflow.workers.protocols import THREE_D_PROTO, register
 
 if TYPE_CHECKING:
-    from engine3d.training.engine import TokenOutputs
+    from engine3d.training.forward import TokenOutputs
 
 ValueKind = Literal["reward", "cost"]
 """What values foretell: rewards (columns `values` and `returns`) or costs (`cost_values` and `cost_returns`)."""
