@@ -13,6 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from engine3d.layout import Layout
 from engine3d.models.family import ModelSpec
 from engine3d.models.local_modules import ValueHead
+from engine3d.models.megatron_config import layer_spec, transformer_config
 
 # It warns at every build that GPTModel will give way to HybridModel; the version is pinned.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
@@ -45,11 +46,11 @@ def build_model(
     Raises:
         UserError: the layout does not divide the model, or Megatron refuses an argument.
     """
-    config = spec.transformer_config(layout, dtype, **(overrides or {}))
+    config = transformer_config(spec, layout, dtype, **(overrides or {}))
     post_process = parallel_state.is_pipeline_last_stage() if post_process is None else post_process
     model = GPTModel(
         config=config,
-        transformer_layer_spec=spec.layer_spec(config, one_step_experts=one_step_experts),
+        transformer_layer_spec=layer_spec(spec, config, one_step_experts=one_step_experts),
         vocab_size=spec.padded_vocabulary(layout),
         max_sequence_length=spec.sizes.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage() if pre_process is None else pre_process,

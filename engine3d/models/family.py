@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.layout import Coordinates, Layout
@@ -25,11 +23,6 @@ from engine3d.models.rules import (
     padded_vocabulary,
 )
 from engine3d.models.sizes import Sizes
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -195,29 +188,6 @@ class ModelSpec:
         total = self.parameter_count() - (0 if sizes.tied and not self.value_head else sizes.vocabulary * sizes.hidden)
         expert = 3 * sizes.hidden * sizes.expert_ffn
         return total - sum(sizes.sparse) * (sizes.experts - sizes.experts_per_token) * expert
-
-    def transformer_config(self, layout: Layout, dtype: torch.dtype, **overrides: Any) -> TransformerConfig:
-        """Megatron's configuration of the model on this machine. `overrides` are TransformerConfig arguments.
-
-        Raises:
-            UserError: the layout does not divide the model, or Megatron refuses an argument.
-        """
-        from engine3d.models.megatron_config import transformer_config
-
-        return transformer_config(self, layout, dtype, **overrides)
-
-    def layer_spec(
-        self, config: TransformerConfig, *, one_step_experts: bool = False
-    ) -> TransformerBlockSubmodules | ModuleSpec:
-        """Megatron's layers for this rank's stage: Transformer Engine where it is present, else Megatron's own.
-
-        Args:
-            config: Megatron's configuration.
-            one_step_experts: make one step of what experts do, which needs Transformer Engine.
-        """
-        from engine3d.models.megatron_config import layer_spec
-
-        return layer_spec(self, config, one_step_experts=one_step_experts)
 
 
 def _elements(tensor: HFTensor) -> int:

@@ -120,26 +120,6 @@ class LoadBalance:
         for router in self._routers:
             router.balance = self
 
-    @staticmethod
-    def of(model: Any, sparse: Sequence[bool]) -> LoadBalance:
-        """Of this rank's part of a model with experts, by its TransformerConfig; `sparse` is that of all layers."""
-        from megatron.core import parallel_state
-
-        from engine3d.models.router import Router
-
-        config = model.config
-        return LoadBalance(
-            [module for module in model.modules() if isinstance(module, Router)],
-            RouterLosses.of(config),
-            sparse=sparse,
-            experts=config.num_moe_experts,
-            most=config.moe_router_topk,
-            device=next(model.parameters()).device,
-            # Groups that are used anyway: for each that is, NCCL takes memory.
-            everyone=parallel_state.get_intra_distributed_optimizer_instance_group(),
-            shares=parallel_state.get_tensor_model_parallel_group(),
-        )
-
     @property
     def watches(self) -> bool:
         """Whether an update is computed, or what it is going to choose."""

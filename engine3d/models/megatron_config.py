@@ -27,7 +27,7 @@ from engine3d.platform import platform
 
 
 def transformer_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype, **overrides: Any) -> TransformerConfig:
-    """Megatron's configuration of the model. `overrides` are TransformerConfig arguments and win.
+    """Megatron's configuration of the model on this machine. `overrides` are TransformerConfig arguments and win.
 
     Raises:
         UserError: the layout does not divide the model, or Megatron refuses the arguments.
@@ -153,7 +153,15 @@ def _kernels() -> dict[str, Any]:
 def layer_spec(
     spec: ModelSpec, config: TransformerConfig, *, one_step_experts: bool = False
 ) -> TransformerBlockSubmodules:
-    """The layers of this rank's pipeline stage; Megatron's process groups must have been started."""
+    """Megatron's layers for this rank's stage: Transformer Engine where it is present, else Megatron's own.
+
+    Megatron's process groups must have been started.
+
+    Args:
+        spec: the model.
+        config: Megatron's configuration.
+        one_step_experts: make one step of what experts do, which needs Transformer Engine.
+    """
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=platform.has_transformer_engine, normalization="RMSNorm"
     )

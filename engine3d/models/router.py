@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from engine3d.models.load_balance import LoadBalance
+from engine3d.models.load_balance import LoadBalance, RouterLosses
 
 
 class Router(TopKRouter):  # type: ignore[misc]
@@ -53,3 +55,19 @@ class Router(TopKRouter):  # type: ignore[misc]
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Nothing: `balance` counts, real tokens alone."""
+
+
+def load_balance(model: Any, sparse: Sequence[bool]) -> LoadBalance:
+    """Of this rank's part of a model with experts, by its TransformerConfig; `sparse` is that of all layers."""
+    config = model.config
+    return LoadBalance(
+        [module for module in model.modules() if isinstance(module, Router)],
+        RouterLosses.of(config),
+        sparse=sparse,
+        experts=config.num_moe_experts,
+        most=config.moe_router_topk,
+        device=next(model.parameters()).device,
+        # Groups that are used anyway: for each that is, NCCL takes memory.
+        everyone=parallel_state.get_intra_distributed_optimizer_instance_group(),
+        shares=parallel_state.get_tensor_model_parallel_group(),
+    )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.rollout.launch import read_config
-from engine3d.rollout.server_arguments import sglang_directory
+from engine3d.sglang_source import sglang_directory
 
 VARIABLE = "SGLANG_MOE_CONFIG_DIR"
 _CONFIGS = "configs"

@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from engine3d.rollout.run_files import RUN_DIRECTORY_VARIABLE
+
 _BYTES = 8
 
 
@@ -37,8 +39,6 @@ def batches_run(run_directory: Path) -> int:
 
 def start_counting(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After SGLang's `Scheduler.__init__`: the first rank counts for all, since they run the same batches."""
-    from engine3d.rollout.sglang_plugin import RUN_DIRECTORY_VARIABLE
-
     if scheduler.tp_worker.model_runner.ps.tp_rank == 0:
         scheduler.engine3d_batches = BatchCounter(Path(os.environ[RUN_DIRECTORY_VARIABLE]))
 

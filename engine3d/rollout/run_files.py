@@ -21,6 +21,9 @@ import time
 from pathlib import Path
 from typing import IO
 
+RUN_DIRECTORY_VARIABLE = "ENGINE3D_ROLLOUT_RUN_DIRECTORY"
+"""Environment of an engine's processes: the run directory that they belong to."""
+
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "engine3d-rollout-"
 _NEW = "new-"

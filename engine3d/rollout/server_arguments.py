@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import ast
 import difflib
-import importlib.util
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError
+from engine3d.sglang_source import sglang_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +154,6 @@ _NOT_TRIED = "it was not tried, so that nobody knows whether log-probs, weights 
 
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "flex_attention", "torch_native")
 """Those that were tried: they read the keys and values that SGLang's own pools hold, in the engine's dtype."""
-
-
-def sglang_directory() -> Path:
-    """Where the installed SGLang lies, found without importing it."""
-    spec = importlib.util.find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError("sglang is not installed in this environment")
-    return Path(spec.submodule_search_locations[0])
 
 
 @cache

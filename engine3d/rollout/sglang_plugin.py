@@ -16,12 +16,9 @@ from typing import Any
 from engine3d.platform import platform
 from engine3d.platform.sglang_cpu import START_METHOD_VARIABLE
 from engine3d.rollout.progress import count_batch, start_counting
-from engine3d.rollout.run_files import segment_name
+from engine3d.rollout.run_files import RUN_DIRECTORY_VARIABLE, segment_name
 from engine3d.rollout.text_stops import end_at_text
 from engine3d.stacks import write_stacks_on_signal
-
-# The run directory of the engine that this process belongs to.
-RUN_DIRECTORY_VARIABLE = "ENGINE3D_ROLLOUT_RUN_DIRECTORY"
 
 # In the run directory: where the engine's ranks meet.
 _MEETING = "meeting"

@@ -9,14 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Any
-
-from engine3d.errors import UserError
-from engine3d.layout import Layout
-
-if TYPE_CHECKING:
-    from engine3d.models.family import ModelSpec
-    from engine3d.training.config import TrainConfig
+from typing import Any
 
 PAGE = "docs/megatron_options.md"
 BALANCE_LOSSES = ("seq_aux_loss", "global_aux_loss")
@@ -265,63 +258,6 @@ def _why_not(balance: Any) -> str:
         if isinstance(kind, str) and kind in _BALANCE_REFUSED:
             return f": {_BALANCE_REFUSED[kind]}"
     return ""
-
-
-def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, transformer_engine: bool) -> None:
-    """Refuse options that do not go with each other, the model, the layout, other settings or the devices.
-
-    Args:
-        config: whose `megatron` has passed `refusals`.
-        spec: the model.
-        layout: of the model.
-        transformer_engine: whether the model is built from Transformer Engine's layers.
-
-    Raises:
-        UserError: names the option.
-    """
-    options = config.megatron
-    for name in options:
-        if BY_NAME[name].needs_gpu and options[name] and not transformer_engine:
-            raise UserError(f"megatron.{name}={options[name]} needs Transformer Engine; expected false on a CPU")
-    if options.get("moe_token_dispatcher_type") == "allgather":
-        gathers = "megatron.moe_token_dispatcher_type=allgather"
-        if not config.packing:
-            raise UserError(f"{gathers} needs packing=true, found false")
-        if layout.pp > 1:
-            raise UserError(
-                f"{gathers} with pp={layout.pp}: expected pp=1, or alltoall, because Megatron-Core gathers no tokens "
-                "where stages pass micro-batches of several lengths"
-            )
-    scores = spec.family.megatron(spec.sizes).get("moe_router_score_function", "softmax")
-    if options.get("moe_router_fusion") and scores != "softmax":
-        raise UserError("megatron.moe_router_fusion=true was tried with a softmax over experts alone; expected false")
-    kinds, coefficients = options.get("moe_router_load_balancing_type"), options.get("moe_aux_loss_coeff", 0.0)
-    lists = isinstance(kinds, list), isinstance(coefficients, list)
-    if lists[0] != lists[1] or (all(lists) and len(kinds or ()) != len(coefficients)):
-        raise UserError(
-            f"megatron.moe_aux_loss_coeff={coefficients} with moe_router_load_balancing_type={kinds}: expected as many "
-            "of one as of the other"
-        )
-    if kinds == "none" and coefficients:
-        raise UserError(
-            f"megatron.moe_aux_loss_coeff={coefficients} with moe_router_load_balancing_type=none does nothing"
-        )
-
-
-def check_effect(config: TrainConfig, spec: ModelSpec, *, trained: bool) -> None:
-    """Refuse options that would do nothing; not for a model that shares another one's settings.
-
-    Raises:
-        UserError: names the option.
-    """
-    for name, value in config.megatron.items():
-        if BY_NAME[name].needs_experts and not spec.sizes.experts:
-            raise UserError(f"megatron.{name} is set, and {spec.family.architecture} has no experts")
-        if BY_NAME[name].learns and not trained:
-            raise UserError(f"megatron.{name} changes what a model learns, and this one is not trained")
-        biased = spec.family.megatron(spec.sizes).get("moe_router_enable_expert_bias")
-        if name == "moe_router_bias_update_rate" and value and not biased:
-            raise UserError(f"megatron.{name} is set, and {spec.family.architecture} has no bias of experts")
 
 
 def page() -> str:

@@ -12,8 +12,7 @@ from engine3d.layout import Layout
 from engine3d.models import ModelSpec, check_finite_weights, check_weights, load_model_spec
 from engine3d.platform import platform
 from engine3d.rollout.served import check_served
-from engine3d.training.megatron_options import check_effect, check_options
-from engine3d.training.megatron_settings import megatron_settings
+from engine3d.training.megatron_settings import check_effect, check_options, megatron_settings
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import ScoringModel
 
@@ -33,8 +32,10 @@ def check_megatron(recipe: Recipe, role: str, spec: ModelSpec, layout: Layout, *
             check_effect(config, spec, trained=role in recipe.trained_roles)
         check_options(config, spec, layout, transformer_engine=gpus)
         if config.megatron and gpus == platform.has_transformer_engine:  # Megatron-Core takes seconds to import
+            from engine3d.models.megatron_config import transformer_config
+
             settings = megatron_settings(config, spec, layout)
-            spec.transformer_config(layout, getattr(torch, config.dtype), **settings)
+            transformer_config(spec, layout, getattr(torch, config.dtype), **settings)
     except UserError as error:
         raise UserError(f"{setting}.{error}") from None
 

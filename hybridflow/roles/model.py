@@ -30,7 +30,8 @@ from hybridflow.workers.protocols import ONE_TO_ALL, THREE_D_PROTO, register
 
 if TYPE_CHECKING:
     from engine3d.checkpoint.save import Begun
-    from engine3d.training.engine import LossFunction, UpdateGuard
+    from engine3d.training.forward import LossFunction
+    from engine3d.training.update import UpdateGuard
 
 
 @dataclass(frozen=True)

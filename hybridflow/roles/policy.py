@@ -22,7 +22,7 @@ from hybridflow.roles.packing import to_response_column, to_sequences
 from hybridflow.workers.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PROTO, register
 
 if TYPE_CHECKING:
-    from engine3d.training.engine import TokenOutputs
+    from engine3d.training.forward import TokenOutputs
 
 
 class PolicyWorker(ModelWorker):
@@ -65,7 +65,7 @@ class PolicyWorker(ModelWorker):
             whitening: moments of the advantages of the whole batch, by which they are whitened; None leaves them.
             stale: an older policy has made the batch. The ratio is to that one, whose log-probs are the engines'.
         """
-        from engine3d.training.engine import UpdateGuard
+        from engine3d.training.update import UpdateGuard
 
         advantages = batch.advantages
         if whitening is not None:

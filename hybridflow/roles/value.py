@@ -17,7 +17,7 @@ from hybridflow.roles.packing import finite_scores, to_response_column, to_seque
 from hybridflow.workers.protocols import THREE_D_PROTO, register
 
 if TYPE_CHECKING:
-    from engine3d.training.engine import TokenOutputs
+    from engine3d.training.forward import TokenOutputs
 
 NAMES = {"reward": CRITIC, "cost": COST_CRITIC}
 """What the metrics of either critic are called."""

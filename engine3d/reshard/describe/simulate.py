@@ -33,7 +33,7 @@ from engine3d.models import missing_for_sglang
 from engine3d.reshard.describe.same_model import check_same_model
 from engine3d.reshard.describe.shards import Buffer, Holding
 from engine3d.reshard.describe.trace import LoadTrace, Tensors, trace_load
-from engine3d.rollout.server_arguments import sglang_directory
+from engine3d.sglang_source import sglang_directory
 
 # Of sglang.srt.distributed.parallel_state: one for each kind of process group.
 _GROUPS = ("_WORLD", "_TP", "_ATTN_TP", "_ATTN_CP", "_DCP", "_MOE_DP", "_MOE_EP", "_MOE_TP", "_PP")

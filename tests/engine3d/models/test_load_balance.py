@@ -16,8 +16,8 @@ from torch import Tensor
 from engine3d.models.rules import Box, Piece
 from engine3d.models.weights import rank_parameters
 from engine3d.training.config import OptimizerConfig
-from engine3d.training.engine import UpdateGuard
 from engine3d.training.sequences import Sequences
+from engine3d.training.update import UpdateGuard
 from tests.engine3d.checkpoint.test_save import build_engine, save
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed

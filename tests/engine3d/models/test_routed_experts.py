@@ -19,9 +19,10 @@ from engine3d.errors import UserError
 from engine3d.layout import Coordinates, Layout
 from engine3d.models import build_model, expert_rows, load_model_spec, load_weights
 from engine3d.models.expert_rows import Rows, rows_of
-from engine3d.models.load_balance import LoadBalance, Routing
+from engine3d.models.load_balance import Routing
 from engine3d.models.moe_layer import MoELayerInOneStep
 from engine3d.models.routed_experts import Weights, routed_experts
+from engine3d.models.router import load_balance
 from engine3d.training import parallel
 from engine3d.training.config import TrainConfig
 from tests.engine3d.models.test_load_balance import LOSSES
@@ -189,7 +190,7 @@ def _layers(directory: Path, layout: Layout, coordinates: Coordinates, overrides
     tokens = torch.randint(spec.vocab_size, (2, 12), generator=generator)
     slope = torch.randn(2, 12, spec.padded_vocabulary(layout) // layout.tp, generator=generator)
 
-    balance = LoadBalance.of(model, spec.sizes.sparse)
+    balance = load_balance(model, spec.sizes.sparse)
     sequences = torch.tensor([[0] * 5 + [1] * 6 + [-1], [2] * 12], dtype=torch.int32)
 
     def passed() -> Tensor:

@@ -19,8 +19,8 @@ from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig, launc
 from engine3d.rollout.host import _order
 from engine3d.rollout.log import root_cause
 from engine3d.rollout.run_files import make_run_directory, segment_name
-from engine3d.rollout.server_arguments import sglang_directory
 from engine3d.rollout.weights import ModelTensors, check_weights_fit
+from engine3d.sglang_source import sglang_directory
 
 
 def test_every_accepted_argument_is_one_of_sglangs() -> None:

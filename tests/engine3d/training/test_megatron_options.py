@@ -20,11 +20,10 @@ from engine3d.training.megatron_options import (
     OPTIONS,
     PAGE,
     REFUSED,
-    check_effect,
-    check_options,
     page,
     refusals,
 )
+from engine3d.training.megatron_settings import check_effect, check_options
 from tests.support import tiny_families
 
 ROOT = Path(__file__).parents[3]

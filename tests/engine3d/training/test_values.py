@@ -75,7 +75,8 @@ def export_of(root: Path, case: Case) -> Path:
 def run_case(root: Path, case: Case) -> Seen:
     """Values and scores; updates with a schedule that begins again half way; values, scores and an export."""
     from engine3d.checkpoint.state import held_parameters, optimizer_step
-    from engine3d.training.engine import TokenOutputs, TrainEngine
+    from engine3d.training.engine import TrainEngine
+    from engine3d.training.forward import TokenOutputs
 
     config = TrainConfig(
         layout=LayoutConfig(**case.sizes),

@@ -1,0 +1,92 @@
+"""A rank's part of a model with the weights of a directory, and its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine3d.layout import Layout
+from engine3d.models import build_model, load_model_spec, load_weights
+from engine3d.platform import platform
+from engine3d.training import parallel
+from engine3d.training.config import TrainConfig
+from engine3d.training.megatron_settings import check_options, megatron_settings
+from engine3d.training.offload import Offload, OffloadFigures
+
+
+class BuiltModel:
+    """A rank's part of a model, built and loaded. The arguments are those of `TrainEngine`."""
+
+    def __init__(
+        self,
+        model_directory: Path,
+        config: TrainConfig,
+        layout: Layout,
+        *,
+        value_head: bool = False,
+        trainable: bool = True,
+        seed: int = 0,
+        load: bool = True,
+        offload: bool = False,
+    ) -> None:
+        self.config, self.layout, self.value_head = config, layout, value_head
+        spec = load_model_spec(model_directory, value_head=value_head)
+        spec.check_layout(layout)
+        check_options(config, spec, layout, transformer_engine=platform.has_transformer_engine)
+        if trainable:
+            config.check_trained(spec.sizes, layout)
+        self.spec = spec.of_trainer(layout, transformer_engine=platform.has_transformer_engine)
+        if config.deterministic:
+            platform.prepare_deterministic()
+        self.coordinates = parallel.initialise(layout, seed=seed, timeout_s=config.timeout_s)
+        self.dtype = getattr(torch, config.dtype)
+        from megatron.core import parallel_state
+
+        self.is_first_stage = parallel_state.is_pipeline_first_stage()
+        self.is_last_stage = parallel_state.is_pipeline_last_stage()
+        self._tp_group = parallel_state.get_tensor_model_parallel_group()
+        self._dp_group = parallel_state.get_data_parallel_group()
+        with platform.shareable_memory():  # of buffers that engines read
+            module = build_model(
+                self.spec,
+                layout,
+                self.dtype,
+                overrides=megatron_settings(config, self.spec, layout),
+                one_step_experts=config.has_one_step_experts(spec.sizes, layout),
+            )
+        if load:
+            load_weights(module, self.spec, layout, self.coordinates, model_directory, needs_head=not trainable)
+        self.device = next(module.parameters()).device
+        self._offload = Offload(self.device, constant=not trainable) if offload else None
+        self.model: Any = module
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+
+    @property
+    def module(self) -> Any:
+        """Megatron-Core's model, without what is wrapped around it for training."""
+        return self.model.module if self.optimizer is not None else self.model
+
+    def take_back(self) -> None:
+        """Have weights and optimizer on the device, where `offload` has taken them away."""
+        if self._offload is not None:
+            self._offload.bring_back()
+
+    def where(self, tensor: Tensor) -> Tensor:
+        """A tensor of the model or its optimizer; while it is away the same elements in host memory, for reading."""
+        return tensor if self._offload is None else self._offload.where(tensor)
+
+    def take_offload_figures(self) -> OffloadFigures:
+        """What `offload` has moved since the last call."""
+        return self._offload.take_figures() if self._offload is not None else OffloadFigures()
+
+    def _take_what_stays(self) -> None:
+        """Before any call has made and freed large tensors: small ones that stay would lie in their memory."""
+        platform.take_workspaces()
+        if self.optimizer is not None and platform.has_transformer_engine:
+            from engine3d.models.transformer_engine_modules import take_dummy_gradients
+
+            take_dummy_gradients(self.module)

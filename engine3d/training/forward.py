@@ -1,0 +1,193 @@
+"""Micro-batches through a model: log-probs, values, and the losses that updates are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine3d.collectives import all_reduce
+from engine3d.errors import UserError
+from engine3d.models.load_balance import LoadBalance
+from engine3d.training.build import BuiltModel
+from engine3d.training.flops import sequence_flops
+from engine3d.training.profile import UpdateTrace
+from engine3d.training.sequences import MicroBatch, Sequences, assign, least_micro_batches, micro_batch
+from engine3d.training.vocab_parallel import logprobs_and_entropy
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What the model says of each of T tokens, and with a value head of each of K sequences.
+
+    Figures of the first token of a sequence are 0.
+
+    Args:
+        logprobs: (T,) float32, or None for a model with a value head.
+        entropy: (T,) float32 in nats of the distribution that the token was drawn from, or None.
+        values: (T,) float32 of the state in which each token was chosen, or None for a language model.
+        scores: (K,) float32 of the state that has read all of each sequence, or None for a language model.
+    """
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    scores: Tensor | None = None
+
+
+LossFunction = Callable[[TokenOutputs, dict[str, Tensor]], tuple[Tensor, Any]]
+"""(figures of T tokens, columns of T tokens) -> (scalar loss, facts). The gradient is that of the sum of the losses
+over all micro-batches and data-parallel ranks: means are the caller's, by weights among the columns. Losses of routers
+(`models.load_balance`) come on top of it."""
+
+
+class ForwardModel(BuiltModel):
+    """A model that computes. The arguments are those of `TrainEngine`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self._forward_backward = get_forward_backward_func()
+        self._trace: UpdateTrace | None = None
+        self._balance: LoadBalance | None = None
+
+    def logprobs(
+        self, sequences: Sequences, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> TokenOutputs | None:
+        """Log-probs (and entropies) of every token of this data-parallel rank's sequences, without gradients.
+
+        Returns:
+            Outputs in the order of the sequences' tokens, on the CPU; None on ranks not on the last pipeline stage.
+        """
+        if self.value_head:
+            raise UserError("logprobs: this model has a value head in place of its vocabulary")
+        return self._forward(sequences, temperature, with_entropy)
+
+    def values(self, sequences: Sequences) -> TokenOutputs | None:
+        """The value of the state in which every token was chosen, and the score of every sequence, without gradients.
+
+        The value of a token is the head's output at the token before it, the score that at the sequence's last token.
+        Returned as `logprobs` does.
+        """
+        if not self.value_head:
+            raise UserError("values: this model has no value head")
+        return self._forward(sequences, 1.0, False)
+
+    def _forward(self, sequences: Sequences, temperature: float, with_entropy: bool) -> TokenOutputs | None:
+        self.take_back()
+        batches = self.micro_batches(sequences)
+
+        def collect(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, TokenOutputs]:
+            return torch.zeros((), device=self.device), outputs
+
+        with torch.no_grad():
+            results = self._run(batches, partial(self._loss, collect, temperature, with_entropy), forward_only=True)
+        if not self.is_last_stage:
+            return None
+        names = ("values",) if self.value_head else ("logprobs", "entropy") if with_entropy else ("logprobs",)
+        whole = {name: torch.zeros(sequences.tokens.numel()) for name in names}
+        for batch, outputs in zip(batches, results, strict=True):
+            for name, figures in whole.items():
+                figures[batch.flat] = getattr(outputs, name).float().cpu()
+        if self.value_head:
+            whole["scores"] = torch.zeros(len(sequences))
+            for batch, outputs in zip(batches, results, strict=True):
+                whole["scores"][list(batch.indices)] = outputs.scores.float().cpu()
+        return TokenOutputs(**whole)
+
+    def micro_batches(self, sequences: Sequences) -> list[MicroBatch]:
+        """The sequences as micro-batches of like FLOPs, as many on every data-parallel rank."""
+        lengths = sequences.lengths.tolist()
+        costs = sequence_flops(self.spec, lengths).tolist()
+        count = torch.tensor(least_micro_batches(lengths, self.config.micro_batch_tokens), device=self.device)
+        all_reduce(count, dist.ReduceOp.MAX, self._dp_group)
+        batches = assign(lengths, costs, self.config.micro_batch_tokens, at_least=max(1, int(count)))
+        multiple = self.layout.tp if self.config.sequence_parallel else 1
+        positions = [0] * len(batches)
+        if self.config.gathers_tokens(self.layout):
+            own = [sum(lengths[index] for index in indices) for indices in batches]
+            most = torch.tensor(own, device=self.device)
+            all_reduce(most, dist.ReduceOp.MAX, self._dp_group)
+            positions = most.tolist()
+        return [
+            micro_batch(sequences, indices, packed=self.config.packing, multiple=multiple, positions=least)
+            for indices, least in zip(batches, positions, strict=True)
+        ]
+
+    def _run(
+        self,
+        batches: list[MicroBatch],
+        loss: Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """All micro-batches through Megatron-Core's pipeline schedule; the facts of each, on the last stage."""
+
+        def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            batch = next(data).to(self.device)
+            arguments = {"packed_seq_params": _packed_parameters(batch), "padding_mask": self._sequences_of(batch)}
+            return model(batch.input_ids, batch.position_ids, None, **arguments), partial(loss, batch)
+
+        schedule = self._forward_backward
+        if self._trace is not None and not forward_only:
+            schedule, self._trace = partial(self._trace.run, schedule), None
+        return schedule(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=[self.model],
+            num_microbatches=len(batches),
+            seq_length=batches[0].input_ids.shape[1],
+            micro_batch_size=batches[0].input_ids.shape[0],
+            forward_only=forward_only,
+        )
+
+    def _sequences_of(self, batch: MicroBatch) -> Tensor | None:
+        """(B, S), or (B, S / tp) where Megatron-Core does not cut it itself: what routers are to know of positions."""
+        if self._balance is None or not self._balance.watches:
+            return None
+        if self.is_first_stage or not self.module.config.sequence_parallel:
+            return batch.sequences
+        return batch.sequences.chunk(self.layout.tp, dim=1)[self.coordinates.tp].contiguous()
+
+    def _nothing(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, None]:
+        return torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int, device=self.device), None
+
+    def _loss(
+        self, loss_function: LossFunction, temperature: float, with_entropy: bool, batch: MicroBatch, output: Tensor
+    ) -> tuple[Tensor, Tensor, Any]:
+        if self.value_head:
+            output = output.float()
+            outputs = TokenOutputs(values=batch.figures(output), scores=batch.last_figures(output))
+        else:
+            logprobs, entropy = logprobs_and_entropy(
+                output.view(-1, output.shape[-1]),
+                batch.targets.view(-1),
+                vocabulary=self.spec.vocab_size,
+                group=self._tp_group,
+                temperature=temperature,
+                with_entropy=with_entropy,
+                overwrite=True,
+            )
+            outputs = TokenOutputs(batch.figures(logprobs), batch.figures(entropy) if with_entropy else None)
+        loss, facts = loss_function(outputs, batch.columns)
+        return loss, torch.zeros((), dtype=torch.int, device=self.device), facts
+
+
+def _packed_parameters(batch: MicroBatch) -> Any:
+    if batch.cu_seqlens is None:
+        return None
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        max_seqlen_q=batch.max_length,
+        max_seqlen_kv=batch.max_length,
+    )
