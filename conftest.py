@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine3d.imports import quick_imports
+from engine3d.startup.imports import quick_imports
 
 
 @pytest.hookimpl(wrapper=True)

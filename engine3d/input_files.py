@@ -219,3 +219,9 @@ def _check_size(path: Path, size: int, most_bytes: int | None) -> None:
 
 def _printable(path: Path | str) -> str:
     return str(path).replace("\0", "\\0")
+
+
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """A HuggingFace model's config.json; of one with several parts, the text's fields among the others."""
+    config = read_json_object(directory / "config.json")
+    return {**config, **config.get("text_config", {})}

@@ -8,12 +8,12 @@ from math import prod
 
 import torch
 
-from engine3d.imports import quick_imports
 from engine3d.models.family import ModelSpec
 from engine3d.models.sizes import Sizes
 from engine3d.reshard.describe.shards import Buffer, Place, Shards
 from engine3d.reshard.plan.aliases import find_aliases
 from engine3d.rollout.config import RolloutConfig
+from engine3d.startup.imports import quick_imports
 
 PREFIX_TOKENS = 128 * 1024
 """Tokens of a prefix whose keys and values SGLang makes at a time: its SGLANG_MAX_KV_CHUNK_CAPACITY."""

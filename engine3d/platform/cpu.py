@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -21,6 +20,7 @@ from engine3d.platform.cpu_wire import GlooWire
 from engine3d.platform.interface import DeviceMemory, Platform
 from engine3d.platform.memory_handles import MemoryHandle
 from engine3d.platform.wire import Wire
+from engine3d.startup import leave_out
 
 _FOR_GPUS = ("flash_attn", "flashinfer", "cutlass", "quack")
 """Kernels that run on no CPU. Megatron-Core and SGLang import them where they are installed, which takes seconds of
@@ -32,8 +32,7 @@ class CpuPlatform(Platform):
     collective_backend = "gloo"
 
     def __init__(self) -> None:
-        for name in _FOR_GPUS:
-            sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+        leave_out(*_FOR_GPUS)
 
     @property
     def gpus(self) -> int:

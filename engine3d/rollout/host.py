@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import EngineError
-from engine3d.imports import quick_imports
 from engine3d.platform import platform
-from engine3d.rollout import jit_kernels, moe_configs
+from engine3d.rollout import moe_configs
 from engine3d.rollout.log import log_answered
 from engine3d.rollout.messages import START_ID, Generation, Launch, Limits, Progress, Reply, Request
 from engine3d.rollout.progress import batches_run
@@ -31,6 +30,8 @@ from engine3d.rollout.rank import Answer, Call, answer_path
 from engine3d.rollout.run_files import remove_run_files
 from engine3d.rollout.sglang_plugin import ANSWER_METHOD
 from engine3d.stacks import write_stacks_on_signal
+from engine3d.startup import jit_kernels
+from engine3d.startup.imports import quick_imports
 
 _PARENT_POLL_S = 1.0
 _IDLE_TIMEOUT_S = 10.0  # for the generations that run to end

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError
-from engine3d.input_files import read_json_object
+from engine3d.input_files import read_model_config
 from engine3d.models import missing_for_sglang
 from engine3d.platform import platform
 from engine3d.rollout.cache import PAGE_TOKENS, RESERVED_TOKENS, SPARE_REQUESTS, tokens_needed
@@ -48,19 +48,13 @@ class ModelFacts:
     """Keys of the config, and their values, which SGLang needs and the file lacks."""
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """A HuggingFace model's config.json; of one with several parts, the text's fields among the others."""
-    config = read_json_object(directory / "config.json")
-    return {**config, **config.get("text_config", {})}
-
-
 def read_model(directory: Path, weights_needed: bool) -> ModelFacts:
     """Read a model directory's config.json and the headers of its weights. Raises UserError naming what is missing."""
     config_path = directory / "config.json"
     if not config_path.is_file():
         raise UserError(f"model directory {directory} has no config.json")
     try:
-        config = read_config(directory)
+        config = read_model_config(directory)
         vocab_size, max_positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
         architectures = tuple(config["architectures"])
     except (ValueError, KeyError, TypeError) as error:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine3d.rollout.launch import read_config
+from engine3d.input_files import read_model_config
 from engine3d.sglang_source import sglang_directory
 
 VARIABLE = "SGLANG_MOE_CONFIG_DIR"
@@ -59,6 +59,6 @@ def link(tuned: Path, target: Path, experts: int, local: int) -> None:
 
 def _experts(model: Path) -> int:
     """Routed experts of a sparse layer; 0 for a dense model."""
-    config = read_config(model)
+    config = read_model_config(model)
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((int(config[key]) for key in keys if config.get(key)), 0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from engine3d.rollout.progress import count_batch, start_counting
 from engine3d.rollout.run_files import RUN_DIRECTORY_VARIABLE, segment_name
 from engine3d.rollout.text_stops import end_at_text
 from engine3d.stacks import write_stacks_on_signal
+from engine3d.startup import leave_out
 
 # In the run directory: where the engine's ranks meet.
 _MEETING = "meeting"
@@ -37,7 +37,7 @@ def register() -> None:
     from engine3d.rollout.rank import RELEASE_VARIABLE
 
     # SGLang's debug dumper imports Megatron-Core where it finds it: three seconds of every start, for nothing here.
-    sys.modules.setdefault("megatron.core", None)  # type: ignore[arg-type]
+    leave_out("megatron.core")
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}.update_weights_from_disk", _report_failed_update, HookType.AROUND)
     environment = "sglang.srt.distributed.parallel_state.init_distributed_environment"

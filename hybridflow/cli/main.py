@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
 from engine3d.errors import EngineError, UserError, shortened
-from engine3d.imports import quick_imports
+from engine3d.startup.imports import quick_imports
 from hybridflow.cli.standard_streams import be_patient
 from hybridflow.cluster.host_check import check_interpreter, check_open_files
 from hybridflow.cluster.termination import termination

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine3d.checkpoint.manifest import FileEntry, RoleFacts
 from engine3d.errors import EngineError, UserError
-from engine3d.imports import quick_imports
 from engine3d.models.load_balance import Routing
 from engine3d.platform import platform
 from engine3d.reshard.describe.shards import Place
+from engine3d.startup.imports import quick_imports
 from engine3d.training.config import OptimizerConfig, TrainConfig
 from engine3d.training.flops import PASSES_OF_AN_UPDATE, sequence_flops
 from engine3d.training.offload import OffloadFigures

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from engine3d.errors import UserError
-from engine3d.imports import quick_imports
+from engine3d.startup.imports import quick_imports
 from hybridflow.batch.rollout_batch import RolloutBatch
 from hybridflow.batch.worker_output import Columns
 from hybridflow.data.tasks import Example, field_names

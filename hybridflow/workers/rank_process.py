@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError
-from engine3d.imports import quick_imports
 from engine3d.out_of_memory import in_short
 from engine3d.stacks import write_stacks_on_signal
+from engine3d.startup.imports import quick_imports
 from engine3d.stores import STORE_VARIABLE, listen, serve
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.metrics.timeline import Span

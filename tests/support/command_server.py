@@ -22,7 +22,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from engine3d.imports import quick_imports
+from engine3d.startup.imports import quick_imports
 
 with quick_imports():
     from transformers import AutoTokenizer  # noqa: F401

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine3d.imports import quick_imports
+from engine3d.startup.imports import quick_imports
 
 with quick_imports():  # which also spares the ranks looking through all of it
     import transformers  # noqa: F401

@@ -28,12 +28,12 @@ import torch
 from torch import nn
 
 from engine3d.errors import UserError
-from engine3d.imports import quick_imports
 from engine3d.models import missing_for_sglang
 from engine3d.reshard.describe.same_model import check_same_model
 from engine3d.reshard.describe.shards import Buffer, Holding
 from engine3d.reshard.describe.trace import LoadTrace, Tensors, trace_load
 from engine3d.sglang_source import sglang_directory
+from engine3d.startup.imports import quick_imports
 
 # Of sglang.srt.distributed.parallel_state: one for each kind of process group.
 _GROUPS = ("_WORLD", "_TP", "_ATTN_TP", "_ATTN_CP", "_DCP", "_MOE_DP", "_MOE_EP", "_MOE_TP", "_PP")

@@ -1,6 +1,6 @@
 """Compiles the kernels that SGLang would compile one after another in its first start on a machine, side by side.
 
-    python -m engine3d.rollout.jit_kernels MODEL_DIRECTORY DTYPE TP STAMP
+    python -m engine3d.startup.jit_kernels MODEL_DIRECTORY DTYPE TP STAMP
 
 SGLang has a kernel made by the compiler (nvcc, by tvm-ffi) when it first needs it, several seconds each, and keeps them
 in a cache. This process makes them while SGLang is still being imported, in a directory of its own, and moves them into
@@ -26,7 +26,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from engine3d.rollout.launch import read_config
+from engine3d.input_files import read_model_config
+from engine3d.startup import is_on
 
 _CACHE_VARIABLE, _CACHE = "TVM_FFI_CACHE_DIR", "~/.cache/tvm-ffi"
 _PREFIX = "engine3d-"
@@ -51,10 +52,12 @@ class Kernel:
 
 
 def start(server_arguments: Mapping[str, Any]) -> subprocess.Popen[bytes] | None:
-    """Begin to compile for an engine; None where that was done already on this machine, or cannot be done."""
+    """Begin to compile for an engine; None where that was done already on this machine, or is not to be done."""
+    if not is_on():
+        return None
     try:
         arguments = [str(server_arguments[name]) for name in ("model_path", "dtype", "tp_size")]
-        wanted = kernels(read_config(Path(arguments[0])), arguments[1], int(arguments[2]))
+        wanted = kernels(read_model_config(Path(arguments[0])), arguments[1], int(arguments[2]))
         described = [version("sglang"), version("apache-tvm-ffi"), *map(str, wanted)]
         name = _PREFIX + hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
         stamp = Path(os.environ.get(_CACHE_VARIABLE, _CACHE)).expanduser() / name
@@ -113,7 +116,7 @@ def main(arguments: list[str]) -> None:
     from sglang.jit_kernel.utils import arch
 
     model, dtype, tp, stamp = arguments
-    wanted = kernels(read_config(Path(model)), dtype, int(tp))
+    wanted = kernels(read_model_config(Path(model)), dtype, int(tp))
     for kernel in wanted:
         import_module(f"sglang.jit_kernel.{kernel.module}")
     pynvml.nvmlInit()

@@ -7,7 +7,7 @@ import importlib.metadata
 
 import pytest
 
-from engine3d.imports import quick_imports
+from engine3d.startup.imports import quick_imports
 
 
 def test_distributions_are_found_as_by_looking_through_all() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.reshard_plan import named_model
-from engine3d.rollout import jit_kernels
 from engine3d.sglang_source import sglang_directory
+from engine3d.startup import jit_kernels
 
 
 @pytest.mark.parametrize(("model", "tp"), [("qwen3-30b-a3b", 4), ("llama-3-70b", 8), ("deepseek-v3", 1)])

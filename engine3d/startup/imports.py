@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
+from engine3d.startup import is_on
+
 _find_all = importlib.metadata.packages_distributions
 
 
@@ -20,7 +22,7 @@ def quick_imports() -> Iterator[None]:
     What is imported stays: the garbage collector would look through it again and again, and does not look through it
     afterwards either. And transformers asks for the files of every installed distribution, to find a few versions.
     """
-    if not gc.isenabled():
+    if not (is_on() and gc.isenabled()):
         yield
         return
     before = len(sys.modules)
