@@ -10,11 +10,12 @@ export PATH := $(VENV)/bin:$(PATH)
 # A run has many processes: each would compile every module that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test lint format setup lock clean
+.PHONY: help demo test test-fast lint format setup lock clean
 
 help:
 	@echo "make demo     train the demo: a tiny Qwen3-MoE learns arithmetic under Megatron-Core, SGLang and Ray"
 	@echo "make test     all tests, fast ones first"
+	@echo "make test-fast those that start no processes and take no seconds, in a minute or so"
 	@echo "make lint     ruff and mypy            make format  ruff, in place"
 	@echo "make setup    only the environment     make lock    resolve requirements.txt into requirements.lock"
 	@echo "make clean    remove caches and the environment, keep runs/"
@@ -22,8 +23,14 @@ help:
 demo: setup
 	@hybridflow train launch/recipes/demo.yaml $(ARGS)
 
+# Two at a time on two cores: threads of the libraries would only take turns.
+test test-fast: export OMP_NUM_THREADS := 1
+
 test: setup
 	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-fast: setup
+	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not processes and not slow" $(ARGS)
 
 lint: setup
 	ruff check .

@@ -22,6 +22,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_no_rank_has_more_to_do_than_its_share(name: str) -> None:
     train, ranks = CASES[name]

@@ -401,6 +401,7 @@ def die_on_rank_one() -> None:
         os.kill(os.getpid(), 9)
 
 
+@pytest.mark.processes
 def test_the_helper_ends_ranks_that_hang_or_die() -> None:
     with pytest.raises(RankFailedError, match=r"ranks \[1\] were not done after 10 s"):
         run_distributed(hang_on_rank_one, 2, timeout_s=10)

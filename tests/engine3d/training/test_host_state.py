@@ -50,6 +50,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_state, "platform", host_state.platform)
 
 
+@pytest.mark.processes
 def test_a_process_that_ends_takes_no_more() -> None:
     program = "from tests.engine3d.training.test_host_state import Slow, _state; state = _state(Slow())"
     words = [sys.executable, "-c", program]

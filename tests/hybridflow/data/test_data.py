@@ -197,6 +197,7 @@ def test_a_state_of_other_data_is_refused() -> None:
 # Tokenizers
 
 
+@pytest.mark.processes
 def test_the_character_tokenizer_is_a_huggingface_directory(tmp_path: Path) -> None:
     make_character_tokenizer(ARITHMETIC_CHARACTERS + " \n", tmp_path)
     program = (

@@ -21,6 +21,8 @@ from hybridflow.planning.memory_report import recipe_ledger, recipe_specs
 from hybridflow.planning.placement_check import planned_devices
 from hybridflow.planning.prompt_check import check_prompts
 
+pytestmark = pytest.mark.slow
+
 RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
 FOUR = [Node("node 0", gpus=4, cpu_slots=0)]
 

@@ -180,6 +180,7 @@ def test_the_band_is_one_standard_deviation_around_the_mean(tmp_path: Path) -> N
     np.testing.assert_allclose(plot.band.high, line.y + 0.25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "figures"),
     [
@@ -410,6 +411,7 @@ def test_a_bucket_keeps_its_extremes() -> None:
     assert np.isnan(buckets.mean).tolist() == [number == 10 for number in range(100)]
 
 
+@pytest.mark.slow
 def test_a_long_run_gives_a_small_page_soon(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (RESULTS / "algorithms/safe_rlhf-metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["phase"] == "train"]

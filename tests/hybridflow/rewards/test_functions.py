@@ -224,6 +224,7 @@ def test_a_module_that_hangs_while_it_is_imported_is_killed(tmp_path: Path) -> N
     assert "did not finish its import within 1 s and was killed" in failure_of(config)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("hang", HANGS)
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path, hang: str) -> None:
     marker = tmp_path / "marker"

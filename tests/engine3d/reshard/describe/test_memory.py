@@ -75,6 +75,7 @@ def test_sharing_twice_gives_the_same_handle_and_own_memory_is_itself() -> None:
     assert platform.map_memory(pickle.loads(pickle.dumps(handle))) is storage
 
 
+@pytest.mark.processes
 @on_cpu
 def test_a_process_that_is_gone_is_named() -> None:
     code = (

@@ -117,6 +117,7 @@ def test_experts_are_cut_over_tp_by_ep_ranks() -> None:
         assert boxes[f"model.layers.0.mlp.experts.{experts[0]}.down_proj.weight"] == ((0, 32), rows)
 
 
+@pytest.mark.slow
 def test_deepseek_v3_on_32_ranks_is_traced_in_seconds() -> None:
     tensors = {
         name: (tensor.shape, torch.bfloat16) for name, tensor in model_spec(DEEPSEEK_V3).rules.hf_tensors.items()
