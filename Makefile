@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo     train the demo: a tiny Qwen3-MoE learns arithmetic under Megatron-Core, SGLang and Ray"
 	@echo "make test     all tests, fast ones first"
-	@echo "make test-fast those that start no processes and take no seconds, in a minute or so"
+	@echo "make test-fast  those that start no processes and take no seconds"
 	@echo "make lint     ruff and mypy            make format  ruff, in place"
 	@echo "make setup    only the environment     make lock    resolve requirements.txt into requirements.lock"
 	@echo "make clean    remove caches and the environment, keep runs/"
@@ -30,7 +30,7 @@ test: setup
 	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: setup
-	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not processes and not slow" $(ARGS)
+	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not processes and not slow and not gpu" $(ARGS)
 
 lint: setup
 	ruff check .
