@@ -6,10 +6,9 @@ The names of the public API are imported when they are first used: `import hybri
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 from typing import TYPE_CHECKING, Any
-
-__version__ = "0.1.0"
 
 __all__ = [
     "DataFlow",
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from hybridflow.api.rl_trainer import RLTrainer
     from hybridflow.batch.rollout_batch import RolloutBatch
 
+    __version__: str
+
 _MODULES = {
     "DataFlow": "hybridflow.api.dataflow",
     "PPOConfig": "hybridflow.api.config",
@@ -50,6 +51,8 @@ os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("hybridflow")
     if name not in _MODULES:
         raise AttributeError(f"module 'hybridflow' has no attribute {name!r}; its API is {', '.join(__all__)}")
     return getattr(importlib.import_module(_MODULES[name]), name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -32,6 +33,13 @@ DEMO = str(ROOT / "launch/recipes/demo.yaml")
 def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
     code = main(["check", *arguments])
     return code, capsys.readouterr().err.splitlines()
+
+
+def test_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.strip() == importlib.metadata.version("hybridflow")
 
 
 # What some overrides need beside them for their own error to be the only one.
