@@ -79,7 +79,7 @@ def test_a_failure_drops_its_sample_and_no_other(ray_cluster: None, tmp_path: Pa
         assert (failure.function, failure.sample) == ("mine", 2) and "no such problem" in failure.reason
         values = reward_metrics(result)
         assert values["reward/mine/failed"] == 1 and values["reward/mine/mean"] == 2.5
-        log = group.log_path(0)
+        log = group.ranks.log_path(0)
         assert log is not None and "sample 52: reward 'mine' raised KeyError" in log.read_text()
         kept = batch.with_facts(rewards=result.total).select((~result.dropped).nonzero()[:, 0]).fetch()
         assert kept.sample_ids.tolist() == [50, 51] and torch.equal(kept.rewards, torch.tensor([2.0, 1.5]))
