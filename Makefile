@@ -10,13 +10,14 @@ export PATH := $(VENV)/bin:$(PATH)
 # A run has many processes: each would compile every module that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast lint format setup lock clean
+.PHONY: help demo test test-fast lint format docs setup lock clean
 
 help:
 	@echo "make demo     train the demo: a tiny Qwen3-MoE learns arithmetic under Megatron-Core, SGLang and Ray"
 	@echo "make test     all tests, fast ones first"
 	@echo "make test-fast  those that start no processes and take no seconds"
 	@echo "make lint     ruff and mypy            make format  ruff, in place"
+	@echo "make docs     the site of docs/, into site/, its links checked"
 	@echo "make setup    only the environment     make lock    resolve requirements.txt into requirements.lock"
 	@echo "make clean    remove caches and the environment, keep runs/"
 
@@ -41,6 +42,10 @@ format: setup
 	ruff check --fix .
 	ruff format .
 
+docs: setup
+	@mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 setup:
 	@launch/setup.sh $(VENV)
 
@@ -51,5 +56,5 @@ lock: setup
 	    --no-emit-index-url --no-emit-find-links --generate-hashes --output-file requirements.lock
 
 clean:
-	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) site *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

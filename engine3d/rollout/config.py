@@ -30,17 +30,26 @@ class RolloutConfig(Settings):
     """
 
     tp: int = Field(1, ge=1, le=MOST_RANKS)
+    """Tensor parallel size: the devices of one engine."""
     ep: int = Field(1, ge=1, le=MOST_RANKS)
+    """Expert parallel size; it divides tp."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Precision of the weights and the KV cache."""
     context_length: int | None = Field(None, ge=2, le=MOST_TOKENS)
+    """Most tokens of prompt and response together; the model's own limit if null."""
     mem_fraction_static: float = Field(0.7, gt=0, lt=1)
+    """Share of the memory that is free when the model is loaded, for weights and KV cache."""
     max_running_requests: int = Field(256, ge=1, le=1 << 20)
+    """Most requests that are generated at the same time; others wait."""
     max_total_tokens: int | None = Field(None, ge=16, le=1 << 40)
+    """Size of the KV cache in tokens; as large as the requests need if null."""
     seed: int = Field(0, ge=0, lt=2**30)
+    """Of the sampled tokens; the run's seed is added to it."""
     deterministic: bool = False
     """Sample with a seed for each response, so that a run can be repeated; slower. On CUDA with kernels whose results
     do not depend on the batch; on a CPU the same batch gives the same bits, another batch nearly the same log-probs."""
     cuda_graph: bool = True
+    """Capture CUDA graphs of decoding; false decodes eagerly."""
     attention_backend: Annotated[str, AfterValidator(check_attention_backend)] | None = None
     """One of `server_arguments.ATTENTION_BACKENDS`; SGLang's own choice for the device and the model if null."""
     memory_saver: bool = False
@@ -49,11 +58,14 @@ class RolloutConfig(Settings):
     """With `memory_saver`: let it give the weights' memory back too. They come back with the next transfer, which the
     engine's ranks read from the trainer's memory; nothing is generated before it is whole."""
     start_timeout_s: Seconds = 600
+    """Limit of the start of an engine."""
     request_timeout_s: Seconds = 600
     """Limit of a call of the engine; while it generates, of the time without a new token of any request. Responses may
     take as long as they come further."""
     shutdown_timeout_s: Seconds = 30
+    """Limit of an orderly end of an engine, after which it is killed."""
     server_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of SGLang, by their names there, of those in `server_arguments.ACCEPTED`."""
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
@@ -76,9 +88,11 @@ class Alterations(Settings):
     """
 
     top_p: float = Field(1.0, gt=0, le=1)
+    """Draw from the most likely tokens that together have this probability."""
     top_k: int = Field(-1, le=MOST_TOKENS)
-    """-1 for no limit."""
+    """Draw from so many of the most likely tokens; -1 for no limit."""
     min_p: float = Field(0.0, ge=0, le=1)
+    """Draw from tokens whose probability is at least this share of the most likely one's."""
     repetition_penalty: float = Field(1.0, gt=0, le=2)
     """Divides the logit of every token that the response has already, or multiplies it where it is negative."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
@@ -111,12 +125,16 @@ class SamplingConfig(Alterations):
     """How tokens are drawn. Temperature 0 takes the most likely token."""
 
     temperature: float = Field(1.0, ge=0, le=100)
+    """Divides the logits; 0 takes the most likely token, which only an evaluation may."""
     max_new_tokens: int = Field(1024, ge=1, le=MOST_TOKENS)
+    """Most tokens of a response."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens at which a response ends, beside the model's own."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts at which a response ends, with the token that completes one: it is a part of the response. They need a
     tokenizer in the model's directory."""
     ignore_eos: bool = False
+    """Go on after the end-of-sequence token, up to max_new_tokens."""
 
     @model_validator(mode="after")
     def _check(self) -> SamplingConfig:

@@ -17,11 +17,11 @@ from engine3d.training.megatron_options import refusals
 class LayoutConfig(Settings):
     """Parallel sizes; the data parallel size is what they leave of the ranks."""
 
-    tp: int = Field(1, ge=1, le=MOST_RANKS)
-    pp: int = Field(1, ge=1, le=MOST_RANKS)
-    ep: int = Field(1, ge=1, le=MOST_RANKS)
-    etp: int = Field(1, ge=1, le=MOST_RANKS)
-    cp: int = Field(1, ge=1, le=MOST_RANKS)
+    tp: int = Field(1, ge=1, le=MOST_RANKS, description="tensor parallel size of dense layers")
+    pp: int = Field(1, ge=1, le=MOST_RANKS, description="pipeline stages")
+    ep: int = Field(1, ge=1, le=MOST_RANKS, description="expert parallel size")
+    etp: int = Field(1, ge=1, le=MOST_RANKS, description="tensor parallel size of expert layers")
+    cp: int = Field(1, ge=1, le=MOST_RANKS, description="context parallel size: 1, for now")
 
     @model_validator(mode="after")
     def _whole_sequences(self) -> LayoutConfig:
@@ -41,15 +41,22 @@ class OptimizerConfig(Settings):
     `decay_steps` updates along a straight line or half a cosine.
     """
 
-    lr: float = Field(1e-6, gt=0, le=10)
-    min_lr: float = Field(0.0, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0, le=1_000_000_000)
-    decay_steps: int | None = Field(None, gt=0, le=1_000_000_000)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0, le=1)
-    weight_decay: float = Field(0.0, ge=0, le=10)
+    lr: float = Field(1e-6, gt=0, le=10, description="learning rate after the warm-up")
+    min_lr: float = Field(0.0, ge=0, description="learning rate from decay_steps on; at most lr")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="how the learning rate falls from lr to min_lr"
+    )
+    warmup_steps: int = Field(0, ge=0, le=1_000_000_000, description="updates over which the rate rises from 0 to lr")
+    decay_steps: int | None = Field(
+        None,
+        gt=0,
+        le=1_000_000_000,
+        description="the update at which min_lr is reached; linear and cosine need it",
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="Adam's decay of the mean of gradients")
+    beta2: float = Field(0.999, ge=0, lt=1, description="Adam's decay of the mean of squared gradients")
+    eps: float = Field(1e-8, gt=0, le=1, description="added to the root of the latter")
+    weight_decay: float = Field(0.0, ge=0, le=10, description="decoupled weight decay, times the learning rate")
     clip_grad: float = Field(1.0, ge=0, description="largest gradient norm; 0 for no clipping")
     precision_aware: bool = Field(
         False, description="bf16 gradients and moments with fp32 masters (Transformer Engine's FusedAdam)"
@@ -75,7 +82,9 @@ class TrainConfig(Settings):
     """One model's training: how it is cut, in which precision, and how it is updated."""
 
     layout: LayoutConfig = LayoutConfig()
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="precision of weights and activations in forward and backward passes"
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     micro_batch_tokens: int = Field(
         8192, ge=1, le=MOST_TOKENS, description="most tokens of a micro-batch; a longer sequence is alone"
