@@ -34,7 +34,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     while waiting:
         page = waiting.pop()
         for target in _targets(page):
-            if target.is_relative_to(DOCS) or files.get_file_from_path(name := _name(target)) is not None:
+            if files.get_file_from_path(name := _name(target)) is not None:
                 continue
             if target.suffix == ".md":
                 files.append(File.generated(config, name, content=target.read_text()))
@@ -83,7 +83,7 @@ def _is_elsewhere(link: str) -> bool:
 
 def _name(target: Path) -> str:
     """The name of a file of the repository on the site."""
-    if target.is_relative_to(DOCS):
+    if target.is_relative_to(DOCS) and target.suffix != ".py":
         return target.relative_to(DOCS).as_posix()
     path = f"repository/{target.relative_to(ROOT).as_posix()}"
     return f"{path}.md" if target.name.endswith(SHOWN_AS_CODE) else path
