@@ -1,4 +1,4 @@
-"""What the pages in docs/ quote is what is there."""
+"""What pages quote is what is there, and their links lead to it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/README.md")
+    for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "benchmarks/**/README.md", "engine3d/**/*.md")
     for path in ROOT.glob(pattern)
 )
 CODE = re.compile(r"^(```|~~~).*?^\1|^ {4,}.*?$", re.DOTALL | re.MULTILINE)
@@ -55,3 +55,8 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
         "# A page's head\n[a](#a-pages-head) [b](#other) [c](none.md) [d](page.md) `[e](f)` [g](https://h)\n"
     )
     assert list(_broken_links(page)) == ["#other", "none.md"]
+
+
+def test_every_page_of_the_site_is_in_its_navigation() -> None:
+    listed = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
