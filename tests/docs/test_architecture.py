@@ -1,0 +1,49 @@
+"""The modules that docs/architecture.md names are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.test_structure import ORDERS
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/architecture.md").read_text()
+ROWS = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| .* \| (.*) \|$", PAGE, re.MULTILINE)
+PACKAGES = {path.name for top in ("hybridflow", "engine3d") for path in (ROOT / top).iterdir() if path.is_dir()}
+
+
+def is_module(name: str) -> bool:
+    """Whether `package.module`, without or with `hybridflow` or `engine3d`, is one."""
+    path = name.replace(".", "/")
+    tops = [ROOT, ROOT / "hybridflow", ROOT / "engine3d"]
+    return any((top / f"{path}.py").is_file() or (top / path).is_dir() for top in tops)
+
+
+@pytest.mark.parametrize(("packages", "modules"), ROWS)
+def test_the_modules_of_a_package(packages: str, modules: str) -> None:
+    names = re.findall(r"`(\w+)`", packages)
+    assert all(map(is_module, names))
+    for module in re.findall(r"`(\w+)`", modules):
+        assert any(is_module(f"{package}.{module}") for package in names), module
+
+
+def test_the_modules_on_the_way_of_a_sample_and_of_a_weight() -> None:
+    ways = PAGE.partition("## The way of one sample")[2]
+    named = re.findall(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)+)`", ways)
+    found = {name for name in named if name.split(".")[0] in PACKAGES | {"hybridflow", "engine3d"}}
+    assert len(found) > 20
+    assert not {name for name in found if not is_module(name)}
+
+
+def test_every_package_is_in_a_table() -> None:
+    listed = {name for packages, _ in ROWS for name in re.findall(r"`(\w+)`", packages)}
+    assert {name for name in PACKAGES if not name.startswith("_")} <= listed
+
+
+def test_the_order_of_packages_is_the_one_that_is_held() -> None:
+    levels = [[name for name in level.split(" | ") if name in PACKAGES] for level in ORDERS["hybridflow"].split(" > ")]
+    told = PAGE.partition("each other:\n\n")[2].partition("\n\n")[0].split("\n")
+    assert [line.strip() for line in told] == [*map(" | ".join, levels), "engine3d"]
