@@ -127,7 +127,7 @@ class LocalRay:
         if whole:
             ray.shutdown()  # would wait for a minute for what is gone
         if self._private is not None:
-            self._private.close()
+            self._private.close(forget=whole)
             self._private = None
         if self._watchdog is not None:
             del os.environ[_MARKER]

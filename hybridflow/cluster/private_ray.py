@@ -43,7 +43,7 @@ class PrivateRay:
         changes = {AUTHENTICATION_MODE: "token", _TOKEN_FILE: str(token), _TOKEN: None, _REACHED_FROM_ELSEWHERE: "0"}
         self._before = {name: os.environ.get(name) for name in changes}
         _set_environment(changes)
-        _forget_token()
+        forget_token()
 
     @property
     def ray_directory(self) -> Path:
@@ -54,10 +54,15 @@ class PrivateRay:
         """A new name of a file in which processes of this host can meet."""
         return self._directory / f"store-{name}-{uuid.uuid4().hex}"
 
-    def close(self) -> None:
-        """Have the environment as it was."""
+    def close(self, *, forget: bool = True) -> None:
+        """Have the environment as it was.
+
+        Args:
+            forget: the token too. A Ray that was not shut down has threads in this process that still ask with it.
+        """
         _set_environment(self._before)
-        _forget_token()
+        if forget:
+            forget_token()
 
 
 def rank_environment() -> dict[str, str]:
@@ -98,7 +103,7 @@ def _set_environment(variables: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _forget_token() -> None:
+def forget_token() -> None:
     """Have Ray's libraries in this process read mode and token again."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()

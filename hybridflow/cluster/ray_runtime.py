@@ -66,6 +66,7 @@ def start_ray(
 
 def _attach(address: str) -> None:
     check_cluster_answers(address)
+    private_ray.forget_token()
     try:
         # A Ray client has no workers of its own: those of its server import what that says.
         job = JobConfig() if address.startswith("ray://") else driver_imports()
