@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroupGloo, Store, Work
 
-from engine3d.platform.wire import Exchange, Wire, WireError, meet
+from engine3d.platform.wire import Exchange, Wire, WireError, all_connected, meet
 
 _CLOSED_HERE = "Application timeout"
 _TIMED_OUT = "Timed out"
@@ -25,14 +25,20 @@ class GlooWire(Wire):
     """See `Wire`.
 
     Raises:
-        WireError: not all participants came in time.
+        WireError: not all participants came or connected in time.
     """
 
     def __init__(self, store: Store, names: Sequence[str], rank: int, timeout_s: float) -> None:
         super().__init__(names, rank, timeout_s)
         limit = timedelta(seconds=timeout_s)
-        # torch's stubs leave out what a backend can do.
-        self._group: Any = ProcessGroupGloo(meet(store, names, rank, timeout_s), rank, len(names), limit)
+        connections = meet(store, names, rank, timeout_s)
+        try:
+            # torch's stubs leave out what a backend can do.
+            self._group: Any = ProcessGroupGloo(connections, rank, len(names), limit)
+        except RuntimeError as error:
+            others = self.called([peer for peer in range(self.size) if peer != rank])
+            raise WireError(f"gloo was not set up with {others}: {_cause(error)}") from error
+        all_connected(store, names, rank, timeout_s)
         self._waiting = ThreadPoolExecutor(max_workers=2 * len(names), thread_name_prefix="transfer")
         self._exchanges = 0
 
@@ -95,4 +101,4 @@ class _GlooExchange(Exchange):
 
 def _cause(error: BaseException) -> str:
     """What gloo says, without the place in its source."""
-    return str(error).splitlines()[0].rpartition("] ")[2] if str(error).startswith("[") else str(error)
+    return str(error).splitlines()[0].rpartition("] ")[2]

@@ -14,7 +14,7 @@ import torch
 from torch._C._distributed_c10d import AllToAllOptions, ErrorType
 from torch.distributed import ProcessGroupNCCL, Store, Work
 
-from engine3d.platform.wire import Exchange, Wire, WireError, meet
+from engine3d.platform.wire import Exchange, Wire, WireError, all_connected, meet
 
 _POLL_S = 50e-6
 _NEVER = timedelta(days=365)
@@ -25,7 +25,7 @@ class NcclWire(Wire):
     """See `Wire`. The current device is the one whose memory is sent and received.
 
     Raises:
-        WireError: not all participants came in time.
+        WireError: not all participants came or connected in time.
     """
 
     def __init__(self, store: Store, names: Sequence[str], rank: int, timeout_s: float) -> None:
@@ -38,6 +38,7 @@ class NcclWire(Wire):
             # torch's stubs leave out what a backend can do.
             self._group: Any = ProcessGroupNCCL(connections, rank, len(names), options)
         self._set_up(device)
+        all_connected(store, names, rank, timeout_s)
         self._stream = torch.cuda.Stream(device)
 
     def _set_up(self, device: torch.device) -> None:

@@ -110,14 +110,28 @@ def meet(store: Store, names: Sequence[str], rank: int, timeout_s: float) -> Sto
     Raises:
         WireError: with the names of those who have not come in time.
     """
-    here = [f"here/{number}" for number in range(len(names))]
-    store.set(here[rank], "")
+    _gather(store, "here", "come", names, rank, timeout_s)
+    return PrefixStore("connections", store)
+
+
+def all_connected(store: Store, names: Sequence[str], rank: int, timeout_s: float) -> None:
+    """Wait until all participants are connected: one that has nothing to send would otherwise close its end while
+    another still connects to it.
+
+    Raises:
+        WireError: with the names of those who are not connected in time.
+    """
+    _gather(store, "connected", "connect", names, rank, timeout_s)
+
+
+def _gather(store: Store, prefix: str, verb: str, names: Sequence[str], rank: int, timeout_s: float) -> None:
+    keys = [f"{prefix}/{number}" for number in range(len(names))]
+    store.set(keys[rank], "")
     deadline = time.monotonic() + timeout_s
     try:
-        store.wait(here, timedelta(seconds=timeout_s))
+        store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError:
         if time.monotonic() < deadline:
             raise
-        missing = [name for name, key in zip(names, here, strict=True) if not store.check([key])]
-        raise WireError(f"{', '.join(missing)} did not come within {timeout_s:g} s") from None
-    return PrefixStore("connections", store)
+        missing = [name for name, key in zip(names, keys, strict=True) if not store.check([key])]
+        raise WireError(f"{', '.join(missing)} did not {verb} within {timeout_s:g} s") from None

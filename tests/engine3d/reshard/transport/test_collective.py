@@ -196,6 +196,26 @@ def test_a_participant_that_does_not_come_is_named() -> None:
     assert run_distributed(_meeting, 2, timeout_s=60)[0] == "part 1 did not come within 1 s"
 
 
+def _connecting_often() -> int:
+    """Wires that are closed as soon as they are made."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = TCPStore(
+        "127.0.0.1", int(os.environ["MASTER_PORT"]), None, rank == 0, timedelta(seconds=30), wait_for_workers=False
+    )
+    names = [f"part {number}" for number in range(size)]
+    for number in range(40):
+        platform.wire(PrefixStore(f"wire {number}", store), names, rank, 30).close()
+    store.set(f"done {rank}", "")
+    store.wait([f"done {number}" for number in range(size)], timedelta(seconds=60))
+    return number
+
+
+@pytest.mark.processes
+@on_cpu
+def test_one_that_closes_at_once_breaks_no_connection_that_another_still_makes() -> None:
+    assert run_distributed(_connecting_often, 4, timeout_s=120) == [39] * 4
+
+
 @pytest.mark.parametrize("rounds", [1, 2, 3, 7, 100])
 @pytest.mark.parametrize("seed", range(4))
 def test_fragments_are_the_pieces_in_order(seed: int, rounds: int) -> None:
