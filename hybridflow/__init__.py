@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hybridflow.api.libraries import is_flash_attn_available
     from hybridflow.api.ppo_trainer import PPOTrainer
     from hybridflow.api.rl_trainer import RLTrainer
-    from hybridflow.batch.rollout_batch import RolloutBatch
+    from hybridflow.api.rollout_batch import RolloutBatch
 
     __version__: str
 
@@ -38,7 +38,7 @@ _MODULES = {
     "PPOConfig": "hybridflow.api.config",
     "PPOTrainer": "hybridflow.api.ppo_trainer",
     "RLTrainer": "hybridflow.api.rl_trainer",
-    "RolloutBatch": "hybridflow.batch.rollout_batch",
+    "RolloutBatch": "hybridflow.api.rollout_batch",
     "Stage": "hybridflow.api.dataflow",
     "TrainerConfig": "hybridflow.api.config",
     "get_ppo_config": "hybridflow.api.config",

@@ -20,10 +20,10 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from engine3d.errors import EngineError, UserError
 from engine3d.input_files import MOST_LIST_BYTES, FileError, JsonError, parse_json, read_bytes
 
-FORMAT = 3
+FORMAT = 4
 """Of manifests and of what they describe; readers refuse a higher one. Format 1 has no state of the algorithm. Before
 format 3 the manifest has no checksum of its own, the pieces of tensors have none, and evaluations do not say what they
-measured."""
+measured. Before format 4 samples that are held for later steps are padded rows."""
 
 MANIFEST = "manifest.json"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.losses.kl import kl_penalty
 from hybridflow.algorithms.settings import AlgorithmSettings
-from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
 
 _LARGEST_ERROR = 0.2
@@ -87,8 +87,8 @@ def make_kl_controller(config: AlgorithmSettings) -> KLController:
     return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
 
 
-def reward_kl(batch: RolloutBatch, config: AlgorithmSettings) -> Tensor | None:
-    """(B, S') float32: the KL divergence from the reference policy that is a penalty in the rewards; None if none is.
+def reward_kl(batch: SampleBatch, config: AlgorithmSettings) -> Tensor | None:
+    """(R,) float32: the KL divergence from the reference policy that is a penalty in the rewards; None if none is.
 
     Estimated with the trainer's `old_logprobs` where present, else with the `logprobs` of the rollout. What stands
     outside the response mask has no meaning. Raises ValueError if `ref_logprobs` are needed and missing.
@@ -101,11 +101,11 @@ def reward_kl(batch: RolloutBatch, config: AlgorithmSettings) -> Tensor | None:
     return kl_penalty(logprobs, batch.ref_logprobs, config.kl_estimator)
 
 
-def sequence_kl(batch: RolloutBatch, *, config: AlgorithmSettings) -> Columns:
+def sequence_kl(batch: SampleBatch, *, config: AlgorithmSettings) -> Columns:
     """What is taken from the reward of each sample: fact `kl`, (b,), the sum of `reward_kl` over its counted tokens."""
     kl = reward_kl(batch, config)
     assert kl is not None
-    return Columns(facts={"kl": kl.where(batch.response_mask, 0.0).sum(dim=1)})
+    return Columns(facts={"kl": batch.padded(kl.where(batch.response_mask, 0.0)).sum(dim=1)})
 
 
 class KLGuard:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import Field
+from torch import Tensor
 
 from hybridflow.algorithms.advantages.gae import gae_advantages, token_rewards
 from hybridflow.algorithms.advantages.whitening import moments
@@ -13,7 +14,7 @@ from hybridflow.algorithms.base import Algorithm, Estimated, Experience, Step
 from hybridflow.algorithms.kl_control import reward_kl
 from hybridflow.algorithms.losses.value import value_moments
 from hybridflow.algorithms.settings import AlgorithmSettings
-from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
 
 
@@ -53,14 +54,33 @@ def learn(step: Step[PPOSettings], experience: Experience) -> None:
     step.update(experience, value_clip=config.value_clip, critics_only=step.number <= config.critic_warmup_steps)
 
 
-def estimate_advantages(batch: RolloutBatch, *, config: PPOSettings) -> Columns:
+def estimate_advantages(batch: SampleBatch, *, config: PPOSettings) -> Columns:
     """Columns `advantages` and `returns` of samples with rewards and values."""
     assert batch.rewards is not None and batch.values is not None
+    kl = reward_kl(batch, config)
+    advantages, returns = estimated(batch, batch.rewards, batch.values, kl, config.kl_coef, config)
     mask = batch.response_mask
-    rewards = token_rewards(batch.rewards, mask, reward_kl(batch, config), config.kl_coef)
-    advantages, returns = gae_advantages(rewards, batch.values, mask, gamma=config.gamma, lam=config.gae_lambda)
     note = Estimated(moments(advantages, mask), {"reward": value_moments(batch.values, returns, mask)})
     return Columns({"advantages": advantages, "returns": returns}, note=note)
+
+
+def estimated(
+    batch: SampleBatch, scores: Tensor, values: Tensor, kl: Tensor | None, kl_coef: float, config: PPOSettings
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, (R,) float32 each, by generalized advantage estimation, which works on padded rows.
+
+    Args:
+        batch: the samples.
+        scores: (B,) reward or cost of each.
+        values: (R,) of a critic of these.
+        kl: (R,) divergence from the reference, if it is part of them.
+        kl_coef: its weight, below 0 where the scores are to be small.
+        config: the settings.
+    """
+    mask = batch.padded(batch.response_mask)
+    rewards = token_rewards(scores, mask, None if kl is None else batch.padded(kl), kl_coef)
+    advantages, returns = gae_advantages(rewards, batch.padded(values), mask, gamma=config.gamma, lam=config.gae_lambda)
+    return batch.flat(advantages), batch.flat(returns)
 
 
 ALGORITHM = Algorithm(PPOSettings, make_experience, with_advantages, learn)

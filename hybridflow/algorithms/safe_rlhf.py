@@ -8,13 +8,12 @@ from typing import ClassVar, Self
 from pydantic import Field, model_validator
 
 from hybridflow.algorithms import ppo
-from hybridflow.algorithms.advantages.gae import gae_advantages, token_rewards
 from hybridflow.algorithms.advantages.safe_rlhf import safe_advantages
 from hybridflow.algorithms.advantages.whitening import moments
 from hybridflow.algorithms.base import Algorithm, Estimated, Experience, Step
 from hybridflow.algorithms.kl_control import reward_kl
 from hybridflow.algorithms.losses.value import value_moments
-from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
 from hybridflow.metrics import names as metrics
 
@@ -66,16 +65,13 @@ def learn(step: Step[SafeRLHFSettings], experience: Experience) -> None:
     ppo.learn(step, experience)
 
 
-def estimate_advantages(batch: RolloutBatch, *, config: SafeRLHFSettings, multiplier: float) -> Columns:
+def estimate_advantages(batch: SampleBatch, *, config: SafeRLHFSettings, multiplier: float) -> Columns:
     """Columns `advantages`, `returns` and `cost_returns` of samples with rewards, costs, and values of both."""
     assert batch.rewards is not None and batch.costs is not None
     assert batch.values is not None and batch.cost_values is not None
     mask, kl = batch.response_mask, reward_kl(batch, config)
-    settings = {"gamma": config.gamma, "lam": config.gae_lambda}
-    rewards = token_rewards(batch.rewards, mask, kl, config.kl_coef)
-    costs = token_rewards(batch.costs, mask, kl, -config.kl_coef)
-    reward_advantages, returns = gae_advantages(rewards, batch.values, mask, **settings)
-    cost_advantages, cost_returns = gae_advantages(costs, batch.cost_values, mask, **settings)
+    reward_advantages, returns = ppo.estimated(batch, batch.rewards, batch.values, kl, config.kl_coef, config)
+    cost_advantages, cost_returns = ppo.estimated(batch, batch.costs, batch.cost_values, kl, -config.kl_coef, config)
     advantages = safe_advantages(reward_advantages, cost_advantages, multiplier)
     note = Estimated(
         moments(advantages, mask),

@@ -20,8 +20,8 @@ from hybridflow.api.config import PPOConfig
 from hybridflow.api.input_files import InputFiles, Prompt, RewardFunction, Sources
 from hybridflow.api.recipe_builder import run_directory
 from hybridflow.api.rl_trainer import changed, check_same_config, checked_config, checked_recipe, refuse_unknown
+from hybridflow.api.rollout_batch import RolloutBatch
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.rollout_batch import RolloutBatch
 from hybridflow.trainer.run_setup import open_run
 from hybridflow.trainer.step import TrainerStep
 from hybridflow.trainer.trainer import Trainer, start_trainer
@@ -115,8 +115,9 @@ class PPOTrainer:
         step = trainer.next_step(trainer.steps_done + 1)
         experience = trainer.algorithm.make_experience(step)
         step.wait_for_columns()
-        self._made.append(_Made(experience.batch.fetch(), experience, step))
-        return self._made[-1].batch
+        batch = RolloutBatch.of(experience.batch.fetch(), trainer.facts.tokenizer.pad_token_id)
+        self._made.append(_Made(batch, experience, step))
+        return batch
 
     def update(self, rollouts: RolloutBatch) -> dict[str, float]:
         """Learn from rollouts, and bring the new weights to the engines.
@@ -202,7 +203,7 @@ class PPOTrainer:
         if given.advantages is not None and any(each.whiten is not None for each in experiences):
             whiten = moments(given.advantages, given.response_mask)
         baselines = {group: reward for each in experiences for group, reward in each.baselines.items()}
-        return Experience(RemoteBatch.of(given), whiten, baselines)
+        return Experience(RemoteBatch.of(given.samples()), whiten, baselines)
 
 
 def to_learn(rollouts: RolloutBatch, batches: Sequence[RolloutBatch], *, least: int) -> RolloutBatch:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -23,15 +24,13 @@ from torch import Tensor
 
 from engine3d.errors import UserError
 from hybridflow.batch.load_balance import balanced_partition, even_ranges
-from hybridflow.batch.rollout_batch import COLUMNS, PROMPT, RESPONSE, SAMPLE, RolloutBatch
-from hybridflow.batch.worker_output import Kept, Packed, Summary, joined_facts, pack
+from hybridflow.batch.sample_batch import COLUMNS, RESPONSE, SAMPLE, SampleBatch
+from hybridflow.batch.worker_output import Kept, Packed, Spans, Summary, joined_facts, pack
 from hybridflow.errors.rank_failure import Failure
 
-_PADDED_WITH_TOKEN = ("input_ids", "generated_ids")
 SampleCosts = Callable[[Sequence[int]], Sequence[float]]
 """Lengths of samples in tokens -> what each costs, in any unit."""
 
-_LENGTHS = {PROMPT: "prompt_lengths", RESPONSE: "response_lengths"}
 _CUTTING_THREADS = 4
 
 
@@ -83,14 +82,16 @@ class _Stored:
 
     Args:
         ref: of a `Packed`, or of the failure to make it.
-        rows: (n,) int64: for each of its rows the sample of the batch, -1 for one that the batch does not have.
+        rows: (n,) int64: for each sample in it the sample of the batch, -1 for one that the batch does not have.
+        lengths: (n, 2) int64: tokens of each, of the whole sequence and of the response.
         node: Ray's id of the node that it lies on.
-        name: of the column, if it is a bare tensor.
+        name: of the column, if it is to be called otherwise than its maker called it.
         added: made by a call with the batch.
     """
 
     ref: ray.ObjectRef
     rows: Tensor
+    lengths: Tensor
     node: str
     name: str = ""
     added: bool = False
@@ -98,12 +99,14 @@ class _Stored:
 
 @dataclass(frozen=True, eq=False)
 class _Slice:
-    """Rows of a stored result: which of them (all if None), and to which samples of a part they belong."""
+    """Samples of a stored result: where they lie in it (all of it, in its order, if `whole`), and which of a part they
+    are."""
 
     ref: ray.ObjectRef
-    taken: list[int] | None
+    spans: Spans
     samples: Tensor
     name: str
+    whole: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,10 +116,9 @@ class BatchPart(Kept):
     size: int
     slices: tuple[_Slice, ...]
     facts: dict[str, Tensor]
-    pad_token_id: int
 
-    def unpack(self) -> RolloutBatch | Failure:
-        """Fetch the rows; the samples as one batch, no wider than its longest prompt and response.
+    def unpack(self) -> SampleBatch | Failure:
+        """Fetch the tokens of these samples.
 
         A fact that is named like a column of tokens holds for every counted token of its sample.
 
@@ -130,42 +132,41 @@ class BatchPart(Kept):
         failure = next((value for value in values if isinstance(value, Failure)), None)
         if failure is not None:
             return failure
-        columns: dict[str, Tensor] = {}
-        filled: dict[str, int] = {}
-        for piece, packed in zip(self.slices, values, strict=True):
-            for name, array in packed.arrays.items():
-                name = name or piece.name
+        found: dict[str, list[np.ndarray[Any, Any] | None]] = {}
+        for each, packed in zip(self.slices, values, strict=True):
+            for name, array in _named(packed, each.name).items():
                 if name in self.facts:
                     continue
-                rows = torch.from_numpy(array[piece.taken] if piece.taken is not None else array.copy())
-                column = columns.setdefault(name, self._empty(name))
-                if column.dim() == 2:
-                    rows = rows[:, : column.shape[1]]
-                    column[piece.samples, : rows.shape[1]] = rows
-                else:
-                    column[piece.samples] = rows
-                filled[name] = filled.get(name, 0) + len(rows)
-        for name, count in filled.items():
-            if count != self.size:
-                raise ValueError(f"batch: column {name} is there for {count} of {self.size} samples")
-        return self._with_facts(columns)
+                pieces = found.setdefault(name, [None] * self.size)
+                for sample, piece in zip(each.samples.tolist(), each.spans.cut(name, array), strict=True):
+                    pieces[sample] = piece
+        return self._with_facts({name: self._joined(name, pieces) for name, pieces in found.items()})
 
-    def _empty(self, name: str) -> Tensor:
-        symbol, dtype = COLUMNS[name]
-        padding = self.pad_token_id if name in _PADDED_WITH_TOKEN else 0
-        if symbol == SAMPLE:
-            return torch.empty(self.size, dtype=dtype)
-        width = int(self.facts[_LENGTHS[symbol]].max()) if self.size else 0
-        return torch.full((self.size, width), padding, dtype=dtype)
+    def _joined(self, name: str, pieces: list[np.ndarray[Any, Any] | None]) -> Tensor:
+        there = [piece for piece in pieces if piece is not None]
+        if len(there) != self.size:
+            raise ValueError(f"batch: column {name} is there for {len(there)} of {self.size} samples")
+        _, dtype = COLUMNS[name]
+        return torch.from_numpy(np.concatenate(there)).to(dtype) if there else torch.empty(0, dtype=dtype)
 
-    def _with_facts(self, columns: dict[str, Tensor]) -> RolloutBatch:
+    def _with_facts(self, columns: dict[str, Tensor]) -> SampleBatch:
         for name, fact in self.facts.items():
             symbol, dtype = COLUMNS.get(name, (None, None))
             if symbol == SAMPLE:
                 columns[name] = fact.to(dtype)
             elif symbol == RESPONSE:
-                columns[name] = fact.to(dtype)[:, None].where(columns["response_mask"], 0)
-        return RolloutBatch(**columns, pad_token_id=self.pad_token_id)  # type: ignore[arg-type]
+                of_tokens = fact.to(dtype).repeat_interleave(self.facts["response_lengths"])
+                columns[name] = of_tokens.where(columns["response_mask"], 0)
+        return SampleBatch(**columns)
+
+
+def _named(packed: Packed, name: str) -> dict[str, np.ndarray[Any, Any]]:
+    """The columns; the only one under another name, if one is given."""
+    if not name:
+        return packed.arrays
+    if len(packed.arrays) != 1:
+        raise ValueError(f"batch: columns {', '.join(packed.arrays) or 'none'} as {name}, expected one column")
+    return {name: next(iter(packed.arrays.values()))}
 
 
 class PendingColumns(Protocol):
@@ -188,9 +189,8 @@ class RemoteBatch:
     """B samples of which the driver holds facts and references. Never changed: every method returns a new one.
 
     Args:
-        facts: name to (B,) tensor, the columns of `RolloutBatch` with one figure a sample and `counted` among them.
+        facts: name to (B,) tensor, the columns of `SampleBatch` with one figure a sample and `counted` among them.
         stored: where the columns of tokens lie.
-        pad_token_id: of the tokens.
         inputs: the calls that make columns which may not be there yet.
     """
 
@@ -198,10 +198,9 @@ class RemoteBatch:
         self,
         facts: dict[str, Tensor],
         stored: Sequence[_Stored],
-        pad_token_id: int,
         inputs: Sequence[PendingColumns] = (),
     ) -> None:
-        self.facts, self.pad_token_id = facts, pad_token_id
+        self.facts = facts
         self.inputs = tuple(inputs)
         self._stored = tuple(stored)
 
@@ -214,7 +213,7 @@ class RemoteBatch:
         return self.facts["prompt_lengths"] + self.facts["response_lengths"]
 
     @classmethod
-    def of(cls, batch: RolloutBatch) -> RemoteBatch:
+    def of(cls, batch: SampleBatch) -> RemoteBatch:
         """A batch that this process holds, put into its node's object store."""
         packed, summary = pack(batch)
         assert summary is not None
@@ -228,11 +227,9 @@ class RemoteBatch:
         stored, first = [], 0
         for summary, ref, node in zip(summaries, refs, nodes, strict=True):
             size = len(summary.facts["sample_ids"])
-            stored.append(_Stored(ref, torch.arange(first, first + size), node))
+            stored.append(_Stored(ref, torch.arange(first, first + size), _lengths(summary.facts), node))
             first += size
-        pad_token_id = summaries[0].pad_token_id
-        assert pad_token_id is not None
-        return cls(joined_facts([summary.facts for summary in summaries]), stored, pad_token_id)
+        return cls(joined_facts([summary.facts for summary in summaries]), stored)
 
     def with_facts(self, **facts: Tensor) -> RemoteBatch:
         """The batch with further figures, (B,) each. One named like a column of tokens holds for each of its tokens."""
@@ -241,10 +238,10 @@ class RemoteBatch:
                 raise ValueError(f"batch: no column is called {name}, expected one of {', '.join(COLUMNS)}")
             if fact.shape != (len(self),):
                 raise ValueError(f"batch: fact {name} has shape {tuple(fact.shape)}, expected ({len(self)},)")
-        return RemoteBatch(self.facts | facts, self._stored, self.pad_token_id, self.inputs)
+        return RemoteBatch(self.facts | facts, self._stored, self.inputs)
 
     def with_columns(self, *columns: PendingColumns, **named: PendingColumns) -> RemoteBatch:
-        """The batch with what calls on it return, which need not be there yet: `Columns`, or a tensor by its name.
+        """The batch with what calls on it return, which need not be there yet: `Columns`, or one column by its name.
 
         Raises:
             ValueError: a call was not made with this batch.
@@ -256,16 +253,16 @@ class RemoteBatch:
                 raise ValueError(f"batch: {future} is no call with these {len(self)} samples in this order")
             if name in self.facts:
                 raise ValueError(f"batch: {name} is a fact of it already, expected a new column")
-            stored += [
-                _Stored(ref, torch.as_tensor(rows), node, name, added=True)
-                for ref, node, rows in zip(future.refs, future.nodes, parts, strict=True)
-            ]
+            lengths = _lengths(self.facts)
+            for ref, node, part in zip(future.refs, future.nodes, parts, strict=True):
+                rows = torch.as_tensor(part)
+                stored.append(_Stored(ref, rows, lengths[rows], node, name, added=True))
             inputs.append(future)
-        return RemoteBatch(self.facts, stored, self.pad_token_id, inputs)
+        return RemoteBatch(self.facts, stored, inputs)
 
     def as_generated(self) -> RemoteBatch:
         """The batch without the columns that calls with it made: a call with this one waits for none of them."""
-        return RemoteBatch(self.facts, [each for each in self._stored if not each.added], self.pad_token_id)
+        return RemoteBatch(self.facts, [each for each in self._stored if not each.added])
 
     def select(self, samples: Sequence[int] | Tensor) -> RemoteBatch:
         """Some samples, each at most once, in the given order. Nothing moves."""
@@ -274,9 +271,7 @@ class RemoteBatch:
         place[chosen] = torch.arange(len(chosen))
         stored = [dataclasses.replace(each, rows=place[each.rows]) for each in self._stored]
         kept = [each for each in stored if bool((each.rows >= 0).any())]
-        return RemoteBatch(
-            {name: fact[chosen] for name, fact in self.facts.items()}, kept, self.pad_token_id, self.inputs
-        )
+        return RemoteBatch({name: fact[chosen] for name, fact in self.facts.items()}, kept, self.inputs)
 
     def split(self, parts: int) -> list[RemoteBatch]:
         """`parts` consecutive pieces in order; sizes differ by one at most. Raises ValueError for an empty piece."""
@@ -297,7 +292,7 @@ class RemoteBatch:
             inputs |= dict.fromkeys(batch.inputs)
             offset += len(batch)
         facts = joined_facts([batch.facts for batch in batches])
-        return RemoteBatch(facts, stored, first.pad_token_id, list(inputs))
+        return RemoteBatch(facts, stored, list(inputs))
 
     def deal(self, parts: Sequence[Sequence[int]], nodes: Sequence[frozenset[str]]) -> list[BatchPart]:
         """What ranks are sent for their parts.
@@ -315,37 +310,35 @@ class RemoteBatch:
             wanted = part_of[stored.rows]
             for number in wanted[wanted >= 0].unique().tolist():
                 taken = (wanted == number).nonzero()[:, 0]
-                whole = len(taken) == len(stored.rows)
-                slices[number].append(
-                    _Slice(stored.ref, None if whole else taken.tolist(), place[stored.rows[taken]], stored.name)
-                )
+                spans, whole = Spans.of(stored.lengths, taken), len(taken) == len(stored.rows)
+                slices[number].append(_Slice(stored.ref, spans, place[stored.rows[taken]], stored.name, whole))
             self._cut_for_other_nodes(stored, slices, nodes)
         return [
             BatchPart(
                 len(samples),
                 tuple(each),
                 {name: fact[torch.as_tensor(samples, dtype=torch.int64)] for name, fact in self.facts.items()},
-                self.pad_token_id,
             )
             for samples, each in zip(parts, slices, strict=True)
         ]
 
     @staticmethod
     def _cut_for_other_nodes(stored: _Stored, slices: list[list[_Slice]], nodes: Sequence[frozenset[str]]) -> None:
-        """Let only the rows travel that are needed where they go; in place."""
+        """Let only the samples travel that are needed where they go; in place."""
         far = {
-            number: each[-1].taken
+            number: each[-1].spans
             for number, each in enumerate(slices)
-            if each and each[-1].ref is stored.ref and each[-1].taken is not None and nodes[number] != {stored.node}
+            if each and each[-1].ref is stored.ref and not each[-1].whole and nodes[number] != {stored.node}
         }
         if not far:
             return
         cutter = _cutter(stored.node)
-        refs: Any = cutter.cut.options(num_returns=len(far)).remote(stored.ref, [rows or [] for rows in far.values()])
-        for number, ref in zip(far, refs if len(far) > 1 else [refs], strict=True):
-            slices[number][-1] = dataclasses.replace(slices[number][-1], ref=ref, taken=None)
+        refs: Any = cutter.cut.options(num_returns=len(far)).remote(stored.ref, list(far.values()))
+        for (number, spans), ref in zip(far.items(), refs if len(far) > 1 else [refs], strict=True):
+            cut = Spans.of(spans.lengths, torch.arange(len(spans.rows)))
+            slices[number][-1] = dataclasses.replace(slices[number][-1], ref=ref, spans=cut, whole=True)
 
-    def fetch(self) -> RolloutBatch:
+    def fetch(self) -> SampleBatch:
         """All of it, in this process.
 
         Raises:
@@ -360,6 +353,12 @@ class RemoteBatch:
         return batch
 
 
+def _lengths(facts: dict[str, Tensor]) -> Tensor:
+    """(n, 2): tokens of each sample, of the whole sequence and of the response."""
+    responses = facts["response_lengths"]
+    return torch.stack([facts["prompt_lengths"] + responses, responses], dim=1)
+
+
 def _here() -> str:
     """Ray's id of this process's node."""
     node: str = ray.get_runtime_context().get_node_id()
@@ -367,11 +366,11 @@ def _here() -> str:
 
 
 class _Cutter:
-    """Runs on a node, and cuts rows out of what lies there for ranks of others. One a node, made when it is needed."""
+    """Cuts samples out of what lies on its node, for ranks of others. One a node, made when it is needed."""
 
-    def cut(self, packed: Packed | Failure, rows: list[list[int]]) -> Any:
-        """The rows that each of some parts needs."""
-        pieces = [packed if isinstance(packed, Failure) else packed.take(each) for each in rows]
+    def cut(self, packed: Packed | Failure, parts: list[Spans]) -> Any:
+        """The samples that each of some parts needs."""
+        pieces = [packed if isinstance(packed, Failure) else packed.take(spans) for spans in parts]
         return pieces if len(pieces) > 1 else pieces[0]
 
 

@@ -13,7 +13,7 @@ import ray.util
 import torch
 from torch import Tensor
 
-from hybridflow.batch.rollout_batch import COLUMNS, SAMPLE, RolloutBatch
+from hybridflow.batch.sample_batch import COLUMNS, SAMPLE, TOKENS, SampleBatch
 
 COUNTED = "counted"
 """The fact that says how many response tokens of a sample the policy wrote."""
@@ -21,10 +21,10 @@ COUNTED = "counted"
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """What a rank has found out about the b samples of its part.
+    """What a rank has found out about the b samples of its part, whose responses have r tokens.
 
     Args:
-        tokens: name to (b, S') tensor; they stay where they are, and become columns of the batch.
+        tokens: name to (r,) tensor; they stay where they are, and become columns of the batch.
         facts: name to (b,) tensor; they go to the driver.
         note: anything else that is small, one a part; it goes to the driver.
     """
@@ -43,22 +43,54 @@ class Kept(ABC):
 
 
 @dataclass(frozen=True, eq=False)
+class Spans:
+    """Where some samples lie in what a rank has made of its own.
+
+    Args:
+        rows: (n,) int64 numbers of the samples.
+        starts, lengths: (n, 2) int64: where the tokens of each begin and how many there are, of the whole sequence and
+            of the response alone.
+    """
+
+    rows: Tensor
+    starts: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, lengths: Tensor, rows: Tensor) -> Spans:
+        """Those of `rows` among samples of (m, 2) `lengths` that lie end to end."""
+        return cls(rows, (lengths.cumsum(0) - lengths)[rows], lengths[rows])
+
+    def cut(self, name: str, array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        """Of a column that is called so, the part of each sample, as a view."""
+        symbol, _ = COLUMNS[name]
+        if symbol == SAMPLE:
+            return [array[row : row + 1] for row in self.rows.tolist()]
+        kind = 0 if symbol == TOKENS else 1
+        spans = zip(self.starts[:, kind].tolist(), self.lengths[:, kind].tolist(), strict=True)
+        return [array[start : start + length] for start, length in spans]
+
+
+@dataclass(frozen=True, eq=False)
 class Packed(Kept):
-    """Columns as arrays, which the processes of a node can read without a copy. A bare tensor has the name ""."""
+    """Columns as arrays, which the processes of a node can read without a copy.
+
+    Args:
+        arrays: by the name of the column; figures of tokens lie end to end, sample by sample.
+        whole: whether they are a `SampleBatch`.
+    """
 
     arrays: dict[str, np.ndarray[Any, Any]]
-    pad_token_id: int | None = None
+    whole: bool = False
 
-    def take(self, rows: Sequence[int]) -> Packed:
-        """Some rows of all columns."""
-        return Packed({name: array[list(rows)] for name, array in self.arrays.items()}, self.pad_token_id)
+    def take(self, spans: Spans) -> Packed:
+        """Some samples."""
+        return Packed({name: np.concatenate(spans.cut(name, array)) for name, array in self.arrays.items()}, self.whole)
 
-    def unpack(self) -> RolloutBatch | Columns | Tensor:
+    def unpack(self) -> SampleBatch | Columns:
         """What was packed."""
         tensors = {name: torch.from_numpy(array.copy()) for name, array in self.arrays.items()}
-        if self.pad_token_id is not None:
-            return RolloutBatch(**tensors, pad_token_id=self.pad_token_id)
-        return tensors[""] if list(tensors) == [""] else Columns(tensors)
+        return SampleBatch(**tensors) if self.whole else Columns(tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,21 +99,40 @@ class Summary:
 
     facts: dict[str, Tensor]
     note: Any = None
-    pad_token_id: int | None = None
 
 
-def pack(result: Any) -> tuple[Any, Summary | None]:
-    """A rank's result as it is kept, and what the driver is told of it; anything but columns stays as it is."""
-    if isinstance(result, RolloutBatch):
-        return Packed(_arrays(result.columns()), result.pad_token_id), Summary(
-            _facts(result), None, result.pad_token_id
-        )
+def pack(result: Any, asked: Sequence[Any] = ()) -> tuple[Any, Summary | None]:
+    """A rank's result as it is kept, and what the driver is told of it; anything but columns stays as it is.
+
+    Args:
+        result: what the rank's method returned.
+        asked: its arguments, with the samples that columns are of.
+
+    Raises:
+        ValueError: columns that do not fit the samples.
+    """
+    if isinstance(result, SampleBatch):
+        return Packed(_arrays(result.columns()), whole=True), Summary(_facts(result))
     if isinstance(result, Columns):
+        for samples in asked:
+            if isinstance(samples, SampleBatch):
+                _check(result, samples)
         facts = {name: fact.detach().cpu() for name, fact in result.facts.items()}
         return Packed(_arrays(result.tokens)), Summary(facts, result.note)
-    if isinstance(result, Tensor) and result.dim() > 1:
-        return Packed(_arrays({"": result})), None
     return result, None
+
+
+def _check(columns: Columns, samples: SampleBatch) -> None:
+    for kind, figures, size, each in (
+        ("column", columns.tokens, int(samples.response_lengths.sum()), "response token"),
+        ("fact", columns.facts, len(samples), "sample"),
+    ):
+        for name, figure in figures.items():
+            if tuple(figure.shape) != (size,):
+                raise ValueError(
+                    f"columns: {kind} {name} has shape {tuple(figure.shape)}, expected ({size},), one figure for each "
+                    f"{each} of the batch"
+                )
 
 
 def joined_facts(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -124,6 +175,6 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def _facts(batch: RolloutBatch) -> dict[str, Tensor]:
+def _facts(batch: SampleBatch) -> dict[str, Tensor]:
     facts = {name: column for name, column in batch.columns().items() if COLUMNS[name][0] == SAMPLE}
-    return facts | {COUNTED: batch.response_mask.sum(dim=1)}
+    return facts | {COUNTED: batch.sums(batch.response_mask)}

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import MOST_LIST_BYTES, read_json_object
-from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.checkpoint.batch_files import read_batch, write_batch
 from hybridflow.checkpoint.evaluation_result import Measured
 
@@ -94,7 +94,7 @@ class RunState:
     random: RandomState
     run: str
     inputs: dict[str, str]
-    buffer: tuple[RolloutBatch, ...] = ()
+    buffer: tuple[SampleBatch, ...] = ()
     algorithm: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def write(self, directory: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from engine3d.training.flops import PASSES_OF_AN_UPDATE, sequence_flops
 from engine3d.training.offload import OffloadFigures
 from engine3d.training.sequences import Sequences
 from hybridflow.algorithms.losses.statistics import Statistics
-from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.names import UpdateNames
@@ -158,7 +158,7 @@ class ModelWorker:
         return platform.libraries()
 
     @register(THREE_D_PROTO)
-    def apply(self, batch: RolloutBatch, *, function: Callable[..., Columns], arguments: Mapping[str, Any]) -> Columns:
+    def apply(self, batch: SampleBatch, *, function: Callable[..., Columns], arguments: Mapping[str, Any]) -> Columns:
         """`function(batch, **arguments)`, where the batch's columns are fetched."""
         return function(batch, **arguments)
 

@@ -1,38 +1,30 @@
-"""Between the padded rows of a RolloutBatch and the flat sequences that a training engine reads."""
+"""From samples to what a training engine reads, and from its figures back."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from engine3d.errors import EngineError
 from engine3d.training.sequences import Sequences
-from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import SampleBatch
 
 
-def to_sequences(batch: RolloutBatch, **columns: Tensor) -> Sequences:
+def to_sequences(batch: SampleBatch, **columns: Tensor) -> Sequences:
     """Each sample as prompt and response, end to end.
 
     Args:
-        columns: name to (B, S') figures of response tokens; prompt tokens get 0.
+        columns: name to (R,) figures of response tokens; prompt tokens get 0.
     """
-    lengths = batch.sequence_lengths
-    at = _response_positions(batch)
-    within = _within_responses(batch)
-    tokens = torch.empty(int(lengths.sum()), dtype=torch.int64)
-    is_response = torch.zeros(len(tokens), dtype=torch.bool)
-    is_response[at] = True
-    tokens[~is_response] = batch.input_ids[batch.attention_mask]
-    tokens[at] = batch.generated_ids[within]
-    flat = {}
-    for name, column in columns.items():
-        flat[name] = torch.zeros(len(tokens), dtype=column.dtype)
-        flat[name][at] = column[within]
-    return Sequences(tokens, lengths, flat)
+    is_response = batch.is_response
+    flat = {
+        name: column.new_zeros(len(is_response)).masked_scatter_(is_response, column)
+        for name, column in columns.items()
+    }
+    return Sequences(batch.tokens, batch.sequence_lengths, flat)
 
 
-def to_response_column(batch: RolloutBatch, figures: Tensor, what: str) -> Tensor:
-    """(T,) figures of all tokens of `to_sequences(batch)` -> (B, S') float32 of the response tokens, 0 on padding.
+def of_responses(batch: SampleBatch, figures: Tensor, what: str) -> Tensor:
+    """(T,) figures of all tokens of `to_sequences(batch)` -> (R,) float32 of the response tokens.
 
     Args:
         what: whose figures, and how they are called, for the error.
@@ -40,19 +32,18 @@ def to_response_column(batch: RolloutBatch, figures: Tensor, what: str) -> Tenso
     Raises:
         EngineError: the figure of a token that the policy wrote is not finite; names its sample.
     """
-    column = torch.zeros(batch.generated_ids.shape, dtype=torch.float32)
-    column[_within_responses(batch)] = figures[_response_positions(batch)].float()
+    column = figures.masked_select(batch.is_response).float()
     bad = (~column.isfinite() & batch.response_mask).nonzero()
     if len(bad):
-        row, token = bad[0].tolist()
+        sample, token = batch.place_of(int(bad[0]))
         raise EngineError(
-            f"{what} of sample {int(batch.sample_ids[row])} is {float(column[row, token])} at response token {token}, "
+            f"{what} of sample {int(batch.sample_ids[sample])} is {float(column[bad[0]])} at response token {token}, "
             "expected a finite number"
         )
     return column
 
 
-def finite_scores(batch: RolloutBatch, scores: Tensor, what: str) -> Tensor:
+def finite_scores(batch: SampleBatch, scores: Tensor, what: str) -> Tensor:
     """(B,) scores of whole responses as they are. Raises EngineError for one that is not finite, naming its sample."""
     bad = (~scores.isfinite()).nonzero()
     if len(bad):
@@ -61,15 +52,3 @@ def finite_scores(batch: RolloutBatch, scores: Tensor, what: str) -> Tensor:
             f"{what} of sample {int(batch.sample_ids[row])} is {float(scores[row])}, expected a finite number"
         )
     return scores
-
-
-def _within_responses(batch: RolloutBatch) -> Tensor:
-    """(B, S') bool: which positions of `generated_ids` hold a token."""
-    return torch.arange(batch.generated_ids.shape[1]) < batch.response_lengths[:, None]
-
-
-def _response_positions(batch: RolloutBatch) -> Tensor:
-    """Flat positions of all response tokens, sample by sample."""
-    starts = batch.sequence_lengths.cumsum(0) - batch.sequence_lengths + batch.prompt_lengths
-    width = torch.arange(batch.generated_ids.shape[1])
-    return (starts[:, None] + width)[_within_responses(batch)]

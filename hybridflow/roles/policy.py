@@ -15,10 +15,11 @@ from hybridflow.algorithms.losses.policy import policy_gradient_loss
 from hybridflow.algorithms.losses.sft import sft_loss
 from hybridflow.algorithms.losses.statistics import Statistics
 from hybridflow.algorithms.settings import AlgorithmSettings
-from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.batch.worker_output import Columns
 from hybridflow.metrics import names as metrics
 from hybridflow.roles.model import ModelWorker, Update
-from hybridflow.roles.packing import to_response_column, to_sequences
+from hybridflow.roles.packing import of_responses, to_sequences
 from hybridflow.workers.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PROTO, register
 
 if TYPE_CHECKING:
@@ -38,17 +39,17 @@ class PolicyWorker(ModelWorker):
         return libraries
 
     @register(THREE_D_PROTO, exclusive=True)
-    def logprobs(self, batch: RolloutBatch, *, temperature: float) -> Tensor | None:
-        """(B, S') float32 log-probs of the response tokens, 0 on padding."""
+    def logprobs(self, batch: SampleBatch, *, temperature: float) -> Columns | None:
+        """Column `logprobs`, (R,) float32: those of the response tokens."""
         outputs = self._engine.logprobs(to_sequences(batch), temperature=temperature)
         if outputs is None or outputs.logprobs is None:
             return None
-        return to_response_column(batch, outputs.logprobs, f"{self._name}: the log-prob")
+        return Columns({"logprobs": of_responses(batch, outputs.logprobs, f"{self._name}: the log-prob")})
 
     @register(THREE_D_PROTO, exclusive=True)
     def update(
         self,
-        batch: RolloutBatch,
+        batch: SampleBatch,
         *,
         algorithm: AlgorithmSettings,
         temperature: float,
@@ -88,7 +89,7 @@ class PolicyWorker(ModelWorker):
         return self._update(sequences, loss, temperature=temperature, with_entropy=True, guard=guard)
 
     @register(THREE_D_PROTO, exclusive=True)
-    def supervise(self, batch: RolloutBatch) -> Update:
+    def supervise(self, batch: SampleBatch) -> Update:
         """One optimizer step towards the responses of a mini-batch with weights."""
         assert batch.weights is not None
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine3d.errors import UserError
 from engine3d.startup.imports import quick_imports
-from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
 from hybridflow.data.tasks import Example, field_names
 from hybridflow.rewards.config import RewardConfig
@@ -63,7 +63,7 @@ class FunctionRewardWorker:
         self._tokenizer = load_tokenizer(self._tokenizer_directory)
 
     @register(DP_PROTO)
-    def score(self, batch: RolloutBatch, *, split: str, what: str = "reward") -> Columns:
+    def score(self, batch: SampleBatch, *, split: str, what: str = "reward") -> Columns:
         """The rewards (or costs) of responses to the prompts of a split, which `reward_result` reads.
 
         Failures go into this rank's log too, by the id of their sample.

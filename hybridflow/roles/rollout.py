@@ -15,7 +15,7 @@ from engine3d.reshard.verify import Difference
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
 from engine3d.rollout.engine import RolloutEngine
 from engine3d.training.offload import OffloadFigures
-from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.data.prompts import DrawnPrompt
 from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.protocols import ALL_TO_ALL, DP_PROTO, ONE_TO_ALL, register
@@ -56,9 +56,7 @@ class RolloutWorker:
         self._engine.start()
 
     @register(DP_PROTO, exclusive=True, timeout_s=_LONGEST_ROLLOUT_S)
-    def generate(
-        self, drawn: list[DrawnPrompt], *, sampling: SamplingConfig, samples_per_prompt: int, pad_token_id: int
-    ) -> RolloutBatch:
+    def generate(self, drawn: list[DrawnPrompt], *, sampling: SamplingConfig, samples_per_prompt: int) -> SampleBatch:
         """Responses to prompts: `samples_per_prompt` samples of each, in order."""
         seeds = [prompt.group for prompt in drawn] if self._engine.config.deterministic else None
         groups = self._engine.generate([prompt.tokens for prompt in drawn], sampling, samples_per_prompt, seeds)
@@ -67,7 +65,7 @@ class RolloutWorker:
             for prompt, group in zip(drawn, groups, strict=True)
             for place, generation in enumerate(group)
         ]
-        return RolloutBatch.from_generations(
+        return SampleBatch.from_generations(
             prompts=[prompt.tokens for prompt, _, _ in rows],
             responses=[generation.token_ids for _, _, generation in rows],
             logprobs=[generation.logprobs for _, _, generation in rows],
@@ -76,7 +74,6 @@ class RolloutWorker:
             prompt_indices=[prompt.index for prompt, _, _ in rows],
             policy_versions=[generation.weight_version for _, _, generation in rows],
             finish_reasons=[generation.finish_reason for _, _, generation in rows],
-            pad_token_id=pad_token_id,
         )
 
     @register(ONE_TO_ALL, exclusive=True)

@@ -9,11 +9,11 @@ from torch import Tensor
 from hybridflow.algorithms.base import ValueKind
 from hybridflow.algorithms.losses import value
 from hybridflow.algorithms.losses.statistics import Statistics
-from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
 from hybridflow.metrics.names import COST_CRITIC, CRITIC
 from hybridflow.roles.model import ModelWorker, Update
-from hybridflow.roles.packing import finite_scores, to_response_column, to_sequences
+from hybridflow.roles.packing import finite_scores, of_responses, to_sequences
 from hybridflow.workers.protocols import THREE_D_PROTO, register
 
 if TYPE_CHECKING:
@@ -34,18 +34,18 @@ class ValueWorker(ModelWorker):
     _value_head: ClassVar[bool] = True
 
     @register(THREE_D_PROTO, exclusive=True)
-    def values(self, batch: RolloutBatch) -> Tensor | None:
-        """(B, S') float32 values of the states in which the response tokens were chosen, 0 on padding.
+    def values(self, batch: SampleBatch) -> Columns | None:
+        """Column `values`, (R,) float32: those of the states in which the response tokens were chosen.
 
         That of the first response token is what the head says at the last token of the prompt.
         """
         outputs = self._engine.values(to_sequences(batch))
         if outputs is None or outputs.values is None:
             return None
-        return to_response_column(batch, outputs.values, f"{self._name}: the value")
+        return Columns({"values": of_responses(batch, outputs.values, f"{self._name}: the value")})
 
     @register(THREE_D_PROTO, exclusive=True)
-    def score(self, batch: RolloutBatch) -> Columns | None:
+    def score(self, batch: SampleBatch) -> Columns | None:
         """Fact `score`, (b,) float32: what the head says at the last token of the response, having read all of it."""
         outputs = self._engine.values(to_sequences(batch))
         if outputs is None or outputs.scores is None:
@@ -53,7 +53,7 @@ class ValueWorker(ModelWorker):
         return Columns(facts={"score": finite_scores(batch, outputs.scores, f"{self._name}: the score")})
 
     @register(THREE_D_PROTO, exclusive=True)
-    def update_values(self, batch: RolloutBatch, *, clip: float | None, kind: ValueKind) -> Update:
+    def update_values(self, batch: SampleBatch, *, clip: float | None, kind: ValueKind) -> Update:
         """One optimizer step towards the returns.
 
         Args:
@@ -72,8 +72,8 @@ class ValueWorker(ModelWorker):
         return self._update(sequences, loss)
 
 
-def _columns(batch: RolloutBatch, kind: ValueKind) -> tuple[Tensor, Tensor]:
-    """(B, S') values and returns."""
+def _columns(batch: SampleBatch, kind: ValueKind) -> tuple[Tensor, Tensor]:
+    """(R,) values and returns."""
     values, returns = (batch.values, batch.returns) if kind == "reward" else (batch.cost_values, batch.cost_returns)
     assert values is not None and returns is not None
     return values, returns

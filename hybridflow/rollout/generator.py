@@ -16,12 +16,11 @@ class Generator:
 
     Args:
         rollout: the engines.
-        pad_token_id: of the batches.
         before: called before engines are asked.
     """
 
-    def __init__(self, rollout: WorkerGroup, pad_token_id: int, before: Callable[[], None] = lambda: None) -> None:
-        self._rollout, self._pad_token_id, self._before = rollout, pad_token_id, before
+    def __init__(self, rollout: WorkerGroup, before: Callable[[], None] = lambda: None) -> None:
+        self._rollout, self._before = rollout, before
         self.samples_drawn = 0
         """Ids that were given out."""
 
@@ -40,7 +39,5 @@ class Generator:
             )
             for place, index in enumerate(draw.indices)
         ]
-        future: Future = self._rollout.generate(
-            drawn, sampling=sampling, samples_per_prompt=samples_per_prompt, pad_token_id=self._pad_token_id
-        )
+        future: Future = self._rollout.generate(drawn, sampling=sampling, samples_per_prompt=samples_per_prompt)
         return future

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine3d.errors import UserError
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.prompts import Draw, Prompts
 from hybridflow.data.sampler import PromptSampler
@@ -73,11 +73,11 @@ class Lookahead:
         if self._ahead is not None and isinstance(self._ahead[1], Future):
             self._ahead[1].wait()
 
-    def state(self) -> tuple[RolloutBatch, ...]:
+    def state(self) -> tuple[SampleBatch, ...]:
         """What is held for later steps, once the engines are done with it."""
         return (_finished(self._ahead[1]).batch.fetch(),) if self._ahead is not None else ()
 
-    def restore(self, held: tuple[RolloutBatch, ...]) -> None:
+    def restore(self, held: tuple[SampleBatch, ...]) -> None:
         """Go on with what `state` gave."""
         for batch in held:
             groups = dict(zip(batch.group_ids.tolist(), batch.prompt_indices.tolist(), strict=True))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hybridflow.algorithms.losses.aggregation import sequence_weights
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.rollout_batch import FinishReason, RolloutBatch
+from hybridflow.batch.sample_batch import FinishReason, SampleBatch
 from hybridflow.batch.worker_output import COUNTED
 from hybridflow.checkpoint.resume import WARMED_UP, needs_warmed_up, seal_warmed_up
 from hybridflow.data.sampler import PromptSampler
@@ -32,11 +32,7 @@ def warm_up(machinery: Machinery, sinks: Metrics) -> None:
         values: dict[str, float] = {}
         indices = sampler.next(settings.batch_size)
         batch = RemoteBatch.of(
-            answered(
-                [prompts.tokens[index] for index in indices],
-                [answers[index] for index in indices],
-                run.tokenizer.pad_token_id,
-            )
+            answered([prompts.tokens[index] for index in indices], [answers[index] for index in indices])
         )
         with Timer(values, metrics.TRAIN_UPDATE_TIME):
             weights = sequence_weights(batch.facts[COUNTED], "token-mean")
@@ -57,10 +53,10 @@ def warm_up(machinery: Machinery, sinks: Metrics) -> None:
             loading.result()
 
 
-def answered(prompts: Sequence[list[int]], answers: Sequence[list[int]], pad_token_id: int) -> RolloutBatch:
+def answered(prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> SampleBatch:
     """Prompts with given answers as responses, each a group of its own."""
     count = range(len(prompts))
-    return RolloutBatch.from_generations(
+    return SampleBatch.from_generations(
         prompts=prompts,
         responses=answers,
         logprobs=[[0.0] * len(answer) for answer in answers],
@@ -69,5 +65,4 @@ def answered(prompts: Sequence[list[int]], answers: Sequence[list[int]], pad_tok
         prompt_indices=count,
         policy_versions=[0] * len(prompts),
         finish_reasons=[FinishReason.STOP] * len(prompts),
-        pad_token_id=pad_token_id,
     )

@@ -145,7 +145,7 @@ class Trainer:
         self.recipe, self.facts, self.roles = recipe, run, roles
         self.sinks, self.checkpoints, self.devices = sinks, checkpoints, devices
         sampler = PromptSampler(len(run.train), recipe.seed + recipe.data.seed)
-        generator = Generator(roles.rollout, run.tokenizer.pad_token_id, weights.before_generation)
+        generator = Generator(roles.rollout, weights.before_generation)
         self.machinery = Machinery(
             recipe=recipe,
             run=run,

@@ -7,7 +7,6 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
 import ray
-import torch
 from ray.exceptions import GetTimeoutError
 from torch import Tensor
 
@@ -77,7 +76,7 @@ class Future:
             return values
         if self.parts is None or not _by_sample(values, self.parts):
             return concatenate(values)
-        return in_order(concatenate(_as_wide(values)), self.parts)
+        return in_order(concatenate(values), self.parts)
 
     def batch(self) -> RemoteBatch:
         """Wait for all ranks; the samples that they made as one batch, whose tokens stay where they are.
@@ -142,14 +141,6 @@ def _by_sample(values: Sequence[Any], parts: Sequence[Sequence[int]]) -> bool:
     return apart and all(
         isinstance(value, Tensor | list) and len(value) == len(part) for value, part in zip(values, parts, strict=True)
     )
-
-
-def _as_wide(values: Sequence[Any]) -> list[Any]:
-    """Tokens' columns, each as wide as its own part, padded with 0 to the widest."""
-    if not all(isinstance(value, Tensor) and value.dim() == 2 for value in values):
-        return list(values)
-    width = max(value.shape[1] for value in values)
-    return [torch.nn.functional.pad(value, (0, width - value.shape[1])) for value in values]
 
 
 def wait_together(*futures: Future) -> None:

@@ -118,7 +118,7 @@ class RankProcess:
             _wait_for_turn(earlier)
             begin = time.time()
             result = getattr(self._worker, method)(*positional, **keyword)
-            summary, kept = _packed(result) if keep else (None, None)
+            summary, kept = _packed(result, positional) if keep else (None, None)
             return Answer(Span(self._role, self._rank, method, begin, time.time()), summary), kept
 
         failure, answer = self._run(method, run)
@@ -157,11 +157,11 @@ def _unpacked(value: Any) -> Any:
     return unpack(value)
 
 
-def _packed(result: Any) -> tuple[Any, Any]:
+def _packed(result: Any, asked: Sequence[Any]) -> tuple[Any, Any]:
     if "torch" not in sys.modules:
         return None, result
     from hybridflow.batch.worker_output import pack, send_tensors_as_arrays
 
     send_tensors_as_arrays()
-    kept, summary = pack(result)
+    kept, summary = pack(result, asked)
     return summary, kept

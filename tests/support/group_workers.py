@@ -29,7 +29,7 @@ from hybridflow.workers.protocols import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hybridflow.batch.rollout_batch import RolloutBatch
+    from hybridflow.batch.sample_batch import SampleBatch
     from hybridflow.batch.worker_output import Columns
 
 
@@ -68,48 +68,70 @@ class Model:
         self.context = context
 
     @register(DP_PROTO)
-    def generate(self, samples: list[int], *, longest: int) -> RolloutBatch:
+    def generate(self, samples: list[int], *, longest: int) -> SampleBatch:
         return batch_of(samples, longest)
 
     @register(THREE_D_PROTO)
-    def logprobs(self, batch: RolloutBatch, *, sleep_s: float = 0.0) -> Tensor | None:
+    def logprobs(self, batch: SampleBatch, *, sleep_s: float = 0.0) -> Columns | None:
         """Of each response token, a tenth of it; only the last stage has them."""
+        from hybridflow.batch.worker_output import Columns
+
         time.sleep(sleep_s)
-        layout = self.context.layout
-        return batch.generated_ids / 10 if self.context.coordinates.pp == layout.pp - 1 else None
+        last = self.context.layout.pp - 1
+        return Columns({"logprobs": response_tokens(batch) / 10}) if self.context.coordinates.pp == last else None
 
     @register(THREE_D_PROTO)
-    def returns(self, batch: RolloutBatch) -> Columns:
+    def returns(self, batch: SampleBatch) -> Columns:
         from hybridflow.batch.worker_output import Columns
 
         assert batch.ref_logprobs is not None and batch.rewards is not None
-        returns = (batch.ref_logprobs + batch.rewards[:, None]) * batch.response_mask
-        return Columns({"returns": returns}, {"total": returns.sum(dim=1)}, self.context.rank)
+        returns = batch.ref_logprobs + batch.rewards.repeat_interleave(batch.response_lengths)
+        return Columns({"returns": returns}, {"total": batch.padded(returns).sum(dim=1)}, self.context.rank)
 
     @register(THREE_D_PROTO)
-    def seen(self, batch: RolloutBatch) -> list[tuple[int, dict[str, list[Any]]]]:
+    def seen(self, batch: SampleBatch) -> list[tuple[int, dict[str, list[Any]]]]:
         """What this rank got, a sample each."""
-        columns = batch.columns()
-        rows = [{name: column[row].tolist() for name, column in columns.items()} for row in range(len(batch))]
+        rows = [
+            {name: column.tolist() for name, column in batch.select([row]).columns().items()}
+            for row in range(len(batch))
+        ]
         return [(self.context.rank, row) for row in rows]
 
     @register(ONE_TO_ALL)
-    def whole(self, batch: RolloutBatch) -> list[int]:
+    def whole(self, batch: SampleBatch) -> list[int]:
         return batch.sample_ids.tolist()
 
     @register(THREE_D_PROTO)
-    def fail(self, batch: RolloutBatch) -> Tensor:
+    def fail(self, batch: SampleBatch) -> Columns:
+        from hybridflow.batch.worker_output import Columns
+
         if self.context.rank == 1:
             raise ValueError("no log-probs here")
-        return batch.logprobs
+        return Columns({"logprobs": batch.logprobs})
+
+    @register(THREE_D_PROTO)
+    def misfit(self, batch: SampleBatch, *, what: str) -> Columns:
+        """Columns that are not those of the batch."""
+        from hybridflow.batch.worker_output import Columns
+
+        if what == "rows":
+            return Columns({"values": batch.padded(batch.logprobs)})
+        if what == "fact":
+            return Columns(facts={"score": batch.logprobs.new_zeros(len(batch) + 1)})
+        return Columns({"values": batch.logprobs, "returns": batch.logprobs})
 
 
-def batch_of(samples: Sequence[int], longest: int) -> RolloutBatch:
+def response_tokens(batch: SampleBatch) -> Tensor:
+    """(R,)"""
+    return batch.tokens[batch.is_response]
+
+
+def batch_of(samples: Sequence[int], longest: int) -> SampleBatch:
     """Sample i has 1 + i % 3 prompt tokens and 1 + i % longest response tokens, all of them i."""
-    from hybridflow.batch.rollout_batch import RolloutBatch
+    from hybridflow.batch.sample_batch import SampleBatch
 
     responses = [[sample] * (1 + sample % longest) for sample in samples]
-    return RolloutBatch.from_generations(
+    return SampleBatch.from_generations(
         prompts=[[sample] * (1 + sample % 3) for sample in samples],
         responses=responses,
         logprobs=[[-float(sample)] * len(response) for sample, response in zip(samples, responses, strict=True)],
@@ -118,7 +140,6 @@ def batch_of(samples: Sequence[int], longest: int) -> RolloutBatch:
         prompt_indices=[sample // 2 for sample in samples],
         policy_versions=[1] * len(samples),
         finish_reasons=["stop"] * len(samples),
-        pad_token_id=0,
     )
 
 
@@ -130,10 +151,10 @@ class Computing:
         self._given_back = self._taken_back = 0
 
     @register(THREE_D_PROTO, exclusive=True)
-    def compute(self, batch: RolloutBatch, *, factor: int, sleep_s: float = 0.0) -> Tensor:
+    def compute(self, batch: SampleBatch, *, factor: int, sleep_s: float = 0.0) -> list[list[int]]:
         """Of each response token, `factor` times it."""
         time.sleep(sleep_s)
-        return batch.generated_ids * factor
+        return [[factor * token for token in response] for response in batch.responses()]
 
     @register(ONE_TO_ALL)
     def given_back(self) -> int:
@@ -301,7 +322,7 @@ class Failing:
         time.sleep(1000)
 
 
-def cost_moments(batch: RolloutBatch) -> Columns:
+def cost_moments(batch: SampleBatch) -> Columns:
     """As a dataflow tells of the values and returns of a part."""
     from hybridflow.algorithms.losses.value import value_moments
     from hybridflow.batch.worker_output import Columns

@@ -22,7 +22,7 @@ from hybridflow.cluster.device_map import pool_devices
 from hybridflow.cluster.ray_runtime import start_ray, stop_ray
 from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
 from hybridflow.workers.worker_group import WorkerGroup
-from tests.support.group_workers import Model
+from tests.support.group_workers import Model, response_tokens
 
 SAMPLES, LONGEST = list(range(40, 50)), 9
 
@@ -55,7 +55,7 @@ def found(batch: RemoteBatch, actor: WorkerGroup) -> dict[str, object]:
     return {
         "nodes": len(set(actor.ranks.nodes)),
         "sample_ids": whole.sample_ids.tolist(),
-        "right": bool(torch.equal(whole.ref_logprobs, whole.generated_ids / 10)),
+        "right": bool(torch.equal(whole.ref_logprobs, response_tokens(whole) / 10)),
         "parts": [list(part) for part in future.parts],
         "rows": [
             sum(len(ray.get(piece.ref).arrays["sample_ids"]) for piece in part.slices)  # of the objects that are read

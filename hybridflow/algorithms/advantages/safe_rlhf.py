@@ -28,9 +28,9 @@ def safe_advantages(reward_advantages: Tensor, cost_advantages: Tensor, multipli
 
         A = (A_reward - multiplier * A_cost) / (1 + multiplier)
 
-    The division keeps the size of a step whatever the multiplier is. Both (B, S') float32, 0 outside the mask, and so
-    is the result. Computed in float64. Raises ValueError for tensors of other shapes.
+    The division keeps the size of a step whatever the multiplier is. Both have one shape, any shape: (B, S') or (R,)
+    float32, and so has the result. Computed in float64. Raises ValueError for tensors of other shapes.
     """
-    check_shapes("safe_advantages", dimensions=2, reward_advantages=reward_advantages, cost_advantages=cost_advantages)
+    check_shapes("safe_advantages", reward_advantages=reward_advantages, cost_advantages=cost_advantages)
     mixed = reward_advantages.to(torch.float64) - multiplier * cost_advantages.to(torch.float64)
     return (mixed / (1 + multiplier)).to(torch.float32)

@@ -11,7 +11,7 @@ import torch
 from hybridflow.algorithms.grpo import GRPOSettings
 from hybridflow.algorithms.kl_control import AdaptiveKL, FixedKL, KLController, KLGuard, make_kl_controller, reward_kl
 from hybridflow.algorithms.ppo import PPOSettings
-from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import SampleBatch
 
 
 def test_a_fixed_coefficient_stays() -> None:
@@ -92,7 +92,7 @@ def test_the_guard_trips_past_its_limit() -> None:
 
 
 def test_the_kl_in_the_rewards() -> None:
-    batch = RolloutBatch.from_generations(
+    batch = SampleBatch.from_generations(
         prompts=[[1]],
         responses=[[5, 6]],
         logprobs=[[-1.0, -2.0]],
@@ -101,17 +101,16 @@ def test_the_kl_in_the_rewards() -> None:
         prompt_indices=[0],
         policy_versions=[0],
         finish_reasons=["stop"],
-        pad_token_id=0,
     )
     ppo = PPOSettings(kl_coef=0.1)
     with pytest.raises(ValueError, match="no ref_logprobs"):
         reward_kl(batch, ppo)
-    batch = batch.replace(ref_logprobs=torch.tensor([[-1.5, -1.0]]))
+    batch = batch.replace(ref_logprobs=torch.tensor([-1.5, -1.0]))
     kl = reward_kl(batch, ppo)
     assert kl is not None
-    assert kl.tolist() == [[0.5, -1.0]]
-    kl = reward_kl(batch.replace(old_logprobs=torch.tensor([[-1.25, -2.0]])), ppo)
+    assert kl.tolist() == [0.5, -1.0]
+    kl = reward_kl(batch.replace(old_logprobs=torch.tensor([-1.25, -2.0])), ppo)
     assert kl is not None
-    assert kl.tolist() == [[0.25, -1.0]]
+    assert kl.tolist() == [0.25, -1.0]
     assert reward_kl(batch, PPOSettings()) is None
     assert reward_kl(batch, PPOSettings(kl_coef=0.1, kl_in="loss")) is None

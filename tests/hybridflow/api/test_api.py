@@ -19,7 +19,8 @@ from hybridflow import PPOConfig, PPOTrainer, RLTrainer, TrainerConfig, get_ppo_
 from hybridflow.api.input_files import InputFiles, Sources, importable_path
 from hybridflow.api.ppo_trainer import to_learn
 from hybridflow.api.recipe_builder import Given, make_recipe, run_directory
-from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.api.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.rewards.builtin import length
 from hybridflow.rewards.config import RewardConfig
@@ -415,16 +416,18 @@ def test_a_loaded_model_and_a_tokenizer_of_its_own_become_one_directory(tmp_path
 def rolled_out(first_sample: int, lengths: list[int]) -> RolloutBatch:
     """Responses of these lengths with rewards and advantages that tell samples apart."""
     count = len(lengths)
-    batch = RolloutBatch.from_generations(
-        prompts=[[5, 6]] * count,
-        responses=[[7] * length for length in lengths],
-        logprobs=[[-1.0] * length for length in lengths],
-        sample_ids=range(first_sample, first_sample + count),
-        group_ids=range(count),
-        prompt_indices=range(count),
-        policy_versions=[1] * count,
-        finish_reasons=["stop"] * count,
-        pad_token_id=0,
+    batch = RolloutBatch.of(
+        SampleBatch.from_generations(
+            prompts=[[5, 6]] * count,
+            responses=[[7] * length for length in lengths],
+            logprobs=[[-1.0] * length for length in lengths],
+            sample_ids=range(first_sample, first_sample + count),
+            group_ids=range(count),
+            prompt_indices=range(count),
+            policy_versions=[1] * count,
+            finish_reasons=["stop"] * count,
+        ),
+        0,
     )
     rewards = torch.arange(first_sample, first_sample + count).float()
     advantages = (10 * rewards)[:, None] * batch.response_mask

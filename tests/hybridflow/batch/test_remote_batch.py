@@ -14,11 +14,11 @@ import torch
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.cluster.device_map import pool_devices
 from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
 from hybridflow.workers.worker_group import RankError, WorkerGroup
-from tests.support.group_workers import Model, batch_of
+from tests.support.group_workers import Model, batch_of, response_tokens
 
 pytestmark = pytest.mark.processes
 
@@ -39,7 +39,7 @@ def groups(ray_cluster: None) -> Iterator[dict[str, WorkerGroup]]:
     release(pools)
 
 
-def same(found: RolloutBatch, expected: RolloutBatch) -> bool:
+def same(found: SampleBatch, expected: SampleBatch) -> bool:
     return list(found.columns()) == list(expected.columns()) and all(
         torch.equal(column, expected.columns()[name]) for name, column in found.columns().items()
     )
@@ -63,11 +63,9 @@ def test_tokens_go_from_rank_to_rank_and_every_sample_keeps_its_figures(groups: 
 
     whole = batch.fetch()
     assert same(whole.replace(ref_logprobs=None, rewards=None, returns=None), batch_of(samples, LONGEST))
-    mask = whole.response_mask
     assert whole.returns is not None and whole.ref_logprobs is not None
-    assert torch.equal(whole.ref_logprobs, whole.generated_ids / 10)
-    assert torch.equal(whole.returns.sum(dim=1), future.facts()["total"])
-    assert not whole.returns[~mask].any()
+    assert torch.equal(whole.ref_logprobs, response_tokens(whole) / 10)
+    torch.testing.assert_close(whole.padded(whole.returns).sum(dim=1), future.facts()["total"])
 
 
 def test_a_call_waits_for_no_column_that_it_is_not_given(groups: dict[str, WorkerGroup]) -> None:
@@ -87,18 +85,18 @@ def test_each_rank_gets_its_part_and_the_parts_cost_alike(groups: dict[str, Work
         weights=torch.arange(17) / 4
     )
     seen: list[tuple[int, dict[str, Any]]] = groups["actor"].seen(batch).result()
-    assert [row["sample_ids"] for _, row in seen] == samples  # in the order of the batch, whoever had them
+    assert [row["sample_ids"] for _, row in seen] == [
+        [sample] for sample in samples
+    ]  # in the order of the batch, whoever had them
     assert {rank for rank, _ in seen} == {0, 2}
     totals = {0: 0, 2: 0}
     for rank, row in seen:
-        sample = row["sample_ids"]
+        [sample] = row["sample_ids"]
         length = 1 + sample % LONGEST
-        totals[rank] += row["prompt_lengths"] + row["response_lengths"]
-        assert row["input_ids"][: row["prompt_lengths"]] == [sample] * (1 + sample % 3)
-        assert row["generated_ids"][:length] == [sample] * length and not any(row["generated_ids"][length:])
-        assert row["ref_logprobs"][:length] == pytest.approx([sample / 10] * length)
-        weight = (sample - 20) / 4  # a figure of the sample, for each of its tokens
-        assert row["weights"] == [weight] * length + [0.0] * (len(row["weights"]) - length)
+        totals[rank] += row["prompt_lengths"][0] + row["response_lengths"][0]
+        assert row["tokens"] == [sample] * (1 + sample % 3 + length)
+        assert row["ref_logprobs"] == pytest.approx([sample / 10] * length)
+        assert row["weights"] == [(sample - 20) / 4] * length  # a figure of the sample, for each of its tokens
     assert abs(totals[0] - totals[2]) <= 1 + 3 + LONGEST
 
 
@@ -113,10 +111,9 @@ def test_selected_and_joined_batches_hold_their_samples(groups: dict[str, Worker
     whole = joined.fetch()
     assert whole.sample_ids.tolist() == samples
     assert whole.ref_logprobs is not None
-    for row, sample in enumerate(samples):
-        length = 1 + sample % (LONGEST if sample < 10 else 3)
-        assert whole.generated_ids[row, :length].tolist() == [sample] * length
-        assert torch.equal(whole.ref_logprobs[row], whole.generated_ids[row] / 10)
+    lengths = [1 + sample % (LONGEST if sample < 10 else 3) for sample in samples]
+    assert whole.responses() == [[sample] * length for sample, length in zip(samples, lengths, strict=True)]
+    assert torch.equal(whole.ref_logprobs, response_tokens(whole) / 10)
     halves = joined.split(2)
     assert [half.fetch().sample_ids.tolist() for half in halves] == [samples[:2], samples[2:]]
     assert groups["actor"].whole(joined).result() == [samples] * 4
@@ -128,9 +125,10 @@ def test_results_of_a_batch_come_in_its_order(groups: dict[str, WorkerGroup]) ->
     batch = groups["rollout"].generate(samples, longest=LONGEST).batch()
     future = groups["actor"].logprobs(batch)
     assert future.parts is not None and sum(future.parts[0]) != sum(range(3))  # not simply the first half
-    logprobs = future.result()
-    assert logprobs.shape == (6, 5) and torch.equal(logprobs, batch.fetch().generated_ids / 10)
     batch = batch.with_columns(ref_logprobs=future).with_facts(rewards=torch.zeros(6))
+    whole = batch.fetch()
+    assert whole.ref_logprobs is not None and torch.equal(whole.ref_logprobs, response_tokens(whole) / 10)
+    assert [row["sample_ids"] for _, row in groups["actor"].seen(batch).result()] == [[sample] for sample in samples]
     with pytest.raises(EngineError, match=r"actor\.returns: returned columns, which are joined to a batch"):
         groups["actor"].returns(batch).result()
 
@@ -185,7 +183,7 @@ def test_what_cannot_be_done_with_a_batch(groups: dict[str, WorkerGroup]) -> Non
         batch.with_columns(ref_logprobs=groups["actor"].logprobs(batch.select([2, 1, 0])))
     with pytest.raises(ValueError, match="advantages is a fact of it already, expected a new column"):
         batch.with_facts(advantages=torch.zeros(3)).with_columns(advantages=groups["actor"].logprobs(batch))
-    with pytest.raises(ValueError, match="no column is called advantage, expected one of input_ids, "):
+    with pytest.raises(ValueError, match="no column is called advantage, expected one of tokens, "):
         batch.with_facts(advantage=torch.zeros(3))
     with pytest.raises(UserError, match=r"actor\.logprobs: data beside a batch would be split otherwise"):
         groups["actor"].logprobs(batch, torch.zeros(3))
@@ -199,6 +197,24 @@ def test_what_cannot_be_done_with_a_batch(groups: dict[str, WorkerGroup]) -> Non
     rest = batch.select([2])
     with pytest.raises(ValueError, match="column ref_logprobs is there for 2 of 3 samples"):
         RemoteBatch.concatenate([some, rest]).fetch()
+
+
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [
+        ("rows", r"rank \d, misfit: ValueError: columns: column values has shape \(\d, \d\), expected \(\d+,\), one"),
+        ("fact", r"rank \d, misfit: ValueError: columns: fact score has shape \(3,\), expected \(2,\), one figure for"),
+        ("two", r"seen: ValueError: batch: columns values, returns as ref_logprobs, expected one column"),
+    ],
+)
+def test_columns_that_are_not_those_of_the_batch_are_refused(ray_cluster: None, what: str, line: str) -> None:
+    pools = reserve(pool_devices({"critic": "cpu:6-7"}, {}, cluster_nodes()))
+    with WorkerGroup("critic", Model, pools["critic"], Layout(dp=2), call_timeout_s=60) as group:
+        batch = group.generate([3, 4, 5, 6], longest=LONGEST).batch()
+        batch = batch.with_columns(ref_logprobs=group.misfit(batch, what=what))
+        with pytest.raises(RankError, match=line):
+            group.seen(batch).result()
+    release(pools)
 
 
 def test_a_column_that_fails_is_the_cause(ray_cluster: None) -> None:

@@ -10,17 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from engine3d.errors import UserError
-from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.checkpoint.batch_files import read_batch, write_batch
 from hybridflow.checkpoint.driver_state import RandomState, RunState
 from hybridflow.checkpoint.evaluation_result import Measured, Subject
 from hybridflow.rundir.progress import PhaseFile
 
 
-def a_batch(first_sample: int = 0) -> RolloutBatch:
-    batch = RolloutBatch.from_generations(
+def a_batch(first_sample: int = 0) -> SampleBatch:
+    batch = SampleBatch.from_generations(
         prompts=[[5, 6], [7, 8, 9], [5]],
         responses=[[10, 11, 2], [12], [13, 14]],
         logprobs=[[-0.1, -1e-30, -2.5], [-0.7], [-3.3, -0.0]],
@@ -29,14 +30,13 @@ def a_batch(first_sample: int = 0) -> RolloutBatch:
         prompt_indices=[40, 40, 2],
         policy_versions=[7, 8, 8],
         finish_reasons=["stop", "abort", "length"],
-        pad_token_id=3,
         response_masks=[[True, False, True], [True], [True, True]],
     )
     odd = torch.tensor([math.nan, -math.inf, 1e-45])
-    return batch.replace(rewards=odd, values=torch.rand(batch.generated_ids.shape))
+    return batch.replace(rewards=odd, values=torch.rand(len(batch.logprobs)))
 
 
-def a_state(*buffer: RolloutBatch) -> RunState:
+def a_state(*buffer: SampleBatch) -> RunState:
     return RunState(
         step=12,
         policy_version=13,
@@ -54,8 +54,7 @@ def a_state(*buffer: RolloutBatch) -> RunState:
     )
 
 
-def assert_equal(one: RolloutBatch, other: RolloutBatch) -> None:
-    assert one.pad_token_id == other.pad_token_id
+def assert_equal(one: SampleBatch, other: SampleBatch) -> None:
     assert one.columns().keys() == other.columns().keys()
     for name, column in one.columns().items():
         back = other.columns()[name]
@@ -66,11 +65,32 @@ def assert_equal(one: RolloutBatch, other: RolloutBatch) -> None:
 def test_a_batch_comes_back_bit_for_bit(tmp_path: Path) -> None:
     batch = a_batch()
     # Columns that are views, and that share memory, are written as what they show.
-    batch = batch.replace(old_logprobs=batch.logprobs, returns=torch.rand(3, 6)[:, ::2])
+    batch = batch.replace(old_logprobs=batch.logprobs, returns=torch.rand(12)[::2])
     write_batch(tmp_path / "batch.safetensors", batch)
     back = read_batch(tmp_path / "batch.safetensors")
     assert_equal(batch, back)
     assert back.finish_reasons.tolist() == [0, 2, 1] and back.advantages is None
+
+
+def test_a_batch_of_padded_rows_is_read(tmp_path: Path) -> None:
+    """As checkpoints before format 4 have them."""
+    columns = {
+        "input_ids": torch.tensor([[5, 6, 3], [7, 8, 9]]),
+        "prompt_lengths": torch.tensor([2, 3]),
+        "generated_ids": torch.tensor([[10, 3, 3, 3], [12, 13, 2, 3]]),
+        "response_lengths": torch.tensor([1, 3]),
+        "response_mask": torch.tensor([[True, False, False, False], [True, False, True, False]]),
+        "logprobs": torch.tensor([[-0.5, 0.0, 0.0, 0.0], [-1.5, -2.5, -3.5, 0.0]]),
+    } | {
+        name: torch.arange(2)
+        for name in ("sample_ids", "group_ids", "prompt_indices", "policy_versions", "finish_reasons")
+    }
+    save_file(columns, tmp_path / "batch.safetensors", metadata={"pad_token_id": "3"})
+    back = read_batch(tmp_path / "batch.safetensors")
+    assert back.prompts() == [[5, 6], [7, 8, 9]] and back.responses() == [[10], [12, 13, 2]]
+    assert back.response_mask.tolist() == [True, True, False, True]
+    assert back.logprobs.tolist() == [-0.5, -1.5, -2.5, -3.5]
+    assert back.group_ids.tolist() == [0, 1]
 
 
 def test_a_batch_of_no_samples_comes_back(tmp_path: Path) -> None:

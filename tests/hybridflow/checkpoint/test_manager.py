@@ -24,7 +24,7 @@ from engine3d.platform import platform
 from engine3d.reshard.describe.shards import Place
 from hybridflow.algorithms.losses.aggregation import sequence_weights
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import COUNTED
 from hybridflow.checkpoint.driver_state import RandomState, RunState
 from hybridflow.checkpoint.manager import Checkpoints
@@ -92,8 +92,8 @@ def a_recipe(directory: Path, *overrides: str) -> Recipe:
     return load_recipe(ROOT / "launch/recipes/demo.yaml", settings)
 
 
-def a_batch() -> RolloutBatch:
-    return RolloutBatch.from_generations(
+def a_batch() -> SampleBatch:
+    return SampleBatch.from_generations(
         prompts=[[5, 6, 7]] * 4,
         responses=[[8, 9, 2], [8, 2], [3, 3, 3], [4, 2]],
         logprobs=[[-1.0] * 3, [-1.0] * 2, [-1.0] * 3, [-1.0] * 2],
@@ -102,7 +102,6 @@ def a_batch() -> RolloutBatch:
         prompt_indices=[0, 0, 1, 1],
         policy_versions=[1] * 4,
         finish_reasons=["stop"] * 4,
-        pad_token_id=0,
     )
 
 

@@ -1,4 +1,4 @@
-"""Padded rows as flat sequences and back, and figures that are no numbers."""
+"""Samples as sequences, figures of their responses back, and figures that are no numbers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from engine3d.errors import EngineError
-from hybridflow.batch.rollout_batch import RolloutBatch
-from hybridflow.roles.packing import finite_scores, to_response_column, to_sequences
+from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.roles.packing import finite_scores, of_responses, to_sequences
 
 
-def a_batch() -> RolloutBatch:
-    return RolloutBatch.from_generations(
+def a_batch() -> SampleBatch:
+    return SampleBatch.from_generations(
         prompts=[[3, 4], [5]],
         responses=[[6], [7, 8, 9]],
         logprobs=[[-1.0], [-1.0] * 3],
@@ -20,31 +20,30 @@ def a_batch() -> RolloutBatch:
         prompt_indices=[0, 0],
         policy_versions=[1, 1],
         finish_reasons=["stop"] * 2,
-        pad_token_id=0,
         response_masks=[[True], [True, False, True]],
     )
 
 
 def test_there_and_back() -> None:
     batch = a_batch()
-    column = torch.tensor([[1.5, 9.0, 9.0], [2.5, 3.5, 4.5]])
+    column = torch.tensor([1.5, 2.5, 3.5, 4.5])
     sequences = to_sequences(batch, figure=column)
     assert sequences.tokens.tolist() == [3, 4, 6, 5, 7, 8, 9]
     assert sequences.columns["figure"].tolist() == [0.0, 0.0, 1.5, 0.0, 2.5, 3.5, 4.5]
-    back = to_response_column(batch, sequences.columns["figure"], "the figure")
-    assert back.tolist() == [[1.5, 0.0, 0.0], [2.5, 3.5, 4.5]]
+    back = of_responses(batch, sequences.columns["figure"], "the figure")
+    assert back.tolist() == [1.5, 2.5, 3.5, 4.5]
 
 
 def test_a_figure_that_is_no_number_ends_the_step_and_names_its_sample() -> None:
     batch = a_batch()
     figures = torch.arange(7.0)
     figures[[0, 1, 5]] = torch.nan  # of prompts, and of a token that the policy did not write
-    assert to_response_column(batch, figures, "critic rank 0: the value").isnan().sum() == 1
+    assert of_responses(batch, figures, "critic rank 0: the value").isnan().sum() == 1
     figures[6] = torch.inf
     with pytest.raises(
         EngineError, match=r"^critic rank 0: the value of sample 41 is inf at response token 2, expected"
     ):
-        to_response_column(batch, figures, "critic rank 0: the value")
+        of_responses(batch, figures, "critic rank 0: the value")
     assert finite_scores(batch, torch.ones(2), "the score").tolist() == [1.0, 1.0]
     with pytest.raises(
         EngineError, match=r"^reward_model rank 1: the score of sample 41 is nan, expected a finite number"

@@ -11,7 +11,7 @@ import torch
 
 from engine3d.layout import Layout
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.cluster.device_map import pool_devices
 from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS, Example
@@ -54,7 +54,7 @@ def a_batch() -> RemoteBatch:
     """Answers 2, 3 and 7 to the problems 0, 0 and 1: right, wrong and right."""
     digits = {digit: 3 + ARITHMETIC_CHARACTERS.index(digit) for digit in "237"}
     return RemoteBatch.of(
-        RolloutBatch.from_generations(
+        SampleBatch.from_generations(
             prompts=[[4]] * 3,
             responses=[[digits["2"], 2], [digits["3"], 2], [digits["7"], 2]],
             logprobs=[[-1.0, -1.0]] * 3,
@@ -63,7 +63,6 @@ def a_batch() -> RemoteBatch:
             prompt_indices=[0, 0, 1],
             policy_versions=[1] * 3,
             finish_reasons=["stop"] * 3,
-            pad_token_id=0,
         )
     )
 

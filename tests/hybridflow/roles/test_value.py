@@ -16,7 +16,7 @@ from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
 from hybridflow.algorithms.losses.aggregation import sequence_weights
 from hybridflow.algorithms.losses.value import explained_variance
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import COUNTED
 from hybridflow.cluster.device_map import pool_devices
 from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
@@ -65,14 +65,14 @@ def stage(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     release(pools)
 
 
-def a_batch() -> RolloutBatch:
+def a_batch() -> SampleBatch:
     """Five samples; the policy wrote all but one of the response tokens."""
     generator = torch.Generator().manual_seed(2)
     prompts, responses = (
         [torch.randint(0, 60, (length,), generator=generator).tolist() for length in lengths]
         for lengths in ([3, 1, 4, 2, 5], [4, 6, 1, 3, 2])
     )
-    batch = RolloutBatch.from_generations(
+    batch = SampleBatch.from_generations(
         prompts=prompts,
         responses=responses,
         logprobs=[[-1.0] * len(response) for response in responses],
@@ -81,14 +81,13 @@ def a_batch() -> RolloutBatch:
         prompt_indices=range(5),
         policy_versions=[1] * 5,
         finish_reasons=["stop"] * 5,
-        pad_token_id=0,
     )
     written = batch.response_mask.clone()
-    written[1, 2] = False
+    written[4 + 2] = False  # of the second sample
     return batch.replace(response_mask=written)
 
 
-def by_transformers(model: Any, batch: RolloutBatch) -> tuple[list[Tensor], Tensor]:
+def by_transformers(model: Any, batch: SampleBatch) -> tuple[list[Tensor], Tensor]:
     """What the head says just before each response token of each sample, and at the end of it."""
     values, scores = [], []
     for prompt, response in zip(batch.prompts(), batch.responses(), strict=True):
@@ -110,7 +109,7 @@ def test_scores_of_whole_responses(stage: Stage) -> None:
 def test_values_updates_and_moments_of_a_critic(stage: Stage) -> None:
     batch, critic = a_batch(), stage.critic
     rows, _ = by_transformers(stage.model, batch)
-    expected = batch.pad_response_rows([row.detach() for row in rows])
+    expected = torch.cat(rows).detach()
     remote = RemoteBatch.of(batch)
     values = remote.with_columns(values=critic.values(remote)).fetch().values
     assert values is not None
@@ -118,13 +117,13 @@ def test_values_updates_and_moments_of_a_critic(stage: Stage) -> None:
 
     # Nothing is to depend on what stands at a token that the policy did not write.
     written = batch.response_mask
-    returns = (values + torch.linspace(-2, 3, values.numel()).view_as(values)).where(written, torch.nan)
+    returns = (values + torch.linspace(-2, 3, len(values))).where(written, torch.nan)
     batch = batch.replace(values=values, returns=returns, cost_values=values + 5, cost_returns=2 * returns)
     remote = RemoteBatch.of(batch)
     remote = remote.with_facts(weights=sequence_weights(remote.facts[COUNTED], "token-mean"))
 
     update = critic.update_values(remote, clip=CLIP, kind="reward").result()
-    error = torch.cat([row[mask[: len(row)]] for row, mask in zip(rows, written, strict=True)]) - returns[written]
+    error = torch.cat(rows)[written] - returns[written]
     (error.square().mean() / 2).backward()
     gradients = [each.grad for each in stage.model.parameters() if each.grad is not None]
     norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm())

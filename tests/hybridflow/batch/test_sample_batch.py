@@ -1,4 +1,4 @@
-"""RolloutBatch: what it holds, how it is cut and joined, and what it refuses."""
+"""SampleBatch: samples end to end, how they are cut and joined, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import random
 import pytest
 import torch
 
-from hybridflow.batch.rollout_batch import FinishReason, RolloutBatch
+from hybridflow.batch.sample_batch import COLUMNS, RESPONSE, FinishReason, SampleBatch
 
 
-def make_batch(samples: int, *, first_id: int = 0, seed: int = 0) -> RolloutBatch:
+def make_batch(samples: int, *, first_id: int = 0, seed: int = 0) -> SampleBatch:
+    """Responses of 0 to 8 tokens; every per-token column tells tokens apart."""
     generator = random.Random(seed)
     prompts = [[generator.randrange(3, 50) for _ in range(generator.randrange(1, 6))] for _ in range(samples)]
     responses = [[generator.randrange(3, 50) for _ in range(generator.randrange(0, 9))] for _ in range(samples)]
-    return RolloutBatch.from_generations(
+    return SampleBatch.from_generations(
         prompts=prompts,
         responses=responses,
         logprobs=[[-generator.random() for _ in response] for response in responses],
@@ -24,28 +25,34 @@ def make_batch(samples: int, *, first_id: int = 0, seed: int = 0) -> RolloutBatc
         prompt_indices=[7 + index // 2 for index in range(samples)],
         policy_versions=[3] * samples,
         finish_reasons=["stop"] * samples,
-        pad_token_id=1,
+        response_masks=[[generator.random() < 0.7 for _ in response] for response in responses],
     )
 
 
-def facts(batch: RolloutBatch) -> dict[int, tuple[object, ...]]:
-    """What belongs to each sample id, free of padding."""
+def facts(batch: SampleBatch) -> dict[int, tuple[object, ...]]:
+    """What belongs to each sample id."""
+    lengths = batch.response_lengths.tolist()
+    columns = [
+        [piece.tolist() for piece in column.split(lengths)]
+        for name, column in batch.columns().items()
+        if COLUMNS[name][0] == RESPONSE
+    ]
     return {
-        sample_id: (prompt, response, logprobs[: len(response)], group, prompt_index)
-        for sample_id, prompt, response, logprobs, group, prompt_index in zip(
+        sample: figures
+        for sample, *figures in zip(
             batch.sample_ids.tolist(),
             batch.prompts(),
             batch.responses(),
-            batch.logprobs.tolist(),
             batch.group_ids.tolist(),
             batch.prompt_indices.tolist(),
+            *columns,
             strict=True,
         )
-    }
+    }  # type: ignore[misc]
 
 
-def test_from_generations_pads_both_parts_on_the_right() -> None:
-    batch = RolloutBatch.from_generations(
+def test_samples_lie_end_to_end() -> None:
+    batch = SampleBatch.from_generations(
         prompts=[[5, 6, 7], [8]],
         responses=[[9], [10, 11]],
         logprobs=[[-0.5], [-0.25, -1.0]],
@@ -54,75 +61,63 @@ def test_from_generations_pads_both_parts_on_the_right() -> None:
         prompt_indices=[3, 3],
         policy_versions=[1, 2],
         finish_reasons=["length", FinishReason.STOP],
-        pad_token_id=1,
     )
-    assert batch.input_ids.tolist() == [[5, 6, 7], [8, 1, 1]]
-    assert batch.attention_mask.tolist() == [[True, True, True], [True, False, False]]
-    assert batch.generated_ids.tolist() == [[9, 1], [10, 11]]
-    assert batch.response_mask.tolist() == [[True, False], [True, True]]
-    assert batch.logprobs.tolist() == [[-0.5, 0.0], [-0.25, -1.0]]
+    assert batch.tokens.tolist() == [5, 6, 7, 9, 8, 10, 11]
+    assert batch.is_response.tolist() == [False, False, False, True, False, True, True]
+    assert batch.logprobs.tolist() == [-0.5, -0.25, -1.0]
+    assert batch.response_mask.tolist() == [True] * 3
     assert batch.sequence_lengths.tolist() == [4, 3]
     assert batch.finish_reasons.tolist() == [FinishReason.LENGTH, FinishReason.STOP]
     assert batch.prompts() == [[5, 6, 7], [8]]
     assert batch.responses() == [[9], [10, 11]]
+    assert batch.padded(batch.logprobs).tolist() == [[-0.5, 0.0], [-0.25, -1.0]]
+    assert [batch.place_of(position) for position in range(3)] == [(0, 0), (1, 0), (1, 1)]
+
+
+def test_padded_rows_and_back() -> None:
+    batch = make_batch(7)
+    rows = batch.padded(batch.logprobs)
+    assert rows.shape == (7, int(batch.response_lengths.max()))
+    for row, length, piece in zip(
+        rows, batch.response_lengths, batch.logprobs.split(batch.response_lengths.tolist()), strict=True
+    ):
+        assert torch.equal(row[:length], piece) and not row[length:].any()
+    assert torch.equal(batch.flat(rows), batch.logprobs)
+    assert torch.equal(batch.flat(batch.padded(batch.logprobs, width=20)), batch.logprobs)
+    # A response of no tokens is none of the places.
+    places = [batch.place_of(position) for position in range(len(batch.logprobs))]
+    assert places == [
+        (sample, token) for sample, length in enumerate(batch.response_lengths) for token in range(length)
+    ]
 
 
 def test_select_split_and_concatenate_keep_every_sample_whole() -> None:
     first, second = make_batch(7), make_batch(6, first_id=100, seed=1)
-    joined = RolloutBatch.concatenate([first, second])
+    joined = SampleBatch.concatenate([first, second])
     assert facts(joined) == facts(first) | facts(second)
     assert joined.sample_ids.tolist() == [*range(7), *range(100, 106)]
     parts = joined.split(4)
     assert [len(part) for part in parts] == [3, 3, 3, 4]
-    again = RolloutBatch.concatenate(parts)
-    assert again.sample_ids.tolist() == joined.sample_ids.tolist()
+    again = SampleBatch.concatenate(parts)
+    assert again.sample_ids.tolist() == joined.sample_ids.tolist() and facts(again) == facts(joined)
     chosen = joined.select([12, 0, 5])
     assert chosen.sample_ids.tolist() == [105, 0, 5]
     assert facts(chosen) == {sample: facts(joined)[sample] for sample in (105, 0, 5)}
     assert facts(joined.select(torch.tensor([2]))) == {2: facts(joined)[2]}
 
 
-def test_concatenate_pads_with_the_pad_token_and_keeps_masks_false_there() -> None:
-    wide = make_batch(4, seed=3)
-    narrow = RolloutBatch.from_generations(
-        prompts=[[5]],
-        responses=[[6]],
-        logprobs=[[-1.0]],
-        sample_ids=[99],
-        group_ids=[9],
-        prompt_indices=[0],
-        policy_versions=[0],
-        finish_reasons=["abort"],
-        pad_token_id=1,
-    )
-    row = RolloutBatch.concatenate([narrow, wide])
-    assert row.input_ids[0].tolist() == [5] + [1] * (wide.input_ids.shape[1] - 1)
-    assert row.generated_ids[0].tolist() == [6] + [1] * (wide.generated_ids.shape[1] - 1)
-    assert int(row.response_mask[0].sum()) == 1
-
-
-def test_replace_and_pad_response_rows() -> None:
-    batch = make_batch(5)
-    column = batch.pad_response_rows([torch.full((int(n),), float(n)) for n in batch.response_lengths])
-    full = batch.replace(old_logprobs=column, rewards=torch.arange(5.0))
-    assert batch.old_logprobs is None
-    assert full.old_logprobs is not None
-    assert full.old_logprobs.sum(dim=1).tolist() == [float(n) ** 2 for n in batch.response_lengths]
-    part = full.select([3])
-    assert part.rewards is not None
-    assert part.rewards.tolist() == [3.0]
-
-
-def test_pickle_and_device_move_keep_everything() -> None:
+def test_a_copy_keeps_everything() -> None:
     batch = make_batch(4).replace(rewards=torch.ones(4))
-    for copy in (pickle.loads(pickle.dumps(batch)), batch.to("cpu")):
-        assert facts(copy) == facts(batch)
-        assert copy.rewards is not None
-        assert copy.rewards.tolist() == [1.0] * 4
+    copy = pickle.loads(pickle.dumps(batch))
+    assert facts(copy) == facts(batch)
+    assert copy.rewards is not None
+    assert copy.rewards.tolist() == [1.0] * 4
 
 
 def test_an_empty_batch_is_a_batch() -> None:
-    assert len(make_batch(3).select([])) == 0
+    empty = make_batch(3).select([])
+    assert len(empty) == len(empty.tokens) == 0
+    assert empty.prompts() == [] and empty.padded(empty.logprobs).shape == (0, 0)
 
 
 def _one_line(error: pytest.ExceptionInfo[ValueError]) -> str:
@@ -132,19 +127,25 @@ def _one_line(error: pytest.ExceptionInfo[ValueError]) -> str:
 
 def test_wrong_columns_are_refused_in_one_line() -> None:
     batch = make_batch(4)
-    width = batch.generated_ids.shape[1]
-    with pytest.raises(ValueError, match="RolloutBatch") as error:
+    count = len(batch.logprobs)
+    with pytest.raises(ValueError, match="samples") as error:
         batch.replace(rewards=torch.zeros(3))
     assert "rewards is (3,) torch.float32" in _one_line(error)
     assert "expected (B,) = (4,) torch.float32" in _one_line(error)
-    with pytest.raises(ValueError, match=r"advantages .* torch.float64 .* expected \(B, S'\)"):
-        batch.replace(advantages=torch.zeros(4, width, dtype=torch.float64))
-    with pytest.raises(ValueError, match="no column 'reward', expected one of input_ids"):
+    with pytest.raises(ValueError, match=rf"advantages .* torch.float64 .* expected \(R,\) = \({count},\)"):
+        batch.replace(advantages=torch.zeros(count, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"advantages is \(4, \d\)"):
+        batch.replace(advantages=batch.padded(batch.logprobs))
+    with pytest.raises(ValueError, match="no column 'reward', expected one of tokens"):
         batch.replace(reward=torch.zeros(4))
-    with pytest.raises(ValueError, match="response_mask counts a position past"):
-        batch.replace(response_mask=torch.ones(4, width, dtype=torch.bool), response_lengths=torch.zeros(4).long())
-    with pytest.raises(ValueError, match=r"prompt_lengths lie in 0\.\.0, expected 1"):
+    with pytest.raises(ValueError, match=r"tokens is .* expected \(T,\)"):
+        batch.replace(prompt_lengths=batch.prompt_lengths + 1)
+    with pytest.raises(ValueError, match="prompt_lengths has 0, expected at least 1"):
         batch.replace(prompt_lengths=torch.zeros(4).long())
+    with pytest.raises(ValueError, match=r"response_lengths has -\d+, expected at least 0"):
+        batch.replace(response_lengths=batch.response_lengths - 1 - batch.response_lengths.max())
+    with pytest.raises(ValueError, match=r"response_lengths \(3,\), expected \(B,\) each"):
+        batch.replace(response_lengths=batch.response_lengths[:3])
 
 
 def test_a_sample_cannot_occur_twice() -> None:
@@ -152,7 +153,7 @@ def test_a_sample_cannot_occur_twice() -> None:
     with pytest.raises(ValueError, match="sample id 2 occurs more than once"):
         batch.select([1, 2, 2])
     with pytest.raises(ValueError, match="occurs more than once"):
-        RolloutBatch.concatenate([batch, batch.select([0])])
+        SampleBatch.concatenate([batch, batch.select([0])])
 
 
 def test_lists_that_do_not_fit_together_name_the_sample() -> None:
@@ -165,9 +166,8 @@ def test_lists_that_do_not_fit_together_name_the_sample() -> None:
         "prompt_indices": [0, 0],
         "policy_versions": [0, 0],
         "finish_reasons": ["stop", "stop"],
-        "pad_token_id": 0,
     }
-    RolloutBatch.from_generations(**good)  # type: ignore[arg-type]
+    SampleBatch.from_generations(**good)  # type: ignore[arg-type]
     for changed, message in (
         ({"logprobs": [[-1.0], [-1.0]]}, "sample 71 has 2 response tokens, 1 log-probs"),
         ({"logprobs": [[-1.0], [-1.0, float("nan")]]}, "sample 71 has log-prob nan at response token 1"),
@@ -176,7 +176,7 @@ def test_lists_that_do_not_fit_together_name_the_sample() -> None:
         ({"sample_ids": [70, 70]}, "sample id 70 occurs more than once"),
     ):
         with pytest.raises(ValueError, match=message):
-            RolloutBatch.from_generations(**(good | changed))  # type: ignore[arg-type]
+            SampleBatch.from_generations(**(good | changed))  # type: ignore[arg-type]
 
 
 def test_splits_and_joins_that_cannot_be_are_refused() -> None:
@@ -184,6 +184,8 @@ def test_splits_and_joins_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot split 3 samples into 4 non-empty parts"):
         batch.split(4)
     with pytest.raises(ValueError, match="batches 0 and 1 of concatenate differ in rewards"):
-        RolloutBatch.concatenate([batch, make_batch(2, first_id=10).replace(rewards=torch.zeros(2))])
+        SampleBatch.concatenate([batch, make_batch(2, first_id=10).replace(rewards=torch.zeros(2))])
+    with pytest.raises(ValueError, match="needs at least one batch"):
+        SampleBatch.concatenate([])
     with pytest.raises(ValueError, match="integer indices"):
         batch.select(torch.tensor([True, False, True]))

@@ -1,8 +1,8 @@
-"""RolloutBatch: the one container that flows through a step, from rollout to update.
+"""RolloutBatch: samples as a caller has them, one padded row each.
 
 Prompts and responses are kept apart, and **both are padded on the right**: row `i` of `input_ids` holds
 `prompt_lengths[i]` prompt tokens and then padding, row `i` of `generated_ids` holds `response_lengths[i]` tokens and
-then padding. The trainer packs sequences from the lengths, so nothing depends on where a pad stands.
+then padding. Roles and engines have the same samples without padding: see `SampleBatch`.
 
 B is the number of samples, S the width of the prompts, S' the width of the responses.
 """
@@ -12,47 +12,31 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from hybridflow.batch import sample_batch
 from hybridflow.batch.load_balance import even_ranges
-
-
-class FinishReason(IntEnum):
-    """Why a generation ended: a stop token or string, the length limit, or an abort by the controller."""
-
-    STOP = 0
-    LENGTH = 1
-    ABORT = 2
-
+from hybridflow.batch.sample_batch import (
+    SampleBatch,
+    check_names,
+    check_unique,
+    row_indices,
+    same_columns,
+    within,
+)
 
 PROMPT, RESPONSE, SAMPLE = "(B, S)", "(B, S')", "(B,)"
 """Shapes of columns."""
 
 COLUMNS: dict[str, tuple[str, torch.dtype]] = {
     "input_ids": (PROMPT, torch.int64),
-    "prompt_lengths": (SAMPLE, torch.int64),
     "generated_ids": (RESPONSE, torch.int64),
-    "response_lengths": (SAMPLE, torch.int64),
-    "response_mask": (RESPONSE, torch.bool),
-    "logprobs": (RESPONSE, torch.float32),
-    "sample_ids": (SAMPLE, torch.int64),
-    "group_ids": (SAMPLE, torch.int64),
-    "prompt_indices": (SAMPLE, torch.int64),
-    "policy_versions": (SAMPLE, torch.int64),
-    "finish_reasons": (SAMPLE, torch.int64),
-    "rewards": (SAMPLE, torch.float32),
-    "costs": (SAMPLE, torch.float32),
-    "advantages": (RESPONSE, torch.float32),
-    "old_logprobs": (RESPONSE, torch.float32),
-    "ref_logprobs": (RESPONSE, torch.float32),
-    "values": (RESPONSE, torch.float32),
-    "returns": (RESPONSE, torch.float32),
-    "cost_values": (RESPONSE, torch.float32),
-    "cost_returns": (RESPONSE, torch.float32),
-    "weights": (RESPONSE, torch.float32),
+} | {
+    name: (SAMPLE if symbol == sample_batch.SAMPLE else RESPONSE, dtype)
+    for name, (symbol, dtype) in sample_batch.COLUMNS.items()
+    if symbol != sample_batch.TOKENS
 }
 """Shape and dtype of every column of a `RolloutBatch`, by its name."""
 
@@ -144,13 +128,9 @@ class RolloutBatch:
                 raise ValueError(
                     f"RolloutBatch: {name} lie in {int(lengths.min())}..{int(lengths.max())}, expected {least}..{most}"
                 )
-        if bool((self.response_mask & ~_length_mask(self.response_lengths, self.generated_ids.shape[1])).any()):
+        if bool((self.response_mask & ~within(self.response_lengths, self.generated_ids)).any()):
             raise ValueError("RolloutBatch: response_mask counts a position past its response_length")
-        ids, counts = self.sample_ids.unique(return_counts=True)
-        if len(ids) != len(self):
-            raise ValueError(
-                f"RolloutBatch: sample id {int(ids[counts > 1][0])} occurs more than once, expected unique ids"
-            )
+        check_unique(self.sample_ids, "RolloutBatch")
 
     def columns(self) -> dict[str, Tensor]:
         """The columns that are there, by name."""
@@ -163,7 +143,7 @@ class RolloutBatch:
     @property
     def attention_mask(self) -> Tensor:
         """(B, S) bool: which positions of `input_ids` hold a prompt token."""
-        return _length_mask(self.prompt_lengths, self.input_ids.shape[1])
+        return within(self.prompt_lengths, self.input_ids)
 
     @property
     def sequence_lengths(self) -> Tensor:
@@ -171,66 +151,24 @@ class RolloutBatch:
         return self.prompt_lengths + self.response_lengths
 
     @classmethod
-    def from_generations(
-        cls,
-        *,
-        prompts: Sequence[Sequence[int]],
-        responses: Sequence[Sequence[int]],
-        logprobs: Sequence[Sequence[float]],
-        sample_ids: Sequence[int],
-        group_ids: Sequence[int],
-        prompt_indices: Sequence[int],
-        policy_versions: Sequence[int],
-        finish_reasons: Sequence[FinishReason | str],
-        pad_token_id: int,
-        response_masks: Sequence[Sequence[bool]] | None = None,
-    ) -> RolloutBatch:
-        """Build a batch from ragged lists, one entry a sample.
+    def of(cls, samples: SampleBatch, pad_token_id: int) -> RolloutBatch:
+        """The samples as rows, as wide as the longest prompt and the longest response."""
+        is_response = samples.is_response
+        width = int(samples.prompt_lengths.max()) if len(samples) else 0
+        prompts = torch.full((len(samples), width), pad_token_id, dtype=torch.int64)
+        prompts.masked_scatter_(within(samples.prompt_lengths, prompts), samples.tokens.masked_select(~is_response))
+        columns = samples.columns()
+        columns["generated_ids"] = columns.pop("tokens").masked_select(is_response)
+        columns = {
+            name: samples.padded(column) if COLUMNS[name][0] == RESPONSE else column for name, column in columns.items()
+        }
+        responses = columns["generated_ids"]
+        responses.masked_fill_(~within(samples.response_lengths, responses), pad_token_id)
+        return cls(input_ids=prompts, **columns, pad_token_id=pad_token_id)
 
-        `finish_reasons` takes the names "stop", "length" and "abort" too. `response_masks` says which response tokens
-        the policy wrote; without it, all of them. Raises ValueError naming the sample whose lists do not fit together.
-        """
-        for name, rows in (
-            ("responses", responses),
-            ("logprobs", logprobs),
-            ("sample_ids", sample_ids),
-            ("group_ids", group_ids),
-            ("prompt_indices", prompt_indices),
-            ("policy_versions", policy_versions),
-            ("finish_reasons", finish_reasons),
-            ("response_masks", prompts if response_masks is None else response_masks),
-        ):
-            if len(rows) != len(prompts):
-                raise ValueError(f"RolloutBatch: {len(rows)} entries of {name} for {len(prompts)} prompts")
-        masks = [[True] * len(response) for response in responses] if response_masks is None else response_masks
-        for sample_id, response, row, mask in zip(sample_ids, responses, logprobs, masks, strict=True):
-            if len(row) != len(response) or len(mask) != len(response):
-                raise ValueError(
-                    f"RolloutBatch: sample {sample_id} has {len(response)} response tokens, "
-                    f"{len(row)} log-probs and {len(mask)} mask entries, expected as many of each"
-                )
-        batch = cls(
-            input_ids=_pad_rows(prompts, pad_token_id, torch.int64),
-            prompt_lengths=_int64([len(prompt) for prompt in prompts]),
-            generated_ids=_pad_rows(responses, pad_token_id, torch.int64),
-            response_lengths=_int64([len(response) for response in responses]),
-            response_mask=_pad_rows(masks, False, torch.bool),
-            logprobs=_pad_rows(logprobs, 0.0, torch.float32),
-            sample_ids=_int64(sample_ids),
-            group_ids=_int64(group_ids),
-            prompt_indices=_int64(prompt_indices),
-            policy_versions=_int64(policy_versions),
-            finish_reasons=_int64([_finish_reason(reason) for reason in finish_reasons]),
-            pad_token_id=pad_token_id,
-        )
-        bad = (~batch.logprobs.isfinite()).nonzero()
-        if len(bad):
-            row_index, position = bad[0].tolist()
-            raise ValueError(
-                f"RolloutBatch: sample {sample_ids[row_index]} has log-prob "
-                f"{float(batch.logprobs[row_index, position])} at response token {position}, expected a finite number"
-            )
-        return batch
+    def samples(self) -> SampleBatch:
+        """The same without padding."""
+        return SampleBatch.from_padded(self.to("cpu").columns())
 
     def prompts(self) -> list[list[int]]:
         """The prompt tokens of each sample, without padding."""
@@ -240,23 +178,9 @@ class RolloutBatch:
         """The response tokens of each sample, without padding."""
         return [row[:n] for row, n in zip(self.generated_ids.tolist(), self.response_lengths.tolist(), strict=True)]
 
-    def pad_response_rows(self, rows: Sequence[Tensor]) -> Tensor:
-        """Make a (B, S') float32 column, 0 on padding, from one 1-D tensor of `response_lengths[i]` values a sample."""
-        if [len(row) for row in rows] != self.response_lengths.tolist():
-            raise ValueError(
-                f"RolloutBatch: rows of {[len(row) for row in rows]} values for responses of "
-                f"{self.response_lengths.tolist()} tokens"
-            )
-        column = torch.zeros(self.generated_ids.shape, dtype=torch.float32, device=self.input_ids.device)
-        for index, row in enumerate(rows):
-            column[index, : len(row)] = row
-        return column
-
     def replace(self, **columns: Tensor | None) -> RolloutBatch:
         """The same batch with the named columns set, for example `batch.replace(rewards=rewards)`."""
-        unknown = [name for name in columns if name not in COLUMNS]
-        if unknown:
-            raise ValueError(f"RolloutBatch: no column {unknown[0]!r}, expected one of {', '.join(COLUMNS)}")
+        check_names(columns, COLUMNS, "RolloutBatch")
         return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str) -> RolloutBatch:
@@ -265,10 +189,7 @@ class RolloutBatch:
 
     def select(self, indices: Sequence[int] | Tensor) -> RolloutBatch:
         """The samples at `indices` (integers, each at most once), in that order; widths stay as they are."""
-        rows = torch.as_tensor(indices, device=self.input_ids.device)
-        if rows.numel() and (rows.dtype.is_floating_point or rows.dtype == torch.bool):
-            raise ValueError(f"RolloutBatch: select takes integer indices, got {rows.dtype}")
-        rows = rows.to(torch.int64)
+        rows = row_indices(indices, "RolloutBatch").to(self.input_ids.device)
         return dataclasses.replace(self, **{name: column[rows] for name, column in self.columns().items()})  # type: ignore[arg-type]
 
     def split(self, parts: int) -> list[RolloutBatch]:
@@ -280,14 +201,11 @@ class RolloutBatch:
     @staticmethod
     def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
         """One batch of all samples in order, padded to the widest. All must hold the same columns and pad token."""
-        if not batches:
-            raise ValueError("RolloutBatch: concatenate needs at least one batch")
+        names = same_columns([batch.columns() for batch in batches], "RolloutBatch")
         first = batches[0]
-        names = list(first.columns())
         for index, batch in enumerate(batches):
-            if list(batch.columns()) != names or batch.pad_token_id != first.pad_token_id:
-                differing = sorted(set(names) ^ set(batch.columns())) or ["pad_token_id"]
-                raise ValueError(f"RolloutBatch: batches 0 and {index} of concatenate differ in {', '.join(differing)}")
+            if batch.pad_token_id != first.pad_token_id:
+                raise ValueError(f"RolloutBatch: batches 0 and {index} of concatenate differ in pad_token_id")
         widths = {
             PROMPT: max(batch.input_ids.shape[1] for batch in batches),
             RESPONSE: max(batch.generated_ids.shape[1] for batch in batches),
@@ -302,29 +220,3 @@ class RolloutBatch:
 
         columns = {name: torch.cat([widen(name, getattr(batch, name)) for batch in batches]) for name in names}
         return dataclasses.replace(first, **columns)  # type: ignore[arg-type]
-
-
-def _length_mask(lengths: Tensor, width: int) -> Tensor:
-    return torch.arange(width, device=lengths.device) < lengths[:, None]
-
-
-def _int64(values: Sequence[int]) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.int64)
-
-
-def _pad_rows(rows: Sequence[Sequence[float]], padding: float, dtype: torch.dtype) -> Tensor:
-    width = max((len(row) for row in rows), default=0)
-    padded = torch.full((len(rows), width), padding, dtype=dtype)
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = torch.tensor(list(row), dtype=dtype)
-    return padded
-
-
-def _finish_reason(reason: FinishReason | str) -> int:
-    if isinstance(reason, FinishReason):
-        return int(reason)
-    try:
-        return int(FinishReason[reason.upper()])
-    except KeyError:
-        names = ", ".join(member.name.lower() for member in FinishReason)
-        raise ValueError(f"RolloutBatch: finish reason {reason!r}, expected one of {names}") from None

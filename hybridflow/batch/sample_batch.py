@@ -1,0 +1,360 @@
+"""SampleBatch: the samples of a rollout as they flow through a step, from engines to updates, without padding.
+
+The tokens of all samples lie end to end, each sample's prompt before its response, and so do the figures of response
+tokens. B is the number of samples, T that of their tokens, R that of the tokens of their responses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridflow.batch.load_balance import even_ranges
+
+
+class FinishReason(IntEnum):
+    """Why a generation ended: a stop token or string, the length limit, or an abort by the controller."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+
+
+TOKENS, RESPONSE, SAMPLE = "(T,)", "(R,)", "(B,)"
+"""Shapes of columns."""
+
+COLUMNS: dict[str, tuple[str, torch.dtype]] = {
+    "tokens": (TOKENS, torch.int64),
+    "prompt_lengths": (SAMPLE, torch.int64),
+    "response_lengths": (SAMPLE, torch.int64),
+    "response_mask": (RESPONSE, torch.bool),
+    "logprobs": (RESPONSE, torch.float32),
+    "sample_ids": (SAMPLE, torch.int64),
+    "group_ids": (SAMPLE, torch.int64),
+    "prompt_indices": (SAMPLE, torch.int64),
+    "policy_versions": (SAMPLE, torch.int64),
+    "finish_reasons": (SAMPLE, torch.int64),
+    "rewards": (SAMPLE, torch.float32),
+    "costs": (SAMPLE, torch.float32),
+    "advantages": (RESPONSE, torch.float32),
+    "old_logprobs": (RESPONSE, torch.float32),
+    "ref_logprobs": (RESPONSE, torch.float32),
+    "values": (RESPONSE, torch.float32),
+    "returns": (RESPONSE, torch.float32),
+    "cost_values": (RESPONSE, torch.float32),
+    "cost_returns": (RESPONSE, torch.float32),
+    "weights": (RESPONSE, torch.float32),
+}
+"""Shape and dtype of every column of a `SampleBatch`, by its name."""
+
+
+@dataclass(frozen=True, eq=False)
+class SampleBatch:
+    """B samples with everything that is known about each, on the CPU.
+
+    Construction checks every shape and dtype, that lengths add up and that no sample id occurs twice; ValueError in one
+    line otherwise. Nothing is ever changed in place: every method returns a new batch.
+    """
+
+    tokens: Tensor
+    """(T,) int64: prompt and response of each sample, the end-of-sequence token included."""
+    prompt_lengths: Tensor
+    """(B,) int64: tokens of each prompt, at least 1."""
+    response_lengths: Tensor
+    """(B,) int64: tokens of each response."""
+    response_mask: Tensor
+    """(R,) bool: the response tokens that the policy wrote, which are the ones that enter a loss."""
+    logprobs: Tensor
+    """(R,) float32: log-prob of each response token from the rollout engine."""
+    sample_ids: Tensor
+    """(B,) int64: identity of the sample, unique over the run."""
+    group_ids: Tensor
+    """(B,) int64: identity of the drawn prompt; the samples of one draw share it."""
+    prompt_indices: Tensor
+    """(B,) int64: index of the prompt, and so of its answer, in the data set."""
+    policy_versions: Tensor
+    """(B,) int64: version of the weights that generated the response."""
+    finish_reasons: Tensor
+    """(B,) int64: values of `FinishReason`."""
+    rewards: Tensor | None = None
+    """(B,) float32."""
+    costs: Tensor | None = None
+    """(B,) float32."""
+    advantages: Tensor | None = None
+    """(R,) float32, 0 outside `response_mask`."""
+    old_logprobs: Tensor | None = None
+    """(R,) float32: log-probs of the same weights, recomputed by the trainer before its first update."""
+    ref_logprobs: Tensor | None = None
+    """(R,) float32: log-probs of the reference policy."""
+    values: Tensor | None = None
+    """(R,) float32: the critic's values."""
+    returns: Tensor | None = None
+    """(R,) float32: the critic's targets."""
+    cost_values: Tensor | None = None
+    """(R,) float32: the cost critic's values."""
+    cost_returns: Tensor | None = None
+    """(R,) float32: the cost critic's targets."""
+    weights: Tensor | None = None
+    """(R,) float32: weight of each token in the loss of its mini-batch, as `sequence_weights` gives it."""
+
+    def __post_init__(self) -> None:
+        if self.prompt_lengths.dim() != 1 or self.response_lengths.shape != self.prompt_lengths.shape:
+            raise ValueError(
+                f"samples: prompt_lengths has shape {tuple(self.prompt_lengths.shape)} and response_lengths "
+                f"{tuple(self.response_lengths.shape)}, expected (B,) each"
+            )
+        for name, lengths, least in (
+            ("prompt_lengths", self.prompt_lengths, 1),
+            ("response_lengths", self.response_lengths, 0),
+        ):
+            if len(self) and int(lengths.min()) < least:
+                raise ValueError(f"samples: {name} has {int(lengths.min())}, expected at least {least}")
+        sizes = {
+            TOKENS: (int(self.sequence_lengths.sum()),),
+            RESPONSE: (int(self.response_lengths.sum()),),
+            SAMPLE: (len(self),),
+        }
+        for name, column in self.columns().items():
+            symbol, dtype = COLUMNS[name]
+            if tuple(column.shape) != sizes[symbol] or column.dtype != dtype or column.device.type != "cpu":
+                raise ValueError(
+                    f"samples: column {name} is {tuple(column.shape)} {column.dtype} on {column.device}, "
+                    f"expected {symbol} = {sizes[symbol]} {dtype} on cpu"
+                )
+        check_unique(self.sample_ids, "samples")
+
+    def columns(self) -> dict[str, Tensor]:
+        """The columns that are there, by name."""
+        return {name: column for name in COLUMNS if (column := getattr(self, name)) is not None}
+
+    def __len__(self) -> int:
+        """B, the number of samples."""
+        return len(self.prompt_lengths)
+
+    @property
+    def sequence_lengths(self) -> Tensor:
+        """(B,) int64: prompt and response tokens of each sample together."""
+        return self.prompt_lengths + self.response_lengths
+
+    @property
+    def is_response(self) -> Tensor:
+        """(T,) bool: which of the tokens are of responses."""
+        parts = torch.stack([self.prompt_lengths, self.response_lengths], dim=1).flatten()
+        return torch.tensor([False, True]).repeat(len(self)).repeat_interleave(parts)
+
+    @classmethod
+    def from_generations(
+        cls,
+        *,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        logprobs: Sequence[Sequence[float]],
+        sample_ids: Sequence[int],
+        group_ids: Sequence[int],
+        prompt_indices: Sequence[int],
+        policy_versions: Sequence[int],
+        finish_reasons: Sequence[FinishReason | str],
+        response_masks: Sequence[Sequence[bool]] | None = None,
+    ) -> SampleBatch:
+        """Build a batch from lists, one entry a sample.
+
+        `finish_reasons` takes the names "stop", "length" and "abort" too. `response_masks` says which response tokens
+        the policy wrote; without it, all of them. Raises ValueError naming the sample whose lists do not fit together.
+        """
+        for name, rows in (
+            ("responses", responses),
+            ("logprobs", logprobs),
+            ("sample_ids", sample_ids),
+            ("group_ids", group_ids),
+            ("prompt_indices", prompt_indices),
+            ("policy_versions", policy_versions),
+            ("finish_reasons", finish_reasons),
+            ("response_masks", prompts if response_masks is None else response_masks),
+        ):
+            if len(rows) != len(prompts):
+                raise ValueError(f"samples: {len(rows)} entries of {name} for {len(prompts)} prompts")
+        masks = responses if response_masks is None else response_masks
+        for sample_id, response, row, mask in zip(sample_ids, responses, logprobs, masks, strict=True):
+            if len(row) != len(response) or len(mask) != len(response):
+                raise ValueError(
+                    f"samples: sample {sample_id} has {len(response)} response tokens, {len(row)} log-probs and "
+                    f"{len(mask)} mask entries, expected as many of each"
+                )
+        response_lengths = _int64([len(response) for response in responses])
+        batch = cls(
+            tokens=_end_to_end((part for pair in zip(prompts, responses, strict=True) for part in pair), "q"),
+            prompt_lengths=_int64([len(prompt) for prompt in prompts]),
+            response_lengths=response_lengths,
+            response_mask=torch.ones(int(response_lengths.sum()), dtype=torch.bool)
+            if response_masks is None
+            else _end_to_end(response_masks, "b").bool(),
+            logprobs=_end_to_end(logprobs, "f"),
+            sample_ids=_int64(sample_ids),
+            group_ids=_int64(group_ids),
+            prompt_indices=_int64(prompt_indices),
+            policy_versions=_int64(policy_versions),
+            finish_reasons=_int64([_finish_reason(reason) for reason in finish_reasons]),
+        )
+        bad = (~batch.logprobs.isfinite()).nonzero()
+        if len(bad):
+            sample, token = batch.place_of(int(bad[0]))
+            raise ValueError(
+                f"samples: sample {int(batch.sample_ids[sample])} has log-prob {float(batch.logprobs[bad[0]])} at "
+                f"response token {token}, expected a finite number"
+            )
+        return batch
+
+    @classmethod
+    def from_padded(cls, columns: Mapping[str, Tensor]) -> SampleBatch:
+        """Build a batch from rows that are padded on the right, one a sample.
+
+        Args:
+            columns: (B, S) `input_ids` and (B, S') `generated_ids` in place of `tokens`, the other columns of responses
+                (B, S') as well, and the (B,) ones.
+        """
+        rest = dict(columns)
+        prompts, responses = rest.pop("input_ids"), rest.pop("generated_ids")
+        prompt_lengths, response_lengths = rest["prompt_lengths"], rest["response_lengths"]
+        tokens = torch.cat([prompts, responses], dim=1)
+        sequence = torch.cat([within(prompt_lengths, prompts), within(response_lengths, responses)], dim=1)
+        mask = within(response_lengths, responses)
+        flat = {name: column[mask] if COLUMNS[name][0] == RESPONSE else column for name, column in rest.items()}
+        return cls(tokens=tokens[sequence], **flat)
+
+    def padded(self, column: Tensor, width: int | None = None) -> Tensor:
+        """(R,) figures as (B, S') rows with zeros on the right; S' is the longest response, or `width`."""
+        if width is None:
+            width = int(self.response_lengths.max()) if len(self) else 0
+        rows = column.new_zeros(len(self), width)
+        return rows.masked_scatter_(within(self.response_lengths, rows), column)
+
+    def flat(self, rows: Tensor) -> Tensor:
+        """(B, S') rows as (R,) figures: what `padded` is the inverse of."""
+        return rows.masked_select(within(self.response_lengths, rows))
+
+    def sums(self, column: Tensor) -> Tensor:
+        """(R,) int64 or bool figures -> (B,) int64: the sum of those of each sample."""
+        upto = torch.nn.functional.pad(column.cumsum(0, dtype=torch.int64), (1, 0))
+        ends = self.response_lengths.cumsum(0)
+        return upto[ends] - upto[ends - self.response_lengths]
+
+    def place_of(self, position: int) -> tuple[int, int]:
+        """The sample, and the token of its response, that a position of the (R,) figures is about."""
+        ends = self.response_lengths.cumsum(0)
+        sample = int(torch.searchsorted(ends, position, right=True))
+        return sample, position - int(ends[sample] - self.response_lengths[sample])
+
+    def prompts(self) -> list[list[int]]:
+        """The prompt tokens of each sample."""
+        lengths = self.prompt_lengths.tolist()
+        return [row[:prompt].tolist() for row, prompt in zip(self._sequences(), lengths, strict=True)]
+
+    def responses(self) -> list[list[int]]:
+        """The response tokens of each sample."""
+        lengths = self.prompt_lengths.tolist()
+        return [row[prompt:].tolist() for row, prompt in zip(self._sequences(), lengths, strict=True)]
+
+    def replace(self, **columns: Tensor | None) -> SampleBatch:
+        """The same batch with the named columns set, for example `batch.replace(rewards=rewards)`."""
+        check_names(columns, COLUMNS, "samples")
+        return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
+
+    def select(self, indices: Sequence[int] | Tensor) -> SampleBatch:
+        """The samples at `indices` (integers, each at most once), in that order."""
+        rows = row_indices(indices, "samples")
+        lengths = {TOKENS: self.sequence_lengths.tolist(), RESPONSE: self.response_lengths.tolist()}
+
+        def taken(name: str, column: Tensor) -> Tensor:
+            symbol, _ = COLUMNS[name]
+            if symbol == SAMPLE:
+                return column[rows]
+            pieces = column.split(lengths[symbol])
+            return torch.cat([column[:0], *(pieces[row] for row in rows.tolist())])
+
+        return dataclasses.replace(self, **{name: taken(name, column) for name, column in self.columns().items()})  # type: ignore[arg-type]
+
+    def split(self, parts: int) -> list[SampleBatch]:
+        """`parts` consecutive pieces in order; sizes differ by one at most. Raises ValueError for an empty piece."""
+        if not 1 <= parts <= len(self):
+            raise ValueError(f"samples: cannot split {len(self)} samples into {parts} non-empty parts")
+        return [self.select(part) for part in even_ranges(len(self), parts)]
+
+    @staticmethod
+    def concatenate(batches: Sequence[SampleBatch]) -> SampleBatch:
+        """One batch of all samples in order. All must hold the same columns."""
+        names = same_columns([batch.columns() for batch in batches], "samples")
+        columns = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+        return dataclasses.replace(batches[0], **columns)  # type: ignore[arg-type]
+
+    def _sequences(self) -> tuple[Tensor, ...]:
+        return self.tokens.split(self.sequence_lengths.tolist())
+
+
+def within(lengths: Tensor, rows: Tensor) -> Tensor:
+    """(B, W) bool: which positions of (B, W) rows, padded on the right, lie within (B,) lengths."""
+    return torch.arange(rows.shape[1], device=lengths.device) < lengths[:, None]
+
+
+def check_unique(sample_ids: Tensor, what: str) -> None:
+    """Raise ValueError for a sample id that occurs more than once."""
+    ids, counts = sample_ids.unique(return_counts=True)
+    if len(ids) != len(sample_ids):
+        raise ValueError(f"{what}: sample id {int(ids[counts > 1][0])} occurs more than once, expected unique ids")
+
+
+def check_names(columns: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raise ValueError for a column that is none."""
+    known = list(known)
+    for name in columns:
+        if name not in known:
+            raise ValueError(f"{what}: no column {name!r}, expected one of {', '.join(known)}")
+
+
+def row_indices(indices: Sequence[int] | Tensor, what: str) -> Tensor:
+    """Rows to select, as int64. Raises ValueError for a mask or fractions."""
+    rows = torch.as_tensor(indices)
+    if rows.numel() and (rows.dtype.is_floating_point or rows.dtype == torch.bool):
+        raise ValueError(f"{what}: select takes integer indices, got {rows.dtype}")
+    return rows.to(torch.int64)
+
+
+def same_columns(batches: Sequence[Mapping[str, Any]], what: str) -> list[str]:
+    """The names that all batches have. Raises ValueError where they differ, or there is none."""
+    if not batches:
+        raise ValueError(f"{what}: concatenate needs at least one batch")
+    names = list(batches[0])
+    for index, batch in enumerate(batches):
+        if list(batch) != names:
+            differing = ", ".join(sorted(set(names) ^ set(batch)))
+            raise ValueError(f"{what}: batches 0 and {index} of concatenate differ in {differing}")
+    return names
+
+
+def _int64(values: Sequence[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)
+
+
+def _end_to_end(rows: Iterable[Sequence[Any]], code: str) -> Tensor:
+    """All rows as one tensor. `code`: of the dtype, as `array.array` has it, which reads lists quicker than NumPy."""
+    flat = array(code)
+    for row in rows:
+        flat.extend(array(code, row))
+    return torch.from_numpy(np.array(flat))
+
+
+def _finish_reason(reason: FinishReason | str) -> int:
+    if isinstance(reason, FinishReason):
+        return int(reason)
+    try:
+        return int(FinishReason[reason.upper()])
+    except KeyError:
+        names = ", ".join(member.name.lower() for member in FinishReason)
+        raise ValueError(f"samples: finish reason {reason!r}, expected one of {names}") from None
