@@ -4,7 +4,7 @@ A protocol is a pair of pure functions over a layout (HybridFlow, EuroSys 2025, 
 a worker to one; a `WorkerGroup` then runs the method on all ranks at once.
 
 In protocols that split, **positional arguments are data and are split, keyword arguments go to every rank whole**.
-Data is a tensor (rows), a list, or anything with `split(parts)`, such as a `RolloutBatch`; `Shards` is data that is
+Data is a tensor (rows), a list, or anything with `split(parts)`, such as a `SampleBatch`; `Shards` is data that is
 split already.
 
     protocol          arguments                                   result
