@@ -48,38 +48,8 @@ A setting without a default is required once its group is given. This page is ma
 `{COMMAND}`; a test compares the two.
 """
 
-MEANINGS = {
-    "name": "Of the run: its directory is `run_dir/name`. Letters, digits, `.`, `_` and `-`.",
-    "run_dir": "Directory that holds the directories of runs.",
-    "model.path": "HuggingFace directory of the initial model.",
-    "model.create.dtype": "Precision of the weights on disk.",
-    "rollout.samples_per_prompt": "Responses to each prompt of a step.",
-    "data.source": "`arithmetic`, the built-in task, or `jsonl`, files of one JSON object a line.",
-    "data.arithmetic.operators": "Operators of the problems.",
-    "data.arithmetic.smallest_operand": "Smallest operand of a problem.",
-    "data.arithmetic.largest_operand": "Largest operand of a problem.",
-    "data.arithmetic.eval_size": "Held-out problems.",
-    "data.arithmetic.sft_size": "Supervised examples, for `warmup`.",
-    "data.arithmetic.train_size": "Training prompts.",
-    "data.jsonl.train_path": "File of the training prompts.",
-    "data.jsonl.eval_path": "File of the held-out prompts.",
-    "data.jsonl.sft_path": "File of the supervised examples, for `warmup`.",
-    "data.jsonl.prompt_field": "Field of a line that holds the prompt.",
-    "reward.functions": "The functions; each item has the settings below.",
-    "cost.functions": "As `reward.functions`.",
-    "warmup.steps": "Supervised updates before the first rollout.",
-    "warmup.batch_size": "Examples of each.",
-    "trainer.prompts_per_step": "Prompts of a step, each with `rollout.samples_per_prompt` responses.",
-    "placement.actor": "Devices of the actor.",
-    "placement.rollout": "Devices of the engines.",
-    "metrics.console": "Print a line a step.",
-    "metrics.jsonl": "Write `metrics.jsonl`.",
-    "metrics.csv": "Write `metrics.csv`.",
-    "metrics.tensorboard": "Write event files for TensorBoard.",
-    "algorithm.name": "The algorithm: " + ", ".join(f"`{name}`" for name in ALGORITHMS) + ".",
-    "algorithm.loss_aggregation": "How the losses of the tokens of an update become one.",
-}
-"""Of settings whose models say no more than the name does."""
+_MEANINGS = {"algorithm.name": "The algorithm: " + ", ".join(f"`{name}`" for name in ALGORITHMS) + "."}
+"""Of settings whose models cannot say it."""
 
 _SAME = {
     "critic": "reference",
@@ -175,7 +145,7 @@ def _row(path: str, model: type[BaseModel], name: str, field: FieldInfo, default
         shown = "the built-in task's" if value is not PydanticUndefined and value else "required"
     meaning = _meaning(path, model, name, field)
     if not meaning:
-        raise SystemExit(f"{path} has no meaning: write one below it in {model.__module__}, or in {__file__}")
+        raise SystemExit(f"{path} has no meaning: write one below it in {model.__module__}")
     cells = (f"`{path}`", _type(field), shown, meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -263,7 +233,7 @@ def _docs(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _meaning(path: str, model: type[BaseModel], name: str, field: FieldInfo) -> str:
-    said = MEANINGS.get(path) or field.description or _docs(model).get(name) or ""
+    said = _MEANINGS.get(path) or field.description or _docs(model).get(name) or ""
     text = " ".join(said.split())
     name_of_a_type = text.startswith(("bf16", "float"))
     begin = text[:1] if name_of_a_type else text[:1].upper()

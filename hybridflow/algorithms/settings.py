@@ -40,6 +40,7 @@ class AlgorithmSettings(Settings):
     dual_clip: float | None = Field(default=None, gt=1)
     """Bounds the loss of a token of negative advantage A at dual_clip * |A|; off when null."""
     loss_aggregation: AggregationMode = "token-mean"
+    """How the losses of the tokens of an update become one."""
     loss_normalising_length: int | None = Field(default=None, gt=0)
     """Tokens by which "seq-mean-token-sum-norm" divides; needed by that mode and by no other."""
     entropy_coef: float = Field(default=0.0, ge=0)

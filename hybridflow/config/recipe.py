@@ -30,9 +30,11 @@ class Recipe(Settings):
     other_names = RECIPE_NAMES
 
     name: str = Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Of the run: its directory is `run_dir/name`. Letters, digits, `.`, `_` and `-`."""
     seed: int = Field(0, ge=0, lt=2**30)
     """Of everything that is drawn; the seeds of parts are added to it."""
     run_dir: Annotated[AbsolutePath, Field(validate_default=True)] = Path("runs")
+    """Directory that holds the directories of runs."""
     model: ModelConfig
     train: TrainConfig = TrainConfig()
     rollout: RolloutRole = RolloutRole()

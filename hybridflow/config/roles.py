@@ -24,12 +24,14 @@ class CreateModel(Settings):
     seed: int | None = None
     """Of the weights; the run's seed if null."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights on disk."""
 
 
 class ModelConfig(Settings):
     """The model to train: a HuggingFace directory, or one to be made."""
 
     path: AbsolutePath | None = None
+    """HuggingFace directory of the initial model."""
     create: CreateModel | None = None
 
     @model_validator(mode="after")
@@ -62,6 +64,7 @@ class RolloutRole(Settings):
     """Engines side by side; as many as the role's devices hold if null."""
     sampling: SamplingConfig = SamplingConfig()
     samples_per_prompt: int = Field(8, ge=1, le=MOST_SAMPLES)
+    """Responses to each prompt of a step."""
     weights: WeightsConfig = WeightsConfig()
     verify_weights: bool = False
     """After every transfer, compare all engines bit for bit with what SGLang loads from an export of the actor."""

@@ -20,7 +20,9 @@ class WarmupConfig(Settings):
     """A supervised phase before the first rollout, on the data's supervised examples."""
 
     steps: int = Field(100, ge=1, le=MOST_STEPS)
+    """Supervised updates before the first rollout."""
     batch_size: int = Field(64, ge=1, le=MOST_SAMPLES)
+    """Examples of each."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
 
 
@@ -49,6 +51,7 @@ class TrainerConfig(Settings):
     epochs_of_data: float | None = Field(None, gt=0, le=1e6)
     """Passes over the training prompts, in place of `steps`: as many whole steps as cover them."""
     prompts_per_step: int = Field(64, ge=1, le=MOST_SAMPLES)
+    """Prompts of a step, each with `rollout.samples_per_prompt` responses."""
     mini_batches: int = Field(1, ge=1, le=MOST_SAMPLES)
     """Optimizer steps that one rollout is divided into."""
     epochs: int = Field(1, ge=1, le=MOST_STEPS)
@@ -151,7 +154,9 @@ class PlacementConfig(Settings):
     pools: dict[str, str] = Field(default_factory=dict)
     """Pools by name; they share no device."""
     actor: str
+    """Devices of the actor."""
     rollout: str
+    """Devices of the engines."""
     reference: str | None = None
     """Only where the algorithm needs a reference policy; the actor's devices if null."""
     critic: str | None = None

@@ -19,13 +19,19 @@ class ArithmeticConfig(Settings):
     """The arithmetic task: every problem `a<op>b=` with both operands in the range is one of its problem space."""
 
     operators: tuple[Operator, ...] = ("+",)
+    """Operators of the problems."""
     smallest_operand: int = Field(default=0, ge=0, le=10**9)
+    """Smallest operand of a problem."""
     largest_operand: int = Field(default=99, ge=0, le=10**9)
+    """Largest operand of a problem."""
     seed: int = 0
     """Which problems there are in each split."""
     eval_size: int = Field(default=256, ge=1, le=MOST_EXAMPLES)
+    """Held-out problems."""
     sft_size: int = Field(default=1024, ge=0, le=MOST_EXAMPLES)
+    """Supervised examples, for `warmup`."""
     train_size: int = Field(default=2048, ge=1, le=MOST_EXAMPLES)
+    """Training prompts."""
     sft_wrong: float = Field(default=0.0, ge=0, lt=1)
     """Share of the supervised examples whose answer is wrong, by one or by ten: demonstrations with errors in them."""
 
@@ -53,9 +59,13 @@ class JsonlConfig(Settings):
     """Prompts from files of one JSON object a line."""
 
     train_path: AbsolutePath
+    """File of the training prompts."""
     eval_path: AbsolutePath
+    """File of the held-out prompts."""
     sft_path: AbsolutePath | None = None
+    """File of the supervised examples, for `warmup`."""
     prompt_field: str = "prompt"
+    """Field of a line that holds the prompt."""
     answer_field: str | None = "answer"
     """What reward functions get as `answers`: strings and whole numbers as text, all other JSON as it is. Null where
     they need none; supervised examples always need them, as text. A function that has a parameter of the name of any
@@ -72,6 +82,7 @@ class DataConfig(Settings):
     """Where prompts come from, and the order in which they are drawn."""
 
     source: Literal["arithmetic", "jsonl"] = "arithmetic"
+    """`arithmetic`, the built-in task, or `jsonl`, files of one JSON object a line."""
     arithmetic: ArithmeticConfig = ArithmeticConfig()
     jsonl: JsonlConfig | None = None
     seed: int = 0

@@ -11,9 +11,13 @@ class MetricsConfig(Settings):
     """Which sinks a run writes to, and what it watches."""
 
     console: bool = True
+    """Print a line a step."""
     jsonl: bool = True
+    """Write `metrics.jsonl`."""
     csv: bool = True
+    """Write `metrics.csv`."""
     tensorboard: bool = True
+    """Write event files for TensorBoard."""
     wandb: bool = False
     """Weights & Biases, which is to be installed; kept on this machine unless WANDB_MODE says otherwise."""
     device_interval_s: float = Field(1.0, ge=0, le=LONGEST_S)

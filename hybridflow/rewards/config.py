@@ -120,6 +120,7 @@ class RewardConfig(Settings):
     """The reward functions of a run."""
 
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(name="arithmetic", path="arithmetic"),)
+    """The functions; each item has the settings below."""
 
     @model_validator(mode="after")
     def _check(self) -> RewardConfig:
