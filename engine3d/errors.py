@@ -11,6 +11,11 @@ class EngineError(RuntimeError):
     """An engine failed while running. The message names the engine, the phase and the cause."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line; its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def shortened(text: str, most: int = 60) -> str:
     """Text as it stands in a message: its beginning, where there is more of it than `most` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."

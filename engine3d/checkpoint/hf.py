@@ -23,6 +23,7 @@ from engine3d.checkpoint.manifest import (
     file_entry,
     read_whole,
     step_directory,
+    verify_hint,
     write_manifest,
 )
 from engine3d.checkpoint.metadata import difference, read_metadata
@@ -241,10 +242,8 @@ class _SavedTensors:
             raise self._damaged(file, f"{why} ({name})")
 
     def _damaged(self, file: str, reason: str) -> UserError:
-        return UserError(
-            f"checkpoint {self._checkpoint}: {self._directory.name}/{file} {reason}; "
-            f"`hybridflow checkpoint verify {self._checkpoint}` says what is damaged"
-        )
+        named = f"checkpoint {self._checkpoint}: {self._directory.name}/{file}"
+        return UserError(f"{named} {reason}; {verify_hint(self._checkpoint)}")
 
 
 def _dtype(name: str) -> torch.dtype:

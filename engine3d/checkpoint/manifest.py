@@ -27,6 +27,13 @@ measured. Before format 4 samples that are held for later steps are padded rows.
 
 MANIFEST = "manifest.json"
 
+
+def verify_hint(checkpoint: Path | None = None) -> str:
+    """What a line about a damaged checkpoint, or about several, ends with."""
+    command = "hybridflow checkpoint verify" + (f" {checkpoint}" if checkpoint is not None else "")
+    return f"`{command}` says what is damaged"
+
+
 _SEAL = "checksum"
 _FIRST_SEALED = 3
 _BLOCK = 4 << 20

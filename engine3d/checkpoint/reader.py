@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from engine3d.checkpoint.manifest import verify_hint
 from engine3d.checkpoint.metadata import METADATA, parse_metadata
 from engine3d.checkpoint.piece_checksums import PieceChecksums
 from engine3d.checkpoint.staging import HostRoom
@@ -132,9 +133,7 @@ class CheckpointReader(FileSystemReader):
                     self._read_item(file, item, planner, self._rooms.room)
         except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
             reason = str(error) if isinstance(error, EngineError) else f"cannot be read: {' '.join(str(error).split())}"
-            raise EngineError(
-                f"{path} {reason}; `hybridflow checkpoint verify {self._directory.parent}` says what is damaged"
-            ) from error
+            raise EngineError(f"{path} {reason}; {verify_hint(self._directory.parent)}") from error
 
     def _read_item(self, file: io.FileIO, item: ReadItem, planner: LoadPlanner, room: HostRoom) -> None:
         stored = self.storage_data[item.storage_index]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from engine3d.checkpoint.manifest import FileEntry, Manifest, checksum, read_manifest, visible_damage
+from engine3d.checkpoint.manifest import FileEntry, Manifest, checksum, read_manifest, verify_hint, visible_damage
 from engine3d.checkpoint.metadata import METADATA, read_metadata
 from engine3d.checkpoint.piece_checksums import PieceChecksums
 from engine3d.errors import UserError
@@ -120,9 +120,7 @@ def check_described(directory: Path, role: str) -> None:
         UserError: names the damaged file.
     """
     if damage := damaged_description(directory) or damaged_shard(directory, role):
-        raise UserError(
-            f"checkpoint {directory}: {damage}; `hybridflow checkpoint verify {directory}` says what is damaged"
-        )
+        raise UserError(f"checkpoint {directory}: {damage}; {verify_hint(directory)}")
 
 
 def _reasons(directory: Path, files: Sequence[FileEntry], threads: int) -> dict[str, str]:

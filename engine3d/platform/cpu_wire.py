@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroupGloo, Store, Work
 
+from engine3d.errors import first_line
 from engine3d.platform.wire import Exchange, Wire, WireError, all_connected, meet
 
 _CLOSED_HERE = "Application timeout"
@@ -101,4 +102,4 @@ class _GlooExchange(Exchange):
 
 def _cause(error: BaseException) -> str:
     """What gloo says, without the place in its source."""
-    return str(error).splitlines()[0].rpartition("] ")[2]
+    return first_line(error).rpartition("] ")[2]

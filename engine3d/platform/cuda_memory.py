@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from engine3d.errors import EngineError
+from engine3d.errors import EngineError, first_line
 from engine3d.platform.memory_handles import CudaMemoryHandle, MemoryHandle, SharedStorages
 
 _EXPANDABLE = b"e"
@@ -25,7 +25,7 @@ def share(storage: torch.UntypedStorage) -> MemoryHandle:
     try:
         _, ipc_handle, _, offset_bytes, ref_counter, ref_counter_offset, event, _ = storage._share_cuda_()
     except RuntimeError as error:
-        raise EngineError(f"{_not_exported(nbytes)} ({str(error).splitlines()[0]})") from error
+        raise EngineError(f"{_not_exported(nbytes)} ({first_line(error)})") from error
     if ipc_handle is None:
         ipc_handle = ref_counter = event = b""
         offset_bytes = ref_counter_offset = 0
@@ -72,7 +72,7 @@ def map_shared(handle: MemoryHandle) -> torch.UntypedStorage:
     except RuntimeError as error:
         raise EngineError(
             f"{handle.nbytes} bytes of GPU memory of process {handle.pid} cannot be mapped "
-            f"({str(error).splitlines()[0]}): the process is gone, or its GPU is no peer of this one"
+            f"({first_line(error)}): the process is gone, or its GPU is no peer of this one"
         ) from error
     _shared.add(handle, storage)
     return storage

@@ -14,6 +14,7 @@ import torch
 from torch._C._distributed_c10d import AllToAllOptions, ErrorType
 from torch.distributed import ProcessGroupNCCL, Store, Work
 
+from engine3d.errors import first_line
 from engine3d.platform.wire import Exchange, Wire, WireError, all_connected, meet
 
 _POLL_S = 50e-6
@@ -60,7 +61,7 @@ class NcclWire(Wire):
         if thread.is_alive():
             raise WireError(f"NCCL was not set up with {self.called(others)} within {self.timeout_s:g} s")
         if raised:
-            raise WireError(f"NCCL was not set up with {self.called(others)}: {str(raised[0]).splitlines()[0]}")
+            raise WireError(f"NCCL was not set up with {self.called(others)}: {first_line(raised[0])}")
 
     def _exchange(
         self, outgoing: torch.Tensor, incoming: torch.Tensor, outgoing_sizes: list[int], incoming_sizes: list[int]
@@ -70,7 +71,7 @@ class NcclWire(Wire):
         try:
             work = self._group.alltoall_base(received, sent, incoming_sizes, outgoing_sizes, AllToAllOptions())
         except RuntimeError as error:
-            raise self.fail(f"NCCL: {str(error).splitlines()[0]}", peers) from error
+            raise self.fail(f"NCCL: {first_line(error)}", peers) from error
         return _NcclExchange(self, work, peers, self._stream)
 
     def error(self) -> str | None:

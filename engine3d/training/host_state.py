@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine3d.errors import EngineError
+from engine3d.errors import EngineError, first_line
 from engine3d.platform import platform
 from engine3d.training.optimizer import of_buffers
 
@@ -93,7 +93,7 @@ class _Part:
         except TimeoutError:
             raise EngineError(f"host memory: the system gave none for the optimizer in {_TAKING_S:.0f} s") from None
         except (RuntimeError, MemoryError) as error:
-            why = (str(error) or type(error).__name__).splitlines()[0]
+            why = first_line(error)
             raise EngineError(
                 f"host memory: no {self.nbytes / 1e9:.1f} GB more, page-locked, for the optimizer's state ({why}); set "
                 "offload=false for it, or give the node more memory"

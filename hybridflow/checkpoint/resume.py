@@ -20,6 +20,7 @@ from engine3d.checkpoint.manifest import (
     find_checkpoints,
     read_manifest,
     read_whole,
+    verify_hint,
     write_manifest,
 )
 from engine3d.checkpoint.verify import damaged_description, damaged_shard
@@ -77,9 +78,7 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
         return None, notes
     manifest = read_manifest(directory)
     if recipe.checkpoint.verify and (damage := damaged_shard(directory)):
-        raise UserError(
-            f"resume: checkpoint {directory}: {damage}; `hybridflow checkpoint verify {directory}` says what is damaged"
-        )
+        raise UserError(f"resume: checkpoint {directory}: {damage}; {verify_hint(directory)}")
     state = RunState.read(directory) if (directory / DRIVER).is_file() else None
     if recipe.resume != "auto":  # which has found that nothing sound comes after it
         _check_room(recipe, directory)
@@ -134,8 +133,8 @@ def _newest(recipe: Recipe) -> tuple[Path | None, list[str]]:
         # A save that was killed leaves no manifest: it never was a checkpoint.
         if damaged := [each for each in skipped if (each.directory / MANIFEST).exists()]:
             raise UserError(
-                f"resume=auto: no checkpoint in {root} is whole ({_reasons(damaged)}); `hybridflow checkpoint verify` "
-                "says what is damaged, resume=none starts afresh"
+                f"resume=auto: no checkpoint in {root} is whole ({_reasons(damaged)}); {verify_hint()}, resume=none "
+                "starts afresh"
             )
         return None, [*notes, f"resume: no whole checkpoint in {root}; starting afresh"]
     return whole[0], notes

@@ -21,7 +21,7 @@ from typing import Any, Self, TextIO
 import ray
 
 from engine3d.cleaning import cleaning
-from engine3d.errors import EngineError
+from engine3d.errors import EngineError, first_line
 from engine3d.rollout import run_files
 from hybridflow.cluster import orphans, ray_head, watchdog
 from hybridflow.cluster.limits import LimitsConfig
@@ -181,7 +181,7 @@ class LocalRay:
             )
         except Exception as error:
             self._stop_start()
-            raise EngineError(f"Ray did not start on this machine: {_first_line(error)}") from error
+            raise EngineError(f"Ray did not start on this machine: {first_line(error)}") from error
         except BaseException:
             self._stop_start()
             raise
@@ -302,7 +302,3 @@ class _Head:
 
 def _too_long(limit_s: float) -> str:
     return f"Ray did not start on this machine within limits.ray_start_s={limit_s:g} s"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

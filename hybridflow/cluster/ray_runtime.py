@@ -10,7 +10,7 @@ from pathlib import Path
 import ray
 from ray.job_config import JobConfig
 
-from engine3d.errors import UserError
+from engine3d.errors import UserError, first_line
 from hybridflow.cluster import private_ray
 from hybridflow.cluster.authentication import check_authentication
 from hybridflow.cluster.cluster_address import check_cluster_answers
@@ -72,8 +72,7 @@ def _attach(address: str) -> None:
         job = JobConfig() if address.startswith("ray://") else driver_imports()
         ray.init(address=address, job_config=job, **QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"no Ray cluster at {address}: {first}") from None
+        raise UserError(f"no Ray cluster at {address}: {first_line(error)}") from None
 
 
 def stop_ray() -> None:
