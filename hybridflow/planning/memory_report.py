@@ -15,7 +15,8 @@ from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.cache_size import cache_tokens
 from hybridflow.planning.gpu_check import gpu_without_one_step_experts
-from hybridflow.planning.memory_estimate import Ledger, foresee
+from hybridflow.planning.memory_estimate import foresee
+from hybridflow.planning.memory_ledger import Ledger
 from hybridflow.planning.model_check import role_spec
 from hybridflow.planning.placement_check import planned_devices
 from hybridflow.planning.prompt_check import check_prompts

@@ -11,7 +11,7 @@ from hybridflow.cluster.device_map import Device
 from hybridflow.config.recipe import load_recipe
 from hybridflow.metrics.device_samples import DeviceSample
 from hybridflow.metrics.timeline import Span
-from hybridflow.planning.memory_estimate import GpuMemory, Ledger, Phase
+from hybridflow.planning.memory_ledger import GpuMemory, Ledger, Phase
 from hybridflow.report.run_data import RunData, read_run
 from hybridflow.rundir.file_names import RECIPE
 

@@ -16,7 +16,7 @@ from hybridflow.cluster.host_memory import machine_bytes
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.planning import memory_estimate
 from hybridflow.planning.cache_size import Lengths, cache_tokens
-from hybridflow.planning.memory_estimate import Ledger
+from hybridflow.planning.memory_ledger import Ledger
 from hybridflow.planning.memory_report import recipe_ledger, recipe_specs
 from hybridflow.planning.placement_check import planned_devices
 from hybridflow.planning.prompt_check import check_prompts

@@ -1,0 +1,152 @@
+"""What a run is going to hold of every GPU, CPU slot and host: how it is shown, and refused where it cannot fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engine3d.errors import UserError
+from hybridflow.cluster.device_map import Device
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The worst moment of a phase on a GPU.
+
+    Args:
+        name: of the phase and of the role that is at work.
+        items: what is there beside what always is, by name, in bytes.
+        less: the settings that would make it less.
+    """
+
+    name: str
+    items: Mapping[str, int]
+    less: str
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """What some GPUs hold, all of them alike; or what the ranks on some CPU slots take of their node's memory.
+
+    Args:
+        devices: that are alike, in order.
+        always: what is there in every phase once the first update is made, by name, in bytes.
+        phases: in the order of a step.
+        cache_tokens: that the KV cache has room for; 0 where no engine runs.
+    """
+
+    devices: tuple[Device, ...]
+    always: Mapping[str, int]
+    phases: tuple[Phase, ...]
+    cache_tokens: int
+
+    def total(self, phase: Phase) -> int:
+        """Bytes of all that is there in a phase."""
+        return sum(self.always.values()) + sum(phase.items.values())
+
+    @property
+    def worst(self) -> Phase:
+        return max(self.phases, key=self.total)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether these are CPU slots."""
+        return any(device.kind == "cpu" for device in self.devices)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """What is taken of a node's memory.
+
+    Args:
+        items: by name, in bytes.
+        less: the setting that would make the largest of them less.
+        page_locked: whether all of it is.
+    """
+
+    items: Mapping[str, int]
+    less: str
+    page_locked: bool = True
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+    def __str__(self) -> str:
+        """How much it is, and of what kind."""
+        return f"{self.total / 1e9:.1f} GB of host memory{', page-locked' if self.page_locked else ''}"
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a run is going to hold.
+
+    Args:
+        gpus: in order of the first of the devices that are alike.
+        gpu_bytes: of each GPU; None where that is not known.
+        hosts: what is taken of each node's memory.
+        sequence_tokens: of the longest prompt with its response.
+        requests: that an engine is to run at once.
+        host_bytes: of each node's memory; None where that is not known.
+    """
+
+    gpus: tuple[GpuMemory, ...]
+    gpu_bytes: int | None
+    hosts: tuple[HostMemory, ...]
+    sequence_tokens: int
+    requests: int
+    host_bytes: int | None = None
+
+    def lines(self) -> list[str]:
+        """As it is shown: for each kind of GPU every phase with what is there, in GB (1e9 bytes)."""
+        found = []
+        for gpu in self.gpus:
+            room = f", KV cache of {gpu.cache_tokens:,} tokens" if gpu.cache_tokens else ""
+            if gpu.cache_tokens and (fit := gpu.cache_tokens // self.sequence_tokens) < self.requests:
+                room += f": {fit} of {self.requests} requests at once, where all are of {self.sequence_tokens} tokens"
+            has = "" if self.gpu_bytes is None or gpu.on_cpu else f" of {self.gpu_bytes / 1e9:.1f}"
+            most = f"{gpu.total(gpu.worst) / 1e9:.1f}{has} GB in {gpu.worst.name}"
+            found.append(f"{_names(gpu.devices)}: at most {most}{room}")
+            found.append(_line("always", sum(gpu.always.values()), gpu.always))
+            found += [_line(phase.name, gpu.total(phase), phase.items, "+ ") for phase in gpu.phases]
+        for node, host in enumerate(self.hosts):
+            if host.items:
+                found.append(f"node {node}: {host}: {_items(host.items)}")
+        return found
+
+    def check(self) -> None:
+        """Refuse a run that cannot fit, as far as sizes are known.
+
+        Raises:
+            UserError: names the first GPU or node, the phase, what is there, and what to change.
+        """
+        for gpu in self.gpus:
+            worst, total = gpu.worst, gpu.total(gpu.worst)
+            if self.gpu_bytes is not None and total > self.gpu_bytes and not gpu.on_cpu:
+                items = _items({**gpu.always, **worst.items})
+                raise UserError(
+                    f"{_names(gpu.devices)}: {total / 1e9:.1f} GB in phase {worst.name} on a GPU of "
+                    f"{self.gpu_bytes / 1e9:.1f} GB ({items}); to need less: {worst.less}"
+                )
+        for node, host in enumerate(self.hosts):
+            if self.host_bytes is not None and host.total > self.host_bytes:
+                raise UserError(
+                    f"node {node}: {host}, on a node of {self.host_bytes / 1e9:.1f} GB ({_items(host.items)}); to need "
+                    f"less: {host.less}, or more nodes"
+                )
+
+
+def _names(devices: Sequence[Device]) -> str:
+    first = devices[0]
+    more = f" and {len(devices) - 1} like it" if len(devices) > 1 else ""
+    what = "GPU" if first.kind == "cuda" else "CPU slot"
+    return f"{what} {first.index} of node {first.node}{more}"
+
+
+def _line(name: str, total: int, items: Mapping[str, int], before: str = "") -> str:
+    there = _items(items)
+    return f"  {name:<22}{total / 1e9:>7.1f}" + (f"  {before}{there}" if there else "")
+
+
+def _items(items: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size / 1e9:.1f}" for name, size in items.items() if size >= 5e7)
