@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine3d.platform import cuda_copy
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
+from engine3d.platform.cuda import copy as cuda_copy
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 WARM_UPS, REPETITIONS = 2, 10

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError, shortened
-from engine3d.models.deepseek_v3 import DEEPSEEK_V3
+from engine3d.models.families.deepseek_v3 import DEEPSEEK_V3
+from engine3d.models.families.llama import LLAMA
+from engine3d.models.families.qwen3 import QWEN3
+from engine3d.models.families.qwen3_moe import QWEN3_MOE
 from engine3d.models.family import Family, ModelSpec
 from engine3d.models.hf_config import HFConfig
-from engine3d.models.llama import LLAMA
-from engine3d.models.qwen3 import QWEN3
-from engine3d.models.qwen3_moe import QWEN3_MOE
 from engine3d.models.rope import read_rope
 from engine3d.models.rules import Box, LocalParameter, Piece
 from engine3d.models.sizes import Sizes

@@ -18,10 +18,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
+from engine3d.models.experts.moe_layer import MoELayerInOneStep, MoELayerOfSequences
+from engine3d.models.experts.router import Router
 from engine3d.models.family import ModelSpec
 from engine3d.models.local_modules import CoreAttention, LatentAttention, RMSNorm
-from engine3d.models.moe_layer import MoELayerInOneStep, MoELayerOfSequences
-from engine3d.models.router import Router
 from engine3d.models.sizes import Latent
 from engine3d.platform import platform
 
@@ -105,7 +105,7 @@ def _experts(spec: ModelSpec) -> dict[str, Any]:
         "moe_ffn_hidden_size": sizes.expert_ffn,
         "moe_layer_freq": [int(sparse) for sparse in sizes.sparse],
         "moe_router_dtype": "fp32",
-        # Of the kinds that do not depend on micro-batches, that of the whole update; see `models.load_balance`.
+        # Of the kinds that do not depend on micro-batches, that of the whole update; see `experts.load_balance`.
         "moe_router_load_balancing_type": "global_aux_loss",
         "moe_aux_loss_coeff": 0.0,
         **spec.family.megatron(sizes),

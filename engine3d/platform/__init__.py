@@ -11,10 +11,10 @@ __all__ = ["DeviceMemory", "Platform", "platform"]
 
 def _detect() -> Platform:
     if torch.cuda.is_available():
-        from engine3d.platform.cuda import CudaPlatform
+        from engine3d.platform.cuda.cuda_platform import CudaPlatform
 
         return CudaPlatform()
-    from engine3d.platform.cpu import CpuPlatform
+    from engine3d.platform.cpu.cpu_platform import CpuPlatform
 
     return CpuPlatform()
 

@@ -14,10 +14,10 @@ from engine3d.platform import platform
 from engine3d.rollout import launch
 from engine3d.rollout.cache import RESERVED_TOKENS
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
-from engine3d.rollout.messages import Generation
-from engine3d.rollout.process import HostProcess
-from engine3d.rollout.rank import Call
-from engine3d.rollout.text_stops import PARAMETER
+from engine3d.rollout.host.messages import Generation
+from engine3d.rollout.host.process import HostProcess
+from engine3d.rollout.scheduler.rank import Call
+from engine3d.rollout.scheduler.text_stops import PARAMETER
 from engine3d.rollout.weights import check_weights_fit
 
 if TYPE_CHECKING:

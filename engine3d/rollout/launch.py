@@ -16,7 +16,7 @@ from engine3d.models import missing_for_sglang
 from engine3d.platform import platform
 from engine3d.rollout.cache import PAGE_TOKENS, RESERVED_TOKENS, SPARE_REQUESTS, tokens_needed
 from engine3d.rollout.config import RolloutConfig
-from engine3d.rollout.rank import RELEASE_VARIABLE, SOURCES_TIMEOUT_VARIABLE, SOURCES_VARIABLE
+from engine3d.rollout.scheduler.rank import RELEASE_VARIABLE, SOURCES_TIMEOUT_VARIABLE, SOURCES_VARIABLE
 from engine3d.rollout.server_arguments import check_against_platform
 from engine3d.rollout.weights import ModelTensors
 from engine3d.sglang_source import sglang_directory

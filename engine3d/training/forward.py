@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine3d.collectives import all_reduce
 from engine3d.errors import UserError
-from engine3d.models.load_balance import LoadBalance
+from engine3d.models.experts.load_balance import LoadBalance
 from engine3d.training.build import BuiltModel
 from engine3d.training.flops import sequence_flops
 from engine3d.training.profile import UpdateTrace
@@ -43,7 +43,7 @@ class TokenOutputs:
 LossFunction = Callable[[TokenOutputs, dict[str, Tensor]], tuple[Tensor, Any]]
 """(figures of T tokens, columns of T tokens) -> (scalar loss, facts). The gradient is that of the sum of the losses
 over all micro-batches and data-parallel ranks: means are the caller's, by weights among the columns. Losses of routers
-(`models.load_balance`) come on top of it."""
+(`models.experts.load_balance`) come on top of it."""
 
 
 class ForwardModel(BuiltModel):

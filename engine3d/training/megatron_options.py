@@ -71,7 +71,7 @@ OPTIONS = (
         lambda value: value in ("alltoall", "allgather"),
         "How tokens get to the ranks of their experts. With allgather (`train.packing=true`, pp=1) ranks of an "
         "expert-parallel group see each other's tokens, and experts may be one step",
-        "tests/engine3d/training/test_engine.py, tests/engine3d/models/test_load_balance.py",
+        "tests/engine3d/training/test_engine.py, tests/engine3d/models/experts/test_load_balance.py",
     ),
     Option(
         "moe_router_load_balancing_type",
@@ -79,8 +79,9 @@ OPTIONS = (
         _is_balance,
         "Over which tokens an expert's load is taken in the balance loss: those of each sequence, or those of the "
         "whole update, which costs a forward pass more. global_aux_loss unless set. The formulas are in "
-        "`engine3d/models/load_balance.py`: gradients do not depend on layout, micro-batches, packing or padding",
-        "tests/engine3d/models/test_load_balance.py",
+        "`engine3d/models/experts/load_balance.py`: gradients do not depend on layout, micro-batches, packing or "
+        "padding",
+        "tests/engine3d/models/experts/test_load_balance.py",
         learns=True,
     ),
     Option(
@@ -88,7 +89,7 @@ OPTIONS = (
         "a number of at least 0, or a list with one for each of moe_router_load_balancing_type",
         lambda value: _is_number(value) or (isinstance(value, list) and bool(value) and all(map(_is_number, value))),
         "Coefficient of the balance loss of every layer: of the mean over the update's tokens",
-        "tests/engine3d/models/test_load_balance.py",
+        "tests/engine3d/models/experts/test_load_balance.py",
         learns=True,
     ),
     Option(
@@ -97,7 +98,7 @@ OPTIONS = (
         _is_number,
         "Coefficient of the squared log-sum-exp of the router's logits in every layer: of the mean over the update's "
         "tokens",
-        "tests/engine3d/models/test_load_balance.py",
+        "tests/engine3d/models/experts/test_load_balance.py",
         learns=True,
     ),
     Option(
@@ -107,7 +108,7 @@ OPTIONS = (
         "How far the bias of each expert moves with an update that is made, against its load in it; DeepSeek-V3 took "
         "0.001. 0 unless set. Only for families that have such a bias (DeepSeek-V3); it is saved, exported and sent to "
         "the engines as weights are",
-        "tests/engine3d/models/test_load_balance.py",
+        "tests/engine3d/models/experts/test_load_balance.py",
         learns=True,
     ),
     Option(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine3d.collectives import all_reduce
 from engine3d.errors import UserError
-from engine3d.models.load_balance import Routing
+from engine3d.models.experts.load_balance import Routing
 from engine3d.platform import platform
 from engine3d.training.config import OptimizerConfig
 from engine3d.training.forward import ForwardModel, LossFunction
@@ -77,7 +77,7 @@ class TrainedModel(ForwardModel):
         module = self.model
         if trainable:
             if self.spec.sizes.experts:
-                from engine3d.models.router import load_balance
+                from engine3d.models.experts.router import load_balance
 
                 self._balance = load_balance(module, self.spec.sizes.sparse)
                 if module.config.moe_router_enable_expert_bias:

@@ -22,7 +22,7 @@ import ray
 
 from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError, first_line
-from engine3d.rollout import run_files
+from engine3d.rollout.host import run_files
 from hybridflow.cluster import orphans, ray_head, watchdog
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.private_ray import LOOPBACK, PrivateRay, driver_imports, on_loopback

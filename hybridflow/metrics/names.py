@@ -114,7 +114,7 @@ class UpdateNames:
     """Tokens of the least loaded expert of all layers and updates, over the mean of its layer's experts."""
     router_z_loss: str
     """This loss and the next two are means over layers, without coefficients, and only where their coefficients are
-    above 0; `engine3d.models.load_balance` has the formulas."""
+    above 0; `engine3d.models.experts.load_balance` has the formulas."""
     sequence_balance_loss: str
     """1 where the experts are loaded alike in every sequence."""
     update_balance_loss: str

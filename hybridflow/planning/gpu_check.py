@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec
-from engine3d.models.grouped_products import CAPABILITY
+from engine3d.models.experts.grouped_products import CAPABILITY
 from engine3d.platform import platform
 from hybridflow.cluster.device_map import Device
 from hybridflow.cluster.nvml import answer

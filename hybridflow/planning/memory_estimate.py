@@ -23,7 +23,7 @@ from engine3d.memory.overhead import (
 )
 from engine3d.memory.serving import PREFIX_TOKENS, prompt_tokens
 from engine3d.models import ModelSpec
-from engine3d.platform.cuda import graph_batch_sizes
+from engine3d.platform.cuda.cuda_platform import graph_batch_sizes
 from engine3d.reshard.describe.shards import Place
 from engine3d.reshard.describe.source import PlannedTrainer
 from engine3d.rollout.launch import most_requests

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec
-from engine3d.platform import platform, sglang_cpu
+from engine3d.platform import platform
+from engine3d.platform.cpu import sglang as sglang_cpu
 from engine3d.rollout.server_arguments import check_against_platform
 from hybridflow.cluster.device_map import Device, DeviceMap, Node, highest_cpu_slot, pool_devices
 from hybridflow.config.recipe import Recipe

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine3d.checkpoint.manifest import FileEntry, RoleFacts
 from engine3d.errors import EngineError, UserError
-from engine3d.models.load_balance import Routing
+from engine3d.models.experts.load_balance import Routing
 from engine3d.platform import platform
 from engine3d.reshard.describe.shards import Place
 from engine3d.startup.imports import quick_imports

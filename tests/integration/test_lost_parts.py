@@ -149,7 +149,7 @@ def phase(name: str) -> Callable[[Run], bool]:
     return is_there
 
 
-ENGINE, RANK, RAYLET, GCS = "engine3d.rollout.host", "actor-1.log", "raylet", "gcs_server"
+ENGINE, RANK, RAYLET, GCS = "engine3d.rollout.host.program", "actor-1.log", "raylet", "gcs_server"
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ import torch
 from engine3d.layout import Layout
 from engine3d.models import load_model_spec
 from engine3d.platform import platform
-from engine3d.platform.sglang_cpu_memory import CpuMemorySaver
+from engine3d.platform.cpu.sglang_memory import CpuMemorySaver
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Place
 from engine3d.reshard.describe.source import PlannedTrainer
 from engine3d.reshard.plan.coordinate import coordinate
-from engine3d.rollout.rank import RELEASE_VARIABLE, EngineRank
+from engine3d.rollout.scheduler.rank import RELEASE_VARIABLE, EngineRank
 from tests.support.tiny_families import CONFIGS
 
 VOCABULARY = 100  # SGLang pads it to 128

@@ -14,11 +14,11 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from engine3d.errors import UserError
-from engine3d.platform.cuda import CudaPlatform, expert_kernels, graph_batch_sizes
+from engine3d.platform.cuda.cuda_platform import CudaPlatform, expert_kernels, graph_batch_sizes
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig, launch, moe_configs, server_arguments
-from engine3d.rollout.host import _order
-from engine3d.rollout.log import root_cause
-from engine3d.rollout.run_files import make_run_directory, segment_name
+from engine3d.rollout.host.log import root_cause
+from engine3d.rollout.host.program import _order
+from engine3d.rollout.host.run_files import make_run_directory, segment_name
 from engine3d.rollout.weights import ModelTensors, check_weights_fit
 from engine3d.sglang_source import sglang_directory
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine3d.errors import EngineError
-from engine3d.platform.cpu import CpuPlatform
+from engine3d.platform.cpu.cpu_platform import CpuPlatform
 from engine3d.training import host_state
 
 PARTS = 30

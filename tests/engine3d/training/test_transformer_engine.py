@@ -129,8 +129,8 @@ def test_an_updates_memory_is_not_left_in_pieces() -> None:
 
 def _with_experts_of_each_kind(directory: Path) -> list[dict[str, Any]]:
     """In one step, with a product for all experts at once, and as Transformer Engine has them."""
-    from engine3d.models import moe_layer
     from engine3d.models import transformer_engine_modules as modules
+    from engine3d.models.experts import moe_layer
 
     where = {"routed_experts": moe_layer, "grouped_product": modules}
     calls = dict.fromkeys(where, 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import UserError
-from engine3d.platform.cuda import CudaPlatform
+from engine3d.platform.cuda.cuda_platform import CudaPlatform
 from hybridflow.cli.main import main
 from hybridflow.cluster import nvml
 from hybridflow.cluster.device_map import Device

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from engine3d.models.load_balance import Routing
+from engine3d.models.experts.load_balance import Routing
 from hybridflow.algorithms.losses.statistics import Statistics
 from hybridflow.metrics.names import ACTOR, CRITIC
 from hybridflow.roles.model import Update, update_metrics

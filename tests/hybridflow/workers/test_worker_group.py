@@ -14,7 +14,7 @@ import pytest
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
-from engine3d.rollout.log import root_cause
+from engine3d.rollout.host.log import root_cause
 from hybridflow.cluster.device_map import pool_devices
 from hybridflow.cluster.resource_pool import ResourcePool, cluster_nodes, release, reserve
 from hybridflow.errors.rank_failure import Failure

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from engine3d.errors import EngineError
-from engine3d.platform import cpu_memory, platform
+from engine3d.platform import platform
+from engine3d.platform.cpu import memory as cpu_memory
 from engine3d.platform.memory_handles import CpuMemoryHandle
 from tests.support.distributed import run_distributed
 

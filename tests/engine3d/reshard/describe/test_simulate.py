@@ -12,7 +12,7 @@ import torch
 
 from engine3d.errors import EngineError, UserError
 from engine3d.models import model_spec
-from engine3d.platform import sglang_cpu
+from engine3d.platform.cpu import sglang as sglang_cpu
 from engine3d.reshard.describe.simulate import auto_dtype, build_model, engine_rank, trace_engine, trace_engine_layout
 from engine3d.reshard.describe.trace import LoadTrace, trace_load
 from tests.support.sglang_models import CASES, MODELS, hf_tensors

@@ -145,7 +145,7 @@ def test_tables_of_many_pieces_are_made_quickly() -> None:
 
 def _interpret() -> None:
     """In a process of its own, where Triton interprets."""
-    from engine3d.platform import cuda_copy
+    from engine3d.platform.cuda import copy as cuda_copy
 
     for seed in range(3):
         for tile_bytes in (64, 512):
@@ -173,8 +173,8 @@ def _compile() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from engine3d.platform import cuda_copy
     from engine3d.platform.copies import TILE_COLUMNS
+    from engine3d.platform.cuda import copy as cuda_copy
 
     accesses = {16: "v2.b64", 8: "b64", 4: "b32", 2: "b16", 1: "b8"}
     for word in WORDS:

@@ -48,7 +48,7 @@ def rows_of(scores: Tensor, most: int) -> Rows:
     ends = up_to[:, -1].contiguous()
     most = min(most, experts)
     if scores.is_cuda:
-        from engine3d.models.expert_kernels import lay_out
+        from engine3d.models.experts.kernels import lay_out
 
         token, place, score, of_token, per_token = lay_out(scores, up_to, most)
         count = int(ends[-1])
@@ -68,7 +68,7 @@ def rows_of(scores: Tensor, most: int) -> Rows:
 def take_rows(tokens: Tensor, rows: Rows) -> Tensor:
     """(N, H) -> (M, H): the token of each row."""
     if tokens.is_cuda:
-        from engine3d.models.expert_kernels import take
+        from engine3d.models.experts.kernels import take
 
         return take(tokens, rows.token)
     return tokens.index_select(0, rows.token)
@@ -77,7 +77,7 @@ def take_rows(tokens: Tensor, rows: Rows) -> Tensor:
 def sum_rows(values: Tensor, rows: Rows) -> Tensor:
     """(M, H) -> (N, H) of the same dtype: the sum of each token's rows, in float32; 0 for a token without."""
     if values.is_cuda:
-        from engine3d.models.expert_kernels import sum_of
+        from engine3d.models.experts.kernels import sum_of
 
         return sum_of(values, rows.of_token, rows.per_token)
     wide = torch.zeros(len(rows.per_token), values.shape[1], dtype=torch.float32)
@@ -95,7 +95,7 @@ def gated(values: Tensor, score: Tensor) -> Tensor:
         (M, I) of the dtype of the values.
     """
     if values.is_cuda:
-        from engine3d.models.expert_kernels import gate
+        from engine3d.models.experts.kernels import gate
 
         return gate(values, score)
     first, second = values.float().chunk(2, dim=1)
@@ -113,7 +113,7 @@ def gated_gradient(values: Tensor, score: Tensor, gradient: Tensor) -> tuple[Ten
         the result (M, I), the gradient of the values (M, 2 I), and that of the scores (M,) in float32.
     """
     if values.is_cuda:
-        from engine3d.models.expert_kernels import gate_gradient
+        from engine3d.models.experts.kernels import gate_gradient
 
         return gate_gradient(values, score, gradient)
     first, second = values.float().chunk(2, dim=1)

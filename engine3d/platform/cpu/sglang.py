@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-# Read by our SGLang plugin (engine3d.rollout.sglang_plugin), in SGLang's main process.
+# Read by our SGLang plugin (engine3d.rollout.scheduler.plugin), in SGLang's main process.
 START_METHOD_VARIABLE = "ENGINE3D_SGLANG_START_METHOD"
 
 _LEFT_OUT = ("scipy", "torchao")
@@ -30,7 +30,7 @@ def activate() -> str | None:
     if "transformers" not in sys.modules:  # which looks once for what there is
         for name in _LEFT_OUT:
             sys.modules.setdefault(name, None)  # type: ignore[arg-type]
-    return "engine3d.platform.sglang_cpu_platform.NativeCpuPlatform"
+    return "engine3d.platform.cpu.sglang_platform.NativeCpuPlatform"
 
 
 def server_arguments() -> dict[str, Any]:

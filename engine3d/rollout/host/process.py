@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import EngineError
-from engine3d.rollout.log import root_cause
-from engine3d.rollout.messages import START_ID, Launch, Limits, Progress, Reply, Request
-from engine3d.rollout.run_files import RUN_DIRECTORY_VARIABLE, make_run_directory, remove_run_files
+from engine3d.rollout.host.log import root_cause
+from engine3d.rollout.host.messages import START_ID, Launch, Limits, Progress, Reply, Request
+from engine3d.rollout.host.run_files import RUN_DIRECTORY_VARIABLE, make_run_directory, remove_run_files
 
 _EXIT_GRACE_S = 5.0  # between the end of the connection and the end of the process
 _SEND_TIMEOUT_S = 60  # the host reads at once, unless it hangs
@@ -38,7 +38,7 @@ class HostProcess:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with theirs, log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "engine3d.rollout.host", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "engine3d.rollout.host.program", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

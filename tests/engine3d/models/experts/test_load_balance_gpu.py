@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine3d.platform import platform
-from tests.engine3d.models.test_load_balance import _expected, _Figures, _slices, _updates
+from tests.engine3d.models.experts.test_load_balance import _expected, _Figures, _slices, _updates
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine3d.models.grouped_products import as_one, grouped_product
+from engine3d.models.experts.grouped_products import as_one, grouped_product
 
 COUNTS = [3, 0, 5, 1]
 """Tokens of each expert."""

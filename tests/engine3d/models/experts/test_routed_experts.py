@@ -17,15 +17,16 @@ from torch import Tensor
 from benchmarks.reshard_plan import named_model
 from engine3d.errors import UserError
 from engine3d.layout import Coordinates, Layout
-from engine3d.models import build_model, expert_rows, load_model_spec, load_weights
-from engine3d.models.expert_rows import Rows, rows_of
-from engine3d.models.load_balance import Routing
-from engine3d.models.moe_layer import MoELayerInOneStep
-from engine3d.models.routed_experts import Weights, routed_experts
-from engine3d.models.router import load_balance
+from engine3d.models import build_model, load_model_spec, load_weights
+from engine3d.models.experts import rows as expert_rows
+from engine3d.models.experts.load_balance import Routing
+from engine3d.models.experts.moe_layer import MoELayerInOneStep
+from engine3d.models.experts.routed_experts import Weights, routed_experts
+from engine3d.models.experts.router import load_balance
+from engine3d.models.experts.rows import Rows, rows_of
 from engine3d.training import parallel
 from engine3d.training.config import TrainConfig
-from tests.engine3d.models.test_load_balance import LOSSES
+from tests.engine3d.models.experts.test_load_balance import LOSSES
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
 from tests.support.interpreted import run_interpreted
@@ -264,7 +265,7 @@ def test_what_is_no_single_step() -> None:
 
 
 def _compare(device: str) -> None:
-    from engine3d.models import expert_kernels
+    from engine3d.models.experts import kernels as expert_kernels
 
     expert_kernels._WIDTH, expert_kernels._CELLS = 16, 32
     generator = torch.Generator().manual_seed(3)

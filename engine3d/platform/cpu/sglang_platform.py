@@ -10,8 +10,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from engine3d.platform import sglang_cpu_attention
-from engine3d.platform.sglang_cpu_sampling import murmur_hash32
+from engine3d.platform.cpu import sglang_attention as sglang_cpu_attention
+from engine3d.platform.cpu.sglang_sampling import murmur_hash32
 
 
 class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine3d.platform import platform
-from engine3d.platform.cuda import CudaPlatform
-from engine3d.platform.page_locked import tensor_at
+from engine3d.platform.cuda.cuda_platform import CudaPlatform
+from engine3d.platform.cuda.page_locked import tensor_at
 
 on_gpu = pytest.mark.skipif(platform.gpus == 0, reason="needs a GPU")
 

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from engine3d.models.routed_experts import routed_experts
+from engine3d.models.experts.routed_experts import routed_experts
 
 
 class MoELayerOfSequences(MoELayer):  # type: ignore[misc]

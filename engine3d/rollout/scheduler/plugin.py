@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.platform import platform
-from engine3d.platform.sglang_cpu import START_METHOD_VARIABLE
-from engine3d.rollout.progress import count_batch, start_counting
-from engine3d.rollout.run_files import RUN_DIRECTORY_VARIABLE, segment_name
-from engine3d.rollout.text_stops import end_at_text
+from engine3d.platform.cpu.sglang import START_METHOD_VARIABLE
+from engine3d.rollout.host.progress import count_batch, start_counting
+from engine3d.rollout.host.run_files import RUN_DIRECTORY_VARIABLE, segment_name
+from engine3d.rollout.scheduler.text_stops import end_at_text
 from engine3d.stacks import write_stacks_on_signal
 from engine3d.startup import leave_out
 
@@ -34,7 +34,7 @@ def register() -> None:
     write_stacks_on_signal()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from engine3d.rollout.rank import RELEASE_VARIABLE
+    from engine3d.rollout.scheduler.rank import RELEASE_VARIABLE
 
     # SGLang's debug dumper imports Megatron-Core where it finds it: three seconds of every start, for nothing here.
     leave_out("megatron.core")
@@ -84,7 +84,7 @@ def _meet_in_a_file(initialise: Callable[..., Any], *args: Any, **kwargs: Any) -
 def _await_trainer(runner: Any) -> None:
     # SGLang notes here how much memory is free, and sizes the KV cache by it: a trainer that shares the device must
     # have taken its part before.
-    from engine3d.rollout.rank import weight_source
+    from engine3d.rollout.scheduler.rank import weight_source
 
     if not runner.is_draft_worker:
         weight_source(runner.ps.tp_rank)
@@ -99,7 +99,7 @@ def _load_outside_memory_saver(load: Callable[..., Any], **arguments: Any) -> An
 
 
 def _keep_rank(result: Any, runner: Any) -> None:
-    from engine3d.rollout.rank import EngineRank
+    from engine3d.rollout.scheduler.rank import EngineRank
 
     if not runner.is_draft_worker:
         runner.engine3d_rank = EngineRank(runner)

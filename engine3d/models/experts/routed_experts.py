@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine3d.models.expert_rows import Rows, gated, gated_gradient, rows_of, sum_rows, take_rows
-from engine3d.models.grouped_products import learn, product
+from engine3d.models.experts.grouped_products import learn, product
+from engine3d.models.experts.rows import Rows, gated, gated_gradient, rows_of, sum_rows, take_rows
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ import torch
 from torch.distributed import Store
 
 from engine3d.errors import UserError
-from engine3d.platform import cuda_expandable, cuda_memory
 from engine3d.platform.away import AwayMemory
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
-from engine3d.platform.cuda_wire import NcclWire
+from engine3d.platform.cuda import expandable as cuda_expandable
+from engine3d.platform.cuda import memory as cuda_memory
+from engine3d.platform.cuda.nccl_wire import NcclWire
+from engine3d.platform.cuda.page_locked import page_locked
 from engine3d.platform.interface import DeviceMemory, Platform
 from engine3d.platform.memory_handles import MemoryHandle
-from engine3d.platform.page_locked import page_locked
 from engine3d.platform.wire import Wire
 
 # Dense bf16, from NVIDIA's datasheets; the PCIe and NVL forms of a chip are slower and have names of their own.
@@ -170,7 +171,8 @@ class CudaPlatform(Platform):
         return cuda_memory.map_shared(handle)
 
     def copy_runner(self, copies: Copies, method: CopyMethod | None = None) -> RunCopies:
-        from engine3d.platform import cuda_copy  # Triton is slow to import, and only transfers need it
+        # Triton is slow to import, and only transfers need it.
+        from engine3d.platform.cuda import copy as cuda_copy
 
         return cuda_copy.runner(copies, method or "mixed")
 

@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, comput
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from engine3d.models.load_balance import LoadBalance, RouterLosses
+from engine3d.models.experts.load_balance import LoadBalance, RouterLosses
 
 
 class Router(TopKRouter):  # type: ignore[misc]

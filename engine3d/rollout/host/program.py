@@ -23,12 +23,12 @@ from typing import Any
 from engine3d.errors import EngineError
 from engine3d.platform import platform
 from engine3d.rollout import moe_configs
-from engine3d.rollout.log import log_answered
-from engine3d.rollout.messages import START_ID, Generation, Launch, Limits, Progress, Reply, Request
-from engine3d.rollout.progress import batches_run
-from engine3d.rollout.rank import Answer, Call, answer_path
-from engine3d.rollout.run_files import remove_run_files
-from engine3d.rollout.sglang_plugin import ANSWER_METHOD
+from engine3d.rollout.host.log import log_answered
+from engine3d.rollout.host.messages import START_ID, Generation, Launch, Limits, Progress, Reply, Request
+from engine3d.rollout.host.progress import batches_run
+from engine3d.rollout.host.run_files import remove_run_files
+from engine3d.rollout.scheduler.plugin import ANSWER_METHOD
+from engine3d.rollout.scheduler.rank import Answer, Call, answer_path
 from engine3d.stacks import write_stacks_on_signal
 from engine3d.startup import jit_kernels
 from engine3d.startup.imports import quick_imports
@@ -370,7 +370,7 @@ def _engine_class() -> Any:
 
 
 def main() -> None:
-    """`python -m engine3d.rollout.host FD`: serve the client at the other end of this inherited Unix socket."""
+    """`python -m engine3d.rollout.host.program FD`: serve the client at the other end of this inherited Unix socket."""
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     write_stacks_on_signal()

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine3d.platform import cuda_expandable, platform
-from engine3d.platform.cuda_expandable import allocator_settings, is_expandable, not_expandable, without_expandable
+from engine3d.platform import platform
+from engine3d.platform.cuda import expandable as cuda_expandable
+from engine3d.platform.cuda.expandable import allocator_settings, is_expandable, not_expandable, without_expandable
 
 EXPANDABLE = "max_split_size_mb:512, expandable_segments:True,roundup_power2_divisions:[256:1,512:2,>:4]"
 NOT = "max_split_size_mb:512,roundup_power2_divisions:[256:1,512:2,>:4],expandable_segments:False"
@@ -44,7 +45,7 @@ def test_segments_are_expandable_again_afterwards(monkeypatch: pytest.MonkeyPatc
 
 def test_an_engine_with_the_memory_saver_has_no_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch_memory_saver ends a process that has them."""
-    from engine3d.platform.cuda import CudaPlatform
+    from engine3d.platform.cuda.cuda_platform import CudaPlatform
 
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", EXPANDABLE)
@@ -81,7 +82,7 @@ print("not:", sum(each["total_size"] for each in torch.cuda.memory_snapshot() if
 @pytest.mark.skipif(not platform.gpus, reason="needs a GPU")
 def test_what_is_to_be_shared_is_memory_of_cudamalloc_and_the_rest_expandable() -> None:
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     ended = subprocess.run(
         [sys.executable, "-c", _SHARES], cwd=root, env=environment, capture_output=True, text=True, check=True
     )

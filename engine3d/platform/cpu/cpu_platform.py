@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from engine3d.platform import cpu_memory, megatron_cpu
 from engine3d.platform.away import AwayMemory, FileMemory
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
-from engine3d.platform.cpu_wire import GlooWire
+from engine3d.platform.cpu import megatron as megatron_cpu
+from engine3d.platform.cpu import memory as cpu_memory
+from engine3d.platform.cpu.gloo_wire import GlooWire
 from engine3d.platform.interface import DeviceMemory, Platform
 from engine3d.platform.memory_handles import MemoryHandle
 from engine3d.platform.wire import Wire
@@ -84,7 +85,8 @@ class CpuPlatform(Platform):
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))}
 
     def rollout_server_arguments(self, most_requests: int) -> dict[str, Any]:
-        from engine3d.platform import sglang_cpu  # SGLang is slow to import, and only its workers need it
+        # SGLang is slow to import, and only its workers need it.
+        from engine3d.platform.cpu import sglang as sglang_cpu
 
         return sglang_cpu.server_arguments()
 
@@ -92,12 +94,12 @@ class CpuPlatform(Platform):
         return {}
 
     def rollout_environment(self, tp: int, *, memory_saver: bool = False) -> dict[str, str]:
-        from engine3d.platform import sglang_cpu
+        from engine3d.platform.cpu import sglang as sglang_cpu
 
         return sglang_cpu.environment(tp)
 
     def rollout_memory_saver(self) -> Callable[[bool], Any] | None:
-        from engine3d.platform import sglang_cpu_memory
+        from engine3d.platform.cpu import sglang_memory as sglang_cpu_memory
 
         return sglang_cpu_memory.create
 

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from engine3d.platform import sglang_cpu
-from engine3d.platform.sglang_cpu_sampling import murmur_hash32
+from engine3d.platform.cpu import sglang as sglang_cpu
+from engine3d.platform.cpu.sglang_sampling import murmur_hash32
 
 
 def reference_murmur3(data: bytes) -> int:
@@ -50,7 +50,7 @@ def test_every_rank_has_cores_of_its_own_where_there_are_enough(monkeypatch: pyt
 
 def test_sglangs_own_cpu_engine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert sglang_cpu.activate() == "engine3d.platform.sglang_cpu_platform.NativeCpuPlatform"
+    assert sglang_cpu.activate() == "engine3d.platform.cpu.sglang_platform.NativeCpuPlatform"
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     assert sglang_cpu.activate() is None
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")
@@ -63,7 +63,7 @@ def test_sglangs_own_cpu_engine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
 def test_attention_by_length_equals_sglangs_loop(piece: int, latent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
 
-    from engine3d.platform import sglang_cpu_attention as ours
+    from engine3d.platform.cpu import sglang_attention as ours
 
     monkeypatch.setattr(ours, "_GATHERED_TOKENS", piece)
     generator = torch.Generator().manual_seed(0)

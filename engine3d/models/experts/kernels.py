@@ -1,4 +1,4 @@
-"""The kernels of `expert_rows` for GPUs."""
+"""The kernels of `rows` for GPUs."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine3d.platform.cpu import CpuPlatform
-from engine3d.platform.sglang_cpu_memory import CpuMemorySaver
+from engine3d.platform.cpu.cpu_platform import CpuPlatform
+from engine3d.platform.cpu.sglang_memory import CpuMemorySaver
 
 MB = 1 << 20
 

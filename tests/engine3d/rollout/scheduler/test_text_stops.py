@@ -7,7 +7,7 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine3d.rollout.text_stops import TextStops
+from engine3d.rollout.scheduler.text_stops import TextStops
 
 MERGES = ["ab", "abc", "</", "answer", ">\n", "\n\n", " a", "é", "</a"]
 

@@ -1,0 +1,1 @@
+"""One file a family: its sizes and its weight rules."""

@@ -1,0 +1,1 @@
+"""The process that owns an SGLang engine, and its client's side."""
