@@ -105,20 +105,7 @@ class Model:
     def fail(self, batch: SampleBatch) -> Columns:
         from hybridflow.batch.worker_output import Columns
 
-        if self.context.rank == 1:
-            raise ValueError("no log-probs here")
-        return Columns({"logprobs": batch.logprobs})
-
-    @register(THREE_D_PROTO)
-    def misfit(self, batch: SampleBatch, *, what: str) -> Columns:
-        """Columns that are not those of the batch."""
-        from hybridflow.batch.worker_output import Columns
-
-        if what == "rows":
-            return Columns({"values": batch.padded(batch.logprobs)})
-        if what == "fact":
-            return Columns(facts={"score": batch.logprobs.new_zeros(len(batch) + 1)})
-        return Columns({"values": batch.logprobs, "returns": batch.logprobs})
+        return Columns({"logprobs": batch.logprobs[self.context.rank :]})  # rank 1 has one too few
 
 
 def response_tokens(batch: SampleBatch) -> Tensor:
