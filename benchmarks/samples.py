@@ -37,7 +37,8 @@ from engine3d.errors import UserError
 from engine3d.training.sequences import Sequences
 from hybridflow.batch.load_balance import balanced_partition
 from hybridflow.batch.remote_batch import BatchPart, RemoteBatch
-from hybridflow.batch.sample_batch import SampleBatch, within
+from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.batch.sample_fields import within
 from hybridflow.batch.worker_output import Columns, Packed, pack
 from hybridflow.cluster.ray_runtime import start_ray, stop_ray
 from hybridflow.roles.packing import to_sequences

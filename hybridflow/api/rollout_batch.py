@@ -12,143 +12,60 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hybridflow.batch import sample_batch
-from hybridflow.batch.load_balance import even_ranges
-from hybridflow.batch.sample_batch import (
-    SampleBatch,
-    check_names,
-    check_unique,
-    row_indices,
-    same_columns,
-    within,
-)
+from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.batch.sample_fields import SAMPLE, SampleFields, column_types, within
 
-PROMPT, RESPONSE, SAMPLE = "(B, S)", "(B, S')", "(B,)"
+PROMPT, RESPONSE = "(B, S)", "(B, S')"
 """Shapes of columns."""
-
-COLUMNS: dict[str, tuple[str, torch.dtype]] = {
-    "input_ids": (PROMPT, torch.int64),
-    "generated_ids": (RESPONSE, torch.int64),
-} | {
-    name: (SAMPLE if symbol == sample_batch.SAMPLE else RESPONSE, dtype)
-    for name, (symbol, dtype) in sample_batch.COLUMNS.items()
-    if symbol != sample_batch.TOKENS
-}
+COLUMNS = column_types({"input_ids": PROMPT, "generated_ids": RESPONSE}, RESPONSE)
 """Shape and dtype of every column of a `RolloutBatch`, by its name."""
 
 
-@dataclass(frozen=True, eq=False)
-class RolloutBatch:
-    """B samples of a rollout with everything that is known about each.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RolloutBatch(SampleFields):
+    """B samples of a rollout with everything that is known about each; columns of responses are (B, S'), 0 on padding.
 
     Construction checks every shape, dtype and device, that lengths fit the widths and that no sample id occurs twice;
     ValueError in one line otherwise. Nothing is ever changed in place: every method returns a new batch.
     """
 
+    types: ClassVar = COLUMNS
+    called: ClassVar = "RolloutBatch"
+
     input_ids: Tensor
     """(B, S) int64: prompt tokens, padded on the right with `pad_token_id`."""
-    prompt_lengths: Tensor
-    """(B,) int64: tokens of each prompt, at least 1."""
     generated_ids: Tensor
     """(B, S') int64: response tokens, the end-of-sequence token included, padded on the right."""
-    response_lengths: Tensor
-    """(B,) int64: tokens of each response."""
-    response_mask: Tensor
-    """(B, S') bool: the response tokens that the policy wrote, which are the ones that enter a loss."""
-    logprobs: Tensor
-    """(B, S') float32: log-prob of each response token from the rollout engine, 0 on padding."""
-    sample_ids: Tensor
-    """(B,) int64: identity of the sample, unique over the run."""
-    group_ids: Tensor
-    """(B,) int64: identity of the drawn prompt; the samples of one draw share it."""
-    prompt_indices: Tensor
-    """(B,) int64: index of the prompt, and so of its answer, in the data set."""
-    policy_versions: Tensor
-    """(B,) int64: version of the weights that generated the response."""
-    finish_reasons: Tensor
-    """(B,) int64: values of `FinishReason`."""
     pad_token_id: int
-    rewards: Tensor | None = None
-    """(B,) float32."""
-    costs: Tensor | None = None
-    """(B,) float32."""
-    advantages: Tensor | None = None
-    """(B, S') float32, 0 outside `response_mask`."""
-    old_logprobs: Tensor | None = None
-    """(B, S') float32: log-probs of the same weights, recomputed by the trainer before its first update."""
-    ref_logprobs: Tensor | None = None
-    """(B, S') float32: log-probs of the reference policy."""
-    values: Tensor | None = None
-    """(B, S') float32: the critic's values."""
-    returns: Tensor | None = None
-    """(B, S') float32: the critic's targets."""
-    cost_values: Tensor | None = None
-    """(B, S') float32: the cost critic's values."""
-    cost_returns: Tensor | None = None
-    """(B, S') float32: the cost critic's targets."""
-    weights: Tensor | None = None
-    """(B, S') float32: weight of each token in the loss of its mini-batch, as `sequence_weights` gives it."""
 
     def __post_init__(self) -> None:
-        sizes = {
-            PROMPT: tuple(self.input_ids.shape),
-            RESPONSE: tuple(self.generated_ids.shape),
-            SAMPLE: (self.input_ids.shape[0],) if self.input_ids.dim() else (),
-        }
-        if len(sizes[PROMPT]) != 2 or len(sizes[RESPONSE]) != 2:
+        prompts, responses = tuple(self.input_ids.shape), tuple(self.generated_ids.shape)
+        if len(prompts) != 2 or len(responses) != 2:
             raise ValueError(
-                f"RolloutBatch: input_ids has shape {sizes[PROMPT]} and generated_ids {sizes[RESPONSE]}, "
-                "expected two dimensions each"
+                f"RolloutBatch: input_ids has shape {prompts} and generated_ids {responses}, expected two dimensions "
+                "each"
             )
-        if sizes[RESPONSE][0] != sizes[PROMPT][0]:
-            raise ValueError(
-                f"RolloutBatch: {sizes[PROMPT][0]} rows of input_ids and {sizes[RESPONSE][0]} of generated_ids"
-            )
-        for name, column in self.columns().items():
-            symbol, dtype = COLUMNS[name]
-            if tuple(column.shape) != sizes[symbol] or column.dtype != dtype or column.device != self.input_ids.device:
-                raise ValueError(
-                    f"RolloutBatch: column {name} is {tuple(column.shape)} {column.dtype} on {column.device}, "
-                    f"expected {symbol} = {sizes[symbol]} {dtype} on {self.input_ids.device}"
-                )
-        self._check_facts()
-
-    def _check_facts(self) -> None:
-        if not len(self):
-            return
-        for name, lengths, least, most in (
-            ("prompt_lengths", self.prompt_lengths, 1, self.input_ids.shape[1]),
-            ("response_lengths", self.response_lengths, 0, self.generated_ids.shape[1]),
-        ):
-            if int(lengths.min()) < least or int(lengths.max()) > most:
+        if responses[0] != prompts[0]:
+            raise ValueError(f"RolloutBatch: {prompts[0]} rows of input_ids and {responses[0]} of generated_ids")
+        self._check_columns({PROMPT: prompts, RESPONSE: responses, SAMPLE: prompts[:1]}, self.input_ids.device)
+        for name, least, most in (("prompt_lengths", 1, prompts[1]), ("response_lengths", 0, responses[1])):
+            lengths = getattr(self, name)
+            if len(self) and not least <= int(lengths.min()) <= int(lengths.max()) <= most:
                 raise ValueError(
                     f"RolloutBatch: {name} lie in {int(lengths.min())}..{int(lengths.max())}, expected {least}..{most}"
                 )
         if bool((self.response_mask & ~within(self.response_lengths, self.generated_ids)).any()):
             raise ValueError("RolloutBatch: response_mask counts a position past its response_length")
-        check_unique(self.sample_ids, "RolloutBatch")
-
-    def columns(self) -> dict[str, Tensor]:
-        """The columns that are there, by name."""
-        return {name: column for name in COLUMNS if (column := getattr(self, name)) is not None}
-
-    def __len__(self) -> int:
-        """B, the number of samples."""
-        return self.input_ids.shape[0]
 
     @property
     def attention_mask(self) -> Tensor:
         """(B, S) bool: which positions of `input_ids` hold a prompt token."""
         return within(self.prompt_lengths, self.input_ids)
-
-    @property
-    def sequence_lengths(self) -> Tensor:
-        """(B,) int64: prompt and response tokens of each sample together."""
-        return self.prompt_lengths + self.response_lengths
 
     @classmethod
     def of(cls, samples: SampleBatch, pad_token_id: int) -> RolloutBatch:
@@ -178,30 +95,19 @@ class RolloutBatch:
         """The response tokens of each sample, without padding."""
         return [row[:n] for row, n in zip(self.generated_ids.tolist(), self.response_lengths.tolist(), strict=True)]
 
-    def replace(self, **columns: Tensor | None) -> RolloutBatch:
-        """The same batch with the named columns set, for example `batch.replace(rewards=rewards)`."""
-        check_names(columns, COLUMNS, "RolloutBatch")
-        return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
-
     def to(self, device: torch.device | str) -> RolloutBatch:
         """The same batch with every column on `device`."""
         return dataclasses.replace(self, **{name: column.to(device) for name, column in self.columns().items()})  # type: ignore[arg-type]
 
     def select(self, indices: Sequence[int] | Tensor) -> RolloutBatch:
         """The samples at `indices` (integers, each at most once), in that order; widths stay as they are."""
-        rows = row_indices(indices, "RolloutBatch").to(self.input_ids.device)
+        rows = self._rows(indices).to(self.input_ids.device)
         return dataclasses.replace(self, **{name: column[rows] for name, column in self.columns().items()})  # type: ignore[arg-type]
-
-    def split(self, parts: int) -> list[RolloutBatch]:
-        """`parts` consecutive pieces in order; sizes differ by one at most. Raises ValueError for an empty piece."""
-        if not 1 <= parts <= len(self):
-            raise ValueError(f"RolloutBatch: cannot split {len(self)} samples into {parts} non-empty parts")
-        return [self.select(part) for part in even_ranges(len(self), parts)]
 
     @staticmethod
     def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
         """One batch of all samples in order, padded to the widest. All must hold the same columns and pad token."""
-        names = same_columns([batch.columns() for batch in batches], "RolloutBatch")
+        names = RolloutBatch._same_columns(batches)
         first = batches[0]
         for index, batch in enumerate(batches):
             if batch.pad_token_id != first.pad_token_id:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from engine3d.errors import UserError
 from hybridflow.batch.load_balance import balanced_partition, even_ranges
-from hybridflow.batch.sample_batch import COLUMNS, RESPONSE, SAMPLE, SampleBatch, check_names
+from hybridflow.batch.sample_batch import COLUMNS, RESPONSE, SampleBatch
+from hybridflow.batch.sample_fields import SAMPLE
 from hybridflow.batch.worker_output import Kept, Packed, Spans, Summary, joined_facts, pack
 from hybridflow.errors.rank_failure import Failure
 
@@ -163,7 +164,7 @@ class BatchPart(Kept):
 def _named(packed: Packed, name: str) -> dict[str, np.ndarray[Any, Any]]:
     """The columns; the only one under another name, if one is given. Raises ValueError for names of no column."""
     if not name:
-        check_names(packed.arrays, COLUMNS, "batch")
+        SampleBatch.check_names(packed.arrays)
         return packed.arrays
     if len(packed.arrays) != 1:
         raise ValueError(f"batch: columns {', '.join(packed.arrays) or 'none'} as {name}, expected one column")

@@ -10,100 +10,33 @@ import dataclasses
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.batch.load_balance import even_ranges
+from hybridflow.batch.sample_fields import SAMPLE, FinishReason, SampleFields, column_types, within
 
-
-class FinishReason(IntEnum):
-    """Why a generation ended: a stop token or string, the length limit, or an abort by the controller."""
-
-    STOP = 0
-    LENGTH = 1
-    ABORT = 2
-
-
-TOKENS, RESPONSE, SAMPLE = "(T,)", "(R,)", "(B,)"
+TOKENS, RESPONSE = "(T,)", "(R,)"
 """Shapes of columns."""
-
-COLUMNS: dict[str, tuple[str, torch.dtype]] = {
-    "tokens": (TOKENS, torch.int64),
-    "prompt_lengths": (SAMPLE, torch.int64),
-    "response_lengths": (SAMPLE, torch.int64),
-    "response_mask": (RESPONSE, torch.bool),
-    "logprobs": (RESPONSE, torch.float32),
-    "sample_ids": (SAMPLE, torch.int64),
-    "group_ids": (SAMPLE, torch.int64),
-    "prompt_indices": (SAMPLE, torch.int64),
-    "policy_versions": (SAMPLE, torch.int64),
-    "finish_reasons": (SAMPLE, torch.int64),
-    "rewards": (SAMPLE, torch.float32),
-    "costs": (SAMPLE, torch.float32),
-    "advantages": (RESPONSE, torch.float32),
-    "old_logprobs": (RESPONSE, torch.float32),
-    "ref_logprobs": (RESPONSE, torch.float32),
-    "values": (RESPONSE, torch.float32),
-    "returns": (RESPONSE, torch.float32),
-    "cost_values": (RESPONSE, torch.float32),
-    "cost_returns": (RESPONSE, torch.float32),
-    "weights": (RESPONSE, torch.float32),
-}
+COLUMNS = column_types({"tokens": TOKENS}, RESPONSE)
 """Shape and dtype of every column of a `SampleBatch`, by its name."""
 
 
-@dataclass(frozen=True, eq=False)
-class SampleBatch:
-    """B samples with everything that is known about each, on the CPU.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SampleBatch(SampleFields):
+    """B samples with everything that is known about each, on the CPU; columns of responses are (R,).
 
     Construction checks every shape and dtype, that lengths add up and that no sample id occurs twice; ValueError in one
     line otherwise. Nothing is ever changed in place: every method returns a new batch.
     """
 
+    types: ClassVar = COLUMNS
+    called: ClassVar = "samples"
+
     tokens: Tensor
     """(T,) int64: prompt and response of each sample, the end-of-sequence token included."""
-    prompt_lengths: Tensor
-    """(B,) int64: tokens of each prompt, at least 1."""
-    response_lengths: Tensor
-    """(B,) int64: tokens of each response."""
-    response_mask: Tensor
-    """(R,) bool: the response tokens that the policy wrote, which are the ones that enter a loss."""
-    logprobs: Tensor
-    """(R,) float32: log-prob of each response token from the rollout engine."""
-    sample_ids: Tensor
-    """(B,) int64: identity of the sample, unique over the run."""
-    group_ids: Tensor
-    """(B,) int64: identity of the drawn prompt; the samples of one draw share it."""
-    prompt_indices: Tensor
-    """(B,) int64: index of the prompt, and so of its answer, in the data set."""
-    policy_versions: Tensor
-    """(B,) int64: version of the weights that generated the response."""
-    finish_reasons: Tensor
-    """(B,) int64: values of `FinishReason`."""
-    rewards: Tensor | None = None
-    """(B,) float32."""
-    costs: Tensor | None = None
-    """(B,) float32."""
-    advantages: Tensor | None = None
-    """(R,) float32, 0 outside `response_mask`."""
-    old_logprobs: Tensor | None = None
-    """(R,) float32: log-probs of the same weights, recomputed by the trainer before its first update."""
-    ref_logprobs: Tensor | None = None
-    """(R,) float32: log-probs of the reference policy."""
-    values: Tensor | None = None
-    """(R,) float32: the critic's values."""
-    returns: Tensor | None = None
-    """(R,) float32: the critic's targets."""
-    cost_values: Tensor | None = None
-    """(R,) float32: the cost critic's values."""
-    cost_returns: Tensor | None = None
-    """(R,) float32: the cost critic's targets."""
-    weights: Tensor | None = None
-    """(R,) float32: weight of each token in the loss of its mini-batch, as `sequence_weights` gives it."""
 
     def __post_init__(self) -> None:
         if self.prompt_lengths.dim() != 1 or self.response_lengths.shape != self.prompt_lengths.shape:
@@ -111,38 +44,11 @@ class SampleBatch:
                 f"samples: prompt_lengths has shape {tuple(self.prompt_lengths.shape)} and response_lengths "
                 f"{tuple(self.response_lengths.shape)}, expected (B,) each"
             )
-        for name, lengths, least in (
-            ("prompt_lengths", self.prompt_lengths, 1),
-            ("response_lengths", self.response_lengths, 0),
-        ):
-            if len(self) and int(lengths.min()) < least:
-                raise ValueError(f"samples: {name} has {int(lengths.min())}, expected at least {least}")
-        sizes = {
-            TOKENS: (int(self.sequence_lengths.sum()),),
-            RESPONSE: (int(self.response_lengths.sum()),),
-            SAMPLE: (len(self),),
-        }
-        for name, column in self.columns().items():
-            symbol, dtype = COLUMNS[name]
-            if tuple(column.shape) != sizes[symbol] or column.dtype != dtype or column.device.type != "cpu":
-                raise ValueError(
-                    f"samples: column {name} is {tuple(column.shape)} {column.dtype} on {column.device}, "
-                    f"expected {symbol} = {sizes[symbol]} {dtype} on cpu"
-                )
-        check_unique(self.sample_ids, "samples")
-
-    def columns(self) -> dict[str, Tensor]:
-        """The columns that are there, by name."""
-        return {name: column for name in COLUMNS if (column := getattr(self, name)) is not None}
-
-    def __len__(self) -> int:
-        """B, the number of samples."""
-        return len(self.prompt_lengths)
-
-    @property
-    def sequence_lengths(self) -> Tensor:
-        """(B,) int64: prompt and response tokens of each sample together."""
-        return self.prompt_lengths + self.response_lengths
+        for name, least in (("prompt_lengths", 1), ("response_lengths", 0)):
+            if len(self) and (found := int(getattr(self, name).min())) < least:
+                raise ValueError(f"samples: {name} has {found}, expected at least {least}")
+        tokens, responses = int(self.sequence_lengths.sum()), int(self.response_lengths.sum())
+        self._check_columns({TOKENS: (tokens,), RESPONSE: (responses,), SAMPLE: (len(self),)}, torch.device("cpu"))
 
     @property
     def is_response(self) -> Tensor:
@@ -262,14 +168,9 @@ class SampleBatch:
         lengths = self.prompt_lengths.tolist()
         return [row[prompt:].tolist() for row, prompt in zip(self._sequences(), lengths, strict=True)]
 
-    def replace(self, **columns: Tensor | None) -> SampleBatch:
-        """The same batch with the named columns set, for example `batch.replace(rewards=rewards)`."""
-        check_names(columns, COLUMNS, "samples")
-        return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
-
     def select(self, indices: Sequence[int] | Tensor) -> SampleBatch:
         """The samples at `indices` (integers, each at most once), in that order."""
-        rows = row_indices(indices, "samples")
+        rows = self._rows(indices)
         lengths = {TOKENS: self.sequence_lengths.tolist(), RESPONSE: self.response_lengths.tolist()}
 
         def taken(name: str, column: Tensor) -> Tensor:
@@ -281,61 +182,15 @@ class SampleBatch:
 
         return dataclasses.replace(self, **{name: taken(name, column) for name, column in self.columns().items()})  # type: ignore[arg-type]
 
-    def split(self, parts: int) -> list[SampleBatch]:
-        """`parts` consecutive pieces in order; sizes differ by one at most. Raises ValueError for an empty piece."""
-        if not 1 <= parts <= len(self):
-            raise ValueError(f"samples: cannot split {len(self)} samples into {parts} non-empty parts")
-        return [self.select(part) for part in even_ranges(len(self), parts)]
-
     @staticmethod
     def concatenate(batches: Sequence[SampleBatch]) -> SampleBatch:
         """One batch of all samples in order. All must hold the same columns."""
-        names = same_columns([batch.columns() for batch in batches], "samples")
+        names = SampleBatch._same_columns(batches)
         columns = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
         return dataclasses.replace(batches[0], **columns)  # type: ignore[arg-type]
 
     def _sequences(self) -> tuple[Tensor, ...]:
         return self.tokens.split(self.sequence_lengths.tolist())
-
-
-def within(lengths: Tensor, rows: Tensor) -> Tensor:
-    """(B, W) bool: which positions of (B, W) rows, padded on the right, lie within (B,) lengths."""
-    return torch.arange(rows.shape[1], device=lengths.device) < lengths[:, None]
-
-
-def check_unique(sample_ids: Tensor, what: str) -> None:
-    """Raise ValueError for a sample id that occurs more than once."""
-    ids, counts = sample_ids.unique(return_counts=True)
-    if len(ids) != len(sample_ids):
-        raise ValueError(f"{what}: sample id {int(ids[counts > 1][0])} occurs more than once, expected unique ids")
-
-
-def check_names(columns: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise ValueError for a column that is none."""
-    known = list(known)
-    for name in columns:
-        if name not in known:
-            raise ValueError(f"{what}: no column {name!r}, expected one of {', '.join(known)}")
-
-
-def row_indices(indices: Sequence[int] | Tensor, what: str) -> Tensor:
-    """Rows to select, as int64. Raises ValueError for a mask or fractions."""
-    rows = torch.as_tensor(indices)
-    if rows.numel() and (rows.dtype.is_floating_point or rows.dtype == torch.bool):
-        raise ValueError(f"{what}: select takes integer indices, got {rows.dtype}")
-    return rows.to(torch.int64)
-
-
-def same_columns(batches: Sequence[Mapping[str, Any]], what: str) -> list[str]:
-    """The names that all batches have. Raises ValueError where they differ, or there is none."""
-    if not batches:
-        raise ValueError(f"{what}: concatenate needs at least one batch")
-    names = list(batches[0])
-    for index, batch in enumerate(batches):
-        if list(batch) != names:
-            differing = ", ".join(sorted(set(names) ^ set(batch)))
-            raise ValueError(f"{what}: batches 0 and {index} of concatenate differ in {differing}")
-    return names
 
 
 def _int64(values: Sequence[int]) -> Tensor:

@@ -13,7 +13,8 @@ import ray.util
 import torch
 from torch import Tensor
 
-from hybridflow.batch.sample_batch import COLUMNS, SAMPLE, TOKENS, SampleBatch
+from hybridflow.batch.sample_batch import COLUMNS, TOKENS, SampleBatch
+from hybridflow.batch.sample_fields import SAMPLE
 
 COUNTED = "counted"
 """The fact that says how many response tokens of a sample the policy wrote."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from hybridflow.algorithms.losses.aggregation import sequence_weights
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.sample_batch import FinishReason, SampleBatch
+from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.batch.sample_fields import FinishReason
 from hybridflow.batch.worker_output import COUNTED
 from hybridflow.checkpoint.resume import WARMED_UP, needs_warmed_up, seal_warmed_up
 from hybridflow.data.sampler import PromptSampler

@@ -21,7 +21,7 @@ from hybridflow.algorithms.losses.aggregation import sequence_weights
 from hybridflow.algorithms.losses.value import explained_variance
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.sample_batch import FinishReason
+from hybridflow.batch.sample_fields import FinishReason
 from hybridflow.batch.worker_output import COUNTED, Columns
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.prompts import Draw, Prompts

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hybridflow.api.rollout_batch import RolloutBatch
-from hybridflow.batch.sample_batch import FinishReason, SampleBatch
+from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.batch.sample_fields import FinishReason
 
 
 def make_batch(samples: int, *, first_id: int = 0, seed: int = 0) -> RolloutBatch:

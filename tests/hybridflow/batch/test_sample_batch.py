@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 
-from hybridflow.batch.sample_batch import COLUMNS, RESPONSE, FinishReason, SampleBatch
+from hybridflow.batch.sample_batch import COLUMNS, RESPONSE, SampleBatch
+from hybridflow.batch.sample_fields import FinishReason
 
 
 def make_batch(samples: int, *, first_id: int = 0, seed: int = 0) -> SampleBatch:

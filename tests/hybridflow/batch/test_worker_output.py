@@ -54,7 +54,7 @@ def test_columns_that_are_not_those_of_the_batch_are_refused_by_their_maker(colu
 def test_columns_whose_names_say_nothing_are_refused_by_their_reader() -> None:
     column = torch.zeros(7).numpy()
     assert list(_named(Packed({"logprobs": column}), "ref_logprobs")) == ["ref_logprobs"]
-    with pytest.raises(ValueError, match="batch: no column 'advantage', expected one of tokens, prompt_lengths"):
+    with pytest.raises(ValueError, match="samples: no column 'advantage', expected one of tokens, prompt_lengths"):
         _named(Packed({"advantage": column}), "")
     with pytest.raises(ValueError, match="batch: columns values, returns as ref_logprobs, expected one column"):
         _named(Packed({"values": column, "returns": column}), "ref_logprobs")

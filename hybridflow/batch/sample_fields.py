@@ -1,0 +1,170 @@
+"""What any batch of samples has of each sample, whichever way its tokens lie."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from hybridflow.batch.load_balance import even_ranges
+
+
+class FinishReason(IntEnum):
+    """Why a generation ended: a stop token or string, the length limit, or an abort by the controller."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+
+
+SAMPLE = "(B,)"
+"""Shape of columns with one figure a sample."""
+
+
+_OF_RESPONSES = ("advantages", "old_logprobs", "ref_logprobs", "values", "returns", "cost_values", "cost_returns")
+
+
+def column_types(tokens: Mapping[str, str], response: str) -> dict[str, tuple[str, torch.dtype]]:
+    """Shape and dtype of every column of a batch, by its name.
+
+    Args:
+        tokens: the columns of tokens, with their shapes.
+        response: the shape of columns with one figure for each response token.
+    """
+    types = dict.fromkeys((field.name for field in dataclasses.fields(SampleFields)), (SAMPLE, torch.int64))
+    types |= dict.fromkeys(("rewards", "costs"), (SAMPLE, torch.float32))
+    types |= dict.fromkeys(("logprobs", *_OF_RESPONSES, "weights"), (response, torch.float32))
+    types |= {"response_mask": (response, torch.bool)}
+    return {name: (shape, torch.int64) for name, shape in tokens.items()} | types
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SampleFields(ABC):
+    """B samples with what is known about each. A column "of responses" has one figure for each response token.
+
+    Nothing is ever changed in place: every method returns a new batch.
+    """
+
+    types: ClassVar[Mapping[str, tuple[str, torch.dtype]]]
+    """Shape and dtype of every column, by its name."""
+    called: ClassVar[str]
+    """In errors."""
+
+    prompt_lengths: Tensor
+    """(B,) int64: tokens of each prompt, at least 1."""
+    response_lengths: Tensor
+    """(B,) int64: tokens of each response."""
+    response_mask: Tensor
+    """Of responses, bool: the tokens that the policy wrote, which are the ones that enter a loss."""
+    logprobs: Tensor
+    """Of responses, float32: log-prob of each token from the rollout engine."""
+    sample_ids: Tensor
+    """(B,) int64: identity of the sample, unique over the run."""
+    group_ids: Tensor
+    """(B,) int64: identity of the drawn prompt; the samples of one draw share it."""
+    prompt_indices: Tensor
+    """(B,) int64: index of the prompt, and so of its answer, in the data set."""
+    policy_versions: Tensor
+    """(B,) int64: version of the weights that generated the response."""
+    finish_reasons: Tensor
+    """(B,) int64: values of `FinishReason`."""
+    rewards: Tensor | None = None
+    """(B,) float32."""
+    costs: Tensor | None = None
+    """(B,) float32."""
+    advantages: Tensor | None = None
+    """Of responses, float32, 0 outside `response_mask`."""
+    old_logprobs: Tensor | None = None
+    """Of responses, float32: log-probs of the same weights, recomputed by the trainer before its first update."""
+    ref_logprobs: Tensor | None = None
+    """Of responses, float32: log-probs of the reference policy."""
+    values: Tensor | None = None
+    """Of responses, float32: the critic's values."""
+    returns: Tensor | None = None
+    """Of responses, float32: the critic's targets."""
+    cost_values: Tensor | None = None
+    """Of responses, float32: the cost critic's values."""
+    cost_returns: Tensor | None = None
+    """Of responses, float32: the cost critic's targets."""
+    weights: Tensor | None = None
+    """Of responses, float32: weight of each token in the loss of its mini-batch, as `sequence_weights` gives it."""
+
+    def columns(self) -> dict[str, Tensor]:
+        """The columns that are there, by name."""
+        return {name: column for name in self.types if (column := getattr(self, name)) is not None}
+
+    def __len__(self) -> int:
+        """B, the number of samples."""
+        return len(self.prompt_lengths)
+
+    @property
+    def sequence_lengths(self) -> Tensor:
+        """(B,) int64: prompt and response tokens of each sample together."""
+        return self.prompt_lengths + self.response_lengths
+
+    def replace(self, **columns: Tensor | None) -> Self:
+        """The same batch with the named columns set, for example `batch.replace(rewards=rewards)`."""
+        self.check_names(columns)
+        return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
+
+    @abstractmethod
+    def select(self, indices: Sequence[int] | Tensor) -> Self:
+        """The samples at `indices` (integers, each at most once), in that order."""
+
+    def split(self, parts: int) -> list[Self]:
+        """`parts` consecutive pieces in order; sizes differ by one at most. Raises ValueError for an empty piece."""
+        if not 1 <= parts <= len(self):
+            raise ValueError(f"{self.called}: cannot split {len(self)} samples into {parts} non-empty parts")
+        return [self.select(part) for part in even_ranges(len(self), parts)]
+
+    @classmethod
+    def check_names(cls, names: Mapping[str, Any]) -> None:
+        """Raise ValueError for one that is no column's."""
+        for name in names:
+            if name not in cls.types:
+                raise ValueError(f"{cls.called}: no column {name!r}, expected one of {', '.join(cls.types)}")
+
+    def _check_columns(self, sizes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
+        """Raise ValueError for a column of another shape, dtype or device, and for a sample id that occurs twice."""
+        for name, column in self.columns().items():
+            symbol, dtype = self.types[name]
+            if tuple(column.shape) != sizes[symbol] or column.dtype != dtype or column.device != device:
+                raise ValueError(
+                    f"{self.called}: column {name} is {tuple(column.shape)} {column.dtype} on {column.device}, "
+                    f"expected {symbol} = {sizes[symbol]} {dtype} on {device}"
+                )
+        ids, counts = self.sample_ids.unique(return_counts=True)
+        if len(ids) != len(self):
+            twice = int(ids[counts > 1][0])
+            raise ValueError(f"{self.called}: sample id {twice} occurs more than once, expected unique ids")
+
+    @classmethod
+    def _rows(cls, indices: Sequence[int] | Tensor) -> Tensor:
+        """Rows to select, as int64. Raises ValueError for a mask or fractions."""
+        rows = torch.as_tensor(indices)
+        if rows.numel() and (rows.dtype.is_floating_point or rows.dtype == torch.bool):
+            raise ValueError(f"{cls.called}: select takes integer indices, got {rows.dtype}")
+        return rows.to(torch.int64)
+
+    @classmethod
+    def _same_columns(cls, batches: Sequence[Self]) -> list[str]:
+        """The names that all batches have. Raises ValueError where they differ, or there is no batch."""
+        if not batches:
+            raise ValueError(f"{cls.called}: concatenate needs at least one batch")
+        names = list(batches[0].columns())
+        for index, batch in enumerate(batches):
+            if list(batch.columns()) != names:
+                differing = ", ".join(sorted(set(names) ^ set(batch.columns())))
+                raise ValueError(f"{cls.called}: batches 0 and {index} of concatenate differ in {differing}")
+        return names
+
+
+def within(lengths: Tensor, rows: Tensor) -> Tensor:
+    """(B, W) bool: which positions of (B, W) rows, padded on the right, lie within (B,) lengths."""
+    return torch.arange(rows.shape[1], device=lengths.device) < lengths[:, None]
