@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,6 +27,8 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
 from hybridflow.planning.cache_size import Lengths, cache_tokens
 from hybridflow.planning.placement_check import check_apart, check_reward_devices
+from hybridflow.roles.groups import FunctionRewardGroup, ModelGroup, PolicyGroup, RolloutGroup, ValueGroup
+from hybridflow.roles.model import ModelWorker
 from hybridflow.roles.offload import begin_in_turn, check_offload
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
@@ -40,16 +42,19 @@ from hybridflow.workers.worker_group import WorkerGroup
 # An engine says itself that it did not start in time; its rank is given a little longer.
 _MARGIN_S = 30.0
 
+RoleGroup = ModelGroup | RolloutGroup | FunctionRewardGroup
+
 
 @dataclass(frozen=True)
 class Roles:
     """One handle a role."""
 
-    actor: WorkerGroup
-    rollout: WorkerGroup
-    models: Mapping[str, WorkerGroup]
-    """Every other Megatron-Core model, by its role: `Recipe.models`."""
-    functions: Mapping[str, WorkerGroup]
+    actor: PolicyGroup
+    rollout: RolloutGroup
+    reference: PolicyGroup | None
+    scalar: Mapping[str, ValueGroup]
+    """Critics and scoring models, by role."""
+    functions: Mapping[str, FunctionRewardGroup]
     """Who calls the reward functions ("reward") and the cost functions ("cost"), where there are any."""
     starting: Mapping[str, Future[Any]]
     """The start of each role, which may still be under way."""
@@ -58,12 +63,17 @@ class Roles:
     """That the models and engines have, each counted once."""
 
     @property
+    def models(self) -> dict[str, ModelGroup]:
+        """Every Megatron-Core model beside the actor, by role: `Recipe.models`."""
+        return ({"reference": self.reference} if self.reference is not None else {}) | dict(self.scalar)
+
+    @property
     def groups(self) -> list[WorkerGroup]:
         """Every group, once."""
         return list(dict.fromkeys([self.actor, self.rollout, *self.models.values(), *self.functions.values()]))
 
     @property
-    def learning(self) -> dict[str, WorkerGroup]:
+    def learning(self) -> dict[str, ModelGroup]:
         """The actor and every critic, by role."""
         return {role: self.models.get(role, self.actor) for role in self.trained}
 
@@ -141,28 +151,31 @@ class _Start:
         """Every role; their processes are there, and their models and engines are being built."""
         recipe = self._recipe
         # The engine first, since it takes longest; the functions last, since they are needed last.
-        builders: dict[str, Callable[[], WorkerGroup]] = {"rollout": self._rollout}
-        builders |= {role: lambda role=role: self._model(role) for role in ("actor", *recipe.models)}  # type: ignore[misc]
-        if recipe.functions:
-            builders["reward"] = self._functions
-        building = {role: self._waiters.submit(build) for role, build in builders.items()}
+        rollout = self._waiters.submit(self._rollout)
+        actor = self._waiters.submit(self._policy, "actor")
+        reference = self._waiters.submit(self._policy, "reference") if "reference" in recipe.models else None
+        scalar = {role: self._waiters.submit(self._scalar, role) for role in recipe.models if role != "reference"}
+        functions = self._waiters.submit(self._functions) if recipe.functions else None
+        every = (rollout, actor, reference, *scalar.values(), functions)
+        building: list[Future[Any]] = [each for each in every if each is not None]
         try:
-            groups = {role: future.result() for role, future in building.items()}
+            groups = {group.role: group for group in [future.result() for future in building]}
         finally:
-            wait(building.values())  # each that is there is known to the stack, and ends with it
+            wait(building)  # each that is there is known to the stack, and ends with it
         for role, limit_s in self._in_turn.items():
             self._start(self._one_by_one, groups[role], limit_s)
         return Roles(
-            actor=groups["actor"],
-            rollout=groups["rollout"],
-            models={role: groups[role] for role in recipe.models},
-            functions=dict.fromkeys(recipe.functions, groups["reward"]) if recipe.functions else {},
+            actor=actor.result(),
+            rollout=rollout.result(),
+            reference=reference.result() if reference is not None else None,
+            scalar={role: future.result() for role, future in scalar.items()},
+            functions=dict.fromkeys(recipe.functions, functions.result()) if functions is not None else {},
             starting=self._starting,
             trained=recipe.trained_roles,
             devices=len({device for role, held in self._devices.items() if role != "reward" for device in held}),
         )
 
-    def _started(self, group: WorkerGroup, limit_s: float) -> WorkerGroup:
+    def _started[G: RoleGroup](self, group: G, limit_s: float) -> G:
         with self._entering:
             self._stack.enter_context(group)
             if group.role in self._in_turn:
@@ -171,16 +184,22 @@ class _Start:
                 self._start(self._waiters, group, limit_s)
         return group
 
-    def _start(self, waiters: ThreadPoolExecutor, group: WorkerGroup, limit_s: float) -> None:
+    def _start(self, waiters: ThreadPoolExecutor, group: RoleGroup, limit_s: float) -> None:
         self._starting[group.role] = waiters.submit(_start, group, limit_s)
         self._log.ready_with(group.role, self._starting[group.role])
 
-    def _model(self, role: str) -> WorkerGroup:
-        """A Megatron-Core model: the actor or the reference policy, or one with a scalar head."""
+    def _policy(self, role: str) -> PolicyGroup:
+        """The actor, or the reference policy."""
+        return self._model(role, PolicyGroup, PolicyWorker)
+
+    def _scalar(self, role: str) -> ValueGroup:
+        """A model with a scalar head."""
+        return self._model(role, ValueGroup, ValueWorker)
+
+    def _model[G: ModelGroup](self, role: str, group_class: type[G], worker: type[ModelWorker]) -> G:
         recipe, run, devices = self._recipe, self._run, self._devices[role]
         resumes = run.resumption is not None and run.resumption.state is not None
         config = recipe.train_config(role)
-        worker = PolicyWorker if role in ("actor", "reference") else ValueWorker
         model = recipe.models.get(role)
         directory = run.model_directory
         if model is not None and model.path is not None:
@@ -189,7 +208,7 @@ class _Start:
             directory = recipe.checkpoint_directory / WARMED_UP
         spec = load_model_spec(directory, value_head=worker is ValueWorker)
         trainable = role in recipe.trained_roles
-        group = WorkerGroup(
+        group = group_class(
             role,
             worker,
             self._resources[role],
@@ -213,7 +232,7 @@ class _Start:
         )
         return self._started(group, config.start_timeout_s)
 
-    def _rollout(self) -> WorkerGroup:
+    def _rollout(self) -> RolloutGroup:
         recipe, run, devices = self._recipe, self._run, self._devices["rollout"]
         sources: Mapping[Device, Path] = {}
         if recipe.rollout.weights.share:
@@ -225,7 +244,7 @@ class _Start:
         engine = engine.model_copy(
             update={"seed": recipe.seed + engine.seed, "server_args": arguments, "max_total_tokens": tokens}
         )
-        group = WorkerGroup(
+        group = RolloutGroup(
             "rollout",
             RolloutWorker,
             self._resources["rollout"],
@@ -254,7 +273,7 @@ class _Start:
         log.info(f"rollout: KV cache of {tokens:,} tokens ({said}), {each / 1e9:.2f} GB of each device")
         return tokens
 
-    def _functions(self) -> WorkerGroup:
+    def _functions(self) -> FunctionRewardGroup:
         """Who calls the functions of rewards and costs."""
         recipe, run = self._recipe, self._run
         samples = max(
@@ -262,7 +281,7 @@ class _Start:
             len(run.evaluation) * recipe.trainer.eval_samples,
         )
         functions = [function for config in recipe.functions.values() for function in config.functions]
-        group = WorkerGroup(
+        group = FunctionRewardGroup(
             "reward",
             FunctionRewardWorker,
             self._resources["reward"],
@@ -279,7 +298,7 @@ class _Start:
         return self._started(group, max(function.load_timeout_s for function in functions) + _MARGIN_S)
 
 
-def _start(group: WorkerGroup, limit_s: float) -> Any:
+def _start(group: RoleGroup, limit_s: float) -> Any:
     return group.start().result(limit_s)
 
 

@@ -6,9 +6,15 @@
         @register(THREE_D_PROTO)
         def update(self, batch: RolloutBatch) -> list[Statistics]: ...
 
-    group = WorkerGroup("actor", Actor, pool, layout, config)
+    class ActorGroup(WorkerGroup):
+        update = Actor.update
+
+    group = ActorGroup("actor", Actor, pool, layout, config)
     future = group.update(batch)      # every rank works on its part; the caller goes on
     statistics = future.result()
+
+A group class gives each registered method its type (`hybridflow.workers.methods`). A plain `WorkerGroup` has them too,
+by name alone: `group.call("update", batch)`, or `group.update(batch)` where no type checker looks.
 
 A future may be passed as data to another group: each part goes from rank to rank, not through the caller, where both
 groups cut it into the same number of parts.
@@ -22,9 +28,10 @@ first, in which method and why; errors of ranks that only lost their neighbour d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import ray
 
@@ -40,7 +47,7 @@ from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.device_turns import GIVE_BACK, TAKE_BACK, turns
 from hybridflow.workers.failure_diagnosis import RankError, RankUserError
 from hybridflow.workers.future import Future, wait_together
-from hybridflow.workers.protocols import Arguments, Grid, Protocol, Registration, registrations
+from hybridflow.workers.methods import Arguments, Caller, Grid, Protocol, Registration, registrations
 from hybridflow.workers.rank_process import RankProcess
 from hybridflow.workers.ranks import Ranks
 from hybridflow.workers.waits import waits
@@ -48,7 +55,7 @@ from hybridflow.workers.waits import waits
 __all__ = ["Future", "RankError", "RankUserError", "WorkerContext", "WorkerGroup", "wait_together"]
 
 
-class WorkerGroup:
+class WorkerGroup(Caller):
     """The ranks of a role: one Ray actor each, started together.
 
     Args:
@@ -101,7 +108,7 @@ class WorkerGroup:
         devices = frozenset(bundle.device for bundle in pool.bundles)
         self.ranks = Ranks(role, devices, log_dir, quiet_s=quiet_s, call_timeout_s=call_timeout_s, ending=turns.leave)
         if GIVE_BACK in self._registrations:
-            self.ranks.give_back = lambda: self.give_back()
+            self.ranks.give_back = lambda: self.call(GIVE_BACK)
         if layout.world_size * devices_per_rank != len(pool):
             each = f" of {devices_per_rank} devices each" if devices_per_rank > 1 else ""
             raise UserError(
@@ -115,17 +122,31 @@ class WorkerGroup:
             self.kill()
             raise
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        registration = self.__dict__.get("_registrations", {}).get(name)
-        if registration is None:
-            known = ", ".join(self.__dict__.get("_registrations", {})) or "none"
-            raise AttributeError(f"{self.__dict__.get('role')}: no registered method {name!r}; registered are {known}")
+    if not TYPE_CHECKING:  # a type checker knows the methods of a group class, and refuses others
 
-        def method(*args: Any, **kwargs: Any) -> Any:
-            future = self._call(name, registration, args, kwargs)
-            return future.result() if registration.blocking else future
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            self._registration(name)
+            return functools.partial(self.call, name)
 
-        return method
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a registered method by its name: a `Future`, or the result of a blocking one.
+
+        Raises:
+            AttributeError: no method of that name is registered.
+            UserError: data that cannot be spread over the ranks.
+            RankError, RankUserError: the group has died of that.
+            EngineError: it has been shut down.
+        """
+        registration = self._registration(method)
+        future = self._call(method, registration, args, kwargs)
+        return future.result() if registration.blocking else future
+
+    def _registration(self, name: str) -> Registration:
+        known: Mapping[str, Registration] = self.__dict__.get("_registrations", {})
+        if name not in known:
+            among = ", ".join(known) or "none"
+            raise AttributeError(f"{self.__dict__.get('role')}: no registered method {name!r}; registered are {among}")
+        return known[name]
 
     def limit_s(self, method: str) -> float:
         """How long a call of a method may take, in seconds, unless a caller says otherwise."""
@@ -149,7 +170,7 @@ class WorkerGroup:
         """Whether it has processes."""
         return self.ranks.is_alive
 
-    def __enter__(self) -> WorkerGroup:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
@@ -230,7 +251,9 @@ class WorkerGroup:
             **ray_runtime.rank_environment(),
         }
 
-    def _call(self, method: str, registration: Registration, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future:
+    def _call(
+        self, method: str, registration: Registration, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[Any]:
         """Send a call to every rank."""
         if self.ranks.failure is not None:
             raise self.ranks.failure
@@ -255,7 +278,8 @@ class WorkerGroup:
             spread, parts = self._deal(batches[0], spread)
             asked = Asked(batches[0].facts["sample_ids"], parts)
         call, results = self._send(method, registration, _stored(spread), inputs)
-        return Future(call, protocol, self.grid, results, asked)
+        collected = protocol.collect(self.grid)
+        return Future(call, results, collected, joined=protocol.concatenate, asked=asked)
 
     def _send(
         self, method: str, registration: Registration, spread: Sequence[Arguments], inputs: Sequence[Call]
@@ -288,7 +312,7 @@ class WorkerGroup:
             if ranks.give_back is not None:
                 ranks.give_back()
         if TAKE_BACK in self._registrations and turns.gave_back(self.ranks):
-            return [self.take_back().call]
+            return [self.call(TAKE_BACK).call]
         return []
 
     def _deal(self, batch: RemoteBatch, spread: list[Arguments]) -> tuple[list[Arguments], list[Samples]]:
@@ -313,13 +337,9 @@ class WorkerGroup:
             return Samples.all_of(value, self.sample_costs)
         if not isinstance(value, Future):
             return value
-        if protocol.splits:
-            shards = value.shards()
-            try:
-                protocol.distribute(self.grid, Arguments((shards,)))
-                return shards
-            except UserError:
-                pass  # it cuts into another number of parts
+        shards = value.shards()
+        if protocol.splits and protocol.cuts_into is not None and protocol.cuts_into(self.grid) == len(shards.parts):
+            return shards
         return value.result()
 
 
