@@ -50,6 +50,7 @@ from hybridflow.workers.future import Future, wait_together
 from hybridflow.workers.methods import Arguments, Caller, Grid, Protocol, Registration, registrations
 from hybridflow.workers.rank_process import RankProcess
 from hybridflow.workers.ranks import Ranks
+from hybridflow.workers.sending import Request
 from hybridflow.workers.waits import waits
 
 __all__ = ["Future", "RankError", "RankUserError", "WorkerContext", "WorkerGroup", "wait_together"]
@@ -105,10 +106,16 @@ class WorkerGroup(Caller):
         self._meets = meets
         self.sample_costs = sample_costs
         self._registrations = registrations(worker_class)
-        devices = frozenset(bundle.device for bundle in pool.bundles)
-        self.ranks = Ranks(role, devices, log_dir, quiet_s=quiet_s, call_timeout_s=call_timeout_s, ending=turns.leave)
-        if GIVE_BACK in self._registrations:
-            self.ranks.give_back = lambda: self.call(GIVE_BACK)
+        memory = {name: each for name, each in self._registrations.items() if name in (GIVE_BACK, TAKE_BACK)}
+        self.ranks = Ranks(
+            role,
+            frozenset(bundle.device for bundle in pool.bundles),
+            log_dir,
+            quiet_s=quiet_s,
+            call_timeout_s=call_timeout_s,
+            ending=turns.leave,
+            memory_methods={name: _limit_s(each, call_timeout_s) for name, each in memory.items()},
+        )
         if layout.world_size * devices_per_rank != len(pool):
             each = f" of {devices_per_rank} devices each" if devices_per_rank > 1 else ""
             raise UserError(
@@ -147,12 +154,6 @@ class WorkerGroup(Caller):
             among = ", ".join(known) or "none"
             raise AttributeError(f"{self.__dict__.get('role')}: no registered method {name!r}; registered are {among}")
         return known[name]
-
-    def limit_s(self, method: str) -> float:
-        """How long a call of a method may take, in seconds, unless a caller says otherwise."""
-        registration = self._registrations.get(method)
-        own = registration.timeout_s if registration is not None else None
-        return self.ranks.call_timeout_s if own is None else own
 
     def shutdown(self, timeout_s: float = 20.0) -> None:
         """End the group: let each worker put its own things away, then end its process and all that it started."""
@@ -277,43 +278,19 @@ class WorkerGroup(Caller):
             inputs += [made.call for made in batches[0].inputs if isinstance(made, Future)]
             spread, parts = self._deal(batches[0], spread)
             asked = Asked(batches[0].facts["sample_ids"], parts)
-        call, results = self._send(method, registration, _stored(spread), inputs)
         collected = protocol.collect(self.grid)
+        call, results = turns.send(
+            Request(
+                self.ranks,
+                method,
+                _limit_s(registration, self.ranks.call_timeout_s),
+                _stored(spread),
+                frozenset(collected),
+                registration.exclusive,
+                inputs,
+            )
+        )
         return Future(call, results, collected, joined=protocol.concatenate, asked=asked)
-
-    def _send(
-        self, method: str, registration: Registration, spread: Sequence[Arguments], inputs: Sequence[Call]
-    ) -> tuple[Call, list[ray.ObjectRef]]:
-        """The call, once it has its place in every rank's order, and where the results will lie."""
-        exclusive = registration.exclusive
-        wanted = set(registration.protocol.collect(self.grid))
-        with turns.lock:
-            earlier: Sequence[Call] = ()
-            if exclusive:
-                if method not in (GIVE_BACK, TAKE_BACK):
-                    inputs = [*inputs, *self._take_turn()]
-                earlier = turns.earlier(self.ranks)
-            # Within an object of its own: Ray would wait for arguments, and fail the call with one that failed.
-            waits = ray.put([status for call in earlier for status in call.statuses]) if earlier else ()
-            answers: list[tuple[ray.ObjectRef, ray.ObjectRef]] = [
-                actor.call.options(num_returns=2).remote(
-                    method, rank in wanted, waits, *arguments.positional, **arguments.keyword
-                )
-                for rank, (actor, arguments) in enumerate(zip(self.ranks.actors, spread, strict=True))
-            ]
-            call = Call(self.ranks, method, self.limit_s(method), [status for status, _ in answers], inputs, earlier)
-            if exclusive:
-                turns.add(call)
-        return call, [result for _, result in answers]
-
-    def _take_turn(self) -> list[Call]:
-        """Let the groups whose turn it was give memory back, and take back what this one gave: the call, if one is."""
-        for ranks in turns.holding(self.ranks):
-            if ranks.give_back is not None:
-                ranks.give_back()
-        if TAKE_BACK in self._registrations and turns.gave_back(self.ranks):
-            return [self.call(TAKE_BACK).call]
-        return []
 
     def _deal(self, batch: RemoteBatch, spread: list[Arguments]) -> tuple[list[Arguments], list[Samples]]:
         """What each rank fetches, in place of the samples that the protocol gave it; and those samples."""
@@ -341,6 +318,11 @@ class WorkerGroup(Caller):
         if protocol.splits and protocol.cuts_into is not None and protocol.cuts_into(self.grid) == len(shards.parts):
             return shards
         return value.result()
+
+
+def _limit_s(registration: Registration, call_timeout_s: float) -> float:
+    """How long a call of a method may take, in seconds, unless a caller says otherwise."""
+    return call_timeout_s if registration.timeout_s is None else registration.timeout_s
 
 
 def _stored(spread: Sequence[Arguments]) -> list[Arguments]:
