@@ -182,7 +182,7 @@ class DataFlow:
             yield {stage: stack.enter_context(_group(stage, pools[stage.name])) for stage in self._inputs}
 
     def _step(self, groups: Mapping[Stage, WorkerGroup], number: int) -> dict[str, Any]:
-        calls: dict[Stage, Future] = {}
+        calls: dict[Stage, Future[Any]] = {}
         waiting = list(self._inputs)
         while waiting:
             ready = [stage for stage in waiting if self._can_be_called(stage, calls, groups)]
@@ -196,21 +196,22 @@ class DataFlow:
         taken = {before for inputs in self._inputs.values() for before in inputs}
         return {stage.name: calls[stage].result() for stage in self._inputs if stage not in taken}
 
-    def _can_be_called(self, stage: Stage, calls: Mapping[Stage, Future], groups: Mapping[Stage, WorkerGroup]) -> bool:
+    def _can_be_called(
+        self, stage: Stage, calls: Mapping[Stage, Future[Any]], groups: Mapping[Stage, WorkerGroup]
+    ) -> bool:
         """Whether each input is there, or goes from rank to rank as soon as it is."""
         return all(
             before in calls and (len(groups[before].pool) == len(groups[stage].pool) or calls[before].done())
             for before in self._inputs[stage]
         )
 
-    def _call(self, stage: Stage, group: WorkerGroup, calls: Mapping[Stage, Future], number: int) -> Future:
+    def _call(self, stage: Stage, group: WorkerGroup, calls: Mapping[Stage, Future[Any]], number: int) -> Future[Any]:
         inputs = [calls[before] for before in self._inputs[stage]]
-        if stage.registered:
-            name = stage.method or stage.registered[0]
-            method, source = getattr(group, name), getattr(group, name)
+        registered = stage.method or next(iter(stage.registered), None)
+        if inputs:
+            future: Future[Any] = group.call(registered or "process", *inputs)
         else:
-            method, source = group.process, group.make
-        future: Future = method(*inputs) if inputs else source(step=number)
+            future = group.call(registered or "make", step=number)
         return future
 
 
@@ -225,7 +226,7 @@ def device_maps(stages: list[Stage]) -> dict[str, str]:
     return maps
 
 
-def _wait_for_any(calls: Iterable[Future]) -> None:
+def _wait_for_any(calls: Iterable[Future[Any]]) -> None:
     """Wait until one more rank has answered.
 
     Raises:

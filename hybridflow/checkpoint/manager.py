@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from engine3d.checkpoint.hf import copy_model_files
 from engine3d.checkpoint.manifest import (
@@ -34,10 +34,10 @@ from hybridflow.config.yaml_loader import public_settings
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
+from hybridflow.roles.groups import ModelGroup
 from hybridflow.roles.model import CheckpointBegun, CheckpointFailure
 from hybridflow.rundir.lock import hold, move_aside
 from hybridflow.workers.future import Future
-from hybridflow.workers.worker_group import WorkerGroup
 
 _POLL_S = 0.02
 _SOFTWARE = ("hybridflow", "torch", "megatron-core", "sglang", "ray", "transformers")
@@ -62,7 +62,7 @@ class _Save:
     """
 
     directory: Path
-    trained: Mapping[str, WorkerGroup]
+    trained: Mapping[str, ModelGroup]
     state: RunState
     figures: dict[str, float] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
@@ -79,7 +79,7 @@ class _Save:
         Raises:
             EngineError: a role is dead; the others have given up all the same.
         """
-        calls: dict[str, Future] = {}
+        calls: dict[str, Future[list[None]]] = {}
         dead: list[EngineError | UserError] = []
         for name, group in self.trained.items():
             try:
@@ -158,7 +158,7 @@ class Checkpoints:
             return self._recipe.warmup is not None
         return step % interval == 0 or step == self._recipe.trainer.steps
 
-    def save(self, trained: Mapping[str, WorkerGroup], state: RunState) -> None:
+    def save(self, trained: Mapping[str, ModelGroup], state: RunState) -> None:
         """Begin to save; wait for the save before, if it is still under way.
 
         Args:
@@ -288,9 +288,9 @@ def software() -> dict[str, str]:
     return found
 
 
-def _collect(calls: Mapping[str, Future]) -> dict[str, Any]:
+def _collect[Answers](calls: Mapping[str, Future[Answers]]) -> dict[str, Answers]:
     """What the ranks of each role answer. All have answered before what killed one of the roles is raised."""
-    answers: dict[str, Any] = {}
+    answers: dict[str, Answers] = {}
     errors: list[EngineError | UserError] = []
     for name, call in calls.items():
         try:

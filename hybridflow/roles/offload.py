@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from engine3d.errors import UserError
-from engine3d.training.offload import OffloadFigures
 from hybridflow.cluster.device_map import Device
 from hybridflow.config.recipe import Recipe
-from hybridflow.workers.worker_group import WorkerGroup
+from hybridflow.roles.groups import ModelGroup, RolloutGroup
+
+Offloaded = ModelGroup | RolloutGroup
+"""A group that can leave its devices."""
 
 
 def check_offload(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> None:
@@ -50,13 +52,13 @@ def begin_in_turn(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> tu
     return (*offloaded, "rollout") if not taken.isdisjoint(devices["rollout"]) else offloaded
 
 
-def offloaded_groups(recipe: Recipe, models: Mapping[str, WorkerGroup], rollout: WorkerGroup) -> dict[str, WorkerGroup]:
+def offloaded_groups(recipe: Recipe, models: Mapping[str, ModelGroup], rollout: RolloutGroup) -> dict[str, Offloaded]:
     """Of the models beside the actor and the engines, those that give back more than what they only cache, by role."""
-    groups = {role: models[role] for role in recipe.offloaded_roles}
+    groups: dict[str, Offloaded] = {role: models[role] for role in recipe.offloaded_roles}
     return groups | ({"rollout": rollout} if recipe.rollout.engine.release_weights else {})
 
 
-def offload_metrics(groups: Mapping[str, WorkerGroup]) -> dict[str, float]:
+def offload_metrics(groups: Mapping[str, Offloaded]) -> dict[str, float]:
     """What some roles have moved since the last call, by metric name: the slowest rank's time, and bytes of all ranks.
 
     Args:
@@ -65,7 +67,7 @@ def offload_metrics(groups: Mapping[str, WorkerGroup]) -> dict[str, float]:
     asked = {role: group.take_offload_figures() for role, group in groups.items()}
     values: dict[str, float] = {}
     for role, future in asked.items():
-        ranks: list[OffloadFigures] = future.result()
+        ranks = future.result()
         values[f"memory/{role}_offload_ms"] = 1000 * max(rank.away_s for rank in ranks)
         values[f"memory/{role}_onload_ms"] = 1000 * max(rank.back_s for rank in ranks)
         values[f"memory/{role}_offloaded_bytes"] = sum(rank.nbytes for rank in ranks)

@@ -89,7 +89,7 @@ class FunctionRewardWorker:
             functions.close()
 
 
-def reward_result(scored: Future) -> RewardResult:
+def reward_result(scored: Future[Columns]) -> RewardResult:
     """Wait for a call of `score`: its result, for the samples of its batch in their order."""
     facts = scored.facts()
 

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from engine3d.rollout.config import SamplingConfig
 from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.data.prompts import Draw, DrawnPrompt
 from hybridflow.workers.future import Future
-from hybridflow.workers.worker_group import WorkerGroup
+
+
+class Engines(Protocol):
+    """The group of the engines, as far as a generator needs it."""
+
+    @property
+    def generate(self) -> Generate:
+        """The call of all engines."""
+
+
+class Generate(Protocol):
+    """Responses to prompts; see `RolloutWorker.generate`."""
+
+    def __call__(
+        self, drawn: list[DrawnPrompt], /, *, sampling: SamplingConfig, samples_per_prompt: int
+    ) -> Future[SampleBatch]: ...
 
 
 class Generator:
@@ -19,7 +36,7 @@ class Generator:
         before: called before engines are asked.
     """
 
-    def __init__(self, rollout: WorkerGroup, before: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, rollout: Engines, before: Callable[[], None] = lambda: None) -> None:
         self._rollout, self._before = rollout, before
         self.samples_drawn = 0
         """Ids that were given out."""
@@ -28,7 +45,7 @@ class Generator:
         """So many responses to each prompt, those to one prompt side by side."""
         return self.begin(draw, sampling, samples_per_prompt).batch()
 
-    def begin(self, draw: Draw, sampling: SamplingConfig, samples_per_prompt: int) -> Future:
+    def begin(self, draw: Draw, sampling: SamplingConfig, samples_per_prompt: int) -> Future[SampleBatch]:
         """The same as a call whose `batch` the responses are."""
         self._before()
         first_sample = self.samples_drawn
@@ -39,5 +56,4 @@ class Generator:
             )
             for place, index in enumerate(draw.indices)
         ]
-        future: Future = self._rollout.generate(drawn, sampling=sampling, samples_per_prompt=samples_per_prompt)
-        return future
+        return self._rollout.generate(drawn, sampling=sampling, samples_per_prompt=samples_per_prompt)

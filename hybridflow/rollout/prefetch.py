@@ -40,7 +40,7 @@ class Lookahead:
 
     def __init__(self, recipe: Recipe, prompts: Prompts, sampler: PromptSampler, generator: Generator) -> None:
         self._recipe, self._prompts, self._sampler, self._generator = recipe, prompts, sampler, generator
-        self._ahead: tuple[Draw, Future | RemoteBatch] | None = None
+        self._ahead: tuple[Draw, Future[SampleBatch] | RemoteBatch] | None = None
 
     def draw(self) -> Draw:
         """The prompts of this step."""
@@ -87,12 +87,12 @@ class Lookahead:
         first_group = self._sampler.position
         return Draw(self._prompts, self._sampler.next(self._recipe.trainer.prompts_per_step), first_group)
 
-    def _begin(self, draw: Draw) -> Future:
+    def _begin(self, draw: Draw) -> Future[SampleBatch]:
         rollout = self._recipe.rollout
         return self._generator.begin(draw, rollout.sampling, rollout.samples_per_prompt)
 
 
-def _finished(made: Future | RemoteBatch) -> Rollout:
+def _finished(made: Future[SampleBatch] | RemoteBatch) -> Rollout:
     if not isinstance(made, Future):
         return Rollout(made, None)
     batch = made.batch()

@@ -31,7 +31,7 @@ def evaluate(machinery: Machinery, sinks: Metrics, step: int, subject: Subject) 
         kept = (~result.dropped).nonzero()[:, 0]
         batch, rewards = batch.select(kept), result.total[kept]
     else:
-        rewards = machinery.roles.models["reward_model"].score(batch.as_generated()).facts()["score"]
+        rewards = machinery.roles.scalar["reward_model"].score(batch.as_generated()).facts()["score"]
     mean = float(rewards.mean())
     sinks.log(step, {subject.metric: mean} | values | failed, phase="eval")
     sinks.log_samples(step, machinery.texts(batch, rewards, prompts), phase="eval")

@@ -13,7 +13,7 @@ from hybridflow.checkpoint.resume import WARMED_UP, needs_warmed_up, seal_warmed
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
-from hybridflow.roles.model import Update, update_metrics
+from hybridflow.roles.model import update_metrics
 from hybridflow.rundir.lock import move_aside
 from hybridflow.trainer.role_startup import raise_failed_start, wait_for
 from hybridflow.trainer.step import Machinery
@@ -37,7 +37,7 @@ def warm_up(machinery: Machinery, sinks: Metrics) -> None:
         )
         with Timer(values, metrics.TRAIN_UPDATE_TIME):
             weights = sequence_weights(batch.facts[COUNTED], "token-mean")
-            update: list[Update] = actor.supervise(batch.with_facts(weights=weights)).result()
+            update = actor.supervise(batch.with_facts(weights=weights)).result()
         sinks.log(step, values | update_metrics([update]), phase="sft")
     actor.reset_optimizer(recipe.train.optimizer).result()
     if followers := [role for role, model in recipe.models.items() if model.path is None]:

@@ -104,7 +104,7 @@ class TrainerStep(Step[Any]):
     """For each optimizer step of the actor, what its ranks told."""
     texts: list[SampleText] = field(default_factory=list)
     """Some of the step's samples as texts, with their rewards."""
-    _under_way: list[Future] = field(default_factory=list)
+    _under_way: list[Future[Any]] = field(default_factory=list)
     _began: float = math.nan
 
     @property
@@ -157,15 +157,15 @@ class TrainerStep(Step[Any]):
         roles, recipe = self.machinery.roles, self.machinery.recipe
         temperature = recipe.rollout.sampling.temperature
         columns, generated = {}, batch.as_generated()
-        if "reference" in roles.models:
-            columns["ref_logprobs"] = roles.models["reference"].logprobs(generated, temperature=temperature)
+        if roles.reference is not None:
+            columns["ref_logprobs"] = roles.reference.logprobs(generated, temperature=temperature)
         # With one update they are those of the update itself.
         if recipe.trainer.updates_per_step > 1 and not self.stale:
             columns["old_logprobs"] = roles.actor.logprobs(generated, temperature=temperature)
         return self._with_columns(batch, columns)
 
     def critic_values(self, batch: RemoteBatch) -> RemoteBatch:
-        models, columns = self.machinery.roles.models, {"critic": "values", "cost_critic": "cost_values"}
+        models, columns = self.machinery.roles.scalar, {"critic": "values", "cost_critic": "cost_values"}
         generated = batch.as_generated()
         return self._with_columns(
             batch, {column: models[role].values(generated) for role, column in columns.items() if role in models}
@@ -192,7 +192,7 @@ class TrainerStep(Step[Any]):
         penalty: Tensor = config.kl_coef * future.facts()["kl"]
         return penalty
 
-    def _with_columns(self, batch: RemoteBatch, columns: Mapping[str, Future]) -> RemoteBatch:
+    def _with_columns(self, batch: RemoteBatch, columns: Mapping[str, Future[Columns]]) -> RemoteBatch:
         if columns and not self._under_way:
             self._began = time.perf_counter()
         self._under_way += columns.values()
@@ -221,7 +221,7 @@ class TrainerStep(Step[Any]):
         values: dict[str, float] = {}
         with Timer(values, f"{what}/latency_ms"):
             model, generated = recipe.scoring.get(what), batch.as_generated()
-            scoring = roles.models[f"{what}_model"].score(generated) if model is not None else None
+            scoring = roles.scalar[f"{what}_model"].score(generated) if model is not None else None
             total, kept = torch.zeros(len(batch)), torch.arange(len(batch))
             if what in roles.functions:
                 result = reward_result(roles.functions[what].score(generated, split="train", what=what))
@@ -265,11 +265,11 @@ class TrainerStep(Step[Any]):
                 f"step {self.number}: {len(batch)} samples are left to learn from, expected at least {least}"
             )
         machinery.phases.enter("update")
-        models, trainer = machinery.roles.models, machinery.recipe.trainer
+        models, trainer = machinery.roles.scalar, machinery.recipe.trainer
         critics = {role: kind for role, kind in _CRITICS.items() if role in models}
         machinery.weights.before_update(self.version)
         self._trace(*critics, *([] if critics_only else ["actor"]))
-        calls: dict[str, list[Future]] = {role: [] for role in (*critics, "actor")}
+        calls: dict[str, list[Future[list[Update]]]] = {role: [] for role in (*critics, "actor")}
         with Timer(self.values, metrics.TRAIN_UPDATE_TIME):
             mini_batches = [_weighted(each, config) for each in batch.split(trainer.mini_batches)] * trainer.epochs
             # One model after another: where they share devices, each has one turn.
@@ -295,16 +295,17 @@ class TrainerStep(Step[Any]):
             group = self.machinery.roles.learning[role]
             group.trace_next_update(path, micro_batches=settings.micro_batches).result()
 
-    def _update_actor(self, batch: RemoteBatch, config: AlgorithmSettings, whiten: Moments | None) -> Future:
+    def _update_actor(
+        self, batch: RemoteBatch, config: AlgorithmSettings, whiten: Moments | None
+    ) -> Future[list[Update]]:
         recipe = self.machinery.recipe
-        future: Future = self.machinery.roles.actor.update(
+        return self.machinery.roles.actor.update(
             batch,
             algorithm=config,
             temperature=recipe.rollout.sampling.temperature,
             whitening=whiten,
             stale=self.stale,
         )
-        return future
 
     def _tell_refused(self) -> None:
         """One line where the KL guard refused updates."""

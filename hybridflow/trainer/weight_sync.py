@@ -12,7 +12,6 @@ from torch.distributed import TCPStore
 
 from engine3d.errors import EngineError
 from engine3d.models import ModelSpec
-from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.plan.coordinate import coordinate
 from engine3d.reshard.plan.pieces import Plan
 from engine3d.reshard.transport.sender import Sent, Transport
@@ -21,9 +20,10 @@ from hybridflow.cluster import ray_runtime
 from hybridflow.config.roles import RolloutRole
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
+from hybridflow.roles.groups import PolicyGroup, RolloutGroup
 from hybridflow.workers.device_turns import turns
 from hybridflow.workers.future import Future
-from hybridflow.workers.worker_group import WorkerGroup, wait_together
+from hybridflow.workers.worker_group import wait_together
 
 _TRANSPORT_METRICS: dict[Transport, tuple[str, str]] = {
     "one_sided": (metrics.SYNC_ONE_SIDED_BYTES, metrics.SYNC_ONE_SIDED_TIME),
@@ -44,7 +44,7 @@ class WeightSync:
     """
 
     def __init__(
-        self, actor: WorkerGroup, rollout: WorkerGroup, spec: ModelSpec, config: RolloutRole, directory: Path
+        self, actor: PolicyGroup, rollout: RolloutGroup, spec: ModelSpec, config: RolloutRole, directory: Path
     ) -> None:
         self._actor, self._rollout, self._spec = actor, rollout, spec
         self._config, self._verify, self._directory = config.weights, config.verify_weights, directory
@@ -69,7 +69,7 @@ class WeightSync:
         self._version = version
         return values
 
-    def _transfer(self, version: int, commit: Callable[[int], Future]) -> dict[str, float]:
+    def _transfer(self, version: int, commit: Callable[[int], Future[list[None]]]) -> dict[str, float]:
         values: dict[str, float] = {}
         if self._releases:
             with Timer(values, metrics.SYNC_MEMORY_TIME):
@@ -102,7 +102,7 @@ class WeightSync:
         sending = self._actor.send_weights(version)
         receiving = [self._rollout.receive_weights(version)] if self._engines_receive else []
         wait_together(sending, *receiving)
-        sent: list[dict[Transport, Sent]] = list(sending.result())
+        sent = list(sending.result())
         for each in receiving:
             sent += itertools.chain.from_iterable(each.result())
         return sent
@@ -128,8 +128,8 @@ class WeightSync:
                     )
 
     def _connect(self) -> Plan:
-        sources: list[SharedShards] = self._actor.share_weights().result()
-        engines: list[list[SharedShards]] = self._rollout.share_weights().result()
+        sources = self._actor.share_weights().result()
+        engines = self._rollout.share_weights().result()
         orders = coordinate(
             sources,
             list(itertools.chain.from_iterable(engines)),

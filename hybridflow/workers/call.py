@@ -1,4 +1,4 @@
-"""A call on every rank of a group: waiting for it, and the cause of its failure."""
+"""A call on every rank of a group: waiting for it, and ending the groups that its failure ends."""
 
 from __future__ import annotations
 
@@ -11,17 +11,9 @@ import ray
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.metrics.timeline import Span, timeline
 from hybridflow.workers.context import Answer
-from hybridflow.workers.failure_diagnosis import (
-    GRACE_S,
-    RankError,
-    error_of,
-    most_telling,
-    no_turn,
-    silence,
-    wait_for_statuses,
-    where,
-)
+from hybridflow.workers.failure_diagnosis import GRACE_S, CallState, findings
 from hybridflow.workers.ranks import Ranks
+from hybridflow.workers.statuses import wait_for_statuses
 from hybridflow.workers.waits import Wait, waits
 
 _LOOK_S = 0.2  # at what has happened already
@@ -69,7 +61,8 @@ class Call:
         with waits.on(self.ranks, self.method, len(self.statuses)) as wait:
             failures, silent = self._outcome(limit, wait)
         if failures or silent:
-            self._fail(failures, silent, limit)
+            calls: dict[CallState, Call] = {}
+            _end(self._state(failures, silent, calls), limit, calls)
         self._answer()
 
     def done(self) -> bool:
@@ -81,21 +74,6 @@ class Call:
         """Kill the group if it has not answered."""
         if not self._answered:
             self.ranks.kill()
-
-    def raise_cause(self, waited_s: float | None) -> None:
-        """Raise, as the cause of what a later call met, if a rank has failed.
-
-        Args:
-            waited_s: how long the later call has waited for an answer that did not come: a rank of this call that has
-                not answered either is then the cause.
-        """
-        if self._answered or not self.ranks.is_alive:
-            return
-        failures, silent = self._statuses_within(_LOOK_S)
-        if failures and silent:
-            failures, silent = self._statuses_within(GRACE_S)  # the first that is heard of need not be the cause
-        if failures or (silent and waited_s is not None):
-            self._fail(failures, silent, waited_s or 0.0)
 
     def ended(self) -> bool:
         """Whether no rank is at it any more: all have answered or failed, or the group is gone."""
@@ -110,7 +88,10 @@ class Call:
             if failures or not silent or look < _LOOK_EVERY_S:
                 return failures, silent
             for each in earlier:
-                each.raise_cause(None)
+                calls: dict[CallState, Call] = {}
+                state = each._looked_at(calls, silence_counts=False)
+                if state is not None and state.failures:
+                    _end(state, 0.0, calls)
         return self._statuses_within(deadline - time.monotonic(), wait)
 
     def _statuses_within(self, timeout_s: float, wait: Wait | None = None) -> tuple[list[Failure], list[int]]:
@@ -126,26 +107,46 @@ class Call:
                 each._answer()
         self._inputs = self.earlier = ()
 
-    def _fail(self, failures: list[Failure], silent: list[int], limit: float) -> NoReturn:
-        """Kill the group and raise the cause."""
-        ranks = self.ranks
-        if failures:
-            failure = most_telling(failures)
-            error = error_of(failure, ranks.log_path(failure.rank) if failure.role == ranks.role else None)
-        else:
-            error = self._silence(silent, limit)
-        ranks.fail(error)
-        for each in self._inputs:
-            each.raise_cause(None if failures else limit)
-        for each in self.earlier:
-            each.raise_cause(None)
-        raise error
+    def _state(self, failures: Sequence[Failure], silent: Sequence[int], calls: dict[CallState, Call]) -> CallState:
+        """What is known of it and of the calls that it depends on; `calls` gets the call of each state."""
+        inputs = [each._looked_at(calls, silence_counts=not failures) for each in self._inputs]
+        earlier = [each._looked_at(calls, silence_counts=False) for each in self.earlier]
+        state = CallState(
+            self.ranks.role,
+            self.method,
+            tuple(failures),
+            tuple(silent),
+            inputs=tuple(each for each in inputs if each is not None),
+            earlier=tuple(each for each in earlier if each is not None),
+            log_dir=self.ranks.log_dir,
+        )
+        calls[state] = self
+        return state
 
-    def _silence(self, silent: list[int], limit: float) -> RankError:
-        for holder in self.earlier:  # all before it have ended, so that the first that has not is at work
-            if not holder.ended() and (late := holder._statuses_within(_LOOK_S)[1]):
-                holder.ranks.write_stacks()
-                who = where(holder.ranks.role, holder.method, late)
-                return no_turn(self.ranks.role, self.method, silent, limit, who, holder.ranks.log_path(late[0]))
-        self.ranks.write_stacks()
-        return silence(self.ranks.role, self.method, silent, limit, self.ranks.log_dir)
+    def _looked_at(self, calls: dict[CallState, Call], *, silence_counts: bool) -> CallState | None:
+        """As `_state`, of a call on which another depends; None if it went well or its group is gone.
+
+        Args:
+            calls: gets the call of each state.
+            silence_counts: whether what it depends on itself matters where it has failed nowhere.
+        """
+        if self._answered or not self.ranks.is_alive:
+            return None
+        failures, silent = self._statuses_within(_LOOK_S)
+        if failures and silent:
+            failures, silent = self._statuses_within(GRACE_S)  # the first that is heard of need not be the cause
+        if failures or (silent and silence_counts):
+            return self._state(failures, silent, calls)
+        state = CallState(self.ranks.role, self.method, (), tuple(silent), log_dir=self.ranks.log_dir)
+        calls[state] = self
+        return state
+
+
+def _end(state: CallState, limit_s: float, calls: dict[CallState, Call]) -> NoReturn:
+    """End the groups that a failed call ends, each with its own error, and raise the cause."""
+    found = findings(state, limit_s)
+    for each in found:
+        if each.stands_still is not None:
+            calls[each.stands_still].ranks.write_stacks()
+        calls[each.call].ranks.fail(each.error)
+    raise found[-1].error

@@ -1,23 +1,34 @@
-"""Waiting for the ranks of a call, and saying which failure is the cause where several ranks report one."""
+"""Which failure is the cause where several ranks and calls report one: a pure function of what the calls know.
+
+A rank that fails takes others with it: its neighbours lose their connection in the middle of a collective, calls that
+were to read its result have no input, ranks of another group wait for it until their limit. `findings` goes from the
+call that somebody waits for to the calls that it depends on, and ends at the one that failed first.
+"""
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
-
-import ray
-from ray.actor import ActorHandle
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from engine3d.errors import EngineError, UserError
 from engine3d.out_of_memory import OUT_OF_MEMORY
-from hybridflow.cluster import ray_runtime
 from hybridflow.errors.rank_failure import Failure
 
 # A lost neighbour often reaches the others before Ray knows of it: how long to wait for the rank that was first.
 GRACE_S = 3.0
+
+_DIED = "the process died"
+DIED_WITHOUT_A_WORD = f"{_DIED} without a word, as by a signal, a crash or a lack of memory"
+"""Of a rank whose process is gone."""
+ENDED_FOR_MEMORY = f"{_DIED}: Ray ended it because the machine was running out of memory"
+"""Of a rank that Ray's memory monitor killed."""
+INPUT_LOST = "broken pipe: the process that was to make its input died"
+"""Of a rank that was to read what a rank of another call was to make."""
+
+_ENGINE_DIED = "EngineError: rollout engine died"  # whatever its last words were
 
 # What a rank reports whose neighbour went away in the middle of a collective.
 _LOST_NEIGHBOUR = re.compile(
@@ -26,7 +37,6 @@ _LOST_NEIGHBOUR = re.compile(
     r"|\b(is gone|did not (answer|come) within)\b",
     re.IGNORECASE,
 )
-
 
 _LESS_SERVING = "a smaller rollout.engine.mem_fraction_static, max_total_tokens or max_running_requests"
 _LESS_TRAINING = (
@@ -52,63 +62,100 @@ class RankUserError(UserError):
         self.failure = failure
 
 
-def wait_for_statuses(
-    role: str,
-    method: str,
-    statuses: Sequence[ray.ObjectRef],
-    actors: Sequence[ActorHandle],
-    timeout_s: float,
-    silent: Callable[[Sequence[int]], None] = lambda _: None,
-) -> tuple[list[Failure], list[int]]:
-    """Wait until every rank has answered, one has failed for a reason of its own, or the time is up.
+class Kind(IntEnum):
+    """What a failure says of the cause; that which says most comes first."""
+
+    RAISED = 0
+    """The rank found it itself, such as a wrong value or a lack of GPU memory."""
+    DIED = 1
+    """Its process, or its engine's, is gone."""
+    LOST = 2
+    """It only lost a neighbour or its input."""
+    SILENT = 3
+    """It did not answer."""
+
+
+def kind_of(failure: Failure) -> Kind:
+    """What a failure is, by its line."""
+    if failure.error.startswith((_DIED, _ENGINE_DIED)):
+        return Kind.DIED
+    return Kind.LOST if not failure.user_error and _LOST_NEIGHBOUR.search(failure.error) else Kind.RAISED
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallState:
+    """What is known of a call at one time.
 
     Args:
-        role, method: for the failures that are made here.
-        statuses: one a rank: a `Failure`, or anything else for success.
-        actors: the ranks, to tell a rank's own death from that of a process that made its input.
-        timeout_s: limit in seconds.
-        silent: is called with the ranks that have not answered, again and again.
-
-    Returns:
-        The failures so far, and the ranks that have not answered.
-
-    Raises:
-        EngineError: a part of the local Ray is gone.
+        role, method: what was called.
+        failures: of the ranks that failed.
+        silent: the ranks that have not answered.
+        inputs: the calls that make what it needs, without those that went well or whose group is gone.
+        earlier: the calls after whose end it has its turn, in their order, without those likewise.
+        log_dir: where the logs of its ranks are.
     """
-    deadline = time.monotonic() + timeout_s
-    waiting = {status: rank for rank, status in enumerate(statuses)}
-    failures: list[Failure] = []
-    while waiting:
-        remaining = deadline - time.monotonic()
-        if remaining <= 0:
-            break
-        # One second at most, so that signals to this process are served.
-        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(remaining, 1.0))
-        ray_runtime.check_ray()
-        for status in ready:
-            rank = waiting.pop(status)
-            failure = _outcome(role, rank, method, status, actors[rank])
-            if failure is not None:
-                if not failures:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
-                failures.append(failure)
-                if _kind(failure) == 0:
-                    return failures, sorted(waiting.values())
-        silent(sorted(waiting.values()))
-    return failures, sorted(waiting.values())
+
+    role: str
+    method: str
+    failures: tuple[Failure, ...] = ()
+    silent: tuple[int, ...] = ()
+    inputs: tuple[CallState, ...] = ()
+    earlier: tuple[CallState, ...] = ()
+    log_dir: Path | None = None
+
+    def log_path(self, rank: int) -> Path | None:
+        """Where a rank's output goes."""
+        return self.log_dir / f"{self.role}-{rank}.log" if self.log_dir else None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A call whose group is to end.
+
+    Args:
+        call: the call.
+        error: what its group died of, for every later call of it.
+        stands_still: the call whose ranks are to write their stacks before that, if any.
+    """
+
+    call: CallState
+    error: RankError | RankUserError
+    stands_still: CallState | None = None
+
+
+def findings(call: CallState, limit_s: float, ended: frozenset[str] = frozenset()) -> list[Finding]:
+    """The calls whose groups end, from the one that was waited for to the one that failed first: the cause.
+
+    An input that has failed is the cause; so is one that has not answered, of a call that has not either. An earlier
+    call, whose end a call only needs to have its turn, is the cause where it has failed; one that is slow is named, and
+    goes on. Another call of a group that ends already is no cause: the call that was waited for says more.
+
+    Args:
+        call: which has failures or silent ranks.
+        limit_s: how long it was waited for, in seconds.
+        ended: roles whose groups end already.
+    """
+    found, ended = [_finding(call, limit_s)], ended | {call.role}
+    for each in call.inputs:
+        if each.role not in ended and (each.failures or (each.silent and not call.failures)):
+            return found + findings(each, limit_s, ended)
+    for each in call.earlier:
+        if each.role not in ended and each.failures:
+            return found + findings(each, 0.0, ended)
+    return found
 
 
 def most_telling(failures: Sequence[Failure]) -> Failure:
     """The cause among failures: what a rank raised itself, else a death, else a lost neighbour; the first in time."""
-    return min(failures, key=lambda failure: (_kind(failure), failure.time, failure.rank))
+    return min(failures, key=lambda failure: (kind_of(failure), failure.time, failure.rank))
 
 
 def most_telling_error(errors: Sequence[BaseException]) -> BaseException:
     """The same among the errors of several groups; one that came without a rank's report tells least."""
 
-    def order(error: BaseException) -> tuple[int, float]:
+    def order(error: BaseException) -> tuple[Kind, float]:
         failure: Failure | None = getattr(error, "failure", None)
-        return (_kind(failure), failure.time) if failure is not None else (_SILENT, 0.0)
+        return (kind_of(failure), failure.time) if failure is not None else (Kind.SILENT, 0.0)
 
     return min(errors, key=order)
 
@@ -120,69 +167,35 @@ def error_of(failure: Failure, log_path: Path | None) -> RankError | RankUserErr
     return RankUserError(told, failure) if failure.user_error else RankError(f"{told}{log}", failure)
 
 
-def _advice(failure: Failure) -> str:
-    """What to do where a GPU's memory was full."""
-    if OUT_OF_MEMORY not in failure.error:
-        return ""
-    less = _LESS_SERVING if failure.role == "rollout" else _LESS_TRAINING
-    return f'; see "hybridflow check RECIPE --memory"; to need less: {less}'
-
-
 def where(role: str, method: str, ranks: Sequence[int]) -> str:
     """Ranks at a call, as errors name them."""
     which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     return f"{role} {which}, {method}"
 
 
-def silence(role: str, method: str, ranks: Sequence[int], timeout_s: float, log_dir: Path | None) -> RankError:
-    """The exception for ranks that did not answer in time."""
-    log = f"; the stacks of its threads are in {log_dir}/{role}-{ranks[0]}.log" if log_dir else ""
-    return RankError(f"{where(role, method, ranks)}: no answer within {timeout_s:g} s{log}")
-
-
-def no_turn(role: str, method: str, ranks: Sequence[int], timeout_s: float, holder: str, log: Path | None) -> RankError:
-    """The exception for ranks whose turn did not come in time, because an earlier call (`holder`) has not ended."""
+def _finding(call: CallState, limit_s: float) -> Finding:
+    """What the call itself met."""
+    if call.failures:
+        failure = most_telling(call.failures)
+        # A failed input is reported as that of the rank that was to make it, whose log is another group's.
+        return Finding(call, error_of(failure, call.log_path(failure.rank) if failure.role == call.role else None))
+    late = where(call.role, call.method, call.silent)
+    # Those before it have ended, so that the first that has not is at work.
+    holder = next((each for each in call.earlier if each.silent), None)
+    if holder is not None:
+        log = holder.log_path(holder.silent[0])
+        stacks = f"; the stacks of its threads are in {log}" if log else ""
+        at_work = where(holder.role, holder.method, holder.silent)
+        error = RankError(f"{late}: no turn within {limit_s:g} s, since {at_work} has not ended{stacks}")
+        return Finding(call, error, stands_still=holder)
+    log = call.log_path(call.silent[0])
     stacks = f"; the stacks of its threads are in {log}" if log else ""
-    return RankError(
-        f"{where(role, method, ranks)}: no turn within {timeout_s:g} s, since {holder} has not ended{stacks}"
-    )
+    return Finding(call, RankError(f"{late}: no answer within {limit_s:g} s{stacks}"), stands_still=call)
 
 
-def _outcome(role: str, rank: int, method: str, status: ray.ObjectRef, actor: ActorHandle) -> Failure | None:
-    def failed(error: str) -> Failure:
-        return Failure(role, rank, method, error, user_error=False, time=time.time(), stack="")
-
-    try:
-        value = ray.get(status)
-    except RayActorError as error:
-        if error.actor_id is not None and error.actor_id != actor._actor_id.hex():
-            return failed("broken pipe: the process that was to make its input died")
-        return failed(_death(error))
-    except OutOfMemoryError:
-        return failed(_OUT_OF_MEMORY)
-    except RayTaskError as error:
-        return failed(" ".join(f"{type(error.cause).__name__}: {error.cause}".split()))
-    except RayError as error:
-        return failed(" ".join(f"{type(error).__name__}: {error}".split()))
-    return value if isinstance(value, Failure) else None
-
-
-_DIED = "the process died"
-_OUT_OF_MEMORY = f"{_DIED}: Ray ended it because the machine was running out of memory"
-_ENGINE_DIED = "EngineError: rollout engine died"  # whatever its last words were
-
-
-def _death(error: RayActorError) -> str:
-    # Not "OOM", which Ray names among the possible causes of any death.
-    if "low on memory" in str(error):
-        return _OUT_OF_MEMORY
-    return f"{_DIED} without a word, as by a signal, a crash or a lack of memory"
-
-
-_SILENT = 3
-
-
-def _kind(failure: Failure) -> int:
-    if failure.error.startswith((_DIED, _ENGINE_DIED)):
-        return 1
-    return 2 if not failure.user_error and _LOST_NEIGHBOUR.search(failure.error) else 0
+def _advice(failure: Failure) -> str:
+    """What to do where a GPU's memory was full."""
+    if OUT_OF_MEMORY not in failure.error:
+        return ""
+    less = _LESS_SERVING if failure.role == "rollout" else _LESS_TRAINING
+    return f'; see "hybridflow check RECIPE --memory"; to need less: {less}'

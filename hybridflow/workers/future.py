@@ -1,4 +1,9 @@
-"""The result of a call on a group, there or not yet."""
+"""The result of a call on a group, there or not yet.
+
+T is what the protocol makes of the ranks' results. The samples of a `Future[SampleBatch]` and the columns of a
+`Future[Columns]` stay where they were made: `batch` refers to the ones, `facts` and `notes` fetch what is small of the
+others, whose `result` raises.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +17,35 @@ from torch import Tensor
 
 from engine3d.errors import EngineError
 from hybridflow.batch.remote_batch import Asked, RemoteBatch, in_order
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns, Summary, joined_facts, unpack
 from hybridflow.metrics.timeline import Span
 from hybridflow.workers.call import Call
 from hybridflow.workers.failure_diagnosis import GRACE_S, RankError, most_telling_error
-from hybridflow.workers.protocols import Grid, Protocol, Shards, concatenate
+from hybridflow.workers.shards import Shards, concatenate
 
 
-class Future:
+class Future[T]:
     """The result of a call on a group, once all ranks have answered.
 
     Args:
         call: what to wait for.
-        protocol: whose results are collected, and how.
-        grid: of the ranks.
         results: where the result of each rank lies.
+        collected: the ranks whose results make up that of the call, in order.
+        joined: whether these are joined into one; their list otherwise.
         asked: what the call was about, if it was made with a `RemoteBatch`.
     """
 
     def __init__(
         self,
         call: Call,
-        protocol: Protocol,
-        grid: Grid,
         results: Sequence[ray.ObjectRef],
+        collected: Sequence[int],
+        *,
+        joined: bool,
         asked: Asked | None = None,
     ) -> None:
-        self.call, self._protocol = call, protocol
-        collected = protocol.collect(grid)
+        self.call, self._joined = call, joined
         self._statuses = [call.statuses[rank] for rank in collected]
         self.refs = [results[rank] for rank in collected]
         """The result of each collected rank, where it lies."""
@@ -53,7 +59,7 @@ class Future:
     def __str__(self) -> str:
         return str(self.call)
 
-    def result(self, timeout_s: float | None = None) -> Any:
+    def result(self, timeout_s: float | None = None) -> T:
         """Wait for all ranks and return what the protocol makes of their results.
 
         Rows that belong to the samples of a `RemoteBatch` come in their order.
@@ -72,26 +78,27 @@ class Future:
         values = [unpack(value) for value in self._fetched()]
         if any(isinstance(value, Columns) for value in values):
             raise EngineError(f"{self}: returned columns, which are joined to a batch; ask for their facts or notes")
-        if not self._protocol.concatenate:
-            return values
-        if self.parts is None or not _by_sample(values, self.parts):
-            return concatenate(values)
-        return in_order(concatenate(values), self.parts)
+        collected: Any = values  # a T by the method's protocol
+        if self._joined and self.parts is not None and _by_sample(values, self.parts):
+            collected = in_order(concatenate(values), self.parts)
+        elif self._joined:
+            collected = concatenate(values)
+        return collected  # type: ignore[no-any-return]
 
-    def batch(self) -> RemoteBatch:
+    def batch(self: Future[SampleBatch]) -> RemoteBatch:
         """Wait for all ranks; the samples that they made as one batch, whose tokens stay where they are.
 
         Raises as `result` does.
         """
         return RemoteBatch.of_results(self._summaries(), self.refs, self.nodes)
 
-    def facts(self) -> dict[str, Tensor]:
+    def facts(self: Future[Columns]) -> dict[str, Tensor]:
         """Wait for all ranks; the facts of the `Columns` that they returned, in the order of the call's batch."""
         joined = joined_facts([summary.facts for summary in self._summaries()])
         assert self.parts is not None
         return {name: in_order(fact, self.parts) for name, fact in joined.items()}
 
-    def notes(self) -> list[Any]:
+    def notes(self: Future[Columns]) -> list[Any]:
         """Wait for all ranks; the note of each part's `Columns`."""
         return [summary.note for summary in self._summaries()]
 
@@ -143,7 +150,7 @@ def _by_sample(values: Sequence[Any], parts: Sequence[Sequence[int]]) -> bool:
     )
 
 
-def wait_together(*futures: Future) -> None:
+def wait_together(*futures: Future[Any]) -> None:
     """Wait for calls of several groups whose ranks wait for one another.
 
     Raises:

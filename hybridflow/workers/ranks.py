@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Ranks:
         quiet_s: without an answer, after which a line on stderr says who is waited for.
         call_timeout_s: limit of every call whose method or caller has no other, in seconds.
         ending: is called once they are to end, before they are killed.
+        memory_methods: limits in seconds of `give_back` and `take_back` (`device_turns`), of those that the worker has.
     """
 
     def __init__(
@@ -38,18 +39,18 @@ class Ranks:
         quiet_s: float,
         call_timeout_s: float,
         ending: Callable[[Ranks], None],
+        memory_methods: Mapping[str, float] | None = None,
     ) -> None:
         self.role, self.devices = role, devices
         self.log_dir = log_dir.resolve() if log_dir else None
         self.quiet_s, self.call_timeout_s = quiet_s, call_timeout_s
         self._ending = ending
+        self.memory_methods = dict(memory_methods or {})
         self.actors: list[Any] = []  # of ActorHandle[RankProcess], which Ray makes without types
         self.processes: list[psutil.Process] = []
         """Of the ranks on this machine."""
         self.nodes: list[str] = []
         """Ray's id of the node that each rank runs on."""
-        self.give_back: Callable[[], Any] | None = None
-        """Has them give device memory back, where their worker can."""
         self.failure: RankError | RankUserError | None = None
         """What they died of."""
 

@@ -6,9 +6,15 @@
         @register(THREE_D_PROTO)
         def update(self, batch: SampleBatch) -> list[Statistics]: ...
 
-    group = WorkerGroup("actor", Actor, pool, layout, config)
+    class ActorGroup(WorkerGroup):
+        update = Actor.update
+
+    group = ActorGroup("actor", Actor, pool, layout, config)
     future = group.update(batch)      # every rank works on its part; the caller goes on
     statistics = future.result()
+
+A group class gives each registered method its type (`hybridflow.workers.methods`). A plain `WorkerGroup` has them too,
+by name alone: `group.call("update", batch)`, or `group.update(batch)` where no type checker looks.
 
 A future may be passed as data to another group: each part goes from rank to rank, not through the caller, where both
 groups cut it into the same number of parts.
@@ -22,9 +28,10 @@ first, in which method and why; errors of ranks that only lost their neighbour d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import ray
 
@@ -40,15 +47,16 @@ from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.device_turns import GIVE_BACK, TAKE_BACK, turns
 from hybridflow.workers.failure_diagnosis import RankError, RankUserError
 from hybridflow.workers.future import Future, wait_together
-from hybridflow.workers.protocols import Arguments, Grid, Protocol, Registration, registrations
+from hybridflow.workers.methods import Arguments, Caller, Grid, Protocol, Registration, registrations
 from hybridflow.workers.rank_process import RankProcess
 from hybridflow.workers.ranks import Ranks
+from hybridflow.workers.sending import Request
 from hybridflow.workers.waits import waits
 
 __all__ = ["Future", "RankError", "RankUserError", "WorkerContext", "WorkerGroup", "wait_together"]
 
 
-class WorkerGroup:
+class WorkerGroup(Caller):
     """The ranks of a role: one Ray actor each, started together.
 
     Args:
@@ -98,10 +106,16 @@ class WorkerGroup:
         self._meets = meets
         self.sample_costs = sample_costs
         self._registrations = registrations(worker_class)
-        devices = frozenset(bundle.device for bundle in pool.bundles)
-        self.ranks = Ranks(role, devices, log_dir, quiet_s=quiet_s, call_timeout_s=call_timeout_s, ending=turns.leave)
-        if GIVE_BACK in self._registrations:
-            self.ranks.give_back = lambda: self.give_back()
+        memory = {name: each for name, each in self._registrations.items() if name in (GIVE_BACK, TAKE_BACK)}
+        self.ranks = Ranks(
+            role,
+            frozenset(bundle.device for bundle in pool.bundles),
+            log_dir,
+            quiet_s=quiet_s,
+            call_timeout_s=call_timeout_s,
+            ending=turns.leave,
+            memory_methods={name: _limit_s(each, call_timeout_s) for name, each in memory.items()},
+        )
         if layout.world_size * devices_per_rank != len(pool):
             each = f" of {devices_per_rank} devices each" if devices_per_rank > 1 else ""
             raise UserError(
@@ -115,23 +129,31 @@ class WorkerGroup:
             self.kill()
             raise
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        registration = self.__dict__.get("_registrations", {}).get(name)
-        if registration is None:
-            known = ", ".join(self.__dict__.get("_registrations", {})) or "none"
-            raise AttributeError(f"{self.__dict__.get('role')}: no registered method {name!r}; registered are {known}")
+    if not TYPE_CHECKING:  # a type checker knows the methods of a group class, and refuses others
 
-        def method(*args: Any, **kwargs: Any) -> Any:
-            future = self._call(name, registration, args, kwargs)
-            return future.result() if registration.blocking else future
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            self._registration(name)
+            return functools.partial(self.call, name)
 
-        return method
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a registered method by its name: a `Future`, or the result of a blocking one.
 
-    def limit_s(self, method: str) -> float:
-        """How long a call of a method may take, in seconds, unless a caller says otherwise."""
-        registration = self._registrations.get(method)
-        own = registration.timeout_s if registration is not None else None
-        return self.ranks.call_timeout_s if own is None else own
+        Raises:
+            AttributeError: no method of that name is registered.
+            UserError: data that cannot be spread over the ranks.
+            RankError, RankUserError: the group has died of that.
+            EngineError: it has been shut down.
+        """
+        registration = self._registration(method)
+        future = self._call(method, registration, args, kwargs)
+        return future.result() if registration.blocking else future
+
+    def _registration(self, name: str) -> Registration:
+        known: Mapping[str, Registration] = self.__dict__.get("_registrations", {})
+        if name not in known:
+            among = ", ".join(known) or "none"
+            raise AttributeError(f"{self.__dict__.get('role')}: no registered method {name!r}; registered are {among}")
+        return known[name]
 
     def shutdown(self, timeout_s: float = 20.0) -> None:
         """End the group: let each worker put its own things away, then end its process and all that it started."""
@@ -149,7 +171,7 @@ class WorkerGroup:
         """Whether it has processes."""
         return self.ranks.is_alive
 
-    def __enter__(self) -> WorkerGroup:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
@@ -230,7 +252,9 @@ class WorkerGroup:
             **ray_runtime.rank_environment(),
         }
 
-    def _call(self, method: str, registration: Registration, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future:
+    def _call(
+        self, method: str, registration: Registration, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[Any]:
         """Send a call to every rank."""
         if self.ranks.failure is not None:
             raise self.ranks.failure
@@ -254,42 +278,19 @@ class WorkerGroup:
             inputs += [made.call for made in batches[0].inputs if isinstance(made, Future)]
             spread, parts = self._deal(batches[0], spread)
             asked = Asked(batches[0].facts["sample_ids"], parts)
-        call, results = self._send(method, registration, _stored(spread), inputs)
-        return Future(call, protocol, self.grid, results, asked)
-
-    def _send(
-        self, method: str, registration: Registration, spread: Sequence[Arguments], inputs: Sequence[Call]
-    ) -> tuple[Call, list[ray.ObjectRef]]:
-        """The call, once it has its place in every rank's order, and where the results will lie."""
-        exclusive = registration.exclusive
-        wanted = set(registration.protocol.collect(self.grid))
-        with turns.lock:
-            earlier: Sequence[Call] = ()
-            if exclusive:
-                if method not in (GIVE_BACK, TAKE_BACK):
-                    inputs = [*inputs, *self._take_turn()]
-                earlier = turns.earlier(self.ranks)
-            # Within an object of its own: Ray would wait for arguments, and fail the call with one that failed.
-            waits = ray.put([status for call in earlier for status in call.statuses]) if earlier else ()
-            answers: list[tuple[ray.ObjectRef, ray.ObjectRef]] = [
-                actor.call.options(num_returns=2).remote(
-                    method, rank in wanted, waits, *arguments.positional, **arguments.keyword
-                )
-                for rank, (actor, arguments) in enumerate(zip(self.ranks.actors, spread, strict=True))
-            ]
-            call = Call(self.ranks, method, self.limit_s(method), [status for status, _ in answers], inputs, earlier)
-            if exclusive:
-                turns.add(call)
-        return call, [result for _, result in answers]
-
-    def _take_turn(self) -> list[Call]:
-        """Let the groups whose turn it was give memory back, and take back what this one gave: the call, if one is."""
-        for ranks in turns.holding(self.ranks):
-            if ranks.give_back is not None:
-                ranks.give_back()
-        if TAKE_BACK in self._registrations and turns.gave_back(self.ranks):
-            return [self.take_back().call]
-        return []
+        collected = protocol.collect(self.grid)
+        call, results = turns.send(
+            Request(
+                self.ranks,
+                method,
+                _limit_s(registration, self.ranks.call_timeout_s),
+                _stored(spread),
+                frozenset(collected),
+                registration.exclusive,
+                inputs,
+            )
+        )
+        return Future(call, results, collected, joined=protocol.concatenate, asked=asked)
 
     def _deal(self, batch: RemoteBatch, spread: list[Arguments]) -> tuple[list[Arguments], list[Samples]]:
         """What each rank fetches, in place of the samples that the protocol gave it; and those samples."""
@@ -313,14 +314,15 @@ class WorkerGroup:
             return Samples.all_of(value, self.sample_costs)
         if not isinstance(value, Future):
             return value
-        if protocol.splits:
-            shards = value.shards()
-            try:
-                protocol.distribute(self.grid, Arguments((shards,)))
-                return shards
-            except UserError:
-                pass  # it cuts into another number of parts
+        shards = value.shards()
+        if protocol.splits and protocol.cuts_into is not None and protocol.cuts_into(self.grid) == len(shards.parts):
+            return shards
         return value.result()
+
+
+def _limit_s(registration: Registration, call_timeout_s: float) -> float:
+    """How long a call of a method may take, in seconds, unless a caller says otherwise."""
+    return call_timeout_s if registration.timeout_s is None else registration.timeout_s
 
 
 def _stored(spread: Sequence[Arguments]) -> list[Arguments]:

@@ -67,11 +67,11 @@ def _wait_until_gone(directory: Path, limit_s: float = 30.0) -> None:
 FAULTY = """
 import sys
 from hybridflow.cli.main import main
-from hybridflow.trainer import role_startup
+from hybridflow.trainer import role_specs
 from tests.support import faulty_roles
 
 role, name = sys.argv[1:3]
-setattr(role_startup, role, getattr(faulty_roles, name))
+setattr(role_specs, role, getattr(faulty_roles, name))
 sys.exit(main(sys.argv[3:]))
 """
 

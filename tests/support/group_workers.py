@@ -185,7 +185,7 @@ def _second_of_first_stages(grid: Grid) -> list[int]:
     return [grid.layout.rank(tp=1, dp=dp) for dp in reversed(range(grid.layout.dp))]
 
 
-OWN = Protocol("OWN", _reversed_replicas, _second_of_first_stages)
+OWN = Protocol("OWN", _reversed_replicas, _second_of_first_stages, cuts_into=lambda grid: grid.layout.dp)
 """As a user writes one."""
 
 

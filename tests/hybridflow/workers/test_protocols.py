@@ -19,11 +19,11 @@ from hybridflow.workers.protocols import (
     Grid,
     Protocol,
     Shards,
-    concatenate,
     register,
     registrations,
     split,
 )
+from hybridflow.workers.shards import concatenate
 
 LAYOUTS = [
     Layout(),

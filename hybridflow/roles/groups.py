@@ -1,0 +1,77 @@
+"""Every role's ranks as one group, with the methods of its worker class.
+
+Apart from the workers, since only the driver has groups: a rank imports nothing of this.
+"""
+
+from __future__ import annotations
+
+from hybridflow.roles.model import ModelWorker
+from hybridflow.roles.policy import PolicyWorker
+from hybridflow.roles.reward import FunctionRewardWorker
+from hybridflow.roles.rollout import RolloutWorker
+from hybridflow.roles.value import ValueWorker
+from hybridflow.workers.worker_group import WorkerGroup
+
+
+class ModelGroup(WorkerGroup):
+    """The ranks of a Megatron-Core model."""
+
+    start = ModelWorker.start
+    apply = ModelWorker.apply
+    trace_next_update = ModelWorker.trace_next_update
+    reset_optimizer = ModelWorker.reset_optimizer
+    load = ModelWorker.load
+    restart_schedule = ModelWorker.restart_schedule
+    begin_checkpoint = ModelWorker.begin_checkpoint
+    checkpoint_written = ModelWorker.checkpoint_written
+    finish_checkpoint = ModelWorker.finish_checkpoint
+    abandon_checkpoint = ModelWorker.abandon_checkpoint
+    export = ModelWorker.export
+    give_back = ModelWorker.give_back
+    take_back = ModelWorker.take_back
+    take_offload_figures = ModelWorker.take_offload_figures
+
+
+class PolicyGroup(ModelGroup):
+    """The ranks of an actor or a reference policy."""
+
+    logprobs = PolicyWorker.logprobs
+    update = PolicyWorker.update
+    supervise = PolicyWorker.supervise
+    share_weights = PolicyWorker.share_weights
+    connect_weights = PolicyWorker.connect_weights
+    send_weights = PolicyWorker.send_weights
+
+
+class ValueGroup(ModelGroup):
+    """The ranks of a critic, a reward model or a cost model."""
+
+    values = ValueWorker.values
+    score = ValueWorker.score
+    update_values = ValueWorker.update_values
+
+
+class RolloutGroup(WorkerGroup):
+    """Engines side by side."""
+
+    start = RolloutWorker.start
+    generate = RolloutWorker.generate
+    give_back = RolloutWorker.give_back
+    take_back = RolloutWorker.take_back
+    take_turn = RolloutWorker.take_turn
+    take_offload_figures = RolloutWorker.take_offload_figures
+    share_weights = RolloutWorker.share_weights
+    connect_weights = RolloutWorker.connect_weights
+    begin_weights = RolloutWorker.begin_weights
+    receive_weights = RolloutWorker.receive_weights
+    seal_weights = RolloutWorker.seal_weights
+    verify_weights = RolloutWorker.verify_weights
+    commit_weights = RolloutWorker.commit_weights
+    recommit_weights = RolloutWorker.recommit_weights
+
+
+class FunctionRewardGroup(WorkerGroup):
+    """The ranks that call reward and cost functions."""
+
+    start = FunctionRewardWorker.start
+    score = FunctionRewardWorker.score

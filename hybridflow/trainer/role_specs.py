@@ -1,0 +1,205 @@
+"""What every role of a run is started with: a list of specs, one a role, made from the recipe alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine3d.layout import Layout
+from engine3d.memory.serving import cache_of_a_token
+from engine3d.models import load_model_spec
+from engine3d.platform import platform
+from engine3d.reshard.describe.shards import Place
+from engine3d.training.flops import sequence_flops
+from hybridflow.batch.remote_batch import SampleCosts
+from hybridflow.checkpoint.resume import WARMED_UP, needs_warmed_up
+from hybridflow.cluster.device_map import Device, Node
+from hybridflow.config.recipe import Recipe
+from hybridflow.planning.cache_size import Lengths, cache_tokens
+from hybridflow.roles.groups import FunctionRewardGroup, ModelGroup, PolicyGroup, RolloutGroup, ValueGroup
+from hybridflow.roles.offload import begin_in_turn
+from hybridflow.roles.policy import PolicyWorker
+from hybridflow.roles.reward import FunctionRewardWorker
+from hybridflow.roles.rollout import RolloutWorker
+from hybridflow.roles.value import ValueWorker
+from hybridflow.rundir.lock import SHARDS
+from hybridflow.trainer.run_setup import Run
+
+# An engine says itself that it did not start in time; its rank is given a little longer.
+_MARGIN_S = 30.0
+
+RoleGroup = ModelGroup | RolloutGroup | FunctionRewardGroup
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """What a role is started with.
+
+    Args:
+        role: its name, and that of its devices.
+        group: the class of its handle.
+        worker: is built on every rank with `arguments` and `settings`.
+        layout: of its ranks.
+        arguments, settings: of the worker, by position and by keyword.
+        start_s: limit of its `start()`, in seconds.
+        call_s: limit of every other call, in seconds.
+        devices_per_rank: more than one for an engine that runs several itself.
+        meets: whether its ranks need a store at which they can meet.
+        environment: of its ranks.
+        sample_costs: by which a batch is dealt to them.
+        turn: its place among the roles that start one after another; None for one that waits for no other.
+        note: a line for whoever follows the start.
+    """
+
+    role: str
+    group: type[RoleGroup]
+    worker: type
+    layout: Layout
+    arguments: tuple[Any, ...]
+    settings: Mapping[str, Any]
+    start_s: float
+    call_s: float
+    devices_per_rank: int = 1
+    meets: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+    sample_costs: SampleCosts = list
+    turn: int | None = None
+    note: str | None = None
+
+
+def role_specs(
+    recipe: Recipe, run: Run, devices: Mapping[str, Sequence[Device]], nodes: Sequence[Node]
+) -> list[RoleSpec]:
+    """Every role of a run, in the order in which their processes are started.
+
+    The engine first, since it takes longest; the functions last, since they are needed last.
+
+    Args:
+        recipe: of the run.
+        run: its directory, model, prompts and checkpoint.
+        devices: of each role.
+        nodes: of the cluster.
+    """
+    made = _Specs(recipe, run, devices, nodes)
+    models = [made.model(role) for role in ("actor", *recipe.models)]
+    return [made.rollout(), *models, *([made.functions()] if recipe.functions else [])]
+
+
+class _Specs:
+    """The spec of each kind of role."""
+
+    def __init__(
+        self, recipe: Recipe, run: Run, devices: Mapping[str, Sequence[Device]], nodes: Sequence[Node]
+    ) -> None:
+        self._recipe, self._run, self._devices = recipe, run, devices
+        self._places = {role: [_place(device, nodes) for device in held] for role, held in devices.items()}
+        self._published = [run.directory / SHARDS / f"actor-{rank}" for rank in range(len(devices["actor"]))]
+        self._turns = {role: turn for turn, role in enumerate(begin_in_turn(recipe, devices))}
+
+    def model(self, role: str) -> RoleSpec:
+        """A Megatron-Core model: the actor or the reference policy, or one with a scalar head."""
+        recipe, run, ranks = self._recipe, self._run, len(self._devices[role])
+        config = recipe.train_config(role)
+        is_policy = role in ("actor", "reference")
+        directory = self._model_directory(role)
+        spec = load_model_spec(directory, value_head=not is_policy)
+        trainable = role in recipe.trained_roles
+        return RoleSpec(
+            role,
+            PolicyGroup if is_policy else ValueGroup,
+            PolicyWorker if is_policy else ValueWorker,
+            config.layout.layout(ranks),
+            (directory, config),
+            {
+                "trainable": trainable,
+                "seed": recipe.seed,
+                "places": self._places[role],
+                "publish": self._published if role == "actor" else (),
+                # A model that does not learn is the initial one, however far the run has come.
+                "checkpoint": run.resumption.role(role) if run.resumption is not None and trainable else None,
+                "verify_checkpoint": recipe.checkpoint.verify,
+                "saves_in_background": trainable and recipe.checkpoint.saves_in_background,
+                "offload": role in recipe.offloaded_roles,
+            },
+            start_s=config.start_timeout_s,
+            call_s=recipe.limits.call_s,
+            environment=platform.training_environment(ranks, deterministic=config.deterministic),
+            sample_costs=lambda lengths: sequence_flops(spec, lengths).tolist(),
+            turn=self._turns.get(role),
+        )
+
+    def rollout(self) -> RoleSpec:
+        """The engines."""
+        recipe, run, devices = self._recipe, self._run, self._devices["rollout"]
+        sources: Mapping[Device, Path] = {}
+        if recipe.rollout.weights.share:
+            sources = dict(zip(self._devices["actor"], self._published, strict=True))
+        engine = recipe.rollout.engine
+        layout = recipe.rollout.layout(len(devices))
+        tokens = cache_tokens(
+            recipe, Lengths.of(recipe, run.train.tokens, run.evaluation.tokens), layout.dp, devices[0].kind
+        )
+        # It serves nothing before the actor's weights have come: no need to read others from the disk.
+        arguments = {"load_format": "dummy", **engine.server_args}
+        given = {"seed": recipe.seed + engine.seed, "server_args": arguments, "max_total_tokens": tokens}
+        return RoleSpec(
+            "rollout",
+            RolloutGroup,
+            RolloutWorker,
+            layout,
+            (run.model_directory, engine.model_copy(update=given)),
+            {"places": self._places["rollout"], "weight_sources": [sources.get(device) for device in devices]},
+            start_s=engine.start_timeout_s + _MARGIN_S,
+            call_s=recipe.limits.call_s,
+            devices_per_rank=engine.tp,
+            meets=False,
+            turn=self._turns.get("rollout"),
+            note=self._cache_note(tokens),
+        )
+
+    def functions(self) -> RoleSpec:
+        """Who calls the functions of rewards and costs."""
+        recipe, run = self._recipe, self._run
+        samples = max(
+            recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt,
+            len(run.evaluation) * recipe.trainer.eval_samples,
+        )
+        functions = [function for config in recipe.functions.values() for function in config.functions]
+        examples = {"train": run.train.examples, "evaluation": run.evaluation.examples}
+        return RoleSpec(
+            "reward",
+            FunctionRewardGroup,
+            FunctionRewardWorker,
+            Layout(dp=len(self._devices["reward"])),
+            (recipe.functions, run.model_directory, examples, Path.cwd()),
+            {},
+            start_s=max(function.load_timeout_s for function in functions) + _MARGIN_S,
+            call_s=_MARGIN_S + max(function.limit_s(samples) for function in functions),
+            meets=False,
+        )
+
+    def _model_directory(self, role: str) -> Path:
+        """The HuggingFace directory of the weights that a model starts with, where it has no checkpoint."""
+        recipe, run = self._recipe, self._run
+        model = recipe.models.get(role)
+        if model is not None and model.path is not None:
+            return model.path
+        resumes = run.resumption is not None and run.resumption.state is not None
+        if role == "reference" and resumes and needs_warmed_up(recipe):
+            return recipe.checkpoint_directory / WARMED_UP
+        return run.model_directory
+
+    def _cache_note(self, tokens: int) -> str:
+        """The size of an engine's KV cache, which is much of what an engine takes."""
+        engine, sizes = self._recipe.rollout.engine, load_model_spec(self._run.model_directory).sizes
+        each = tokens * cache_of_a_token(sizes, engine.tp, getattr(torch, engine.dtype).itemsize)
+        said = "rollout.engine.max_total_tokens" if engine.max_total_tokens is not None else "all that a step needs"
+        return f"rollout: KV cache of {tokens:,} tokens ({said}), {each / 1e9:.2f} GB of each device"
+
+
+def _place(device: Device, nodes: Sequence[Node]) -> Place:
+    return Place(f"node {device.node} ({nodes[device.node].name})", f"{device.kind}:{device.index}")

@@ -1,0 +1,166 @@
+"""Groups on devices of their own compute at the same time; groups that share one do so in the order of their calls."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from engine3d.layout import Layout
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.cluster.device_map import pool_devices
+from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
+from hybridflow.metrics.timeline import Span, timeline
+from hybridflow.workers.worker_group import Future, RankError, WorkerGroup
+from tests.support.group_workers import Computing, batch_of
+
+pytestmark = pytest.mark.processes
+
+DEVICES = {
+    "reference": "cpu:0",
+    "reward": "cpu:1",
+    "critic": "cpu:2",
+    "second_reward": "cpu:0",
+    "second_critic": "cpu:0",
+    "dies": "cpu:0,3",
+    "hangs": "cpu:0",
+}
+APART = ("reference", "reward", "critic")
+TOGETHER = ("second_critic", "reference", "second_reward")  # neither in the order of their start nor of their names
+
+
+@pytest.fixture(scope="module")
+def groups(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerGroup]]:
+    pools = reserve(pool_devices(DEVICES, {}, cluster_nodes()))
+    log_dir = tmp_path_factory.mktemp("logs")
+
+    def start(role: str) -> WorkerGroup:
+        layout = Layout(dp=len(pools[role]))
+        return WorkerGroup(role, Computing, pools[role], layout, log_dir=log_dir, call_timeout_s=60)
+
+    with ThreadPoolExecutor() as threads:
+        made = dict(zip(pools, threads.map(start, pools), strict=True))
+    batch = RemoteBatch.of(batch_of(range(2), 5))
+    for future in [group.compute(batch, factor=1) for group in made.values()]:  # what they import on their first call
+        future.wait()
+    yield made
+    for group in made.values():
+        group.shutdown()
+    release(pools)
+
+
+def compute(groups: dict[str, WorkerGroup], roles: tuple[str, ...], batch: RemoteBatch) -> list[Future]:
+    """One call of each role, all made before one has answered; each takes a second and a half."""
+    futures: list[Future] = [
+        groups[role].compute(batch, factor=factor, sleep_s=1.5) for factor, role in enumerate(roles, start=2)
+    ]
+    assert not any(future.done() for future in futures)
+    for future in futures:
+        future.wait()
+    return futures
+
+
+def times(factor: int, batch: RemoteBatch) -> list[list[int]]:
+    """What `compute` makes of it."""
+    return [[factor * token for token in response] for response in batch.fetch().responses()]
+
+
+def test_roles_overlap_on_pools_of_their_own_and_take_turns_on_one(
+    groups: dict[str, WorkerGroup], tmp_path: Path
+) -> None:
+    batch = RemoteBatch.of(batch_of(range(6), 5))
+    apart, together = compute(groups, APART, batch), compute(groups, TOGETHER, batch)
+
+    spans: list[Span] = [future.spans[0] for future in apart]
+    assert [(span.role, span.rank, span.method) for span in spans] == [(role, 0, "compute") for role in APART]
+    assert max(span.begin for span in spans) < min(span.end for span in spans)
+    turns = [future.spans[0] for future in together]
+    assert [span.role for span in turns] == list(TOGETHER)
+    assert all(former.end <= latter.begin for former, latter in pairwise(turns))
+
+    for factor, one, other in zip((2, 3, 4), apart, together, strict=True):
+        assert one.result() == other.result() == times(factor, batch)
+
+    assert {*spans, *turns} <= set(timeline.spans)
+    timeline.write(tmp_path / "timeline.json")
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert {*APART, *TOGETHER} <= {event["args"]["name"] for event in events if event["name"] == "process_name"}
+
+
+def test_only_exclusive_methods_wait(groups: dict[str, WorkerGroup]) -> None:
+    slow = groups["reference"].compute(RemoteBatch.of(batch_of(range(2), 5)), factor=2, sleep_s=2.0)
+    assert len(groups["second_reward"].given_back().result()) == 1
+    assert not slow.done()
+    slow.wait()
+
+
+def test_a_group_gives_memory_back_when_the_turn_goes_to_another(groups: dict[str, WorkerGroup]) -> None:
+    batch = RemoteBatch.of(batch_of(range(2), 5))
+
+    def given_back() -> dict[str, list[int]]:
+        return {role: groups[role].given_back().result() for role in ("dies", "reference", "critic")}
+
+    def more_than(before: dict[str, list[int]], **more: int) -> dict[str, list[int]]:
+        return {role: [count + more.get(role, 0) for count in counts] for role, counts in before.items()}
+
+    groups["reference"].compute(batch, factor=1).wait()  # nobody else holds memory of its device
+    before = given_back()
+    groups["reference"].compute(batch, factor=1).wait()
+    groups["critic"].compute(batch, factor=1).wait()
+    assert given_back() == before  # the turn was nobody else's
+    groups["dies"].compute(batch, factor=1).wait()
+    assert given_back() == more_than(before, reference=1)
+    groups["second_reward"].compute(batch, factor=1).wait()
+    assert given_back() == more_than(before, reference=1, dies=1)  # each of its ranks, and the reference no more
+    last = groups["reference"].compute(batch, factor=1)
+    last.wait()
+    [giving] = [span for span in timeline.spans if span.role == "second_reward" and span.method == "give_back"][-1:]
+    assert giving.end <= last.spans[0].begin
+
+
+def test_a_group_takes_back_what_it_gave_before_its_next_turn_alone(groups: dict[str, WorkerGroup]) -> None:
+    batch = RemoteBatch.of(batch_of(range(2), 5))
+    groups["dies"].compute(batch, factor=1).wait()
+    groups["reference"].compute(batch, factor=1).wait()
+    before = {role: groups[role].taken_back().result() for role in ("dies", "reference")}
+    groups["reference"].compute(batch, factor=1).wait()  # it has what it needs
+    again = groups["dies"].compute(batch, factor=1)
+    again.wait()
+    after = {role: groups[role].taken_back().result() for role in ("dies", "reference")}
+    assert after == before | {"dies": [count + 1 for count in before["dies"]]}
+    (giving,) = [span for span in timeline.spans if (span.role, span.method) == ("reference", "give_back")][-1:]
+    (taking,) = [span for span in timeline.spans if (span.role, span.method) == ("dies", "take_back")][-1:]
+    assert giving.end <= taking.begin and taking.end <= again.spans[0].begin
+
+
+def test_a_turn_ends_with_its_call_however_that_ends_and_the_cause_is_told(groups: dict[str, WorkerGroup]) -> None:
+    batch = RemoteBatch.of(batch_of(range(2), 5))
+    started = time.monotonic()
+    dies = groups["dies"].die_on(1)  # its rank 0 goes on
+    waits = groups["second_reward"].compute(batch, factor=2)
+    with pytest.raises(RankError, match=r"^dies rank 1, die_on: the process died"):
+        waits.result()
+    assert time.monotonic() - started < 20
+    assert waits.result() == times(2, batch)  # it was its turn then
+    with pytest.raises(RankError, match=r"^dies rank 1, die_on: the process died"):
+        dies.wait()
+
+    hangs = groups["hangs"].hang()
+    with pytest.raises(RankError) as caught:
+        groups["second_critic"].compute(batch, factor=2).result(timeout_s=2)
+    log = groups["hangs"].ranks.log_path(0)
+    assert log is not None
+    assert str(caught.value) == (
+        "second_critic rank 0, compute: no turn within 2 s, since hangs rank 0, hang has not ended; "
+        f"the stacks of its threads are in {log}"
+    )
+    assert "_wait_for_nobody" in log.read_text()
+    assert groups["hangs"].is_alive and not hangs.done()  # it may only be slow
+    waits = groups["second_reward"].compute(batch, factor=2)
+    groups["hangs"].kill()
+    assert waits.result() == times(2, batch)
