@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.metrics.timeline import read_spans, step_ends
 from hybridflow.planning.recipe_check import check_recipe
 from tests.support.runs import DEMO, ROOT, SMALL, records, rewarded_by_length, run_recipe
+from tests.support.warm import warm_python
 
 STEPS = 4
 AHEAD = [
@@ -137,7 +137,7 @@ def test_a_loop_of_ones_own_learns_from_old_samples_as_such(tmp_path: Path) -> N
     (tmp_path / "loop.py").write_text(OWN_LOOP)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "loop.py"],
+        [warm_python(), "loop.py"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
