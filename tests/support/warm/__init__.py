@@ -23,7 +23,7 @@ from pathlib import Path
 from tests.support.warm import launcher
 
 _ROOT = Path(__file__).parents[3]
-_KINDS = ("driver", "rank", "host")
+_KINDS = ("driver", "head", "rank", "host")
 
 
 @functools.cache

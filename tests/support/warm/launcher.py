@@ -21,7 +21,7 @@ def kind_of(arguments):
     if arguments[:3] == ["-P", "-m", "engine3d.rollout.host"]:
         return "host"
     if arguments[0] == "-P" and arguments[1].endswith("/hybridflow/cluster/ray_head.py"):
-        return "driver"
+        return "head"
     if any(word.endswith("/ray/_private/workers/default_worker.py") for word in arguments):
         return "rank"
     if arguments[0] == "-m" and arguments[1].split(".")[0] in ("hybridflow", "tests"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import json
 import os
 import runpy
@@ -29,7 +30,7 @@ from engine3d.startup.imports import quick_imports
 
 _READ_ON_IMPORT = (
     *("ENGINE3D_QUICK", "TORCH", "PYTORCH", "OMP_", "MKL_", "GOMP_", "KMP_", "SGLANG", "SGL_", "CUDA", "LD_", "HF_"),
-    *("TRANSFORMERS_", "MASTER_", "TRITON", "NVTE_", "PYTHONWARNINGS", "PYTHONHASHSEED", "LC_", "LANG"),
+    *("MASTER_", "TRITON", "NVTE_", "PYTHONWARNINGS", "PYTHONHASHSEED", "LC_", "LANG"),
     *("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",),
 )
 _MOST_DESCRIPTORS = 64
@@ -37,31 +38,27 @@ _OUT_OF_THE_WAY = 1000
 _FOUND_HERE = [entry for entry in sys.path if entry]
 
 
+_MODULES = {
+    "driver": (
+        *("transformers", "hybridflow.api.ppo_trainer", "hybridflow.cli.main"),
+        *("hybridflow.planning.recipe_check", "hybridflow.trainer.trainer"),
+    ),
+    "head": ("ray._private.node",),
+    # Not Ray, whose library reads its environment once, nor what imports it.
+    "rank": (
+        *("transformers", "jsonschema", "requests", "yaml", "engine3d.checkpoint.save", "engine3d.models.build"),
+        *("engine3d.models.weights", "engine3d.rollout.engine", "engine3d.training.engine"),
+        *("hybridflow.algorithms.losses.policy", "hybridflow.data.tokenizer", "hybridflow.rewards.functions"),
+        "hybridflow.workers.rank_process",
+    ),
+    "host": ("transformers", "sglang.srt.entrypoints.engine", "engine3d.rollout.sglang_plugin"),
+}
+
+
 def _import(kind: str) -> None:
     with quick_imports():
-        import transformers  # noqa: F401
-
-        if kind == "driver":
-            import hybridflow.api.ppo_trainer
-            import hybridflow.cli.main
-            import hybridflow.planning.recipe_check
-            import hybridflow.trainer.trainer
-        elif kind == "rank":
-            # Not Ray, whose library reads its environment once: nor what imports it.
-
-            import engine3d.checkpoint.save
-            import engine3d.models.build
-            import engine3d.models.weights
-            import engine3d.rollout.engine
-            import engine3d.training.engine
-            import hybridflow.algorithms.losses.policy
-            import hybridflow.data.tokenizer
-            import hybridflow.rewards.functions
-            import hybridflow.workers.rank_process  # noqa: F401
-        else:
-            import sglang.srt.entrypoints.engine  # noqa: F401
-
-            import engine3d.rollout.sglang_plugin  # noqa: F401
+        for name in _MODULES[kind]:
+            importlib.import_module(name)
 
 
 def _seen_by_imports(environment: dict[str, str]) -> dict[str, str]:
@@ -210,7 +207,8 @@ def _prepare(request: dict[str, Any], received: list[int], executable: str) -> N
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # type: ignore[misc]  # noqa: SIM115
-    sys.modules["numpy"].random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
     if "ray._raylet" in sys.modules:
         from hybridflow.cluster.private_ray import forget_token
 
