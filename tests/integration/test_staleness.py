@@ -38,7 +38,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def whole(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
     """A run that was never interrupted."""
-    run = KilledRun(tmp_path_factory.mktemp("whole"), recipe)
+    run = KilledRun(tmp_path_factory.mktemp("whole"), recipe, interpreter=warm_python())
     outcome = run.run()
     assert outcome.exit_code == 0, run.output
     return run
@@ -85,7 +85,7 @@ def test_every_prompt_is_drawn_once_and_a_checkpoint_holds_what_was_made_ahead(w
 def test_a_killed_run_learns_from_the_rollout_that_was_made_ahead(
     whole: KilledRun, recipe: list[str], tmp_path: Path
 ) -> None:
-    run = KilledRun(tmp_path, recipe)
+    run = KilledRun(tmp_path, recipe, interpreter=warm_python())
     outcome = run.run(Kill("driver", "update", 3, 0.0))
     assert outcome.killed, run.output
     assert not outcome.left_over
