@@ -33,6 +33,7 @@ _READ_ON_IMPORT = (
     *("MASTER_", "TRITON", "NVTE_", "PYTHONWARNINGS", "PYTHONHASHSEED", "LC_", "LANG"),
     *("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",),
 )
+_READ_LATER = ("SGLANG_CPU_OMP_THREADS_BIND",)
 _MOST_DESCRIPTORS = 64
 _OUT_OF_THE_WAY = 1000
 _FOUND_HERE = [entry for entry in sys.path if entry]
@@ -63,7 +64,11 @@ def _import(kind: str) -> None:
 
 def _seen_by_imports(environment: dict[str, str]) -> dict[str, str]:
     """The variables by which imports, and libraries once loaded, differ."""
-    return {name: value for name, value in environment.items() if name.startswith(_READ_ON_IMPORT)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_ON_IMPORT) and name not in _READ_LATER
+    }
 
 
 class _Forked:
