@@ -86,10 +86,11 @@ class KilledRun:
     Args:
         directory: to be made; holds the run, its output and its temporary files.
         recipe: a recipe file and overrides.
+        interpreter: program that runs it.
     """
 
-    def __init__(self, directory: Path, recipe: Sequence[str] = RECIPE) -> None:
-        self.directory, self._recipe = directory, list(recipe)
+    def __init__(self, directory: Path, recipe: Sequence[str] = RECIPE, *, interpreter: str = sys.executable) -> None:
+        self.directory, self._recipe, self._interpreter = directory, list(recipe), interpreter
         self.run_directory = directory / next(word.split("=", 1)[1] for word in recipe if word.startswith("name="))
         # The path of a socket must stay short, so this is not below a directory of pytest's.
         self.temporary = Path(f"/tmp/kill-{os.getpid()}-{abs(hash(directory)) % 10**6}")
@@ -114,7 +115,7 @@ class KilledRun:
         settings = [*self._recipe, f"run_dir={self.directory}", "resume=auto"]
         with (self.directory / "output.log").open("a") as log:
             driver = subprocess.Popen(
-                [sys.executable, "-m", "hybridflow", "train", *settings],
+                [self._interpreter, "-m", "hybridflow", "train", *settings],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,

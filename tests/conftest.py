@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 def ray_cluster() -> Iterator[None]:
     """A local Ray with eight CPU slots and no placement groups in use."""
     from hybridflow.cluster.ray_runtime import start_ray, stop_ray
+    from tests.support.warm import warm_starts
 
-    start_ray(cpu_slots=8)
+    with warm_starts():
+        start_ray(cpu_slots=8)
     yield
     stop_ray()
 
@@ -41,9 +43,15 @@ def shared_engine(tiny_model_dirs: tuple[Path, Path]) -> Iterator[RolloutEngine]
     """The session's engine. Its weights are whatever the last test loaded: use `engine` to have the first model's."""
     from engine3d.rollout import RolloutEngine
     from tests.support.tiny_rollout import TINY_ROLLOUT
+    from tests.support.warm import warm_starts
 
-    with RolloutEngine(tiny_model_dirs[0], TINY_ROLLOUT) as engine:
+    engine = RolloutEngine(tiny_model_dirs[0], TINY_ROLLOUT)
+    try:
+        with warm_starts():
+            engine.start()
         yield engine
+    finally:
+        engine.shutdown()
 
 
 @pytest.fixture

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +38,7 @@ def test_every_example_is_in_the_list() -> None:
 def test_an_example_runs(words: list[str], said: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # where the recipe's path of its function starts
     done = subprocess.run(
-        [sys.executable, *(word.format(root=ROOT) for word in words)],
+        [warm_python(), *(word.format(root=ROOT) for word in words)],
         cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ import numpy as np
 import torch
 import yaml
 from safetensors import safe_open
+
+from tests.support.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
 VALUES = Path(__file__).parent / "reference_values"
@@ -131,7 +132,7 @@ def run_case(name: str, directory: Path) -> dict[str, Any]:
     else:
         arguments = ["hybridflow.cli", "train", str(recipe)]
     done = subprocess.run(
-        [sys.executable, "-m", *arguments],
+        [warm_python(), "-m", *arguments],
         capture_output=True,
         text=True,
         timeout=_LIMIT_S,

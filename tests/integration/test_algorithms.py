@@ -7,7 +7,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from hybridflow.report.page import render
 from hybridflow.report.run_data import read_run
 from hybridflow.rundir.file_names import TIMELINE
 from tests.support.runs import ROOT, SMALL, records, run_recipe
+from tests.support.warm import warm_python
 
 pytestmark = pytest.mark.processes
 
@@ -246,9 +246,9 @@ def test_safe_rlhf_in_a_loop_of_ones_own_learns_what_a_run_learns(tmp_path: Path
     said = {}
     for name, program in (("run", ["-m", "hybridflow", "train"]), ("loop", ["loop.py"])):
         done = subprocess.run(
-            [sys.executable, *program, f"{name}.yaml"],
-            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=400,
-            check=False,
+            [warm_python(), *program, f"{name}.yaml"],
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, timeout=400, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         said[name] = done.stdout.splitlines()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from hybridflow.config.recipe import load_recipe
+from tests.support.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "launch/recipes/demo.yaml"
@@ -65,7 +65,7 @@ def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
     script.write_text("\n".join(parts))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TEST_API_MARK": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [warm_python(), str(script)],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=550, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

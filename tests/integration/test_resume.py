@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
 from tests.support.runs import ROOT, SMALL, records, rewarded_by_length, run
+from tests.support.warm import warm_python
 
 pytestmark = pytest.mark.processes
 
@@ -43,7 +44,7 @@ def whole(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> Killed
 
 
 def a_run(directory: Path, recipe: list[str]) -> KilledRun:
-    return KilledRun(directory, [str(ROOT / "launch/recipes/demo.yaml"), *SMALL, *recipe])
+    return KilledRun(directory, [str(ROOT / "launch/recipes/demo.yaml"), *SMALL, *recipe], interpreter=warm_python())
 
 
 def driver_state(checkpoint: Path) -> dict[str, object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.metrics.timeline import read_spans, step_ends
 from hybridflow.planning.recipe_check import check_recipe
 from tests.support.runs import DEMO, ROOT, SMALL, records, rewarded_by_length, run_recipe
+from tests.support.warm import warm_python
 
 STEPS = 4
 AHEAD = [
@@ -38,7 +38,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def whole(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
     """A run that was never interrupted."""
-    run = KilledRun(tmp_path_factory.mktemp("whole"), recipe)
+    run = KilledRun(tmp_path_factory.mktemp("whole"), recipe, interpreter=warm_python())
     outcome = run.run()
     assert outcome.exit_code == 0, run.output
     return run
@@ -85,7 +85,7 @@ def test_every_prompt_is_drawn_once_and_a_checkpoint_holds_what_was_made_ahead(w
 def test_a_killed_run_learns_from_the_rollout_that_was_made_ahead(
     whole: KilledRun, recipe: list[str], tmp_path: Path
 ) -> None:
-    run = KilledRun(tmp_path, recipe)
+    run = KilledRun(tmp_path, recipe, interpreter=warm_python())
     outcome = run.run(Kill("driver", "update", 3, 0.0))
     assert outcome.killed, run.output
     assert not outcome.left_over
@@ -137,7 +137,7 @@ def test_a_loop_of_ones_own_learns_from_old_samples_as_such(tmp_path: Path) -> N
     (tmp_path / "loop.py").write_text(OWN_LOOP)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "loop.py"],
+        [warm_python(), "loop.py"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.warm import warm_python
+
 pytestmark = pytest.mark.processes
 
 SMALL = [
@@ -64,23 +66,11 @@ def _wait_until_gone(directory: Path, limit_s: float = 30.0) -> None:
         time.sleep(0.2)
 
 
-FAULTY = """
-import sys
-from hybridflow.cli.main import main
-from hybridflow.trainer import role_specs
-from tests.support import faulty_roles
-
-role, name = sys.argv[1:3]
-setattr(role_specs, role, getattr(faulty_roles, name))
-sys.exit(main(sys.argv[3:]))
-"""
-
-
 def _faulty_run(directory: Path, role: str, name: str, *overrides: str) -> tuple[int, str]:
     """A run with one role replaced by one of `faulty_roles`: its exit code and the first line on stderr."""
     arguments = _command(directory, "warmup=null", *overrides)[3:]
     done = subprocess.run(
-        [sys.executable, "-c", FAULTY, role, name, *arguments],
+        [warm_python(), "-m", "tests.support.faulty_run", role, name, *arguments],
         capture_output=True,
         text=True,
         timeout=400,

@@ -5,8 +5,15 @@ from __future__ import annotations
 from engine3d.startup.imports import quick_imports
 
 with quick_imports():  # which also spares the ranks looking through all of it
-    import transformers  # noqa: F401
+    import pytest  # noqa: F401
+    from transformers import AutoModelForCausalLM  # noqa: F401
 
+    import engine3d.checkpoint.hf
+    import engine3d.checkpoint.save
     import engine3d.models.build
     import engine3d.models.weights
+    import engine3d.reshard.describe.source
+    import engine3d.training.engine
     import engine3d.training.parallel  # noqa: F401
+    import tests.support.tiny_families
+    import tests.support.tiny_models  # noqa: F401

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.warm import warm_python
+
 ROOT = Path(__file__).parents[2]
 
 DEMO = str(ROOT / "launch/recipes/demo.yaml")
@@ -41,7 +43,7 @@ def run(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 def run_recipe(recipe: str, directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(directory, *overrides, recipe=recipe),
+        [warm_python(), *command(directory, *overrides, recipe=recipe)[1:]],
         capture_output=True,
         text=True,
         timeout=400,

@@ -13,6 +13,7 @@ from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.trainer_ranks import trainer_ranks
 from tests.support.transfers import connect, differences, places
+from tests.support.warm import warm_starts
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
 GREEDY = SamplingConfig(temperature=0, max_new_tokens=12)
@@ -33,7 +34,7 @@ def test_weights_are_released_only_with_the_memory_saver_and_never_the_trainers(
 
 @pytest.fixture(scope="module")
 def engine(tiny_model_dirs: tuple[Path, Path]) -> Iterator[RolloutEngine]:
-    with RolloutEngine(tiny_model_dirs[1], TINY_ROLLOUT.model_copy(update=RELEASES)) as engine:
+    with warm_starts(), RolloutEngine(tiny_model_dirs[1], TINY_ROLLOUT.model_copy(update=RELEASES)) as engine:
         yield engine
 
 

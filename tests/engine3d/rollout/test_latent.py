@@ -11,6 +11,7 @@ import torch
 from engine3d.rollout import Generation, RolloutEngine, SamplingConfig
 from tests.support import tiny_families
 from tests.support.tiny_rollout import TINY_ROLLOUT
+from tests.support.warm import warm_starts
 
 pytestmark = pytest.mark.processes
 
@@ -41,7 +42,7 @@ def test_generations_are_those_of_transformers(name: str, settings: dict[str, An
     started, loaded = tmp_path / "started", tmp_path / "loaded"
     tiny_families.make(name, started, seed=1)
     model = tiny_families.make(name, loaded)
-    with RolloutEngine(started, TINY_ROLLOUT.model_copy(update=settings)) as engine:
+    with warm_starts(), RolloutEngine(started, TINY_ROLLOUT.model_copy(update=settings)) as engine:
         engine.load_weights(loaded, version=1)
         first = [generation for (generation,) in engine.generate(PROMPTS, GREEDY)]
         # A second turn, of which all but the last tokens are in the cache.

@@ -9,6 +9,7 @@ import pytest
 
 from engine3d.rollout import RolloutEngine, SamplingConfig
 from tests.support.tiny_rollout import TINY_ROLLOUT
+from tests.support.warm import warm_starts
 
 pytestmark = pytest.mark.processes
 
@@ -22,7 +23,7 @@ def test_tensor_and_expert_parallel_ranks_agree_with_one(
     log = tmp_path / "log"
     expected = [group[0] for group in engine.generate(PROMPTS, GREEDY)]
     config = TINY_ROLLOUT.model_copy(update={"tp": 2, "ep": 2, "server_args": {"chunked_prefill_size": 64}})
-    with RolloutEngine(tiny_model_dirs[1], config, log_path=log) as parallel:
+    with warm_starts(), RolloutEngine(tiny_model_dirs[1], config, log_path=log) as parallel:
         assert len(parallel.weight_checksums()) == 2
         parallel.load_weights(tiny_model_dirs[0], version=1)
         generations = [group[0] for group in parallel.generate(PROMPTS, GREEDY)]

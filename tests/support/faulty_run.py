@@ -1,0 +1,14 @@
+"""A run with a role replaced by one of `faulty_roles`: `python -m tests.support.faulty_run ROLE NAME ARGUMENTS...`."""
+
+from __future__ import annotations
+
+import sys
+
+from hybridflow.cli.main import main
+from hybridflow.trainer import role_specs
+from tests.support import faulty_roles
+
+if __name__ == "__main__":
+    role, name = sys.argv[1:3]
+    setattr(role_specs, role, getattr(faulty_roles, name))
+    sys.exit(main(sys.argv[3:]))

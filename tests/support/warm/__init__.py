@@ -1,0 +1,84 @@
+"""Runs that start in a third of the time: their processes are forked from servers that have imported the stack.
+
+    subprocess.run([warm_python(), "-m", "hybridflow", "train", ...])
+
+It stands for the interpreter. What the run starts with `sys.executable` (Ray's servers and workers, the hosts
+of engines) is forked as well; see `launcher`. It runs the product's code, but that its imports are done. Tests of
+starts, of ends and of imports, and those that look at the tree of processes, use the interpreter itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.warm import launcher
+
+_ROOT = Path(__file__).parents[3]
+_KINDS = ("driver", "head", "rank", "host")
+
+
+@functools.cache
+def warm_python() -> str:
+    """The interpreter of the servers of this process; where there is a GPU, which is not for forks, the usual one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return sys.executable
+    servers = _Servers()
+    atexit.register(servers.close)
+    return str(servers.executable)
+
+
+@contextlib.contextmanager
+def warm_starts() -> Iterator[None]:
+    """Have what this process starts with `sys.executable` in the block forked."""
+    warm, before = warm_python(), sys.executable
+    sys.executable = warm
+    try:
+        yield
+    finally:
+        sys.executable = before
+
+
+class _Servers:
+    """Each imports when the first process of its kind is asked for."""
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="warm-")
+        directory = Path(self._directory.name)
+        self.executable = directory / "python"
+        self.executable.write_text(f"#!{sys.executable} -ISE\n{Path(launcher.__file__).read_text()}")
+        self.executable.chmod(0o755)
+        self._servers = []
+        for kind in _KINDS:
+            with socket.socket(socket.AF_UNIX) as listening:
+                listening.bind(str(directory / kind))
+                listening.listen(64)
+                self._servers.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "tests.support.warm.server", kind, str(self.executable)],
+                        stdin=listening,
+                        stdout=subprocess.PIPE,
+                        cwd=_ROOT,
+                        env=os.environ | {"OMP_NUM_THREADS": "1"},
+                        start_new_session=True,
+                    )
+                )
+
+    def close(self) -> None:
+        """End the servers and what they have forked."""
+        for server in self._servers:
+            assert server.stdout is not None
+            server.stdout.close()
+        for server in self._servers:
+            server.wait(timeout=30)
+        self._directory.cleanup()

@@ -1,0 +1,100 @@
+"""Runs in place of the interpreter: `python -ISE launcher.py ARGUMENTS...` asks a server to fork what they name.
+
+As long as the forked process lives this one does: signals go on to it, it is killed when this one is, and this one ends
+as it does. What the server has not preloaded is run by the interpreter itself. Imports next to nothing, so that it
+takes no time.
+"""
+
+import _socket
+import json
+import os
+import sys
+
+FORWARDED = (1, 2, 3, 10, 12, 15)  # SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2, SIGTERM
+AGENTS = ("/ray/dashboard/", "/ray/_private/runtime_env/agent/")
+
+
+def kind_of(arguments):
+    """Which of the server's processes has imported what these arguments run; None for none of them."""
+    if not arguments or any(part in word for word in arguments for part in AGENTS):
+        return None
+    if arguments[:3] == ["-P", "-m", "engine3d.rollout.host.program"]:
+        return "host"
+    if arguments[0] == "-P" and arguments[1].endswith("/hybridflow/cluster/ray_head.py"):
+        return "head"
+    if any(word.endswith("/ray/_private/workers/default_worker.py") for word in arguments):
+        return "rank"
+    if arguments[0] == "-m" and arguments[1].split(".")[0] in ("hybridflow", "tests"):
+        return "driver"
+    if arguments[0].endswith(".py") and "/ray/" not in arguments[0]:
+        return "driver"
+    return None
+
+
+def main(arguments):
+    interpreter = sys.executable
+    kind = kind_of(arguments)
+    if kind is None:
+        os.execv(interpreter, [interpreter, *arguments])
+    descriptors = []
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        try:
+            os.fstat(int(name))
+        except OSError:
+            continue  # of the directory itself
+        descriptors.append(int(name))
+    server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    try:
+        server.connect(os.path.dirname(__file__) + "/" + kind)  # noqa: PTH120
+    except OSError:
+        os.execv(interpreter, [interpreter, *arguments])
+    request = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),  # noqa: PTH109
+        "descriptors": descriptors,
+        "launcher": os.getpid(),
+        "leads": os.getsid(0) == os.getpid(),
+        "umask": os.umask(0o022),
+    }
+    data = json.dumps(request).encode()
+    packed = b"".join(each.to_bytes(4, "little") for each in descriptors)
+    sent = server.sendmsg([len(data).to_bytes(4, "little")], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, packed)])
+    assert sent == 4
+    while data:
+        data = data[server.send(data) :]
+    process = int.from_bytes(_exactly(server, 4), "little")
+    if process == 0:
+        server.close()
+        os.execv(interpreter, [interpreter, *arguments])
+    import signal
+
+    def forward(number, _):
+        try:  # noqa: SIM105
+            os.kill(process, number)
+        except ProcessLookupError:
+            pass
+
+    for number in FORWARDED:
+        signal.signal(number, forward)
+    for each in descriptors:  # whoever waits for their end waits for the forked process
+        os.close(each)
+    code = int.from_bytes(_exactly(server, 4), "little", signed=True)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code != 9 else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _exactly(server, count):
+    data = b""
+    while len(data) < count:
+        more = server.recv(count - len(data))
+        if not more:
+            os._exit(1)
+        data += more
+    return data
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,254 @@
+"""A server of `tests.support.warm`: has imported what one kind of process needs, and forks what `launcher` asks for.
+
+    python -m tests.support.warm.server KIND SOCKET EXECUTABLE
+
+Standard input is a socket that listens. A forked process gets arguments, environment, working directory and
+descriptors of its launcher, and is killed when that one is gone; all are when standard output closes. What one kind of
+process needs is imported for the first of them, in its environment. One whose environment makes a difference to imports
+is not forked: its launcher runs the interpreter.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from engine3d.startup.imports import quick_imports
+
+_READ_ON_IMPORT = (
+    *("ENGINE3D_QUICK", "TORCH", "PYTORCH", "OMP_", "MKL_", "GOMP_", "KMP_", "SGLANG", "SGL_", "CUDA", "LD_", "HF_"),
+    *("MASTER_", "TRITON", "NVTE_", "PYTHONWARNINGS", "PYTHONHASHSEED", "LC_", "LANG"),
+    *("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",),
+)
+_READ_LATER = ("SGLANG_CPU_OMP_THREADS_BIND",)
+_MOST_DESCRIPTORS = 64
+_OUT_OF_THE_WAY = 1000
+_FOUND_HERE = [entry for entry in sys.path if entry]
+
+
+_MODULES = {
+    "driver": (
+        *("transformers", "hybridflow.api.ppo_trainer", "hybridflow.cli.main"),
+        *("hybridflow.planning.recipe_check", "hybridflow.trainer.trainer"),
+    ),
+    "head": ("ray._private.node",),
+    # Not Ray, whose library reads its environment once, nor what imports it.
+    "rank": (
+        *("transformers", "jsonschema", "requests", "yaml", "engine3d.checkpoint.save", "engine3d.models.build"),
+        *("engine3d.models.weights", "engine3d.rollout.engine", "engine3d.training.engine"),
+        *("hybridflow.algorithms.losses.policy", "hybridflow.data.tokenizer", "hybridflow.rewards.functions"),
+        "hybridflow.workers.rank_process",
+    ),
+    "host": ("transformers", "sglang.srt.entrypoints.engine", "engine3d.rollout.scheduler.plugin"),
+}
+
+
+def _import(kind: str) -> None:
+    with quick_imports():
+        for name in _MODULES[kind]:
+            importlib.import_module(name)
+
+
+def _seen_by_imports(environment: dict[str, str]) -> dict[str, str]:
+    """The variables by which imports, and libraries once loaded, differ."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_ON_IMPORT) and name not in _READ_LATER
+    }
+
+
+class _Forked:
+    """A launcher and the process that was forked for it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        head, received, _, _ = socket.recv_fds(connection, 4, _MOST_DESCRIPTORS)
+        size, data = int.from_bytes(head, "little"), b""
+        while len(data) < size:
+            more = connection.recv(size - len(data))
+            if not more:
+                raise ConnectionError
+            data += more
+        self.connection = connection
+        self.request: dict[str, Any] = json.loads(data)
+        self.received = received
+
+    def fork(self, executable: str) -> None:
+        """Fork the process; `process` and the descriptor `ended` are its."""
+        received, connection = self.received, self.connection
+        self.process = os.fork()
+        if self.process == 0:
+            _run(self.request, received, executable)
+        for each in received:
+            os.close(each)
+        self.ended = os.pidfd_open(self.process)
+        connection.sendall(self.process.to_bytes(4, "little"))
+
+    def refuse(self) -> None:
+        """Have its launcher run the interpreter."""
+        for each in self.received:
+            os.close(each)
+        self.connection.sendall(bytes(4))
+        self.connection.close()
+
+    def kill(self) -> None:
+        """As whoever kills the launcher would have killed it."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.request["leads"]:
+                os.killpg(self.process, signal.SIGKILL)
+            else:
+                os.kill(self.process, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Once it has ended: tell its launcher how."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+        with contextlib.suppress(OSError):
+            self.connection.sendall(code.to_bytes(4, "little", signed=True))
+        self.connection.close()
+        os.close(self.ended)
+
+
+def main(kind: str, executable: str) -> None:
+    listening = socket.socket(fileno=0)
+    imported: dict[str, str] | None = None
+    connected: dict[int, _Forked] = {}
+    running: dict[int, _Forked] = {}
+    poll = select.poll()
+    poll.register(listening, select.POLLIN)
+    poll.register(1, 0)  # it closes with whoever started this server
+    while True:
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        if 1 in ready:
+            for one in running.values():
+                one.kill()
+            return
+        for descriptor in ready:
+            if descriptor in running:
+                one = running.pop(descriptor)
+                poll.unregister(descriptor)
+                if connected.pop(one.connection.fileno(), None) is not None:
+                    poll.unregister(one.connection)
+                one.close()
+            elif descriptor in connected:  # the launcher is gone
+                poll.unregister(descriptor)
+                connected.pop(descriptor).kill()
+        if listening.fileno() not in ready:
+            continue
+        connection, _ = listening.accept()
+        try:
+            one = _Forked(connection)
+        except ConnectionError:
+            connection.close()
+            continue
+        environment = _seen_by_imports(one.request["environment"])
+        if imported is None:
+            imported = environment
+            os.environ |= one.request["environment"]
+            _import(kind)
+            if threading.active_count() > 1:
+                raise RuntimeError(f"threads in a process that forks: {threading.enumerate()}")
+        if environment != imported:
+            one.refuse()
+            continue
+        one.fork(executable)
+        connected[connection.fileno()] = running[one.ended] = one
+        poll.register(connection, select.POLLIN)
+        poll.register(one.ended, select.POLLIN)
+
+
+def _run(request: dict[str, Any], received: list[int], executable: str) -> NoReturn:
+    """What a forked process does."""
+    code: Any = 1
+    try:
+        _prepare(request, received, executable)
+        _execute(request["arguments"])
+        code = 0
+    except SystemExit as end:
+        code = end.code
+        if not (code is None or isinstance(code, int)):
+            print(code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter's end does
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def _prepare(request: dict[str, Any], received: list[int], executable: str) -> None:
+    import fcntl
+
+    os.setsid()
+    moved = [fcntl.fcntl(each, fcntl.F_DUPFD, _OUT_OF_THE_WAY) for each in received]
+    os.closerange(0, _OUT_OF_THE_WAY)
+    for each, number in zip(moved, request["descriptors"], strict=True):
+        os.dup2(each, number)
+        os.close(each)
+    os.environ.clear()
+    os.environ |= request["environment"]
+    os.chdir(request["directory"])
+    os.umask(request["umask"])
+    launcher = request["launcher"]
+    process, getppid = os.getpid(), os.getppid
+    os.getppid = lambda: _parent(launcher) if os.getpid() == process else getppid()
+    tempfile.tempdir = None  # which the environment names
+    sys.executable = executable
+    with contextlib.suppress(OSError):
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "ray._raylet" in sys.modules:
+        from hybridflow.cluster.private_ray import forget_token
+
+        forget_token()  # which reads the environment again
+
+
+def _parent(launcher: int) -> int:
+    """The parent of a launcher, which is taken for that of the process forked for it."""
+    try:
+        return int(Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 1
+
+
+def _execute(words: list[str]) -> None:
+    safe = os.environ.get("PYTHONSAFEPATH", "") != ""
+    while words[0] in ("-P", "-u"):
+        safe, words = safe or words[0] == "-P", words[1:]
+    given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:] = [*given, *(entry for entry in _FOUND_HERE if entry not in given)]
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        if not safe:
+            sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    if words[0].endswith("setup_worker.py"):  # which would run the next script in an environment of its own
+        words = [
+            word for word in words[1:] if not word.startswith(("--serialized-runtime-env-context={}", "--language"))
+        ]
+    sys.argv = words
+    if not safe:
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

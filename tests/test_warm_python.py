@@ -1,0 +1,74 @@
+"""A process of `tests.support.warm` begins and ends as one that the interpreter runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.support.warm import warm_python
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is forked where there is a GPU"),
+]
+
+SEEN = """
+import json, os, sys
+print(json.dumps([sys.argv, os.getcwd(), os.environ["MARK"], sys.stdin.read(), sys.executable, __name__, os.getppid()]))
+print("told", file=sys.stderr)
+sys.exit(3)
+"""
+WAITS = """
+import os, time
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def _run(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [warm_python(), str(script), "one", "two words"],
+        cwd=script.parent,
+        env={**os.environ, "MARK": "here", **environment},
+        input="given",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_script_sees_what_it_was_given(tmp_path: Path) -> None:
+    script = tmp_path / "seen.py"
+    script.write_text(SEEN)
+    done = _run(script)
+    expected = [[str(script), "one", "two words"], str(tmp_path), "here", "given"]
+    assert json.loads(done.stdout) == [*expected, warm_python(), "__main__", os.getpid()]
+    assert (done.returncode, done.stderr) == (3, "told\n")
+    # A variable that imports read: the interpreter itself runs it.
+    done = _run(script, TORCHDYNAMO_DISABLE="0")
+    assert json.loads(done.stdout) == [*expected, sys.executable, "__main__", os.getpid()]
+    assert (done.returncode, done.stderr) == (3, "told\n")
+
+
+@pytest.mark.parametrize("first", ["launcher", "forked"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_and_its_launcher_end_together(first: str, number: signal.Signals, tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    launcher = subprocess.Popen([warm_python(), str(script)], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    forked = psutil.Process(int(launcher.stdout.readline()))
+    assert forked.pid != launcher.pid
+    os.kill(launcher.pid if first == "launcher" else forked.pid, number)
+    assert launcher.wait(60) == -number
+    forked.wait(60)
+    assert not forked.is_running()
