@@ -19,7 +19,6 @@ from engine3d.reshard.plan.coordinate import Orders, coordinate
 from engine3d.rollout import RolloutEngine
 from engine3d.stores import tcp_address
 from tests.support.trainer_ranks import TrainerRanks
-from tests.support.warm import warm_starts
 
 
 def places(node: str, *slots: int) -> list[Place]:
@@ -30,7 +29,7 @@ def places(node: str, *slots: int) -> list[Place]:
 def started(engines: Sequence[RolloutEngine]) -> Iterator[list[RolloutEngine]]:
     """The engines, started at the same time, until the block ends."""
     try:
-        with warm_starts(), ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor() as pool:
             list(pool.map(RolloutEngine.start, engines))
         yield list(engines)
     finally:
