@@ -5,11 +5,15 @@ Of these, whole runs come first: they take longest, and of two workers neither i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from engine3d.startup.imports import quick_imports
+
+# For what is started too, and alike for all of it: see tests/support/warm.
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @pytest.hookimpl(wrapper=True)

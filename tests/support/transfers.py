@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from engine3d.reshard.plan.coordinate import Orders, coordinate
 from engine3d.rollout import RolloutEngine
 from engine3d.stores import tcp_address
 from tests.support.trainer_ranks import TrainerRanks
+from tests.support.warm import warm_starts
 
 
 def places(node: str, *slots: int) -> list[Place]:
@@ -26,10 +27,15 @@ def places(node: str, *slots: int) -> list[Place]:
 
 
 @contextmanager
-def started(engines: Sequence[RolloutEngine]) -> Iterator[list[RolloutEngine]]:
-    """The engines, started at the same time, until the block ends."""
+def started(engines: Sequence[RolloutEngine], *, afresh: bool = False) -> Iterator[list[RolloutEngine]]:
+    """The engines, started at the same time, until the block ends.
+
+    Args:
+        engines: that are not started.
+        afresh: as the interpreter starts them, for who looks at the tree of their processes.
+    """
     try:
-        with ThreadPoolExecutor() as pool:
+        with nullcontext() if afresh else warm_starts(), ThreadPoolExecutor() as pool:
             list(pool.map(RolloutEngine.start, engines))
         yield list(engines)
     finally:

@@ -44,7 +44,7 @@ def test_an_engine_bound_at_its_start_generates_as_one_started_from_the_export_a
         sources = trainer.call("build", places("here", 0, 1), sizes={"ep": 2})
         trainer.call("change", seed=7)
         trainer.call("export", directory=export)
-        with started([RolloutEngine(export, config)]) as (fresh,):
+        with started([RolloutEngine(export, config)], afresh=True) as (fresh,):
             assert not starting.done()
             trainer.call("publish", published)
             starting.result()

@@ -30,7 +30,7 @@ from engine3d.startup.imports import quick_imports
 
 _READ_ON_IMPORT = (
     *("ENGINE3D_QUICK", "TORCH", "PYTORCH", "OMP_", "MKL_", "GOMP_", "KMP_", "SGLANG", "SGL_", "CUDA", "LD_", "HF_"),
-    *("MASTER_", "TRITON", "NVTE_", "PYTHONWARNINGS", "PYTHONHASHSEED", "LC_", "LANG"),
+    *("TRITON", "NVTE_", "PYTHONWARNINGS", "PYTHONHASHSEED", "LC_", "LANG"),
     *("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",),
 )
 _READ_LATER = ("SGLANG_CPU_OMP_THREADS_BIND",)
@@ -161,6 +161,13 @@ def main(kind: str, executable: str) -> None:
             if threading.active_count() > 1:
                 raise RuntimeError(f"threads in a process that forks: {threading.enumerate()}")
         if environment != imported:
+            differing = {
+                name: [imported.get(name), environment.get(name)]
+                for name in imported.keys() | environment.keys()
+                if imported.get(name) != environment.get(name)
+            }
+            with Path(executable).with_name("refused").open("a") as log:
+                log.write(f"{kind}: {json.dumps(differing)}\n")
             one.refuse()
             continue
         one.fork(executable)
