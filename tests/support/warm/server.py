@@ -33,7 +33,8 @@ _READ_ON_IMPORT = (
     *("TRITON", "NVTE_", "PYTHONWARNINGS", "PYTHONHASHSEED", "LC_", "LANG"),
     *("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",),
 )
-_READ_LATER = ("SGLANG_CPU_OMP_THREADS_BIND",)
+_READ_LATER = ("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK")
+_SET_BY_DRIVERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _MOST_DESCRIPTORS = 64
 _OUT_OF_THE_WAY = 1000
 _FOUND_HERE = [entry for entry in sys.path if entry]
@@ -62,12 +63,11 @@ def _import(kind: str) -> None:
             importlib.import_module(name)
 
 
-def _seen_by_imports(environment: dict[str, str]) -> dict[str, str]:
+def _seen_by_imports(kind: str, environment: dict[str, str]) -> dict[str, str]:
     """The variables by which imports, and libraries once loaded, differ."""
+    ignored = (*_READ_LATER, _SET_BY_DRIVERS) if kind == "driver" else _READ_LATER
     return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(_READ_ON_IMPORT) and name not in _READ_LATER
+        name: value for name, value in environment.items() if name.startswith(_READ_ON_IMPORT) and name not in ignored
     }
 
 
@@ -153,7 +153,7 @@ def main(kind: str, executable: str) -> None:
         except ConnectionError:
             connection.close()
             continue
-        environment = _seen_by_imports(one.request["environment"])
+        environment = _seen_by_imports(kind, one.request["environment"])
         if imported is None:
             imported = environment
             os.environ |= one.request["environment"]
