@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from tests.support.warm import warm_python
+from tests.support.warm import WarmServers
 
 pytestmark = [
     pytest.mark.processes,
@@ -33,9 +34,17 @@ time.sleep(600)
 """
 
 
-def _run(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def python() -> Iterator[str]:
+    """The interpreter of servers that no other test has asked for anything."""
+    servers = WarmServers()
+    yield str(servers.executable)
+    servers.close()
+
+
+def _run(python: str, script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [warm_python(), str(script), "one", "two words"],
+        [python, str(script), "one", "two words"],
         cwd=script.parent,
         env={**os.environ, "MARK": "here", **environment},
         input="given",
@@ -46,25 +55,27 @@ def _run(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_script_sees_what_it_was_given(tmp_path: Path) -> None:
+def test_a_script_sees_what_it_was_given(python: str, tmp_path: Path) -> None:
     script = tmp_path / "seen.py"
     script.write_text(SEEN)
-    done = _run(script)
+    done = _run(python, script)
     expected = [[str(script), "one", "two words"], str(tmp_path), "here", "given"]
-    assert json.loads(done.stdout) == [*expected, warm_python(), "__main__", os.getpid()]
+    assert json.loads(done.stdout) == [*expected, python, "__main__", os.getpid()]
     assert (done.returncode, done.stderr) == (3, "told\n")
     # A variable that imports read: the interpreter itself runs it.
-    done = _run(script, TORCHDYNAMO_DISABLE="0")
+    done = _run(python, script, TORCHDYNAMO_DISABLE="0")
     assert json.loads(done.stdout) == [*expected, sys.executable, "__main__", os.getpid()]
     assert (done.returncode, done.stderr) == (3, "told\n")
 
 
 @pytest.mark.parametrize("first", ["launcher", "forked"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_process_and_its_launcher_end_together(first: str, number: signal.Signals, tmp_path: Path) -> None:
+def test_a_process_and_its_launcher_end_together(
+    first: str, number: signal.Signals, python: str, tmp_path: Path
+) -> None:
     script = tmp_path / "waits.py"
     script.write_text(WAITS)
-    launcher = subprocess.Popen([warm_python(), str(script)], stdout=subprocess.PIPE, text=True)
+    launcher = subprocess.Popen([python, str(script)], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     forked = psutil.Process(int(launcher.stdout.readline()))
     assert forked.pid != launcher.pid

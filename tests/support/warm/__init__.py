@@ -33,7 +33,7 @@ def warm_python() -> str:
 
     if torch.cuda.is_available():
         return sys.executable
-    servers = _Servers()
+    servers = WarmServers()
     atexit.register(servers.close)
     return str(servers.executable)
 
@@ -49,7 +49,7 @@ def warm_starts() -> Iterator[None]:
         sys.executable = before
 
 
-class _Servers:
+class WarmServers:
     """Each imports when the first process of its kind is asked for."""
 
     def __init__(self) -> None:
