@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.sample_fields import SAMPLE, SampleFields, column_types, within
+from hybridflow.batch.sample_fields import SAMPLE, SampleFields, column_types, pad_rows, within
 
 PROMPT, RESPONSE = "(B, S)", "(B, S')"
 """Shapes of columns."""
@@ -70,18 +70,17 @@ class RolloutBatch(SampleFields):
     @classmethod
     def of(cls, samples: SampleBatch, pad_token_id: int) -> RolloutBatch:
         """The samples as rows, as wide as the longest prompt and the longest response."""
-        is_response = samples.is_response
-        width = int(samples.prompt_lengths.max()) if len(samples) else 0
-        prompts = torch.full((len(samples), width), pad_token_id, dtype=torch.int64)
-        prompts.masked_scatter_(within(samples.prompt_lengths, prompts), samples.tokens.masked_select(~is_response))
-        columns = samples.columns()
-        columns["generated_ids"] = columns.pop("tokens").masked_select(is_response)
-        columns = {
-            name: samples.padded(column) if COLUMNS[name][0] == RESPONSE else column for name, column in columns.items()
-        }
-        responses = columns["generated_ids"]
-        responses.masked_fill_(~within(samples.response_lengths, responses), pad_token_id)
-        return cls(input_ids=prompts, **columns, pad_token_id=pad_token_id)
+        is_response, columns = samples.is_response, samples.columns()
+        tokens = columns.pop("tokens")
+        return cls(
+            input_ids=pad_rows(tokens.masked_select(~is_response), samples.prompt_lengths, pad_token_id),
+            generated_ids=pad_rows(tokens.masked_select(is_response), samples.response_lengths, pad_token_id),
+            **{
+                name: samples.padded(column) if COLUMNS[name][0] == RESPONSE else column
+                for name, column in columns.items()
+            },
+            pad_token_id=pad_token_id,
+        )
 
     def samples(self) -> SampleBatch:
         """The same without padding."""

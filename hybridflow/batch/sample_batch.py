@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.batch.sample_fields import SAMPLE, FinishReason, SampleFields, column_types, within
+from hybridflow.batch.sample_fields import SAMPLE, FinishReason, SampleFields, column_types, pad_rows, within
 
 TOKENS, RESPONSE = "(T,)", "(R,)"
 """Shapes of columns."""
@@ -128,19 +128,14 @@ class SampleBatch(SampleFields):
         """
         rest = dict(columns)
         prompts, responses = rest.pop("input_ids"), rest.pop("generated_ids")
-        prompt_lengths, response_lengths = rest["prompt_lengths"], rest["response_lengths"]
-        tokens = torch.cat([prompts, responses], dim=1)
-        sequence = torch.cat([within(prompt_lengths, prompts), within(response_lengths, responses)], dim=1)
-        mask = within(response_lengths, responses)
+        mask = within(rest["response_lengths"], responses)
+        sequence = torch.cat([within(rest["prompt_lengths"], prompts), mask], dim=1)
         flat = {name: column[mask] if COLUMNS[name][0] == RESPONSE else column for name, column in rest.items()}
-        return cls(tokens=tokens[sequence], **flat)
+        return cls(tokens=torch.cat([prompts, responses], dim=1)[sequence], **flat)
 
-    def padded(self, column: Tensor, width: int | None = None) -> Tensor:
-        """(R,) figures as (B, S') rows with zeros on the right; S' is the longest response, or `width`."""
-        if width is None:
-            width = int(self.response_lengths.max()) if len(self) else 0
-        rows = column.new_zeros(len(self), width)
-        return rows.masked_scatter_(within(self.response_lengths, rows), column)
+    def padded(self, column: Tensor) -> Tensor:
+        """(R,) figures as (B, S') rows with zeros on the right; S' is the longest response."""
+        return pad_rows(column, self.response_lengths)
 
     def flat(self, rows: Tensor) -> Tensor:
         """(B, S') rows as (R,) figures: what `padded` is the inverse of."""

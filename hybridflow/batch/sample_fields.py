@@ -168,3 +168,9 @@ class SampleFields(ABC):
 def within(lengths: Tensor, rows: Tensor) -> Tensor:
     """(B, W) bool: which positions of (B, W) rows, padded on the right, lie within (B,) lengths."""
     return torch.arange(rows.shape[1], device=lengths.device) < lengths[:, None]
+
+
+def pad_rows(values: Tensor, lengths: Tensor, padding: int = 0) -> Tensor:
+    """Values that lie end to end, so many (B,) of each row, as (B, W) rows padded on the right; W is the longest."""
+    rows = values.new_full((len(lengths), int(lengths.max()) if len(lengths) else 0), padding)
+    return rows.masked_scatter_(within(lengths, rows), values)

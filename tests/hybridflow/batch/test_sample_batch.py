@@ -84,7 +84,7 @@ def test_padded_rows_and_back() -> None:
     ):
         assert torch.equal(row[:length], piece) and not row[length:].any()
     assert torch.equal(batch.flat(rows), batch.logprobs)
-    assert torch.equal(batch.flat(batch.padded(batch.logprobs, width=20)), batch.logprobs)
+    assert torch.equal(batch.flat(torch.nn.functional.pad(rows, (0, 20 - rows.shape[1]))), batch.logprobs)
     # A response of no tokens is none of the places.
     places = [batch.place_of(position) for position in range(len(batch.logprobs))]
     assert places == [
