@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable, Collection
@@ -14,6 +13,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 import torch
+
+from engine3d import stores
 
 _PRELOADED = ("tests.support.preloaded",)
 
@@ -28,6 +29,8 @@ def run_distributed(
     """Call `function(*args)` on `world_size` processes that see torchrun's variables, and return what each returned.
 
     All processes are gone when this returns. The libraries are imported once, in a server that the processes fork from.
+    The store where the ranks meet is this process's, as it is the agent's under torchrun: a rank that is done takes it
+    from nobody.
 
     Args:
         function: of a module, with arguments and result that can be pickled.
@@ -42,12 +45,12 @@ def run_distributed(
     # A process forked from one that has used CUDA cannot use it.
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
-    port = _free_port()
+    store = stores.serve(stores.listen("127.0.0.1"))
     processes: list[ForkServerProcess] = []
     waiting: dict[Connection, int] = {}
     try:
         for rank in range(world_size):
-            process, connection = _start(context, function, args, rank, world_size, port)
+            process, connection = _start(context, function, args, rank, world_size, store.port)
             processes.append(process)
             waiting[connection] = rank
         return _collect(waiting, world_size, time.monotonic() + timeout_s, timeout_s, may_die)
@@ -101,6 +104,7 @@ def _rank(
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
     torch.set_num_threads(1)
@@ -110,9 +114,3 @@ def _rank(
     except Exception:
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
     connection.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])

@@ -7,14 +7,13 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from itertools import product
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, Store
 
 from engine3d.errors import EngineError
 from engine3d.platform import platform
@@ -22,6 +21,7 @@ from engine3d.platform.wire import Wire, WireError
 from engine3d.reshard.plan.pieces import Pieces
 from engine3d.reshard.plan.rounds import ALIGNMENT, BUFFERS, count_rounds, cuts, fragments, message_sizes
 from engine3d.reshard.transport.collective import CollectiveTransfer, Incoming, Outgoing
+from engine3d.stores import join, tcp_address
 from tests.support.distributed import run_distributed
 from tests.support.random_pieces import DTYPES, copied, empty_targets, nbytes, random_pieces, random_sources
 
@@ -31,10 +31,11 @@ on_cpu = pytest.mark.skipif(platform.device_type != "cpu", reason="a process tha
 def _wire(name: str, timeout_s: float) -> Wire:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     platform.device(rank)
-    limit = timedelta(seconds=60)
-    port = int(os.environ["MASTER_PORT"])
-    store = TCPStore("127.0.0.1", port, None, rank == 0, limit, wait_for_workers=False)
-    return platform.wire(PrefixStore(name, store), [f"part {number}" for number in range(size)], rank, timeout_s)
+    return platform.wire(PrefixStore(name, _store()), [f"part {number}" for number in range(size)], rank, timeout_s)
+
+
+def _store() -> Store:
+    return join(tcp_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout_s=60)
 
 
 def _pieces(pair: tuple[int, int], count: int = 60) -> Pieces:
@@ -199,14 +200,10 @@ def test_a_participant_that_does_not_come_is_named() -> None:
 def _connecting_often() -> int:
     """Wires that are closed as soon as they are made."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = TCPStore(
-        "127.0.0.1", int(os.environ["MASTER_PORT"]), None, rank == 0, timedelta(seconds=30), wait_for_workers=False
-    )
+    store = _store()
     names = [f"part {number}" for number in range(size)]
     for number in range(40):
         platform.wire(PrefixStore(f"wire {number}", store), names, rank, 30).close()
-    store.set(f"done {rank}", "")
-    store.wait([f"done {number}" for number in range(size)], timedelta(seconds=60))
     return number
 
 
