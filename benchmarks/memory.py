@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.reshard_plan import Parser, versions
 from engine3d.errors import UserError
-from hybridflow.cluster.device_map import Node
+from hybridflow.cluster.devices.device_map import Node
 from hybridflow.config.recipe import load_recipe
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.timeline import Span, step_ends

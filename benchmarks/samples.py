@@ -40,7 +40,7 @@ from hybridflow.batch.remote_batch import BatchPart, RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import within
 from hybridflow.batch.worker_output import Columns, Packed, pack
-from hybridflow.cluster.ray_runtime import start_ray, stop_ray
+from hybridflow.cluster.runtime.ray_runtime import start_ray, stop_ray
 from hybridflow.roles.packing import to_sequences
 
 _SPREAD = 1.0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A local Ray with eight CPU slots and no placement groups in use."""
-    from hybridflow.cluster.ray_runtime import start_ray, stop_ray
+    from hybridflow.cluster.runtime.ray_runtime import start_ray, stop_ray
     from tests.support.warm import warm_starts
 
     with warm_starts():

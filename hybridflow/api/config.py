@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from engine3d.errors import UserError
 from engine3d.settings import MOST_SAMPLES, Settings
 from hybridflow.algorithms.registry import known
-from hybridflow.cluster.device_map import DeviceMap
+from hybridflow.cluster.devices.device_map import DeviceMap
 from hybridflow.config.error_messages import describe_errors
 from hybridflow.config.known_names import API_NAMES
 from hybridflow.config.yaml_loader import SettingsError

@@ -23,9 +23,9 @@ import ray
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from hybridflow.api.stage_worker import StageWorker
-from hybridflow.cluster import ray_runtime, resource_pool
-from hybridflow.cluster.device_map import DeviceMap, highest_cpu_slot, pool_devices
-from hybridflow.cluster.resource_pool import ResourcePool
+from hybridflow.cluster.devices.device_map import DeviceMap, highest_cpu_slot, pool_devices
+from hybridflow.cluster.runtime import ray_runtime, resource_pool
+from hybridflow.cluster.runtime.resource_pool import ResourcePool
 from hybridflow.workers.future import Future
 from hybridflow.workers.protocols import registrations
 from hybridflow.workers.worker_group import WorkerGroup

@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any, Never
 from engine3d.errors import EngineError, UserError, shortened
 from engine3d.startup.imports import quick_imports
 from hybridflow.cli.standard_streams import be_patient
-from hybridflow.cluster.host_check import check_interpreter, check_open_files
-from hybridflow.cluster.termination import termination
+from hybridflow.cluster.hosts.host_check import check_interpreter, check_open_files
+from hybridflow.cluster.processes.termination import termination
 
 if TYPE_CHECKING:
-    from hybridflow.cluster.device_map import Node
+    from hybridflow.cluster.devices.device_map import Node
     from hybridflow.config.recipe import Recipe
 
 _METRIC_SINKS = ("metrics.jsonl=true", "metrics.csv=true", "metrics.tensorboard=true")
@@ -170,7 +170,7 @@ def _check(parsed: argparse.Namespace) -> int:
 
 def _named_nodes(parsed: argparse.Namespace) -> list[Node] | None:
     """The nodes that the options name; None for this machine."""
-    from hybridflow.cluster.device_map import MOST_GPUS, MOST_NODES, Node
+    from hybridflow.cluster.devices.device_map import MOST_GPUS, MOST_NODES, Node
 
     if parsed.nodes is None and parsed.gpus_per_node is None:
         return None

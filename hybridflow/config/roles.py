@@ -11,7 +11,7 @@ from engine3d.layout import Layout
 from engine3d.rollout.config import NEUTRAL, RolloutConfig, SamplingConfig
 from engine3d.settings import LONGEST_S, MOST_SAMPLES, AbsolutePath, Settings
 from engine3d.training.config import TrainConfig
-from hybridflow.cluster.device_map import MOST_DEVICES
+from hybridflow.cluster.devices.device_map import MOST_DEVICES
 
 
 class CreateModel(Settings):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
-from hybridflow.cluster.device_map import DeviceKind
+from hybridflow.cluster.devices.device_map import DeviceKind
 from hybridflow.config.recipe import Recipe
 
 

@@ -11,7 +11,7 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec
 from engine3d.rollout.served import check_deterministic
-from hybridflow.cluster.device_map import Device, DeviceMap
+from hybridflow.cluster.devices.device_map import Device, DeviceMap
 from hybridflow.config.recipe import Recipe
 
 

@@ -10,8 +10,8 @@ from engine3d.errors import UserError
 from engine3d.models import ModelSpec
 from engine3d.models.experts.grouped_products import CAPABILITY
 from engine3d.platform import platform
-from hybridflow.cluster.device_map import Device
-from hybridflow.cluster.nvml import answer
+from hybridflow.cluster.devices.device_map import Device
+from hybridflow.cluster.devices.nvml import answer
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.memory_estimate import foresee
 

@@ -27,7 +27,7 @@ from engine3d.platform.cuda.cuda_platform import graph_batch_sizes
 from engine3d.reshard.describe.shards import Place
 from engine3d.reshard.describe.source import PlannedTrainer
 from engine3d.rollout.launch import most_requests
-from hybridflow.cluster.device_map import Device
+from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.memory_ledger import GpuMemory, HostMemory, Ledger, Phase
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine3d.errors import UserError
-from hybridflow.cluster.device_map import Device
+from hybridflow.cluster.devices.device_map import Device
 
 
 @dataclass(frozen=True)

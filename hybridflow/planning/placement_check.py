@@ -11,7 +11,7 @@ from engine3d.models import ModelSpec
 from engine3d.platform import platform
 from engine3d.platform.cpu import sglang as sglang_cpu
 from engine3d.rollout.server_arguments import check_against_platform
-from hybridflow.cluster.device_map import Device, DeviceMap, Node, highest_cpu_slot, pool_devices
+from hybridflow.cluster.devices.device_map import Device, DeviceMap, Node, highest_cpu_slot, pool_devices
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.engine_check import check_baselines, check_engine_nodes
 from hybridflow.planning.model_check import check_megatron

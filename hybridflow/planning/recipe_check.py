@@ -12,12 +12,12 @@ from engine3d.errors import UserError
 from engine3d.models import ModelSpec
 from hybridflow.checkpoint.compatibility import check_accepted
 from hybridflow.checkpoint.resume import check_checkpoint_directory, find_resumption
-from hybridflow.cluster.authentication import check_authentication
-from hybridflow.cluster.cluster_address import check_cluster_answers
-from hybridflow.cluster.device_map import Node
-from hybridflow.cluster.gpu_availability import check_gpus_free
-from hybridflow.cluster.host_check import check_directories, check_room, check_writable
-from hybridflow.cluster.host_memory import machine_bytes
+from hybridflow.cluster.devices.device_map import Node
+from hybridflow.cluster.devices.gpu_availability import check_gpus_free
+from hybridflow.cluster.hosts.host_check import check_directories, check_room, check_writable
+from hybridflow.cluster.hosts.host_memory import machine_bytes
+from hybridflow.cluster.runtime.authentication import check_authentication
+from hybridflow.cluster.runtime.cluster_address import check_cluster_answers
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.recipe_paths import explained

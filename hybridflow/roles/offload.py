@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from engine3d.errors import UserError
-from hybridflow.cluster.device_map import Device
+from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.recipe import Recipe
 from hybridflow.roles.groups import ModelGroup, RolloutGroup
 

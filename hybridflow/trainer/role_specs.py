@@ -17,7 +17,7 @@ from engine3d.reshard.describe.shards import Place
 from engine3d.training.flops import sequence_flops
 from hybridflow.batch.remote_batch import SampleCosts
 from hybridflow.checkpoint.resume import WARMED_UP, needs_warmed_up
-from hybridflow.cluster.device_map import Device, Node
+from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.cache_size import Lengths, cache_tokens
 from hybridflow.roles.groups import FunctionRewardGroup, ModelGroup, PolicyGroup, RolloutGroup, ValueGroup

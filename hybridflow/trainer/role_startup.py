@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.cluster import ray_runtime, resource_pool
-from hybridflow.cluster.device_map import Device, Node, highest_cpu_slot, pool_devices
-from hybridflow.cluster.gpu_availability import WAIT_S, check_bundles_free, check_gpus_free
-from hybridflow.cluster.resource_pool import ResourcePool
+from hybridflow.cluster.devices.device_map import Device, Node, highest_cpu_slot, pool_devices
+from hybridflow.cluster.devices.gpu_availability import WAIT_S, check_bundles_free, check_gpus_free
+from hybridflow.cluster.runtime import ray_runtime, resource_pool
+from hybridflow.cluster.runtime.resource_pool import ResourcePool
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
 from hybridflow.planning.placement_check import check_apart, check_reward_devices

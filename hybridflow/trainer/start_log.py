@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from hybridflow.cluster.device_map import Device
+from hybridflow.cluster.devices.device_map import Device
 from hybridflow.errors.log import log
 
 

@@ -20,8 +20,8 @@ from hybridflow.checkpoint.driver_state import RandomState, RunState
 from hybridflow.checkpoint.evaluation_result import Measured, Subject, summary
 from hybridflow.checkpoint.manager import Checkpoints
 from hybridflow.checkpoint.resume import inexact_because
-from hybridflow.cluster.device_monitor import DeviceMonitor
-from hybridflow.cluster.orphans import remove_orphans
+from hybridflow.cluster.devices.device_monitor import DeviceMonitor
+from hybridflow.cluster.processes.orphans import remove_orphans
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.sampler import PromptSampler

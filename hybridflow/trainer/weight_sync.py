@@ -16,7 +16,7 @@ from engine3d.reshard.plan.coordinate import coordinate
 from engine3d.reshard.plan.pieces import Plan
 from engine3d.reshard.transport.sender import Sent, Transport
 from engine3d.stores import file_address, listen, serve, tcp_address
-from hybridflow.cluster import ray_runtime
+from hybridflow.cluster.runtime import ray_runtime
 from hybridflow.config.roles import RolloutRole
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer

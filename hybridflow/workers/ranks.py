@@ -11,9 +11,9 @@ import ray
 
 from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError
-from hybridflow.cluster import ray_runtime
-from hybridflow.cluster.device_map import Device
-from hybridflow.cluster.process_tree import kill_trees, write_stacks
+from hybridflow.cluster.devices.device_map import Device
+from hybridflow.cluster.processes.process_tree import kill_trees, write_stacks
+from hybridflow.cluster.runtime import ray_runtime
 from hybridflow.workers.failure_diagnosis import RankError, RankUserError
 
 

@@ -9,7 +9,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from hybridflow.cluster import ray_runtime
+from hybridflow.cluster.runtime import ray_runtime
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.workers.failure_diagnosis import (
     DIED_WITHOUT_A_WORD,

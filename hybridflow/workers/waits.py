@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from hybridflow.cluster.process_tree import family, is_stopped, write_stacks
+from hybridflow.cluster.processes.process_tree import family, is_stopped, write_stacks
 from hybridflow.errors.log import log
 from hybridflow.rundir.progress import where_now
 from hybridflow.workers.failure_diagnosis import where

@@ -39,9 +39,9 @@ from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
 from engine3d.stores import file_address, tcp_address
 from hybridflow.batch.remote_batch import Asked, RemoteBatch, SampleCosts, Samples
-from hybridflow.cluster import ray_runtime
-from hybridflow.cluster.process_tree import find_process
-from hybridflow.cluster.resource_pool import Bundle, ResourcePool
+from hybridflow.cluster.processes.process_tree import find_process
+from hybridflow.cluster.runtime import ray_runtime
+from hybridflow.cluster.runtime.resource_pool import Bundle, ResourcePool
 from hybridflow.workers.call import Call
 from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.device_turns import GIVE_BACK, TAKE_BACK, turns

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import memory
-from hybridflow.cluster.device_map import Device
+from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.recipe import load_recipe
 from hybridflow.metrics.device_samples import DeviceSample
 from hybridflow.metrics.timeline import Span

@@ -16,8 +16,8 @@ import pytest
 
 from engine3d.errors import UserError
 from engine3d.stores import join, tcp_address
-from hybridflow.cluster.private_ray import driver_imports
-from hybridflow.cluster.ray_runtime import start_ray
+from hybridflow.cluster.runtime.private_ray import driver_imports
+from hybridflow.cluster.runtime.ray_runtime import start_ray
 from hybridflow.workers.rank_process import RankProcess
 from tests.support.listening import Listener, listeners
 from tests.support.runs import command

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import ClassVar
 
-from hybridflow.cluster.nvml import MemoryUse, Reading
+from hybridflow.cluster.devices.nvml import MemoryUse, Reading
 
 IDLE = MemoryUse(650_000_000, 150_800_000_000)
 

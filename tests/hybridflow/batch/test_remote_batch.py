@@ -15,8 +15,8 @@ from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.cluster.device_map import pool_devices
-from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
+from hybridflow.cluster.devices.device_map import pool_devices
+from hybridflow.cluster.runtime.resource_pool import cluster_nodes, release, reserve
 from hybridflow.workers.worker_group import RankError, WorkerGroup
 from tests.support.group_workers import Model, batch_of, response_tokens
 

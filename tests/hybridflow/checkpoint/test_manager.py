@@ -28,8 +28,8 @@ from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import COUNTED
 from hybridflow.checkpoint.driver_state import RandomState, RunState
 from hybridflow.checkpoint.manager import Checkpoints
-from hybridflow.cluster.device_map import pool_devices
-from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
+from hybridflow.cluster.devices.device_map import pool_devices
+from hybridflow.cluster.runtime.resource_pool import cluster_nodes, release, reserve
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.metrics.logger import Metrics
 from hybridflow.roles.model import CheckpointBegun, CheckpointFailure

@@ -413,9 +413,9 @@ DRIVER = """
 import os, sys, time
 from pathlib import Path
 from engine3d.layout import Layout
-from hybridflow.cluster.device_map import pool_devices
-from hybridflow.cluster.ray_runtime import start_ray
-from hybridflow.cluster.resource_pool import cluster_nodes, reserve
+from hybridflow.cluster.devices.device_map import pool_devices
+from hybridflow.cluster.runtime.ray_runtime import start_ray
+from hybridflow.cluster.runtime.resource_pool import cluster_nodes, reserve
 from hybridflow.workers.worker_group import WorkerGroup
 from tests.support.group_workers import Failing
 

@@ -17,8 +17,8 @@ from engine3d.layout import Layout
 from engine3d.models import model_spec
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.served import check_deterministic
-from hybridflow.cluster.cluster_address import check_cluster_answers
-from hybridflow.cluster.device_map import Device
+from hybridflow.cluster.devices.device_map import Device
+from hybridflow.cluster.runtime.cluster_address import check_cluster_answers
 from hybridflow.config.initial_model import create_model, initial_spec
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.data.tokenizer import make_character_tokenizer

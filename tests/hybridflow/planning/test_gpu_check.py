@@ -10,9 +10,9 @@ import pytest
 from engine3d.errors import UserError
 from engine3d.platform.cuda.cuda_platform import CudaPlatform
 from hybridflow.cli.main import main
-from hybridflow.cluster import nvml
-from hybridflow.cluster.device_map import Device
-from hybridflow.cluster.nvml import MakeReader
+from hybridflow.cluster.devices import nvml
+from hybridflow.cluster.devices.device_map import Device
+from hybridflow.cluster.devices.nvml import MakeReader
 from hybridflow.config.recipe import load_recipe
 from hybridflow.planning import gpu_check, memory_estimate, model_check, placement_check, recipe_check
 from hybridflow.planning.gpu_check import check_rollout_libraries, used_gpus

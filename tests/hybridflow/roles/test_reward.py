@@ -12,8 +12,8 @@ import torch
 from engine3d.layout import Layout
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.cluster.device_map import pool_devices
-from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
+from hybridflow.cluster.devices.device_map import pool_devices
+from hybridflow.cluster.runtime.resource_pool import cluster_nodes, release, reserve
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS, Example
 from hybridflow.data.tokenizer import make_character_tokenizer
 from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig

@@ -18,8 +18,8 @@ from hybridflow.algorithms.losses.value import explained_variance
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import COUNTED
-from hybridflow.cluster.device_map import pool_devices
-from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
+from hybridflow.cluster.devices.device_map import pool_devices
+from hybridflow.cluster.runtime.resource_pool import cluster_nodes, release, reserve
 from hybridflow.metrics.names import COST_CRITIC, CRITIC
 from hybridflow.roles.model import update_metrics
 from hybridflow.roles.value import ValueWorker

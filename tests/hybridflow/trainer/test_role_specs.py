@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine3d.layout import Layout
-from hybridflow.cluster.device_map import Node, pool_devices
+from hybridflow.cluster.devices.device_map import Node, pool_devices
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.roles.groups import FunctionRewardGroup, PolicyGroup, RolloutGroup, ValueGroup
 from hybridflow.roles.policy import PolicyWorker

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hybridflow.cluster.device_map import Device
+from hybridflow.cluster.devices.device_map import Device
 from hybridflow.workers import device_turns
 from hybridflow.workers.call import Call
 from hybridflow.workers.device_turns import MemoryCall, Turns, memory_calls

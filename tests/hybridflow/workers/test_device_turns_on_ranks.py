@@ -13,8 +13,8 @@ import pytest
 
 from engine3d.layout import Layout
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.cluster.device_map import pool_devices
-from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
+from hybridflow.cluster.devices.device_map import pool_devices
+from hybridflow.cluster.runtime.resource_pool import cluster_nodes, release, reserve
 from hybridflow.metrics.timeline import Span, timeline
 from hybridflow.workers.worker_group import Future, RankError, WorkerGroup
 from tests.support.group_workers import Computing, batch_of

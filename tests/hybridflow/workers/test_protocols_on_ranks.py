@@ -9,8 +9,8 @@ import pytest
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
-from hybridflow.cluster.device_map import pool_devices
-from hybridflow.cluster.resource_pool import cluster_nodes, release, reserve
+from hybridflow.cluster.devices.device_map import pool_devices
+from hybridflow.cluster.runtime.resource_pool import cluster_nodes, release, reserve
 from hybridflow.workers.protocols import Grid
 from hybridflow.workers.worker_group import WorkerGroup
 from tests.support.group_workers import Remembering

@@ -15,8 +15,8 @@ import pytest
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.rollout.host.log import root_cause
-from hybridflow.cluster.device_map import pool_devices
-from hybridflow.cluster.resource_pool import ResourcePool, cluster_nodes, release, reserve
+from hybridflow.cluster.devices.device_map import pool_devices
+from hybridflow.cluster.runtime.resource_pool import ResourcePool, cluster_nodes, release, reserve
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.workers.failure_diagnosis import error_of
 from hybridflow.workers.worker_group import Future, RankError, RankUserError, WorkerGroup, wait_together

@@ -222,7 +222,7 @@ def _prepare(request: dict[str, Any], received: list[int], executable: str) -> N
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "ray._raylet" in sys.modules:
-        from hybridflow.cluster.private_ray import forget_token
+        from hybridflow.cluster.runtime.private_ray import forget_token
 
         forget_token()  # which reads the environment again
 

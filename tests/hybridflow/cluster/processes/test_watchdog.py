@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.cluster.watchdog import _has_ended, run_processes
+from hybridflow.cluster.processes.watchdog import _has_ended, run_processes
 
 pytestmark = pytest.mark.processes
 

@@ -22,15 +22,15 @@ import ray
 import ray.util
 from ray.exceptions import RayError
 
-from hybridflow.cluster import ray_runtime
-from hybridflow.cluster.nvml import MakeReader, NvmlReader
+from hybridflow.cluster.devices.nvml import MakeReader, NvmlReader
+from hybridflow.cluster.runtime import ray_runtime
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.device_samples import DeviceFile, DeviceSample, summarise
 
 if TYPE_CHECKING:
-    from hybridflow.cluster.device_map import Device
-    from hybridflow.cluster.resource_pool import Bundle
+    from hybridflow.cluster.devices.device_map import Device
+    from hybridflow.cluster.runtime.resource_pool import Bundle
 
 _MOST_WAITING = 100_000
 """Samples that a node keeps for a driver that does not ask for them; the oldest go."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine3d.rollout.host import run_files
-from hybridflow.cluster.orphans import remove_orphans
+from hybridflow.cluster.processes.orphans import remove_orphans
 
 RUN = "engine3d-rollout-abcdefgh"
 
@@ -22,7 +22,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("tmp", "shm"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setattr("hybridflow.cluster.orphans.parent", lambda: tmp_path / "tmp")
+    monkeypatch.setattr("hybridflow.cluster.processes.orphans.parent", lambda: tmp_path / "tmp")
     monkeypatch.setattr(run_files, "_SHARED_MEMORY", tmp_path / "shm")
     return tmp_path / "tmp"
 

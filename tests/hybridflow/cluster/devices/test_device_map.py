@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine3d.errors import UserError
-from hybridflow.cluster.device_map import Device, DeviceMap, Node, highest_cpu_slot, pool_devices
+from hybridflow.cluster.devices.device_map import Device, DeviceMap, Node, highest_cpu_slot, pool_devices
 
 LAPTOP = [Node("this machine", gpus=0, cpu_slots=4)]
 CLUSTER = [Node("10.0.0.1", gpus=4, cpu_slots=16), Node("10.0.0.2", gpus=4, cpu_slots=16)]

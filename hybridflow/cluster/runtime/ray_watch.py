@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from engine3d.errors import EngineError
-from hybridflow.cluster.process_tree import is_stopped
+from hybridflow.cluster.processes.process_tree import is_stopped
 from hybridflow.errors.log import log
 
 _LOOK_EVERY_S = 1.0

@@ -11,13 +11,13 @@ import ray
 from ray.job_config import JobConfig
 
 from engine3d.errors import UserError, first_line
-from hybridflow.cluster import private_ray
-from hybridflow.cluster.authentication import check_authentication
-from hybridflow.cluster.cluster_address import check_cluster_answers
 from hybridflow.cluster.limits import LimitsConfig
-from hybridflow.cluster.local_ray import QUIET, LocalRay
-from hybridflow.cluster.private_ray import driver_imports
-from hybridflow.cluster.termination import termination
+from hybridflow.cluster.processes.termination import termination
+from hybridflow.cluster.runtime import private_ray
+from hybridflow.cluster.runtime.authentication import check_authentication
+from hybridflow.cluster.runtime.cluster_address import check_cluster_answers
+from hybridflow.cluster.runtime.local_ray import QUIET, LocalRay
+from hybridflow.cluster.runtime.private_ray import driver_imports
 
 # None where there is none, or a cluster's.
 _local: LocalRay | None = None

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import EngineError
-from hybridflow.cluster import watchdog
-from hybridflow.cluster.ray_watch import RayWatch
+from hybridflow.cluster.processes import watchdog
+from hybridflow.cluster.runtime.ray_watch import RayWatch
 
 
 @pytest.fixture

@@ -14,12 +14,13 @@ import psutil
 import pytest
 
 from engine3d.errors import UserError
-from hybridflow.cluster import gpu_availability, ray_runtime, resource_pool
-from hybridflow.cluster import nvml as gpu_reader
-from hybridflow.cluster.device_map import Device, Node, pool_devices
-from hybridflow.cluster.gpu_availability import check_bundles_free, check_gpus_free, gpus_in_use
-from hybridflow.cluster.nvml import MakeReader, MemoryUse, NvmlReader
-from hybridflow.cluster.resource_pool import Bundle, ResourcePool, cluster_nodes, release, reserve
+from hybridflow.cluster.devices import gpu_availability
+from hybridflow.cluster.devices import nvml as gpu_reader
+from hybridflow.cluster.devices.device_map import Device, Node, pool_devices
+from hybridflow.cluster.devices.gpu_availability import check_bundles_free, check_gpus_free, gpus_in_use
+from hybridflow.cluster.devices.nvml import MakeReader, MemoryUse, NvmlReader
+from hybridflow.cluster.runtime import ray_runtime, resource_pool
+from hybridflow.cluster.runtime.resource_pool import Bundle, ResourcePool, cluster_nodes, release, reserve
 from hybridflow.config.recipe import load_recipe
 from hybridflow.trainer import role_startup
 from tests.support.fake_devices import Absent, Freed, Steady, Stuck, Taken

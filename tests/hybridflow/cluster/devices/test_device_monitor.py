@@ -13,10 +13,10 @@ import psutil
 import pytest
 import ray
 
-from hybridflow.cluster.device_map import Device, pool_devices
-from hybridflow.cluster.device_monitor import DeviceMonitor
-from hybridflow.cluster.nvml import DeviceReader, NvmlReader
-from hybridflow.cluster.resource_pool import Bundle, cluster_nodes, release, reserve
+from hybridflow.cluster.devices.device_map import Device, pool_devices
+from hybridflow.cluster.devices.device_monitor import DeviceMonitor
+from hybridflow.cluster.devices.nvml import DeviceReader, NvmlReader
+from hybridflow.cluster.runtime.resource_pool import Bundle, cluster_nodes, release, reserve
 from hybridflow.config.recipe import load_recipe
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.device_samples import DeviceFile, DeviceSample, read_samples, summarise

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from engine3d.rollout.host import run_files
-from hybridflow.cluster import watchdog
+from hybridflow.cluster.processes import watchdog
 
 _PREFIX = "hf-ray-"
 _LOCK_NAME = re.compile(rf"{_PREFIX}{run_files.RANDOM}{re.escape(watchdog.LOCK)}")

@@ -23,11 +23,12 @@ import ray
 from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError, first_line
 from engine3d.rollout.host import run_files
-from hybridflow.cluster import orphans, ray_head, watchdog
 from hybridflow.cluster.limits import LimitsConfig
-from hybridflow.cluster.private_ray import LOOPBACK, PrivateRay, driver_imports, on_loopback
-from hybridflow.cluster.ray_watch import RayWatch
-from hybridflow.cluster.termination import termination
+from hybridflow.cluster.processes import orphans, watchdog
+from hybridflow.cluster.processes.termination import termination
+from hybridflow.cluster.runtime import ray_head
+from hybridflow.cluster.runtime.private_ray import LOOPBACK, PrivateRay, driver_imports, on_loopback
+from hybridflow.cluster.runtime.ray_watch import RayWatch
 from hybridflow.errors.log import log
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}

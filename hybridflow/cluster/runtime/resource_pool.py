@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError
-from hybridflow.cluster.device_map import Device, Node
-from hybridflow.cluster.ray_runtime import is_started_here, ray_answers
+from hybridflow.cluster.devices.device_map import Device, Node
+from hybridflow.cluster.runtime.ray_runtime import is_started_here, ray_answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def reserve(devices: Mapping[str, tuple[Device, ...]], timeout_s: float = 60.0) 
     the GPUs that Ray grants on the node.
 
     Args:
-        devices: role -> devices, from `hybridflow.cluster.device_map.pool_devices`.
+        devices: role -> devices, from `hybridflow.cluster.devices.device_map.pool_devices`.
         timeout_s: how long Ray may take to find them free.
 
     Raises:

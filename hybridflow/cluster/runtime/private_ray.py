@@ -18,7 +18,7 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.job_config import JobConfig
 
-from hybridflow.cluster.authentication import AUTHENTICATION_MODE
+from hybridflow.cluster.runtime.authentication import AUTHENTICATION_MODE
 
 LOOPBACK = "127.0.0.1"
 _INTERFACE = "lo"

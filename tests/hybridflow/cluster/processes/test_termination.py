@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import EngineError
-from hybridflow.cluster.termination import Terminated, Termination
+from hybridflow.cluster.processes.termination import Terminated, Termination
 from tests.support.runs import ROOT
 
 
@@ -92,7 +92,7 @@ def test_what_does_not_end_in_order_is_ended_by_force(work: str, signals: int, c
     grace_s = 30 if signals > 1 else 0.5
     program = f"""
         import ctypes, time
-        from hybridflow.cluster.termination import termination
+        from hybridflow.cluster.processes.termination import termination
 
         libc, mutex = ctypes.CDLL(None), (ctypes.c_ulong * 8)()
 

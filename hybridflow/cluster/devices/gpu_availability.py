@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from engine3d.errors import UserError
-from hybridflow.cluster.nvml import MakeReader, answer
+from hybridflow.cluster.devices.nvml import MakeReader, answer
 
 if TYPE_CHECKING:
-    from hybridflow.cluster.device_map import Node
-    from hybridflow.cluster.resource_pool import Bundle
+    from hybridflow.cluster.devices.device_map import Node
+    from hybridflow.cluster.runtime.resource_pool import Bundle
 
 WAIT_S = 20.0
 """How long memory may take to come free: that of a run which was killed a moment ago, for one."""

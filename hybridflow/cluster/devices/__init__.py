@@ -1,0 +1,1 @@
+"""Device maps, GPUs, who uses them and what they do."""

@@ -1,0 +1,1 @@
+"""Processes of a run: how they end, and what ends them."""

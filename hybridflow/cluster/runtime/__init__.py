@@ -1,0 +1,1 @@
+"""Ray: started for a run or attached to, watched, and asked for devices."""
