@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 import os
-import select
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 import ray
 
 from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError, first_line
-from engine3d.rollout.host import run_files
 from hybridflow.cluster.limits import LimitsConfig
-from hybridflow.cluster.processes import orphans, watchdog
+from hybridflow.cluster.processes import watchdog
 from hybridflow.cluster.processes.termination import termination
-from hybridflow.cluster.runtime import ray_head
-from hybridflow.cluster.runtime.private_ray import LOOPBACK, PrivateRay, driver_imports, on_loopback
+from hybridflow.cluster.runtime.private_ray import PrivateEnvironment, driver_imports, on_loopback
+from hybridflow.cluster.runtime.ray_host import RayHost
 from hybridflow.cluster.runtime.ray_watch import RayWatch
 from hybridflow.errors.log import log
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 """Arguments of `ray.init`: no worker output on the console."""
 
-# In the environment of everything that a local Ray starts, and everything that starts in turn.
-_MARKER = "HYBRIDFLOW_RAY"
-_STOP_LIMIT_S = 30.0
 # Limits of Ray's own start that can be set, in whole seconds. Others are in its code, of 30 s and more: an attempt that
 # ended sooner did not end for want of time.
 _START_LIMITS = ("RAY_raylet_start_wait_time_s", "RAY_gcs_server_port_wait_time_s")
@@ -44,8 +35,6 @@ _LEAST_OWN_LIMIT_S = 20.0
 # After the limit of Ray's start: a thread says so first, unless Ray keeps all threads of this process from running.
 _GIL_S = 5.0
 _PARTS = {"raylet": "Ray's raylet", "gcs_server": "Ray's GCS server"}
-# The head tells how a process ended as soon as it has.
-_TOLD_S = 1.0
 
 
 class LocalRay:
@@ -65,11 +54,8 @@ class LocalRay:
 
     def __init__(self, *, cpus: int, object_store_bytes: int | None = None, limits: LimitsConfig | None = None) -> None:
         self._cpus, self._object_store_bytes, self._limits = cpus, object_store_bytes, limits or LimitsConfig()
-        self._directory = ""
-        self._owned: TextIO | None = None
-        self._watchdog: subprocess.Popen[bytes] | None = None
-        self._private: PrivateRay | None = None
-        self._head: _Head | None = None
+        self._host: RayHost | None = None
+        self._environment: PrivateEnvironment | None = None
         self._watch: RayWatch | None = None
 
     def __enter__(self) -> Self:
@@ -93,8 +79,8 @@ class LocalRay:
 
     def store_file(self, name: str) -> Path:
         """A new file in which ranks can meet."""
-        assert self._private is not None
-        return self._private.store_file(name)
+        assert self._host is not None
+        return self._host.store_file(name)
 
     def start(self) -> None:
         """Start it, again where it gave up by one of Ray's own limits before `limits.ray_start_s`."""
@@ -124,62 +110,42 @@ class LocalRay:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-        self._tell_watchdog(watchdog.END)
+        if self._host is not None:
+            self._host.tell_watchdog(watchdog.END)
         if whole:
             ray.shutdown()  # would wait for a minute for what is gone
-        if self._private is not None:
-            self._private.close(forget=whole)
-            self._private = None
-        if self._watchdog is not None:
-            del os.environ[_MARKER]
+        if self._environment is not None:
+            self._environment.close(forget=whole)
+            self._environment = None
+        if self._host is not None:
+            host, self._host = self._host, None
             with cleaning("hybridflow: Ray"):
-                self._end()
-            termination.remove_resort(self._end)
-            self._watchdog = None
-        if self._head is not None:
-            self._head.close()
-            self._head = None
-        if self._owned is not None:
-            orphans.give_up(self._owned)
-            self._owned = None
+                host.end()
+            termination.remove_resort(host.end)
+            host.close()
 
     def _start_once(self, deadline: float) -> None:
-        self._directory, self._owned = orphans.run_directory(orphans.parent())
-        marker = f"{_MARKER}={self._directory}"
-        command = [sys.executable, "-I", watchdog.__file__, marker, self._directory, run_files.__file__]
-        # A session of its own: Ctrl-C is not for the watchdog.
-        self._watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        os.environ[_MARKER] = self._directory
-        termination.add_resort(self._end)
-        termination.before_force = lambda: self._tell_watchdog(watchdog.END)
+        host = self._host = RayHost()
+        termination.add_resort(host.end)
+        termination.before_force = lambda: host.tell_watchdog(watchdog.END)
         left_s = deadline - time.monotonic()
-        self._tell_watchdog(f"{watchdog.WITHIN} {left_s + _GIL_S:g}")
+        host.tell_watchdog(f"{watchdog.WITHIN} {left_s + _GIL_S:g}")
         try:
-            self._private = PrivateRay(Path(self._directory))
-            self._head = _Head(
-                Path(self._directory),
-                path=[entry or str(Path.cwd()) for entry in sys.path],
-                directory=str(self._private.ray_directory),
-                address=LOOPBACK,
-                cpus=self._cpus,
-                object_store_bytes=self._object_store_bytes,
-            )
-            started = self._head.started(deadline)
+            self._environment = PrivateEnvironment(host.variables)
+            started = host.start_servers(deadline, cpus=self._cpus, object_store_bytes=self._object_store_bytes)
             with self._bounded(deadline), on_loopback():
                 ray.init(
                     address=started["gcs_address"],
-                    _node_ip_address=LOOPBACK,
+                    _node_ip_address=host.address,
                     job_config=driver_imports(),
                     **QUIET,
                 )
-            self._tell_watchdog(f"{watchdog.WITHIN} 0")
+            host.tell_watchdog(f"{watchdog.WITHIN} 0")
             parts = {_PARTS[name]: pid for name, pid in started["processes"].items() if name in _PARTS}
             for name, pid in parts.items():
-                self._tell_watchdog(f"{pid} {name}")
+                host.tell_watchdog(f"{pid} {name}")
             limits = self._limits
-            self._watch = RayWatch(
-                parts, self._lost, quiet_s=limits.quiet_s, limit_s=limits.call_s, how=self._head.how_ended
-            )
+            self._watch = RayWatch(parts, self._lost, quiet_s=limits.quiet_s, limit_s=limits.call_s, how=host.how_ended)
         except Exception as error:
             self._stop_start()
             raise EngineError(f"Ray did not start on this machine: {first_line(error)}") from error
@@ -208,97 +174,13 @@ class LocalRay:
         self.stop()
 
     def _kill(self) -> None:
-        watchdog.kill_run(f"{_MARKER}={self._directory}", self._directory)
+        if self._host is not None:
+            self._host.kill()
 
     def _lost(self, line: str) -> None:
         """End the command; in a program that is not the command, whoever waits for a rank raises."""
-        if termination.cause is None and termination.end(f"hybridflow: {line}"):
-            self._tell_watchdog(watchdog.END)
-
-    def _tell_watchdog(self, line: str) -> None:
-        if self._watchdog is not None and self._watchdog.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):  # it is closed where the end was forced meanwhile
-                self._watchdog.stdin.write(f"{line}\n".encode())
-                self._watchdog.stdin.flush()
-
-    def _end(self) -> None:
-        """Have the watchdog end all that this Ray has started, and wait until it has. Idempotent."""
-        if self._watchdog is not None:
-            self._watchdog.communicate(timeout=_STOP_LIMIT_S)
-
-
-class _Head:
-    """The program that holds Ray's servers.
-
-    Args:
-        where: for what it prints.
-        settings: what `ray_head` reads.
-    """
-
-    def __init__(self, where: Path, **settings: Any) -> None:
-        self._log = where / "head.log"
-        with self._log.open("wb") as log:
-            # A session of its own: Ctrl-C is not for Ray's servers.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", ray_head.__file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-            )
-        self._inbox = b""
-        self._ended: dict[int, dict[str, Any]] = {}
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and its log says why
-            self._process.stdin.write(json.dumps(settings).encode() + b"\n")
-            self._process.stdin.flush()
-
-    def started(self, deadline: float) -> dict[str, Any]:
-        """Its first answer. Raises EngineError if there is none before the deadline, or Ray did not start."""
-        answer = self._next(deadline)
-        if answer is None:
-            lines = self._log.read_text(errors="replace").splitlines()
-            raise EngineError(lines[-1] if lines else "its servers did not answer")
-        if "error" in answer:
-            raise EngineError(answer["error"])
-        return answer
-
-    def how_ended(self, _descriptor: int, pid: int) -> tuple[str, bool]:
-        """How a server ended, and whether it may have been asked to."""
-        deadline = time.monotonic() + _TOLD_S
-        while pid not in self._ended and (answer := self._next(deadline)) is not None:
-            self._ended[answer["pid"]] = answer
-        told = self._ended.get(pid)
-        if told is None:
-            return "is gone", True
-        if told["exited"]:
-            return f"ended with exit code {told['status']}", True
-        number = signal.Signals(told["status"])
-        return f"was killed by {number.name}", number in (signal.SIGTERM, signal.SIGINT)
-
-    def close(self) -> None:
-        """Let it end, if it has not."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_STOP_LIMIT_S)
-        self._process.stdout.close()
-
-    def _next(self, deadline: float) -> dict[str, Any] | None:
-        """Its next line; None if it ended, or the deadline passed."""
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        while b"\n" not in self._inbox:
-            if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                return None
-            data = os.read(descriptor, 4096)
-            if not data:
-                return None
-            self._inbox += data
-        line, _, self._inbox = self._inbox.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        if termination.cause is None and termination.end(f"hybridflow: {line}") and self._host is not None:
+            self._host.tell_watchdog(watchdog.END)
 
 
 def _too_long(limit_s: float) -> str:

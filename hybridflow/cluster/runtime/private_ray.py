@@ -8,51 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import sys
-import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.job_config import JobConfig
 
-from hybridflow.cluster.runtime.authentication import AUTHENTICATION_MODE
-
-LOOPBACK = "127.0.0.1"
 _INTERFACE = "lo"
-_TOKEN, _TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-_REACHED_FROM_ELSEWHERE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-# Its name is short: the path of a socket must stay below 108 characters.
-_OF_RAY = "r"
 
 
-class PrivateRay:
-    """The directory and environment of a local Ray, from before its start until after its end.
+class PrivateEnvironment:
+    """The environment in which this process uses a Ray of its own, from before its start until after its end.
 
     Args:
-        directory: to which only this user has access.
+        variables: values, or None for what must not be set.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        token = directory / "token"
-        with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
-        changes = {AUTHENTICATION_MODE: "token", _TOKEN_FILE: str(token), _TOKEN: None, _REACHED_FROM_ELSEWHERE: "0"}
-        self._before = {name: os.environ.get(name) for name in changes}
-        _set_environment(changes)
+    def __init__(self, variables: Mapping[str, str | None]) -> None:
+        self._before = {name: os.environ.get(name) for name in variables}
+        _set_environment(variables)
         forget_token()
-
-    @property
-    def ray_directory(self) -> Path:
-        """For Ray, which lets every user of the host write to the directory that it is given."""
-        return self._directory / _OF_RAY
-
-    def store_file(self, name: str) -> Path:
-        """A new name of a file in which processes of this host can meet."""
-        return self._directory / f"store-{name}-{uuid.uuid4().hex}"
 
     def close(self, *, forget: bool = True) -> None:
         """Have the environment as it was.
@@ -95,7 +72,7 @@ class _Final(list[str]):
         """Ray would add the directory of the script, which is there already, and the working directory."""
 
 
-def _set_environment(variables: dict[str, str | None]) -> None:
+def _set_environment(variables: Mapping[str, str | None]) -> None:
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)

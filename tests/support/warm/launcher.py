@@ -20,7 +20,7 @@ def kind_of(arguments):
         return None
     if arguments[:3] == ["-P", "-m", "engine3d.rollout.host.program"]:
         return "host"
-    if arguments[0] == "-P" and arguments[1].endswith("/hybridflow/cluster/runtime/ray_head.py"):
+    if arguments[0] == "-P" and arguments[1].endswith("/hybridflow/cluster/runtime/ray_node.py"):
         return "head"
     if any(word.endswith("/ray/_private/workers/default_worker.py") for word in arguments):
         return "rank"

@@ -1,12 +1,13 @@
-"""The servers of a Ray of one run, held by a program of its own: whoever has to end them can, at any moment.
+"""One host's servers of a Ray of one run, held by a program of its own: whoever has to end them can, at any moment.
 
-    python -P ray_head.py
+    python -P ray_node.py
 
 Reads one line of JSON with `path` (for imports), `directory` (for Ray's files), `address`, `cpus`, `object_store_bytes`
-and starts Ray's servers; `ray.init` would start them within the process that calls it, and wait for them in C++ with no
-other thread of that process able to run. Writes lines of JSON: first `gcs_address` and `processes` (process ids by
-Ray's names), or `error`; then for each server that ends its `pid`, whether it `exited`, and its `status`: exit code or
-signal. Ends them, and itself, once its standard input closes.
+and `gcs_address` (of the cluster to join; null to be its head) and starts Ray's servers; `ray.init` would start them
+within the process that calls it, and wait for them in C++ with no other thread of that process able to run. Writes
+lines of JSON: first `gcs_address` and `processes` (process ids by Ray's names), or `error`; then for each server that
+ends its `pid`, whether it `exited`, and its `status`: exit code or signal. Ends them, and itself, once its standard
+input closes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _start(settings: dict[str, Any]) -> Any:
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
-    class Head(Node):
+    class Quiet(Node):
         """Without autoscaler, what forwards the workers' output, and the server of a dashboard: nobody asks them."""
 
         def start_monitor(self) -> None:
@@ -59,8 +60,10 @@ def _start(settings: dict[str, Any]) -> Any:
         object_store_memory=settings["object_store_bytes"],
         include_dashboard=False,
         temp_dir=settings["directory"],
+        gcs_address=settings["gcs_address"],
     )
-    return Head(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
+    is_head = settings["gcs_address"] is None
+    return Quiet(parameters, head=is_head, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=is_head)
 
 
 def _hold(answers: Any, processes: dict[str, int]) -> None:

@@ -1,0 +1,218 @@
+"""One host's part of a run's Ray: a directory, a watchdog, a token, and the program that holds its servers.
+
+Imports nothing of Ray's, so that what only starts it is there at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine3d.errors import EngineError
+from engine3d.rollout.host import run_files
+from hybridflow.cluster.processes import orphans, watchdog
+from hybridflow.cluster.runtime import ray_node
+from hybridflow.cluster.runtime.authentication import AUTHENTICATION_MODE
+
+LOOPBACK = "127.0.0.1"
+_TOKEN, _TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_REACHED_FROM_ELSEWHERE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+# In the environment of everything that it starts, and everything that starts in turn.
+_MARKER = "HYBRIDFLOW_RAY"
+# Its name is short: the path of a socket must stay below 108 characters.
+_OF_RAY = "r"
+_STOP_LIMIT_S = 30.0
+# The node tells how a process ended as soon as it has.
+_TOLD_S = 1.0
+
+
+class RayHost:
+    """What this host has of a Ray, until `end`: a watchdog ends it all when this process is gone, even by SIGKILL.
+
+    Args:
+        address: of this host, at which the others reach its servers; on the loopback interface nobody else does.
+        token: without which Ray's servers answer nobody; one is made if None.
+    """
+
+    def __init__(self, address: str = LOOPBACK, token: str | None = None) -> None:
+        self.address = address
+        name, self._owned = orphans.run_directory(orphans.parent())
+        self.directory = Path(name)
+        path = self.directory / "token"
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(token or secrets.token_hex(32))
+        self.variables: dict[str, str | None] = {
+            AUTHENTICATION_MODE: "token",
+            _TOKEN_FILE: str(path),
+            _TOKEN: None,
+            _REACHED_FROM_ELSEWHERE: "0" if self.is_local else None,
+            _MARKER: name,
+        }
+        """Environment of what belongs to this Ray: values, or None for what must not be set."""
+        marker = f"{_MARKER}={name}"
+        command = [sys.executable, "-I", watchdog.__file__, marker, name, run_files.__file__]
+        # A session of its own: Ctrl-C is not for the watchdog.
+        self._watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._node: RayNode | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a Ray of this host alone."""
+        return self.address == LOOPBACK
+
+    @property
+    def ray_directory(self) -> Path:
+        """For Ray, which lets every user of the host write to the directory that it is given."""
+        return self.directory / _OF_RAY
+
+    def store_file(self, name: str) -> Path:
+        """A new name of a file in which processes of this host can meet."""
+        return self.directory / f"store-{name}-{uuid.uuid4().hex}"
+
+    def start_servers(
+        self, deadline: float, *, cpus: int, object_store_bytes: int | None = None, gcs_address: str | None = None
+    ) -> dict[str, Any]:
+        """Start Ray's servers here: the cluster's head, or a node of the cluster whose GCS server is elsewhere.
+
+        Args:
+            deadline: by the monotonic clock.
+            cpus: CPU slots.
+            object_store_bytes: shared memory for data between roles; Ray's own choice if None.
+            gcs_address: of the cluster that it joins; None for a head.
+
+        Returns:
+            `gcs_address`, and `processes`: process ids by Ray's names.
+
+        Raises:
+            EngineError: they did not start in time.
+        """
+        self._node = RayNode(
+            self.directory,
+            self.variables,
+            path=[entry or str(Path.cwd()) for entry in sys.path],
+            directory=str(self.ray_directory),
+            address=self.address,
+            cpus=cpus,
+            object_store_bytes=object_store_bytes,
+            gcs_address=gcs_address,
+        )
+        return self._node.started(deadline)
+
+    def how_ended(self, descriptor: int, pid: int) -> tuple[str, bool]:
+        """How one of the servers ended, and whether it may have been asked to."""
+        assert self._node is not None
+        return self._node.how_ended(descriptor, pid)
+
+    def tell_watchdog(self, line: str) -> None:
+        """Send it a line (`hybridflow.cluster.processes.watchdog`)."""
+        if self._watchdog.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):  # it is closed where the end was forced meanwhile
+                self._watchdog.stdin.write(f"{line}\n".encode())
+                self._watchdog.stdin.flush()
+
+    def kill(self) -> None:
+        """Kill all that belongs to it, now."""
+        watchdog.kill_run(f"{_MARKER}={self.directory}", str(self.directory))
+
+    def end(self) -> None:
+        """Have the watchdog end all that it has started, and wait until it has. Idempotent."""
+        self._watchdog.communicate(timeout=_STOP_LIMIT_S)
+
+    def close(self) -> None:
+        """Give up what is left after `end`."""
+        if self._node is not None:
+            self._node.close()
+        orphans.give_up(self._owned)
+
+
+class RayNode:
+    """The program that holds Ray's servers.
+
+    Args:
+        where: for what it prints.
+        variables: of its environment.
+        settings: what `ray_node` reads.
+    """
+
+    def __init__(self, where: Path, variables: Mapping[str, str | None], **settings: Any) -> None:
+        self._log = where / "node.log"
+        with self._log.open("wb") as log:
+            # A session of its own: Ctrl-C is not for Ray's servers.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", ray_node.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+                env=changed_environment(variables),
+            )
+        self._inbox = b""
+        self._ended: dict[int, dict[str, Any]] = {}
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and its log says why
+            self._process.stdin.write(json.dumps(settings).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def started(self, deadline: float) -> dict[str, Any]:
+        """Its first answer. Raises EngineError if there is none before the deadline, or Ray did not start."""
+        answer = self._next(deadline)
+        if answer is None:
+            lines = self._log.read_text(errors="replace").splitlines()
+            raise EngineError(lines[-1] if lines else "its servers did not answer")
+        if "error" in answer:
+            raise EngineError(answer["error"])
+        return answer
+
+    def how_ended(self, _descriptor: int, pid: int) -> tuple[str, bool]:
+        """How a server ended, and whether it may have been asked to."""
+        deadline = time.monotonic() + _TOLD_S
+        while pid not in self._ended and (answer := self._next(deadline)) is not None:
+            self._ended[answer["pid"]] = answer
+        told = self._ended.get(pid)
+        if told is None:
+            return "is gone", True
+        if told["exited"]:
+            return f"ended with exit code {told['status']}", True
+        number = signal.Signals(told["status"])
+        return f"was killed by {number.name}", number in (signal.SIGTERM, signal.SIGINT)
+
+    def close(self) -> None:
+        """Let it end, if it has not."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_LIMIT_S)
+        self._process.stdout.close()
+
+    def _next(self, deadline: float) -> dict[str, Any] | None:
+        """Its next line; None if it ended, or the deadline passed."""
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        while b"\n" not in self._inbox:
+            if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return None
+            data = os.read(descriptor, 4096)
+            if not data:
+                return None
+            self._inbox += data
+        line, _, self._inbox = self._inbox.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def changed_environment(variables: Mapping[str, str | None]) -> dict[str, str]:
+    """This process's environment with some variables changed, or not set where their value is None."""
+    changed = {**os.environ, **variables}
+    return {name: value for name, value in changed.items() if value is not None}
