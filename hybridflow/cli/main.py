@@ -8,6 +8,8 @@
     hybridflow checkpoint export DIR OUT        write its model as a HuggingFace directory
     hybridflow checkpoint import MODEL OUT      make a checkpoint of a HuggingFace directory
     hybridflow report RUN [--out FILE]          draw a run's metrics as one HTML page
+    hybridflow agent ... train RECIPE ...       one host's part of a run on several: what the launchers start
+    hybridflow token [FILE]                     make the secret that lets the hosts of a run know each other
 
 Ends with 0; with 2 for bad input and for what `check` finds; with 1 for a failure while running and for what `verify`
 finds; with 130 after Ctrl-C and 143 after SIGTERM. The first line on stderr says what was wrong.
@@ -29,12 +31,15 @@ from typing import TYPE_CHECKING, Any, Never
 
 from engine3d.errors import EngineError, UserError, shortened
 from engine3d.startup.imports import quick_imports
+from hybridflow.cli import agent
 from hybridflow.cli.standard_streams import be_patient
+from hybridflow.cluster.devices.device_map import Node
+from hybridflow.cluster.hosts.driver_link import driver_link
 from hybridflow.cluster.hosts.host_check import check_interpreter, check_open_files
+from hybridflow.cluster.hosts.run_token import default_file, write_token
 from hybridflow.cluster.processes.termination import termination
 
 if TYPE_CHECKING:
-    from hybridflow.cluster.devices.device_map import Node
     from hybridflow.config.recipe import Recipe
 
 _METRIC_SINKS = ("metrics.jsonl=true", "metrics.csv=true", "metrics.tensorboard=true")
@@ -129,7 +134,7 @@ def _train(parsed: argparse.Namespace) -> int:
 
     began = time.monotonic()
     print(f"checking {parsed.recipe}", flush=True)
-    recipe = _checked_recipe(parsed)
+    recipe = _checked_recipe(parsed, here=True)
     print(f"checked in {time.monotonic() - began:.1f} s", flush=True)
     termination.grace_s = recipe.limits.stop_s
 
@@ -170,7 +175,7 @@ def _check(parsed: argparse.Namespace) -> int:
 
 def _named_nodes(parsed: argparse.Namespace) -> list[Node] | None:
     """The nodes that the options name; None for this machine."""
-    from hybridflow.cluster.devices.device_map import MOST_GPUS, MOST_NODES, Node
+    from hybridflow.cluster.devices.device_map import MOST_GPUS, MOST_NODES
 
     if parsed.nodes is None and parsed.gpus_per_node is None:
         return None
@@ -189,6 +194,9 @@ def _bytes(gigabytes: float | None) -> int | None:
 def _checked_recipe(parsed: argparse.Namespace, nodes: Sequence[Node] | None = None, **memory: Any) -> Recipe:
     """The recipe with nothing wrong in it; `memory` is what `check_recipe` takes beside recipe and nodes."""
     check_open_files()
+    link = driver_link()
+    if link is not None:
+        nodes = [Node(host.name, host.gpus, host.cpu_slots) for host in link.cluster.hosts]
     with quick_imports():
         from hybridflow.config.recipe import load_recipe
 
@@ -225,6 +233,13 @@ def _report(parsed: argparse.Namespace) -> int:
         return 0
 
     return _guarded(write)
+
+
+def _token(parsed: argparse.Namespace) -> int:
+    path = parsed.file or default_file()
+    write_token(path)
+    print(path)
+    return 0
 
 
 def _guarded(work: Callable[[], int]) -> int:
@@ -342,9 +357,25 @@ def _report_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _agent_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="hybridflow agent", description="One host's part of a run on several hosts.")
+    agent.add_arguments(parser)
+    return parser
+
+
+def _token_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="hybridflow token", description="Make the secret that lets the hosts of a run know each other."
+    )
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help=f"({default_file()})")
+    return parser
+
+
 _COMMANDS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[[argparse.Namespace], int]]] = {
     "train": (_train_parser, _train),
     "check": (_check_parser, _check),
     "checkpoint": (_checkpoint_parser, _checkpoint),
     "report": (_report_parser, _report),
+    "agent": (_agent_parser, agent.run),
+    "token": (_token_parser, _token),
 }

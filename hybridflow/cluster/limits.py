@@ -26,6 +26,10 @@ class LimitsConfig(Settings):
     """Of what is left to write of a checkpoint when the run waits for it."""
     ray_start_s: float = Field(180.0, gt=0)
     """Of the start of Ray on this machine; it is started again where it gives up by itself before."""
+    host_s: float = Field(30.0, gt=0)
+    """Without a sign of life of a host, after which it is lost."""
+    gather_s: float = Field(600.0, gt=0)
+    """Until all hosts of a launch are there."""
     placement_s: float = Field(60.0, gt=0)
     """Until Ray finds the devices of the run free."""
     stop_s: float = Field(10.0, gt=0)

@@ -20,7 +20,7 @@ from hybridflow.planning.model_check import check_megatron
 def planned_devices(recipe: Recipe, cluster: Sequence[Node] | None = None) -> dict[str, tuple[Device, ...]] | None:
     """The devices of each role on these nodes, or on this machine; None where they are another cluster's.
 
-    Nodes have as many CPU slots as the recipe names.
+    Nodes whose CPU slots are not known have as many as the recipe names.
 
     Raises:
         UserError: a device map that is wrong or that the nodes do not fulfil.
@@ -34,7 +34,7 @@ def planned_devices(recipe: Recipe, cluster: Sequence[Node] | None = None) -> di
         return None
     slots = highest_cpu_slot([*roles.values(), *pools.values()])
     nodes = cluster or [Node("this machine", gpus=platform.gpus, cpu_slots=0)]
-    return pool_devices(roles, pools, [dataclasses.replace(node, cpu_slots=slots) for node in nodes])
+    return pool_devices(roles, pools, [dataclasses.replace(node, cpu_slots=node.cpu_slots or slots) for node in nodes])
 
 
 def check_layouts(

@@ -41,6 +41,7 @@ def check_recipe(
     gpu_bytes: int | None = None,
     host_bytes: int | None = None,
     must_fit: bool = True,
+    here: bool | None = None,
 ) -> list[str]:
     """Check placement, layouts, model files, prompts, checkpoints, reward functions and sinks of a recipe.
 
@@ -51,6 +52,7 @@ def check_recipe(
         cluster: nodes to run on; None for this machine.
         gpu_bytes: memory of each GPU; if None, what this machine's largest has, and unknown of other nodes.
         host_bytes: memory of each node; if None, what this machine has, and unknown of other nodes.
+        here: whether this machine is one of the nodes; if None, where none are given.
         must_fit: whether to refuse models that a GPU or a node has no room for, whatever the engines take.
 
     Returns:
@@ -61,6 +63,7 @@ def check_recipe(
     """
     errors: list[str] = []
     warnings: list[str] = []
+    here = cluster is None if here is None else here
 
     def attempt(check: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -86,19 +89,19 @@ def check_recipe(
             warnings += attempt(check_model_files, "model.path", spec, recipe.model.path) or []
         attempt(check_engines, recipe, spec)
         attempt(check_sampling, recipe, spec, devices)
-        if cluster is None:
+        if here:
             warnings += attempt(check_libraries, recipe, devices, spec) or []
         encoded = attempt(encoded_prompts, recipe, spec, layouts)
         if encoded is not None:
             warnings += encoded.notes
     attempt(check_rewards, recipe, encoded)
-    if cluster is None:
+    if here:
         attempt(check_run_directory, recipe, spec)
         attempt(partial(check_directories, kernels=bool(devices and used_gpus(devices))))
     if recipe.metrics.wandb:
         attempt(check_wandb)
     if must_fit and devices is not None and not errors:
-        if cluster is None:
+        if here:
             gpu_bytes = largest_gpu(devices) if gpu_bytes is None else gpu_bytes
             host_bytes = machine_bytes() if host_bytes is None else host_bytes
         attempt(partial(check_memory, gpu_bytes=gpu_bytes, host_bytes=host_bytes), recipe, devices, specs)

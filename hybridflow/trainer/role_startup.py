@@ -95,7 +95,7 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
 def _check_nobody_else(recipe: Recipe, resources: Mapping[str, ResourcePool], nodes: Sequence[Node]) -> None:
     """The GPUs of the models and engines, while no process of theirs is there."""
     bundles = [each for role, pool in resources.items() if role != "reward" for each in pool.bundles]
-    if recipe.placement.cluster is not None:
+    if recipe.placement.cluster is not None or len(nodes) > 1:
         check_bundles_free(bundles, nodes, WAIT_S)
     else:
         gpus = {each.device.index: each.visible for each in bundles if each.device.kind == "cuda"}

@@ -249,7 +249,7 @@ class WorkerGroup(Caller):
             "WORLD_SIZE": str(self.layout.world_size),
             "LOCAL_RANK": str(local_rank),
             "CUDA_VISIBLE_DEVICES": self.pool.visible_devices(self._bundles(rank)[0].device.node),
-            **ray_runtime.rank_environment(),
+            **ray_runtime.rank_environment(self._bundles(rank)[0].device.node),
         }
 
     def _call(

@@ -88,13 +88,14 @@ class Channel:
         return _proof(self._key, f"{sender} {number} ".encode() + body)
 
 
-async def connect(host: str, port: int, token: str, limit_s: float) -> Channel:
+async def connect(host: str, port: int, token: str, limit_s: float, local: tuple[str, int] | None = None) -> Channel:
     """The agent's end of a connection to a supervisor.
 
     Args:
         host, port: where it listens.
         token: of the run.
         limit_s: of one attempt.
+        local: own address and port to connect from; any if None.
 
     Raises:
         OSError: nobody listens there, or it cannot be reached.
@@ -103,7 +104,7 @@ async def connect(host: str, port: int, token: str, limit_s: float) -> Channel:
     """
     try:
         async with asyncio.timeout(limit_s):
-            reader, writer = await asyncio.open_connection(host, port, limit=2 * _MOST_BYTES)
+            reader, writer = await asyncio.open_connection(host, port, limit=2 * _MOST_BYTES, local_addr=local)
             try:
                 theirs = await _line(reader)
                 mine = secrets.token_hex(_NONCE_BYTES).encode()

@@ -69,7 +69,7 @@ class DriverLink:
             EngineError: it cannot be done, or there is no answer in time.
         """
         with self._asking:
-            self._send(kind, **fields)
+            self._send(kind, limit_s=limit_s, **fields)
             try:
                 answer = self._answers.get(timeout=limit_s)
             except queue.Empty:

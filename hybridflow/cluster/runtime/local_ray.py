@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,11 +17,14 @@ import ray
 
 from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError, first_line
+from hybridflow.cluster.hosts.description import Host, listed
+from hybridflow.cluster.hosts.driver_link import DriverLink
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.processes import watchdog
 from hybridflow.cluster.processes.termination import termination
+from hybridflow.cluster.runtime import private_ray
 from hybridflow.cluster.runtime.private_ray import PrivateEnvironment, driver_imports, on_loopback
-from hybridflow.cluster.runtime.ray_host import RayHost
+from hybridflow.cluster.runtime.ray_host import LOOPBACK, RayHost
 from hybridflow.cluster.runtime.ray_watch import RayWatch
 from hybridflow.errors.log import log
 
@@ -34,26 +37,37 @@ _START_LIMITS = ("RAY_raylet_start_wait_time_s", "RAY_gcs_server_port_wait_time_
 _LEAST_OWN_LIMIT_S = 20.0
 # After the limit of Ray's start: a thread says so first, unless Ray keeps all threads of this process from running.
 _GIL_S = 5.0
+_OTHERS_STOP_S = 30.0
+_LOOK_EVERY_S = 0.1
 _PARTS = {"raylet": "Ray's raylet", "gcs_server": "Ray's GCS server"}
 
 
 class LocalRay:
-    """A Ray for this process, in a `with` block or from `start` to `stop`.
+    """A Ray for this process, in a `with` block or from `start` to `stop`: of this host, or of all hosts of a launch.
 
     It starts quietly: no dashboard, no usage statistics, its files in a directory of its own that goes when it stops. A
     watchdog ends all that it started when this process is gone, even by SIGKILL.
 
     Args:
-        cpus: CPU slots that it has; more than there are cores is fine.
+        cpus: CPU slots that it has on this host; more than there are cores is fine.
         object_store_bytes: shared memory for data between roles; Ray's own choice (30 % of memory) if None.
         limits: how long the start may take, and how long a process of Ray may be stopped; the defaults if None.
+        launch: the supervisor of the launch whose driver this process is; None if Ray is this host's alone.
 
     Raises:
         EngineError: Ray did not start.
     """
 
-    def __init__(self, *, cpus: int, object_store_bytes: int | None = None, limits: LimitsConfig | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        cpus: int,
+        object_store_bytes: int | None = None,
+        limits: LimitsConfig | None = None,
+        launch: DriverLink | None = None,
+    ) -> None:
         self._cpus, self._object_store_bytes, self._limits = cpus, object_store_bytes, limits or LimitsConfig()
+        self._launch = launch
         self._host: RayHost | None = None
         self._environment: PrivateEnvironment | None = None
         self._watch: RayWatch | None = None
@@ -69,18 +83,32 @@ class LocalRay:
 
     @property
     def is_whole(self) -> bool:
-        """Whether none of its parts is gone."""
+        """Whether none of its parts on this host is gone."""
         return self._watch is None or self._watch.lost is None
+
+    @property
+    def hosts(self) -> Sequence[Host]:
+        """Its hosts, this one first."""
+        if self._launch is not None:
+            return self._launch.cluster.hosts
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return [Host(0, "this machine", LOOPBACK, cpu_slots=self._cpus, visible=visible)]
 
     def check(self) -> None:
         """Raise EngineError if a part of it is gone."""
         if self._watch is not None:
             self._watch.check()
+        if self._launch is not None and self._launch.lost is not None:
+            raise EngineError(self._launch.lost)
 
-    def store_file(self, name: str) -> Path:
-        """A new file in which ranks can meet."""
+    def store_file(self, name: str) -> Path | None:
+        """A new file in which ranks can meet; None where they may be on several hosts."""
         assert self._host is not None
-        return self._host.store_file(name)
+        return self._host.store_file(name) if self._host.is_local else None
+
+    def rank_environment(self, host: int) -> dict[str, str]:
+        """Environment in which the process groups of a host's ranks listen where they should."""
+        return private_ray.rank_environment() if self._launch is None else self._launch.environments[host]
 
     def start(self) -> None:
         """Start it, again where it gave up by one of Ray's own limits before `limits.ray_start_s`."""
@@ -110,10 +138,15 @@ class LocalRay:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+        if self._launch is not None:
+            self._launch.on_lost(None)
         if self._host is not None:
             self._host.tell_watchdog(watchdog.END)
         if whole:
             ray.shutdown()  # would wait for a minute for what is gone
+        if self._launch is not None and self._launch.lost is None:
+            with cleaning("hybridflow: Ray on other hosts"):
+                self._launch.ask("stop_ray", _OTHERS_STOP_S)
         if self._environment is not None:
             self._environment.close(forget=whole)
             self._environment = None
@@ -125,7 +158,8 @@ class LocalRay:
             host.close()
 
     def _start_once(self, deadline: float) -> None:
-        host = self._host = RayHost()
+        launch = self._launch
+        host = self._host = RayHost() if launch is None else RayHost(launch.cluster.head.address, launch.ray_token)
         termination.add_resort(host.end)
         termination.before_force = lambda: host.tell_watchdog(watchdog.END)
         left_s = deadline - time.monotonic()
@@ -133,25 +167,39 @@ class LocalRay:
         try:
             self._environment = PrivateEnvironment(host.variables)
             started = host.start_servers(deadline, cpus=self._cpus, object_store_bytes=self._object_store_bytes)
-            with self._bounded(deadline), on_loopback():
+            with self._bounded(deadline), on_loopback() if host.is_local else contextlib.nullcontext():
                 ray.init(
                     address=started["gcs_address"],
                     _node_ip_address=host.address,
                     job_config=driver_imports(),
                     **QUIET,
                 )
+                if launch is not None:
+                    self._start_others(launch, started["gcs_address"], deadline)
             host.tell_watchdog(f"{watchdog.WITHIN} 0")
             parts = {_PARTS[name]: pid for name, pid in started["processes"].items() if name in _PARTS}
             for name, pid in parts.items():
                 host.tell_watchdog(f"{pid} {name}")
             limits = self._limits
             self._watch = RayWatch(parts, self._lost, quiet_s=limits.quiet_s, limit_s=limits.call_s, how=host.how_ended)
+            if launch is not None:
+                launch.on_lost(self._lost)
         except Exception as error:
             self._stop_start()
             raise EngineError(f"Ray did not start on this machine: {first_line(error)}") from error
         except BaseException:
             self._stop_start()
             raise
+
+    def _start_others(self, launch: DriverLink, gcs_address: str, deadline: float) -> None:
+        """Ray's nodes on the other hosts of a launch."""
+        left_s = max(1.0, deadline - time.monotonic())
+        launch.ask("start_ray", left_s, gcs_address=gcs_address, start_s=left_s)
+        wanted = {host.address: host for host in launch.cluster.hosts}
+        while missing := wanted.keys() - {each["NodeManagerAddress"] for each in ray.nodes() if each["Alive"]}:
+            if time.monotonic() > deadline:
+                raise EngineError(f"no node of Ray's on {listed([str(wanted[each]) for each in sorted(missing)])}")
+            time.sleep(_LOOK_EVERY_S)
 
     @contextlib.contextmanager
     def _bounded(self, deadline: float) -> Iterator[None]:

@@ -37,6 +37,15 @@ _STOP_LIMIT_S = 30.0
 _TOLD_S = 1.0
 
 
+def set_ray_defaults() -> None:
+    """Set what this process's Ray, and all that it starts, has in its environment unless it says otherwise."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # What a killed worker had started (SGLang's own processes) is killed with it.
+    os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
+    # Processes are for roles: not one for each core before anyone asks.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+
+
 class RayHost:
     """What this host has of a Ray, until `end`: a watchdog ends it all when this process is gone, even by SIGKILL.
 

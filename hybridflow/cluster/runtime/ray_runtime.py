@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import ray
 from ray.job_config import JobConfig
 
 from engine3d.errors import UserError, first_line
+from hybridflow.cluster.hosts.description import Host
+from hybridflow.cluster.hosts.driver_link import driver_link
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.processes.termination import termination
 from hybridflow.cluster.runtime import private_ray
@@ -18,6 +21,7 @@ from hybridflow.cluster.runtime.authentication import check_authentication
 from hybridflow.cluster.runtime.cluster_address import check_cluster_answers
 from hybridflow.cluster.runtime.local_ray import QUIET, LocalRay
 from hybridflow.cluster.runtime.private_ray import driver_imports
+from hybridflow.cluster.runtime.ray_host import set_ray_defaults
 
 # None where there is none, or a cluster's.
 _local: LocalRay | None = None
@@ -30,10 +34,11 @@ def start_ray(
     object_store_bytes: int | None = None,
     limits: LimitsConfig | None = None,
 ) -> None:
-    """Start Ray on this machine, or attach to a cluster.
+    """Start Ray on this machine, or on all hosts of the launch whose driver this process is; or attach to a cluster.
 
     Args:
-        cpu_slots: how many CPU slots the recipe places roles on; more than there are cores is fine.
+        cpu_slots: how many CPU slots the recipe places roles on; more than there are cores is fine. A launch's hosts
+            have those that their agents say.
         address: of a running cluster ("auto", "host:6379" or "ray://..."); None starts one.
         object_store_bytes: shared memory for data between roles; Ray's own choice (30 % of memory) if None.
         limits: how long the start may take, and how long a process of Ray may be stopped; the defaults if None.
@@ -44,18 +49,15 @@ def start_ray(
     """
     global _local
     check_authentication()
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # What a killed worker had started (SGLang's own processes) is killed with it.
-    os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
-    # Processes are for roles: not one for each core before anyone asks.
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    set_ray_defaults()
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         if address:
             _attach(address)
         else:
-            cpus = max(os.cpu_count() or 1, cpu_slots)
-            local = LocalRay(cpus=cpus, object_store_bytes=object_store_bytes, limits=limits)
+            launch = driver_link()
+            cpus = max(os.cpu_count() or 1, cpu_slots) if launch is None else launch.cluster.head.cpu_slots
+            local = LocalRay(cpus=cpus, object_store_bytes=object_store_bytes, limits=limits, launch=launch)
             local.start()
             _local = local
     finally:
@@ -85,9 +87,9 @@ def stop_ray() -> None:
     local.stop()
 
 
-def is_started_here() -> bool:
-    """Whether this process started the Ray that it uses."""
-    return _local is not None
+def started_hosts() -> Sequence[Host] | None:
+    """The hosts of the Ray that this process has started, this one first; None where it is attached to another's."""
+    return _local.hosts if _local is not None else None
 
 
 def ray_answers() -> bool:
@@ -112,7 +114,7 @@ def store_file(name: str) -> Path | None:
     return _local.store_file(name) if _local is not None else None
 
 
-def rank_environment() -> dict[str, str]:
-    """Environment of every rank."""
+def rank_environment(node: int) -> dict[str, str]:
+    """Environment of every rank on a node, which `resource_pool.cluster_nodes` counts."""
     # Not for what a rank starts either: `python -m` would import from the working directory first.
-    return {"PYTHONSAFEPATH": "1"} | (private_ray.rank_environment() if _local is not None else {})
+    return {"PYTHONSAFEPATH": "1"} | (_local.rank_environment(node) if _local is not None else {})

@@ -6,9 +6,9 @@ devices share the bundles, and so the GPUs; the others run at the same time on t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError
 from hybridflow.cluster.devices.device_map import Device, Node
-from hybridflow.cluster.runtime.ray_runtime import is_started_here, ray_answers
+from hybridflow.cluster.runtime.ray_runtime import ray_answers, started_hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ResourcePool:
 
 
 def cluster_nodes() -> list[Node]:
-    """The machines of the cluster, this one first and then by address."""
+    """The machines of the cluster: a launch's in its order, else this one first and then by address."""
     return [node for node, _ in _nodes()]
 
 
@@ -118,13 +118,18 @@ def release(pools: Mapping[str, ResourcePool]) -> None:
 def _nodes() -> list[tuple[Node, str]]:
     """Every living node, with the resource that pins work to it."""
     here = ray.get_runtime_context().get_node_id()
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    alive.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]))
+    hosts = {host.address: host for host in started_hosts() or ()}
+
+    def order(node: dict[str, Any]) -> tuple[int, bool, str, str]:
+        address = node["NodeManagerAddress"]
+        index = hosts[address].index if address in hosts else len(hosts)
+        return index, node["NodeID"] != here, address, node["NodeID"]
+
     found = []
-    for each in alive:
+    for each in sorted((node for node in ray.nodes() if node["Alive"]), key=order):
         resources, address = each["Resources"], each["NodeManagerAddress"]
         slots = int(resources.get("CPU", 0))
-        name = "this machine" if is_started_here() else address
+        name = hosts[address].name if address in hosts else address
         found.append((Node(name, int(resources.get("GPU", 0)), slots), f"node:{address}"))
     return found
 
@@ -133,8 +138,8 @@ def _visible(device: Device, group: PlacementGroup, index: int, timeout_s: float
     """What CUDA_VISIBLE_DEVICES must name for a device."""
     if device.kind == "cpu":
         return ""
-    if is_started_here():
-        inherited = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if (hosts := started_hosts()) is not None:
+        inherited = hosts[device.node].visible
         return inherited.split(",")[device.index].strip() if inherited else str(device.index)
     granted = _granted_gpu.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
     try:

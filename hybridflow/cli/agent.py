@@ -1,0 +1,180 @@
+"""`hybridflow agent`: one host's part of a run on several hosts. The launchers under `launch/` start it."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine3d.errors import UserError, shortened
+from hybridflow.cluster.hosts.agent import Agent, Place
+from hybridflow.cluster.hosts.description import ROLES, checked_role
+from hybridflow.cluster.hosts.run_token import find_token, needed, new_token
+from hybridflow.cluster.hosts.supervisor import LaunchPlan
+from hybridflow.cluster.limits import LimitsConfig
+from hybridflow.cluster.runtime.ray_host import LOOPBACK
+from hybridflow.config.yaml_loader import apply_override, build_settings, parse_override, read_with_bases
+
+MOST_HOSTS = 1 << 14
+COMMANDS = ("train",)
+"""What a launch can run."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a launcher says of this host.
+
+    Args:
+        host: number of this host, from 0.
+        hosts: how many there are.
+        head: host name or address of host 0.
+        port: at which host 0 listens; 0 for any, where the launcher can tell the others.
+        words: of the command, such as `["train", "recipe.yaml"]`.
+        interface: network interface of the cluster on this host; the one that routes to `head` if None.
+        role: of this host; None for any.
+        cpu_slots: of this host; None for one a core.
+    """
+
+    host: int
+    hosts: int
+    head: str
+    port: int
+    words: Sequence[str]
+    interface: str | None = None
+    role: str | None = None
+    cpu_slots: int | None = None
+
+
+def take_part(launched: Launched, announce: Callable[[int], object] | None = None) -> int:
+    """Take part in a launch until it is over; the exit code.
+
+    Args:
+        launched: what the launcher says of this host.
+        announce: is called with the port at which host 0 listens, on host 0.
+
+    Raises:
+        UserError: this host cannot take part as it is.
+    """
+    if not 1 <= launched.hosts <= MOST_HOSTS:
+        raise UserError(f"{launched.hosts} hosts: expected at least 1 and at most {MOST_HOSTS:,}")
+    if not 0 <= launched.host < launched.hosts:
+        raise UserError(f"host {launched.host} of {launched.hosts}: expected 0 to {launched.hosts - 1}")
+    if not launched.words or launched.words[0] not in COMMANDS:
+        found = shortened(launched.words[0]) if launched.words else "nothing"
+        raise UserError(f"a launch runs one of {', '.join(COMMANDS)}, found {found}")
+    limits = _limits(launched.words[1:])
+    role = checked_role(launched.role)
+    if launched.hosts == 1:
+        place = Place(0, LOOPBACK, 0, LOOPBACK, role=role, cpu_slots=launched.cpu_slots)
+        token = find_token() or new_token()
+    else:
+        token = needed(find_token())
+        address = None
+        if launched.interface is not None:
+            address = _address_of(launched.interface)
+        elif launched.host == 0:
+            address = _own_address(launched.head)
+        head = address if launched.host == 0 and address is not None else launched.head
+        place = Place(
+            launched.host, head, launched.port, address, launched.interface, role=role, cpu_slots=launched.cpu_slots
+        )
+    plan = LaunchPlan(
+        launched.hosts,
+        list(launched.words),
+        gather_s=limits.gather_s,
+        lost_s=limits.host_s,
+        stop_s=limits.stop_s,
+    )
+    return Agent(place, plan, token, limits).run(announce)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `hybridflow agent`."""
+    parser.add_argument("--host", type=int, required=True, metavar="I", help="number of this host, from 0")
+    parser.add_argument("--hosts", type=int, required=True, metavar="N", help="how many there are")
+    parser.add_argument("--head", required=True, metavar="HOST:PORT", help="where host 0 listens")
+    parser.add_argument("--interface", metavar="NAME", help="network interface of the cluster on this host")
+    parser.add_argument("--role", choices=ROLES, help="what this host is for; anything if not said")
+    parser.add_argument("--cpu-slots", type=int, metavar="N", help="CPU slots of this host (one a core)")
+    parser.add_argument("command", choices=COMMANDS, help="what host 0 runs once all hosts are there")
+    parser.add_argument("recipe", metavar="RECIPE", help="the same file on every host")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for hybridflow train")
+    parser.add_argument("--track_metrics", action="store_true", help="write metrics to JSONL, CSV and TensorBoard")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """The command."""
+    head, port = head_and_port(parsed.head)
+    launched = Launched(
+        parsed.host,
+        parsed.hosts,
+        head,
+        port,
+        [
+            parsed.command,
+            parsed.recipe,
+            *parsed.overrides,
+            *(["--track_metrics"] if parsed.track_metrics else []),
+        ],
+        interface=parsed.interface,
+        role=parsed.role,
+        cpu_slots=parsed.cpu_slots,
+    )
+    return take_part(launched)
+
+
+def head_and_port(text: str) -> tuple[str, int]:
+    """Host and port of "host:port" or "[address]:port".
+
+    Raises:
+        UserError: it is neither.
+    """
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise UserError(f"host 0 at {shortened(text)!r}: expected HOST:PORT, such as host-0:29400 or [fd00::1]:29400")
+    return host, int(port)
+
+
+def _limits(words: Sequence[str]) -> LimitsConfig:
+    """`limits:` of the recipe, before anything that takes long is imported.
+
+    Raises:
+        UserError: there is no such recipe, or what it says of limits is wrong.
+    """
+    paths = [word for word in words if "=" not in word and not word.startswith("-")]
+    if len(paths) != 1:
+        raise UserError(f"train: expected one recipe and settings such as seed=1, found {shortened(' '.join(words))!r}")
+    data, places = read_with_bases(Path(paths[0]))
+    for word in words:
+        if "=" in word and not word.startswith("-"):
+            apply_override(data, parse_override(word))
+    within = {key[1:]: place for key, place in places.items() if key[:1] == ("limits",)}
+    limits = data.get("limits") or {}
+    return build_settings(LimitsConfig, limits, within, f"{paths[0]}: limits")
+
+
+def _own_address(head: str) -> str:
+    """The address of this host, which is the first one, by the name that the others know it by.
+
+    Raises:
+        UserError: the name does not resolve, or not to an address at which others reach this host.
+    """
+    try:
+        found = socket.getaddrinfo(head, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UserError(f"{head} does not resolve on this host ({error.strerror})") from None
+    reached = [each[4][0] for each in found if not ipaddress.ip_address(str(each[4][0])).is_loopback]
+    if not reached:
+        raise UserError(
+            f"{head} resolves to {found[0][4][0]} on this host, which other hosts do not reach; name host 0 by an "
+            "address of the cluster's network, or the interface (--interface)"
+        )
+    return str(reached[0])
+
+
+def _address_of(interface: str) -> str:
+    raise UserError(f"interface {interface}: not known here")

@@ -1,0 +1,282 @@
+"""One host's side of a launch: joins the supervisor, does for the run what it asks, and ends with the run.
+
+The agent of host 0 is the supervisor too. An agent ends all that it has started when the run is over, when the
+supervisor is lost, or when it is killed itself, by the watchdog of what it has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import psutil
+
+from engine3d.cleaning import cleaning
+from engine3d.errors import EngineError, UserError, first_line
+from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, WrongTokenError, connect
+from hybridflow.cluster.hosts.description import Host, HostRole
+from hybridflow.cluster.hosts.run_token import derived
+from hybridflow.cluster.hosts.supervisor import BEAT_S, RAY, LaunchPlan, Supervisor
+from hybridflow.cluster.limits import LimitsConfig
+from hybridflow.cluster.runtime.ray_host import RayHost, set_ray_defaults
+from hybridflow.cluster.runtime.ray_watch import RayWatch
+from hybridflow.errors.log import log
+
+_ATTEMPT_S = 5.0
+_AGAIN_S = 0.5
+_SAY_EVERY_S = 10.0
+_PARTS = {"raylet": "Ray's raylet"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an agent belongs in a launch.
+
+    Args:
+        index: of this host.
+        head: host name or address of host 0, as the others reach it.
+        port: at which host 0 listens; 0 for any, on host 0 alone.
+        address: of this host in the cluster's network; None for the one that routes to `head`.
+        interface: that has the address; None if nobody has named it.
+        role: of this host; None for any.
+        cpu_slots: of this host; None for one a core.
+    """
+
+    index: int
+    head: str
+    port: int
+    address: str | None = None
+    interface: str | None = None
+    role: HostRole | None = None
+    cpu_slots: int | None = None
+
+
+class Agent:
+    """The agent of this host.
+
+    Args:
+        place: of this host in the launch.
+        plan: of the launch, the same on every host.
+        token: of the run.
+        limits: of the run.
+    """
+
+    def __init__(self, place: Place, plan: LaunchPlan, token: str, limits: LimitsConfig | None = None) -> None:
+        self._place, self._plan, self._token = place, plan, token
+        self._limits = limits or LimitsConfig()
+        self._channel: Channel | None = None
+        self._supervisor: Supervisor | None = None
+        self._ray: RayHost | None = None
+        self._ray_watch: RayWatch | None = None
+        self._heard = time.monotonic()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._signal: int | None = None
+
+    def run(self, announce: Callable[[int], object] | None = None) -> int:
+        """Take part in the launch until it is over; the exit code.
+
+        Args:
+            announce: is called with the port at which host 0 listens, on host 0.
+
+        Raises:
+            UserError: this host cannot take part.
+        """
+        return asyncio.run(self._run(announce))
+
+    async def _run(self, announce: Callable[[int], object] | None) -> int:
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._signalled, number)
+        port, supervising = self._place.port, None
+        if self._place.index == 0:
+            listening = _listening(self._place.address or self._place.head, self._place.port)
+            port = listening.getsockname()[1]
+            self._supervisor = Supervisor(self._plan, self._token)
+            supervising = asyncio.create_task(self._supervisor.run(listening))
+            if announce is not None:
+                await asyncio.to_thread(announce, port)
+        try:
+            code = await self._take_part(port)
+        finally:
+            await asyncio.to_thread(self._stop_ray)
+            if self._channel is not None:
+                await self._channel.close()
+        return code if supervising is None else await supervising
+
+    async def _take_part(self, port: int) -> int:
+        try:
+            self._channel = channel = await self._connected(port)
+        except EngineError as error:
+            return _said(1, str(error))
+        channel.send("hello", host=asdict(self._host(channel)), words=list(self._plan.words))
+        beating = asyncio.create_task(self._beat(channel))
+        try:
+            while True:
+                async with asyncio.timeout(self._limits.host_s):
+                    message = await channel.receive()
+                if message["kind"] == "end":
+                    # Host 0 has said it as the supervisor.
+                    return _said(message["code"], None if self._supervisor is not None else message["line"])
+                if message["kind"] != "beat":
+                    self._do(channel, message)
+        except ChannelError as error:
+            return _said(1, f"host 0 ({self._place.head}) is gone: {error}")
+        except TimeoutError:
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - self._limits.host_s))
+            limit = f"limits.host_s={self._limits.host_s:g}"
+            return _said(1, f"host 0 ({self._place.head}) gives no sign of life since {since} ({limit})")
+        finally:
+            beating.cancel()
+
+    async def _connected(self, port: int) -> Channel:
+        begin = said = time.monotonic()
+        local = (self._place.address, 0) if self._place.address and self._place.index else None
+        where = f"host 0 at {self._place.head}:{port}"
+        while True:
+            try:
+                return await connect(self._place.head, port, self._token, _ATTEMPT_S, local)
+            except WrongTokenError:
+                raise UserError(f"{where} has another token than this host; expected the same on every host") from None
+            except socket.gaierror as error:
+                why = f"{self._place.head} does not resolve on this host ({error.strerror})"
+            except (ChannelError, OSError) as error:
+                why = getattr(error, "strerror", None) or str(error)
+            if self._signal is not None:
+                raise EngineError(f"{signal.Signals(self._signal).name} while waiting for {where}")
+            now = time.monotonic()
+            if now - begin > self._plan.gather_s:
+                through = "" if local is None else f" from {self._place.address} ({self._place.interface})"
+                raise EngineError(f"{where} was not reached{through} within {self._plan.gather_s:g} s: {why}")
+            if now - said > _SAY_EVERY_S:
+                said = now
+                log.info(f"waiting for {where}, for {now - begin:.0f} s: {why}")
+            await asyncio.sleep(_AGAIN_S)
+
+    def _host(self, channel: Channel) -> Host:
+        place = self._place
+        return Host(
+            index=place.index,
+            name=socket.gethostname(),
+            address=channel.own,
+            interface=place.interface or _interface_of(channel.own),
+            role=place.role,
+            gpus=_gpus(),
+            cpu_slots=place.cpu_slots or os.cpu_count() or 1,
+            visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        )
+
+    async def _beat(self, channel: Channel) -> None:
+        while True:
+            channel.send("beat")
+            await asyncio.sleep(BEAT_S)
+
+    def _do(self, channel: Channel, message: Message) -> None:
+        """Begin what the supervisor asks for; it gets the answer when it is done."""
+        actions: dict[str, Callable[..., Message | None]] = {"start_ray": self._start_ray, "stop_ray": self._stop_ray}
+        action = actions.get(message["kind"])
+        if action is None:
+            return
+
+        async def do() -> None:
+            number, fields = message.pop("number"), {name: each for name, each in message.items() if name != "kind"}
+            try:
+                answer = await asyncio.to_thread(action, **fields)
+            except Exception as error:
+                answer = {"error": first_line(error)}
+            channel.send("answer", number=number, **(answer or {}))
+
+        task = asyncio.create_task(do())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _start_ray(self, gcs_address: str, start_s: float) -> None:
+        """This host's node of the run's Ray."""
+        self._stop_ray()
+        set_ray_defaults()
+        assert self._channel is not None
+        self._ray = ray = RayHost(self._channel.own, derived(self._token, RAY))
+        slots = self._place.cpu_slots or os.cpu_count() or 1
+        started = ray.start_servers(time.monotonic() + start_s, cpus=slots, gcs_address=gcs_address)
+        parts = {_PARTS[name]: pid for name, pid in started["processes"].items() if name in _PARTS}
+        self._ray_watch = RayWatch(
+            parts,
+            self._lost,
+            quiet_s=self._limits.quiet_s,
+            limit_s=self._limits.call_s,
+            how=ray.how_ended,
+        )
+
+    def _stop_ray(self) -> None:
+        """End it, and all that it has started here. Idempotent."""
+        watch, self._ray_watch = self._ray_watch, None
+        if watch is not None:
+            watch.close()
+        ray, self._ray = self._ray, None
+        if ray is not None:
+            with cleaning("hybridflow: Ray"):
+                ray.end()
+            ray.close()
+
+    def _lost(self, line: str) -> None:
+        """A part of this host is gone, as another thread has found."""
+
+        def tell() -> None:
+            if self._channel is not None:
+                self._channel.send("lost", line=line)
+
+        self._loop.call_soon_threadsafe(tell)
+
+    def _signalled(self, number: int) -> None:
+        """Host 0 decides; where it does not answer, this host ends by itself."""
+        self._signal = number
+        if self._supervisor is not None:
+            self._supervisor.signalled(number)
+        elif self._channel is not None:
+            self._channel.send("signal", signal=number)
+
+
+def _said(code: int, line: str | None) -> int:
+    if line is not None:
+        print(f"hybridflow: {line}", file=sys.stderr, flush=True)
+    return code
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket at one address of this host.
+
+    Raises:
+        UserError: it is none of this host's, or the port is taken.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(found[4][:2], family=found[0], backlog=socket.SOMAXCONN)
+    except OSError as error:
+        raise UserError(f"host 0 cannot listen at {host}:{port}: {error.strerror or error}") from None
+
+
+def _interface_of(address: str) -> str | None:
+    """The interface that has an address of this host."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
+            return name
+    return None
+
+
+def _gpus() -> int:
+    """GPUs that a run may use on this host."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() and name.strip() != "-1"])
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    except Exception:  # no driver, or no library: no GPU
+        return 0

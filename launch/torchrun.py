@@ -1,0 +1,105 @@
+"""A run on several hosts, started by torchrun: one agent a host, the first host runs the driver.
+
+    torchrun --nnodes N --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
+        launch/torchrun.py RECIPE [key=value ...]
+
+The same command on every host, and on every host the run's token (`hybridflow token`). With more than one process a
+host, the first is the agent and the others stand by until it ends. Options of `hybridflow agent` (--interface, --role,
+--cpu-slots) stand before the recipe; `docs/multi_node.md` has the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from datetime import timedelta
+
+from engine3d.errors import UserError
+from hybridflow.cli.agent import Launched, take_part
+from hybridflow.cluster.hosts.description import ROLES
+
+_NEEDED = ("RANK", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PORT, _DONE = "hybridflow/port", "hybridflow/done"
+_LOOK_EVERY = timedelta(seconds=10)
+
+
+def main() -> int:
+    """Take part as this process's place in torchrun's environment says; the exit code."""
+    parser = argparse.ArgumentParser(prog="launch/torchrun.py", description="A run on the hosts that torchrun starts.")
+    parser.add_argument("--interface", metavar="NAME", help="network interface of the cluster on this host")
+    parser.add_argument("--role", choices=ROLES, help="what this host is for; anything if not said")
+    parser.add_argument("--cpu-slots", type=int, metavar="N", help="CPU slots of this host (one a core)")
+    parser.add_argument("recipe", metavar="RECIPE", help="the same file on every host")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for hybridflow train")
+    given = parser.parse_intermixed_args()
+    try:
+        return _take_part(given)
+    except UserError as error:
+        print("\n".join(f"hybridflow: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
+        return 2
+
+
+def _take_part(given: argparse.Namespace) -> int:
+    if missing := [name for name in _NEEDED if name not in os.environ]:
+        raise UserError(f"launch/torchrun.py is for torchrun, which sets {', '.join(missing)}; see its --help")
+    host, hosts = int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
+    store = _Store(host)
+    if int(os.environ["LOCAL_RANK"]) != 0:
+        store.wait_until_done()
+        return 0
+    launched = Launched(
+        host,
+        hosts,
+        os.environ["MASTER_ADDR"],
+        0 if host == 0 or hosts == 1 else store.port(),
+        ["train", given.recipe, *given.overrides],
+        interface=given.interface,
+        role=given.role,
+        cpu_slots=given.cpu_slots,
+    )
+    code = take_part(launched, announce=store.announce)
+    store.done()
+    return code
+
+
+class _Store:
+    """torchrun's own store, by which the hosts find host 0's port; it holds no secret, as it lets everybody in.
+
+    Args:
+        host: number of this host.
+    """
+
+    def __init__(self, host: int) -> None:
+        from torch.distributed.rendezvous import rendezvous
+
+        self._store, _, _ = next(rendezvous("env://", timeout=timedelta(minutes=10)))
+        self._done = f"{_DONE}/{host}"
+
+    def announce(self, port: int) -> None:
+        """Say where host 0 listens."""
+        self._store.set(_PORT, str(port))
+
+    def port(self) -> int:
+        """Where host 0 listens, once it does."""
+        return int(self._store.get(_PORT))
+
+    def done(self) -> None:
+        """Have the other processes of this host end too."""
+        with contextlib.suppress(Exception):  # the store's process may be gone
+            self._store.set(self._done, "1")
+
+    def wait_until_done(self) -> None:
+        """Wait until this host's agent has ended."""
+        while True:
+            try:
+                self._store.wait([self._done], _LOOK_EVERY)
+                return
+            except RuntimeError as error:  # which torch raises for the limit, and for a store that is gone
+                if "timeout" not in str(error).lower():
+                    return
+
+
+if __name__ == "__main__":
+    sys.exit(main())
