@@ -10,12 +10,13 @@ export PATH := $(VENV)/bin:$(PATH)
 # A run has many processes: each would compile every module that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast lint format docs setup lock clean
+.PHONY: help demo test test-fast test-hosts lint format docs setup lock clean
 
 help:
 	@echo "make demo     train the demo: a tiny Qwen3-MoE learns arithmetic under Megatron-Core, SGLang and Ray"
 	@echo "make test     all tests, fast ones first"
 	@echo "make test-fast  those that start no processes and take no seconds"
+	@echo "make test-hosts  those on several hosts, made of network namespaces: root on Linux"
 	@echo "make lint     ruff and mypy            make format  ruff, in place"
 	@echo "make docs     the site of docs/, into site/, its links checked"
 	@echo "make setup    only the environment     make lock    resolve requirements.txt into requirements.lock"
@@ -25,13 +26,17 @@ demo: setup
 	@hybridflow train launch/recipes/demo.yaml $(ARGS)
 
 # Two at a time on two cores: threads of the libraries would only take turns.
-test test-fast: export OMP_NUM_THREADS := 1
+test test-fast test-hosts: export OMP_NUM_THREADS := 1
 
 test: setup
-	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not hosts" $(ARGS)
 
 test-fast: setup
-	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not processes and not slow and not gpu" $(ARGS)
+	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not processes and not slow and not gpu and not hosts" $(ARGS)
+
+# One at a time: each starts a cluster.
+test-hosts: setup
+	@python -m pytest -m hosts $(ARGS)
 
 lint: setup
 	ruff check .

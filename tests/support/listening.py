@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,29 +33,48 @@ class Listener:
 
 def listeners(root: int) -> set[Listener]:
     """Of a process and all that descend from it."""
-    listening = _listening()
-    found = set()
     try:
         first = psutil.Process(root)
-        family = [first, *first.children(recursive=True)]
+        family = [first.pid, *(process.pid for process in first.children(recursive=True))]
     except psutil.NoSuchProcess:
         return set()
-    for process in family:
-        with contextlib.suppress(psutil.Error, OSError):
-            for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+    return listeners_among(Path("/proc"), family, network=Path("/proc/net"))
+
+
+def listeners_among(proc: Path, pids: Iterable[int], network: Path) -> set[Listener]:
+    """Of processes that are in one network namespace.
+
+    Args:
+        proc: a mounted procfs.
+        pids: of the processes there.
+        network: its `net` directory of that namespace.
+    """
+    listening = _listening(network)
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for descriptor in (proc / str(pid) / "fd").iterdir():
                 with contextlib.suppress(OSError):
                     target = str(descriptor.readlink())
                     if target.startswith("socket:[") and (place := listening.get(int(target[8:-1]))):
-                        found.add(Listener(*place, " ".join(process.cmdline()[:6])[:200]))
+                        found.add(Listener(*place, command_line(proc, pid)))
     return found
 
 
-def _listening() -> dict[int, tuple[str, int]]:
-    """Address and port of every listening socket of this network namespace, by inode."""
+def command_line(proc: Path, pid: int) -> str:
+    """The first words of a process's command line; "" if it is gone or a zombie."""
+    with contextlib.suppress(OSError):
+        words = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+        return " ".join(words[:6])[:200]
+    return ""
+
+
+def _listening(network: Path) -> dict[int, tuple[str, int]]:
+    """Address and port of every listening socket of a network namespace, by inode."""
     found = {}
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+    for table in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
-            for line in Path(table).read_text().splitlines()[1:]:
+            for line in (network / table).read_text().splitlines()[1:]:
                 _, local, _, state, *rest = line.split()
                 if state == _LISTEN:
                     address, _, port = local.partition(":")
