@@ -12,6 +12,7 @@ there; for ranks of another node the rows that they need are cut out first, so t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,6 +34,7 @@ SampleCosts = Callable[[Sequence[int]], Sequence[float]]
 """Lengths of samples in tokens -> what each costs, in any unit."""
 
 _CUTTING_THREADS = 4
+_MOST_NODES = 1 << 14
 
 
 def in_order(joined: Any, parts: Sequence[Sequence[int]]) -> Any:
@@ -377,6 +379,12 @@ class _Cutter:
 
 
 def _cutter(node: str) -> Any:
+    # Ray ends an actor to which nobody has a handle any more, and starting one takes seconds.
+    return _cutter_of(ray.get_runtime_context().get_job_id(), node)
+
+
+@functools.lru_cache(maxsize=_MOST_NODES)
+def _cutter_of(_job: str, node: str) -> Any:
     options = {"num_cpus": 0, "max_concurrency": _CUTTING_THREADS, "name": f"cutter-{node}", "get_if_exists": True}
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(_Cutter).options(scheduling_strategy=there, **options).remote()
