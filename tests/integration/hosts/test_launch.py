@@ -1,0 +1,177 @@
+"""Runs on three hosts: what they learn, what listens, and how they end when something on one of them does."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.hosts import Hosts, hosts_or_skip
+from tests.support.hosts.launching import Launch, agent_command, environment, small_run, start, start_agents
+from tests.support.runs import records, run
+
+pytestmark = [pytest.mark.processes, pytest.mark.hosts]
+
+ENGINES_APART = ["trainer.steps=3", "placement.actor=cpu:0-1"]
+"""The trainer on the first host; where the engines are is said beside it."""
+MANY_STEPS = [
+    "warmup=null",
+    "trainer.steps=1000",
+    "trainer.eval_before_train=false",
+    "placement.actor=cpu:0-1",
+    "placement.rollout=cpu:4,8",
+    "limits.host_s=8",
+    "limits.stop_s=5",
+]
+# Of a run: times of hosts and steps differ.
+LEARNED = ("reward/mean", "loss/policy", "policy/entropy", "train/gradient_norm", "rollout/mismatch")
+
+
+def learned(directory: Path) -> list[dict[str, float]]:
+    found = []
+    for record in records(directory, "train", "warmup", "eval"):
+        kept = {name: value for name, value in record.items() if not _is_time(name)}
+        found.append(kept)
+    return found
+
+
+def _is_time(name: str) -> bool:
+    words = ("time", "tokens_per_second", "throughput", "utilisation", "memory", "bytes", "host", "mfu", "device")
+    return any(word in name for word in words)
+
+
+def test_torchrun_on_three_hosts_learns_what_one_host_learns(
+    hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    shared = hosts.shared
+    assert shared is not None
+    words = small_run(shared, *ENGINES_APART, "placement.rollout=cpu:4,8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "3", "--nproc-per-node", "2"]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host-0:29500", "--rdzv-id", "run"]
+    command = [*torchrun, *rendezvous, "launch/torchrun.py", "--cpu-slots", "4", *words]
+    launch = start(hosts, shared, lambda _: command)
+    assert launch.wait() == [0, 0, 0], launch.outputs()
+    assert launch.left() == []
+    one = tmp_path_factory.mktemp("one")
+    done = run(one, *ENGINES_APART, "placement.rollout=cpu:2-3")
+    assert done.returncode == 0, done.stderr
+    assert learned(launch.run) == learned(one / "small")
+
+
+def ends_with(launch: Launch, *, codes: list[int], told: str, limit_s: float = 60.0) -> None:
+    assert launch.wait(limit_s) == codes, launch.outputs()
+    first = next(line for line in launch.output(0).splitlines() if line.startswith("hybridflow: "))
+    assert told in first, launch.outputs()
+    assert launch.left() == []
+
+
+@pytest.mark.parametrize("phase", ["rollout", "update"])
+def test_a_host_whose_link_goes_down_is_named_and_the_run_ends_on_all(tmp_path: Path, phase: str) -> None:
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        launch = start_agents(hosts, tmp_path, *MANY_STEPS)
+        launch.until_in(phase)
+        hosts[2].link_down()
+        ends_with(launch, codes=[1, 1, 1], told="host-2 (10.77.0.12): no sign of life since ")
+        assert "host 0 (host-0) gives no sign of life since " in launch.output(2)
+
+
+def test_an_agent_that_is_killed_ends_the_run_on_all_hosts(tmp_path: Path) -> None:
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        launch = start_agents(hosts, tmp_path, *MANY_STEPS)
+        launch.until_in("update")
+        launch.processes[1].kill()
+        ends_with(launch, codes=[1, -signal.SIGKILL, 1], told="host-1 (10.77.0.11): its agent is gone")
+
+
+def test_without_the_first_host_the_others_end(tmp_path: Path) -> None:
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        launch = start_agents(hosts, tmp_path, *MANY_STEPS)
+        launch.until_in("update")
+        hosts[0].power_off()
+        assert launch.wait(60)[1:] == [1, 1]
+        for other in (1, 2):
+            assert "hybridflow: host 0 (host-0) gives no sign of life since " in launch.output(other)
+        assert launch.left() == []
+
+
+def test_the_agent_of_the_first_host_is_killed(tmp_path: Path) -> None:
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        launch = start_agents(hosts, tmp_path, *MANY_STEPS)
+        launch.until_in("update")
+        launch.processes[0].kill()
+        assert launch.wait(60) == [-signal.SIGKILL, 1, 1], launch.outputs()
+        assert "hybridflow: the launcher of this run is gone" in launch.output(0)
+        for other in (1, 2):
+            assert "hybridflow: host 0 (host-0) is gone: " in launch.output(other)
+        assert launch.left() == []
+
+
+@pytest.mark.parametrize(("host", "number"), [(0, signal.SIGINT), (2, signal.SIGTERM)])
+def test_a_signal_on_any_host_ends_the_run_on_all(tmp_path: Path, host: int, number: signal.Signals) -> None:
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        launch = start_agents(hosts, tmp_path, *MANY_STEPS)
+        launch.until_in("update")
+        launch.processes[host].send_signal(number)
+        code = 128 + number
+        assert launch.wait(60) == [code, code, code], launch.outputs()
+        assert launch.left() == []
+
+
+def test_a_host_that_comes_late_is_waited_for_and_one_too_many_is_refused(tmp_path: Path) -> None:
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        words = small_run(tmp_path, "trainer.steps=1", "warmup=null", "limits.gather_s=60")
+
+        def command(index: int) -> list[str]:
+            late = "sleep 12; " if index == 1 else ""
+            number = min(index, 1)
+            return ["sh", "-c", late + " ".join(f"'{word}'" for word in agent_command(number, 2, *words))]
+
+        launch = start(hosts, tmp_path, command)
+        launch.wait()
+        # The third host has come before the second, under its number.
+        assert [process.returncode for process in launch.processes] == [0, 2, 0], launch.outputs()
+        assert "host-1 (10.77.0.11) and host-2 (10.77.0.12) are both host 1" in launch.output(1)
+        assert launch.left() == []
+
+
+def test_hosts_that_do_not_come_are_named(tmp_path: Path) -> None:
+    with hosts_or_skip(2, shared=tmp_path) as hosts:
+        words = small_run(tmp_path, "limits.gather_s=3")
+        launch = start(hosts, tmp_path, lambda index: agent_command(index, 4, *words))
+        assert launch.wait(60) == [1, 1], launch.outputs()
+        assert "waiting for 2 of 4 hosts: host 2, host 3 (there: host-0 (10.77.0.10), host-1" in launch.output(0)
+
+
+@pytest.mark.parametrize("token", ["", "0" * 64])
+def test_a_host_without_the_runs_token_is_refused(tmp_path: Path, token: str) -> None:
+    with hosts_or_skip(2, shared=tmp_path) as hosts:
+        words = small_run(tmp_path, "limits.gather_s=8")
+        good = environment(tmp_path)
+
+        def given(index: int) -> dict[str, str]:
+            if index == 0:
+                return good
+            bad = {name: value for name, value in good.items() if name != "HYBRIDFLOW_TOKEN_FILE"}
+            return bad | ({"HYBRIDFLOW_TOKEN": token} if token else {})
+
+        launch = start(hosts, tmp_path, lambda index: agent_command(index, 2, *words), given)
+        assert launch.wait(60) == [1, 2], launch.outputs()
+        said = "has another token than this host" if token else "no token on this host"
+        assert said in launch.output(1)
+        if token:
+            assert "10.77.0.11 was refused: it has another token" in launch.output(0)
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with hosts_or_skip(2, shared=tmp_path) as hosts:
+        words = small_run(tmp_path, "limits.gather_s=3")
+        taking = (
+            "import socket, time; s = socket.create_server(('10.77.0.10', 29400)); print(flush=True); time.sleep(60)"
+        )
+        holder = hosts[0].start([sys.executable, "-c", taking])
+        launch = start(hosts, tmp_path, lambda index: agent_command(index, 2, *words))
+        assert launch.wait(60)[0] == 2, launch.outputs()
+        assert "host 0 cannot listen at 10.77.0.10:29400: Address already in use" in launch.output(0)
+        holder.kill()
