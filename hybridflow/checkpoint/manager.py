@@ -158,6 +158,17 @@ class Checkpoints:
             return self._recipe.warmup is not None
         return step % interval == 0 or step == self._recipe.trainer.steps
 
+    def has(self, step: int) -> bool:
+        """Whether there is a whole one of after this step."""
+        directory = step_directory(self._root, step)
+        return (self._save is None or self._save.directory != directory) and directory in find_checkpoints(self._root)[
+            0
+        ]
+
+    def begun(self, step: int) -> bool:
+        """Whether the one of after this step is being written."""
+        return self._save is not None and self._save.state.step == step
+
     def save(self, trained: Mapping[str, ModelGroup], state: RunState) -> None:
         """Begin to save; wait for the save before, if it is still under way.
 

@@ -136,12 +136,24 @@ class CheckpointConfig(Settings):
     """Write in the background: training goes on as soon as the state has been copied to host memory."""
     dir: AbsolutePath | None = None
     """Where checkpoints lie; in the run's directory if null."""
+    on_stop_s: float | None = Field(None, gt=0)
+    """Time to save a checkpoint in after SIGTERM or SIGINT, before the run ends: of the step before where a rollout is
+    under way, else of the step that the models learn from. A signal ends the run at once if null."""
     on_failure: Literal["continue", "stop"] = "continue"
     """What a save that fails does to the run."""
     verify: bool = True
     """Compare every piece that a resumed run reads with its checksum."""
     accept: tuple[str, ...] = ()
     """Settings in which a resumed run may contradict its checkpoint, such as seed, tokenizer or data.arithmetic."""
+
+    @model_validator(mode="after")
+    def _saves_on_stop(self) -> CheckpointConfig:
+        if self.on_stop_s is not None and self.save_interval is None:
+            raise ValueError(
+                f"on_stop_s={self.on_stop_s:g} in a run that saves nothing, expected save_interval too: a large one "
+                "saves then and at the end alone"
+            )
+        return self
 
     @property
     def saves_in_background(self) -> bool:

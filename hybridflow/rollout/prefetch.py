@@ -73,9 +73,9 @@ class Lookahead:
         if self._ahead is not None and isinstance(self._ahead[1], Future):
             self._ahead[1].wait()
 
-    def state(self) -> tuple[SampleBatch, ...]:
-        """What is held for later steps, once the engines are done with it."""
-        return (_finished(self._ahead[1]).batch.fetch(),) if self._ahead is not None else ()
+    def held(self) -> tuple[RemoteBatch, ...]:
+        """What is held for later steps, once the engines are done with it; it stays where it is."""
+        return (_finished(self._ahead[1]).batch,) if self._ahead is not None else ()
 
     def restore(self, held: tuple[SampleBatch, ...]) -> None:
         """Go on with what `state` gave."""

@@ -7,8 +7,9 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from engine3d.checkpoint.hf import export_checkpoint
 from engine3d.cleaning import cleaning
@@ -22,6 +23,7 @@ from hybridflow.checkpoint.manager import Checkpoints
 from hybridflow.checkpoint.resume import inexact_because
 from hybridflow.cluster.devices.device_monitor import DeviceMonitor
 from hybridflow.cluster.processes.orphans import remove_orphans
+from hybridflow.cluster.processes.termination import Abandoned, termination
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.sampler import PromptSampler
@@ -174,13 +176,16 @@ class Trainer:
             if settings.eval_before_train:
                 self.evaluate(0)
             self.save(0)
-        for number in range(self.steps_done + 1, settings.steps + 1):
-            self.step(number)
-            if number == settings.steps or (settings.eval_interval and number % settings.eval_interval == 0):
-                self.evaluate(number)
-            self.save(number)
-        self.machinery.phases.enter("save")
-        self.checkpoints.wait()
+        with termination.saves(self.recipe.checkpoint.on_stop_s):
+            for number in range(self.steps_done + 1, settings.steps + 1):
+                self.step_or_end(number)
+                if number == settings.steps or (settings.eval_interval and number % settings.eval_interval == 0):
+                    self.evaluate(number)
+                self.save(number)
+                if termination.asked:
+                    self.end_saved(self.state())
+            self.machinery.phases.enter("save")
+            self.checkpoints.wait()
         if settings.export:
             self.roles.actor.export(self.facts.directory / EXPORT).result()
         return self.first_evaluation, self.last_evaluation
@@ -236,8 +241,8 @@ class Trainer:
         self.synchronise({})
         state.random.restore()
 
-    def state(self) -> RunState:
-        """All that the driver knows and later steps depend on: also a rollout that was made ahead."""
+    def state(self, *, with_buffer: bool = True) -> RunState:
+        """All that the driver knows and later steps depend on: also a rollout that was made ahead, if `with_buffer`."""
         return RunState(
             step=self.steps_done,
             policy_version=self.version,
@@ -251,15 +256,49 @@ class Trainer:
             random=RandomState.capture(),
             run=self.facts.identity,
             inputs=self.facts.inputs,
-            buffer=self.machinery.lookahead.state(),
+            buffer=tuple(batch.fetch() for batch in self.machinery.lookahead.held()) if with_buffer else (),
         )
 
     def save(self, step: int) -> None:
-        """Look after the checkpoint that is under way, and begin one where it is due."""
+        """Look after the checkpoint that is under way, and begin one where it is due, or a signal has asked for it."""
         self.checkpoints.poll()
-        if self.checkpoints.due(step):
+        if self.checkpoints.due(step) or self.asked_to_save():
             self.machinery.phases.enter("save")
             self.checkpoints.save(self.roles.learning, self.state())
+
+    def asked_to_save(self) -> bool:
+        """Whether SIGUSR1 has come, in a run that has a place for checkpoints."""
+        if not termination.take_save_request():
+            return False
+        if self.recipe.checkpoint.save_interval is None:
+            log.warning("SIGUSR1: this run saves no checkpoints (checkpoint.save_interval=null)")
+            return False
+        return True
+
+    def step_or_end(self, number: int) -> None:
+        """One step; the run ends where a signal asks for it before the models have begun to learn from it."""
+        if self.recipe.checkpoint.on_stop_s is None:
+            self.step(number)
+            return
+        before, held = self.state(with_buffer=False), self.machinery.lookahead.held()
+        try:
+            self.step(number)
+        except Abandoned:
+            log.info(f"step {number}: abandoned in phase {self.machinery.phases.phase}, as the run is to end")
+            self.end_saved(replace(before, buffer=tuple(batch.fetch() for batch in held)))
+
+    def end_saved(self, state: RunState) -> NoReturn:
+        """Save, if that was not done yet, and end the run as a signal has asked.
+
+        Raises:
+            Terminated: always.
+        """
+        self.machinery.phases.enter("save")
+        if not (self.checkpoints.begun(state.step) or self.checkpoints.has(state.step)):
+            self.checkpoints.save(self.roles.learning, state)
+        self.checkpoints.wait()
+        whole = self.checkpoints.has(state.step)
+        termination.end_asked(f"the checkpoint of step {state.step} is whole" if whole else None)
 
     def step(self, number: int) -> None:
         """One step of the algorithm, and the new weights to the engines."""
@@ -280,7 +319,9 @@ class Trainer:
     def learn(self, step: TrainerStep, make_experience: Callable[[], Experience]) -> None:
         """Make an experience and learn from it, and bring the new weights to the engines."""
         with Timer(step.values, metrics.TRAIN_STEP_TIME) as timer:
-            self.algorithm.learn(step, make_experience())
+            with termination.abandonable():
+                experience = make_experience()
+            self.algorithm.learn(step, experience)
             self.count(step)
             self.finish_rollout(step.values)
             self.synchronise(step.values)

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import ray
 
+from hybridflow.cluster.processes.termination import termination
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.metrics.timeline import Span, timeline
 from hybridflow.workers.context import Answer
@@ -58,7 +59,7 @@ class Call:
             return
         self.ranks.check(self.method)
         limit = self.limit_s if timeout_s is None else timeout_s
-        with waits.on(self.ranks, self.method, len(self.statuses)) as wait:
+        with waits.on(self.ranks, self.method, len(self.statuses)) as wait, termination.waiting():
             failures, silent = self._outcome(limit, wait)
         if failures or silent:
             calls: dict[CallState, Call] = {}

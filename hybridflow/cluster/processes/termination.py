@@ -5,6 +5,9 @@ pass, Ray's C++ code serves it while it waits, and no handler of ordinary errors
 swallows it, is ended by force: a thread learns of each signal from the operating system, whatever the main thread is
 at, and ends the process when the orderly end takes too long.
 
+A run that saves before it ends has time for that: in a block of `saves`, the first signal interrupts no more than a
+wait for something that need not be finished, and a second one, or the end of that time, ends it as above.
+
 Standard library only, so that it is there before anything that takes time.
 """
 
@@ -20,7 +23,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
+
+STOPPED_AFTER_SAVING = 75
+"""Exit code after SIGTERM where all that was done is in a checkpoint: EX_TEMPFAIL of sysexits.h, "try again"."""
+SAVE = signal.SIGUSR1
+"""Asks a run for a checkpoint; it goes on."""
 
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 # A terminal and a parent may both pass on the same Ctrl-C: so soon after the first, it is not impatience.
@@ -32,6 +40,10 @@ _CAUSE_GRACE_S = 5.0
 
 class Terminated(KeyboardInterrupt):
     """Unwinds the main thread's stack."""
+
+
+class Abandoned(BaseException):
+    """Unwinds it up to where the run saves: what it was at need not be finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,10 @@ class Termination:
         self._wake: int | None = None
         self._raised = False
         self._first_s = self._deadline_s = float("inf")
+        self._limit_s: float | None = None
+        self._out_of_time = False
+        self._abandonable = self._waiting = False
+        self._saves = self._save_asked = False
 
     @property
     def cause(self) -> Cause | None:
@@ -89,6 +105,7 @@ class Termination:
             for number in _WORDS
             if signal.getsignal(number) != signal.SIG_IGN
         }
+        handlers[SAVE] = signal.signal(SAVE, self._ask_to_save)
         threading.Thread(target=self._guard, args=(reading,), name="termination", daemon=True).start()
         try:
             yield
@@ -108,6 +125,79 @@ class Termination:
             self._raised = True
             raise Terminated
 
+    @property
+    def asked(self) -> bool:
+        """Whether the run is to save and to end, and there is still time."""
+        return self._cause is not None and self._limit_s is not None and not self._out_of_time
+
+    @contextlib.contextmanager
+    def saves(self, limit_s: float | None) -> Iterator[None]:
+        """The block looks at `asked` and `take_save_request`.
+
+        Args:
+            limit_s: that it may take to save after SIGINT or SIGTERM, until it calls `end_asked`; None if a signal
+                interrupts it at once.
+        """
+        if self._wake is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._limit_s, self._saves = limit_s, True
+        try:
+            yield
+        finally:
+            self._limit_s, self._saves = None, False
+
+    @contextlib.contextmanager
+    def abandonable(self) -> Iterator[None]:
+        """What the block is at need not be finished before the run saves: its waits raise Abandoned."""
+        self._abandonable = True
+        try:
+            yield
+        finally:
+            self._abandonable = False
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The block changes nothing that its interruption could leave half changed. Raises Abandoned."""
+        if not self._abandonable or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._waiting = True
+        try:
+            if self.asked:
+                raise Abandoned
+            yield
+        finally:
+            self._waiting = False
+
+    def take_save_request(self) -> bool:
+        """Whether SIGUSR1 came since the last call."""
+        asked, self._save_asked = self._save_asked, False
+        return asked
+
+    def end_asked(self, saved: str | None) -> NoReturn:
+        """End the command now, as a signal has asked for.
+
+        Args:
+            saved: what was, for stderr; None if nothing could be.
+
+        Raises:
+            Terminated: always.
+        """
+        assert self._cause is not None
+        line, code = self._cause.line, self._cause.code
+        if saved is None:
+            self._cause = Cause(f"{line}; no checkpoint could be saved", code)
+        else:
+            resumes = code == 128 + signal.SIGTERM
+            self._cause = Cause(f"{line}; {saved}", STOPPED_AFTER_SAVING if resumes else code)
+        self._raised = self._out_of_time = True
+        self._first_s = time.monotonic()
+        self._deadline_s = self._first_s + self.grace_s
+        if self._wake is not None:
+            os.write(self._wake, b"\0")  # no signal: the guard looks at its deadline
+        raise Terminated
+
     def end(self, line: str) -> bool:
         """End the command with exit code 1 for a cause that a thread has found; the line is told at once.
 
@@ -117,6 +207,7 @@ class Termination:
         if self._wake is None or self._cause is not None:
             return False
         self._cause = Cause(line, 1, told=True)
+        self._out_of_time = True
         self.grace_s = min(self.grace_s, _CAUSE_GRACE_S)
         _tell(line)
         # A real signal, which also wakes a main thread that waits for a lock.
@@ -174,9 +265,19 @@ class Termination:
 
     def _interrupt(self, number: int, _frame: FrameType | None) -> None:
         self._note(number)
+        if self.asked:
+            if self._waiting:
+                self._waiting = False
+                raise Abandoned
+            return
         if not self._raised:  # once: what puts things away must not be interrupted itself
             self._raised = True
             raise Terminated
+
+    def _ask_to_save(self, _number: int, _frame: FrameType | None) -> None:
+        self._save_asked = True
+        if self._saves:
+            _tell("hybridflow: SIGUSR1: the run saves a checkpoint after this step, and goes on")
 
     def _note(self, number: int) -> None:
         # Of signals alone: no lock, which the main thread could hold when its handler runs.
@@ -197,11 +298,32 @@ class Termination:
                     self._note(number)
                     now = time.monotonic()
                     if self._first_s == float("inf"):
-                        self._first_s, self._deadline_s = now, now + self.grace_s
+                        self._first_s, self._deadline_s = now, now + self._time_s()
                     elif now > self._first_s + _SAME_S:
                         self._deadline_s = now  # asked for twice
             if time.monotonic() >= self._deadline_s:
-                self._force()
+                if self.asked:
+                    self._interrupt_now()
+                else:
+                    self._force()
+
+    def _time_s(self) -> float:
+        """From the first signal on; says so where it is for a checkpoint."""
+        limit_s = self._limit_s
+        if limit_s is None or self._out_of_time:
+            return self.grace_s
+        line = self._cause.line if self._cause is not None else ""
+        _tell(f"{line}: the run saves a checkpoint, within {limit_s:g} s, and ends; a second signal ends it at once")
+        return limit_s
+
+    def _interrupt_now(self) -> None:
+        """The time for a checkpoint is over."""
+        assert self._cause is not None
+        self._cause = Cause(f"{self._cause.line}; there was no time for a checkpoint", self._cause.code)
+        self._out_of_time = True
+        self._first_s = time.monotonic()
+        self._deadline_s = self._first_s + self.grace_s
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def _force(self) -> None:
         # At once: what was started ends when this process does. Were it ended first, a main thread that waits for it

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import Hosts, hosts_or_skip
+from tests.support.hosts import hosts_or_skip
 from tests.support.hosts.launching import Launch, agent_command, environment, small_run, start, start_agents
 from tests.support.runs import records, run
 
@@ -25,39 +27,34 @@ MANY_STEPS = [
     "limits.host_s=8",
     "limits.stop_s=5",
 ]
-# Of a run: times of hosts and steps differ.
-LEARNED = ("reward/mean", "loss/policy", "policy/entropy", "train/gradient_norm", "rollout/mismatch")
+_LEARNED = re.compile(r"(train|reward|mismatch|eval)/(?!.*(_ms|_per_sec)$).*")
+"""What a run's metrics say of what it learns; the rest is times, bytes and memory."""
 
 
 def learned(directory: Path) -> list[dict[str, float]]:
-    found = []
-    for record in records(directory, "train", "warmup", "eval"):
-        kept = {name: value for name, value in record.items() if not _is_time(name)}
-        found.append(kept)
-    return found
+    """Of every record of a run, what it learned."""
+    return [
+        {name: value for name, value in record.items() if _LEARNED.fullmatch(name)}
+        for record in records(directory, "train", "warmup", "eval")
+    ]
 
 
-def _is_time(name: str) -> bool:
-    words = ("time", "tokens_per_second", "throughput", "utilisation", "memory", "bytes", "host", "mfu", "device")
-    return any(word in name for word in words)
-
-
-def test_torchrun_on_three_hosts_learns_what_one_host_learns(
-    hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    shared = hosts.shared
-    assert shared is not None
-    words = small_run(shared, *ENGINES_APART, "placement.rollout=cpu:4,8")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "3", "--nproc-per-node", "2"]
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host-0:29500", "--rdzv-id", "run"]
-    command = [*torchrun, *rendezvous, "launch/torchrun.py", "--cpu-slots", "4", *words]
-    launch = start(hosts, shared, lambda _: command)
-    assert launch.wait() == [0, 0, 0], launch.outputs()
-    assert launch.left() == []
-    one = tmp_path_factory.mktemp("one")
+def test_torchrun_on_three_hosts_learns_what_one_host_learns(tmp_path: Path) -> None:
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        words = small_run(tmp_path, *ENGINES_APART, "placement.rollout=cpu:4,8")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "3", "--nproc-per-node", "2"]
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host-0:29500", "--rdzv-id", "run"]
+        command = [*torchrun, *rendezvous, "launch/torchrun.py", "--cpu-slots", "4", *words]
+        launch = start(hosts, tmp_path, lambda _: command)
+        assert launch.wait() == [0, 0, 0], launch.outputs()
+        assert launch.left() == []
+    one = tmp_path / "one"
+    one.mkdir()
     done = run(one, *ENGINES_APART, "placement.rollout=cpu:2-3")
     assert done.returncode == 0, done.stderr
-    assert learned(launch.run) == learned(one / "small")
+    found = learned(launch.run)
+    assert sum("train/gradient_norm" in record for record in found) == 3
+    assert found == learned(one / "small")
 
 
 def ends_with(launch: Launch, *, codes: list[int], told: str, limit_s: float = 60.0) -> None:
@@ -119,21 +116,29 @@ def test_a_signal_on_any_host_ends_the_run_on_all(tmp_path: Path, host: int, num
         assert launch.left() == []
 
 
-def test_a_host_that_comes_late_is_waited_for_and_one_too_many_is_refused(tmp_path: Path) -> None:
+def test_a_host_that_comes_late_is_waited_for_and_one_that_comes_later_is_refused(tmp_path: Path) -> None:
     with hosts_or_skip(3, shared=tmp_path) as hosts:
-        words = small_run(tmp_path, "trainer.steps=1", "warmup=null", "limits.gather_s=60")
+        words = small_run(tmp_path, "trainer.steps=3", "warmup=null")
 
         def command(index: int) -> list[str]:
-            late = "sleep 12; " if index == 1 else ""
-            number = min(index, 1)
-            return ["sh", "-c", late + " ".join(f"'{word}'" for word in agent_command(number, 2, *words))]
+            late = f"sleep {12 * index}; " if index else ""
+            return ["sh", "-c", late + shlex.join(agent_command(min(index, 1), 2, *words))]
 
         launch = start(hosts, tmp_path, command)
         launch.wait()
-        # The third host has come before the second, under its number.
-        assert [process.returncode for process in launch.processes] == [0, 2, 0], launch.outputs()
-        assert "host-1 (10.77.0.11) and host-2 (10.77.0.12) are both host 1" in launch.output(1)
+        assert [process.returncode for process in launch.processes] == [0, 0, 2], launch.outputs()
+        assert "waiting for 1 of 2 hosts: host 1 (there: host-0 (10.77.0.10)), for 1" in launch.output(0)
+        assert "host-2 (10.77.0.12): the run has begun without this host; it has 2" in launch.output(2)
         assert launch.left() == []
+
+
+def test_two_hosts_of_one_number_are_named(tmp_path: Path) -> None:
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        words = small_run(tmp_path, "limits.gather_s=6")
+        launch = start(hosts, tmp_path, lambda index: agent_command(min(index, 1), 3, *words))
+        codes = launch.wait(60)
+        assert sorted(codes) == [1, 1, 2], launch.outputs()
+        assert re.search(r"host-[12] \(10.77.0.1[12]\) and host-[12] .* are both host 1", launch.output(codes.index(2)))
 
 
 def test_hosts_that_do_not_come_are_named(tmp_path: Path) -> None:
