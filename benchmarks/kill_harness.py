@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -49,12 +50,14 @@ class Kill:
         phase: of `phase.json`; the kill comes in it, or as soon as it is over.
         step: in which the phase is awaited, or a later one.
         delay_s: from the beginning of the phase.
+        number: the signal that kills, or one that asks a driver to end.
     """
 
     target: Target
     phase: str
     step: int
     delay_s: float
+    number: signal.Signals = signal.SIGKILL
 
 
 @dataclass
@@ -126,7 +129,7 @@ class KilledRun:
         try:
             if kill is not None and _await(kill, phase_file, driver, limit_s):
                 outcome.step, outcome.phase = _phase(phase_file)
-                outcome.killed, outcome.target = self._kill(kill.target, driver), kill.target
+                outcome.killed, outcome.target = self._kill(kill, driver), kill.target
             started = time.monotonic()
             outcome.exit_code = driver.wait(_EXIT_LIMIT_S if outcome.killed else limit_s)
             outcome.seconds = time.monotonic() - started
@@ -139,12 +142,12 @@ class KilledRun:
         outcome.left_over = self.left_over(_GONE_LIMIT_S, files=not (outcome.killed and outcome.target == "everything"))
         return outcome
 
-    def _kill(self, target: Target, driver: subprocess.Popen[bytes]) -> bool:
+    def _kill(self, kill: Kill, driver: subprocess.Popen[bytes]) -> bool:
         """Kill a target; false where there is no such process yet, or any more."""
         killed = False
-        for process in self._victims(target, driver):
+        for process in self._victims(kill.target, driver):
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+                process.send_signal(kill.number)
                 killed = True
         return killed
 

@@ -161,9 +161,7 @@ class Checkpoints:
     def has(self, step: int) -> bool:
         """Whether there is a whole one of after this step."""
         directory = step_directory(self._root, step)
-        return (self._save is None or self._save.directory != directory) and directory in find_checkpoints(self._root)[
-            0
-        ]
+        return not self.begun(step) and directory in find_checkpoints(self._root)[0]
 
     def begun(self, step: int) -> bool:
         """Whether the one of after this step is being written."""

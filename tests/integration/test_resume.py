@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,38 @@ def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(
     ]
     assert run.model() == exported
     assert compare(run, whole).identical
+
+
+def test_a_run_that_is_asked_to_end_saves_and_resumes_as_the_uninterrupted_one(
+    whole: KilledRun, recipe: list[str], tmp_path: Path
+) -> None:
+    run = a_run(tmp_path, [*recipe, "checkpoint={save_interval: 1000, on_stop_s: 60}"])
+    checkpoints = run.run_directory / "checkpoints"
+    # While engines respond, nothing of the step is there yet; while the models learn, it is waited for.
+    for phase, step, said in (
+        ("rollout", 2, "step 2: abandoned in phase rollout, as the run is to end"),
+        ("update", 3, ""),
+    ):
+        outcome = run.run(Kill("driver", phase, step, 0.0, signal.SIGTERM))
+        assert outcome.killed and outcome.exit_code == 75, run.output
+        assert not outcome.left_over
+        last = run.output[run.output.rindex("\nchecking ") :] if "\nchecking " in run.output else run.output
+        assert (
+            "hybridflow: terminated: the run saves a checkpoint, within 60 s, and ends; a second signal ends it at once"
+        ) in last.splitlines()
+        assert said in last
+        saved = step - 1 if phase == "rollout" else step
+        assert f"hybridflow: terminated; the checkpoint of step {saved} is whole" in last.splitlines()
+        assert driver_state(checkpoints / f"step-{saved:08}")["step"] == saved
+    assert run.run(Kill("driver", "update", 4, 0.0, signal.SIGUSR1)).exit_code == 0, run.output
+    assert "hybridflow: SIGUSR1: the run saves a checkpoint after this step, and goes on" in run.output.splitlines()
+    assert [path.name for path in sorted(checkpoints.glob("step-*"))] == [
+        f"step-{number:08}" for number in (0, 1, 3, 4, 5)
+    ]
+    assert compare(run, whole) == Comparison(identical=True, lost=0, duplicated=0)
+    states = [driver_state(each.run_directory / "checkpoints" / "step-00000005") for each in (whole, run)]
+    assert states[0].pop("run") != states[1].pop("run")
+    assert states[0] == states[1]
 
 
 def test_a_run_goes_on_under_another_name_on_another_layout(

@@ -24,6 +24,7 @@ from hybridflow.cluster.hosts.description import Host, HostRole
 from hybridflow.cluster.hosts.run_token import derived
 from hybridflow.cluster.hosts.supervisor import BEAT_S, RAY, LaunchPlan, Supervisor
 from hybridflow.cluster.limits import LimitsConfig
+from hybridflow.cluster.processes.termination import SAVE
 from hybridflow.cluster.runtime.ray_host import RayHost, set_ray_defaults
 from hybridflow.cluster.runtime.ray_watch import RayWatch
 from hybridflow.errors.log import log
@@ -91,7 +92,7 @@ class Agent:
 
     async def _run(self, announce: Callable[[int], object] | None) -> int:
         self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, SAVE):
             self._loop.add_signal_handler(number, self._signalled, number)
         port, supervising = self._place.port, None
         if self._place.index == 0:
@@ -234,7 +235,8 @@ class Agent:
 
     def _signalled(self, number: int) -> None:
         """Host 0 decides; where it does not answer, this host ends by itself."""
-        self._signal = number
+        if number != SAVE:
+            self._signal = number
         if self._supervisor is not None:
             self._supervisor.signalled(number)
         elif self._channel is not None:

@@ -20,6 +20,7 @@ from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, Wro
 from hybridflow.cluster.hosts.description import Cluster, Host, listed
 from hybridflow.cluster.hosts.driver_link import DESCRIPTOR
 from hybridflow.cluster.hosts.run_token import derived
+from hybridflow.cluster.processes.termination import SAVE
 from hybridflow.errors.log import log
 
 BEAT_S = 1.0
@@ -126,6 +127,7 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._has_begun = False
+        self._signals: set[tuple[int, int]] = set()
         self._driver: asyncio.subprocess.Process | None = None
         self._to_driver: asyncio.StreamWriter | None = None
         self._ending = False
@@ -146,14 +148,23 @@ class Supervisor:
         return ended.code
 
     def signalled(self, number: int, host: Host | None = None) -> None:
-        """A signal came, on this host or on another: the driver gets it; without one the launch is over."""
+        """A signal came, on this host or on another: the driver gets it; without one the launch is over.
+
+        A scheduler sends its signal to all hosts, and not at one moment: the driver takes a second one for impatience,
+        so that it gets each once, and again from a host that had it before.
+        """
+        came = (host.index if host is not None else 0, number)
+        if number in {each for _, each in self._signals} and came not in self._signals:
+            self._signals.add(came)
+            return
+        self._signals.add(came)
         if self._driver is not None and self._driver.returncode is None:
             where = "" if host is None or host.index == 0 else f" on {host}"
             if where:
-                log.warning(f"{signal.Signals(number).name}{where}: the run ends")
+                log.warning(f"{signal.Signals(number).name}{where}")
             with contextlib.suppress(ProcessLookupError):
                 self._driver.send_signal(number)
-        else:
+        elif number != SAVE:
             self._finish(128 + number, _ENDS.get(signal.Signals(number), signal.Signals(number).name))
 
     async def _until_over(self, work: Awaitable[Ended]) -> Ended:

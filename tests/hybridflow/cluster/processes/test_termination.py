@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import EngineError
-from hybridflow.cluster.processes.termination import Terminated, Termination
+from hybridflow.cluster.processes.termination import Abandoned, Terminated, Termination
 from tests.support.runs import ROOT
 
 
@@ -67,6 +67,71 @@ def test_a_cause_that_a_thread_finds_is_told_at_once_and_wakes_the_main_thread(
     assert termination.finish() == 1
     assert capfd.readouterr().err == "hybridflow: the raylet is gone\n"
     assert not termination.end("and another")
+
+
+def wait_with(termination: Termination) -> None:
+    with termination.abandonable(), termination.waiting():
+        threading.Event().wait(10)
+
+
+def test_with_time_to_save_a_signal_interrupts_waits_alone(
+    termination: Termination, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with termination.saves(20.0):
+        assert not termination.asked
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert termination.asked
+        first = ""
+        while not first.endswith("\n"):  # a thread tells it
+            first += capfd.readouterr().err
+        with pytest.raises(Abandoned):
+            wait_with(termination)
+        with pytest.raises(Terminated):
+            termination.end_asked("the checkpoint of step 3 is whole")
+    assert termination.finish() == 75
+    assert first.startswith("hybridflow: terminated: the run saves a checkpoint, within 20 s, and ends; ")
+    assert capfd.readouterr().err == "hybridflow: terminated; the checkpoint of step 3 is whole\n"
+
+
+def test_a_wait_under_way_is_abandoned_and_what_is_not_abandonable_goes_on(termination: Termination) -> None:
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with termination.saves(20.0):
+        with pytest.raises(Abandoned):
+            wait_with(termination)
+        with termination.waiting():  # as of an update
+            pass
+        with pytest.raises(Terminated):
+            termination.end_asked(None)
+    assert termination.finish() == 130
+
+
+def test_when_the_time_to_save_is_over_a_run_ends_as_without(
+    termination: Termination, capfd: pytest.CaptureFixture[str]
+) -> None:
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(Terminated), termination.saves(0.2):
+        threading.Event().wait(10)
+    assert not termination.asked
+    assert termination.finish() == 143
+    assert capfd.readouterr().err.endswith("hybridflow: terminated; there was no time for a checkpoint\n")
+
+
+def test_a_second_signal_ends_what_has_time_to_save(termination: Termination) -> None:
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Timer(1.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(Terminated), termination.saves(60.0):
+        threading.Event().wait(10)
+    assert termination.finish() == 130
+
+
+def test_sigusr1_asks_once(termination: Termination, capfd: pytest.CaptureFixture[str]) -> None:
+    with termination.saves(None):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert [termination.take_save_request(), termination.take_save_request()] == [True, False]
+        assert termination.cause is None
+        with pytest.raises(Terminated):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert "SIGUSR1: the run saves a checkpoint after this step" in capfd.readouterr().err
 
 
 def test_nothing_is_left_of_the_handlers(termination: Termination) -> None:
