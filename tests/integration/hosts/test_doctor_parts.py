@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,3 +81,39 @@ def test_an_interface_that_is_down_or_has_no_address_is_refused() -> None:
         assert interface(host, 'named("bare0")').startswith("interface bare0 has no address; this host has eth0")
         host.link_down()
         assert interface(host, 'named("eth0")').startswith("interface eth0 is down or has no cable")
+
+
+FACTS = """
+import json, sys
+from pathlib import Path
+from hybridflow.cluster.hosts.facts import collect, mark_directory
+run_dir, mark = Path(sys.argv[1]), sys.argv[2]
+if mark == "make":
+    with mark_directory(run_dir) as made:
+        print(made, flush=True)
+        sys.stdin.read()
+else:
+    print(json.dumps(collect(run_dir, head="host-0", mark=Path(mark)).as_json()))
+"""
+
+
+def test_hosts_say_whether_they_see_the_same_directory(tmp_path: Path) -> None:
+    shared, private = tmp_path / "shared", tmp_path / "private"
+    for directory in (shared, private):
+        directory.mkdir()
+    with hosts_or_skip(2, shared=shared, private=[private]) as hosts:
+        for directory, sees in ((shared, True), (private, False)):
+            words = [sys.executable, "-c", FACTS, str(directory / "runs")]
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            marking = hosts[0].start([*words, "make"], cwd=ROOT, **pipes)
+            assert marking.stdout is not None
+            mark = marking.stdout.readline().strip()
+            found = [json.loads(host.run([*words, mark], cwd=ROOT, check=True).stdout) for host in hosts]
+            assert [each["sees_mark"] for each in found] == [True, sees]
+            assert [each["name"] for each in found] == ["host-0", "host-1"]
+            assert found[1]["resolved"] == {"host-0": ["10.77.0.10"], "host-1": ["10.77.0.11"]}
+            assert found[1]["interfaces"]["eth0"] == ["10.77.0.11"]
+            assert found[0]["run_dir"] == found[1]["run_dir"] == str(directory)
+            marking.communicate("", timeout=10)
+        assert not any(host.left_files() for host in hosts)
+    assert not list(shared.iterdir())
