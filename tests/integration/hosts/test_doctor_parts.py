@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from hybridflow.cluster.hosts.description import Host as Described
+from hybridflow.cluster.hosts.probe import Probe, unreached
 from tests.support.hosts import Host, Hosts, hosts_or_skip
 from tests.support.hosts.host import ROOT
 
@@ -117,3 +119,117 @@ def test_hosts_say_whether_they_see_the_same_directory(tmp_path: Path) -> None:
             marking.communicate("", timeout=10)
         assert not any(host.left_files() for host in hosts)
     assert not list(shared.iterdir())
+
+
+PROBES = """
+import asyncio, json, socket, sys
+from hybridflow.cluster.hosts.description import Host
+from hybridflow.cluster.hosts.probe import Peer, answer_probes, probe_pairs
+own, port, addresses = int(sys.argv[1]), 29410, sys.argv[2].split(",")
+hosts = [Host(index, f"host-{index}", address) for index, address in enumerate(addresses)]
+async def work():
+    family = socket.AF_INET6 if ":" in addresses[own] else socket.AF_INET
+    listening = socket.create_server((addresses[own], port), family=family)
+    answering = asyncio.create_task(answer_probes(listening, "x" * 64, own))
+    print("listens", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    peers = [Peer(host, port) for host in hosts]
+    print(json.dumps([each.as_json() for each in await probe_pairs(hosts[own], peers, "x" * 64, 20)]), flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    answering.cancel()
+asyncio.run(work())
+"""
+
+
+def probed(hosts: Hosts, addresses: list[str]) -> tuple[list[str], list[Probe]]:
+    """What is said after every host has tried every other at these addresses."""
+    command = [sys.executable, "-c", PROBES]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    processes = [
+        host.start([*command, str(index), ",".join(addresses)], cwd=ROOT, **pipes) for index, host in enumerate(hosts)
+    ]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "listens\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    told = [json.loads(process.stdout.readline()) for process in processes if process.stdout is not None]
+    for process in processes:
+        process.communicate("\n", timeout=20)
+    probes = [Probe.from_json(each) for of_one in told for each in of_one]
+    described = [Described(index, host.name, addresses[index]) for index, host in enumerate(hosts)]
+    return unreached(described, probes), probes
+
+
+def test_every_host_reaches_every_other_with_ipv4_and_ipv6(hosts: Hosts, ipv6_hosts: Hosts) -> None:
+    for those in (hosts, ipv6_hosts):
+        lines, probes = probed(those, [host.address for host in those])
+        assert lines == []
+        assert len(probes) == 6
+        assert all(each.milliseconds is not None and 0 < each.milliseconds < 500 for each in probes)
+
+
+def test_a_wrong_interface_is_found_on_every_pair(two_interfaces: Hosts) -> None:
+    lines, _ = probed(two_interfaces, ["192.168.77.10", "192.168.77.11"])
+    [line] = lines
+    assert line.startswith("host-0 (192.168.77.10) and host-1 (192.168.77.11) do not reach each other: ")
+    assert "No route to host" in line or "no answer within 3 s" in line
+
+
+def test_packets_that_are_lost_one_way_name_both_hosts() -> None:
+    with hosts_or_skip(3) as hosts:
+        addresses = [host.address for host in hosts]
+        for lose in (hosts[2].lose_sent, hosts[2].lose_received):
+            lose()
+            lines, _ = probed(hosts, addresses)
+            [line] = lines
+            assert line.startswith("host-2 (10.77.0.12) and the other 2 hosts do not reach each other: ")
+            assert "no answer within 3 s" in line or "No route to host" in line
+            lose(False)
+        # One pair of hosts alone: what host-1 sends to host-2 goes nowhere.
+        hosts[1].configure_network(["ip", "route", "add", "blackhole", f"{addresses[2]}/32"])
+        lines, _ = probed(hosts, addresses)
+        [line] = lines
+        assert line.startswith("host-1 (10.77.0.11) and host-2 (10.77.0.12) do not reach each other: ")
+        hosts[1].configure_network(["ip", "route", "del", "blackhole", f"{addresses[2]}/32"])
+        assert probed(hosts, addresses)[0] == []
+
+
+RATES = """
+import asyncio, json, os, socket, sys
+from engine3d.errors import EngineError
+from hybridflow.cluster.hosts.probe import RatePlan, rate
+own, hosts, head, interface = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+family = socket.AF_INET6 if ":" in head else socket.AF_INET
+listening = socket.create_server((head, 29411), family=family) if own == 0 else None
+plan = RatePlan(hosts, head, 29411, limit_s=float(sys.argv[5]), nbytes=1 << 20)
+try:
+    print(json.dumps(asyncio.run(rate(own, plan, {"GLOO_SOCKET_IFNAME": interface}, listening)).as_json()))
+except EngineError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+def rates(hosts: Hosts, interface: str = "eth0", limit_s: float = 60.0) -> list[Any]:
+    command = [sys.executable, "-c", RATES]
+    words = [str(len(hosts)), hosts[0].address, interface, str(limit_s)]
+    processes = [
+        host.start([*command, str(index), *words], cwd=ROOT, stdout=subprocess.PIPE) for index, host in enumerate(hosts)
+    ]
+    return [json.loads(process.communicate(timeout=limit_s + 30)[0].splitlines()[-1]) for process in processes]
+
+
+def test_rates_between_hosts_with_ipv4_and_ipv6(hosts: Hosts, ipv6_hosts: Hosts) -> None:
+    for those in (hosts, ipv6_hosts):
+        for found in rates(those):
+            assert found["backend"] == "gloo" and min(found["all_reduce"], found["weights"], found["ring"]) > 0.001
+        assert not any(host.processes() or host.left_files() for host in those)
+
+
+def test_rates_over_a_wrong_interface_end_with_a_line(two_interfaces: Hosts) -> None:
+    for line in rates(two_interfaces, "eth1", 8):
+        assert isinstance(line, str) and line.startswith("rate between hosts: ") and "\n" not in line
+    for line in rates(two_interfaces, "ib7", 8):
+        assert line == "rate between hosts: Unable to find address for: ib7"
+    assert not any(host.processes() or host.left_files() for host in two_interfaces)
