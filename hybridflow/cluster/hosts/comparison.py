@@ -367,7 +367,8 @@ def _gpus(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
 
 def _kinds(gpus: Iterable[Gpu]) -> str | None:
     """Kinds of GPUs, without their number; None where there is none."""
-    return " and ".join(sorted({f"{gpu.name} of {_gb(gpu.total_bytes)}" for gpu in gpus})) or None
+    kinds = {f"{gpu.name} of {_gb(gpu.total_bytes)}" if gpu.total_bytes else gpu.name for gpu in gpus}
+    return " and ".join(sorted(kinds)) or None
 
 
 def _in_use(gpu: Gpu) -> str | None:

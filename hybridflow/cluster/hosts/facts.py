@@ -366,21 +366,25 @@ def _devices() -> tuple[str | None, str | None, tuple[Gpu, ...]]:
         found = [_read_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
         ours = [gpu for gpu in found if visible is None or _is_named(gpu, visible)]
         return str(pynvml.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}", tuple(ours)
-    except pynvml.NVMLError:  # a GPU that is lost
+    except pynvml.NVMLError:  # a driver that does not answer
         return None, None, ()
     finally:
         pynvml.nvmlShutdown()
 
 
 def _read_gpu(nvml: Any, index: int) -> Gpu:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    """What a GPU says of itself; one that has fallen off its bus has that for its name."""
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        name, uuid = str(nvml.nvmlDeviceGetName(handle)), str(nvml.nvmlDeviceGetUUID(handle))
+    except nvml.NVMLError as error:
+        return Gpu(index, f"one that cannot be read ({error})")
     try:
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:
         running = []
     processes = tuple(GpuProcess(each.pid, _program(each.pid), each.usedGpuMemory) for each in running)
-    name, uuid = str(nvml.nvmlDeviceGetName(handle)), str(nvml.nvmlDeviceGetUUID(handle))
     return Gpu(index, name, uuid, int(memory.total), int(memory.used), processes)
 
 

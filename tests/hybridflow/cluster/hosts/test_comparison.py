@@ -106,6 +106,12 @@ def test_the_odd_one_out_is_named() -> None:
             "refuse",
             "GPUs: NVIDIA H200 of 150.0 GB on host-0, host-1; NVIDIA H100 of 85.0 GB on host-2",
         ),
+        (
+            {"gpus": (*H200[:7], Gpu(7, "one that cannot be read (GPU is lost)"))},
+            "refuse",
+            "GPUs: NVIDIA H200 of 150.0 GB on host-0, host-1; NVIDIA H200 of 150.0 GB and one that cannot be read "
+            "(GPU is lost) on host-2",
+        ),
         ({"gpus": H200[:7]}, "warn", "number of GPUs: 8 on host-0, host-1; 7 on host-2"),
         (
             {"limits": {"open_files": Limit(256, 512)}},

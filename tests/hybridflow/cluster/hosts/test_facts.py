@@ -11,12 +11,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy
+import psutil
 import pytest
 
 from engine3d.errors import UserError
 from hybridflow.cluster.hosts.facts import (
+    Gpu,
+    GpuProcess,
     HostFacts,
     code_hash,
     collect,
@@ -119,6 +123,57 @@ def test_a_checkout_has_a_commit_and_may_be_dirty(tmp_path: Path) -> None:
     dirty = code_hash(tmp_path)
     (package / "untracked.py").write_text("")
     assert len({clean, dirty, code_hash(tmp_path)}) == 3
+
+
+class NVMLError(Exception):
+    """As pynvml has it."""
+
+
+class Driver(ModuleType):
+    """NVML of a host with three GPUs, for a machine that has none: the second is lost, this process uses the third."""
+
+    NVMLError = NVMLError
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+
+    nvmlInit = nvmlShutdown = staticmethod(lambda: None)
+    nvmlSystemGetDriverVersion = staticmethod(lambda: "580.1")
+    nvmlSystemGetCudaDriverVersion_v2 = staticmethod(lambda: 13010)
+    nvmlDeviceGetCount = staticmethod(lambda: 3)
+    nvmlDeviceGetName = staticmethod(lambda handle: "NVIDIA H200")
+    nvmlDeviceGetUUID = staticmethod(lambda handle: f"GPU-{handle}0{handle}0-aaaa")
+    nvmlDeviceGetMemoryInfo = staticmethod(lambda handle: SimpleNamespace(total=150, used=1 + handle))
+
+    @staticmethod
+    def nvmlDeviceGetHandleByIndex(index: int) -> int:
+        if index == 1:
+            raise NVMLError("GPU is lost")
+        return index
+
+    @staticmethod
+    def nvmlDeviceGetComputeRunningProcesses(handle: int) -> list[SimpleNamespace]:
+        if handle == 0:
+            raise NVMLError("Not Supported")
+        known = SimpleNamespace(pid=os.getpid(), usedGpuMemory=2)
+        return [known, SimpleNamespace(pid=2**22 + 7, usedGpuMemory=None)]
+
+
+def test_gpus_their_processes_and_one_that_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Driver())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = collect(tmp_path)
+    me = GpuProcess(os.getpid(), psutil.Process().name(), 2)
+    assert (found.driver, found.cuda) == ("580.1", "13.1")
+    assert found.gpus == (
+        Gpu(0, "NVIDIA H200", "GPU-0000-aaaa", 150, 1),
+        Gpu(1, "one that cannot be read (GPU is lost)"),
+        Gpu(2, "NVIDIA H200", "GPU-2020-aaaa", 150, 3, (me, GpuProcess(2**22 + 7))),
+    )
+    assert HostFacts.from_json(json.loads(json.dumps(found.as_json()))) == found
+    for visible, indices in (("2,1", [1, 2]), ("GPU-2020", [2]), ("", []), ("-1", []), ("GPU-", [0, 2])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [gpu.index for gpu in collect(tmp_path).gpus] == indices
 
 
 @pytest.mark.gpu
