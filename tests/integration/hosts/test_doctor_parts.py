@@ -230,6 +230,8 @@ def test_rates_between_hosts_with_ipv4_and_ipv6(hosts: Hosts, ipv6_hosts: Hosts)
 def test_rates_over_a_wrong_interface_end_with_a_line(two_interfaces: Hosts) -> None:
     for line in rates(two_interfaces, "eth1", 8):
         assert isinstance(line, str) and line.startswith("rate between hosts: ") and "\n" not in line
-    for line in rates(two_interfaces, "ib7", 8):
-        assert line == "rate between hosts: Unable to find address for: ib7"
+    # Who comes second may find that the first one has given up.
+    lines = rates(two_interfaces, "ib7", 8)
+    assert "rate between hosts: Unable to find address for: ib7" in lines
+    assert all(isinstance(line, str) and line.startswith("rate between hosts: ") for line in lines), lines
     assert not any(host.processes() or host.left_files() for host in two_interfaces)
