@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from hybridflow.cluster.hosts.description import Host as Described
 from hybridflow.cluster.hosts.probe import Probe, unreached
 from tests.support.hosts import Host, Hosts, hosts_or_skip
 from tests.support.hosts.host import ROOT
+from tests.support.hosts.launching import Launch, agent_command, small_run, start
 
 pytestmark = [pytest.mark.processes, pytest.mark.hosts]
 
@@ -235,3 +237,30 @@ def test_rates_over_a_wrong_interface_end_with_a_line(two_interfaces: Hosts) -> 
     assert "rate between hosts: Unable to find address for: ib7" in lines
     assert all(isinstance(line, str) and line.startswith("rate between hosts: ") for line in lines), lines
     assert not any(host.processes() or host.left_files() for host in two_interfaces)
+
+
+def agents(hosts: Hosts, directory: Path, interface: str, *words: str) -> Launch:
+    """An agent on every host, with an interface by name."""
+
+    def command(index: int) -> list[str]:
+        words_of_one = agent_command(index, len(hosts), *words)
+        at = words_of_one.index("--host")
+        return [*words_of_one[:at], "--interface", interface, *words_of_one[at:]]
+
+    return start(hosts, directory, command)
+
+
+def test_agents_take_the_interface_that_is_named(tmp_path: Path) -> None:
+    with hosts_or_skip(2, shared=tmp_path, dead_end=True) as hosts:
+        words = small_run(tmp_path, "placement.actor=cpu:0-99")  # which the driver refuses
+        launch = agents(hosts, tmp_path, "eth0", *words)
+        assert launch.wait(60) == [2, 2], launch.outputs()
+        assert re.search(r"2 hosts after .*: host-0 \(10\.77\.0\.10\), host-1 \(10\.77\.0\.11\)", launch.output(0))
+        launch = agents(hosts, tmp_path, "ib7", *words)
+        assert launch.wait(60) == [2, 2]
+        assert launch.output(1).startswith(
+            "hybridflow: no interface 'ib7' on this host; it has eth0 (10.77.0.11), eth1"
+        )
+        launch = agents(hosts, tmp_path, "eth1", *words, "limits.gather_s=4")
+        assert launch.wait(60) == [1, 1]
+        assert "host 0 at host-0:29400 was not reached from 192.168.77.11 (eth1) within 4 s" in launch.output(1)
