@@ -37,6 +37,9 @@ _SINCE = {
 }
 """What a checkpoint's recipe means that is older than these settings."""
 
+_OF_NO_RESULT = ("checkpoint.", "limits.", "network.", "model.create.config.", "model.create.tokenizer")
+"""Settings that a resumed run may change without a word, or that are compared otherwise."""
+
 _ACCEPTED = frozenset(
     {"seed", "tokenizer", "data", "roles", "roles.critic", "roles.cost_critic"}
     | {"model", "model.config", "model.weights", "model.create", "model.create.seed", "model.create.dtype"}
@@ -116,9 +119,7 @@ def changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Difference]:
         return {
             name: value
             for name, value in (_SINCE | _flat(settings)).items()
-            if name not in identity
-            and not name.startswith(("checkpoint.", "limits.", "model.create.config.", "model.create.tokenizer"))
-            and name != "resume"
+            if name not in identity and not name.startswith(_OF_NO_RESULT) and name != "resume"
         }
 
     return _compare(others(saved), others(given))

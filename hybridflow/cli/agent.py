@@ -12,6 +12,7 @@ from pathlib import Path
 from engine3d.errors import UserError, shortened
 from hybridflow.cluster.hosts.agent import Agent, Place
 from hybridflow.cluster.hosts.description import ROLES, checked_role
+from hybridflow.cluster.hosts.interfaces import named
 from hybridflow.cluster.hosts.run_token import find_token, needed, new_token
 from hybridflow.cluster.hosts.supervisor import LaunchPlan
 from hybridflow.cluster.limits import LimitsConfig
@@ -177,4 +178,12 @@ def _own_address(head: str) -> str:
 
 
 def _address_of(interface: str) -> str:
-    raise UserError(f"interface {interface}: not known here")
+    """The address of this host on an interface of the cluster's network.
+
+    Raises:
+        UserError: there is no such interface, it is down, or other hosts do not reach its address.
+    """
+    found = named(interface)
+    if ipaddress.ip_address(found.address).is_loopback:
+        raise UserError(f"--interface {found}: other hosts do not reach it; expected one of the cluster's network")
+    return found.address

@@ -13,6 +13,7 @@ from engine3d.settings import MOST_SAMPLES, AbsolutePath, Settings
 from engine3d.training.config import TrainConfig
 from hybridflow.algorithms.config import AnyAlgorithm
 from hybridflow.algorithms.grpo import GRPOSettings
+from hybridflow.cluster.hosts.network_settings import NetworkConfig
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.config.known_names import RECIPE_NAMES
 from hybridflow.config.roles import ModelConfig, ModelRole, RolloutRole, ScoringModel
@@ -57,6 +58,7 @@ class Recipe(Settings):
     metrics: MetricsConfig = MetricsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     limits: LimitsConfig = LimitsConfig()
+    network: NetworkConfig = NetworkConfig()
     resume: Literal["none", "auto"] | AbsolutePath = "none"
     """Start afresh; go on after the newest whole checkpoint of `checkpoint.dir`, if there is one; or after this one: a
     checkpoint, a directory of them, or a run's directory."""

@@ -16,6 +16,7 @@ from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.devices.gpu_availability import check_gpus_free
 from hybridflow.cluster.hosts.host_check import check_directories, check_room, check_writable
 from hybridflow.cluster.hosts.host_memory import machine_bytes
+from hybridflow.cluster.hosts.network_settings import check_used
 from hybridflow.cluster.runtime.authentication import check_authentication
 from hybridflow.cluster.runtime.cluster_address import check_cluster_answers
 from hybridflow.config.initial_model import initial_spec
@@ -73,6 +74,7 @@ def check_recipe(
             return None
 
     attempt(check_authentication)
+    attempt(check_used, recipe.network, 1 if cluster is None else len(cluster), recipe.placement.cluster)
     encoded: EncodedPrompts | None = None
     spec = attempt(initial_spec, recipe)
     attempt(check_checkpoints, recipe, spec)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 WAIT_S = 20.0
 """How long memory may take to come free: that of a run which was killed a moment ago, for one."""
-_IDLE_BYTES = 2 * 10**9
+IDLE_BYTES = 2 * 10**9
 """What the driver itself may hold of a GPU that nobody uses; 0.65 GB of an H200."""
 _POLL_S = 0.5
 _ANSWER_S = 30.0
@@ -113,7 +113,7 @@ def check_bundles_free(
 
 def _in_use(index: int, name: str, make_reader: MakeReader | None) -> InUse | None:
     said = answer(name, lambda reader, gpu: (gpu, reader.memory(gpu)), make_reader)
-    if said is None or said[1].used_bytes <= _IDLE_BYTES:
+    if said is None or said[1].used_bytes <= IDLE_BYTES:
         return None
     number, memory = said
     return InUse(index, number, memory.used_bytes, memory.total_bytes, tuple(map(_process, memory.processes)))

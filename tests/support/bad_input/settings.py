@@ -71,6 +71,13 @@ def base_chain(at: Place, length: int) -> list[object]:
 
 
 NUMBERS = [
+    Case("network-ports", lambda at: at.check("", "network.ports=80"), r"network.ports.*: expected 1024 to 65535"),
+    Case(
+        "network-environment",
+        lambda at: at.check("", "network.environment={PATH: x}"),
+        r"network.environment.*'PATH' is no variable of the network",
+    ),
+    Case("network-preset", lambda at: at.check("", "network.preset=efa"), r"network.preset=efa is set with one host"),
     Case("reward-pipe", lambda at: at.check("", piped_reward(at)), r"reward 'mine'.*file .*mine.py does not exist"),
     Case("steps-true", lambda at: at.check("", "trainer.steps=true"), r"trainer.steps = True: expected a whole number"),
     Case("lr-true", lambda at: at.check("", "train.optimizer.lr=true"), r"lr = True: expected a number"),
