@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--interface", metavar="NAME", help="network interface of the cluster on this host")
     parser.add_argument("--role", choices=ROLES, help="what this host is for; anything if not said")
     parser.add_argument("--cpu-slots", type=int, metavar="N", help="CPU slots of this host (one a core)")
+    parser.add_argument("--doctor", action="store_true", help="only look at the hosts, and say what is wrong")
     parser.add_argument("recipe", metavar="RECIPE", help="the same file on every host")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for hybridflow train")
     given = parser.parse_intermixed_args()
@@ -54,7 +55,7 @@ def _take_part(given: argparse.Namespace) -> int:
         hosts,
         os.environ["MASTER_ADDR"],
         0 if host == 0 or hosts == 1 else store.port(),
-        ["train", given.recipe, *given.overrides],
+        ["doctor" if given.doctor else "train", given.recipe, *given.overrides],
         interface=given.interface,
         role=given.role,
         cpu_slots=given.cpu_slots,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ipaddress
 import socket
 from collections.abc import Callable, Sequence
@@ -10,17 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine3d.errors import UserError, shortened
+from engine3d.settings import Settings
 from hybridflow.cluster.hosts.agent import Agent, Place
+from hybridflow.cluster.hosts.comparison import Needs
 from hybridflow.cluster.hosts.description import ROLES, checked_role
+from hybridflow.cluster.hosts.facts import recipe_hash
 from hybridflow.cluster.hosts.interfaces import named
+from hybridflow.cluster.hosts.network_settings import NetworkConfig
+from hybridflow.cluster.hosts.preflight import PreflightPlan
 from hybridflow.cluster.hosts.run_token import find_token, needed, new_token
-from hybridflow.cluster.hosts.supervisor import LaunchPlan
+from hybridflow.cluster.hosts.supervisor import DOCTOR, LaunchPlan
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.runtime.ray_host import LOOPBACK
 from hybridflow.config.yaml_loader import apply_override, build_settings, parse_override, read_with_bases
 
 MOST_HOSTS = 1 << 14
-COMMANDS = ("train",)
+COMMANDS = ("train", DOCTOR)
 """What a launch can run."""
 
 
@@ -66,7 +72,8 @@ def take_part(launched: Launched, announce: Callable[[int], object] | None = Non
     if not launched.words or launched.words[0] not in COMMANDS:
         found = shortened(launched.words[0]) if launched.words else "nothing"
         raise UserError(f"a launch runs one of {', '.join(COMMANDS)}, found {found}")
-    limits = _limits(launched.words[1:])
+    limits, preflight = _settings(launched.words[1:])
+    interface = _one_interface(launched.interface, preflight.network.interface)
     role = checked_role(launched.role)
     if launched.hosts == 1:
         place = Place(0, LOOPBACK, 0, LOOPBACK, role=role, cpu_slots=launched.cpu_slots)
@@ -74,20 +81,19 @@ def take_part(launched: Launched, announce: Callable[[int], object] | None = Non
     else:
         token = needed(find_token())
         address = None
-        if launched.interface is not None:
-            address = _address_of(launched.interface)
+        if interface is not None:
+            address = _address_of(interface, launched.head)
         elif launched.host == 0:
             address = _own_address(launched.head)
         head = address if launched.host == 0 and address is not None else launched.head
-        place = Place(
-            launched.host, head, launched.port, address, launched.interface, role=role, cpu_slots=launched.cpu_slots
-        )
+        place = Place(launched.host, head, launched.port, address, interface, role=role, cpu_slots=launched.cpu_slots)
     plan = LaunchPlan(
         launched.hosts,
         list(launched.words),
         gather_s=limits.gather_s,
         lost_s=limits.host_s,
         stop_s=limits.stop_s,
+        preflight=preflight,
     )
     return Agent(place, plan, token, limits).run(announce)
 
@@ -140,11 +146,11 @@ def head_and_port(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _limits(words: Sequence[str]) -> LimitsConfig:
-    """`limits:` of the recipe, before anything that takes long is imported.
+def _settings(words: Sequence[str]) -> tuple[LimitsConfig, PreflightPlan]:
+    """What the recipe says of limits and of the hosts, before anything that takes long is imported.
 
     Raises:
-        UserError: there is no such recipe, or what it says of limits is wrong.
+        UserError: there is no such recipe, or what it says of these is wrong.
     """
     paths = [word for word in words if "=" not in word and not word.startswith("-")]
     if len(paths) != 1:
@@ -153,9 +159,31 @@ def _limits(words: Sequence[str]) -> LimitsConfig:
     for word in words:
         if "=" in word and not word.startswith("-"):
             apply_override(data, parse_override(word))
-    within = {key[1:]: place for key, place in places.items() if key[:1] == ("limits",)}
-    limits = data.get("limits") or {}
-    return build_settings(LimitsConfig, limits, within, f"{paths[0]}: limits")
+
+    def section[S: Settings](name: str, kind: type[S]) -> S:
+        within = {key[1:]: place for key, place in places.items() if key[:1] == (name,)}
+        return build_settings(kind, data.get(name) or {}, within, f"{paths[0]}: {name}")
+
+    network, placement = section("network", NetworkConfig), data.get("placement")
+    devices = placement if isinstance(placement, dict) else {}
+    needs = Needs(
+        gpus="cuda" in str(devices),
+        shared_gpus=devices.get("shared_gpus") is True,
+        locks_memory=network.locks_memory,
+    )
+    run_dir = Path(str(data.get("run_dir") or "runs")).absolute()
+    return section("limits", LimitsConfig), PreflightPlan(run_dir, recipe_hash(data), network, needs)
+
+
+def _one_interface(given: str | None, of_recipe: str | None) -> str | None:
+    """The interface that the launcher or the recipe names.
+
+    Raises:
+        UserError: they name two.
+    """
+    if given is not None and of_recipe is not None and given != of_recipe:
+        raise UserError(f"--interface {given} and network.interface={of_recipe} are both given; expected one of them")
+    return given or of_recipe
 
 
 def _own_address(head: str) -> str:
@@ -177,13 +205,16 @@ def _own_address(head: str) -> str:
     return str(reached[0])
 
 
-def _address_of(interface: str) -> str:
-    """The address of this host on an interface of the cluster's network.
+def _address_of(interface: str, head: str) -> str:
+    """The address of this host on an interface of the cluster's network, of the family of the first host's.
 
     Raises:
         UserError: there is no such interface, it is down, or other hosts do not reach its address.
     """
-    found = named(interface)
+    family = None
+    with contextlib.suppress(OSError, ValueError):
+        family = socket.getaddrinfo(head, None, type=socket.SOCK_STREAM)[0][0]
+    found = named(interface, family)
     if ipaddress.ip_address(found.address).is_loopback:
         raise UserError(f"--interface {found}: other hosts do not reach it; expected one of the cluster's network")
     return found.address

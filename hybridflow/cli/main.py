@@ -3,6 +3,7 @@
     hybridflow train RECIPE [key=value ...]     run a recipe
     hybridflow check RECIPE [key=value ...]     find what is wrong with it, without starting anything; with --memory
                                                 say what each GPU, CPU slot and node will hold
+    hybridflow doctor RECIPE [key=value ...]    say what this host is, and whether the run could start on it
     hybridflow checkpoint inspect DIR           show what is in a checkpoint
     hybridflow checkpoint verify DIR            compare every file of it with its checksum
     hybridflow checkpoint export DIR OUT        write its model as a HuggingFace directory
@@ -38,6 +39,7 @@ from hybridflow.cluster.hosts.driver_link import driver_link
 from hybridflow.cluster.hosts.host_check import check_interpreter, check_open_files
 from hybridflow.cluster.hosts.run_token import default_file, write_token
 from hybridflow.cluster.processes.termination import termination
+from hybridflow.cluster.runtime.ray_host import LOOPBACK
 
 if TYPE_CHECKING:
     from hybridflow.config.recipe import Recipe
@@ -235,6 +237,11 @@ def _report(parsed: argparse.Namespace) -> int:
     return _guarded(write)
 
 
+def _doctor(parsed: argparse.Namespace) -> int:
+    words = ["doctor", parsed.recipe, *parsed.overrides]
+    return agent.take_part(agent.Launched(0, 1, LOOPBACK, 0, words))
+
+
 def _token(parsed: argparse.Namespace) -> int:
     path = parsed.file or default_file()
     write_token(path)
@@ -363,6 +370,15 @@ def _agent_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _doctor_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="hybridflow doctor",
+        description="Say what this host is, and whether the run could start on it; a launcher does it for all hosts.",
+    )
+    _add_recipe(parser)
+    return parser
+
+
 def _token_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="hybridflow token", description="Make the secret that lets the hosts of a run know each other."
@@ -376,6 +392,7 @@ _COMMANDS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[[argp
     "check": (_check_parser, _check),
     "checkpoint": (_checkpoint_parser, _checkpoint),
     "report": (_report_parser, _report),
+    "doctor": (_doctor_parser, _doctor),
     "agent": (_agent_parser, agent.run),
     "token": (_token_parser, _token),
 }

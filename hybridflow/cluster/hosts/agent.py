@@ -10,19 +10,18 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
-
-import psutil
 
 from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError, UserError, first_line
 from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, WrongTokenError, connect
 from hybridflow.cluster.hosts.description import Host, HostRole
+from hybridflow.cluster.hosts.interfaces import interface_with
+from hybridflow.cluster.hosts.preflight import HostPreflight
 from hybridflow.cluster.hosts.run_token import derived
-from hybridflow.cluster.hosts.supervisor import BEAT_S, RAY, LaunchPlan, Supervisor
+from hybridflow.cluster.hosts.supervisor import BEAT_S, RAY, LaunchPlan, Supervisor, say
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.processes.termination import SAVE
 from hybridflow.cluster.runtime.ray_host import RayHost, set_ray_defaults
@@ -69,6 +68,7 @@ class Agent:
     """
 
     def __init__(self, place: Place, plan: LaunchPlan, token: str, limits: LimitsConfig | None = None) -> None:
+        self._preflight: HostPreflight | None = None
         self._place, self._plan, self._token = place, plan, token
         self._limits = limits or LimitsConfig()
         self._channel: Channel | None = None
@@ -106,6 +106,8 @@ class Agent:
             code = await self._take_part(port)
         finally:
             await asyncio.to_thread(self._stop_ray)
+            if self._preflight is not None:
+                await self._preflight.close()
             if self._channel is not None:
                 await self._channel.close()
         return code if supervising is None else await supervising
@@ -115,7 +117,10 @@ class Agent:
             self._channel = channel = await self._connected(port)
         except EngineError as error:
             return _said(1, str(error))
-        channel.send("hello", host=asdict(self._host(channel)), words=list(self._plan.words))
+        host = self._host(channel)
+        self._preflight = preflight = HostPreflight(self._plan.preflight, host, self._place.head, self._token)
+        settings = [asdict(each) for each in preflight.settings]
+        channel.send("hello", host=asdict(host), words=list(self._plan.words), settings=settings)
         beating = asyncio.create_task(self._beat(channel))
         try:
             while True:
@@ -124,8 +129,10 @@ class Agent:
                 if message["kind"] == "end":
                     # Host 0 has said it as the supervisor.
                     return _said(message["code"], None if self._supervisor is not None else message["line"])
-                if message["kind"] != "beat":
-                    self._do(channel, message)
+                if message["kind"] == "begins":
+                    await preflight.close()
+                elif message["kind"] != "beat":
+                    self._do(channel, preflight, message)
         except ChannelError as error:
             return _said(1, f"host 0 ({self._place.head}) is gone: {error}")
         except TimeoutError:
@@ -165,7 +172,7 @@ class Agent:
             index=place.index,
             name=socket.gethostname(),
             address=channel.own,
-            interface=place.interface or _interface_of(channel.own),
+            interface=place.interface or interface_with(channel.own),
             role=place.role,
             gpus=_gpus(),
             cpu_slots=place.cpu_slots or os.cpu_count() or 1,
@@ -177,9 +184,12 @@ class Agent:
             channel.send("beat")
             await asyncio.sleep(BEAT_S)
 
-    def _do(self, channel: Channel, message: Message) -> None:
+    def _do(self, channel: Channel, preflight: HostPreflight, message: Message) -> None:
         """Begin what the supervisor asks for; it gets the answer when it is done."""
-        actions: dict[str, Callable[..., Message | None]] = {"start_ray": self._start_ray, "stop_ray": self._stop_ray}
+        actions: dict[str, Callable[..., Awaitable[Message | None]]] = {
+            "start_ray": lambda **fields: asyncio.to_thread(self._start_ray, **fields),
+            "stop_ray": lambda: asyncio.to_thread(self._stop_ray),
+        } | preflight.actions
         action = actions.get(message["kind"])
         if action is None:
             return
@@ -187,7 +197,7 @@ class Agent:
         async def do() -> None:
             number, fields = message.pop("number"), {name: each for name, each in message.items() if name != "kind"}
             try:
-                answer = await asyncio.to_thread(action, **fields)
+                answer = await action(**fields)
             except Exception as error:
                 answer = {"error": first_line(error)}
             channel.send("answer", number=number, **(answer or {}))
@@ -243,9 +253,9 @@ class Agent:
             self._channel.send("signal", signal=number)
 
 
-def _said(code: int, line: str | None) -> int:
-    if line is not None:
-        print(f"hybridflow: {line}", file=sys.stderr, flush=True)
+def _said(code: int, lines: str | None) -> int:
+    if lines is not None:
+        say(lines)
     return code
 
 
@@ -260,14 +270,6 @@ def _listening(host: str, port: int) -> socket.socket:
         return socket.create_server(found[4][:2], family=found[0], backlog=socket.SOMAXCONN)
     except OSError as error:
         raise UserError(f"host 0 cannot listen at {host}:{port}: {error.strerror or error}") from None
-
-
-def _interface_of(address: str) -> str | None:
-    """The interface that has an address of this host."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == address for each in addresses):
-            return name
-    return None
 
 
 def _gpus() -> int:

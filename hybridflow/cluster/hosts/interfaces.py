@@ -56,7 +56,7 @@ def route_to(address: str) -> Interface:
         except OSError as error:
             why = error.strerror or str(error)
             continue
-        if (name := _interface_with(source)) is not None:
+        if (name := interface_with(source)) is not None:
             return Interface(name, source)
         why = f"no interface has the source address {source}"
     raise UserError(f"no route from this host to {shortened(address)}: {why}; it has {_those_that_exist()}")
@@ -98,7 +98,7 @@ def _addresses() -> dict[str, list[tuple[int, str]]]:
     return found
 
 
-def _interface_with(address: str) -> str | None:
+def interface_with(address: str) -> str | None:
     """The name of the interface that has an address."""
     scope = address.partition("%")[2]
     names = [name for name, found in _addresses().items() if _without_scope(address) in (each for _, each in found)]

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,16 @@ from engine3d.errors import EngineError, UserError, first_line
 from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, WrongTokenError, accept, stream_limit
 from hybridflow.cluster.hosts.description import Cluster, Host, listed
 from hybridflow.cluster.hosts.driver_link import DESCRIPTOR
+from hybridflow.cluster.hosts.network_settings import Setting, as_environment
+from hybridflow.cluster.hosts.preflight import PreflightPlan, check_hosts
 from hybridflow.cluster.hosts.run_token import derived
 from hybridflow.cluster.processes.termination import SAVE
 from hybridflow.errors.log import log
 
 BEAT_S = 1.0
 """Between two signs of life of a host."""
+DOCTOR = "doctor"
+"""The command that only looks at the hosts."""
 RAY = "ray"
 """The use of the run's token that Ray's is derived for."""
 _SAY_EVERY_S = 10.0
@@ -43,7 +47,7 @@ class LaunchPlan:
         gather_s: until all hosts have come.
         lost_s: without a sign of life, after which a host is lost.
         stop_s: that the driver has to end in an orderly way.
-        environments: gives the environment of the ranks on every host.
+        preflight: what is looked at before.
     """
 
     hosts: int
@@ -51,16 +55,17 @@ class LaunchPlan:
     gather_s: float = 600.0
     lost_s: float = 30.0
     stop_s: float = 10.0
-    environments: Callable[[Cluster], list[dict[str, str]]] = field(
-        default=lambda cluster: [interface_environment(host.interface) for host in cluster.hosts]
-    )
+    preflight: PreflightPlan = field(default_factory=PreflightPlan)
+
+    @property
+    def is_doctor(self) -> bool:
+        """Whether it ends when the hosts have been looked at."""
+        return self.words[:1] == [DOCTOR]
 
 
-def interface_environment(interface: str | None) -> dict[str, str]:
-    """Environment in which process groups find a network interface."""
-    if interface is None:
-        return {}
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+def say(lines: str) -> None:
+    """Say lines on stderr."""
+    print("\n".join(f"hybridflow: {line}" for line in lines.splitlines()), file=sys.stderr, flush=True)
 
 
 class Ended(Exception):  # noqa: N818: not always an error
@@ -79,8 +84,8 @@ class Ended(Exception):  # noqa: N818: not always an error
 class _Member:
     """A host as its supervisor knows it."""
 
-    def __init__(self, host: Host, channel: Channel) -> None:
-        self.host, self.channel = host, channel
+    def __init__(self, host: Host, channel: Channel, settings: Sequence[Setting] = ()) -> None:
+        self.host, self.channel, self.settings = host, channel, settings
         self.seen = time.monotonic()
         self.gone = asyncio.Event()
         """Its connection has ended, or tells nothing any more."""
@@ -143,7 +148,7 @@ class Supervisor:
         finally:
             server.close()
         if ended.line is not None:
-            print(f"hybridflow: {ended.line}", file=sys.stderr, flush=True)
+            say(ended.line)
         await self._end(ended)
         return ended.code
 
@@ -184,9 +189,15 @@ class Supervisor:
 
     async def _work(self) -> Ended:
         await self._gather()
-        cluster = Cluster(tuple(self._members[index].host for index in range(self._plan.hosts)))
+        members = [self._members[index] for index in range(self._plan.hosts)]
+        cluster = Cluster(tuple(member.host for member in members))
         self._has_begun = True
-        for member in self._members.values():
+        if len(members) > 1 or self._plan.is_doctor:
+            await check_hosts(members, self._plan.preflight, with_table=self._plan.is_doctor)
+            _tell_settings(members)
+        if self._plan.is_doctor:
+            return Ended(0)
+        for member in members:
             member.channel.send("begins", hosts=cluster.as_json())
         return Ended(await self._drive(cluster))
 
@@ -253,7 +264,8 @@ class Supervisor:
                 f"{host} was started with {' '.join(words)!r}, host 0 with {' '.join(self._plan.words)!r}; expected "
                 "the same on every host"
             )
-        member = self._members[host.index] = _Member(host, channel)
+        settings = [Setting(**each) for each in hello["settings"]]
+        member = self._members[host.index] = _Member(host, channel, settings)
         self._changed.set()
         return member
 
@@ -323,7 +335,7 @@ class Supervisor:
             "begins",
             hosts=cluster.as_json(),
             ray_token=derived(self._token, RAY),
-            environments=self._plan.environments(cluster),
+            environments=[as_environment(self._members[host.index].settings) for host in cluster.hosts],
         )
         serving = asyncio.create_task(self._serve_driver(reader, self._to_driver))
         try:
@@ -382,6 +394,16 @@ class Supervisor:
                     await member.gone.wait()
             except TimeoutError:
                 log.warning(f"{member.host}: its agent has not ended within {_END_S:g} s")
+
+
+def _tell_settings(members: Sequence[_Member]) -> None:
+    """What is in force of the network, those hosts together that have the same."""
+    by_text: dict[str, list[str]] = {}
+    for member in members:
+        text = ", ".join(map(str, member.settings))
+        by_text.setdefault(text or "nothing set", []).append(str(member.host))
+    for text, names in by_text.items():
+        log.info(f"network of {listed(names)}: {text}")
 
 
 def _tell(writer: asyncio.StreamWriter, kind: str, **fields: Any) -> None:

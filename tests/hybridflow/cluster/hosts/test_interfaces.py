@@ -32,4 +32,4 @@ def test_a_name_that_does_not_resolve_is_refused() -> None:
 
 def test_the_cluster_is_not_on_the_loopback() -> None:
     with pytest.raises(UserError, match=r"--interface lo \(127\.0\.0\.1\): other hosts do not reach it"):
-        agent._address_of("lo")
+        agent._address_of("lo", "no.such.host.invalid")

@@ -182,7 +182,6 @@ def test_numbers_are_taken_as_text() -> None:
     [
         ({"preset": "roce"}, "network.preset=roce"),
         ({"interface": "eth0"}, "network.interface=eth0"),
-        ({"ports": "29400"}, "network.ports=29400"),
         ({"environment": {"NCCL_DEBUG": "INFO"}}, "network.environment"),
     ],
 )
@@ -196,6 +195,11 @@ def test_a_network_that_nobody_would_use_is_refused(settings: dict[str, Any], sa
     with pytest.raises(UserError) as refused:
         check_used(config, 2, "auto")
     assert str(refused.value).startswith(f"{said} is set with placement.cluster, whose processes have")
+
+
+def test_ports_are_refused_so_far() -> None:
+    with pytest.raises(UserError, match=r"^network\.ports=29400: servers of Ray, torch and SGLang take any free port"):
+        check_used(NetworkConfig(ports="29400"), 2, None)
 
 
 def test_a_recipe_has_the_section_and_a_run_on_one_host_refuses_it() -> None:
