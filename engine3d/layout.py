@@ -107,6 +107,15 @@ class Layout:
         """The rank at the given dense coordinates."""
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
+    def tensor_groups(self) -> list[range]:
+        """The ranks of each tensor-parallel group of dense layers."""
+        return [range(first, first + self.tp) for first in range(0, self.world_size, self.tp)]
+
+    def expert_groups(self) -> list[range]:
+        """The ranks of each group that holds every expert once: expert- and expert-tensor-parallel."""
+        size = self.etp * self.ep
+        return [range(first, first + size) for first in range(0, self.world_size, size)]
+
     def ranks(self) -> Iterator[tuple[int, Coordinates]]:
         """Every rank with its coordinates."""
         for rank in range(self.world_size):

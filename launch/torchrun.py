@@ -18,7 +18,7 @@ from datetime import timedelta
 
 from engine3d.errors import UserError
 from hybridflow.cli.agent import Launched, take_part
-from hybridflow.cluster.hosts.description import ROLES
+from hybridflow.cluster.devices.device_map import ROLES
 
 _NEEDED = ("RANK", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PORT, _DONE = "hybridflow/port", "hybridflow/done"

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from engine3d.errors import UserError, shortened
 from engine3d.settings import Settings
+from hybridflow.cluster.devices.device_map import ROLES
 from hybridflow.cluster.hosts.agent import Agent, Place
 from hybridflow.cluster.hosts.comparison import Needs
-from hybridflow.cluster.hosts.description import ROLES, checked_role
+from hybridflow.cluster.hosts.description import checked_role
 from hybridflow.cluster.hosts.facts import recipe_hash
 from hybridflow.cluster.hosts.interfaces import named
 from hybridflow.cluster.hosts.network_settings import NetworkConfig

@@ -35,6 +35,7 @@ from engine3d.startup.imports import quick_imports
 from hybridflow.cli import agent
 from hybridflow.cli.standard_streams import be_patient
 from hybridflow.cluster.devices.device_map import Node
+from hybridflow.cluster.hosts.description import checked_role
 from hybridflow.cluster.hosts.driver_link import driver_link
 from hybridflow.cluster.hosts.host_check import check_interpreter, check_open_files
 from hybridflow.cluster.hosts.run_token import default_file, write_token
@@ -186,7 +187,14 @@ def _named_nodes(parsed: argparse.Namespace) -> list[Node] | None:
     for option, value, most in (("--nodes", count, MOST_NODES), ("--gpus-per-node", gpus, MOST_GPUS)):
         if not 1 <= value <= most:
             raise UserError(f"{option} {value}: expected a whole number of at least 1 and at most {most:,}")
-    return [Node(f"node {number}", gpus=gpus, cpu_slots=0) for number in range(count)]
+    roles: list[str | None] = [None] * count
+    if parsed.roles is not None:
+        roles = [checked_role(role) for role in parsed.roles.split(",")]
+        if len(roles) != count:
+            raise UserError(
+                f"--roles {shortened(parsed.roles)}: {len(roles)} roles, expected one for each of {count} nodes"
+            )
+    return [Node(f"node {number}", gpus=gpus, cpu_slots=0, role=role) for number, role in enumerate(roles)]
 
 
 def _bytes(gigabytes: float | None) -> int | None:
@@ -198,7 +206,7 @@ def _checked_recipe(parsed: argparse.Namespace, nodes: Sequence[Node] | None = N
     check_open_files()
     link = driver_link()
     if link is not None:
-        nodes = [Node(host.name, host.gpus, host.cpu_slots) for host in link.cluster.hosts]
+        nodes = [Node(host.name, host.gpus, host.cpu_slots, host.role) for host in link.cluster.hosts]
     with quick_imports():
         from hybridflow.config.recipe import load_recipe
 
@@ -315,6 +323,9 @@ def _check_parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", action="store_true", help="say what GPUs and nodes will hold in each phase")
     parser.add_argument("--nodes", type=_count, metavar="N", help="on so many nodes, not on this machine")
     parser.add_argument("--gpus-per-node", type=_count, metavar="N", help="GPUs of each of these nodes (8)")
+    parser.add_argument(
+        "--roles", metavar="ROLE,...", help="of these nodes, such as train,train,rollout: what a launcher gives each to"
+    )
     parser.add_argument("--gpu-gb", type=_gigabytes, metavar="GB", help="memory of each GPU, in 1e9 bytes")
     parser.add_argument("--host-gb", type=_gigabytes, metavar="GB", help="memory of each node, in 1e9 bytes")
     return parser

@@ -78,6 +78,31 @@ def check_layouts(
     return layouts | {"rollout": engines}
 
 
+def groups_over_nodes(
+    layouts: Mapping[str, Layout], devices: Mapping[str, Sequence[Device]], nodes: Sequence[Node]
+) -> list[str]:
+    """Tensor- and expert-parallel groups of models whose ranks are on several nodes, a line each role and kind.
+
+    Args:
+        layouts: of each model; that of the engines is left out, which `check_engine_nodes` looks at.
+        devices: of each role, in the order of its ranks.
+        nodes: of the cluster.
+    """
+    lines = []
+    for role, layout in layouts.items():
+        if role == "rollout":
+            continue
+        for name, members in (("tensor", layout.tensor_groups()), ("expert", layout.expert_groups())):
+            spread = [group for group in members if len({devices[role][rank].node for rank in group}) > 1]
+            if spread:
+                where = ", ".join(dict.fromkeys(nodes[devices[role][rank].node].name for rank in spread[0]))
+                lines.append(
+                    f"placement.{role}: {len(spread)} of {len(members)} {name}-parallel groups are on several nodes "
+                    f"(ranks {spread[0][0]}-{spread[0][-1]} on {where}): their collectives cross the network"
+                )
+    return lines
+
+
 def check_apart(devices: Mapping[str, Sequence[Device]], models: Iterable[str]) -> None:
     """Engines that generate while models learn share no device with one.
 

@@ -28,7 +28,7 @@ from hybridflow.metrics.wandb_sink import check_wandb
 from hybridflow.planning.engine_check import check_sampling
 from hybridflow.planning.gpu_check import check_libraries, check_memory, largest_gpu, used_gpus
 from hybridflow.planning.model_check import check_engines, check_model, check_model_files
-from hybridflow.planning.placement_check import check_engine_devices, check_layouts, planned_devices
+from hybridflow.planning.placement_check import check_engine_devices, check_layouts, groups_over_nodes, planned_devices
 from hybridflow.planning.prompt_check import EncodedPrompts, encoded_prompts
 from hybridflow.rewards.builtin import check_text_answers
 from hybridflow.rewards.functions import RewardFunctions
@@ -81,6 +81,8 @@ def check_recipe(
     specs = {"actor": spec} | {role: attempt(check_model, recipe, role, spec) for role in recipe.models}
     devices = attempt(planned_devices, recipe, cluster)
     layouts = attempt(check_layouts, recipe, devices, specs) if devices is not None else None
+    if devices is not None and layouts is not None and cluster is not None:
+        warnings += groups_over_nodes(layouts, devices, cluster)
     if devices is not None:
         attempt(check_offload, recipe, devices)
         attempt(check_engine_devices, recipe, devices)

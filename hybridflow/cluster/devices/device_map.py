@@ -4,6 +4,7 @@
     cuda:0,2     GPUs 0 and 2
     cpu:0-1      two CPU slots; a slot holds one rank and need not be a core of its own
     node:2-3     every device of nodes 2 and 3: their GPUs, or their CPU slots where there is no GPU
+    role:rollout every device of the nodes that the launcher has given to this role; of role:reward the first CPU slot
 
 Nothing here starts anything.
 """
@@ -21,6 +22,8 @@ from typing import Literal
 from engine3d.errors import UserError, shortened
 
 DeviceKind = Literal["cpu", "cuda"]
+TRAIN, ROLLOUT, REWARD = ROLES = ("train", "rollout", "reward")
+"""What a launcher can give a node to: models that learn or score, engines, reward functions."""
 
 MOST_NODES, MOST_GPUS = 1 << 14, 256
 """Nodes of a cluster, and GPUs of each."""
@@ -38,6 +41,8 @@ class Node:
     """How errors call it: its address, or "this machine"."""
     gpus: int
     cpu_slots: int
+    role: str | None = None
+    """What a launcher has given it to: "train", "rollout" or "reward"; None for anything."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -55,8 +60,10 @@ class Device:
 class DeviceMap:
     """A parsed device map."""
 
-    kind: Literal["cpu", "cuda", "node"]
+    kind: Literal["cpu", "cuda", "node", "role"]
     indices: tuple[int, ...]
+    role: str | None = None
+    """Of the nodes that it means, in place of indices."""
 
     @classmethod
     def parse(cls, text: str) -> DeviceMap:
@@ -66,10 +73,14 @@ class DeviceMap:
             UserError: unknown kind, empty or reversed range, or an index that stands twice.
         """
         shown = repr(shortened(text))
-        example = 'expected such as "cuda:0-3", "cuda:0,2", "cpu:0-1" or "node:2-3"'
+        example = 'expected such as "cuda:0-3", "cuda:0,2", "cpu:0-1", "node:2-3" or "role:rollout"'
         kind, colon, ranges = text.replace(" ", "").partition(":")
+        if kind == "role" and ranges in ROLES:
+            return cls("role", (), ranges)
+        if kind == "role":
+            raise UserError(f"device map {shown}: the role is {ranges!r}, expected {', '.join(ROLES)}")
         if kind not in ("cpu", "cuda", "node"):
-            raise UserError(f"device map {shown}: the kind is {kind!r}, expected cpu, cuda or node")
+            raise UserError(f"device map {shown}: the kind is {kind!r}, expected cpu, cuda, node or role")
         if not colon or not ranges:
             raise UserError(f"device map {shown} names no device, {example}")
         indices: dict[int, None] = {}
@@ -89,6 +100,8 @@ class DeviceMap:
         return cls(kind, tuple(indices))  # type: ignore[arg-type]
 
     def __str__(self) -> str:
+        if self.kind == "role":
+            return f"role:{self.role}"
         runs: list[list[int]] = []
         for index in self.indices:
             if runs and index == runs[-1][-1] + 1:
@@ -103,6 +116,8 @@ class DeviceMap:
         Raises:
             UserError: an index beyond what the cluster has.
         """
+        if self.kind == "role":
+            return self._of_role(nodes)
         if self.kind == "node":
             beyond = [index for index in self.indices if index >= len(nodes)]
             if beyond:
@@ -121,6 +136,33 @@ class DeviceMap:
             )
         held = [(bisect.bisect_right(ends, index), index) for index in self.indices]
         return tuple(Device(node, self.kind, index - ends[node] + counts[node]) for node, index in held)
+
+    def _of_role(self, nodes: Sequence[Node]) -> tuple[Device, ...]:
+        numbers = [number for number, node in enumerate(nodes) if node.role == self.role]
+        if not numbers:
+            found = ", ".join(sorted({node.role for node in nodes if node.role is not None}))
+            roles = f"has {found}" if found else "has none with a role"
+            raise UserError(f"device map {self}: no node has this role, the cluster ({_nodes(nodes)}) {roles}")
+        if self.role == REWARD:
+            return (Device(numbers[0], "cpu", 0),)
+        return tuple(device for number in numbers for device in _all_devices(nodes[number], number))
+
+
+def check_node_roles(devices: Mapping[str, Sequence[Device]], nodes: Sequence[Node]) -> None:
+    """Whether every role is on nodes that are for it, or for anything.
+
+    Raises:
+        UserError: names the role, the node and what the node is for.
+    """
+    for role, held in devices.items():
+        wanted = role if role in (ROLLOUT, REWARD) else TRAIN
+        for device in held:
+            node = nodes[device.node]
+            if node.role is not None and node.role != wanted:
+                raise UserError(
+                    f"placement.{role}: {device.kind} {device.index} of {node.name}, whose role is {node.role}; "
+                    f'expected nodes for {wanted}, such as "role:{wanted}"'
+                )
 
 
 def pool_devices(
@@ -147,10 +189,12 @@ def pool_devices(
                     "(roles that name one pool do)"
                 )
             owner[device] = name
-    return {
+    found = {
         role: named[text] if text in named else _devices(f"placement.{role}", text, nodes, pools)
         for role, text in roles.items()
     }
+    check_node_roles(found, nodes)
+    return found
 
 
 def highest_cpu_slot(texts: Sequence[str]) -> int:

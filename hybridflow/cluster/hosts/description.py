@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from engine3d.errors import UserError
+from hybridflow.cluster.devices.device_map import ROLES
 
 HostRole = Literal["train", "rollout", "reward"]
-ROLES: tuple[str, ...] = get_args(HostRole)
 
 
 @dataclass(frozen=True, slots=True)

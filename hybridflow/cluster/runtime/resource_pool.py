@@ -130,7 +130,8 @@ def _nodes() -> list[tuple[Node, str]]:
         resources, address = each["Resources"], each["NodeManagerAddress"]
         slots = int(resources.get("CPU", 0))
         name = hosts[address].name if address in hosts else address
-        found.append((Node(name, int(resources.get("GPU", 0)), slots), f"node:{address}"))
+        role = hosts[address].role if address in hosts else None
+        found.append((Node(name, int(resources.get("GPU", 0)), slots, role), f"node:{address}"))
     return found
 
 

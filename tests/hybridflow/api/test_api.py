@@ -208,7 +208,7 @@ def test_rewards() -> None:
         (lambda: PPOConfig(batchsize=8), "PPOConfig: unknown key batchsize: did you mean batch_size?"),
         (lambda: PPOConfig(lr="fast"), "PPOConfig: lr = 'fast': expected a number"),
         (lambda: PPOConfig(algorithm="pppo"), "'pppo' is no algorithm, expected 'grpo' or 'ppo' or"),
-        (lambda: PPOConfig(actor_device_mapping={"model": "gpu:0"}), "the kind is 'gpu', expected cpu, cuda or node"),
+        (lambda: PPOConfig(actor_device_mapping={"model": "gpu:0"}), "the kind is 'gpu', expected cpu, cuda, node"),
         (lambda: PPOConfig(actor_device_mapping={"actor": "cuda:0"}), "{'actor': 'cuda:0'}, expected a device map"),
         (lambda: recipe_of(PPOConfig(recipe="no.yaml")), "no.yaml: no such file"),
         (lambda: recipe_of(PPOConfig(recipe={"trainer": {"stepz": 1}})), "unknown key trainer.stepz: did you mean"),

@@ -81,7 +81,10 @@ def test_a_recipe_with_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None
             "train.layout on placement.actor: layout: tp*pp*cp = 3*1*1 = 3 does not divide the 2 ranks",
         ),
         ("train.layout.ep=8", "train.layout on placement.actor: layout: etp*ep = 1*8 = 8 does not divide"),
-        ("placement.actor=gpu:0", "placement.actor: device map 'gpu:0': the kind is 'gpu', expected cpu, cuda or node"),
+        (
+            "placement.actor=gpu:0",
+            "placement.actor: device map 'gpu:0': the kind is 'gpu', expected cpu, cuda, node",
+        ),
         ("placement.rollout=cpu:0-2", "placement.rollout: 3 devices for 2 engines"),
         ("rollout.sampling.max_new_tokens=64", "rollout.sampling.max_new_tokens=64 leaves no room for a prompt"),
         ("rollout.engine.context_length=8", "prompt"),

@@ -57,6 +57,27 @@ def test_torchrun_on_three_hosts_learns_what_one_host_learns(tmp_path: Path) -> 
     assert found == learned(one / "small")
 
 
+def test_hosts_have_roles(tmp_path: Path) -> None:
+    roles, slots = ["train", "rollout", "reward"], [2, 1, 1]
+    devices = "placement={actor: 'role:train', rollout: 'role:rollout', reward: 'role:reward'}"
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        words = small_run(tmp_path, "trainer.steps=1", "warmup=null", devices)
+        launch = start(
+            hosts, tmp_path, lambda index: agent_command(index, 3, *words, role=roles[index], slots=slots[index])
+        )
+        launch.until_in("rollout", 1)
+        where = [
+            [log for log in ("actor-1", "rollout-0", "reward-0") if launch.logs_to(host, log)] for host in range(3)
+        ]
+        assert launch.wait() == [0, 0, 0], launch.outputs()
+        assert where == [["actor-1"], ["rollout-0"], ["reward-0"]]
+        assert launch.left() == []
+        wrong = small_run(tmp_path, "placement.actor=cpu:1-2")
+        launch = start(hosts, tmp_path, lambda index: agent_command(index, 3, *wrong, role=roles[index], slots=2))
+        assert launch.wait(60) == [2, 2, 2], launch.outputs()
+        assert "placement.actor: cpu 0 of host-1, whose role is rollout" in launch.output(0)
+
+
 def ends_with(launch: Launch, *, codes: list[int], told: str, limit_s: float = 60.0) -> None:
     assert launch.wait(limit_s) == codes, launch.outputs()
     first = next(line for line in launch.output(0).splitlines() if line.startswith("hybridflow: "))

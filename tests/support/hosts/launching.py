@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -84,6 +85,15 @@ class Launch:
             time.sleep(0.05)
         return found
 
+    def logs_to(self, host: int, log: str) -> bool:
+        """Whether a process of a host writes the log of a rank."""
+        processes = self.hosts[host].path("/proc")
+        for each in self.hosts[host].processes():
+            with contextlib.suppress(OSError):
+                if (processes / str(each.pid) / "fd/1").readlink().name == f"{log}.log":
+                    return True
+        return False
+
     def left(self, limit_s: float = 10.0) -> list[str]:
         """What is left on the hosts that are up, once nothing more goes."""
         deadline = time.monotonic() + limit_s
@@ -148,9 +158,12 @@ def start(
     return launch
 
 
-def agent_command(index: int, hosts: int, *words: str, head: str = f"host-0:{PORT}") -> list[str]:
+def agent_command(
+    index: int, hosts: int, *words: str, head: str = f"host-0:{PORT}", slots: int = 4, role: str | None = None
+) -> list[str]:
     """`hybridflow agent` as a launcher runs it on a host."""
-    options = ["--host", str(index), "--hosts", str(hosts), "--head", head, "--cpu-slots", "4"]
+    options = ["--host", str(index), "--hosts", str(hosts), "--head", head, "--cpu-slots", str(slots)]
+    options += ["--role", role] if role is not None else []
     return [sys.executable, "-m", "hybridflow", "agent", *options, "train", *words]
 
 

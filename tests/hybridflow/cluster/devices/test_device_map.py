@@ -30,7 +30,7 @@ def test_parse(text: str, indices: tuple[int, ...], again: str) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("gpu:0", "the kind is 'gpu', expected cpu, cuda or node"),
+        ("gpu:0", "the kind is 'gpu', expected cpu, cuda, node or role"),
         ("", "the kind is ''"),
         ("cuda", "names no device"),
         ("cuda:", "names no device"),
@@ -46,6 +46,45 @@ def test_parse_errors(text: str, error: str) -> None:
         DeviceMap.parse(text)
     assert error in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+ROLES = [
+    Node("10.0.0.1", gpus=2, cpu_slots=8, role="train"),
+    Node("10.0.0.2", gpus=2, cpu_slots=8, role="rollout"),
+    Node("10.0.0.3", gpus=2, cpu_slots=8, role="train"),
+    Node("10.0.0.4", gpus=0, cpu_slots=8, role="reward"),
+]
+
+
+def test_a_role_means_the_nodes_that_are_for_it() -> None:
+    assert str(DeviceMap.parse("role:train")) == "role:train"
+    found = pool_devices({"actor": "role:train", "rollout": "role:rollout", "reward": "role:reward"}, {}, ROLES)
+    assert found["actor"] == tuple(Device(node, "cuda", index) for node in (0, 2) for index in (0, 1))
+    assert found["rollout"] == (Device(1, "cuda", 0), Device(1, "cuda", 1))
+    assert found["reward"] == (Device(3, "cpu", 0),)
+    assert pool_devices({"rollout": "cuda:2-3"}, {}, ROLES)["rollout"] == found["rollout"]
+
+
+@pytest.mark.parametrize(
+    ("roles", "nodes", "error"),
+    [
+        ({"actor": "role:train"}, CLUSTER, "no node has this role, the cluster (2 nodes) has none with a role"),
+        ({"reward": "role:reward"}, ROLES[:3], "no node has this role, the cluster (3 nodes) has rollout, train"),
+        ({"actor": "role:learn"}, ROLES, "the role is 'learn', expected train, rollout, reward"),
+        (
+            {"actor": "cuda:0-2"},
+            ROLES,
+            'placement.actor: cuda 0 of 10.0.0.2, whose role is rollout; expected nodes for train, such as "role:tra',
+        ),
+        ({"critic": "node:1"}, ROLES, "placement.critic: cuda 0 of 10.0.0.2, whose role is rollout"),
+        ({"rollout": "cuda:0"}, ROLES, "placement.rollout: cuda 0 of 10.0.0.1, whose role is train"),
+        ({"reward": "cpu:8"}, ROLES, "placement.reward: cpu 0 of 10.0.0.2, whose role is rollout"),
+    ],
+)
+def test_roles_that_nodes_do_not_have_are_refused(roles: dict[str, str], nodes: list[Node], error: str) -> None:
+    with pytest.raises(UserError) as caught:
+        pool_devices(roles, {}, nodes)
+    assert error in str(caught.value)
 
 
 def test_gpus_count_over_the_nodes() -> None:
