@@ -61,3 +61,13 @@ def test_bad_sizes_are_one_clear_line(make, words: str) -> None:
     with pytest.raises(UserError) as error:
         make()
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_groups_of_ranks_side_by_side() -> None:
+    layout = Layout(tp=2, pp=2, ep=4, dp=4)
+    assert [list(group) for group in layout.tensor_groups()[:2]] == [[0, 1], [2, 3]]
+    assert [list(group) for group in layout.expert_groups()] == [list(range(4 * n, 4 * n + 4)) for n in range(4)]
+    for groups, same in ((layout.tensor_groups(), ("cp", "dp", "pp")), (layout.expert_groups(), ("edp", "pp"))):
+        assert sorted(rank for group in groups for rank in group) == list(range(16))
+        for group in groups:
+            assert len({tuple(getattr(layout.coordinates(rank), name) for name in same) for rank in group}) == 1
