@@ -13,7 +13,8 @@
     hybridflow token [FILE]                     make the secret that lets the hosts of a run know each other
 
 Ends with 0; with 2 for bad input and for what `check` finds; with 1 for a failure while running and for what `verify`
-finds; with 130 after Ctrl-C and 143 after SIGTERM. The first line on stderr says what was wrong.
+finds; with 130 after Ctrl-C and 143 after SIGTERM, or 75 where it has saved first. The first line on stderr says what
+was wrong.
 """
 
 from __future__ import annotations
@@ -297,7 +298,7 @@ def _told(error: OSError) -> str:
 def _parser() -> argparse.ArgumentParser:
     from hybridflow import __version__
 
-    commands = "\n".join((__doc__ or "").splitlines()[2:-3])
+    commands = "\n".join((__doc__ or "").splitlines()[2:-4])
     parser = _Parser(
         prog="hybridflow",
         description="Reinforcement learning of large mixture-of-experts language models.",
