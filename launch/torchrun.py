@@ -31,6 +31,10 @@ def main() -> int:
     parser.add_argument("--interface", metavar="NAME", help="network interface of the cluster on this host")
     parser.add_argument("--role", choices=ROLES, help="what this host is for; anything if not said")
     parser.add_argument("--cpu-slots", type=int, metavar="N", help="CPU slots of this host (one a core)")
+    # torchrun has an option of this name too, which starts the agents again.
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="starts after failures, with resume=auto (0)"
+    )
     parser.add_argument("--doctor", action="store_true", help="only look at the hosts, and say what is wrong")
     parser.add_argument("recipe", metavar="RECIPE", help="the same file on every host")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for hybridflow train")
@@ -59,6 +63,7 @@ def _take_part(given: argparse.Namespace) -> int:
         interface=given.interface,
         role=given.role,
         cpu_slots=given.cpu_slots,
+        restarts=given.max_restarts,
     )
     code = take_part(launched, announce=store.announce)
     store.done()

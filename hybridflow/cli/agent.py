@@ -44,6 +44,7 @@ class Launched:
         interface: network interface of the cluster on this host; the one that routes to `head` if None.
         role: of this host; None for any.
         cpu_slots: of this host; None for one a core.
+        restarts: of the run after failures, at most.
     """
 
     host: int
@@ -54,6 +55,7 @@ class Launched:
     interface: str | None = None
     role: str | None = None
     cpu_slots: int | None = None
+    restarts: int = 0
 
 
 def take_part(launched: Launched, announce: Callable[[int], object] | None = None) -> int:
@@ -70,6 +72,8 @@ def take_part(launched: Launched, announce: Callable[[int], object] | None = Non
         raise UserError(f"{launched.hosts} hosts: expected at least 1 and at most {MOST_HOSTS:,}")
     if not 0 <= launched.host < launched.hosts:
         raise UserError(f"host {launched.host} of {launched.hosts}: expected 0 to {launched.hosts - 1}")
+    if launched.restarts < 0:
+        raise UserError(f"--max-restarts {launched.restarts}: expected at least 0")
     if not launched.words or launched.words[0] not in COMMANDS:
         found = shortened(launched.words[0]) if launched.words else "nothing"
         raise UserError(f"a launch runs one of {', '.join(COMMANDS)}, found {found}")
@@ -95,6 +99,7 @@ def take_part(launched: Launched, announce: Callable[[int], object] | None = Non
         lost_s=limits.host_s,
         stop_s=limits.stop_s,
         preflight=preflight,
+        restarts=launched.restarts,
     )
     return Agent(place, plan, token, limits).run(announce)
 
@@ -107,6 +112,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--interface", metavar="NAME", help="network interface of the cluster on this host")
     parser.add_argument("--role", choices=ROLES, help="what this host is for; anything if not said")
     parser.add_argument("--cpu-slots", type=int, metavar="N", help="CPU slots of this host (one a core)")
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="starts after failures, with resume=auto (0)"
+    )
     parser.add_argument("command", choices=COMMANDS, help="what host 0 runs once all hosts are there")
     parser.add_argument("recipe", metavar="RECIPE", help="the same file on every host")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for hybridflow train")
@@ -130,6 +138,7 @@ def run(parsed: argparse.Namespace) -> int:
         interface=parsed.interface,
         role=parsed.role,
         cpu_slots=parsed.cpu_slots,
+        restarts=parsed.max_restarts,
     )
     return take_part(launched)
 

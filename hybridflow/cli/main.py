@@ -37,11 +37,12 @@ from hybridflow.cli import agent
 from hybridflow.cli.standard_streams import be_patient
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.description import checked_role
-from hybridflow.cluster.hosts.driver_link import driver_link
+from hybridflow.cluster.hosts.driver_link import driver_link, tell_failure
 from hybridflow.cluster.hosts.host_check import check_interpreter, check_open_files
 from hybridflow.cluster.hosts.run_token import default_file, write_token
 from hybridflow.cluster.processes.termination import termination
 from hybridflow.cluster.runtime.ray_host import LOOPBACK
+from hybridflow.rundir.progress import where_now
 
 if TYPE_CHECKING:
     from hybridflow.config.recipe import Recipe
@@ -84,6 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 code = _say("hybridflow: interrupted", 130)
         if termination.cause is not None:
             code = termination.finish()
+            _failed_of(termination.cause.line)
+    if code == 1 and _failure:
+        tell_failure(where_now().partition(",")[0], _failure[0])
     if arguments is None:
         termination.leave(code)
     return code
@@ -280,8 +284,19 @@ def _fail(error: UserError | EngineError, code: int) -> int:
     return _say("\n".join(lines) + stack, code)
 
 
+_failure: list[str] = []
+
+
+def _failed_of(text: str) -> None:
+    """Keep the first line that says what the command failed of."""
+    if not _failure and text.startswith("hybridflow: "):
+        _failure.append(text.splitlines()[0].removeprefix("hybridflow: "))
+
+
 def _say(text: str, code: int) -> int:
     if termination.cause is None:  # by which all else came about
+        if code == 1:
+            _failed_of(text)
         print(text.translate(_VISIBLE), file=sys.stderr, flush=True)
     return code
 

@@ -78,6 +78,10 @@ class DriverLink:
             raise EngineError(str(error))
         return answer
 
+    def tell_failure(self, step: str, line: str) -> None:
+        """Say what the command failed of, before it ends."""
+        self._send("failed", step=step, line=line)
+
     def _send(self, kind: str, **fields: Any) -> None:
         with contextlib.suppress(OSError):  # it is gone, as the thread says
             self._connection.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
@@ -107,6 +111,12 @@ class DriverLink:
 
 
 _link: DriverLink | None = None
+
+
+def tell_failure(step: str, line: str) -> None:
+    """Say it to this process's supervisor, if it has one."""
+    if _link is not None:
+        _link.tell_failure(step, line)
 
 
 def driver_link() -> DriverLink | None:

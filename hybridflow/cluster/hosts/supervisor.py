@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -22,7 +23,7 @@ from hybridflow.cluster.hosts.driver_link import DESCRIPTOR
 from hybridflow.cluster.hosts.network_settings import Setting, as_environment
 from hybridflow.cluster.hosts.preflight import PreflightPlan, check_hosts
 from hybridflow.cluster.hosts.run_token import derived
-from hybridflow.cluster.processes.termination import SAVE
+from hybridflow.cluster.processes.termination import SAVE, STOPPED_AFTER_SAVING
 from hybridflow.errors.log import log
 
 BEAT_S = 1.0
@@ -34,6 +35,8 @@ RAY = "ray"
 _SAY_EVERY_S = 10.0
 _END_S = 60.0
 _GRACE_S = 5.0
+_NO_FAILURE = (0, 2, STOPPED_AFTER_SAVING)
+_NUMBER = re.compile(r"\d+")
 _ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
@@ -48,6 +51,7 @@ class LaunchPlan:
         lost_s: without a sign of life, after which a host is lost.
         stop_s: that the driver has to end in an orderly way.
         preflight: what is looked at before.
+        restarts: how often the command is run again, with `resume=auto`, after a failure that is not the user's.
     """
 
     hosts: int
@@ -56,6 +60,7 @@ class LaunchPlan:
     lost_s: float = 30.0
     stop_s: float = 10.0
     preflight: PreflightPlan = field(default_factory=PreflightPlan)
+    restarts: int = 0
 
     @property
     def is_doctor(self) -> bool:
@@ -68,7 +73,7 @@ def say(lines: str) -> None:
     print("\n".join(f"hybridflow: {line}" for line in lines.splitlines()), file=sys.stderr, flush=True)
 
 
-class Ended(Exception):  # noqa: N818: not always an error
+class Ended(Exception):
     """The launch is over.
 
     Args:
@@ -136,6 +141,9 @@ class Supervisor:
         self._driver: asyncio.subprocess.Process | None = None
         self._to_driver: asyncio.StreamWriter | None = None
         self._ending = False
+        self._ending_late: asyncio.TimerHandle | None = None
+        self._failure: tuple[str, str] | None = None
+        """Step and first line of what the command says that it failed of."""
 
     async def run(self, listening: socket.socket) -> int:
         """Gather the hosts on a socket that listens, run the command, and end the agents; the exit code of all.
@@ -199,7 +207,31 @@ class Supervisor:
             return Ended(0)
         for member in members:
             member.channel.send("begins", hosts=cluster.as_json())
-        return Ended(await self._drive(cluster))
+        return Ended(await self._drive_again(cluster))
+
+    async def _drive_again(self, cluster: Cluster) -> int:
+        """Run the command, and again after failures, as often as the plan allows; its last exit code."""
+        words, before = list(self._plan.words), ""
+        for restarts in itertools.count():
+            self._failure = None
+            code = await self._drive(cluster, words)
+            if self._ending_late is not None:
+                self._ending_late.cancel()
+            asked = {number for _, number in self._signals} - {SAVE}
+            lost = [member for member in self._members.values() if member.gone.is_set()]
+            if code in _NO_FAILURE or asked or lost or restarts == self._plan.restarts:
+                return code
+            step, line = self._failure or ("", f"the driver ended with {code}")
+            this = f"{step}: {_NUMBER.sub('N', line)}" if step else ""
+            if this and this == before:
+                log.error(f"the same failure in {step} again; the run is not started any more")
+                return code
+            before = this
+            log.warning(f"starting the run again ({restarts + 1} of {self._plan.restarts}), after: {line}")
+            words = [word for word in words if not word.startswith("resume=")] + ["resume=auto"]
+            others = [self._members[index] for index in range(1, self._plan.hosts)]
+            await asyncio.gather(*(member.ask("stop_ray", _END_S) for member in others))
+        raise AssertionError  # count() has no end
 
     async def _gather(self) -> None:
         """Wait until every host is there."""
@@ -298,7 +330,8 @@ class Supervisor:
             self._finish(1, line)
         else:
             _tell(self._to_driver, "lost", line=line)
-            asyncio.get_running_loop().call_later(self._plan.stop_s + _GRACE_S, self._finish, 1, line)
+            limit_s = self._plan.stop_s + _GRACE_S
+            self._ending_late = asyncio.get_running_loop().call_later(limit_s, self._finish, 1, line)
 
     def _finish(self, code: int, line: str | None) -> None:
         if not self._over.done():
@@ -315,7 +348,7 @@ class Supervisor:
                     self._gone(member, f"no sign of life since {since} (limits.host_s={self._plan.lost_s:g})")
             await asyncio.sleep(BEAT_S)
 
-    async def _drive(self, cluster: Cluster) -> int:
+    async def _drive(self, cluster: Cluster, words: Sequence[str]) -> int:
         """Run the command on this host, and do for it what it asks of the others; its exit code."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -323,7 +356,7 @@ class Supervisor:
                 sys.executable,
                 "-m",
                 "hybridflow",
-                *self._plan.words,
+                *words,
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {DESCRIPTOR: str(theirs.fileno())},
                 # Ctrl-C is for the agent, which passes it on.
@@ -363,6 +396,9 @@ class Supervisor:
     async def _serve_driver(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while (line := await reader.readline()).endswith(b"\n"):
             message = json.loads(line)
+            if message["kind"] == "failed":
+                self._failure = message["step"], message["line"]
+                continue
             try:
                 answer = await self._on_others(message)
                 _tell(writer, "answer", **answer)

@@ -137,6 +137,35 @@ def test_a_signal_on_any_host_ends_the_run_on_all(tmp_path: Path, host: int, num
         assert launch.left() == []
 
 
+def test_a_run_that_fails_is_started_again_and_ends_well(tmp_path: Path) -> None:
+    settings = ["trainer.steps=4", "warmup=null", "checkpoint.save_interval=1", "placement.rollout=cpu:4"]
+    with hosts_or_skip(2, shared=tmp_path) as hosts:
+        words = small_run(tmp_path, *settings)
+        launch = start(hosts, tmp_path, lambda index: agent_command(index, 2, *words, restarts=3))
+        for step, host, victim in ((2, 1, "RankProcess"), (4, 0, "hybridflow train")):
+            launch.until_in("update", step)
+            hosts[host].run(["kill", "-KILL", str(launch.pids(host, victim)[0])], check=True)
+        assert launch.wait() == [0, 0], launch.outputs()
+        said = launch.output(0)
+        assert re.search(r"hybridflow: starting the run again \(1 of 3\), after: (rollout|reward) rank 0, ", said)
+        assert "hybridflow: starting the run again (2 of 3), after: the driver ended with 137" in said
+        assert said.count("resume: after step ") == 2
+        assert [record["step"] for record in records(launch.run, "train")] == [1, 2, 3, 4]
+        assert launch.left() == []
+
+
+def test_a_run_that_fails_of_the_same_again_is_not_started_any_more(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def score(generated_texts):\n    raise ValueError('no figure 42')\n")
+    reward = f'reward.functions=[{{name: broken, path: "{tmp_path}/broken.py:score"}}]'
+    with hosts_or_skip(2, shared=tmp_path) as hosts:
+        words = small_run(tmp_path, "warmup=null", "trainer.eval_before_train=false", reward)
+        launch = start(hosts, tmp_path, lambda index: agent_command(index, 2, *words, restarts=9))
+        assert launch.wait() == [1, 1], launch.outputs()
+        assert launch.output(0).count("starting the run again") == 1
+        assert "hybridflow: the same failure in step 1 again; the run is not started any more" in launch.output(0)
+        assert launch.left() == []
+
+
 def test_a_host_that_comes_late_is_waited_for_and_one_that_comes_later_is_refused(tmp_path: Path) -> None:
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         words = small_run(tmp_path, "trainer.steps=3", "warmup=null")

@@ -159,11 +159,18 @@ def start(
 
 
 def agent_command(
-    index: int, hosts: int, *words: str, head: str = f"host-0:{PORT}", slots: int = 4, role: str | None = None
+    index: int,
+    hosts: int,
+    *words: str,
+    head: str = f"host-0:{PORT}",
+    slots: int = 4,
+    role: str | None = None,
+    restarts: int = 0,
 ) -> list[str]:
     """`hybridflow agent` as a launcher runs it on a host."""
     options = ["--host", str(index), "--hosts", str(hosts), "--head", head, "--cpu-slots", str(slots)]
     options += ["--role", role] if role is not None else []
+    options += ["--max-restarts", str(restarts)] if restarts else []
     return [sys.executable, "-m", "hybridflow", "agent", *options, "train", *words]
 
 
