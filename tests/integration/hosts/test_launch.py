@@ -6,6 +6,7 @@ import re
 import shlex
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,50 @@ def test_a_signal_on_any_host_ends_the_run_on_all(tmp_path: Path, host: int, num
         code = 128 + number
         assert launch.wait(60) == [code, code, code], launch.outputs()
         assert launch.left() == []
+
+
+def test_a_run_with_ipv6_alone(tmp_path: Path) -> None:
+    with hosts_or_skip(2, shared=tmp_path, ipv6=True) as hosts:
+        launch = start_agents(hosts, tmp_path, "trainer.steps=2", "warmup=null", "placement.rollout=cpu:4")
+        assert launch.wait() == [0, 0], launch.outputs()
+        assert "2 hosts after" in launch.output(0) and "host-1 (fd77::11)" in launch.output(0)
+        assert len(records(launch.run, "train")) == 2
+        assert launch.left() == []
+
+
+def test_hosts_that_are_preempted_save_and_end_with_the_code_to_start_again(tmp_path: Path) -> None:
+    saving = "checkpoint={save_interval: 100000, on_stop_s: 40}"
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        launch = start_agents(hosts, tmp_path, *MANY_STEPS, saving)
+        launch.until_in("rollout", 3)
+        for process in reversed(launch.processes):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.7)  # a scheduler takes its time
+        assert launch.wait(60) == [75, 75, 75], launch.outputs()
+        assert re.search(r"hybridflow: terminated; the checkpoint of step \d+ is whole", launch.output(0))
+        assert len(list((launch.run / "checkpoints").glob("step-*"))) == 1
+        assert launch.left() == []
+
+
+def test_a_rank_that_raises_on_another_host_is_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def score(generated_texts):\n    raise ValueError('no figure')\n")
+    reward = f'reward.functions=[{{name: broken, path: "{tmp_path}/broken.py:score"}}]'
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        launch = start_agents(hosts, tmp_path, *MANY_STEPS, reward, "placement.reward=cpu:9")
+        ends_with(launch, codes=[1, 1, 1], told="reward rank 0, score: ")
+        assert "raised ValueError at " in launch.output(0) and ": no figure on sample 0 " in launch.output(0)
+
+
+@pytest.mark.parametrize("victim", ["actor", "rollout"])
+def test_a_rank_that_is_killed_is_the_cause(tmp_path: Path, victim: str) -> None:
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        devices = {"actor": "cpu:0,4", "rollout": "cpu:8"}
+        launch = start_agents(hosts, tmp_path, *MANY_STEPS, *(f"placement.{role}={at}" for role, at in devices.items()))
+        launch.until_in("update")
+        host, log = (1, "actor-1") if victim == "actor" else (2, "rollout-0")
+        launch.kill_rank(host, log)
+        ends_with(launch, codes=[1, 1, 1], told=f"{victim} rank {log[-1]}, ")
+        assert "the process died without a word" in launch.output(0).split("hybridflow: ")[1]
 
 
 def test_a_run_that_fails_is_started_again_and_ends_well(tmp_path: Path) -> None:

@@ -87,12 +87,21 @@ class Launch:
 
     def logs_to(self, host: int, log: str) -> bool:
         """Whether a process of a host writes the log of a rank."""
-        processes = self.hosts[host].path("/proc")
+        return bool(self._writers(host, log))
+
+    def kill_rank(self, host: int, log: str) -> None:
+        """Kill the processes of a host that write the log of a rank."""
+        for pid in (found := self._writers(host, log)):
+            self.hosts[host].run(["kill", "-KILL", str(pid)])
+        assert found
+
+    def _writers(self, host: int, log: str) -> list[int]:
+        found, processes = [], self.hosts[host].path("/proc")
         for each in self.hosts[host].processes():
             with contextlib.suppress(OSError):
                 if (processes / str(each.pid) / "fd/1").readlink().name == f"{log}.log":
-                    return True
-        return False
+                    found.append(each.pid)
+        return found
 
     def left(self, limit_s: float = 10.0) -> list[str]:
         """What is left on the hosts that are up, once nothing more goes."""
