@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine3d.errors import UserError, shortened
+from hybridflow.cli.launcher_input import obey_standard_input
 from hybridflow.cluster.hosts.agent import Agent, Place
 from hybridflow.cluster.hosts.description import ROLES, checked_role
 from hybridflow.cluster.hosts.run_token import find_token, needed, new_token
@@ -99,6 +100,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--interface", metavar="NAME", help="network interface of the cluster on this host")
     parser.add_argument("--role", choices=ROLES, help="what this host is for; anything if not said")
     parser.add_argument("--cpu-slots", type=int, metavar="N", help="CPU slots of this host (one a core)")
+    parser.add_argument(
+        "--stdin", action="store_true", help="the token comes on standard input, whose end is the launcher's"
+    )
     parser.add_argument("command", choices=COMMANDS, help="what host 0 runs once all hosts are there")
     parser.add_argument("recipe", metavar="RECIPE", help="the same file on every host")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for hybridflow train")
@@ -107,6 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """The command."""
+    if parsed.stdin:
+        obey_standard_input()
     head, port = head_and_port(parsed.head)
     launched = Launched(
         parsed.host,

@@ -129,6 +129,7 @@ class Supervisor:
         self._driver: asyncio.subprocess.Process | None = None
         self._to_driver: asyncio.StreamWriter | None = None
         self._ending = False
+        self._signalled: set[int] = set()
 
     async def run(self, listening: socket.socket) -> int:
         """Gather the hosts on a socket that listens, run the command, and end the agents; the exit code of all.
@@ -146,7 +147,15 @@ class Supervisor:
         return ended.code
 
     def signalled(self, number: int, host: Host | None = None) -> None:
-        """A signal came, on this host or on another: the driver gets it; without one the launch is over."""
+        """A signal came, on this host or on another: the driver gets it; without one the launch is over.
+
+        A launcher gives it to every host: the driver gets another one only once a host has.
+        """
+        index = 0 if host is None else host.index
+        first, again = not self._signalled, index in self._signalled
+        self._signalled.add(index)
+        if not (first or again):
+            return
         if self._driver is not None and self._driver.returncode is None:
             where = "" if host is None or host.index == 0 else f" on {host}"
             if where:
