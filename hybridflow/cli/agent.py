@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engine3d.errors import UserError, shortened
 from engine3d.settings import Settings
+from hybridflow.cli.launcher_input import obey_standard_input
 from hybridflow.cluster.devices.device_map import ROLES
 from hybridflow.cluster.hosts.agent import Agent, Place
 from hybridflow.cluster.hosts.comparison import Needs
@@ -115,6 +116,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="starts after failures, with resume=auto (0)"
     )
+    parser.add_argument(
+        "--stdin", action="store_true", help="the token comes on standard input, whose end is the launcher's"
+    )
     parser.add_argument("command", choices=COMMANDS, help="what host 0 runs once all hosts are there")
     parser.add_argument("recipe", metavar="RECIPE", help="the same file on every host")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for hybridflow train")
@@ -123,6 +127,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """The command."""
+    if parsed.stdin:
+        obey_standard_input()
     head, port = head_and_port(parsed.head)
     launched = Launched(
         parsed.host,

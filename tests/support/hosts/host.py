@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterator
@@ -91,7 +92,11 @@ class Host(Namespaces):
         """All processes but PID 1 and those of services (sshd, Slurm); zombies are not among them."""
         found = []
         for pid in self._pids():
-            session = int((self.path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[3])
+            try:
+                stat = (self.path("/proc") / str(pid) / "stat").read_text()
+            except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                continue
+            session = int(stat.rpartition(")")[2].split()[3])
             command = command_line(self.path("/proc"), pid)
             if command and session not in self._services:
                 found.append(HostProcess(pid, command))
@@ -133,11 +138,12 @@ class Host(Namespaces):
             pending = [root / top.lstrip("/")]
             device = pending[0].stat().st_dev
             while pending:
-                for path in pending.pop().iterdir():
-                    status = path.lstat()
-                    if status.st_dev == device:  # what is mounted there is not its own
-                        yield Path("/") / path.relative_to(root)
-                        pending += [path] if path.is_dir() and not path.is_symlink() else []
+                with contextlib.suppress(FileNotFoundError):  # what goes meanwhile
+                    for path in pending.pop().iterdir():
+                        status = path.lstat()
+                        if status.st_dev == device:  # what is mounted there is not its own
+                            yield Path("/") / path.relative_to(root)
+                            pending += [path] if path.is_dir() and not path.is_symlink() else []
 
 
 def _pid_inside(pid: int) -> int:
