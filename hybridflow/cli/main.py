@@ -9,6 +9,7 @@
     hybridflow checkpoint export DIR OUT        write its model as a HuggingFace directory
     hybridflow checkpoint import MODEL OUT      make a checkpoint of a HuggingFace directory
     hybridflow report RUN [--out FILE]          draw a run's metrics as one HTML page
+    hybridflow launch slurm RECIPE --nodes N    submit a run on several nodes of Slurm
     hybridflow agent ... train RECIPE ...       one host's part of a run on several: what the launchers start
     hybridflow token [FILE]                     make the secret that lets the hosts of a run know each other
 
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 from engine3d.errors import EngineError, UserError, shortened
 from engine3d.startup.imports import quick_imports
-from hybridflow.cli import agent
+from hybridflow.cli import agent, launch
 from hybridflow.cli.standard_streams import be_patient
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.description import checked_role
@@ -255,6 +256,10 @@ def _doctor(parsed: argparse.Namespace) -> int:
     return agent.take_part(agent.Launched(0, 1, LOOPBACK, 0, words))
 
 
+def _launch(parsed: argparse.Namespace) -> int:
+    return _guarded(lambda: launch.run(parsed))
+
+
 def _token(parsed: argparse.Namespace) -> int:
     path = parsed.file or default_file()
     write_token(path)
@@ -406,6 +411,12 @@ def _doctor_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _launch_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="hybridflow launch", description="Submit a run on several nodes to a cluster's scheduler.")
+    launch.add_arguments(parser)
+    return parser
+
+
 def _token_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="hybridflow token", description="Make the secret that lets the hosts of a run know each other."
@@ -420,6 +431,7 @@ _COMMANDS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[[argp
     "checkpoint": (_checkpoint_parser, _checkpoint),
     "report": (_report_parser, _report),
     "doctor": (_doctor_parser, _doctor),
+    "launch": (_launch_parser, _launch),
     "agent": (_agent_parser, agent.run),
     "token": (_token_parser, _token),
 }

@@ -21,5 +21,5 @@ def test_shellcheck_finds_nothing(script: Path) -> None:
 
 
 def test_there_are_scripts() -> None:
-    assert {"setup.sh", "ssh.sh", "run"} <= {script.name for script in SCRIPTS}
+    assert {"setup.sh", "ssh.sh", "slurm.sbatch", "run"} <= {script.name for script in SCRIPTS}
     assert all(script.stat().st_mode & 0o111 for script in SCRIPTS if script.suffix != ".sbatch")

@@ -31,6 +31,8 @@ from hybridflow.errors.log import log
 _ATTEMPT_S = 5.0
 _AGAIN_S = 0.5
 _SAY_EVERY_S = 10.0
+# A scheduler and the script that it runs may both pass on the same signal, which is not impatience.
+_SAME_SIGNAL_S = 3.0
 _PARTS = {"raylet": "Ray's raylet"}
 
 
@@ -78,6 +80,7 @@ class Agent:
         self._heard = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
         self._signal: int | None = None
+        self._signals: dict[int, float] = {}
 
     def run(self, announce: Callable[[int], object] | None = None) -> int:
         """Take part in the launch until it is over; the exit code.
@@ -245,6 +248,10 @@ class Agent:
 
     def _signalled(self, number: int) -> None:
         """Host 0 decides; where it does not answer, this host ends by itself."""
+        now = time.monotonic()
+        last, self._signals[number] = self._signals.get(number, -_SAME_SIGNAL_S), now
+        if now - last < _SAME_SIGNAL_S:
+            return
         if number != SAVE:
             self._signal = number
         if self._supervisor is not None:

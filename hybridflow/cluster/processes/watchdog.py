@@ -136,6 +136,9 @@ def listen(marker: str, directory: str) -> str | None:
 
 def main() -> None:
     marker, directory, *programs = sys.argv[1:]
+    # A scheduler that ends a job sends its signal to every process of it; this one is to end last.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     starter = os.getppid()
     died = listen(marker, directory)
     if died is not None:

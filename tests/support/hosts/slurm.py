@@ -32,7 +32,7 @@ MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=10
 InactiveLimit=0
-KillWait=5
+KillWait=30
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 StateSaveLocation={directory}/state
 SlurmdSpoolDir={directory}/spool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.cluster.processes import watchdog
 from hybridflow.cluster.processes.watchdog import _has_ended, run_processes
 
 pytestmark = pytest.mark.processes
@@ -41,3 +43,19 @@ def test_a_process_has_ended_when_all_its_threads_have(tmp_path: Path) -> None:
     wait_until(lambda: _has_ended(process.pid))
     process.wait()
     assert _has_ended(process.pid)
+
+
+def test_what_asks_all_processes_of_a_job_to_end_does_not_end_it(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    command = [sys.executable, "-I", watchdog.__file__, "TEST_WATCHDOG=1", str(directory)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    ignored = 1 << (signal.SIGTERM - 1)
+    status = Path(f"/proc/{process.pid}/status")
+    wait_until(lambda: int(status.read_text().partition("SigIgn:\t")[2].split()[0], 16) & ignored)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        process.send_signal(number)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(20) == 0
+    assert not directory.exists()
