@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any, Never
 
 from engine3d.errors import EngineError, UserError, shortened
 from engine3d.startup.imports import quick_imports
-from hybridflow.cli import agent, launch
 from hybridflow.cli.standard_streams import be_patient
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.description import checked_role
@@ -42,7 +41,6 @@ from hybridflow.cluster.hosts.driver_link import driver_link, tell_failure
 from hybridflow.cluster.hosts.host_check import check_interpreter, check_open_files
 from hybridflow.cluster.hosts.run_token import default_file, write_token
 from hybridflow.cluster.processes.termination import termination
-from hybridflow.cluster.runtime.ray_host import LOOPBACK
 from hybridflow.rundir.progress import where_now
 
 if TYPE_CHECKING:
@@ -252,11 +250,20 @@ def _report(parsed: argparse.Namespace) -> int:
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
-    words = ["doctor", parsed.recipe, *parsed.overrides]
-    return agent.take_part(agent.Launched(0, 1, LOOPBACK, 0, words))
+    from hybridflow.cli import agent
+
+    return agent.take_part(agent.Launched(0, 1, agent.LOOPBACK, 0, ["doctor", parsed.recipe, *parsed.overrides]))
+
+
+def _agent(parsed: argparse.Namespace) -> int:
+    from hybridflow.cli import agent
+
+    return agent.run(parsed)
 
 
 def _launch(parsed: argparse.Namespace) -> int:
+    from hybridflow.cli import launch
+
     return _guarded(lambda: launch.run(parsed))
 
 
@@ -397,6 +404,8 @@ def _report_parser() -> argparse.ArgumentParser:
 
 
 def _agent_parser() -> argparse.ArgumentParser:
+    from hybridflow.cli import agent
+
     parser = _Parser(prog="hybridflow agent", description="One host's part of a run on several hosts.")
     agent.add_arguments(parser)
     return parser
@@ -412,6 +421,8 @@ def _doctor_parser() -> argparse.ArgumentParser:
 
 
 def _launch_parser() -> argparse.ArgumentParser:
+    from hybridflow.cli import launch
+
     parser = _Parser(prog="hybridflow launch", description="Submit a run on several nodes to a cluster's scheduler.")
     launch.add_arguments(parser)
     return parser
@@ -432,6 +443,6 @@ _COMMANDS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[[argp
     "report": (_report_parser, _report),
     "doctor": (_doctor_parser, _doctor),
     "launch": (_launch_parser, _launch),
-    "agent": (_agent_parser, agent.run),
+    "agent": (_agent_parser, _agent),
     "token": (_token_parser, _token),
 }
