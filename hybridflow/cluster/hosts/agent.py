@@ -33,6 +33,7 @@ _AGAIN_S = 0.5
 _SAY_EVERY_S = 10.0
 # A scheduler and the script that it runs may both pass on the same signal, which is not impatience.
 _SAME_SIGNAL_S = 3.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, SAVE)
 _PARTS = {"raylet": "Ray's raylet"}
 
 
@@ -83,7 +84,7 @@ class Agent:
         self._signals: dict[int, float] = {}
 
     def run(self, announce: Callable[[int], object] | None = None) -> int:
-        """Take part in the launch until it is over; the exit code.
+        """Take part in the launch until it is over; the exit code, which no signal changes from then on.
 
         Args:
             announce: is called with the port at which host 0 listens, on host 0.
@@ -91,11 +92,17 @@ class Agent:
         Raises:
             UserError: this host cannot take part.
         """
-        return asyncio.run(self._run(announce))
+        try:
+            return asyncio.run(self._run(announce))
+        finally:
+            # The event loop has put the defaults back: a signal that comes late would be this process's exit code.
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     async def _run(self, announce: Callable[[int], object] | None) -> int:
         self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, SAVE):
+        for number in _SIGNALS:
             self._loop.add_signal_handler(number, self._signalled, number)
         port, supervising = self._place.port, None
         if self._place.index == 0:
@@ -113,7 +120,9 @@ class Agent:
                 await self._preflight.close()
             if self._channel is not None:
                 await self._channel.close()
-        return code if supervising is None else await supervising
+        code = code if supervising is None else await supervising
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until they are ignored
+        return code
 
     async def _take_part(self, port: int) -> int:
         try:

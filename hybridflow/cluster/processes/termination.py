@@ -111,7 +111,8 @@ class Termination:
             yield
         finally:
             for number, handler in handlers.items():
-                signal.signal(number, handler)
+                if signal.getsignal(number) != signal.SIG_IGN:  # as a command does whose exit code is decided
+                    signal.signal(number, handler)
             signal.set_wakeup_fd(before)
             wake, self._wake = self._wake, None
             os.close(wake)  # the thread ends, and closes the other end

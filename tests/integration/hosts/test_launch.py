@@ -152,9 +152,12 @@ def test_hosts_that_are_preempted_save_and_end_with_the_code_to_start_again(tmp_
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         launch = start_agents(hosts, tmp_path, *MANY_STEPS, saving)
         launch.until_in("rollout", 3)
-        for process in reversed(launch.processes):
-            process.send_signal(signal.SIGTERM)
-            time.sleep(0.7)  # a scheduler takes its time
+        launch.processes[2].send_signal(signal.SIGTERM)
+        time.sleep(0.5)  # a scheduler takes its time
+        while any(process.poll() is None for process in launch.processes):
+            for process in launch.processes:  # and says it again, also to one that is about to exit
+                process.send_signal(signal.SIGTERM)
+            time.sleep(0.001)
         assert launch.wait(60) == [75, 75, 75], launch.outputs()
         assert re.search(r"hybridflow: terminated; the checkpoint of step \d+ is whole", launch.output(0))
         assert len(list((launch.run / "checkpoints").glob("step-*"))) == 1
