@@ -98,7 +98,10 @@ def test_a_job_that_is_to_make_room_is_queued_again_and_resumes(hosts: Hosts, tm
     job.until(lambda: job.field("Restarts") == "1", 60)
     assert job.left() == [], job.outputs()
     assert f"slurm.sbatch: job {job.number} is queued again" in job.outputs()
-    # Slurm keeps a job that was queued again for two minutes.
+    # Slurm keeps a job that was queued again for two minutes. Nodes refuse one whose credential is of the second in
+    # which they revoked the one before it.
+    job.until_state("PENDING", 60)
+    time.sleep(2)
     hosts[0].run(["scontrol", "update", f"JobId={job.number}", "StartTime=now"], check=True)
     job.until_state("RUNNING")
     job.until(lambda: re.search(r"^0: resume: after step \d+", job.outputs(), re.MULTILINE) is not None)
