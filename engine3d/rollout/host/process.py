@@ -20,7 +20,7 @@ from typing import Any
 from engine3d.errors import EngineError
 from engine3d.rollout.host.log import root_cause
 from engine3d.rollout.host.messages import START_ID, Launch, Limits, Progress, Reply, Request
-from engine3d.rollout.host.run_files import RUN_DIRECTORY_VARIABLE, make_run_directory, remove_run_files
+from engine3d.run_files import RUN_DIRECTORY_VARIABLE, make_run_directory, remove_run_files
 
 _EXIT_GRACE_S = 5.0  # between the end of the connection and the end of the process
 _SEND_TIMEOUT_S = 60  # the host reads at once, unless it hangs

@@ -26,9 +26,9 @@ from engine3d.rollout import moe_configs
 from engine3d.rollout.host.log import log_answered
 from engine3d.rollout.host.messages import START_ID, Generation, Launch, Limits, Progress, Reply, Request
 from engine3d.rollout.host.progress import batches_run
-from engine3d.rollout.host.run_files import remove_run_files
 from engine3d.rollout.scheduler.plugin import ANSWER_METHOD
 from engine3d.rollout.scheduler.rank import Answer, Call, answer_path
+from engine3d.run_files import remove_run_files
 from engine3d.stacks import write_stacks_on_signal
 from engine3d.startup import jit_kernels
 from engine3d.startup.imports import quick_imports

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from engine3d.rollout.host.run_files import RUN_DIRECTORY_VARIABLE
+from engine3d.run_files import RUN_DIRECTORY_VARIABLE
 
 _BYTES = 8
 

@@ -15,8 +15,8 @@ from typing import Any
 from engine3d.platform import platform
 from engine3d.platform.cpu.sglang import START_METHOD_VARIABLE
 from engine3d.rollout.host.progress import count_batch, start_counting
-from engine3d.rollout.host.run_files import RUN_DIRECTORY_VARIABLE, segment_name
 from engine3d.rollout.scheduler.text_stops import end_at_text
+from engine3d.run_files import RUN_DIRECTORY_VARIABLE, segment_name
 from engine3d.stacks import write_stacks_on_signal
 from engine3d.startup import leave_out
 

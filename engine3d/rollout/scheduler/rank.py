@@ -20,7 +20,7 @@ import torch
 from engine3d.errors import EngineError, UserError
 from engine3d.platform import platform
 from engine3d.rollout.host.log import log_answered
-from engine3d.rollout.host.run_files import open_own
+from engine3d.run_files import open_own
 
 if TYPE_CHECKING:
     from engine3d.reshard.describe.memory import SharedShards

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import TextIO
 
-from engine3d.rollout.host import run_files
+from engine3d import run_files
 from hybridflow.cluster.processes import watchdog
 
 _PREFIX = "hf-ray-"

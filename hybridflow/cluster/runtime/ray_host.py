@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine3d import run_files
 from engine3d.errors import EngineError
-from engine3d.rollout.host import run_files
 from hybridflow.cluster.processes import orphans, watchdog
 from hybridflow.cluster.runtime import ray_node
 from hybridflow.cluster.runtime.authentication import AUTHENTICATION_MODE

@@ -18,7 +18,7 @@ import pytest
 
 from engine3d.errors import EngineError
 from engine3d.rollout import RolloutEngine, SamplingConfig
-from engine3d.rollout.host.run_files import make_run_directory, remove_orphans
+from engine3d.run_files import make_run_directory, remove_orphans
 from tests.support.tiny_rollout import TINY_ROLLOUT
 
 pytestmark = pytest.mark.processes
@@ -33,7 +33,7 @@ LONG = SamplingConfig(max_new_tokens=60, ignore_eos=True)
 CLIENT = """
 import json, sys, threading, time
 from engine3d.rollout import RolloutEngine
-from engine3d.rollout.host.run_files import make_run_directory, remove_orphans
+from engine3d.run_files import make_run_directory, remove_orphans
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.engine3d.rollout import test_failures as failures
 

@@ -18,8 +18,8 @@ from engine3d.platform.cuda.cuda_platform import CudaPlatform, expert_kernels, g
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig, launch, moe_configs, server_arguments
 from engine3d.rollout.host.log import root_cause
 from engine3d.rollout.host.program import _order
-from engine3d.rollout.host.run_files import make_run_directory, segment_name
 from engine3d.rollout.weights import ModelTensors, check_weights_fit
+from engine3d.run_files import make_run_directory, segment_name
 from engine3d.sglang_source import sglang_directory
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine3d.rollout.host import run_files
+from engine3d import run_files
 from hybridflow.cluster.processes.orphans import remove_orphans
 
 RUN = "engine3d-rollout-abcdefgh"
