@@ -9,6 +9,8 @@
     hybridflow checkpoint export DIR OUT        write its model as a HuggingFace directory
     hybridflow checkpoint import MODEL OUT      make a checkpoint of a HuggingFace directory
     hybridflow report RUN [--out FILE]          draw a run's metrics as one HTML page
+    hybridflow status RUN                       say what a run is at, also while it goes on
+    hybridflow logs RUN [--follow]              show the output of its ranks and engines
     hybridflow launch slurm RECIPE --nodes N    submit a run on several nodes of Slurm
     hybridflow agent ... train RECIPE ...       one host's part of a run on several: what the launchers start
     hybridflow token [FILE]                     make the secret that lets the hosts of a run know each other
@@ -249,6 +251,18 @@ def _report(parsed: argparse.Namespace) -> int:
     return _guarded(write)
 
 
+def _status(parsed: argparse.Namespace) -> int:
+    from hybridflow.cli import watch
+
+    return _guarded(lambda: watch.status(parsed))
+
+
+def _logs(parsed: argparse.Namespace) -> int:
+    from hybridflow.cli import watch
+
+    return _guarded(lambda: watch.logs(parsed))
+
+
 def _doctor(parsed: argparse.Namespace) -> int:
     from hybridflow.cli import agent
 
@@ -403,6 +417,22 @@ def _report_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _status_parser() -> argparse.ArgumentParser:
+    from hybridflow.cli import watch
+
+    parser = _Parser(prog="hybridflow status", description="Say what a run is at, also while it goes on.")
+    watch.add_status_arguments(parser)
+    return parser
+
+
+def _logs_parser() -> argparse.ArgumentParser:
+    from hybridflow.cli import watch
+
+    parser = _Parser(prog="hybridflow logs", description="Show the output of a run's ranks and engines.")
+    watch.add_logs_arguments(parser)
+    return parser
+
+
 def _agent_parser() -> argparse.ArgumentParser:
     from hybridflow.cli import agent
 
@@ -441,6 +471,8 @@ _COMMANDS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[[argp
     "check": (_check_parser, _check),
     "checkpoint": (_checkpoint_parser, _checkpoint),
     "report": (_report_parser, _report),
+    "status": (_status_parser, _status),
+    "logs": (_logs_parser, _logs),
     "doctor": (_doctor_parser, _doctor),
     "launch": (_launch_parser, _launch),
     "agent": (_agent_parser, _agent),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import shutil
+import time
 from pathlib import Path
 from typing import TextIO
 
@@ -13,6 +14,8 @@ from hybridflow.rundir.file_names import RECIPE
 
 SETTING = "run_dir/name"
 LOCK = ".lock"
+# Somebody who watches holds it for a moment, to see whether the run does.
+_ATTEMPTS, _AGAIN_S = 3, 0.05
 SHARDS = "shards"
 """Where the actor's ranks say where their weights lie."""
 WEIGHTS = "weights"
@@ -66,8 +69,14 @@ def hold(directory: Path, setting: str) -> TextIO:
         lock = (directory / LOCK).open("w")
     except OSError as error:
         raise UserError(f"{setting}: cannot write to {directory}: {error.strerror}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"{setting}: a run in {directory} is going on; choose another name or directory") from None
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if not attempts_left:
+                lock.close()
+                held = f"{setting}: a run in {directory} is going on; choose another name or directory"
+                raise UserError(held) from None
+            time.sleep(_AGAIN_S)
     return lock

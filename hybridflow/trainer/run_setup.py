@@ -24,7 +24,7 @@ from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors.log import log
 from hybridflow.metrics.logger import Metrics
 from hybridflow.planning.prompts import encode, prompt_limit
-from hybridflow.rundir.file_names import RECIPE
+from hybridflow.rundir.file_names import LOGS, PHASE, RECIPE
 from hybridflow.rundir.lock import LOCK, SETTING, claim, hold
 from hybridflow.rundir.progress import PhaseFile
 
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def log_directory(self) -> Path:
-        return self.directory / "logs"
+        return self.directory / LOGS
 
     def trace_path(self, step: int, role: str) -> Path:
         """Of the trace of a role's update, where `trainer.profile` asks for one."""
@@ -108,7 +108,7 @@ def open_run(recipe: Recipe) -> Iterator[OpenRun]:
     run = prepare(recipe)
     with run.lock:
         recipe = recipe.for_prompts(len(run.train))
-        phases = PhaseFile(run.directory / "phase.json")
+        phases = PhaseFile(run.directory / PHASE)
         phases.enter("start")
         state = run.resumption.state if run.resumption is not None else None
         done = state.step if state is not None else None

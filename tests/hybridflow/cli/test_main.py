@@ -394,7 +394,7 @@ def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: 
 
 def test_each_command_has_a_help_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     helps = {}
-    for command in ("", "train", "check", "checkpoint", "report"):
+    for command in ("", "train", "check", "checkpoint", "report", "status", "logs"):
         with pytest.raises(SystemExit) as caught:
             main([*filter(None, [command]), "--help"])
         assert caught.value.code == 0

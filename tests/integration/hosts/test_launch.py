@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.hosts import hosts_or_skip
 from tests.support.hosts.launching import Launch, agent_command, environment, small_run, start, start_agents
-from tests.support.runs import records, run
+from tests.support.runs import ROOT, records, run
 
 pytestmark = [pytest.mark.processes, pytest.mark.hosts]
 
@@ -152,6 +152,8 @@ def test_hosts_that_are_preempted_save_and_end_with_the_code_to_start_again(tmp_
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         launch = start_agents(hosts, tmp_path, *MANY_STEPS, saving)
         launch.until_in("rollout", 3)
+        status = hosts[1].run([sys.executable, "-m", "hybridflow", "status", launch.run], cwd=ROOT, check=True).stdout
+        assert re.match(rf"{launch.run}: goes on; step \d+ of 1000, \w+ for \d+ s\ntrain \d+/1000  reward ", status)
         launch.processes[2].send_signal(signal.SIGTERM)
         time.sleep(0.5)  # a scheduler takes its time
         while any(process.poll() is None for process in launch.processes):

@@ -1,0 +1,134 @@
+"""`hybridflow status` and `hybridflow logs`, on the files of a run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engine3d.errors import UserError
+from hybridflow.cli.main import main
+from hybridflow.rundir import lock
+from hybridflow.rundir.lock import LOCK, hold
+from hybridflow.rundir.progress import PhaseFile
+from hybridflow.rundir.watching import goes_on, last_lines
+from tests.support.runs import ROOT
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "recipe.yaml").write_text("name: small\ntrainer:\n  steps: 40\n")
+    for name in ("actor-0", "actor-10", "actor-2", "sglang-0", "rollout-0"):
+        (tmp_path / "logs" / f"{name}.log").write_text("".join(f"line {n} of {name}\n" for n in range(30)))
+    (tmp_path / "logs" / "notes.txt").write_text("no rank's\n")
+    records = [
+        {"phase": "train", "step": 11, "reward/mean": 0.25, "train/step_time_ms": 1500.0},
+        {"phase": "eval", "step": 11, "eval/accuracy": 0.5},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"phase": "tra')
+    phases = PhaseFile(tmp_path / "phase.json")
+    phases.step = 12
+    phases.enter("rollout")
+    return tmp_path
+
+
+def test_status_of_a_run_that_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with hold(run, "run_dir/name"):
+        assert main(["status", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"{run}: goes on; step 12 of 40, rollout for \d s", lines[0])
+    assert lines[1:3] == ["train 11/40  reward 0.250  step 1.50 s", "no whole checkpoint"]
+    assert re.fullmatch(r"actor-0    \d s ago: line 29 of actor-0", lines[3])
+    assert [line.split()[0] for line in lines[3:]] == ["actor-0", "actor-2", "actor-10", "rollout-0", "sglang-0"]
+
+
+def test_status_of_a_run_that_does_not(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(run)]) == 0
+    assert f"{run}: does not go on; it ended in step 12 of 40, rollout (entered 2" in capsys.readouterr().out
+    PhaseFile(run / "phase.json").enter("end")
+    assert main(["status", str(run)]) == 0
+    assert f"{run}: has ended, 2" in capsys.readouterr().out
+
+
+def test_who_watches_does_not_keep_a_run_from_starting(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold(run, "run_dir/name").close()
+    watching = (run / LOCK).open()
+    fcntl.flock(watching, fcntl.LOCK_SH)  # for the moment in which it looks
+    monkeypatch.setattr(lock.time, "sleep", lambda _: watching.close())
+    with hold(run, "run_dir/name"):
+        assert watching.closed and goes_on(run)
+        with pytest.raises(UserError, match="is going on"):
+            hold(run, "run_dir/name")
+    assert not goes_on(run)
+
+
+def test_logs_are_chosen_by_role_and_rank(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", str(run), "--role", "actor", "--rank", "2", "--lines", "2"]) == 0
+    assert capsys.readouterr().out == "actor-2: line 28 of actor-2\nactor-2: line 29 of actor-2\n"
+    assert main(["logs", str(run), "--role", "rollout", "--lines", "1"]) == 0
+    assert capsys.readouterr().out == "rollout-0: line 29 of rollout-0\nsglang-0: line 29 of sglang-0\n"
+    assert main(["logs", str(run)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 5 * 20
+
+
+def test_what_a_terminal_would_obey_is_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "logs" / "actor-0.log").write_bytes(b" 10%\r 50%\r100%\r\n\x1b[2Jgone \xff\n")
+    assert main(["logs", str(run), "--role", "actor", "--rank", "0"]) == 0
+    assert capsys.readouterr().out == "actor-0: 100%\nactor-0: \\x1b[2Jgone \N{REPLACEMENT CHARACTER}\n"
+
+
+def test_logs_are_followed_until_the_run_has_ended(run: Path) -> None:
+    log, late = run / "logs" / "actor-0.log", run / "logs" / "critic-0.log"
+    with hold(run, "run_dir/name"):
+        command = [sys.executable, "-m", "hybridflow", "logs", run, "--follow", "--lines", "1", "--rank", "0"]
+        following = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert following.stdout is not None
+        first = sorted(following.stdout.readline() for _ in range(3))
+        assert first == [f"{name}: line 29 of {name}\n" for name in ("actor-0", "rollout-0", "sglang-0")]
+        late.write_text("the first\nand ")
+        with log.open("a") as file:
+            file.write("half")
+            file.flush()
+            time.sleep(1.2)  # longer than between two looks
+            file.write(" a line\nno end")
+        assert following.stdout.readline() == "critic-0: the first\n"
+        assert following.stdout.readline() == "actor-0: half a line\n"
+    rest, _ = following.communicate(timeout=30)
+    assert rest == "actor-0: no end\ncritic-0: and \n"
+    assert following.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["status", "{run}/none"], "hybridflow: no such directory: {run}/none; expected that of a run"),
+        (["status", "{run}/logs"], "hybridflow: no recipe.yaml in {run}/logs; expected the directory of a run"),
+        (["logs", "{run}", "--role", "critic"], "no log of --role critic in {run}; there are: actor-0, actor-2, actor"),
+        (["logs", "{run}", "--lines", "-1"], "hybridflow: --lines -1: expected at least 0"),
+    ],
+)
+def test_what_is_wrong_is_one_line(run: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+    assert main([word.format(run=run) for word in words]) == 2
+    error = capsys.readouterr().err
+    assert told.format(run=run) in error and error.count("\n") == 1
+
+
+def test_a_damaged_phase_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "phase.json").write_text('{"step": 1}\n')
+    assert main(["status", str(run)]) == 2
+    assert f"{run}/phase.json: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [0, 1, 65535, 65536, 65537, 200_000])
+def test_last_lines_of_a_file_of_any_size(tmp_path: Path, size: int) -> None:
+    path, text = tmp_path / "log", (b"x" * 700 + b"\n") * (size // 701) + b"y" * (size % 701)
+    path.write_bytes(text)
+    for count in (0, 1, 3, 1000):
+        assert last_lines(path, count) == (text.splitlines()[-count:] if count else [])
