@@ -5,6 +5,8 @@ Imports are inside the fixtures, so that tests which need no engine do not wait 
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +15,13 @@ import pytest
 
 if TYPE_CHECKING:
     from engine3d.rollout import RolloutEngine
+
+
+def pytest_configure() -> None:
+    """Have Ctrl-C: shells let what they start in the background ignore it, and so all its processes."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
