@@ -30,8 +30,8 @@ from hybridflow.checkpoint.compatibility import changes, contradictions, is_acce
 from hybridflow.checkpoint.driver_state import DRIVER, RunState
 from hybridflow.cluster.hosts.host_check import check_writable
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.yaml_loader import read_yaml
-from hybridflow.rundir.file_names import CHECKPOINTS, RECIPE
+from hybridflow.rundir.file_names import RECIPE
+from hybridflow.rundir.kept_recipe import saved_to
 
 WARMED_UP = "warmed-up"
 """The model after the warm-up, beside the checkpoints: the reference policy of all of them."""
@@ -166,7 +166,10 @@ def _named(path: Path) -> tuple[Path, list[str]]:
             raise UserError(f"resume: checkpoint {path}: {damage}")
         return path, []
     if (path / RECIPE).is_file():
-        path = _saved_to(path)
+        run, saved = path, saved_to(path)
+        if saved is None:
+            raise UserError(f"resume: the run in {run} has saved no checkpoint (checkpoint.save_interval)")
+        path = saved
     whole, skipped = find_sound(path)
     if not whole:
         raise UserError(f"resume: no whole checkpoint in {path}" + (f" ({_reasons(skipped)})" if skipped else ""))
@@ -175,18 +178,6 @@ def _named(path: Path) -> tuple[Path, list[str]]:
 
 def _reasons(skipped: Iterable[Skipped]) -> str:
     return "; ".join(f"{each.directory.name}: {each.reason}" for each in skipped)
-
-
-def _saved_to(run: Path) -> Path:
-    """Where a run has its checkpoints, by its directory: in it, wherever it was moved to, or where its recipe says."""
-    if (run / CHECKPOINTS).is_dir():
-        return run / CHECKPOINTS
-    data, _ = read_yaml(run / RECIPE)
-    settings = data.get("checkpoint")
-    named = settings.get("dir") if isinstance(settings, dict) else None
-    if not isinstance(named, str):
-        raise UserError(f"resume: the run in {run} has saved no checkpoint (checkpoint.save_interval)")
-    return Path(named).absolute()
 
 
 def _check_room(recipe: Recipe, resumed: Path | None) -> None:

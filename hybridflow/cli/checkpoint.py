@@ -13,6 +13,7 @@ from engine3d.checkpoint.inspect import amount, inspect_checkpoint
 from engine3d.checkpoint.manifest import MANIFEST, Skipped, find_checkpoints, read_manifest
 from engine3d.checkpoint.verify import Damage, verify_checkpoint
 from engine3d.errors import UserError, shortened
+from hybridflow.rundir.file_names import CHECKPOINTS
 
 _TENSORS_NAMED = 3
 _MOST_GB = 1e9
@@ -128,7 +129,7 @@ def _checkpoint(path: Path) -> Path:
     except PermissionError as error:
         raise UserError(f"checkpoint: {path} cannot be read: {error.strerror}") from None
     skipped: list[Skipped] = []
-    for root in (path, path / "checkpoints"):
+    for root in (path, path / CHECKPOINTS):
         whole, others = find_checkpoints(root)
         skipped += others
         if whole:

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 from engine3d.errors import EngineError, UserError, shortened
 from engine3d.startup.imports import quick_imports
-from hybridflow.cli.standard_streams import be_patient
+from hybridflow.cli.standard_streams import be_patient, visible
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.description import checked_role
 from hybridflow.cluster.hosts.driver_link import driver_link, tell_failure
@@ -57,8 +57,6 @@ _OF_THE_SURROUNDINGS = frozenset(
 """Errors of the system that say enough with the name of the file: nothing of this program is wrong."""
 
 _MOST_GB = 1e9
-_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
-"""What names and values of damaged files may hold, and what a terminal would obey."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -323,7 +321,7 @@ def _say(text: str, code: int) -> int:
     if termination.cause is None:  # by which all else came about
         if code == 1:
             _failed_of(text)
-        print(text.translate(_VISIBLE), file=sys.stderr, flush=True)
+        print(visible(text), file=sys.stderr, flush=True)
     return code
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from engine3d.checkpoint.manifest import MANIFEST, find_checkpoints, read_manifest
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import JsonError, parse_json
+from hybridflow.cli.standard_streams import visible
 from hybridflow.metrics.sinks import Record, console_line
-from hybridflow.rundir.file_names import CHECKPOINTS, METRICS, RECIPE
+from hybridflow.rundir.file_names import METRICS
+from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe, saved_to
 from hybridflow.rundir.watching import (
     Log,
     checked_run,
@@ -21,13 +23,10 @@ from hybridflow.rundir.watching import (
     last_lines,
     read_place,
 )
-from hybridflow.rundir.yaml_reader import read_yaml_file
 
 _LINES = 20
 _RECORDS = 200
 """Of the newest, among which one of a step is looked for."""
-_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) != "\t"}
-"""What a terminal would obey."""
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +93,7 @@ def _shown(log: Log, line: bytes) -> str:
 
 def _text(line: bytes) -> str:
     """What a terminal shows of a line: of a progress bar the last state."""
-    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace").translate(_VISIBLE)
+    return visible(line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace"))
 
 
 def _status(directory: Path, now: float) -> Iterator[str]:
@@ -124,9 +123,7 @@ def _status(directory: Path, now: float) -> Iterator[str]:
 
 def _steps(directory: Path) -> int | None:
     """That the recipe asks for."""
-    data, _ = read_yaml_file(directory / RECIPE)
-    trainer = data.get("trainer") if isinstance(data, dict) else None
-    steps = trainer.get("steps") if isinstance(trainer, dict) else None
+    steps = kept_setting(read_kept_recipe(directory), "trainer.steps")
     return steps if isinstance(steps, int) else None
 
 
@@ -148,13 +145,8 @@ def _newest_step(path: Path) -> Record | None:
 
 
 def _newest_checkpoint(directory: Path, now: float) -> str:
-    root = directory / CHECKPOINTS
-    if not root.is_dir():
-        data, _ = read_yaml_file(directory / RECIPE)
-        settings = data.get("checkpoint") if isinstance(data, dict) else None
-        named = settings.get("dir") if isinstance(settings, dict) else None
-        root = Path(named) if isinstance(named, str) else root
-    whole, _ = find_checkpoints(root)
+    root = saved_to(directory)
+    whole = find_checkpoints(root)[0] if root is not None else []
     if not whole:
         return "no whole checkpoint"
     age = _duration(now - (whole[0] / MANIFEST).stat().st_mtime)

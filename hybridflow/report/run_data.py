@@ -18,7 +18,7 @@ from hybridflow.metrics.device_samples import DeviceSample, read_samples
 from hybridflow.metrics.timeline import Span, read_spans
 from hybridflow.rundir.atomic_files import whole_lines
 from hybridflow.rundir.file_names import DEVICES, METRICS, RECIPE, SAMPLES, TIMELINE
-from hybridflow.rundir.yaml_reader import read_yaml_file
+from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe
 
 Floats = NDArray[np.float64]
 
@@ -89,10 +89,7 @@ class RunData:
 
     def setting(self, dotted: str) -> Any:
         """A setting of the recipe such as "train.layout"; None where the recipe does not say."""
-        value: Any = self.recipe
-        for part in dotted.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        return value
+        return kept_setting(self.recipe, dotted)
 
 
 def read_run(directory: Path) -> RunData:
@@ -104,7 +101,7 @@ def read_run(directory: Path) -> RunData:
     try:
         if not directory.is_dir():
             raise UserError(f"report: no such directory: {directory}; expected that of a run")
-        metrics, recipe, timeline, devices = (directory / name for name in (METRICS, RECIPE, TIMELINE, DEVICES))
+        metrics, timeline, devices = (directory / name for name in (METRICS, TIMELINE, DEVICES))
         if not metrics.exists():
             raise UserError(f"report: no {METRICS} in {directory}; a run writes it unless metrics.jsonl=false")
         phases = read_metrics(metrics)
@@ -113,7 +110,7 @@ def read_run(directory: Path) -> RunData:
         return RunData(
             name=directory.resolve().name,
             phases=phases,
-            recipe=_read_recipe(recipe) if recipe.exists() else {},
+            recipe=read_kept_recipe(directory) if (directory / RECIPE).exists() else {},
             spans=read_spans(timeline) if timeline.exists() else (),
             samples=read_samples(devices) if devices.exists() else (),
             texts=read_texts(directory / SAMPLES) if (directory / SAMPLES).exists() else (),
@@ -190,14 +187,6 @@ def _number(value: object) -> float:
 
 def _floats(values: Sequence[float]) -> Floats:
     return np.asarray(values, dtype=np.float64)
-
-
-def _read_recipe(path: Path) -> dict[str, Any]:
-    """Not as settings: what an earlier version wrote can be shown too."""
-    recipe, _ = read_yaml_file(path)
-    if not isinstance(recipe, dict):
-        raise UserError(f"{path}: expected keys and values, found {type(recipe).__name__}")
-    return recipe
 
 
 def finite(values: Floats) -> Floats:

@@ -1,0 +1,43 @@
+"""The recipe in a run's directory as YAML reads it, not as settings: one of an earlier version can be looked at too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine3d.errors import UserError
+from hybridflow.rundir.file_names import CHECKPOINTS, RECIPE
+from hybridflow.rundir.yaml_reader import read_yaml_file
+
+
+def read_kept_recipe(run: Path) -> dict[str, Any]:
+    """The recipe of a run.
+
+    Raises:
+        UserError: it cannot be read, or is no mapping.
+    """
+    recipe, _ = read_yaml_file(run / RECIPE)
+    if not isinstance(recipe, dict):
+        raise UserError(f"{run / RECIPE}: expected keys and values, found {type(recipe).__name__}")
+    return recipe
+
+
+def kept_setting(recipe: Mapping[str, Any], dotted: str) -> Any:
+    """A setting such as "train.layout"; None where the recipe does not say."""
+    value: Any = recipe
+    for part in dotted.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def saved_to(run: Path) -> Path | None:
+    """Where a run has its checkpoints: in its directory, wherever that was moved to, or where its recipe says.
+
+    Raises:
+        UserError: its recipe cannot be read.
+    """
+    if (run / CHECKPOINTS).is_dir():
+        return run / CHECKPOINTS
+    named = kept_setting(read_kept_recipe(run), "checkpoint.dir")
+    return Path(named).absolute() if isinstance(named, str) else None
