@@ -14,6 +14,7 @@ from torch import Tensor
 from engine3d.collectives import all_reduce
 from engine3d.errors import UserError
 from engine3d.models.experts.load_balance import LoadBalance
+from engine3d.progress import progress
 from engine3d.training.build import BuiltModel
 from engine3d.training.flops import sequence_flops
 from engine3d.training.profile import UpdateTrace
@@ -132,7 +133,9 @@ class ForwardModel(BuiltModel):
         def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(data).to(self.device)
             arguments = {"packed_seq_params": _packed_parameters(batch), "padding_mask": self._sequences_of(batch)}
-            return model(batch.input_ids, batch.position_ids, None, **arguments), partial(loss, batch)
+            output = model(batch.input_ids, batch.position_ids, None, **arguments)
+            progress.part_done()
+            return output, partial(loss, batch)
 
         schedule = self._forward_backward
         if self._trace is not None and not forward_only:

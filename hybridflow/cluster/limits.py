@@ -17,8 +17,15 @@ class LimitsConfig(Settings):
 
     quiet_s: float = Field(30.0, gt=0)
     """Without an answer, after which a line says who is waited for and since when, and the run's processes write their
-    stacks into `logs`; again after twice as long. A call that takes less than twice as long as one before is not
+    stacks beside their logs; again after twice as long. A call that takes less than twice as long as one before is not
     meant. It ends nothing."""
+    progress_s: float | None = Field(40.0, gt=0)
+    """Without progress of any rank that is waited for, after which the run ends and names the rank that keeps the
+    others waiting: one whose process is stopped, that gives no heartbeat, or that has done the fewest parts of an
+    update, a forward pass or a rollout. Three times as long as such a call has paused before, if that is more. None:
+    never."""
+    compile_s: float = Field(900.0, gt=0)
+    """In place of `progress_s` in the first call of each kind, in which kernels are compiled and graphs captured."""
     call_s: float = Field(1800.0, gt=0)
     """Of a call on the ranks of a role: an update, a rollout, a transfer of weights. Also how long a process of Ray may
     be stopped."""

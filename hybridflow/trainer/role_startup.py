@@ -11,6 +11,7 @@ from typing import Any
 
 from hybridflow.cluster.devices.device_map import Device, Node, highest_cpu_slot, pool_devices
 from hybridflow.cluster.devices.gpu_availability import WAIT_S, check_bundles_free, check_gpus_free
+from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.runtime import ray_runtime, resource_pool
 from hybridflow.cluster.runtime.resource_pool import ResourcePool
 from hybridflow.config.recipe import Recipe
@@ -21,6 +22,7 @@ from hybridflow.roles.offload import check_offload
 from hybridflow.trainer.role_specs import RoleGroup, RoleSpec, role_specs
 from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.start_log import StartLog
+from hybridflow.workers.standstill import ProgressLimits
 from hybridflow.workers.worker_group import WorkerGroup
 
 
@@ -161,6 +163,7 @@ class _Start:
             environment=spec.environment,
             call_timeout_s=spec.call_s,
             quiet_s=self._recipe.limits.quiet_s,
+            progress=_progress_limits(self._recipe.limits),
             sample_costs=spec.sample_costs,
             **spec.settings,
         )
@@ -173,6 +176,10 @@ class _Start:
     def _start(self, waiters: ThreadPoolExecutor, group: RoleGroup, spec: RoleSpec) -> None:
         self._starting[spec.role] = waiters.submit(_start, group, spec.start_s)
         self._log.ready_with(spec.role, self._starting[spec.role])
+
+
+def _progress_limits(limits: LimitsConfig) -> ProgressLimits | None:
+    return None if limits.progress_s is None else ProgressLimits(limits.progress_s, limits.compile_s)
 
 
 def _start(group: RoleGroup, limit_s: float) -> Any:

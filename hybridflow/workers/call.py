@@ -12,10 +12,10 @@ from hybridflow.cluster.processes.termination import termination
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.metrics.timeline import Span, timeline
 from hybridflow.workers.context import Answer
-from hybridflow.workers.failure_diagnosis import GRACE_S, CallState, findings
+from hybridflow.workers.failure_diagnosis import GRACE_S, CallState, error_of, findings
 from hybridflow.workers.ranks import Ranks
 from hybridflow.workers.statuses import wait_for_statuses
-from hybridflow.workers.waits import Wait, waits
+from hybridflow.workers.waits import StandsStillError, Wait, waits
 
 _LOOK_S = 0.2  # at what has happened already
 _LOOK_EVERY_S = 1.0  # at earlier calls, while ranks wait for their turn
@@ -60,7 +60,10 @@ class Call:
         self.ranks.check(self.method)
         limit = self.limit_s if timeout_s is None else timeout_s
         with waits.on(self.ranks, self.method, len(self.statuses)) as wait, termination.waiting():
-            failures, silent = self._outcome(limit, wait)
+            try:
+                failures, silent = self._outcome(limit, wait)
+            except StandsStillError as found:
+                self._end_of_standstill(found)
         if failures or silent:
             calls: dict[CallState, Call] = {}
             _end(self._state(failures, silent, calls), limit, calls)
@@ -79,6 +82,18 @@ class Call:
     def ended(self) -> bool:
         """Whether no rank is at it any more: all have answered or failed, or the group is gone."""
         return not self.ranks.is_alive or self.done()
+
+    def _end_of_standstill(self, found: StandsStillError) -> NoReturn:
+        """End the group that keeps this one waiting, and this one, and raise why."""
+        place, verdict = found.verdict.place, found.verdict
+        # What it said last may be of before this call.
+        method = self.method if place.role == self.ranks.role else verdict.method or "idle"
+        failure = Failure(place.role, place.rank, method, verdict.reason, False, verdict.since, stack="")
+        error = error_of(failure, found.ranks.log_path(place.rank))
+        waits.collect_stacks()
+        for ranks in (found.ranks, self.ranks):
+            ranks.fail(error)
+        raise error
 
     def _outcome(self, limit: float, wait: Wait) -> tuple[list[Failure], list[int]]:
         """As `wait_for_statuses`; raises if an earlier call fails meanwhile, by which the ranks only get their turn."""
@@ -146,8 +161,7 @@ class Call:
 def _end(state: CallState, limit_s: float, calls: dict[CallState, Call]) -> NoReturn:
     """End the groups that a failed call ends, each with its own error, and raise the cause."""
     found = findings(state, limit_s)
+    waits.collect_stacks()
     for each in found:
-        if each.stands_still is not None:
-            calls[each.stands_still].ranks.write_stacks()
         calls[each.call].ranks.fail(each.error)
     raise found[-1].error

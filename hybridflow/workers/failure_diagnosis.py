@@ -15,6 +15,7 @@ from pathlib import Path
 
 from engine3d.errors import EngineError, UserError
 from engine3d.out_of_memory import OUT_OF_MEMORY
+from engine3d.stacks import stacks_path
 from hybridflow.errors.rank_failure import Failure
 
 # A lost neighbour often reaches the others before Ray knows of it: how long to wait for the rank that was first.
@@ -115,12 +116,10 @@ class Finding:
     Args:
         call: the call.
         error: what its group died of, for every later call of it.
-        stands_still: the call whose ranks are to write their stacks before that, if any.
     """
 
     call: CallState
     error: RankError | RankUserError
-    stands_still: CallState | None = None
 
 
 def findings(call: CallState, limit_s: float, ended: frozenset[str] = frozenset()) -> list[Finding]:
@@ -183,14 +182,17 @@ def _finding(call: CallState, limit_s: float) -> Finding:
     # Those before it have ended, so that the first that has not is at work.
     holder = next((each for each in call.earlier if each.silent), None)
     if holder is not None:
-        log = holder.log_path(holder.silent[0])
-        stacks = f"; the stacks of its threads are in {log}" if log else ""
+        stacks = _stacks(holder)
         at_work = where(holder.role, holder.method, holder.silent)
         error = RankError(f"{late}: no turn within {limit_s:g} s, since {at_work} has not ended{stacks}")
-        return Finding(call, error, stands_still=holder)
+        return Finding(call, error)
+    return Finding(call, RankError(f"{late}: no answer within {limit_s:g} s{_stacks(call)}"))
+
+
+def _stacks(call: CallState) -> str:
+    """Where those of the first rank are that has not answered."""
     log = call.log_path(call.silent[0])
-    stacks = f"; the stacks of its threads are in {log}" if log else ""
-    return Finding(call, RankError(f"{late}: no answer within {limit_s:g} s{stacks}"), stands_still=call)
+    return f"; the stacks of its threads are in {stacks_path(log)}" if log else ""
 
 
 def _advice(failure: Failure) -> str:

@@ -49,7 +49,7 @@ class Future[T]:
         self._statuses = [call.statuses[rank] for rank in collected]
         self.refs = [results[rank] for rank in collected]
         """The result of each collected rank, where it lies."""
-        self.nodes = [call.ranks.nodes[rank] for rank in collected]
+        self.nodes = [call.ranks.places[rank].node for rank in collected]
         """Ray's id of the node of each."""
         self.parts = [asked.parts[rank].indices for rank in collected] if asked is not None else None
         """The samples of each, if the call was made with a `RemoteBatch`."""

@@ -19,12 +19,13 @@ from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.out_of_memory import in_short
-from engine3d.stacks import write_stacks_on_signal
+from engine3d.stacks import STACKS_VARIABLE, stacks_path, write_stacks_on_signal
 from engine3d.startup.imports import quick_imports
 from engine3d.stores import STORE_VARIABLE, listen, serve
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.metrics.timeline import Span
 from hybridflow.workers.context import Answer, WorkerContext
+from hybridflow.workers.pulse import START, Pulse
 
 
 class RankProcess:
@@ -43,9 +44,11 @@ class RankProcess:
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.close(log)
+            os.environ[STACKS_VARIABLE] = str(stacks_path(log_path.absolute()))
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         faulthandler.enable(file=2)
         write_stacks_on_signal()
+        self._pulse = Pulse(role, rank, log_path)
 
     def identify(self, listens: bool) -> tuple[int, str, str, int]:
         """Process id, id and address of the node, and the port of the store at which the ranks meet, if it is here.
@@ -90,7 +93,7 @@ class RankProcess:
         def build() -> None:
             self._worker = factory(context, *args, **kwargs)
 
-        failure, _ = self._run("start", build)
+        failure, _ = self._run(START, build)
         self._importing.close()
         return failure
 
@@ -115,7 +118,9 @@ class RankProcess:
             for value in (*positional, *keyword.values()):
                 if isinstance(value, Failure):
                     return value, value
-            _wait_for_turn(earlier)
+            if earlier:
+                with self._pulse.waiting_for_turn():
+                    _wait_for_turn(earlier)
             begin = time.time()
             result = getattr(self._worker, method)(*positional, **keyword)
             summary, kept = _packed(result, positional) if keep else (None, None)
@@ -131,7 +136,8 @@ class RankProcess:
 
     def _run(self, method: str, action: Callable[[], Any]) -> tuple[Failure | None, Any]:
         try:
-            return None, action()
+            with self._pulse.at(method):
+                return None, action()
         except BaseException as error:  # also SystemExit, which Ray would take for an orderly end of the actor
             stack = traceback.format_exc()
             print(stack, file=sys.stderr, flush=True)
@@ -143,10 +149,9 @@ class RankProcess:
 
 def _wait_for_turn(earlier: Sequence[Any]) -> None:
     """Wait until every call has ended: a rank that failed or died has a status too."""
-    if earlier:
-        import ray
+    import ray
 
-        ray.wait(list(earlier), num_returns=len(earlier), fetch_local=False)
+    ray.wait(list(earlier), num_returns=len(earlier), fetch_local=False)
 
 
 def _unpacked(value: Any) -> Any:

@@ -12,9 +12,11 @@ import ray
 from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError
 from hybridflow.cluster.devices.device_map import Device
-from hybridflow.cluster.processes.process_tree import kill_trees, write_stacks
+from hybridflow.cluster.processes.process_tree import kill_trees
+from hybridflow.cluster.processes.rank_look import RankPlace
 from hybridflow.cluster.runtime import ray_runtime
 from hybridflow.workers.failure_diagnosis import RankError, RankUserError
+from hybridflow.workers.standstill import ProgressLimits
 
 
 class Ranks:
@@ -25,6 +27,7 @@ class Ranks:
         devices: on which they compute.
         log_dir: each rank's output goes to `<log_dir>/<role>-<rank>.log`; to Ray's own logs if None.
         quiet_s: without an answer, after which a line on stderr says who is waited for.
+        progress: how long a call may come no further; None for as long as it may take.
         call_timeout_s: limit of every call whose method or caller has no other, in seconds.
         ending: is called once they are to end, before they are killed.
         memory_methods: limits in seconds of `give_back` and `take_back` (`device_turns`), of those that the worker has.
@@ -38,19 +41,20 @@ class Ranks:
         *,
         quiet_s: float,
         call_timeout_s: float,
+        progress: ProgressLimits | None = None,
         ending: Callable[[Ranks], None],
         memory_methods: Mapping[str, float] | None = None,
     ) -> None:
         self.role, self.devices = role, devices
         self.log_dir = log_dir.resolve() if log_dir else None
-        self.quiet_s, self.call_timeout_s = quiet_s, call_timeout_s
+        self.quiet_s, self.call_timeout_s, self.progress = quiet_s, call_timeout_s, progress
         self._ending = ending
         self.memory_methods = dict(memory_methods or {})
         self.actors: list[Any] = []  # of ActorHandle[RankProcess], which Ray makes without types
         self.processes: list[psutil.Process] = []
         """Of the ranks on this machine."""
-        self.nodes: list[str] = []
-        """Ray's id of the node that each rank runs on."""
+        self.places: list[RankPlace] = []
+        """Where each rank is, once all have said so."""
         self.failure: RankError | RankUserError | None = None
         """What they died of."""
 
@@ -58,6 +62,11 @@ class Ranks:
     def is_alive(self) -> bool:
         """Whether there are processes."""
         return bool(self.actors)
+
+    @property
+    def nodes(self) -> list[str]:
+        """Ray's id of the node that each rank runs on."""
+        return [place.node for place in self.places]
 
     def log_path(self, rank: int) -> Path | None:
         """Where a rank's output goes."""
@@ -85,7 +94,3 @@ class Ranks:
         processes, self.processes = self.processes, []
         with cleaning(f"hybridflow: {self.role}"):
             kill_trees(processes)
-
-    def write_stacks(self) -> None:
-        """Have the ranks on this machine write the stacks of all their threads into their logs."""
-        write_stacks(self.processes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import socket
 import threading
 import time
 import weakref
@@ -20,11 +21,14 @@ from pathlib import Path
 
 import psutil
 
-from hybridflow.cluster.processes.process_tree import family, is_stopped, write_stacks
+from hybridflow.cluster.processes.process_tree import family
+from hybridflow.cluster.processes.rank_look import RankLook
+from hybridflow.cluster.runtime import rank_watch
 from hybridflow.errors.log import log
 from hybridflow.rundir.progress import where_now
 from hybridflow.workers.failure_diagnosis import where
 from hybridflow.workers.ranks import Ranks
+from hybridflow.workers.standstill import Standstill, standstill
 
 _LOOK_EVERY_S = 0.5
 # A call that takes as long as one before is not stuck; twice as long may be.
@@ -32,7 +36,22 @@ _UNUSUAL = 2.0
 _START = "start"
 # Of one core, while a process imports libraries, loads weights or compiles.
 _BUSY = 0.2
-_DRIVER_STACKS = "driver-stacks.log"
+_JUDGE_EVERY_S = 5.0
+DRIVER_STACKS = "driver.stacks"
+"""Of the driver, among the logs."""
+
+
+class StandsStillError(Exception):
+    """A call comes no further.
+
+    Args:
+        verdict: why.
+        ranks: the group of the rank that keeps it waiting.
+    """
+
+    def __init__(self, verdict: Standstill, ranks: Ranks) -> None:
+        super().__init__(verdict.reason)
+        self.verdict, self.ranks = verdict, ranks
 
 
 @dataclass(eq=False)
@@ -45,18 +64,26 @@ class Wait:
         begin: since when, in seconds since the epoch.
         answered: when a rank answered last, or the wait began, by the monotonic clock.
         limit_s: without an answer, after which it is told (again).
+        verdict: why it comes no further, and the group of the rank that is to blame.
     """
 
     ranks: Ranks
     method: str
     silent: Sequence[int]
     limit_s: float
+    verdict: tuple[Standstill, Ranks] | None = None
     begin: float = field(default_factory=time.time)
     answered: float = field(default_factory=time.monotonic)
     cpu_s: float = 0.0
 
     def progress(self, silent: Sequence[int]) -> None:
-        """Take note of who has not answered."""
+        """Take note of who has not answered.
+
+        Raises:
+            StandsStillError: the call comes no further.
+        """
+        if self.verdict is not None:
+            raise StandsStillError(*self.verdict)
         if len(silent) < len(self.silent):
             self.answered = time.monotonic()
         self.silent = silent
@@ -71,11 +98,41 @@ class Waits:
         self._groups: weakref.WeakSet[Ranks] = weakref.WeakSet()
         self._usual_s: dict[tuple[str, str], float] = {}
         self._thread: threading.Thread | None = None
+        self._look_at = 0.0
+        self._stopped: set[tuple[str, int]] = set()
+        self._has_collected = False
 
     def add(self, ranks: Ranks) -> None:
         """A group whose processes write their stacks when the run waits for long, whoever it waits for."""
         with self._changed:
             self._groups.add(ranks)
+            self._has_collected = False
+
+    def collect_stacks(self, *, again: bool = True) -> None:
+        """Have every process of the run write its stacks, on all hosts, before the run ends by a failure.
+
+        Args:
+            again: also where they have, since the last group was added.
+        """
+        with self._changed:
+            if self._has_collected and not again:
+                return
+            self._has_collected = True
+        self._write_stacks(wake=True)
+
+    def _write_stacks(self, *, wake: bool) -> list[Path]:
+        """Where they are."""
+        groups = self._there()
+        rank_watch.collect_stacks([place for group in groups for place in group.places], wake=wake)
+        directories = sorted({group.log_dir for group in groups if group.log_dir is not None})
+        with contextlib.suppress(OSError):  # where it cannot be written, a line still says who is waited for
+            for directory in directories:
+                _write_own_stacks(directory / DRIVER_STACKS)
+        return directories
+
+    def _there(self) -> list[Ranks]:
+        with self._changed:
+            return [group for group in self._groups if group.is_alive]
 
     @contextlib.contextmanager
     def on(self, ranks: Ranks, method: str, count: int) -> Iterator[Wait]:
@@ -103,19 +160,40 @@ class Waits:
                 waits = list(self._waits)
             now = time.monotonic()
             late = [wait for wait in waits if now - wait.answered >= wait.limit_s and not _starts(wait)]
+            self._judge(waits)
             if late:
                 self._tell(late)
             time.sleep(_LOOK_EVERY_S)
 
+    def _judge(self, waits: Sequence[Wait]) -> None:
+        """Look at the ranks where calls have been silent for long, and at which keeps them waiting."""
+        now = time.monotonic()
+        due = [
+            (wait, limits)
+            for wait in waits
+            if (limits := wait.ranks.progress) is not None and now - wait.answered >= limits.progress_s / 2
+        ]
+        if not due:
+            self._stopped = set()
+        if not due or now < self._look_at:
+            return
+        groups = self._there()
+        looks = rank_watch.look_at([place for group in groups for place in group.places])
+        now = time.monotonic()
+        for wait, limits in due:
+            awaited = [each for each in looks if _is_of(each, wait)]
+            others = [each for each in looks if not _is_of(each, wait)]
+            verdict = standstill(awaited, others, now - wait.answered, limits, self._stopped)
+            found = [group for group in groups if verdict is not None and group.role == verdict.place.role]
+            if verdict is not None and found:
+                wait.verdict = verdict, found[0]
+        self._stopped = {(each.place.address, pid) for each in looks for pid in each.stopped}
+        self._look_at = now + min(_JUDGE_EVERY_S, min(limits.progress_s for _, limits in due) / 8)
+
     def _tell(self, late: Sequence[Wait]) -> None:
-        with self._changed:
-            groups = list(self._groups)
-        stopped = "".join(f"; {each}" for group in groups for each in _stopped(group))
-        directories = sorted({group.log_dir for group in groups if group.log_dir is not None})
-        write_stacks([process for group in groups for process in group.processes])
-        with contextlib.suppress(OSError):  # where it cannot be written, the line still says who is waited for
-            for directory in directories:
-                _write_own_stacks(directory / _DRIVER_STACKS)
+        looks = rank_watch.look_at([place for group in self._there() for place in group.places])
+        stopped = "".join(f"; {each}" for look in looks for each in _stopped(look))
+        directories = self._write_stacks(wake=False)
         stacks = f"; stacks: {directories[0]}" if directories else ""
         for wait in late:
             waited_s = time.monotonic() - wait.answered
@@ -143,11 +221,16 @@ def _starts(wait: Wait) -> bool:
     return busy
 
 
-def _stopped(ranks: Ranks) -> Iterator[str]:
-    """Which processes of a group's ranks, or of what they have started, stand still."""
-    for process in family(ranks.processes):
-        if is_stopped(process.pid):
-            yield f"process {process.pid} of {ranks.role} is stopped (kill -CONT {process.pid})"
+def _is_of(look: RankLook, wait: Wait) -> bool:
+    """Whether it is of a rank that has not answered."""
+    return look.place.role == wait.ranks.role and look.place.rank in wait.silent
+
+
+def _stopped(look: RankLook) -> Iterator[str]:
+    """Which processes of a rank, or of what it has started, stand still."""
+    host = f" on {look.beat.host}" if look.beat is not None and look.beat.host != socket.gethostname() else ""
+    for pid in look.stopped:
+        yield f"process {pid} of {look.place.role} is stopped{host} (kill -CONT {pid})"
 
 
 def _write_own_stacks(path: Path) -> None:

@@ -40,8 +40,10 @@ from engine3d.layout import Layout
 from engine3d.stores import file_address, tcp_address
 from hybridflow.batch.remote_batch import Asked, RemoteBatch, SampleCosts, Samples
 from hybridflow.cluster.processes.process_tree import find_process
+from hybridflow.cluster.processes.rank_look import RankPlace
 from hybridflow.cluster.runtime import ray_runtime
 from hybridflow.cluster.runtime.resource_pool import Bundle, ResourcePool
+from hybridflow.rundir.heartbeat import heartbeat_path
 from hybridflow.workers.call import Call
 from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.device_turns import GIVE_BACK, TAKE_BACK, turns
@@ -51,6 +53,7 @@ from hybridflow.workers.methods import Arguments, Caller, Grid, Protocol, Regist
 from hybridflow.workers.rank_process import RankProcess
 from hybridflow.workers.ranks import Ranks
 from hybridflow.workers.sending import Request
+from hybridflow.workers.standstill import ProgressLimits
 from hybridflow.workers.waits import waits
 
 __all__ = ["Future", "RankError", "RankUserError", "WorkerContext", "WorkerGroup", "wait_together"]
@@ -75,6 +78,7 @@ class WorkerGroup(Caller):
         environment: further environment variables of the ranks.
         call_timeout_s: limit of every call unless `Future.result` is given another, in seconds.
         quiet_s: without an answer, after which a line on stderr says who is waited for.
+        progress: how long a call may come no further; None for as long as it may take.
         start_timeout_s: limit of starting the processes and building the workers, in seconds.
 
     Raises:
@@ -96,6 +100,7 @@ class WorkerGroup(Caller):
         environment: Mapping[str, str] | None = None,
         call_timeout_s: float = 1800.0,
         quiet_s: float = 30.0,
+        progress: ProgressLimits | None = None,
         sample_costs: SampleCosts = list,
         start_timeout_s: float = 600.0,
         **kwargs: Any,
@@ -113,6 +118,7 @@ class WorkerGroup(Caller):
             log_dir,
             quiet_s=quiet_s,
             call_timeout_s=call_timeout_s,
+            progress=progress,
             ending=turns.leave,
             memory_methods={name: _limit_s(each, call_timeout_s) for name, each in memory.items()},
         )
@@ -176,7 +182,11 @@ class WorkerGroup(Caller):
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         """Shut down; after an exception, without waiting for what the ranks are at."""
-        self.shutdown() if error is None else self.kill()
+        if error is None:
+            self.shutdown()
+        else:
+            waits.collect_stacks(again=False)
+            self.kill()
 
     def _start(
         self,
@@ -197,7 +207,10 @@ class WorkerGroup(Caller):
         identifying = [actor.identify.remote(listens and rank == 0) for rank, actor in enumerate(ranks.actors)]
         Call(ranks, "start", timeout_s, identifying).wait()
         identities: list[tuple[int, str, str, int]] = ray.get(identifying)
-        ranks.nodes = [node for _, node, _, _ in identities]
+        ranks.places = [
+            RankPlace(self.role, rank, node, address, pid, _heartbeat(ranks.log_path(rank)))
+            for rank, (pid, node, address, _) in enumerate(identities)
+        ]
         here = ray.util.get_node_ip_address()
         local = [find_process(pid) for pid, _, address, _ in identities if address == here]
         ranks.processes = [process for process in local if process is not None]
@@ -297,7 +310,7 @@ class WorkerGroup(Caller):
         chosen = [next(value for value in arguments.positional if isinstance(value, Samples)) for arguments in spread]
         nodes: dict[Samples, set[str]] = {}
         for rank, samples in enumerate(chosen):
-            nodes.setdefault(samples, set()).add(self.ranks.nodes[rank])
+            nodes.setdefault(samples, set()).add(self.ranks.places[rank].node)
         dealt = batch.deal([samples.indices for samples in nodes], [frozenset(each) for each in nodes.values()])
         sent = dict(zip(nodes, dealt, strict=True))
         return [
@@ -318,6 +331,10 @@ class WorkerGroup(Caller):
         if protocol.splits and protocol.cuts_into is not None and protocol.cuts_into(self.grid) == len(shards.parts):
             return shards
         return value.result()
+
+
+def _heartbeat(log_path: Path | None) -> str | None:
+    return None if log_path is None else str(heartbeat_path(log_path))
 
 
 def _limit_s(registration: Registration, call_timeout_s: float) -> float:

@@ -226,8 +226,8 @@ def test_a_part_that_stands_still_is_named_and_does_not_keep_a_run_from_ending(r
         step = json.loads((run.directory / "run" / "phase.json").read_text())["step"]
         run.wait_until(lambda run, step=step: _step(run) > step, 30)  # type: ignore[misc]
     logs = run.directory / "run" / "logs"
-    for log in ("driver-stacks.log", "actor-0.log", "actor-1.log", "rollout-0.log", "sglang-0.log"):
-        assert "most recent call first" in (logs / log).read_text(), log
+    for log in ("driver", "actor-0", "actor-1", "rollout-0", "sglang-0"):
+        assert "most recent call first" in (logs / f"{log}.stacks").read_text(), log
     # A raylet that stands still keeps the driver's main thread within Ray.
     run.part(RAYLET).send_signal(signal.SIGSTOP)
     run.wait_until(lambda run: "Ray's raylet" in run.lines()[-1], 30)

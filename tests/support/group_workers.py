@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError
+from engine3d.progress import progress
 from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.protocols import (
     ALL_TO_ALL,
@@ -290,6 +291,18 @@ class Failing:
         if self.context.rank == rank:
             self._wait_for_nobody()
         return self.context.rank
+
+    @register(ONE_TO_ALL)
+    def do_parts(self, done: list[int], pause_s: float) -> None:
+        """Of each rank, as many parts as it is told, with a pause after each; then the ranks wait for each other."""
+        parts = done[self.context.rank]
+        for _ in range(parts):
+            time.sleep(pause_s)
+            progress.part_done()
+        if parts < max(done):
+            self._wait_for_nobody()
+        if min(done) < max(done):
+            time.sleep(60)
 
     @register(THREE_D_PROTO)
     def identity(self, numbers: list[int]) -> list[int]:

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import EngineError
+from engine3d.progress import progress
 from engine3d.rollout.host.log import root_cause
 from engine3d.rollout.host.messages import START_ID, Launch, Limits, Progress, Reply, Request
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE, make_run_directory, remove_run_files
+from engine3d.stacks import STACKS_VARIABLE, stacks_path
 
 _EXIT_GRACE_S = 5.0  # between the end of the connection and the end of the process
 _SEND_TIMEOUT_S = 60  # the host reads at once, unless it hangs
@@ -51,6 +53,7 @@ class HostProcess:
                     "PYTHONSAFEPATH": "1",
                     "TMPDIR": str(self._run_directory),
                     RUN_DIRECTORY_VARIABLE: str(self._run_directory),
+                    STACKS_VARIABLE: str(stacks_path(log_path.absolute())),
                 },
             )
         self._connection = Connection(ours.detach())
@@ -168,6 +171,7 @@ class HostProcess:
                 message = self._connection.recv()
                 if isinstance(message, Progress):
                     self._progress, self._progress_at = message, time.monotonic()
+                    progress.part_done()
                 else:
                     self._resolve(message)
         except (EOFError, OSError):

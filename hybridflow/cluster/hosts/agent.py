@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from engine3d.cleaning import cleaning
@@ -23,6 +23,7 @@ from hybridflow.cluster.hosts.preflight import HostPreflight
 from hybridflow.cluster.hosts.run_token import derived
 from hybridflow.cluster.hosts.supervisor import BEAT_S, RAY, LaunchPlan, Supervisor, say
 from hybridflow.cluster.limits import LimitsConfig
+from hybridflow.cluster.processes.rank_look import RankPlace, look_here, looks_as_json, write_stacks_here
 from hybridflow.cluster.processes.termination import SAVE
 from hybridflow.cluster.runtime.ray_host import RayHost, set_ray_defaults
 from hybridflow.cluster.runtime.ray_watch import RayWatch
@@ -201,7 +202,10 @@ class Agent:
         actions: dict[str, Callable[..., Awaitable[Message | None]]] = {
             "start_ray": lambda **fields: asyncio.to_thread(self._start_ray, **fields),
             "stop_ray": lambda: asyncio.to_thread(self._stop_ray),
-        } | preflight.actions
+            "look": self._look,
+            "write_stacks": self._write_stacks,
+            **preflight.actions,
+        }
         action = actions.get(message["kind"])
         if action is None:
             return
@@ -234,6 +238,17 @@ class Agent:
             limit_s=self._limits.call_s,
             how=ray.how_ended,
         )
+
+    async def _look(self, places: Sequence[Message]) -> Message:
+        """At the ranks of the run on this host."""
+        return {"looks": looks_as_json(await asyncio.to_thread(look_here, self._here(places)))}
+
+    async def _write_stacks(self, places: Sequence[Message], wake: bool) -> None:
+        await asyncio.to_thread(write_stacks_here, self._here(places), wake)
+
+    def _here(self, places: Sequence[Message]) -> list[RankPlace]:
+        assert self._channel is not None
+        return [RankPlace(**place) for place in places if place["address"] == self._channel.own]
 
     def _stop_ray(self) -> None:
         """End it, and all that it has started here. Idempotent."""

@@ -7,11 +7,13 @@ them is lost; its end by the supervisor's death is told as well.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,7 @@ from hybridflow.cluster.hosts.description import Cluster
 
 DESCRIPTOR = "HYBRIDFLOW_SUPERVISOR"
 """Environment variable with the number of the socket."""
+_SUPERVISOR_S = 2.0
 _SUPERVISOR_GONE = "the launcher of this run is gone; without it nobody watches the other hosts"
 
 
@@ -37,6 +40,7 @@ class DriverLink:
         self._reading = connection.makefile("rb")
         self._answers: queue.Queue[Message] = queue.Queue()
         self._asking = threading.Lock()
+        self._numbers = itertools.count()
         self._lost_line: str | None = None
         self._lost: Callable[[str], object] | None = None
         self._state = threading.Lock()
@@ -62,21 +66,39 @@ class DriverLink:
         if call is not None and line is not None:
             call(line)
 
-    def ask(self, kind: str, limit_s: float, **fields: Any) -> Message:
-        """Ask the supervisor, and wait for its answer.
+    def ask(self, kind: str, limit_s: float, **fields: Any) -> list[Message]:
+        """Ask the agents of all other hosts, through the supervisor; their answers, in order.
 
         Raises:
-            EngineError: it cannot be done, or there is no answer in time.
+            EngineError: one of them cannot do it, or does not answer in time.
+        """
+        answers = self.ask_each(kind, limit_s, **fields)
+        for answer in answers:
+            if (error := answer.get("error")) is not None:
+                raise EngineError(str(error))
+        return answers
+
+    def ask_each(self, kind: str, limit_s: float, **fields: Any) -> list[Message]:
+        """As `ask`, with `{"error": one line}` in place of the answer of an agent that has none.
+
+        Raises:
+            EngineError: the supervisor does not answer.
         """
         with self._asking:
-            self._send(kind, limit_s=limit_s, **fields)
-            try:
-                answer = self._answers.get(timeout=limit_s)
-            except queue.Empty:
-                raise EngineError(f"the hosts' agents did not answer within {limit_s:g} s ({kind})") from None
+            number = next(self._numbers)
+            self._send(kind, limit_s=limit_s, question=number, **fields)
+            deadline = time.monotonic() + limit_s + _SUPERVISOR_S
+            while True:
+                try:
+                    answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                except queue.Empty:
+                    raise EngineError(f"the hosts' agents did not answer within {limit_s:g} s ({kind})") from None
+                if answer.get("question") in (number, None):  # an answer that came too late is another's
+                    break
         if (error := answer.get("error")) is not None:
             raise EngineError(str(error))
-        return answer
+        answers: list[Message] = answer["answers"]
+        return answers
 
     def tell_failure(self, step: str, line: str) -> None:
         """Say what the command failed of, before it ends."""

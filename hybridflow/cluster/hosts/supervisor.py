@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -399,23 +399,20 @@ class Supervisor:
             if message["kind"] == "failed":
                 self._failure = message["step"], message["line"]
                 continue
-            try:
-                answer = await self._on_others(message)
-                _tell(writer, "answer", **answer)
-            except Exception as error:
-                _tell(writer, "answer", error=first_line(error))
+            question = message.pop("question")
+            _tell(writer, "answer", question=question, answers=await self._on_others(message))
 
-    async def _on_others(self, message: Message) -> Mapping[str, Any]:
-        """Ask the agents of all hosts but the first; their answers in order."""
+    async def _on_others(self, message: Message) -> list[Message]:
+        """Ask the agents of all hosts but the first; their answers in order, or why there is none."""
         kind, limit_s = message.pop("kind"), message.pop("limit_s")
-        others = [self._members[index] for index in range(1, self._plan.hosts)]
-        results = await asyncio.gather(
-            *(member.ask(kind, limit_s, **message) for member in others), return_exceptions=True
-        )
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return {"answers": results}
+
+        async def of(member: _Member) -> Message:
+            try:
+                return await member.ask(kind, limit_s, **message)
+            except Exception as error:
+                return {"error": first_line(error)}
+
+        return await asyncio.gather(*(of(self._members[index]) for index in range(1, self._plan.hosts)))
 
     async def _end(self, ended: Ended) -> None:
         """Tell every agent how it ended, and wait until each has put everything away."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from engine3d.stacks import STACKS_SIGNAL
 
 Processes = Sequence[psutil.Process]
 
+_WRITING_S = 0.3
+
 
 def find_process(pid: int) -> psutil.Process | None:
     """A handle that stays with this process and never takes a later one of the same number for it."""
@@ -24,13 +27,23 @@ def find_process(pid: int) -> psutil.Process | None:
         return None
 
 
-def write_stacks(processes: Processes) -> None:
-    """Have ranks, and what they have started, write the stacks of all their threads into their logs."""
+def write_stacks(processes: Processes, *, wake: bool = False) -> None:
+    """Have ranks, and what they have started, write the stacks of all their threads beside their logs.
+
+    Args:
+        processes: of the ranks.
+        wake: let those go on that are stopped, which write nothing otherwise.
+    """
+    asked = False
     for process in family(processes):
         with contextlib.suppress(psutil.NoSuchProcess):
             if _catches(process.pid, STACKS_SIGNAL):
                 process.send_signal(STACKS_SIGNAL)
-    time.sleep(0.5)
+                asked = True
+                if wake and is_stopped(process.pid):
+                    process.send_signal(signal.SIGCONT)
+    if asked:
+        time.sleep(_WRITING_S)
 
 
 def family(roots: Processes) -> list[psutil.Process]:

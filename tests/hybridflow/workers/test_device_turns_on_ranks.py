@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine3d.layout import Layout
+from engine3d.stacks import stacks_path
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.cluster.devices.device_map import pool_devices
 from hybridflow.cluster.runtime.resource_pool import cluster_nodes, release, reserve
@@ -157,9 +158,9 @@ def test_a_turn_ends_with_its_call_however_that_ends_and_the_cause_is_told(group
     assert log is not None
     assert str(caught.value) == (
         "second_critic rank 0, compute: no turn within 2 s, since hangs rank 0, hang has not ended; "
-        f"the stacks of its threads are in {log}"
+        f"the stacks of its threads are in {stacks_path(log)}"
     )
-    assert "_wait_for_nobody" in log.read_text()
+    assert "_wait_for_nobody" in stacks_path(log).read_text()
     assert groups["hangs"].is_alive and not hangs.done()  # it may only be slow
     waits = groups["second_reward"].compute(batch, factor=2)
     groups["hangs"].kill()

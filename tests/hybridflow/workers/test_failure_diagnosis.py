@@ -109,11 +109,11 @@ SITUATIONS = {
     ),
     "a rank does not answer": (
         state("actor.update", silent=(1,)),
-        "actor rank 1, update: no answer within 30 s; the stacks of its threads are in /logs/actor-1.log",
+        "actor rank 1, update: no answer within 30 s; the stacks of its threads are in /logs/actor-1.stacks",
     ),
     "some ranks do not": (
         state("actor.update", silent=(1, 3)),
-        "actor ranks 1, 3, update: no answer within 30 s; the stacks of its threads are in /logs/actor-1.log",
+        "actor ranks 1, 3, update: no answer within 30 s; the stacks of its threads are in /logs/actor-1.stacks",
     ),
     "an input failed, and was passed on": (
         state(
@@ -150,7 +150,7 @@ SITUATIONS = {
     ),
     "an input has not answered either": (
         state("actor.update", silent=(0, 1), inputs=(state("critic.values", silent=(1,)),)),
-        "critic rank 1, values: no answer within 30 s; the stacks of its threads are in /logs/critic-1.log",
+        "critic rank 1, values: no answer within 30 s; the stacks of its threads are in /logs/critic-1.stacks",
     ),
     "an earlier call on its devices failed": (
         state("actor.update", silent=(0,), earlier=(state("critic.values", failed(0, FULL, of="critic.values")),)),
@@ -163,7 +163,7 @@ SITUATIONS = {
             earlier=(state("critic.values"), state("reference.logprobs", silent=(2,)), state("a.b", silent=(0,))),
         ),
         "actor ranks 0, 1, update: no turn within 30 s, since reference rank 2, logprobs has not ended; "
-        "the stacks of its threads are in /logs/reference-2.log",
+        "the stacks of its threads are in /logs/reference-2.stacks",
     ),
     "its turn does not come, nor that of what it is to have of its group before": (
         state(
@@ -173,7 +173,7 @@ SITUATIONS = {
             earlier=(state("critic.values", silent=(0,)),),
         ),
         "actor rank 0, update: no turn within 30 s, since critic rank 0, values has not ended; "
-        "the stacks of its threads are in /logs/critic-0.log",
+        "the stacks of its threads are in /logs/critic-0.stacks",
     ),
     "a call that failed itself does not wait for a slow one": (
         state(
@@ -200,15 +200,11 @@ def test_each_group_on_the_way_ends_with_its_own_error() -> None:
     own, cause = findings(call, 30.0)
     assert (own.call, cause.call) == (call, made)
     assert str(own.error).startswith(f"actor rank 0, update: {INPUT_LOST}")
-    assert (own.stands_still, cause.stands_still) == (None, None)
 
 
-def test_whose_stacks_are_written() -> None:
-    holder = state("critic.values", silent=(0,))
-    [own] = findings(state("actor.update", silent=(1,), earlier=(holder,)), 30.0)
-    assert own.stands_still is holder  # and its group does not end: it may only be slow
-    late = state("actor.update", silent=(1,))
-    assert [each.stands_still for each in findings(late, 30.0)] == [late]
+def test_the_group_of_an_earlier_call_does_not_end_for_it() -> None:
+    late = state("actor.update", silent=(1,), earlier=(state("critic.values", silent=(0,)),))
+    assert [each.call for each in findings(late, 30.0)] == [late]  # the other may only be slow
 
 
 def test_a_user_error_stays_one() -> None:

@@ -15,10 +15,12 @@ import pytest
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.rollout.host.log import root_cause
+from engine3d.stacks import stacks_path
 from hybridflow.cluster.devices.device_map import pool_devices
 from hybridflow.cluster.runtime.resource_pool import ResourcePool, cluster_nodes, release, reserve
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.workers.failure_diagnosis import error_of
+from hybridflow.workers.standstill import ProgressLimits
 from hybridflow.workers.worker_group import Future, RankError, RankUserError, WorkerGroup, wait_together
 from tests.support.group_workers import FULL, Arithmetic, Failing
 
@@ -192,7 +194,7 @@ def test_a_rank_that_hangs_meets_the_limit_and_shows_its_stack(failing: WorkerGr
     )
     path = failing.ranks.log_path(1)
     assert path is not None
-    assert "_wait_for_nobody" in path.read_text()
+    assert "_wait_for_nobody" in stacks_path(path).read_text()
     assert all_gone(processes)
 
 
@@ -212,8 +214,41 @@ def test_a_rank_that_stands_still_is_named_before_the_limit(
     found = re.match(line, lines[0])
     assert found is not None, lines
     assert int(found[1]) == stopped.pid
-    for name in ("critic-0.log", "critic-1.log", "driver-stacks.log"):
+    for name in ("critic-0.stacks", "critic-1.stacks", "driver.stacks"):
         assert "most recent call first" in (tmp_path / name).read_text()
+
+
+def test_a_call_that_comes_no_further_ends_with_the_rank_that_is_behind(
+    pools: dict[str, ResourcePool], tmp_path: Path
+) -> None:
+    limits = ProgressLimits(progress_s=1, compile_s=60)
+    with WorkerGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, progress=limits) as group:
+        group.do_parts([2, 2], 1.5).result()  # slower than allowed, as the first call may be
+        group.do_parts([2, 2], 1.5).result()  # and as long as one before
+        processes = processes_of(group)
+        with pytest.raises(RankError) as caught:
+            group.do_parts([3, 1], 0.1).result()
+    line = r"critic rank 1, do_parts: no progress since [\d:]+ \(\d+ s, limits.progress_s\); parts done: 1, by another "
+    assert re.match(line, str(caught.value)), caught.value
+    assert "_wait_for_nobody" in (tmp_path / "critic-1.stacks").read_text()
+    assert "do_parts" in (tmp_path / "critic-0.stacks").read_text()
+    assert all_gone(processes)
+
+
+def test_a_rank_that_is_stopped_ends_its_call_and_shows_its_stack(
+    pools: dict[str, ResourcePool], tmp_path: Path
+) -> None:
+    limits = ProgressLimits(progress_s=1, compile_s=60)
+    with WorkerGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, progress=limits) as group:
+        stopped = group.ranks.processes[0]
+        stopped.suspend()
+        with pytest.raises(RankError) as caught:
+            group.identity([1, 2]).result()
+    line = (
+        rf"critic rank 0, identity: process {stopped.pid} is stopped since [\d:]+ \(\d+ s, limits.progress_s\); kill "
+    )
+    assert re.match(line, str(caught.value)), caught.value
+    assert "most recent call first" in (tmp_path / "critic-0.stacks").read_text()
 
 
 def test_a_failed_input_is_named_by_the_rank_that_should_have_made_it(pools: dict[str, ResourcePool]) -> None:

@@ -1,0 +1,96 @@
+"""What a rank says of itself, again and again, in a file beside its log: `ROLE-RANK.heartbeat`, one JSON object.
+
+It is read on the rank's own host, whose clock its times are of; what it said last stays when the rank is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engine3d.errors import UserError
+from engine3d.input_files import JsonError, open_regular, parse_json
+
+_SUFFIX = ".heartbeat"
+_BYTES = 1024
+"""Of the file, always: what has been written once can be written again on a disk that is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What a rank is at.
+
+    Args:
+        role, rank: whose it is.
+        host: name of its host.
+        pid: of its process.
+        method: that it runs; "" for none.
+        has_turn: whether it computes; not while it waits for other groups on its devices.
+        since: when it began to, or to be idle. Like all times in seconds since the epoch, by the clock of its host.
+        parts: done of the method's work, such as micro-batches.
+        progressed: when the last one was done, or the method began.
+        usual_s: the longest time without one in earlier calls of the method; None in the first call.
+        counts: whether the method has parts at all.
+        at: when it said so.
+    """
+
+    role: str
+    rank: int
+    host: str
+    pid: int
+    method: str
+    has_turn: bool
+    since: float
+    parts: int
+    progressed: float
+    usual_s: float | None
+    counts: bool
+    at: float
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether it runs a method, and it is its turn."""
+        return bool(self.method) and self.has_turn
+
+
+def heartbeat_path(log_path: Path) -> Path:
+    """Of the rank that writes a log."""
+    return log_path.with_suffix(_SUFFIX)
+
+
+class HeartbeatFile:
+    """The file, for its rank.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def write(self, beat: Heartbeat) -> None:
+        """Replace what it holds. Raises OSError."""
+        os.pwrite(self._descriptor, json.dumps(asdict(beat)).ljust(_BYTES - 1).encode() + b"\n", 0)
+
+
+def read_heartbeat(path: Path) -> Heartbeat | None:
+    """What a rank said last; None where it has said nothing that can be read."""
+    try:
+        descriptor = open_regular(path)
+        try:
+            return Heartbeat(**parse_json(os.pread(descriptor, _BYTES, 0)))
+        finally:
+            os.close(descriptor)
+    except (OSError, UserError, JsonError, TypeError):
+        return None
+
+
+def read_heartbeats(directory: Path) -> list[Heartbeat]:
+    """What all ranks that log into a directory said last, by role and rank."""
+    found = [beat for path in directory.glob(f"*{_SUFFIX}") if (beat := read_heartbeat(path)) is not None]
+    return sorted(found, key=lambda beat: (beat.role, beat.rank))
