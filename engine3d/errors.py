@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+"""What names and values of damaged files may hold, and what a terminal would obey."""
+
 
 class UserError(Exception):
     """Bad input. The message is one line: what was wrong, where, and what would be right."""
@@ -14,6 +17,11 @@ class EngineError(RuntimeError):
 def first_line(error: BaseException) -> str:
     """What an error says, in a line; its type where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def visible(text: str) -> str:
+    """Text with each control character but tab and line end as `\\x..`."""
+    return text.translate(_VISIBLE)
 
 
 def shortened(text: str, most: int = 60) -> str:

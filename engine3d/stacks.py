@@ -11,12 +11,13 @@ STACKS_SIGNAL = signal.SIGUSR2
 """A process of a run that gets this signal writes the stacks of all its threads."""
 STACKS_VARIABLE = "ENGINE3D_STACKS"
 """Environment variable with the file that they go to; stderr without it."""
-_SUFFIX = ".stacks"
+STACKS = ".stacks"
+"""Of the names of such files, which are beside logs."""
 
 
 def stacks_path(log_path: Path) -> Path:
     """Where the stacks of the processes that write a log go: into a file beside it, so that its last lines stay."""
-    return log_path.with_suffix(_SUFFIX)
+    return log_path.with_suffix(STACKS)
 
 
 def write_stacks_on_signal() -> None:

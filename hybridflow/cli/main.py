@@ -34,16 +34,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
-from engine3d.errors import EngineError, UserError, shortened
+from engine3d.errors import EngineError, UserError, shortened, visible
 from engine3d.startup.imports import quick_imports
-from hybridflow.cli.standard_streams import be_patient, visible
+from hybridflow.cli.last_words import last_words
+from hybridflow.cli.standard_streams import be_patient
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.description import checked_role
-from hybridflow.cluster.hosts.driver_link import driver_link, tell_failure
+from hybridflow.cluster.hosts.driver_link import driver_link
 from hybridflow.cluster.hosts.host_check import check_interpreter, check_open_files
 from hybridflow.cluster.hosts.run_token import default_file, write_token
 from hybridflow.cluster.processes.termination import termination
-from hybridflow.rundir.progress import where_now
+from hybridflow.errors.rank_failure import Failure
 
 if TYPE_CHECKING:
     from hybridflow.config.recipe import Recipe
@@ -84,9 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 code = _say("hybridflow: interrupted", 130)
         if termination.cause is not None:
             code = termination.finish()
-            _failed_of(termination.cause.line)
-    if code == 1 and _failure:
-        tell_failure(where_now().partition(",")[0], _failure[0])
+            last_words.note(termination.cause.line)
+    if code == 1:
+        last_words.say()
     if arguments is None:
         termination.leave(code)
     return code
@@ -149,6 +150,18 @@ def _train(parsed: argparse.Namespace) -> int:
         if lines := closing.how_to_go_on(recipe, parsed.words):
             print("\n".join(lines), file=sys.stderr, flush=True)
 
+    def say_what_it_failed_of() -> None:
+        assert termination.cause is not None
+        if termination.cause.code == 1:
+            last_words.note(termination.cause.line)
+            note_directory()
+            last_words.say()
+
+    def note_directory() -> None:
+        last_words.directory = recipe.directory if closing.has_begun(recipe) else None
+
+    termination.last_words = say_what_it_failed_of
+    termination.add_resort(note_directory)
     termination.add_resort(tell_how_to_go_on)  # after Ctrl-C it stands below the line that says so
     try:
         code = _guarded(lambda: _run_recipe(recipe))
@@ -156,6 +169,7 @@ def _train(parsed: argparse.Namespace) -> int:
         code = _fail(error, 1)
     termination.remove_resort(tell_how_to_go_on)
     if code:
+        note_directory()
         tell_how_to_go_on()
     return code
 
@@ -305,22 +319,13 @@ def _fail(error: UserError | EngineError, code: int) -> int:
     failure = getattr(error, "failure", None)
     stack = f"\n{failure.stack}".rstrip() if failure and isinstance(error, EngineError) else ""
     lines = [*(f"hybridflow: {line}" for line in str(error).splitlines()), *getattr(error, "__notes__", ())]
-    return _say("\n".join(lines) + stack, code)
+    return _say("\n".join(lines) + stack, code, failure)
 
 
-_failure: list[str] = []
-
-
-def _failed_of(text: str) -> None:
-    """Keep the first line that says what the command failed of."""
-    if not _failure and text.startswith("hybridflow: "):
-        _failure.append(text.splitlines()[0].removeprefix("hybridflow: "))
-
-
-def _say(text: str, code: int) -> int:
+def _say(text: str, code: int, failure: Failure | None = None) -> int:
     if termination.cause is None:  # by which all else came about
         if code == 1:
-            _failed_of(text)
+            last_words.note(text, failure)
         print(visible(text), file=sys.stderr, flush=True)
     return code
 

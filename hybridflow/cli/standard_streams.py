@@ -8,14 +8,6 @@ import os
 import sys
 from collections.abc import Buffer, Callable
 
-_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
-"""What names and values of damaged files may hold, and what a terminal would obey."""
-
-
-def visible(text: str) -> str:
-    """Text with each control character but tab and line end as `\\x..`."""
-    return text.translate(_VISIBLE)
-
 
 class PatientFile(io.RawIOBase):
     """A descriptor for writing. What it does not take is dropped, and the next write tries again.

@@ -6,15 +6,19 @@ import argparse
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from engine3d.checkpoint.manifest import MANIFEST, find_checkpoints, read_manifest
-from engine3d.errors import UserError, shortened
+from engine3d.errors import UserError, shortened, visible
 from engine3d.input_files import JsonError, parse_json
-from hybridflow.cli.standard_streams import visible
+from hybridflow.cluster.hosts.description import listed
 from hybridflow.metrics.sinks import Record, console_line
-from hybridflow.rundir.file_names import METRICS
+from hybridflow.rundir.file_names import FAILURE, LOGS, METRICS
+from hybridflow.rundir.first_failure import FirstFailure, read_failure
+from hybridflow.rundir.heartbeat import Heartbeat, read_heartbeats
 from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe, saved_to
 from hybridflow.rundir.watching import (
+    ENGINES,
     Log,
     checked_run,
     find_logs,
@@ -25,6 +29,8 @@ from hybridflow.rundir.watching import (
 )
 
 _LINES = 20
+_LATE_S = 10.0
+"""Without a heartbeat, after which it is told: a network's file system may show a file a little later."""
 _RECORDS = 200
 """Of the newest, among which one of a step is looked for."""
 
@@ -39,6 +45,10 @@ def add_logs_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory, such as runs/demo")
     parser.add_argument("--role", metavar="ROLE", help="only of this role, such as actor; sglang for engines alone")
     parser.add_argument("--rank", type=int, metavar="N", help="only of this rank of each role")
+    parser.add_argument("--host", metavar="NAME", help="only of ranks on this host, and of their engines")
+    parser.add_argument(
+        "--first-failure", action="store_true", help="what the run failed of, and the log of the rank that failed first"
+    )
     parser.add_argument("--lines", type=int, default=_LINES, metavar="N", help=f"last lines of each ({_LINES})")
     parser.add_argument("--follow", action="store_true", help="go on with what is added, until the run has ended")
 
@@ -64,19 +74,29 @@ def logs(parsed: argparse.Namespace) -> int:
         raise UserError(f"--lines {parsed.lines}: expected at least 0")
     directory = checked_run(parsed.run)
     there = find_logs(directory)
+    wanted = _wanted(parsed)
+    if parsed.first_failure:
+        failure = _failure_of(directory, parsed)
+        print("\n".join(map(visible, failure.lines())))
+        if failure.role is None:
+            return 0
+        wanted |= {"role": failure.role, "rank": failure.rank}
+    hosts = {(beat.role, beat.rank): beat.host for beat in read_heartbeats(directory / LOGS)}
 
     def is_wanted(log: Log) -> bool:
-        return (parsed.role is None or log.is_of(parsed.role)) and parsed.rank in (None, log.rank)
+        role = "rollout" if log.role == ENGINES else log.role
+        return (
+            (wanted["role"] is None or log.is_of(wanted["role"]))
+            and wanted["rank"] in (None, log.rank)
+            and wanted["host"] in (None, hosts.get((role, log.rank)))
+        )
 
     chosen = [log for log in there if is_wanted(log)]
     if not chosen and not (parsed.follow and goes_on(directory)):
         names = ", ".join(log.name for log in there) or "none"
-        asked = " ".join(
-            f"--{name} {shortened(str(value))}"
-            for name, value in (("role", parsed.role), ("rank", parsed.rank))
-            if value is not None
-        )
-        raise UserError(f"no log of {asked or 'any rank'} in {directory}; there are: {names}")
+        asked = " ".join(f"--{name} {shortened(str(value))}" for name, value in wanted.items() if value is not None)
+        on = f", on {listed(sorted(set(hosts.values())))}" if wanted["host"] is not None else ""
+        raise UserError(f"no log of {asked or 'any rank'} in {directory}; there are: {names}{on}")
     if parsed.follow:
         for log, line in follow(directory, is_wanted, parsed.lines):
             print(_shown(log, line), flush=True)
@@ -85,6 +105,27 @@ def logs(parsed: argparse.Namespace) -> int:
         for line in last_lines(log.path, parsed.lines):
             print(_shown(log, line))
     return 0
+
+
+def _wanted(parsed: argparse.Namespace) -> dict[str, Any]:
+    """What the options say of the logs to be shown."""
+    return {"role": parsed.role, "rank": parsed.rank, "host": parsed.host}
+
+
+def _failure_of(directory: Path, parsed: argparse.Namespace) -> FirstFailure:
+    """What the run failed of.
+
+    Raises:
+        UserError: it has not, or options contradict.
+    """
+    given = [f"--{name}" for name, value in _wanted(parsed).items() if value is not None]
+    given += ["--follow"] if parsed.follow else []
+    if given:
+        raise UserError(f"--first-failure with {given[0]}: it chooses the log itself")
+    failure = read_failure(directory)
+    if failure is None:
+        raise UserError(f"no {FAILURE} in {directory}: the run has not failed")
+    return failure
 
 
 def _shown(log: Log, line: bytes) -> str:
@@ -110,15 +151,31 @@ def _status(directory: Path, now: float) -> Iterator[str]:
         yield f"{directory}: has ended, {_clock(place.since)}"
     else:
         yield f"{directory}: does not go on; it ended in {at}"
+    failure = read_failure(directory)
+    if failure is not None:
+        yield from map(visible, failure.lines())
     record = _newest_step(directory / METRICS)
     yield console_line(record, total, None) if record is not None else f"no step in {METRICS} yet"
     yield _newest_checkpoint(directory, now)
     found = find_logs(directory)
+    beats = {(beat.role, beat.rank): beat for beat in read_heartbeats(directory / LOGS)}
     width = max((len(log.name) for log in found), default=0)
     for log in found:
         told = [line for line in map(_text, last_lines(log.path, 20)) if line.strip()]
         age = _duration(now - log.path.stat().st_mtime)
-        yield f"{log.name:<{width}}  " + (f"{age} ago: {shortened(told[-1], 160)}" if told else "has said nothing")
+        at = _at(beats.get((log.role, log.rank)), now) if is_going_on else ""
+        last = f"{age} ago: {shortened(told[-1], 160)}" if told else "has said nothing"
+        yield f"{log.name:<{width}}  {at}{last}"
+
+
+def _at(beat: Heartbeat | None, now: float) -> str:
+    """What a rank of a run that goes on is at."""
+    if beat is None:
+        return ""
+    what = beat.method if beat.has_turn else f"waits for its turn in {beat.method}"
+    parts = f", {beat.parts} parts done" if beat.parts and beat.method else ""
+    late = f", no heartbeat for {_duration(now - beat.at)}" if now - beat.at > _LATE_S else ""
+    return f"on {beat.host}: {what or 'idle'} for {_duration(now - beat.since)}{parts}{late}; "
 
 
 def _steps(directory: Path) -> int | None:

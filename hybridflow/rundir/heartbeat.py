@@ -90,6 +90,12 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
         return None
 
 
+def forget_heartbeats(directory: Path) -> None:
+    """Remove those of an earlier start of a run, whose ranks may have been others."""
+    for path in directory.glob(f"*{_SUFFIX}"):
+        path.unlink(missing_ok=True)
+
+
 def read_heartbeats(directory: Path) -> list[Heartbeat]:
     """What all ranks that log into a directory said last, by role and rank."""
     found = [beat for path in directory.glob(f"*{_SUFFIX}") if (beat := read_heartbeat(path)) is not None]

@@ -41,11 +41,7 @@ def how_to_go_on(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
     Returns:
         No lines where the run had not begun to write its directory.
     """
-    try:
-        begun = (recipe.directory / RECIPE).read_text() == settings_yaml(recipe)
-    except OSError:
-        begun = False
-    if not begun:
+    if not has_begun(recipe):
         return []
     kept = f"hybridflow: metrics and logs are in {shown(recipe.directory)}"
     checkpoint = newest_checkpoint(recipe)
@@ -58,6 +54,14 @@ def how_to_go_on(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
         f"hybridflow: the newest checkpoint is of step {read_manifest(checkpoint).step}; to resume after it:",
         f"  {resume_command(arguments)}",
     ]
+
+
+def has_begun(recipe: Recipe) -> bool:
+    """Whether the run has begun to write its directory."""
+    try:
+        return (recipe.directory / RECIPE).read_text() == settings_yaml(recipe)
+    except OSError:
+        return False
 
 
 def resume_command(arguments: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from engine3d.errors import EngineError, UserError
 from hybridflow.checkpoint.compatibility import input_checksums
 from hybridflow.checkpoint.resume import RUN_IDENTITY, Resumption, find_resumption, keep_warmed_up
+from hybridflow.cluster.hosts.driver_link import tell_directory
 from hybridflow.cluster.hosts.host_check import check_interpreter, check_open_files
 from hybridflow.config.initial_model import create_model
 from hybridflow.config.recipe import Recipe
@@ -24,7 +25,8 @@ from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors.log import log
 from hybridflow.metrics.logger import Metrics
 from hybridflow.planning.prompts import encode, prompt_limit
-from hybridflow.rundir.file_names import LOGS, PHASE, RECIPE
+from hybridflow.rundir.file_names import FAILURE, LOGS, PHASE, RECIPE
+from hybridflow.rundir.heartbeat import forget_heartbeats
 from hybridflow.rundir.lock import LOCK, SETTING, claim, hold
 from hybridflow.rundir.progress import PhaseFile
 
@@ -106,6 +108,7 @@ def open_run(recipe: Recipe) -> Iterator[OpenRun]:
     Raises as `prepare` does.
     """
     run = prepare(recipe)
+    tell_directory(run.directory)
     with run.lock:
         recipe = recipe.for_prompts(len(run.train))
         phases = PhaseFile(run.directory / PHASE)
@@ -141,6 +144,8 @@ def prepare(recipe: Recipe) -> Run:
             f"resume: {resumption.directory} is another run's, in this one's directory; choose another name"
         )
     lock = claim(directory, in_place=in_place, lock=lock)
+    (directory / FAILURE).unlink(missing_ok=True)  # that of before it was resumed
+    forget_heartbeats(directory / LOGS)
     (directory / RECIPE).write_text(settings_yaml(recipe))  # first: by it a run that was killed at once is known
     if not in_place:
         (directory / RUN_IDENTITY).write_text(f"{uuid.uuid4().hex}\n")

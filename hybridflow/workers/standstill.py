@@ -114,7 +114,7 @@ def _stopped(look: RankLook, pids: Sequence[int], silence_s: float) -> Standstil
     which = f"process {pids[0]} is" if len(pids) == 1 else f"processes {', '.join(map(str, pids))} are"
     # Its last heartbeat tells when; a process that it has started has none.
     for_s = look.beat_age_s if look.place.pid in pids and look.beat is not None else silence_s
-    return _found(look, f"{which} stopped", for_s, f"; kill -CONT {' '.join(map(str, pids))} lets it go on")
+    return _found(look, f"{which} stopped", for_s, ", as by SIGSTOP")
 
 
 def _found(look: RankLook, what: str, for_s: float, more: str = "") -> Standstill:

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from engine3d.errors import EngineError
@@ -42,6 +43,8 @@ class DriverLink:
         self._asking = threading.Lock()
         self._numbers = itertools.count()
         self._lost_line: str | None = None
+        self.lost_host: str | None = None
+        """That is lost."""
         self._lost: Callable[[str], object] | None = None
         self._state = threading.Lock()
         first = self._next()
@@ -100,6 +103,10 @@ class DriverLink:
         answers: list[Message] = answer["answers"]
         return answers
 
+    def tell_directory(self, directory: Path) -> None:
+        """Say where the run's directory is, for a card of what the driver itself dies of."""
+        self._send("directory", path=str(directory))
+
     def tell_failure(self, step: str, line: str) -> None:
         """Say what the command failed of, before it ends."""
         self._send("failed", step=step, line=line)
@@ -119,6 +126,7 @@ class DriverLink:
             if message["kind"] == "answer":
                 self._answers.put(message)
             elif message["kind"] == "lost":
+                self.lost_host = self.lost_host or message["host"]
                 self._tell(message["line"])
         self._tell(_SUPERVISOR_GONE)
         self._answers.put({"error": _SUPERVISOR_GONE})
@@ -139,6 +147,17 @@ def tell_failure(step: str, line: str) -> None:
     """Say it to this process's supervisor, if it has one."""
     if _link is not None:
         _link.tell_failure(step, line)
+
+
+def tell_directory(directory: Path) -> None:
+    """Say it to this process's supervisor, if it has one."""
+    if _link is not None:
+        _link.tell_directory(directory)
+
+
+def lost_host() -> str | None:
+    """The host that this process's launch has lost, if any."""
+    return _link.lost_host if _link is not None else None
 
 
 def driver_link() -> DriverLink | None:

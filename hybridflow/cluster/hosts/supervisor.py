@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from engine3d.errors import EngineError, UserError, first_line
@@ -25,6 +26,8 @@ from hybridflow.cluster.hosts.preflight import PreflightPlan, check_hosts
 from hybridflow.cluster.hosts.run_token import derived
 from hybridflow.cluster.processes.termination import SAVE, STOPPED_AFTER_SAVING
 from hybridflow.errors.log import log
+from hybridflow.rundir.first_failure import describe, say_card, write_failure
+from hybridflow.rundir.watching import read_place
 
 BEAT_S = 1.0
 """Between two signs of life of a host."""
@@ -142,6 +145,8 @@ class Supervisor:
         self._to_driver: asyncio.StreamWriter | None = None
         self._ending = False
         self._ending_late: asyncio.TimerHandle | None = None
+        self._directory: Path | None = None
+        """Of the run."""
         self._failure: tuple[str, str] | None = None
         """Step and first line of what the command says that it failed of."""
 
@@ -309,7 +314,7 @@ class Supervisor:
             case "signal":
                 self.signalled(message["signal"], member.host)
             case "lost":
-                self._lost(f"{member.host}: {message['line']}")
+                self._lost(member.host, message["line"])
             case _:
                 pass
 
@@ -322,14 +327,15 @@ class Supervisor:
             del self._members[member.host.index]
             log.warning(f"{member.host} has left before all hosts were there: {why}")
             return
-        self._lost(f"{member.host}: {why}")
+        self._lost(member.host, why)
 
-    def _lost(self, line: str) -> None:
+    def _lost(self, host: Host, why: str) -> None:
         """Something that the run needs is lost: the driver says so and ends; without one the launch is over."""
+        line = f"{host}: {why}"
         if self._driver is None or self._to_driver is None:
             self._finish(1, line)
         else:
-            _tell(self._to_driver, "lost", line=line)
+            _tell(self._to_driver, "lost", line=line, host=str(host))
             limit_s = self._plan.stop_s + _GRACE_S
             self._ending_late = asyncio.get_running_loop().call_later(limit_s, self._finish, 1, line)
 
@@ -380,8 +386,21 @@ class Supervisor:
             serving.cancel()
             self._to_driver.close()
         if code < 0:
-            log.error(f"the driver was killed by {signal.Signals(-code).name}")
+            cause = f"the driver was killed by {signal.Signals(-code).name}"
+            log.error(cause)
+            self._keep_failure(cause, cluster.head)
         return code if code >= 0 else 128 - code
+
+    def _keep_failure(self, cause: str, host: Host) -> None:
+        """The card of a failure that the driver cannot tell of."""
+        if self._directory is None:
+            return
+        with contextlib.suppress(OSError, UserError):
+            place = read_place(self._directory)
+            phase = "start" if place is None else f"step {place.step}, {place.phase}"
+            card = describe(self._directory, cause, phase, host=str(host))
+            say_card(card)
+            write_failure(self._directory, card)
 
     async def _end_driver(self) -> None:
         assert self._driver is not None
@@ -398,6 +417,9 @@ class Supervisor:
             message = json.loads(line)
             if message["kind"] == "failed":
                 self._failure = message["step"], message["line"]
+                continue
+            if message["kind"] == "directory":
+                self._directory = Path(message["path"])
                 continue
             question = message.pop("question")
             _tell(writer, "answer", question=question, answers=await self._on_others(message))

@@ -69,6 +69,8 @@ class Termination:
         """How long an orderly end may take before processes are ended by force."""
         self.before_force: Callable[[], None] | None = None
         """Is called right before an end by force, in another thread; must not wait."""
+        self.last_words: Callable[[], None] | None = None
+        """Is called then as well, after the cause is told; must not wait."""
         self._cause: Cause | None = None
         self._resorts: list[Callable[[], None]] = []
         self._wake: int | None = None
@@ -337,6 +339,9 @@ class Termination:
         if self.before_force is not None:
             with contextlib.suppress(Exception):  # the cause is what counts
                 self.before_force()
+        if self.last_words is not None:
+            with contextlib.suppress(Exception):
+                self.last_words()
         os._exit(self._cause.code)
 
 

@@ -15,6 +15,8 @@ import pytest
 from engine3d.errors import UserError
 from hybridflow.cli.main import main
 from hybridflow.rundir import lock
+from hybridflow.rundir.first_failure import describe, write_failure
+from hybridflow.rundir.heartbeat import Heartbeat, HeartbeatFile
 from hybridflow.rundir.lock import LOCK, hold
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.rundir.watching import goes_on, last_lines
@@ -76,6 +78,49 @@ def test_logs_are_chosen_by_role_and_rank(run: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == "rollout-0: line 29 of rollout-0\nsglang-0: line 29 of sglang-0\n"
     assert main(["logs", str(run)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 5 * 20
+
+
+def beat(run: Path, role: str, rank: int, host: str, method: str) -> None:
+    now = time.time()
+    said = Heartbeat(role, rank, host, 1, method, True, now - 70, 3, now - 70, None, True, now - (30 if rank else 0))
+    HeartbeatFile(run / "logs" / f"{role}-{rank}.heartbeat").write(said)
+
+
+def test_status_says_what_ranks_are_at_and_which_are_silent(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    beat(run, "actor", 2, "host-1", "update")
+    beat(run, "rollout", 0, "host-2", "")
+    with hold(run, "run_dir/name"):
+        assert main(["status", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert "\nactor-2    on host-1: update for 1.2 min, 3 parts done, no heartbeat for 30 s; " in told
+    assert "\nrollout-0  on host-2: idle for 1.2 min; 0 s ago: " in told
+    assert main(["status", str(run)]) == 0
+    assert "idle" not in capsys.readouterr().out  # of a run that has ended
+
+
+def test_logs_of_a_host_have_those_of_its_engines(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    beat(run, "actor", 2, "host-1", "update")
+    beat(run, "rollout", 0, "host-2", "")
+    assert main(["logs", str(run), "--host", "host-2", "--lines", "1"]) == 0
+    assert capsys.readouterr().out == "rollout-0: line 29 of rollout-0\nsglang-0: line 29 of sglang-0\n"
+    assert main(["logs", str(run), "--host", "host-3"]) == 2
+    assert re.search(
+        r"no log of --host host-3 in .*; there are: actor-0, .*, on host-1, host-2$", capsys.readouterr().err
+    )
+
+
+def test_the_first_failure_is_shown_with_its_log(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", str(run), "--first-failure"]) == 2
+    assert f"no failure.json in {run}: the run has not failed" in capsys.readouterr().err
+    write_failure(run, describe(run, "actor rank 2, update: ValueError: x", "step 3, update", role="actor", rank=2))
+    assert main(["logs", str(run), "--first-failure", "--lines", "1"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "  cause      actor rank 2, update: ValueError: x"
+    assert shown[-1] == "actor-2: line 29 of actor-2"
+    assert main(["status", str(run)]) == 0
+    assert "  cause      actor rank 2, update: ValueError: x" in capsys.readouterr().out.splitlines()[1]
+    assert main(["logs", str(run), "--first-failure", "--rank", "1"]) == 2
+    assert "--first-failure with --rank: it chooses the log itself" in capsys.readouterr().err
 
 
 def test_what_a_terminal_would_obey_is_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

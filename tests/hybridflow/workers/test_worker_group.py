@@ -245,7 +245,7 @@ def test_a_rank_that_is_stopped_ends_its_call_and_shows_its_stack(
         with pytest.raises(RankError) as caught:
             group.identity([1, 2]).result()
     line = (
-        rf"critic rank 0, identity: process {stopped.pid} is stopped since [\d:]+ \(\d+ s, limits.progress_s\); kill "
+        rf"critic rank 0, identity: process {stopped.pid} is stopped since [\d:]+ \(\d+ s, limits.progress_s\), as by "
     )
     assert re.match(line, str(caught.value)), caught.value
     assert "most recent call first" in (tmp_path / "critic-0.stacks").read_text()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.rundir.first_failure import read_failure
 from tests.support.hosts import hosts_or_skip
 from tests.support.hosts.launching import Launch, agent_command, environment, small_run, start, start_agents
 from tests.support.runs import ROOT, records, run
@@ -83,6 +84,8 @@ def ends_with(launch: Launch, *, codes: list[int], told: str, limit_s: float = 6
     assert launch.wait(limit_s) == codes, launch.outputs()
     first = next(line for line in launch.output(0).splitlines() if line.startswith("hybridflow: "))
     assert told in first, launch.outputs()
+    card = read_failure(launch.run)
+    assert card is not None and f"hybridflow: {card.cause}" == first, launch.outputs()
     assert launch.left() == []
 
 

@@ -87,15 +87,16 @@ class Launch:
 
     def logs_to(self, host: int, log: str) -> bool:
         """Whether a process of a host writes the log of a rank."""
-        return bool(self._writers(host, log))
+        return bool(self.writers(host, log))
 
     def kill_rank(self, host: int, log: str) -> None:
         """Kill the processes of a host that write the log of a rank."""
-        for pid in (found := self._writers(host, log)):
+        for pid in (found := self.writers(host, log)):
             self.hosts[host].run(["kill", "-KILL", str(pid)])
         assert found
 
-    def _writers(self, host: int, log: str) -> list[int]:
+    def writers(self, host: int, log: str) -> list[int]:
+        """Processes of a host that write the log of a rank, as the host counts them."""
         found, processes = [], self.hosts[host].path("/proc")
         for each in self.hosts[host].processes():
             with contextlib.suppress(OSError):

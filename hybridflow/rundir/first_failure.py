@@ -1,0 +1,183 @@
+"""What a run failed of, in its directory: the cause and where, and what every rank was at."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engine3d.errors import UserError, shortened, visible
+from engine3d.input_files import JsonError, parse_json
+from engine3d.stacks import STACKS
+from hybridflow.rundir.file_names import FAILURE, FLIGHT_RECORDER, LOGS
+from hybridflow.rundir.heartbeat import Heartbeat, read_heartbeats
+from hybridflow.rundir.watching import last_lines
+
+_LINE = 300
+"""Characters of a log's line."""
+
+
+@dataclass(frozen=True)
+class FirstFailure:
+    """The card of a failure. Times are in seconds since the epoch.
+
+    Args:
+        cause: one line.
+        phase: step and phase of the run.
+        at: when the run learned of it.
+        since: when the rank stopped making progress, or failed.
+        role, rank: that failed, where it was a rank.
+        host: on which, where it is known.
+        pid: of the rank's process, on its host.
+        last_line: of the log of a rank that died without a word.
+        others: what every other rank was at when it said so last, one line a group of them.
+        stacks: where the stacks of all ranks are; None if there are none.
+        flight_recorder: where the last collective operations of ranks on GPUs are; None if nowhere.
+    """
+
+    cause: str
+    phase: str
+    at: float
+    since: float
+    role: str | None = None
+    rank: int | None = None
+    host: str | None = None
+    pid: int | None = None
+    last_line: str | None = None
+    others: Sequence[str] = ()
+    stacks: str | None = None
+    flight_recorder: str | None = None
+
+    def lines(self) -> list[str]:
+        """To be shown."""
+        rank = f"{self.role} rank {self.rank}" if self.role is not None else None
+        process = f"process {self.pid}" if self.pid is not None else None
+        fields = [
+            ("cause", self.cause),
+            ("where", ", ".join(each for each in (self.host, rank, process) if each is not None)),
+            ("phase", f"{self.phase}; since {_clock(self.since)}"),
+            ("last line", self.last_line),
+            *(("others" if number == 0 else "", line) for number, line in enumerate(self.others)),
+            ("stacks", self.stacks),
+            ("NCCL", self.flight_recorder),
+        ]
+        return [f"  {name:<10} {value}" for name, value in fields if value]
+
+
+def describe(
+    directory: Path,
+    cause: str,
+    phase: str,
+    *,
+    role: str | None = None,
+    rank: int | None = None,
+    host: str | None = None,
+    since: float | None = None,
+    died: bool = False,
+) -> FirstFailure:
+    """The card of a failure, from what is in the run's directory.
+
+    Args:
+        directory: of the run.
+        cause: one line.
+        phase: step and phase.
+        role, rank: of the rank that failed, where it was one.
+        host: where it was not.
+        since: when; now if None.
+        died: whether the rank's process is gone, so that its log may say more.
+    """
+    now = time.time()
+    logs = directory / LOGS
+    beats = read_heartbeats(logs)
+    own = next((beat for beat in beats if (beat.role, beat.rank) == (role, rank)), None)
+    last = None
+    log = logs / f"{role}-{rank}.log"
+    if died and log.exists():
+        told = [line.decode(errors="replace").strip() for line in last_lines(log, 20)]
+        last = next((shortened(line, _LINE) for line in reversed(told) if line), None)
+    return FirstFailure(
+        cause=cause,
+        phase=phase,
+        at=now,
+        since=now if since is None else since,
+        role=role,
+        rank=rank,
+        host=own.host if own is not None else host,
+        pid=own.pid if own is not None else None,
+        last_line=last,
+        others=_together(beat for beat in beats if beat is not own),
+        stacks=str(logs / f"*{STACKS}") if any(logs.glob(f"*{STACKS}")) else None,
+        flight_recorder=str(directory / FLIGHT_RECORDER) if (directory / FLIGHT_RECORDER).is_dir() else None,
+    )
+
+
+def say_card(failure: FirstFailure) -> None:
+    """Print it on stderr."""
+    print("\n".join(["hybridflow: first failure", *map(visible, failure.lines())]), file=sys.stderr, flush=True)
+
+
+def write_failure(directory: Path, failure: FirstFailure) -> None:
+    """Keep it in the run's directory. Raises OSError."""
+    (directory / FAILURE).write_text(json.dumps(asdict(failure), indent=1) + "\n")
+
+
+def read_failure(directory: Path) -> FirstFailure | None:
+    """What a run failed of; None if it has not.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = directory / FAILURE
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        return FirstFailure(**parse_json(text))
+    except (JsonError, TypeError):
+        raise UserError(f"{path} is damaged, expected the object that a failed run writes") from None
+
+
+def _together(beats: Iterable[Heartbeat]) -> list[str]:
+    """What ranks were at, those of a role together that were at the same."""
+
+    def at(beat: Heartbeat) -> tuple[str, str]:
+        if not beat.method:
+            return beat.role, "idle"
+        return beat.role, beat.method if beat.has_turn else f"waiting for its turn in {beat.method}"
+
+    lines = []
+    for (role, what), group in itertools.groupby(sorted(beats, key=lambda beat: (*at(beat), beat.rank)), key=at):
+        same = list(group)
+        parts = [beat.parts for beat in same]
+        done = f", parts done: {_span(min(parts), max(parts))}" if any(parts) and what != "idle" else ""
+        hosts = list(dict.fromkeys(beat.host for beat in same))
+        where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
+        since = _clock(min(beat.since for beat in same))
+        lines.append(f"{role} {_ranks([beat.rank for beat in same])} on {where}: {what} since {since}{done}")
+    return lines
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Such as "0-3, 7", of ranks in their order."""
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1] = runs[-1][0], rank
+        else:
+            runs.append((rank, rank))
+    return ", ".join(_span(*run) for run in runs)
+
+
+def _span(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least}-{most}"
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
