@@ -63,7 +63,7 @@ class FirstFailure:
             ("last line", self.last_line),
             *(("others" if number == 0 else "", line) for number, line in enumerate(self.others)),
             ("stacks", self.stacks),
-            ("NCCL", self.flight_recorder),
+            ("recorder", self.flight_recorder),
         ]
         return [f"  {name:<10} {value}" for name, value in fields if value]
 

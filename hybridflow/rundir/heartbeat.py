@@ -13,6 +13,8 @@ from pathlib import Path
 from engine3d.errors import UserError
 from engine3d.input_files import JsonError, open_regular, parse_json
 
+BEAT_S = 1.0
+"""Between two heartbeats of a rank."""
 _SUFFIX = ".heartbeat"
 _BYTES = 1024
 """Of the file, always: what has been written once can be written again on a disk that is full."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors.log import log
 from hybridflow.metrics.logger import Metrics
 from hybridflow.planning.prompts import encode, prompt_limit
-from hybridflow.rundir.file_names import FAILURE, LOGS, PHASE, RECIPE
+from hybridflow.rundir.file_names import FAILURE, FLIGHT_RECORDER, LOGS, PHASE, RECIPE
 from hybridflow.rundir.heartbeat import forget_heartbeats
 from hybridflow.rundir.lock import LOCK, SETTING, claim, hold
 from hybridflow.rundir.progress import PhaseFile
@@ -145,6 +146,7 @@ def prepare(recipe: Recipe) -> Run:
         )
     lock = claim(directory, in_place=in_place, lock=lock)
     (directory / FAILURE).unlink(missing_ok=True)  # that of before it was resumed
+    shutil.rmtree(directory / FLIGHT_RECORDER, ignore_errors=True)
     forget_heartbeats(directory / LOGS)
     (directory / RECIPE).write_text(settings_yaml(recipe))  # first: by it a run that was killed at once is known
     if not in_place:

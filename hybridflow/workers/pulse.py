@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine3d.progress import progress
-from hybridflow.rundir.heartbeat import Heartbeat, HeartbeatFile, heartbeat_path
+from hybridflow.rundir.heartbeat import BEAT_S, Heartbeat, HeartbeatFile, heartbeat_path
+from hybridflow.workers.flight_recorder import FlightRecorder
 
-BEAT_S = 1.0
-"""Between two."""
 START = "start"
 """What a rank is at until its worker is built."""
 
@@ -34,9 +33,9 @@ class Pulse:
         self._counting: set[str] = set()
         progress.begin()
         if log_path is not None:
-            file = HeartbeatFile(heartbeat_path(log_path))
+            file, recorder = HeartbeatFile(heartbeat_path(log_path)), FlightRecorder(role, rank, log_path)
             file.write(self._beat())
-            threading.Thread(target=self._go_on, args=(file,), name="heartbeat", daemon=True).start()
+            threading.Thread(target=self._go_on, args=(file, recorder), name="heartbeat", daemon=True).start()
 
     @contextlib.contextmanager
     def at(self, method: str) -> Iterator[None]:
@@ -62,10 +61,13 @@ class Pulse:
             progress.begin()
             self._has_turn, self._since = True, time.time()
 
-    def _go_on(self, file: HeartbeatFile) -> None:
+    def _go_on(self, file: HeartbeatFile, recorder: FlightRecorder) -> None:
         while True:
             time.sleep(BEAT_S)
             with contextlib.suppress(OSError):  # a file system that fails is told of by what needs it
+                if recorder.is_wanted():
+                    recorder.write()
+                    return  # what it said last is what it was at when the run failed
                 file.write(self._beat())
 
     def _beat(self) -> Heartbeat:

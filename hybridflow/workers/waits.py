@@ -27,6 +27,7 @@ from hybridflow.cluster.runtime import rank_watch
 from hybridflow.errors.log import log
 from hybridflow.rundir.progress import where_now
 from hybridflow.workers.failure_diagnosis import where
+from hybridflow.workers.flight_recorder import request_recordings, wait_for_recordings
 from hybridflow.workers.ranks import Ranks
 from hybridflow.workers.standstill import Standstill, standstill
 
@@ -118,7 +119,12 @@ class Waits:
             if self._has_collected and not again:
                 return
             self._has_collected = True
-        self._write_stacks(wake=True)
+        groups = self._there()
+        directories = {group.log_dir for group in groups if group.log_dir is not None}
+        wanted = [request_recordings(directory) for directory in directories]
+        for directory in filter(None, wanted):
+            wait_for_recordings(directory, sum(len(group.actors) for group in groups))
+        self._write_stacks(wake=True)  # those that were stopped go on from here, and others perhaps with them
 
     def _write_stacks(self, *, wake: bool) -> list[Path]:
         """Where they are."""
