@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hybridflow.rundir.first_failure import read_failure
 from tests.support.runs import DEMO, ROOT
 
 pytestmark = pytest.mark.processes
@@ -64,8 +65,8 @@ class Run:
         """Every process that the run was seen to have."""
 
     def lines(self) -> list[str]:
-        """On stderr; those of a start that takes its time, of Ray's own, and of how to resume are left out."""
-        lines = self.errors.read_text().splitlines()
+        """On stderr; the card, those of a start that takes its time, of Ray's own, and of how to resume are left out."""
+        lines = self.errors.read_text().partition("hybridflow: first failure\n")[0].splitlines()
         return [line for line in lines if not line.startswith(_BESIDE) and not _OF_RAY.fullmatch(line)]
 
     def wait_until(self, condition: Callable[[Run], bool], limit_s: float = START_S) -> None:
@@ -206,6 +207,8 @@ def test_a_run_that_loses_a_part_says_so_in_one_line_and_is_gone(run: Run, case:
     code, took_s = run.end(4 * case.within_s)
     assert (code, len(run.lines())) == (case.code, 1), run.lines()
     assert re.fullmatch(case.line, run.lines()[0])
+    failure = read_failure(run.directory / "run")
+    assert (f"hybridflow: {failure.cause}" if failure is not None else None) == (run.lines()[0] if code == 1 else None)
     assert took_s < case.within_s
 
 

@@ -94,7 +94,9 @@ def test_the_command_says_how_to_resume(tmp_path: Path, end: str, code: int, fir
         check=False,
     )
     assert done.returncode == code, done.stderr
-    lines = done.stderr.splitlines()
+    told, _, card = done.stderr.partition("hybridflow: first failure\n")
+    assert card.startswith(f"  cause      {first}\n") == (code == 1)
+    lines = told.splitlines()
     assert lines[0].startswith(f"hybridflow: {first}")
     assert lines[1:] == [
         f"hybridflow: metrics and logs are in {tmp_path}/small",
