@@ -65,7 +65,7 @@ class Run:
         """Every process that the run was seen to have."""
 
     def lines(self) -> list[str]:
-        """On stderr; the card, those of a start that takes its time, of Ray's own, and of how to resume are left out."""
+        """On stderr, without the card and the lines of a slow start, of Ray itself and of how to resume."""
         lines = self.errors.read_text().partition("hybridflow: first failure\n")[0].splitlines()
         return [line for line in lines if not line.startswith(_BESIDE) and not _OF_RAY.fullmatch(line)]
 
