@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +15,7 @@ from engine3d.rollout.cache import RESERVED_TOKENS
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
 from engine3d.rollout.host.messages import Generation
 from engine3d.rollout.host.process import HostProcess
+from engine3d.rollout.part import WHOLE, EnginePart
 from engine3d.rollout.scheduler.rank import Call
 from engine3d.rollout.scheduler.text_stops import PARAMETER
 from engine3d.rollout.weights import check_weights_fit
@@ -45,26 +45,29 @@ class RolloutEngine:
         devices: Sequence[int] = (),
         log_path: str | Path | None = None,
         weight_sources: Sequence[Path | None] = (),
+        part: EnginePart = WHOLE,
     ) -> None:
         """Check everything that can be checked without starting anything.
 
-        `devices`: the devices to use, by index among those that this process sees; empty for all of them.
+        `devices`: the devices to use on this host, by index among those that this process sees; empty for all of them.
         `log_path`: where all that the engine's processes print goes; where None a temporary file, kept when the engine
         dies.
         `weight_sources`: for each tensor parallel rank, the file in which the trainer's rank on the same device says
         where its weights lie (`WeightSender.publish`), or None. Parameters with the same bytes become the trainer's
         memory before CUDA graphs are captured; the start waits for the files. Such an engine generates nothing until
         the first transfer was committed.
+        `part`: the first of an engine on several hosts, whose others are an `EngineMember` each; the start waits for
+        them. Such an engine must not be asked for anything before all have been started.
         """
         self.config = config
         dummy = config.server_args.get("load_format") == "dummy"
         self._model = launch.read_model(Path(model_dir).resolve(), weights_needed=not dummy)
         self._context_length = launch.context_length(config, self._model)
         self._devices = tuple(devices)
-        if self._devices and len(self._devices) != config.tp:
-            raise UserError(f"{len(self._devices)} devices for a rollout engine of tp {config.tp}")
-        if weight_sources and len(weight_sources) != config.tp:
-            raise UserError(f"{len(weight_sources)} weight sources for a rollout engine of tp {config.tp}")
+        launch.check_part(config, part, self._devices, weight_sources)
+        if part.index:
+            raise UserError(f"part {part.index} of a rollout engine is an EngineMember, expected part 0")
+        self._part = part
         self._weight_sources = tuple(weight_sources)
         self._log_path = Path(log_path) if log_path is not None else None
         self._host: HostProcess | None = None
@@ -83,13 +86,11 @@ class RolloutEngine:
         """Start the engine and wait until it can generate. Raises EngineError after `start_timeout_s` at the latest."""
         if self._host is not None:
             raise UserError("the rollout engine was started already")
-        log_path = self._log_path or Path(tempfile.mkstemp(prefix="rollout-", suffix=".log")[1])
-        self._host = HostProcess(
-            launch.server_arguments(self.config, self._model),
-            launch.environment(self.config, self._model, self._devices, self._weight_sources),
-            log_path,
+        self._host = launch.start_host(
+            self.config, self._model, self._devices, self._weight_sources, self._part, self._log_path
         )
         limits = self._host.wait_until_up(self.config.start_timeout_s)
+        assert limits is not None
         self._context_length = min(self._context_length, limits.max_total_tokens - RESERVED_TOKENS)
         return self
 

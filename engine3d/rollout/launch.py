@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from engine3d.models import missing_for_sglang
 from engine3d.platform import platform
 from engine3d.rollout.cache import PAGE_TOKENS, RESERVED_TOKENS, SPARE_REQUESTS, tokens_needed
 from engine3d.rollout.config import RolloutConfig
+from engine3d.rollout.host.process import HostProcess
+from engine3d.rollout.part import WHOLE, EnginePart
+from engine3d.rollout.scheduler.plugin import MEETING_TIMEOUT_VARIABLE, MEETING_VARIABLE
 from engine3d.rollout.scheduler.rank import RELEASE_VARIABLE, SOURCES_TIMEOUT_VARIABLE, SOURCES_VARIABLE
 from engine3d.rollout.server_arguments import check_against_platform
 from engine3d.rollout.weights import ModelTensors
@@ -86,8 +90,13 @@ def _has_own_graphs(config: RolloutConfig) -> bool:
     return _OTHER_GRAPHS in config.server_args
 
 
-def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]:
+def server_arguments(config: RolloutConfig, model: ModelFacts, part: EnginePart = WHOLE) -> dict[str, Any]:
     """Arguments of `sglang.Engine`: ours, then what the platform needs, then what the user gave for SGLang.
+
+    Args:
+        config: of the engine.
+        model: that it serves.
+        part: of the engine that is on this host.
 
     Raises:
         UserError: names a setting that this platform cannot have.
@@ -118,6 +127,8 @@ def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
         arguments.pop("cuda_graph_bs_decode", None)
     if config.attention_backend is not None:
         arguments["attention_backend"] = config.attention_backend
+    if part.count > 1:
+        arguments |= {"nnodes": part.count, "node_rank": part.index}
     if model.missing:
         arguments["json_model_override_args"] = json.dumps(model.missing)
     arguments["max_total_tokens"] = config.max_total_tokens or tokens_needed(
@@ -129,9 +140,21 @@ def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
 
 
 def environment(
-    config: RolloutConfig, model: ModelFacts, devices: tuple[int, ...], weight_sources: tuple[Path | None, ...] = ()
+    config: RolloutConfig,
+    model: ModelFacts,
+    devices: tuple[int, ...],
+    weight_sources: tuple[Path | None, ...] = (),
+    part: EnginePart = WHOLE,
 ) -> dict[str, str]:
-    """The environment of the engine's processes."""
+    """The environment of the engine's processes on one host.
+
+    Args:
+        config: of the engine.
+        model: that it serves.
+        devices: of its ranks here, by index among those that this process sees; empty for all of them.
+        weight_sources: of all of its ranks.
+        part: of the engine that is on this host.
+    """
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -144,6 +167,12 @@ def environment(
         variables.setdefault("TORCH_COMPILE_DISABLE", "1")
     if devices:
         variables |= platform.visible_devices(devices)
+    if part.count > 1:
+        variables[MEETING_VARIABLE] = part.store
+        variables[MEETING_TIMEOUT_VARIABLE] = str(config.start_timeout_s)
+        # Without it a part that is not the first would serve HTTP, and the first one listen for others' objects.
+        variables["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
+        variables["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
     if config.release_weights:
         variables[RELEASE_VARIABLE] = "1"
     if any(weight_sources):
@@ -156,6 +185,47 @@ def environment(
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for RESERVED_TOKENS: no position beyond the model's is used
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def start_host(
+    config: RolloutConfig,
+    model: ModelFacts,
+    devices: tuple[int, ...],
+    weight_sources: tuple[Path | None, ...],
+    part: EnginePart,
+    log_path: Path | None,
+) -> HostProcess:
+    """Start the process that owns this host's part of an engine.
+
+    Args:
+        config: of the engine.
+        model: that it serves.
+        devices: of its ranks here, by index among those that this process sees; empty for all of them.
+        weight_sources: of all of its ranks; empty for none.
+        part: of the engine that is on this host.
+        log_path: for all that its processes print; a temporary file if None.
+    """
+    return HostProcess(
+        server_arguments(config, model, part),
+        environment(config, model, devices, weight_sources, part),
+        log_path or Path(tempfile.mkstemp(prefix="rollout-", suffix=".log")[1]),
+    )
+
+
+def check_part(
+    config: RolloutConfig, part: EnginePart, devices: Sequence[int], weight_sources: Sequence[Path | None]
+) -> None:
+    """Check what an engine's part on a host is given.
+
+    Raises:
+        UserError: it is not that of so many ranks.
+    """
+    ranks = part.ranks(config)
+    if devices and len(devices) != ranks:
+        here = f", of which {ranks} are on this host" if part.count > 1 else ""
+        raise UserError(f"{len(devices)} devices for a rollout engine of tp {config.tp}{here}")
+    if weight_sources and len(weight_sources) != config.tp:
+        raise UserError(f"{len(weight_sources)} weight sources for a rollout engine of tp {config.tp}")
 
 
 def _compiles(config: RolloutConfig) -> bool:

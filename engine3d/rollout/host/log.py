@@ -16,11 +16,13 @@ _MAX_LENGTH = 400
 # The last line of a Python traceback: an exception's name, dotted or not, and mostly its message.
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Timeout)\b(?::.*)?$")
 _CRASH = re.compile(r"crashed with exit code|Segmentation fault|Out of memory|terminate called|Fatal Python error")
+_KILLED = re.compile(r"crashed with exit code -|Segmentation fault|Out of memory|terminate called")
 # What other processes say when one has failed.
 _CONSEQUENCE = re.compile(
     r"^(?:EOFError|BrokenPipeError|ConnectionResetError|KeyboardInterrupt|SystemExit)\b|see the error messages"
-    r"|gloo.*Connection (?:closed|reset) by peer"
+    r"|gloo.*Connection (?:closed|reset) by peer|remote process exited or there was a network error"
 )
+_LOST_NEIGHBOUR = re.compile(r"gloo.*Connection|NCCL|remote process exited|DistNetworkError", re.IGNORECASE)
 
 
 def log_answered() -> None:
@@ -30,17 +32,34 @@ def log_answered() -> None:
 
 def root_cause(log_path: Path) -> str:
     """The first exception in a log's last megabyte that is not the consequence of another; "" where there is none."""
-    try:
-        with log_path.open("rb") as log:
-            log.seek(0, 2)
-            log.seek(max(0, log.tell() - _TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
+    lines = _last_lines(log_path)
     exceptions = [line for line in lines if _EXCEPTION.match(line)]
     causes = [line for line in exceptions if not _CONSEQUENCE.search(line)]
     crashes = [line for line in lines if _CRASH.search(line)]
     for found in (causes, crashes, exceptions):
         if found:
-            return in_short(found[0].strip())[:_MAX_LENGTH]
+            return _shown(found[0])
     return ""
+
+
+def lost_neighbour(log_path: Path) -> str:
+    """The first exception that says that another process is gone; "" where there is none, or one that says more."""
+    lines = _last_lines(log_path)
+    exceptions = [line for line in lines if _EXCEPTION.match(line)]
+    if any(_KILLED.search(line) for line in lines) or any(not _CONSEQUENCE.search(line) for line in exceptions):
+        return ""
+    return next((_shown(line) for line in exceptions if _LOST_NEIGHBOUR.search(line)), "")
+
+
+def _last_lines(log_path: Path) -> list[str]:
+    try:
+        with log_path.open("rb") as log:
+            log.seek(0, 2)
+            log.seek(max(0, log.tell() - _TAIL_BYTES))
+            return log.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _shown(line: str) -> str:
+    return in_short(line.strip())[:_MAX_LENGTH]

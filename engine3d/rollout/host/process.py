@@ -19,11 +19,13 @@ from typing import Any
 
 from engine3d.errors import EngineError
 from engine3d.progress import progress
-from engine3d.rollout.host.log import root_cause
+from engine3d.rollout.host.log import lost_neighbour, root_cause
 from engine3d.rollout.host.messages import START_ID, Launch, Limits, Progress, Reply, Request
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE, make_run_directory, remove_run_files
 from engine3d.stacks import STACKS_VARIABLE, stacks_path
 
+LOST_PART = "it lost its ranks on another host"
+"""Of an engine on several hosts that only died of another host's part."""
 _EXIT_GRACE_S = 5.0  # between the end of the connection and the end of the process
 _SEND_TIMEOUT_S = 60  # the host reads at once, unless it hangs
 
@@ -35,6 +37,7 @@ class HostProcess:
         """Start the process. `wait_until_up` waits for its engine."""
         self.log_path = log_path
         self._run_directory, self._run_lock = make_run_directory()
+        self._several_hosts = server_arguments.get("nnodes", 1) > 1
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0))
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,14 +82,23 @@ class HostProcess:
         """The host's process id, which is also the id of its process group."""
         return self._process.pid
 
-    def wait_until_up(self, timeout_s: float) -> Limits:
-        """Wait for the engine. Raises EngineError when it does not come up, and leaves nothing behind."""
+    def wait_until_up(self, timeout_s: float) -> Limits | None:
+        """Wait for the engine. Raises EngineError when it does not come up, and leaves nothing behind.
+
+        Returns:
+            What it accepts; None of a part that takes no requests.
+        """
         try:
-            limits: Limits = self._wait(self._up, "start", timeout_s)
+            limits: Limits | None = self._wait(self._up, "start", timeout_s)
         except BaseException:
             self.kill()
             raise
         return limits
+
+    def check(self, phase: str) -> None:
+        """Raise EngineError if the process has died."""
+        if self._death is not None:
+            raise EngineError(f"rollout engine died during {phase}: {self._death}")
 
     def call(self, phase: str, method: str, timeout_s: float, *, responses: int | None = None, **arguments: Any) -> Any:
         """Call a method of the host and wait for its result.
@@ -199,8 +211,11 @@ class HostProcess:
             death = "it was shut down"
         else:
             ended = f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with {exit_code}"
-            cause = root_cause(self.log_path)
-            death = f"its process {ended}{cause and f' after: {cause}'}; log: {self.log_path}"
+            if lost := self._several_hosts and lost_neighbour(self.log_path):
+                death = f"{LOST_PART}: {lost}; log: {self.log_path}"
+            else:
+                cause = root_cause(self.log_path)
+                death = f"its process {ended}{cause and f' after: {cause}'}; log: {self.log_path}"
         with self._lock:
             self._death = death
             waiting, self._pending = self._pending, {}

@@ -1,21 +1,19 @@
 """The process that owns an SGLang engine, for one client.
 
 It leads a session of its own, because SGLang kills the whole process tree of the parent of a process that fails. It
-lives as long as its client: when the connection ends or the client is gone, it kills its process group and itself.
+lives as long as its client: when the connection ends or the client is gone, it kills its process group and itself. An
+engine on several hosts has such a process on each; the first one's answers, the others' only run ranks
+(`engine3d.rollout.host.member`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import multiprocessing
 import os
 import pickle
 import signal
 import sys
-import threading
-import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,68 +21,25 @@ from typing import Any
 from engine3d.errors import EngineError
 from engine3d.platform import platform
 from engine3d.rollout import moe_configs
+from engine3d.rollout.host.client_connection import ClientConnection
 from engine3d.rollout.host.log import log_answered
-from engine3d.rollout.host.messages import START_ID, Generation, Launch, Limits, Progress, Reply, Request
-from engine3d.rollout.host.progress import batches_run
+from engine3d.rollout.host.member import end_engine, serve_member
+from engine3d.rollout.host.messages import START_ID, Generation, Limits, Progress, Reply, Request
+from engine3d.rollout.host.progress import PROGRESS_EVERY_S, batches_run
 from engine3d.rollout.scheduler.plugin import ANSWER_METHOD
-from engine3d.rollout.scheduler.rank import Answer, Call, answer_path
-from engine3d.run_files import remove_run_files
+from engine3d.rollout.scheduler.rank import Answer, Call, answers_path
 from engine3d.stacks import write_stacks_on_signal
 from engine3d.startup import jit_kernels
 from engine3d.startup.imports import quick_imports
 
-_PARENT_POLL_S = 1.0
 _IDLE_TIMEOUT_S = 10.0  # for the generations that run to end
-_PROGRESS_EVERY_S = 0.5  # that the client is told whether the engine comes further
 _CLEAR_UP_S = 2.0  # between the last response and a scheduler that has cleared up after it
-
-
-class _Client:
-    """The connection to the client, watched from threads so that its end is seen whatever the main thread does."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._send_lock = threading.Lock()
-        self.launch: Launch = connection.recv()
-        self.deliver: Callable[[Request], Any] | None = None
-        # A forked child must not keep the connection open: its end is how the client sees that this process died.
-        os.register_at_fork(after_in_child=connection.close)
-        threading.Thread(target=self._receive, name="client connection", daemon=True).start()
-        threading.Thread(target=self._watch_parent, name="client watch", daemon=True).start()
-
-    def send(self, message: Reply | Progress) -> None:
-        with self._send_lock:
-            self._connection.send(message)
-
-    def _receive(self) -> None:
-        try:
-            while True:
-                request = self._connection.recv()
-                if self.deliver is None:  # the client waits for the first reply before it asks anything
-                    raise RuntimeError(f"request {request.method} came before the engine was up")
-                self.deliver(request)
-        except (EOFError, OSError):
-            self.die()
-
-    def _watch_parent(self) -> None:
-        # Not prctl(PR_SET_PDEATHSIG), which fires when the client's *thread* that started us ends. And not the
-        # connection alone, which a forked child of the client may hold open.
-        while os.getppid() == self.launch.client_pid:
-            time.sleep(_PARENT_POLL_S)
-        self.die()
-
-    def die(self) -> None:
-        """Leave nothing behind: neither files nor any process of this group."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        remove_run_files(self.launch.run_directory)
-        os.killpg(0, signal.SIGKILL)
 
 
 class _Server:
     """Answers requests with an engine; each public method is one that the client can call by name."""
 
-    def __init__(self, engine: Any, client: _Client) -> None:
+    def __init__(self, engine: Any, client: ClientConnection) -> None:
         self._engine = engine
         self._manager = engine.tokenizer_manager
         self._client = client
@@ -118,7 +73,7 @@ class _Server:
         """Tell the client, as long as requests wait, that the engine has come further, and how far."""
         told = 0
         while True:
-            await asyncio.sleep(_PROGRESS_EVERY_S)
+            await asyncio.sleep(PROGRESS_EVERY_S)
             if not self._tasks:
                 continue
             batches = batches_run(self._client.launch.run_directory)
@@ -245,17 +200,15 @@ class _Server:
         path.write_bytes(pickle.dumps(call))
         # To its end even where the request is given up: SGLang would take its answer for that of the next.
         await asyncio.shield(asyncio.create_task(self._on_ranks(path)))
-        results, errors = [], []
-        for rank in range(self._manager.server_args.tp_size):
-            file = answer_path(path, rank)
-            answer: Answer = pickle.loads(file.read_bytes()) if file.exists() else Answer(error="it gave no answer")
-            file.unlink(missing_ok=True)
-            results.append(answer.result)
-            if answer.error is not None:
-                errors.append(f"rank {rank}: {answer.error}")
+        file = answers_path(path)
+        if not file.exists():
+            raise EngineError("the ranks gave no answers")
+        answers: list[Answer] = pickle.loads(file.read_bytes())
+        file.unlink()
+        errors = [f"rank {rank}: {each.error}" for rank, each in enumerate(answers) if each.error is not None]
         if errors:
             raise EngineError("; ".join(dict.fromkeys(errors)))
-        return results
+        return [each.result for each in answers]
 
     async def _on_ranks(self, path: Path) -> None:
         async with self._calling:
@@ -317,13 +270,7 @@ class _Server:
 
     async def shutdown(self, id: int) -> None:
         """End SGLang's processes; the reply is the last thing that this process does."""
-        self._engine.shutdown()
-        multiprocessing.active_children()  # reaps them
-        remove_run_files(self._client.launch.run_directory)
-        self._client.send(Reply(id))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        end_engine(self._engine, self._client, id)
 
 
 def _order(prompts: int, samples: int, running: int) -> list[int]:
@@ -374,7 +321,7 @@ def main() -> None:
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     write_stacks_on_signal()
-    client = _Client(Connection(descriptor))
+    client = ClientConnection(Connection(descriptor))
     launch = client.launch
     os.environ.update(moe_configs.environment(launch.run_directory / "moe", launch.server_arguments))
     if platform.gpus:
@@ -383,6 +330,8 @@ def main() -> None:
     with quick_imports():
         engine_class = _engine_class()
     engine = engine_class(**platform.rollout_device_arguments() | launch.server_arguments)
+    if launch.server_arguments.get("node_rank", 0) > 0:
+        serve_member(engine, client)
     engine.loop.run_until_complete(_Server(engine, client).serve())
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE
 
+PROGRESS_EVERY_S = 0.5
+"""How often a host process tells its client whether the engine comes further."""
 _BYTES = 8
 
 
@@ -38,8 +40,9 @@ def batches_run(run_directory: Path) -> int:
 
 
 def start_counting(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """After SGLang's `Scheduler.__init__`: the first rank counts for all, since they run the same batches."""
-    if scheduler.tp_worker.model_runner.ps.tp_rank == 0:
+    """After SGLang's `Scheduler.__init__`: the first rank of each host counts, since all run the same batches."""
+    arguments = scheduler.server_args
+    if scheduler.tp_worker.model_runner.ps.tp_rank % (arguments.tp_size // arguments.nnodes) == 0:
         scheduler.engine3d_batches = BatchCounter(Path(os.environ[RUN_DIRECTORY_VARIABLE]))
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 from engine3d.platform import platform
 from engine3d.platform.cpu.sglang import START_METHOD_VARIABLE
@@ -20,8 +21,14 @@ from engine3d.run_files import RUN_DIRECTORY_VARIABLE, segment_name
 from engine3d.stacks import write_stacks_on_signal
 from engine3d.startup import leave_out
 
-# In the run directory: where the engine's ranks meet.
+MEETING_VARIABLE = "ENGINE3D_ROLLOUT_MEETING"
+"""Environment variable with the address of the store at which the ranks of an engine on several hosts meet."""
+MEETING_TIMEOUT_VARIABLE = "ENGINE3D_ROLLOUT_MEETING_TIMEOUT_S"
+"""How long they wait for each other there."""
+# In the run directory: where those of an engine on one host meet.
 _MEETING = "meeting"
+_SCHEME = "engine3d"
+_MEETING_S = 600.0
 
 # The method of SGLang's scheduler by which a Call reaches the ranks.
 ANSWER_METHOD = "engine3d_answer"
@@ -41,7 +48,7 @@ def register() -> None:
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}.update_weights_from_disk", _report_failed_update, HookType.AROUND)
     environment = "sglang.srt.distributed.parallel_state.init_distributed_environment"
-    HookRegistry.register(environment, _meet_in_a_file, HookType.AROUND)
+    HookRegistry.register(environment, _meet, HookType.AROUND)
     runner = "sglang.srt.model_executor.model_runner.ModelRunner"
     HookRegistry.register(f"{runner}.init_torch_distributed", _await_trainer, HookType.BEFORE)
     HookRegistry.register(f"{runner}.load_model", _keep_rank, HookType.AFTER)
@@ -72,13 +79,25 @@ def _report_failed_update(update: Callable[..., tuple[bool, str]], *args: Any, *
         return False, f"{type(error).__name__}: {error}"
 
 
-def _meet_in_a_file(initialise: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # An engine is on one host. SGLang would have its ranks meet at a server, which listens at all addresses of the host
-    # and lets anybody read and change what it holds.
-    from engine3d.stores import file_address
+def _meet(initialise: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # SGLang would have its ranks meet at a server, which listens at all addresses of the host and lets anybody read and
+    # change what it holds.
+    from torch.distributed import register_rendezvous_handler
 
-    method = file_address(Path(os.environ[RUN_DIRECTORY_VARIABLE]) / _MEETING)
-    return initialise(*args, **kwargs | {"distributed_init_method": method})
+    register_rendezvous_handler(_SCHEME, _at_our_store)
+    return initialise(*args, **kwargs | {"distributed_init_method": f"{_SCHEME}://"})
+
+
+def _at_our_store(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    """torch's rendezvous for an address of our scheme, with rank and world size in its query."""
+    from torch.distributed import PrefixStore
+
+    from engine3d.stores import file_address, join
+
+    given = dict(parse_qsl(urlsplit(url).query))
+    address = os.environ.get(MEETING_VARIABLE) or file_address(Path(os.environ[RUN_DIRECTORY_VARIABLE]) / _MEETING)
+    timeout_s = float(os.environ.get(MEETING_TIMEOUT_VARIABLE, _MEETING_S))
+    yield PrefixStore("sglang", join(address, timeout_s)), int(given["rank"]), int(given["world_size"])
 
 
 def _await_trainer(runner: Any) -> None:

@@ -1,7 +1,8 @@
 """One rank of an engine, inside SGLang's scheduler process: it says where its weights lie and lets them be written.
 
 The client reaches it through SGLang's `collective_rpc`, which calls a method of the scheduler by name on every rank but
-brings no results back: calls and results go through files of the engine's run directory.
+brings no results back. A call and its results go between ranks over SGLang's process group, since they may be on
+several hosts, and between the first rank and its host process through files of the engine's run directory.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class Answer:
     error: str | None = None
 
 
-def answer_path(call: Path, rank: int) -> Path:
-    """Where a rank puts its pickled Answer to the pickled Call at `call`."""
-    return call.with_suffix(f".{rank}")
+def answers_path(call: Path) -> Path:
+    """Where the first rank puts the pickled Answers of all ranks, in their order, to the pickled Call at `call`."""
+    return call.with_suffix(".answers")
 
 
 class EngineRank:
@@ -84,16 +85,34 @@ class EngineRank:
         return int(self._runner.ps.tp_rank)
 
     def answer(self, path: str) -> None:
-        """Make the Call at `path` and leave the Answer beside it."""
-        call: Call = pickle.loads(Path(path).read_bytes())
+        """Make the Call at `path` on every rank, and leave all Answers beside it.
+
+        Args:
+            path: on the first rank's host.
+        """
+        group = self._runner.tp_group
+        is_first = self.rank == 0
+        calls: list[Call | None] = [pickle.loads(Path(path).read_bytes()) if is_first else None]
+        if group.world_size > 1:
+            torch.distributed.broadcast_object_list(calls, src=group.ranks[0], group=group.cpu_group)
+        answers: list[Answer | None] = [None] * group.world_size if is_first else []
+        answer = self._answer(calls[0])
+        if group.world_size > 1:
+            torch.distributed.gather_object(answer, answers or None, dst=group.ranks[0], group=group.cpu_group)
+        else:
+            answers = [answer]
+        if is_first:
+            answers_path(Path(path)).write_bytes(pickle.dumps(answers))
+
+    def _answer(self, call: Call | None) -> Answer:
+        assert call is not None
         try:
-            answer = Answer(getattr(self, call.method)(**call.arguments))
+            return Answer(getattr(self, call.method)(**call.arguments))
         except Exception as error:  # told to the client, which knows what to do about it
             log_answered()
             line = " ".join(str(error).split())
             known = isinstance(error, (UserError, EngineError))
-            answer = Answer(error=line if known else f"{type(error).__name__}: {line}")
-        Path(answer_path(Path(path), self.rank)).write_bytes(pickle.dumps(answer))
+            return Answer(error=line if known else f"{type(error).__name__}: {line}")
 
     # What a Call may name
 

@@ -1,0 +1,110 @@
+"""An engine whose ranks are on two hosts: what one on one host generates, the trainer's weights, and a part that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engine3d import stores
+from engine3d.errors import EngineError, UserError
+from engine3d.rollout import EngineMember, EnginePart, RolloutConfig, RolloutEngine, SamplingConfig
+from engine3d.rollout.host.process import LOST_PART
+from engine3d.rollout.part import PartCalls
+from tests.support import tiny_families
+from tests.support.tiny_rollout import TINY_ROLLOUT
+from tests.support.warm import warm_starts
+
+pytestmark = pytest.mark.processes
+
+TWO = TINY_ROLLOUT.model_copy(update={"tp": 2, "ep": 2})
+PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12], [3, 4, 5] * 6]
+GREEDY = SamplingConfig(temperature=0, max_new_tokens=10, ignore_eos=True)
+
+
+@contextmanager
+def on_two_hosts(model: Path, config: RolloutConfig) -> Iterator[tuple[RolloutEngine, EngineMember]]:
+    """Both parts of an engine, started."""
+    served = stores.serve(stores.listen("127.0.0.1"))
+    address = stores.tcp_address(served.host, served.port)
+    first = RolloutEngine(model, config, part=EnginePart(0, 2, address))
+    second = EngineMember(model, config, EnginePart(1, 2, address))
+    try:
+        with warm_starts(), ThreadPoolExecutor() as pool:
+            starts = [pool.submit(part.start) for part in (first, second)]
+            for each in starts:
+                each.result()
+        yield first, second
+    finally:
+        first.shutdown()
+        second.shutdown()
+
+
+def test_two_hosts_generate_what_one_does_and_the_death_of_one_is_told(tmp_path: Path) -> None:
+    started, loaded = tmp_path / "started", tmp_path / "loaded"
+    tiny_families.make("deepseek_v3", started, seed=1)
+    tiny_families.make("deepseek_v3", loaded)
+    with warm_starts(), RolloutEngine(loaded, TWO) as one:
+        expected, checksums = one.generate(PROMPTS, GREEDY), one.weight_checksums()
+    with on_two_hosts(started, TWO) as (first, second):
+        assert first.weight_checksums() != checksums
+        first.load_weights(loaded, version=1)
+        for group, of_one in zip(first.generate(PROMPTS, GREEDY), expected, strict=True):
+            for each, reference in zip(group, of_one, strict=True):
+                assert (each.token_ids, each.weight_version) == (reference.token_ids, 1)
+                assert each.logprobs == pytest.approx(reference.logprobs, abs=1e-5)
+        assert first.weight_checksums() == checksums
+        assert first.verify_weights(loaded) == [[], []]
+        second.check("generate")
+        assert second._host is not None
+        os.kill(second._host.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=f"died during generate: {LOST_PART}: .*gloo"):
+            first.generate([[5]] * 60, SamplingConfig(max_new_tokens=60, ignore_eos=True))
+        deadline = time.monotonic() + 10
+        while second.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with pytest.raises(EngineError, match="died during generate: its process was killed by SIGKILL"):
+            second.check("generate")
+
+
+def test_calls_end_on_every_host_and_wait_for_the_first(tmp_path: Path) -> None:
+    served = stores.serve(stores.listen("127.0.0.1"))
+    address = stores.tcp_address(served.host, served.port)
+    first, second = (PartCalls(EnginePart(index, 2, address), 10.0) for index in range(2))
+    looks: list[float] = []
+    with ThreadPoolExecutor() as pool:
+        for _ in range(3):
+            looks.clear()
+            waiting = pool.submit(second.wait, lambda: looks.append(time.monotonic()))
+            time.sleep(0.2)
+            assert not waiting.done()
+            first.done()
+            waiting.result(5)
+            assert looks
+
+        def check() -> None:
+            raise EngineError("this host's part has died")
+
+        with pytest.raises(EngineError, match="this host's part has died"):
+            second.wait(check)
+
+
+@pytest.mark.parametrize(
+    ("part", "devices", "line"),
+    [
+        (EnginePart(2, 2, "tcp://127.0.0.1:1"), (), "part 2 of a rollout engine on 2 hosts"),
+        (EnginePart(1, 3, "tcp://127.0.0.1:1"), (), "of tp 2 on 3 hosts, expected as many ranks on each"),
+        (EnginePart(1, 2), (), "on 2 hosts without a store at which they meet"),
+        (EnginePart(1, 2, "tcp://127.0.0.1:1"), (0, 1), "2 devices for a rollout engine of tp 2, of which 1 are on this"),
+        (EnginePart(), (), "part 0 of a rollout engine is a RolloutEngine"),
+    ],
+)
+def test_parts_that_cannot_be_are_refused(part: EnginePart, devices: tuple[int, ...], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        EngineMember("nowhere", TWO, part, devices)
