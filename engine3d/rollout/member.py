@@ -21,10 +21,11 @@ class EngineMember:
         self,
         model_dir: str | Path,
         config: RolloutConfig,
-        part: EnginePart,
         devices: Sequence[int] = (),
         log_path: str | Path | None = None,
         weight_sources: Sequence[Path | None] = (),
+        *,
+        part: EnginePart,
     ) -> None:
         """Check everything that can be checked without starting anything. The arguments are those of `RolloutEngine`.
 

@@ -16,22 +16,37 @@ from hybridflow.config.recipe import Recipe
 
 
 def check_engine_nodes(recipe: Recipe, devices: Sequence[Device]) -> None:
-    """Every engine is on one node.
+    """Every engine is on one node, or each on as many, with as many of its devices on each.
 
     Args:
         devices: of the rollout role, which hold its engines one after another.
 
     Raises:
-        UserError: an engine that would span nodes.
+        UserError: engines that SGLang cannot be cut into.
     """
     tp = recipe.rollout.engine.tp
+    hosts = hosts_of_engine(devices, tp)
+    share = max(1, tp // hosts)
     for engine, first in enumerate(range(0, len(devices), tp)):
-        nodes = sorted({device.node for device in devices[first : first + tp]})
-        if len(nodes) > 1:
+        own = devices[first : first + tp]
+        shares = [{device.node for device in own[start : start + share]} for start in range(0, tp, share)]
+        if tp % hosts or any(len(nodes) > 1 for nodes in shares) or len(set.union(*shares)) != hosts:
+            nodes = ", ".join(str(device.node) for device in own)
+            each = f"{share} on each of {hosts} nodes, as the first engine's, " if tp % hosts == 0 and engine else ""
             raise UserError(
-                f"placement.rollout: the {tp} devices of engine {engine} are on nodes {', '.join(map(str, nodes))}; "
-                "expected them on one, by a smaller rollout.engine.tp or other devices"
+                f"placement.rollout: the {tp} devices of engine {engine} are on nodes {nodes}; expected them on one, "
+                f"or {each or 'as many on each, '}node by node: by another rollout.engine.tp or other devices"
             )
+
+
+def hosts_of_engine(devices: Sequence[Device], tp: int) -> int:
+    """On how many nodes each engine is.
+
+    Args:
+        devices: of the rollout role, which hold its engines one after another.
+        tp: devices of an engine.
+    """
+    return len({device.node for device in devices[:tp]})
 
 
 def check_sampling(recipe: Recipe, spec: ModelSpec, devices: Mapping[str, Sequence[Device]] | None) -> None:

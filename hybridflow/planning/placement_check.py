@@ -81,18 +81,16 @@ def check_layouts(
 def groups_over_nodes(
     layouts: Mapping[str, Layout], devices: Mapping[str, Sequence[Device]], nodes: Sequence[Node]
 ) -> list[str]:
-    """Tensor- and expert-parallel groups of models whose ranks are on several nodes, a line each role and kind.
+    """Tensor- and expert-parallel groups whose ranks are on several nodes, a line each role and kind.
 
     Args:
-        layouts: of each model; that of the engines is left out, which `check_engine_nodes` looks at.
+        layouts: of each model, and of the engines as "rollout".
         devices: of each role, in the order of its ranks.
         nodes: of the cluster.
     """
     lines = []
     for role, layout in layouts.items():
-        if role == "rollout":
-            continue
-        for name, members in (("tensor", layout.tensor_groups()), ("expert", layout.expert_groups())):
+        for name, members in _groups(role, layout, len(devices[role])):
             spread = [group for group in members if len({devices[role][rank].node for rank in group}) > 1]
             if spread:
                 where = ", ".join(dict.fromkeys(nodes[devices[role][rank].node].name for rank in spread[0]))
@@ -101,6 +99,13 @@ def groups_over_nodes(
                     f"(ranks {spread[0][0]}-{spread[0][-1]} on {where}): their collectives cross the network"
                 )
     return lines
+
+
+def _groups(role: str, layout: Layout, devices: int) -> list[tuple[str, list[range]]]:
+    if role == "rollout":  # an engine's experts are cut over its tensor-parallel ranks
+        size = devices // layout.dp
+        return [("tensor", [range(first, first + size) for first in range(0, devices, size)])]
+    return [("tensor", layout.tensor_groups()), ("expert", layout.expert_groups())]
 
 
 def check_apart(devices: Mapping[str, Sequence[Device]], models: Iterable[str]) -> None:

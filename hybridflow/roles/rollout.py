@@ -1,11 +1,13 @@
-"""One SGLang engine, as a role of the dataflow."""
+"""One SGLang engine, as a role of the dataflow: a worker for each host that it is on."""
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Concatenate, cast
 
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Place
@@ -14,18 +16,43 @@ from engine3d.reshard.transport.sender import Sent, Transport
 from engine3d.reshard.verify import Difference
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
 from engine3d.rollout.engine import RolloutEngine
+from engine3d.rollout.member import EngineMember
+from engine3d.rollout.part import EnginePart, PartCalls
 from engine3d.training.offload import OffloadFigures
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.data.prompts import DrawnPrompt
 from hybridflow.workers.context import WorkerContext
-from hybridflow.workers.protocols import ALL_TO_ALL, DP_PROTO, ONE_TO_ALL, register
+from hybridflow.workers.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PROTO, register
+
+type _Method[**P, R] = Callable[Concatenate[RolloutWorker, P], R]
 
 _LONGEST_ROLLOUT_S = 24 * 3600.0
 """Of all responses of a call. The engine itself ends a call that comes no further (`request_timeout_s`)."""
 
 
+def on_first_host[**P, R](elsewhere: R) -> Callable[[_Method[P, R]], _Method[P, R]]:
+    """A call of an engine, made on its first host; on its others it ends when the first one's has.
+
+    Args:
+        elsewhere: what it returns there.
+    """
+
+    def decorate(method: _Method[P, R]) -> _Method[P, R]:
+        @functools.wraps(method)
+        def call(worker: RolloutWorker, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            return worker.lead_or_follow(method.__name__, lambda: method(worker, *args, **kwargs), elsewhere)
+
+        return call
+
+    return decorate
+
+
+_UNUSED = cast("SampleBatch", None)
+"""The result of a rank whose results nobody collects."""
+
+
 class RolloutWorker:
-    """One engine; the ranks of its group are engines side by side.
+    """One engine, or its part on one host; the ranks of its group are engines side by side, each host by host.
 
     Args:
         directory: HuggingFace directory of the initial weights.
@@ -45,17 +72,49 @@ class RolloutWorker:
         weight_sources: Sequence[Path | None],
     ) -> None:
         log_path = context.log_path.with_name(f"sglang-{context.rank}.log") if context.log_path else None
-        ranks = slice(context.rank * config.tp, (context.rank + 1) * config.tp)
-        self._rank, self._ranks, self._places = context.rank, ranks, places[ranks]
+        number = context.coordinates.dp
+        ranks = slice(number * config.tp, (number + 1) * config.tp)
+        self._number, self._ranks, self._places = number, ranks, places[ranks]
         self._weight_bytes, self._moved = 0, OffloadFigures()
-        self._engine = RolloutEngine(directory, config, context.devices, log_path, weight_sources[ranks])
+        part = EnginePart(context.coordinates.tp, context.layout.tp, context.store)
+        self._calls = PartCalls(part, config.start_timeout_s)
+        given = config, context.devices, log_path, weight_sources[ranks]
+        self._part: RolloutEngine | EngineMember = (
+            EngineMember(directory, *given, part=part) if part.index else RolloutEngine(directory, *given, part=part)
+        )
+
+    @property
+    def _engine(self) -> RolloutEngine:
+        """On its first host."""
+        assert isinstance(self._part, RolloutEngine)
+        return self._part
+
+    def lead_or_follow[R](self, name: str, call: Callable[[], R], elsewhere: R) -> R:
+        """Make a call of the engine on its first host, and wait for its end on others.
+
+        Args:
+            name: of the call, for errors.
+            call: makes it.
+            elsewhere: what is returned on another host than the first.
+
+        Raises:
+            EngineError: the part of the engine on this host has died, or the call has failed.
+        """
+        if isinstance(self._part, EngineMember):
+            self._calls.wait(functools.partial(self._part.check, name))
+            return elsewhere
+        try:
+            return call()
+        finally:
+            self._calls.done()
 
     @register(ONE_TO_ALL)
     def start(self) -> None:
         """Start the engine and wait until it can generate."""
-        self._engine.start()
+        self._part.start()
 
-    @register(DP_PROTO, exclusive=True, timeout_s=_LONGEST_ROLLOUT_S)
+    @register(THREE_D_PROTO, exclusive=True, timeout_s=_LONGEST_ROLLOUT_S)
+    @on_first_host(_UNUSED)
     def generate(self, drawn: list[DrawnPrompt], *, sampling: SamplingConfig, samples_per_prompt: int) -> SampleBatch:
         """Responses to prompts: `samples_per_prompt` samples of each, in order."""
         seeds = [prompt.group for prompt in drawn] if self._engine.config.deterministic else None
@@ -77,6 +136,7 @@ class RolloutWorker:
         )
 
     @register(ONE_TO_ALL, exclusive=True)
+    @on_first_host(None)
     def give_back(self) -> None:
         """Give the memory of the KV cache to others that compute here, if the engine can, and that of the weights."""
         if self._engine.config.memory_saver:
@@ -86,6 +146,7 @@ class RolloutWorker:
             self._moved = replace(self._moved, away_s=away_s, nbytes=self._weight_bytes)
 
     @register(ONE_TO_ALL, exclusive=True)
+    @on_first_host(None)
     def take_back(self) -> None:
         """Have that memory again; what it held is gone."""
         if self._engine.config.memory_saver:
@@ -104,13 +165,15 @@ class RolloutWorker:
         return found
 
     @register(ONE_TO_ALL)
+    @on_first_host(list[SharedShards]())
     def share_weights(self) -> list[SharedShards]:
         """Which elements of the model the memory of each of this engine's ranks holds, and how to reach it."""
         if self._engine.config.release_weights:
             self._weight_bytes = sum(self._engine.call_ranks("size of weights", "weight_bytes"))
-        return self._engine.share_weights(f"rollout engine {self._rank}", self._ranks.start, self._places)
+        return self._engine.share_weights(f"rollout engine {self._number}", self._ranks.start, self._places)
 
     @register(ALL_TO_ALL)
+    @on_first_host(None)
     def connect_weights(self, orders: list[ReceiveOrder]) -> None:
         """Make ready for what no rank of the actor writes. `orders`: one for each of this engine's ranks."""
         # Beyond the limits of the ranks themselves, whose errors name who was late.
@@ -118,36 +181,42 @@ class RolloutWorker:
         self._engine.call_ranks("connection for weights", "connect", self._limit_s or None, orders=orders)
 
     @register(ONE_TO_ALL)
+    @on_first_host(None)
     def begin_weights(self, version: int) -> None:
         """Let no generation begin until `version` is committed; wait for those that run."""
         self._engine.begin_weights(version)
 
     @register(ONE_TO_ALL)
+    @on_first_host(list[dict[Transport, Sent]]())
     def receive_weights(self, version: int) -> list[dict[Transport, Sent]]:
         """Take what no rank of the actor writes; return when it is all there. What each of the engine's ranks read."""
         phase = f"transfer of weights version {version}"
         return self._engine.call_ranks(phase, "receive", self._limit_s or None, version=version)
 
     @register(ONE_TO_ALL)
+    @on_first_host(None)
     def seal_weights(self, version: int, *, flush_cache: bool) -> None:
         """All of `version` is written: do what can fail before it is served."""
         self._engine.seal_weights(version, flush_cache)
 
     @register(ONE_TO_ALL)
+    @on_first_host(list[list[Difference]]())
     def verify_weights(self, directory: Path) -> list[list[Difference]]:
         """For each rank of this engine, what differs from what SGLang's loader makes of a HuggingFace directory."""
         return self._engine.verify_weights(directory)
 
     @register(ONE_TO_ALL)
+    @on_first_host(None)
     def commit_weights(self, version: int) -> None:
         """Serve `version`."""
         self._engine.commit_weights(version)
 
     @register(ONE_TO_ALL)
+    @on_first_host(None)
     def recommit_weights(self, version: int) -> None:
         """Serve `version` again, which was served before its memory was given back: no step ends with it."""
         self._engine.commit_weights(version)
 
     def shutdown(self) -> None:
-        """End the engine's processes."""
-        self._engine.shutdown()
+        """End the engine's processes on this host."""
+        self._part.shutdown()

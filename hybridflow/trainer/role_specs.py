@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from hybridflow.checkpoint.resume import WARMED_UP, needs_warmed_up
 from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.cache_size import Lengths, cache_tokens
+from hybridflow.planning.engine_check import hosts_of_engine
 from hybridflow.roles.groups import FunctionRewardGroup, ModelGroup, PolicyGroup, RolloutGroup, ValueGroup
 from hybridflow.roles.offload import begin_in_turn
 from hybridflow.roles.policy import PolicyWorker
@@ -48,7 +49,7 @@ class RoleSpec:
         start_s: limit of its `start()`, in seconds.
         call_s: limit of every other call, in seconds.
         devices_per_rank: more than one for an engine that runs several itself.
-        meets: whether its ranks need a store at which they can meet.
+        ranks_per_store: how many ranks, one after the other, meet at a store of theirs; all if None, none if 0.
         environment: of its ranks.
         sample_costs: by which a batch is dealt to them.
         turn: its place among the roles that start one after another; None for one that waits for no other.
@@ -64,7 +65,7 @@ class RoleSpec:
     start_s: float
     call_s: float
     devices_per_rank: int = 1
-    meets: bool = True
+    ranks_per_store: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     sample_costs: SampleCosts = list
     turn: int | None = None
@@ -139,7 +140,9 @@ class _Specs:
         if recipe.rollout.weights.share:
             sources = dict(zip(self._devices["actor"], self._published, strict=True))
         engine = recipe.rollout.engine
-        layout = recipe.rollout.layout(len(devices))
+        hosts = hosts_of_engine(devices, engine.tp)
+        # An engine's tensor-parallel ranks here are its hosts, each of which runs a share of SGLang's.
+        layout = replace(recipe.rollout.layout(len(devices)), tp=hosts)
         tokens = cache_tokens(
             recipe, Lengths.of(recipe, run.train.tokens, run.evaluation.tokens), layout.dp, devices[0].kind
         )
@@ -155,8 +158,8 @@ class _Specs:
             {"places": self._places["rollout"], "weight_sources": [sources.get(device) for device in devices]},
             start_s=engine.start_timeout_s + _MARGIN_S,
             call_s=recipe.limits.call_s,
-            devices_per_rank=engine.tp,
-            meets=False,
+            devices_per_rank=engine.tp // hosts,
+            ranks_per_store=hosts if hosts > 1 else 0,
             turn=self._turns.get("rollout"),
             note=self._cache_note(tokens),
         )
@@ -179,7 +182,7 @@ class _Specs:
             {},
             start_s=max(function.load_timeout_s for function in functions) + _MARGIN_S,
             call_s=_MARGIN_S + max(function.limit_s(samples) for function in functions),
-            meets=False,
+            ranks_per_store=0,
         )
 
     def _model_directory(self, role: str) -> Path:

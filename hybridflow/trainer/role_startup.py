@@ -158,7 +158,7 @@ class _Start:
             spec.layout,
             *spec.arguments,
             devices_per_rank=spec.devices_per_rank,
-            meets=spec.meets,
+            ranks_per_store=spec.ranks_per_store,
             log_dir=self._run.log_directory,
             environment=spec.environment,
             call_timeout_s=spec.call_s,

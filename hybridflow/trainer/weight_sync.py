@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 
 from engine3d.errors import EngineError
 from engine3d.models import ModelSpec
-from engine3d.reshard.plan.coordinate import coordinate
+from engine3d.reshard.plan.coordinate import ReceiveOrder, coordinate
 from engine3d.reshard.plan.pieces import Plan
 from engine3d.reshard.transport.sender import Sent, Transport
 from engine3d.stores import file_address, listen, serve, tcp_address
@@ -116,7 +116,7 @@ class WeightSync:
         weights = self._directory / f"version-{version}"
         self._directory.mkdir(parents=True, exist_ok=True)
         self._actor.export(weights).result()
-        found = self._rollout.verify_weights(weights).result()
+        found = self._rollout.verify_weights(weights).result()[:: self._rollout.layout.tp]
         shutil.rmtree(weights)
         for engine, ranks in enumerate(found):
             for rank, differences in enumerate(ranks):
@@ -129,7 +129,8 @@ class WeightSync:
 
     def _connect(self) -> Plan:
         sources = self._actor.share_weights().result()
-        engines = self._rollout.share_weights().result()
+        hosts = self._rollout.layout.tp  # of an engine, of which the first answers
+        engines = self._rollout.share_weights().result()[::hosts]
         orders = coordinate(
             sources,
             list(itertools.chain.from_iterable(engines)),
@@ -144,7 +145,9 @@ class WeightSync:
         self._engines_receive = orders.engines_receive
         if orders.engines_receive:
             per_engine = [list(orders.receive[first : first + ranks]) for first in range(0, len(orders.receive), ranks)]
-            connecting.append(self._rollout.connect_weights(per_engine))
+            nothing: list[list[ReceiveOrder]] = [[]] * (hosts - 1)
+            per_rank = list(itertools.chain.from_iterable([orders, *nothing] for orders in per_engine))
+            connecting.append(self._rollout.connect_weights(per_rank))
         wait_together(*connecting)
         return orders.plan
 

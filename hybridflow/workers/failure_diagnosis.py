@@ -15,6 +15,7 @@ from pathlib import Path
 
 from engine3d.errors import EngineError, UserError
 from engine3d.out_of_memory import OUT_OF_MEMORY
+from engine3d.rollout.host.messages import LOST_PART
 from engine3d.stacks import stacks_path
 from hybridflow.errors.rank_failure import Failure
 
@@ -29,7 +30,7 @@ ENDED_FOR_MEMORY = f"{_DIED}: Ray ended it because the machine was running out o
 INPUT_LOST = "broken pipe: the process that was to make its input died"
 """Of a rank that was to read what a rank of another call was to make."""
 
-_ENGINE_DIED = "EngineError: rollout engine died"  # whatever its last words were
+_ENGINE_DIED = "EngineError: rollout engine died"  # whatever its last words were, but for those of a lost part
 
 # What a rank reports whose neighbour went away in the middle of a collective.
 _LOST_NEIGHBOUR = re.compile(
@@ -79,7 +80,7 @@ class Kind(IntEnum):
 def kind_of(failure: Failure) -> Kind:
     """What a failure is, by its line."""
     if failure.error.startswith((_DIED, _ENGINE_DIED)):
-        return Kind.DIED
+        return Kind.LOST if LOST_PART in failure.error else Kind.DIED
     return Kind.LOST if not failure.user_error and _LOST_NEIGHBOUR.search(failure.error) else Kind.RAISED
 
 

@@ -73,7 +73,8 @@ class WorkerGroup(Caller):
         sample_costs: the cost of samples of so many tokens, by which a `RemoteBatch` is dealt to the ranks.
         devices_per_rank: devices of each rank, all on one node; for an engine that runs several devices itself.
         generation: tensor and pipeline sizes while generating, for 3D_ALL_MICRO_DP.
-        meets: whether the ranks need a store at which they can meet, for a process group of theirs.
+        ranks_per_store: how many ranks, one after the other, meet at a store of theirs, for a process group; all of
+            them if None, no store if 0.
         log_dir: each rank's output goes to `<log_dir>/<role>-<rank>.log`; to Ray's own logs if None.
         environment: further environment variables of the ranks.
         call_timeout_s: limit of every call unless `Future.result` is given another, in seconds.
@@ -95,7 +96,7 @@ class WorkerGroup(Caller):
         *args: Any,
         devices_per_rank: int = 1,
         generation: tuple[int, int] = (1, 1),
-        meets: bool = True,
+        ranks_per_store: int | None = None,
         log_dir: Path | None = None,
         environment: Mapping[str, str] | None = None,
         call_timeout_s: float = 1800.0,
@@ -108,7 +109,7 @@ class WorkerGroup(Caller):
         self.role, self.layout, self.pool = role, layout, pool
         self.grid = Grid(layout, *generation)
         self._devices_per_rank = devices_per_rank
-        self._meets = meets
+        self._ranks_per_store = layout.world_size if ranks_per_store is None else ranks_per_store
         self.sample_costs = sample_costs
         self._registrations = registrations(worker_class)
         memory = {name: each for name, each in self._registrations.items() if name in (GIVE_BACK, TAKE_BACK)}
@@ -202,9 +203,9 @@ class WorkerGroup(Caller):
             variables = self._environment(rank, local_rank) | dict(environment)
             options = actor_class.options(scheduling_strategy=self._bundles(rank)[0].strategy())
             ranks.actors.append(options.remote(self.role, rank, variables, ranks.log_path(rank)))
-        file = ray_runtime.store_file(self.role)
-        listens = self._meets and file is None
-        identifying = [actor.identify.remote(listens and rank == 0) for rank, actor in enumerate(ranks.actors)]
+        files = {first: ray_runtime.store_file(f"{self.role}-{first}") for first in self._first_ranks()}
+        listening = {first for first, file in files.items() if file is None}
+        identifying = [actor.identify.remote(rank in listening) for rank, actor in enumerate(ranks.actors)]
         Call(ranks, "start", timeout_s, identifying).wait()
         identities: list[tuple[int, str, str, int]] = ray.get(identifying)
         ranks.places = [
@@ -215,8 +216,10 @@ class WorkerGroup(Caller):
         local = [find_process(pid) for pid, _, address, _ in identities if address == here]
         ranks.processes = [process for process in local if process is not None]
 
-        _, _, address, port = identities[0]
-        store = file_address(file) if file is not None else tcp_address(address, port)
+        stores = {
+            first: file_address(file) if file is not None else tcp_address(*identities[first][2:])
+            for first, file in files.items()
+        }
         arguments = ray.put((args, kwargs))
         constructing: list[ray.ObjectRef] = []
         for rank, (actor, local_rank) in enumerate(zip(ranks.actors, local_ranks, strict=True)):
@@ -227,11 +230,15 @@ class WorkerGroup(Caller):
                 layout=self.layout,
                 coordinates=self.layout.coordinates(rank),
                 devices=tuple(range(local_rank * self._devices_per_rank, (local_rank + 1) * self._devices_per_rank)),
-                store=store if self._meets else "",
+                store=stores[rank - rank % self._ranks_per_store] if stores else "",
                 log_path=ranks.log_path(rank),
             )
             constructing.append(actor.construct.remote(worker_class, context, arguments))
         Call(ranks, "start", timeout_s, constructing).wait()
+
+    def _first_ranks(self) -> range:
+        """The first of the ranks that meet at each store."""
+        return range(0, self.layout.world_size, self._ranks_per_store) if self._ranks_per_store else range(0)
 
     def _bundles(self, rank: int) -> Sequence[Bundle]:
         return self.pool.bundles[rank * self._devices_per_rank : (rank + 1) * self._devices_per_rank]

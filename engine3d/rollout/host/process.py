@@ -20,12 +20,10 @@ from typing import Any
 from engine3d.errors import EngineError
 from engine3d.progress import progress
 from engine3d.rollout.host.log import lost_neighbour, root_cause
-from engine3d.rollout.host.messages import START_ID, Launch, Limits, Progress, Reply, Request
+from engine3d.rollout.host.messages import LOST_PART, START_ID, Launch, Limits, Progress, Reply, Request
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE, make_run_directory, remove_run_files
 from engine3d.stacks import STACKS_VARIABLE, stacks_path
 
-LOST_PART = "it lost its ranks on another host"
-"""Of an engine on several hosts that only died of another host's part."""
 _EXIT_GRACE_S = 5.0  # between the end of the connection and the end of the process
 _SEND_TIMEOUT_S = 60  # the host reads at once, unless it hangs
 

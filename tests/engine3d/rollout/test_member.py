@@ -1,4 +1,4 @@
-"""An engine whose ranks are on two hosts: what one on one host generates, the trainer's weights, and a part that dies."""
+"""An engine whose ranks are on two hosts: it generates what one on one host does, and tells of a part that dies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from engine3d import stores
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout import EngineMember, EnginePart, RolloutConfig, RolloutEngine, SamplingConfig
-from engine3d.rollout.host.process import LOST_PART
+from engine3d.rollout.host.messages import LOST_PART
 from engine3d.rollout.part import PartCalls
 from tests.support import tiny_families
 from tests.support.tiny_rollout import TINY_ROLLOUT
@@ -34,7 +34,7 @@ def on_two_hosts(model: Path, config: RolloutConfig) -> Iterator[tuple[RolloutEn
     served = stores.serve(stores.listen("127.0.0.1"))
     address = stores.tcp_address(served.host, served.port)
     first = RolloutEngine(model, config, part=EnginePart(0, 2, address))
-    second = EngineMember(model, config, EnginePart(1, 2, address))
+    second = EngineMember(model, config, part=EnginePart(1, 2, address))
     try:
         with warm_starts(), ThreadPoolExecutor() as pool:
             starts = [pool.submit(part.start) for part in (first, second)]
@@ -101,10 +101,14 @@ def test_calls_end_on_every_host_and_wait_for_the_first(tmp_path: Path) -> None:
         (EnginePart(2, 2, "tcp://127.0.0.1:1"), (), "part 2 of a rollout engine on 2 hosts"),
         (EnginePart(1, 3, "tcp://127.0.0.1:1"), (), "of tp 2 on 3 hosts, expected as many ranks on each"),
         (EnginePart(1, 2), (), "on 2 hosts without a store at which they meet"),
-        (EnginePart(1, 2, "tcp://127.0.0.1:1"), (0, 1), "2 devices for a rollout engine of tp 2, of which 1 are on this"),
+        (
+            EnginePart(1, 2, "tcp://127.0.0.1:1"),
+            (0, 1),
+            "2 devices for a rollout engine of tp 2, of which 1 are",
+        ),
         (EnginePart(), (), "part 0 of a rollout engine is a RolloutEngine"),
     ],
 )
 def test_parts_that_cannot_be_are_refused(part: EnginePart, devices: tuple[int, ...], line: str) -> None:
     with pytest.raises(UserError, match=line):
-        EngineMember("nowhere", TWO, part, devices)
+        EngineMember("nowhere", TWO, devices, part=part)

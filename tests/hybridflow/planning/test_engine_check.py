@@ -22,7 +22,13 @@ from hybridflow.cluster.runtime.cluster_address import check_cluster_answers
 from hybridflow.config.initial_model import create_model, initial_spec
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.data.tokenizer import make_character_tokenizer
-from hybridflow.planning.engine_check import check_baselines, check_engine_nodes, check_evaluation, check_same_tokens
+from hybridflow.planning.engine_check import (
+    check_baselines,
+    check_engine_nodes,
+    check_evaluation,
+    check_same_tokens,
+    hosts_of_engine,
+)
 from hybridflow.planning.model_check import check_model
 from tests.support.tiny_families import CONFIGS
 
@@ -93,12 +99,32 @@ def test_attention_that_samples_deterministically(
         assert line in refusal(lambda: check_deterministic(spec, deterministic, on_gpu=on_gpu))
 
 
-def test_an_engine_is_on_one_node() -> None:
-    devices = [Device(0, "cpu", 0), Device(0, "cpu", 1), Device(0, "cpu", 2), Device(1, "cpu", 0)]
-    recipe = a_recipe("rollout.engine.tp=2")
-    check_engine_nodes(recipe, [*devices[:2], *devices[3:], Device(1, "cpu", 1)])
-    line = "placement.rollout: the 2 devices of engine 1 are on nodes 0, 1; expected them on one, by a smaller"
-    assert refusal(lambda: check_engine_nodes(recipe, devices)).startswith(line)
+@pytest.mark.parametrize(
+    ("tp", "nodes", "hosts", "line"),
+    [
+        (2, (0, 0, 1, 1), 1, None),
+        (2, (0, 1, 0, 1), 2, None),
+        (4, (0, 0, 1, 1, 2, 2, 3, 3), 2, None),
+        (2, (0, 0, 0, 1), 1, "engine 1 are on nodes 0, 1; expected them on one, or 2 on each of 1 nodes, as the first"),
+        (
+            4,
+            (0, 0, 0, 1),
+            2,
+            "engine 0 are on nodes 0, 0, 0, 1; expected them on one, or as many on each, node by node",
+        ),
+        (4, (0, 1, 0, 1), 2, "engine 0 are on nodes 0, 1, 0, 1; expected them on one, or as many on each"),
+        (4, (0, 0, 1, 2), 3, "engine 0 are on nodes 0, 0, 1, 2; expected them on one, or as many on each"),
+        (4, (0, 0, 1, 1, 2, 2, 2, 2), 2, "engine 1 are on nodes 2, 2, 2, 2; expected them on one, or 2 on each of 2"),
+    ],
+)
+def test_engines_are_on_as_many_nodes_each(tp: int, nodes: tuple[int, ...], hosts: int, line: str | None) -> None:
+    devices = [Device(node, "cpu", index) for index, node in enumerate(nodes)]
+    recipe = a_recipe(f"rollout.engine.tp={tp}")
+    assert hosts_of_engine(devices, tp) == hosts
+    if line is None:
+        check_engine_nodes(recipe, devices)
+    else:
+        assert line in refusal(lambda: check_engine_nodes(recipe, devices))
 
 
 def test_evaluations_and_baselines_have_something_for_everyone() -> None:

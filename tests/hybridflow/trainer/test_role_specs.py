@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -27,11 +27,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         yield run
 
 
-def specs_of(recipe: Recipe, run: Run) -> dict[str, RoleSpec]:
+def specs_of(recipe: Recipe, run: Run, nodes: Sequence[Node] = NODES) -> dict[str, RoleSpec]:
     wanted = recipe.placement.roles(list(recipe.models))
-    devices = pool_devices(wanted, recipe.placement.pools, NODES)
+    devices = pool_devices(wanted, recipe.placement.pools, nodes)
     devices.setdefault("reward", devices["rollout"][:1])
-    return {spec.role: spec for spec in role_specs(recipe, run, devices, NODES)}
+    return {spec.role: spec for spec in role_specs(recipe, run, devices, nodes)}
 
 
 def test_every_role_of_a_recipe_has_one_spec_in_the_order_of_its_start(run: Run) -> None:
@@ -40,7 +40,14 @@ def test_every_role_of_a_recipe_has_one_spec_in_the_order_of_its_start(run: Run)
     kinds = [spec.group for spec in specs.values()]
     assert kinds == [RolloutGroup, PolicyGroup, PolicyGroup, FunctionRewardGroup]
     assert not any(spec.turn is not None for spec in specs.values())  # all start side by side
-    assert [spec.role for spec in specs.values() if not spec.meets] == ["rollout", "reward"]
+    assert [spec.role for spec in specs.values() if spec.ranks_per_store == 0] == ["rollout", "reward"]
+
+
+def test_an_engine_on_two_hosts_has_a_rank_on_each_that_meet_at_a_store_of_theirs(run: Run) -> None:
+    overrides = ["rollout.engine.tp=4", "placement.rollout=cpu:4-11", "placement.actor=cpu:0-1"]
+    nodes = [Node(f"10.0.0.{number}", gpus=0, cpu_slots=2) for number in range(6)]
+    spec = specs_of(load_recipe(DEMO, overrides), run, nodes)["rollout"]
+    assert (spec.layout, spec.devices_per_rank, spec.ranks_per_store) == (Layout(dp=2, tp=2), 2, 2)
 
 
 def test_only_the_actor_learns_and_publishes_and_takes_a_checkpoint(run: Run) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from hybridflow.rundir.first_failure import read_failure
 from tests.support.hosts import hosts_or_skip
-from tests.support.hosts.launching import Launch, agent_command, environment, small_run, start, start_agents
+from tests.support.hosts.launching import Launch, agent_command, environment, learned, small_run, start, start_agents
 from tests.support.runs import ROOT, records, run
 
 pytestmark = [pytest.mark.processes, pytest.mark.hosts]
@@ -29,16 +29,6 @@ MANY_STEPS = [
     "limits.host_s=8",
     "limits.stop_s=5",
 ]
-_LEARNED = re.compile(r"(train|reward|mismatch|eval)/(?!.*(_ms|_per_sec)$).*")
-"""What a run's metrics say of what it learns; the rest is times, bytes and memory."""
-
-
-def learned(directory: Path) -> list[dict[str, float]]:
-    """Of every record of a run, what it learned."""
-    return [
-        {name: value for name, value in record.items() if _LEARNED.fullmatch(name)}
-        for record in records(directory, "train", "warmup", "eval")
-    ]
 
 
 def test_torchrun_on_three_hosts_learns_what_one_host_learns(tmp_path: Path) -> None:

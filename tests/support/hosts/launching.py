@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -15,12 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.hosts.cluster import Hosts
-from tests.support.runs import DEMO, ROOT, SMALL
+from tests.support.runs import DEMO, ROOT, SMALL, records
 
 PORT = 29400
 LIMIT_S = 240.0
 _LEFT_BY_LIBRARIES = ("/tmp/torchinductor_", "/tmp/torchelastic_")
 """The second is torchrun's own, of empty directories."""
+
+
+_LEARNED = re.compile(r"(train|reward|mismatch|eval)/(?!.*(_ms|_per_sec)$).*")
+"""What a run's metrics say of what it learns; the rest is times, bytes and memory."""
 
 
 @dataclass
@@ -188,3 +193,11 @@ def start_agents(hosts: Hosts, directory: Path, *overrides: str) -> Launch:
     """Start an agent on every host, of the small run with some settings."""
     words = small_run(directory, *overrides)
     return start(hosts, directory, lambda index: agent_command(index, len(hosts), *words))
+
+
+def learned(directory: Path) -> list[dict[str, float]]:
+    """Of every record of a run, what it learned."""
+    return [
+        {name: value for name, value in record.items() if _LEARNED.fullmatch(name)}
+        for record in records(directory, "train", "warmup", "eval")
+    ]

@@ -1,0 +1,68 @@
+"""Engines of which each is on two hosts: what is learned from them, their weights, and the death of a part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridflow.rundir.first_failure import read_failure
+from tests.support.hosts import hosts_or_skip
+from tests.support.hosts.launching import learned, start_agents
+from tests.support.runs import records, run
+from tests.support.tiny_families import DEEPSEEK
+
+pytestmark = [pytest.mark.processes, pytest.mark.hosts]
+
+SETTINGS = [
+    "warmup=null",
+    "placement.actor=cpu:0-1",
+    "rollout.engine.tp=2",
+    "rollout.engine.ep=2",
+    "rollout.verify_weights=true",
+]
+OF_DEMO = {"vocab_size": 32, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def test_an_engine_on_two_hosts_learns_what_one_on_one_host_does(tmp_path: Path) -> None:
+    settings = [*SETTINGS, "trainer.steps=2"]
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        launch = start_agents(hosts, tmp_path, *settings, "placement.rollout=cpu:4,8")
+        launch.until_in("rollout", 1)
+        where = [[log for log in ("rollout-0", "rollout-1") if launch.logs_to(host, log)] for host in range(3)]
+        assert launch.wait() == [0, 0, 0], launch.outputs()
+        assert where == [[], ["rollout-0"], ["rollout-1"]]
+        crosses = "placement.rollout: 1 of 1 tensor-parallel groups are on several nodes (ranks 0-1 on host-1, host-2)"
+        assert crosses in launch.output(0)
+        assert launch.left() == []
+    one = tmp_path / "one"
+    one.mkdir()
+    done = run(one, *settings, "placement.rollout=cpu:2-3")
+    assert done.returncode == 0, done.stderr
+    found = learned(launch.run)
+    assert sum("train/gradient_norm" in record for record in found) == 2
+    assert found == learned(one / "small")
+
+
+def test_an_engine_of_deepseek_v3_that_loses_a_host_names_the_part_that_died(tmp_path: Path) -> None:
+    settings = [
+        *SETTINGS,
+        f"model.create.config={json.dumps(DEEPSEEK | OF_DEMO)}",
+        "rollout.engine.deterministic=false",  # which SGLang has for this family on GPUs alone
+        "trainer.steps=1000",
+        "limits.stop_s=5",
+    ]
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        launch = start_agents(hosts, tmp_path, *settings, "placement.rollout=cpu:4,8")
+        launch.until_in("update", 3)
+        assert max(record["mismatch/logprob_abs_diff_mean"] for record in records(launch.run, "train")) < 1e-4
+        launch.until_in("rollout", 4)
+        [pid] = launch.pids(2, "sglang::scheduler")
+        hosts[2].run(["kill", "-KILL", str(pid)], check=True)
+        assert launch.wait(60) == [1, 1, 1], launch.outputs()
+        card = read_failure(launch.run)
+        assert card is not None
+        assert (card.host, card.role, card.rank) == ("host-2", "rollout", 1), card
+        assert "rollout engine died during " in card.cause and "crashed with exit code -9" in card.cause
+        assert launch.left() == []
