@@ -74,7 +74,7 @@ class PartCalls:
         self._numbers = itertools.count()
 
     def done(self) -> None:
-        """Part 0 has done the next call, well or not."""
+        """Part 0 has done the next call."""
         if self._part.count > 1:
             self._joined().set(self._key(), "")
 

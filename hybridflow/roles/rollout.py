@@ -103,10 +103,10 @@ class RolloutWorker:
         if isinstance(self._part, EngineMember):
             self._calls.wait(functools.partial(self._part.check, name))
             return elsewhere
-        try:
-            return call()
-        finally:
-            self._calls.done()
+        result = call()
+        # Not after a failure, which may only be that of a lost neighbour: then the part that died says so.
+        self._calls.done()
+        return result
 
     @register(ONE_TO_ALL)
     def start(self) -> None:
