@@ -19,10 +19,10 @@ from hybridflow.cluster.hosts.comparison import Needs
 from hybridflow.cluster.hosts.description import checked_role
 from hybridflow.cluster.hosts.facts import recipe_hash
 from hybridflow.cluster.hosts.interfaces import named
+from hybridflow.cluster.hosts.launch_plan import DOCTOR, LaunchPlan
 from hybridflow.cluster.hosts.network_settings import NetworkConfig
 from hybridflow.cluster.hosts.preflight import PreflightPlan
 from hybridflow.cluster.hosts.run_token import find_token, needed, new_token
-from hybridflow.cluster.hosts.supervisor import DOCTOR, LaunchPlan
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.runtime.ray_host import LOOPBACK
 from hybridflow.config.yaml_loader import apply_override, build_settings, parse_override, read_with_bases

@@ -19,9 +19,10 @@ from engine3d.errors import EngineError, UserError, first_line
 from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, WrongTokenError, connect
 from hybridflow.cluster.hosts.description import Host, HostRole
 from hybridflow.cluster.hosts.interfaces import interface_with
+from hybridflow.cluster.hosts.launch_plan import LaunchPlan
 from hybridflow.cluster.hosts.preflight import HostPreflight
 from hybridflow.cluster.hosts.run_token import derived
-from hybridflow.cluster.hosts.supervisor import BEAT_S, RAY, LaunchPlan, Supervisor, say
+from hybridflow.cluster.hosts.supervisor import BEAT_S, RAY, Supervisor, say
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.processes.rank_look import RankPlace, look_here, looks_as_json, write_stacks_here
 from hybridflow.cluster.processes.termination import SAVE

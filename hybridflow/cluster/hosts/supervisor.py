@@ -5,70 +5,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
-import os
 import re
 import signal
 import socket
 import sys
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from engine3d.errors import EngineError, UserError, first_line
 from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, WrongTokenError, accept, stream_limit
 from hybridflow.cluster.hosts.description import Cluster, Host, listed
-from hybridflow.cluster.hosts.driver_link import DESCRIPTOR
+from hybridflow.cluster.hosts.driver_process import GRACE_S, DriverProcess
+from hybridflow.cluster.hosts.launch_plan import LaunchPlan
+from hybridflow.cluster.hosts.members import Member, tell_settings
 from hybridflow.cluster.hosts.network_settings import Setting, as_environment
-from hybridflow.cluster.hosts.preflight import PreflightPlan, check_hosts
+from hybridflow.cluster.hosts.preflight import check_hosts
 from hybridflow.cluster.hosts.run_token import derived
 from hybridflow.cluster.processes.termination import SAVE, STOPPED_AFTER_SAVING
 from hybridflow.errors.log import log
-from hybridflow.rundir.first_failure import describe, say_card, write_failure
-from hybridflow.rundir.watching import read_place
 
 BEAT_S = 1.0
 """Between two signs of life of a host."""
-DOCTOR = "doctor"
-"""The command that only looks at the hosts."""
 RAY = "ray"
 """The use of the run's token that Ray's is derived for."""
 _SAY_EVERY_S = 10.0
 _END_S = 60.0
-_GRACE_S = 5.0
 _NO_FAILURE = (0, 2, STOPPED_AFTER_SAVING)
 _NUMBER = re.compile(r"\d+")
 _ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-
-
-@dataclass(frozen=True)
-class LaunchPlan:
-    """What a launch is to do.
-
-    Args:
-        hosts: how many there are.
-        words: of the command that host 0 runs once all are there, such as `["train", "recipe.yaml"]`.
-        gather_s: until all hosts have come.
-        lost_s: without a sign of life, after which a host is lost.
-        stop_s: that the driver has to end in an orderly way.
-        preflight: what is looked at before.
-        restarts: how often the command is run again, with `resume=auto`, after a failure that is not the user's.
-    """
-
-    hosts: int
-    words: Sequence[str]
-    gather_s: float = 600.0
-    lost_s: float = 30.0
-    stop_s: float = 10.0
-    preflight: PreflightPlan = field(default_factory=PreflightPlan)
-    restarts: int = 0
-
-    @property
-    def is_doctor(self) -> bool:
-        """Whether it ends when the hosts have been looked at."""
-        return self.words[:1] == [DOCTOR]
 
 
 def say(lines: str) -> None:
@@ -89,43 +53,6 @@ class Ended(Exception):
         self.code, self.line = code, line
 
 
-class _Member:
-    """A host as its supervisor knows it."""
-
-    def __init__(self, host: Host, channel: Channel, settings: Sequence[Setting] = ()) -> None:
-        self.host, self.channel, self.settings = host, channel, settings
-        self.seen = time.monotonic()
-        self.gone = asyncio.Event()
-        """Its connection has ended, or tells nothing any more."""
-        self._numbers = itertools.count()
-        self._answers: dict[int, asyncio.Future[Message]] = {}
-
-    def take(self, message: Message) -> None:
-        """Note an answer."""
-        future = self._answers.pop(message["number"], None)
-        if future is not None and not future.done():
-            future.set_result(message)
-
-    async def ask(self, kind: str, limit_s: float, **fields: Any) -> Message:
-        """Ask its agent for something.
-
-        Raises:
-            EngineError: it cannot be done there, or there is no answer in time.
-        """
-        number = next(self._numbers)
-        self._answers[number] = asyncio.get_running_loop().create_future()
-        self.channel.send(kind, number=number, **fields)
-        try:
-            answer = await asyncio.wait_for(self._answers[number], limit_s)
-        except TimeoutError:
-            raise EngineError(f"{self.host}: no answer within {limit_s:g} s ({kind})") from None
-        finally:
-            self._answers.pop(number, None)
-        if (error := answer.get("error")) is not None:
-            raise EngineError(f"{self.host}: {error}")
-        return answer
-
-
 class Supervisor:
     """The supervisor of a launch.
 
@@ -136,19 +63,14 @@ class Supervisor:
 
     def __init__(self, plan: LaunchPlan, token: str) -> None:
         self._plan, self._token = plan, token
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, Member] = {}
         self._changed = asyncio.Event()
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._has_begun = False
         self._signals: set[tuple[int, int]] = set()
-        self._driver: asyncio.subprocess.Process | None = None
-        self._to_driver: asyncio.StreamWriter | None = None
+        self._driver: DriverProcess | None = None
         self._ending = False
         self._ending_late: asyncio.TimerHandle | None = None
-        self._directory: Path | None = None
-        """Of the run."""
-        self._failure: tuple[str, str] | None = None
-        """Step and first line of what the command says that it failed of."""
 
     async def run(self, listening: socket.socket) -> int:
         """Gather the hosts on a socket that listens, run the command, and end the agents; the exit code of all.
@@ -176,12 +98,11 @@ class Supervisor:
             self._signals.add(came)
             return
         self._signals.add(came)
-        if self._driver is not None and self._driver.returncode is None:
+        if self._driver is not None and self._driver.is_running:
             where = "" if host is None or host.index == 0 else f" on {host}"
             if where:
                 log.warning(f"{signal.Signals(number).name}{where}")
-            with contextlib.suppress(ProcessLookupError):
-                self._driver.send_signal(number)
+            self._driver.send_signal(number)
         elif number != SAVE:
             self._finish(128 + number, _ENDS.get(signal.Signals(number), signal.Signals(number).name))
 
@@ -207,7 +128,7 @@ class Supervisor:
         self._has_begun = True
         if len(members) > 1 or self._plan.is_doctor:
             await check_hosts(members, self._plan.preflight, with_table=self._plan.is_doctor)
-            _tell_settings(members)
+            tell_settings(members)
         if self._plan.is_doctor:
             return Ended(0)
         for member in members:
@@ -218,7 +139,6 @@ class Supervisor:
         """Run the command, and again after failures, as often as the plan allows; its last exit code."""
         words, before = list(self._plan.words), ""
         for restarts in itertools.count():
-            self._failure = None
             code = await self._drive(cluster, words)
             if self._ending_late is not None:
                 self._ending_late.cancel()
@@ -226,7 +146,8 @@ class Supervisor:
             lost = [member for member in self._members.values() if member.gone.is_set()]
             if code in _NO_FAILURE or asked or lost or restarts == self._plan.restarts:
                 return code
-            step, line = self._failure or ("", f"the driver ended with {code}")
+            assert self._driver is not None
+            step, line = self._driver.failure or ("", f"the driver ended with {code}")
             this = f"{step}: {_NUMBER.sub('N', line)}" if step else ""
             if this and this == before:
                 log.error(f"the same failure in {step} again; the run is not started any more")
@@ -273,7 +194,7 @@ class Supervisor:
                 log.warning(f"{(writer.get_extra_info('peername') or ['?'])[0]} was refused: {error}")
             writer.close()
             return
-        member: _Member | None = None
+        member: Member | None = None
         try:
             member = self._admitted(await channel.receive(), channel)
             while True:
@@ -287,7 +208,7 @@ class Supervisor:
             member.gone.set()
         await channel.close()
 
-    def _admitted(self, hello: Message, channel: Channel) -> _Member:
+    def _admitted(self, hello: Message, channel: Channel) -> Member:
         host = Host(**hello["host"])
         if self._has_begun:
             raise UserError(f"{host}: the run has begun without this host; it has {self._plan.hosts}")
@@ -302,11 +223,11 @@ class Supervisor:
                 "the same on every host"
             )
         settings = [Setting(**each) for each in hello["settings"]]
-        member = self._members[host.index] = _Member(host, channel, settings)
+        member = self._members[host.index] = Member(host, channel, settings)
         self._changed.set()
         return member
 
-    def _receive(self, member: _Member, message: Message) -> None:
+    def _receive(self, member: Member, message: Message) -> None:
         member.seen = time.monotonic()
         match message["kind"]:
             case "answer":
@@ -318,7 +239,7 @@ class Supervisor:
             case _:
                 pass
 
-    def _gone(self, member: _Member, why: str) -> None:
+    def _gone(self, member: Member, why: str) -> None:
         """A connection has ended, or tells nothing any more."""
         if self._ending or member.gone.is_set() or self._members.get(member.host.index) is not member:
             return
@@ -332,11 +253,11 @@ class Supervisor:
     def _lost(self, host: Host, why: str) -> None:
         """Something that the run needs is lost: the driver says so and ends; without one the launch is over."""
         line = f"{host}: {why}"
-        if self._driver is None or self._to_driver is None:
+        if self._driver is None or not self._driver.is_running:
             self._finish(1, line)
         else:
-            _tell(self._to_driver, "lost", line=line, host=str(host))
-            limit_s = self._plan.stop_s + _GRACE_S
+            self._driver.tell_lost(host, line)
+            limit_s = self._plan.stop_s + GRACE_S
             self._ending_late = asyncio.get_running_loop().call_later(limit_s, self._finish, 1, line)
 
     def _finish(self, code: int, line: str | None) -> None:
@@ -356,79 +277,15 @@ class Supervisor:
 
     async def _drive(self, cluster: Cluster, words: Sequence[str]) -> int:
         """Run the command on this host, and do for it what it asks of the others; its exit code."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._driver = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "hybridflow",
-                *words,
-                pass_fds=[theirs.fileno()],
-                env=os.environ | {DESCRIPTOR: str(theirs.fileno())},
-                # Ctrl-C is for the agent, which passes it on.
-                start_new_session=True,
-            )
-        reader, self._to_driver = await asyncio.open_connection(sock=ours)
-        _tell(
-            self._to_driver,
-            "begins",
-            hosts=cluster.as_json(),
-            ray_token=derived(self._token, RAY),
-            environments=[as_environment(self._members[host.index].settings) for host in cluster.hosts],
-        )
-        serving = asyncio.create_task(self._serve_driver(reader, self._to_driver))
-        try:
-            code = await self._driver.wait()
-        except asyncio.CancelledError:
-            await self._end_driver()
-            raise
-        finally:
-            serving.cancel()
-            self._to_driver.close()
-        if code < 0:
-            cause = f"the driver was killed by {signal.Signals(-code).name}"
-            log.error(cause)
-            self._keep_failure(cause, cluster.head)
-        return code if code >= 0 else 128 - code
-
-    def _keep_failure(self, cause: str, host: Host) -> None:
-        """The card of a failure that the driver cannot tell of."""
-        if self._directory is None:
-            return
-        with contextlib.suppress(OSError, UserError):
-            place = read_place(self._directory)
-            phase = "start" if place is None else f"step {place.step}, {place.phase}"
-            card = describe(self._directory, cause, phase, host=str(host))
-            say_card(card)
-            write_failure(self._directory, card)
-
-    async def _end_driver(self) -> None:
-        assert self._driver is not None
-        with contextlib.suppress(ProcessLookupError):
-            self._driver.terminate()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._driver.wait(), self._plan.stop_s + _GRACE_S)
-                return
-            self._driver.kill()
-            await self._driver.wait()
-
-    async def _serve_driver(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while (line := await reader.readline()).endswith(b"\n"):
-            message = json.loads(line)
-            if message["kind"] == "failed":
-                self._failure = message["step"], message["line"]
-                continue
-            if message["kind"] == "directory":
-                self._directory = Path(message["path"])
-                continue
-            question = message.pop("question")
-            _tell(writer, "answer", question=question, answers=await self._on_others(message))
+        self._driver = DriverProcess(cluster, self._on_others, self._plan.stop_s)
+        environments = [as_environment(self._members[host.index].settings) for host in cluster.hosts]
+        return await self._driver.run(words, derived(self._token, RAY), environments)
 
     async def _on_others(self, message: Message) -> list[Message]:
         """Ask the agents of all hosts but the first; their answers in order, or why there is none."""
         kind, limit_s = message.pop("kind"), message.pop("limit_s")
 
-        async def of(member: _Member) -> Message:
+        async def of(member: Member) -> Message:
             try:
                 return await member.ask(kind, limit_s, **message)
             except Exception as error:
@@ -449,18 +306,3 @@ class Supervisor:
                     await member.gone.wait()
             except TimeoutError:
                 log.warning(f"{member.host}: its agent has not ended within {_END_S:g} s")
-
-
-def _tell_settings(members: Sequence[_Member]) -> None:
-    """What is in force of the network, those hosts together that have the same."""
-    by_text: dict[str, list[str]] = {}
-    for member in members:
-        text = ", ".join(map(str, member.settings))
-        by_text.setdefault(text or "nothing set", []).append(str(member.host))
-    for text, names in by_text.items():
-        log.info(f"network of {listed(names)}: {text}")
-
-
-def _tell(writer: asyncio.StreamWriter, kind: str, **fields: Any) -> None:
-    with contextlib.suppress(OSError, RuntimeError):
-        writer.write(json.dumps({"kind": kind, **fields}).encode() + b"\n")
