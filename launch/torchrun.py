@@ -13,7 +13,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from engine3d.errors import UserError
@@ -23,6 +27,7 @@ from hybridflow.cluster.devices.device_map import ROLES
 _NEEDED = ("RANK", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PORT, _DONE = "hybridflow/port", "hybridflow/done"
 _LOOK_EVERY = timedelta(seconds=10)
+_PARENT_POLL_S = 1.0
 
 
 def main() -> int:
@@ -52,8 +57,10 @@ def _take_part(given: argparse.Namespace) -> int:
     host, hosts = int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
     store = _Store(host)
     if int(os.environ["LOCAL_RANK"]) != 0:
+        _when_orphaned(lambda: os._exit(128 + signal.SIGTERM))
         store.wait_until_done()
         return 0
+    _when_orphaned(lambda: os.kill(os.getpid(), signal.SIGTERM))
     launched = Launched(
         host,
         hosts,
@@ -68,6 +75,18 @@ def _take_part(given: argparse.Namespace) -> int:
     code = take_part(launched, announce=store.announce)
     store.done()
     return code
+
+
+def _when_orphaned(call: Callable[[], object]) -> None:
+    """Have `call` called, in another thread, when torchrun is gone, which ends its processes unless it is killed."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL_S)
+        call()
+
+    threading.Thread(target=watch, name="torchrun", daemon=True).start()
 
 
 class _Store:

@@ -49,6 +49,22 @@ def test_torchrun_on_three_hosts_learns_what_one_host_learns(tmp_path: Path) -> 
     assert found == learned(one / "small")
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_torchrun_that_is_killed_ends_the_run_on_all_hosts(tmp_path: Path, victim: int) -> None:
+    with hosts_or_skip(2, shared=tmp_path) as hosts:
+        words = small_run(tmp_path, *MANY_STEPS, "placement.rollout=cpu:4")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host-0:29500", "--rdzv-id", "run"]
+        launch = start(
+            hosts, tmp_path, lambda _: [*torchrun, *rendezvous, "launch/torchrun.py", "--cpu-slots", "4", *words]
+        )
+        launch.until_in("update")
+        launch.processes[victim].kill()
+        codes = launch.wait(60)
+        assert codes[victim] == -signal.SIGKILL and codes[1 - victim] != 0, launch.outputs()
+        assert launch.left() == []
+
+
 def test_hosts_have_roles(tmp_path: Path) -> None:
     roles, slots = ["train", "rollout", "reward"], [2, 1, 1]
     devices = "placement={actor: 'role:train', rollout: 'role:rollout', reward: 'role:reward'}"
