@@ -14,7 +14,7 @@ import pytest
 
 from engine3d import stores
 from engine3d.errors import EngineError, UserError
-from engine3d.rollout import EngineMember, EnginePart, RolloutConfig, RolloutEngine, SamplingConfig
+from engine3d.rollout import EngineMember, EnginePart, Generation, RolloutConfig, RolloutEngine, SamplingConfig
 from engine3d.rollout.host.messages import LOST_PART
 from engine3d.rollout.part import PartCalls
 from tests.support import tiny_families
@@ -46,20 +46,31 @@ def on_two_hosts(model: Path, config: RolloutConfig) -> Iterator[tuple[RolloutEn
         second.shutdown()
 
 
+def assert_same(found: list[list[Generation]], expected: list[list[Generation]], version: int) -> None:
+    for group, of_one in zip(found, expected, strict=True):
+        for each, reference in zip(group, of_one, strict=True):
+            assert (each.token_ids, each.weight_version) == (reference.token_ids, version)
+            assert each.logprobs == pytest.approx(reference.logprobs, abs=1e-5)
+
+
 def test_two_hosts_generate_what_one_does_and_the_death_of_one_is_told(tmp_path: Path) -> None:
     started, loaded = tmp_path / "started", tmp_path / "loaded"
     tiny_families.make("deepseek_v3", started, seed=1)
     tiny_families.make("deepseek_v3", loaded)
     with warm_starts(), RolloutEngine(loaded, TWO) as one:
         expected, checksums = one.generate(PROMPTS, GREEDY), one.weight_checksums()
-    with on_two_hosts(started, TWO) as (first, second):
+    released = TWO.model_copy(update={"memory_saver": True, "release_weights": True})
+    with on_two_hosts(started, released) as (first, second):
         assert first.weight_checksums() != checksums
         first.load_weights(loaded, version=1)
-        for group, of_one in zip(first.generate(PROMPTS, GREEDY), expected, strict=True):
-            for each, reference in zip(group, of_one, strict=True):
-                assert (each.token_ids, each.weight_version) == (reference.token_ids, 1)
-                assert each.logprobs == pytest.approx(reference.logprobs, abs=1e-5)
+        assert_same(first.generate(PROMPTS, GREEDY), expected, version=1)
         assert first.weight_checksums() == checksums
+        first.release_memory()
+        first.restore_memory()
+        with pytest.raises(EngineError, match="weights are not whole"):
+            first.generate(PROMPTS, GREEDY)
+        first.load_weights(loaded, version=2)
+        assert_same(first.generate(PROMPTS, GREEDY), expected, version=2)
         assert first.verify_weights(loaded) == [[], []]
         second.check("generate")
         assert second._host is not None

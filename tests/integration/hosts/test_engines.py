@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.hosts]
 
 SETTINGS = [
     "warmup=null",
-    "placement.actor=cpu:0-1",
     "rollout.engine.tp=2",
     "rollout.engine.ep=2",
     "rollout.verify_weights=true",
@@ -25,10 +24,21 @@ SETTINGS = [
 OF_DEMO = {"vocab_size": 32, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def test_an_engine_on_two_hosts_learns_what_one_on_one_host_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("placed", "on_one_host", "shares"),
+    [
+        ("{actor: 'cpu:0-1', rollout: 'cpu:4,8'}", "{actor: 'cpu:0-1', rollout: 'cpu:2-3'}", False),
+        # On the trainer's devices, whose memory the engine's weights are where the bytes are the same.
+        ("{actor: 'cpu:4,8', rollout: 'cpu:4,8'}", "{actor: 'cpu:0-1', rollout: 'cpu:0-1'}", True),
+    ],
+    ids=["apart", "colocated"],
+)
+def test_an_engine_on_two_hosts_learns_what_one_on_one_host_does(
+    tmp_path: Path, placed: str, on_one_host: str, shares: bool
+) -> None:
     settings = [*SETTINGS, "trainer.steps=2"]
     with hosts_or_skip(3, shared=tmp_path) as hosts:
-        launch = start_agents(hosts, tmp_path, *settings, "placement.rollout=cpu:4,8")
+        launch = start_agents(hosts, tmp_path, *settings, f"placement={placed}")
         launch.until_in("rollout", 1)
         where = [[log for log in ("rollout-0", "rollout-1") if launch.logs_to(host, log)] for host in range(3)]
         assert launch.wait() == [0, 0, 0], launch.outputs()
@@ -38,11 +48,14 @@ def test_an_engine_on_two_hosts_learns_what_one_on_one_host_does(tmp_path: Path)
         assert launch.left() == []
     one = tmp_path / "one"
     one.mkdir()
-    done = run(one, *settings, "placement.rollout=cpu:2-3")
+    done = run(one, *settings, f"placement={on_one_host}")
     assert done.returncode == 0, done.stderr
     found = learned(launch.run)
     assert sum("train/gradient_norm" in record for record in found) == 2
     assert found == learned(one / "small")
+    aliased = {record["sync/aliased_bytes"] for record in records(launch.run, "train")}
+    assert aliased == {record["sync/aliased_bytes"] for record in records(one / "small", "train")}
+    assert (aliased != {0}) == shares
 
 
 def test_an_engine_of_deepseek_v3_that_loses_a_host_names_the_part_that_died(tmp_path: Path) -> None:
@@ -54,7 +67,7 @@ def test_an_engine_of_deepseek_v3_that_loses_a_host_names_the_part_that_died(tmp
         "limits.stop_s=5",
     ]
     with hosts_or_skip(3, shared=tmp_path) as hosts:
-        launch = start_agents(hosts, tmp_path, *settings, "placement.rollout=cpu:4,8")
+        launch = start_agents(hosts, tmp_path, *settings, "placement={actor: 'cpu:0-1', rollout: 'cpu:4,8'}")
         launch.until_in("update", 3)
         assert max(record["mismatch/logprob_abs_diff_mean"] for record in records(launch.run, "train")) < 1e-4
         launch.until_in("rollout", 4)
