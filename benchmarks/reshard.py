@@ -58,6 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
         layout, rollout = parse_layout(options.train), parse_rollout(options.rollout)
         spec = named_model(options.model)
         with redirect_stdout(sys.stderr):
+            if options.plan_only and rollout.hosts > 1:
+                raise UserError("--rollout: hosts with --plan-only, whose engines are where --gpus-per-node says")
             if options.plan_only:
                 figures = plan_figures(spec, layout, rollout, placement)
             else:
@@ -89,6 +91,7 @@ def _measured(options: argparse.Namespace, spec: ModelSpec, layout: Layout, roll
         tp=rollout.tp,
         ep=rollout.ep,
         engines=rollout.engines,
+        hosts=rollout.hosts,
         colocated=options.colocated,
         ways=ways,
         repeats=options.repeats,

@@ -40,12 +40,14 @@ class Rollout:
     tp: int = 1
     ep: int = 1
     engines: int = 1
+    hosts: int = 1
+    """Of each engine: where transfers are made, parts of it on this machine."""
 
     def __post_init__(self) -> None:
-        if min(self.tp, self.ep, self.engines) < 1 or self.tp % self.ep:
+        if min(self.tp, self.ep, self.engines, self.hosts) < 1 or self.tp % self.ep or self.tp % self.hosts:
             raise UserError(
-                f"--rollout: tp={self.tp},ep={self.ep},engines={self.engines}: "
-                "expected numbers of at least 1, with ep a divisor of tp"
+                f"--rollout: tp={self.tp},ep={self.ep},engines={self.engines},hosts={self.hosts}: "
+                "expected numbers of at least 1, with ep and hosts divisors of tp"
             )
 
     @property
@@ -110,8 +112,8 @@ def parse_layout(text: str) -> Layout:
 
 
 def parse_rollout(text: str) -> Rollout:
-    """Engines from such as "tp=32,ep=32,engines=8"."""
-    return Rollout(**_sizes("--rollout", text, ("tp", "ep", "engines")))
+    """Engines from such as "tp=32,ep=32,engines=8,hosts=4"."""
+    return Rollout(**_sizes("--rollout", text, ("tp", "ep", "engines", "hosts")))
 
 
 def _sizes(option: str, text: str, names: tuple[str, ...]) -> dict[str, int]:

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import TCPStore
 
+from benchmarks.parted_engine import PartedEngine
 from benchmarks.reshard_trainer import Trainer
 from engine3d.errors import EngineError
 from engine3d.layout import Layout
@@ -49,6 +51,8 @@ class Case:
         model: directory with config.json.
         train: layout of the trainer, on the first devices.
         tp, ep, engines: of the rollout.
+        hosts: of each engine: one process for each on this machine. What goes to another host than the first goes as
+            between hosts.
         colocated: whether the engines are on the trainer's devices, or on those after them.
         ways: of "share" (engines use the trainer's memory where they can), "one_sided", "engines" (one-sided, by the
             copy engines alone), "collective" and "baseline".
@@ -61,6 +65,7 @@ class Case:
     tp: int
     ep: int
     engines: int
+    hosts: int
     colocated: bool
     ways: tuple[str, ...]
     repeats: int
@@ -146,17 +151,17 @@ class _Run:
         for number in range(case.engines):
             first = number * case.tp + (0 if case.colocated else case.train.world_size)
             ranks = range(first, first + case.tp)
-            engine = RolloutEngine(
+            engine = PartedEngine(
                 case.model,
                 config,
+                case.hosts,
                 devices=tuple(ranks) if cuda else (),
                 log_path=self.logs / f"engine-{number}.log",
                 weight_sources=[published[rank] for rank in ranks] if published and case.colocated else (),
             )
             self.stack.callback(engine.shutdown)
             engines.append(engine)
-        list(self.pool.map(lambda engine: engine.start(), engines))
-        return engines
+        return list(self.pool.map(PartedEngine.start, engines))
 
     def measure_way(self, way: str) -> dict[str, Any]:
         _say(f"{way}: connecting")
@@ -230,13 +235,14 @@ class _Run:
         }
 
     def places(self) -> list[list[Place] | None]:
-        """Of each engine's ranks, where the platform cannot know: CPU slots."""
-        if platform.device_type == "cuda":
+        """Of each engine's ranks, where the platform cannot know: CPU slots, and hosts that are none."""
+        if platform.device_type == "cuda" and self.case.hosts == 1:
             return [None] * self.case.engines
         first = 0 if self.case.colocated else self.case.train.world_size
-        tp = self.case.tp
+        tp, share = self.case.tp, self.case.tp // self.case.hosts
+        nodes = [platform.node, *(f"{platform.node}, host {host}" for host in range(1, self.case.hosts))]
         return [
-            [Place(platform.node, f"cpu:{first + number * tp + rank}") for rank in range(tp)]
+            [Place(nodes[rank // share], _device_name(first + number * tp + rank)) for rank in range(tp)]
             for number in range(self.case.engines)
         ]
 
@@ -325,6 +331,13 @@ class _Run:
                 lambda pair: action(pair[1], pair[0]) if takes_number else action(pair[1]), enumerate(self.engines)
             )
         )
+
+
+def _device_name(index: int) -> str:
+    """Of a device of this machine, as its rank calls it."""
+    if platform.device_type == "cuda":
+        return str(torch.cuda.get_device_properties(index).uuid)
+    return platform.device_name(index)
 
 
 def _rates(plan: Plan, figures: dict[str, Any], ranks: int) -> dict[str, Any]:

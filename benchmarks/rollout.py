@@ -3,7 +3,8 @@
     python benchmarks/rollout.py --model qwen3-30b-a3b --rollout tp=4,ep=4,engines=1
 
 lets engines with random weights respond to random prompts, as this project's rollout role does, and then SGLang alone,
-started with the same arguments and given the same requests; prints one JSON object.
+started with the same arguments and given the same requests; prints one JSON object. With `hosts=2` each of our engines
+is in two processes, as on two hosts; SGLang's are in one.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.parted_engine import PartedEngine
 from benchmarks.reshard_plan import Parser, Rollout, named_model, parse_rollout, versions
 from engine3d.errors import UserError
 from engine3d.platform import platform
 from engine3d.rollout import launch
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
-from engine3d.rollout.engine import RolloutEngine
 
 _LIMIT_S = 1800.0
 
@@ -137,12 +138,14 @@ def _engines(case: Case) -> tuple[float, list[float]]:
     """Seconds to start, and of each round, of the rollout role's engines."""
     sampling = SamplingConfig(max_new_tokens=case.output, ignore_eos=True)
     with ExitStack() as stack, ThreadPoolExecutor(case.rollout.engines) as threads:
-        engines = [
-            RolloutEngine(case.model, case.config, case.devices(number)) for number in range(case.rollout.engines)
+        parted = [
+            PartedEngine(case.model, case.config, case.rollout.hosts, case.devices(number))
+            for number in range(case.rollout.engines)
         ]
+        for each in parted:
+            stack.callback(each.shutdown)
         started = time.perf_counter()
-        for engine in threads.map(RolloutEngine.start, engines):
-            stack.callback(engine.shutdown)
+        engines = list(threads.map(PartedEngine.start, parted))
         start_s = time.perf_counter() - started
 
         def run() -> None:

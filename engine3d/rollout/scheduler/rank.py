@@ -84,6 +84,12 @@ class EngineRank:
     def rank(self) -> int:
         return int(self._runner.ps.tp_rank)
 
+    @property
+    def _local_rank(self) -> int:
+        """Among the engine's ranks on this host, whose devices this process sees in this order."""
+        arguments = self._runner.server_args
+        return self.rank % int(arguments.tp_size // arguments.nnodes)
+
     def answer(self, path: str) -> None:
         """Make the Call at `path` on every rank, and leave all Answers beside it.
 
@@ -129,7 +135,7 @@ class EngineRank:
 
         trace, pulls = self._traced(), self._releases
         aliases = tuple(self._aliased.values())
-        place = places[self.rank] if places else Place(platform.node, platform.device_name(self.rank))
+        place = places[self.rank] if places else Place(platform.node, platform.device_name(self._local_rank))
         rank = first_rank + self.rank
         self._shards = Shards(
             f"{name} rank {self.rank}", rank, place, trace.buffers, trace.holdings, aliases, owner=name
