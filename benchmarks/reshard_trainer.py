@@ -169,7 +169,7 @@ class Trainer:
         self._processes = []
         for rank in range(layout.world_size):
             ours, theirs = context.Pipe()
-            environment = platform.training_environment(layout.world_size) | {
+            environment = platform.training_environment(layout.world_size, sends_to_engines=True) | {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(layout.world_size),

@@ -6,6 +6,10 @@ _VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 """What names and values of damaged files may hold, and what a terminal would obey."""
 
 
+LOST_PART = "it lost its ranks on another host"
+"""In errors of a rollout engine on several hosts that only died of another host's part."""
+
+
 class UserError(Exception):
     """Bad input. The message is one line: what was wrong, where, and what would be right."""
 

@@ -110,11 +110,14 @@ class Platform(ABC):
         """The environment in which a new process sees just these of the devices that this process sees, by index."""
 
     @abstractmethod
-    def training_environment(self, ranks: int, *, deterministic: bool = False) -> dict[str, str]:
+    def training_environment(
+        self, ranks: int, *, deterministic: bool = False, sends_to_engines: bool = False
+    ) -> dict[str, str]:
         """Environment of a training process that shares its machine with `ranks` of them.
 
         Args:
             deterministic: training is to make the same bits in every run; see `prepare_deterministic`.
+            sends_to_engines: it is to have process groups with ranks of engines on its own machine.
         """
 
     @abstractmethod

@@ -128,7 +128,11 @@ class _Specs:
             },
             start_s=config.start_timeout_s,
             call_s=recipe.limits.call_s,
-            environment=platform.training_environment(ranks, deterministic=config.deterministic),
+            environment=platform.training_environment(
+                ranks,
+                deterministic=config.deterministic,
+                sends_to_engines=role == "actor" and recipe.rollout.weights.transport == "collective",
+            ),
             sample_costs=lambda lengths: sequence_flops(spec, lengths).tolist(),
             turn=self._turns.get(role),
         )

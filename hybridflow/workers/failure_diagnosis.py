@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from engine3d.errors import EngineError, UserError
+from engine3d.errors import LOST_PART, EngineError, UserError
 from engine3d.out_of_memory import OUT_OF_MEMORY
-from engine3d.rollout.host.messages import LOST_PART
 from engine3d.stacks import stacks_path
 from hybridflow.errors.rank_failure import Failure
 

@@ -200,7 +200,7 @@ class WorkerGroup(Caller):
         ranks, local_ranks = self.ranks, self._local_ranks()
         actor_class: Any = ray.remote(num_cpus=0, max_restarts=0)(RankProcess)
         for rank, local_rank in enumerate(local_ranks):
-            variables = self._environment(rank, local_rank) | dict(environment)
+            variables = dict(environment) | self._environment(rank, local_rank)
             options = actor_class.options(scheduling_strategy=self._bundles(rank)[0].strategy())
             ranks.actors.append(options.remote(self.role, rank, variables, ranks.log_path(rank)))
         files = {first: ray_runtime.store_file(f"{self.role}-{first}") for first in self._first_ranks()}

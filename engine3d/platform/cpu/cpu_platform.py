@@ -80,7 +80,9 @@ class CpuPlatform(Platform):
     def prepare_deterministic(self) -> None:
         """A CPU does so anyway."""
 
-    def training_environment(self, ranks: int, *, deterministic: bool = False) -> dict[str, str]:
+    def training_environment(
+        self, ranks: int, *, deterministic: bool = False, sends_to_engines: bool = False
+    ) -> dict[str, str]:
         cores = len(os.sched_getaffinity(0))
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))}
 

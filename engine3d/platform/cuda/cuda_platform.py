@@ -126,9 +126,15 @@ class CudaPlatform(Platform):
         names = visible.split(",") if visible else [str(index) for index in range(max(devices) + 1)]
         return {"CUDA_VISIBLE_DEVICES": ",".join(names[device].strip() for device in devices)}
 
-    def training_environment(self, ranks: int, *, deterministic: bool = False) -> dict[str, str]:
+    def training_environment(
+        self, ranks: int, *, deterministic: bool = False, sends_to_engines: bool = False
+    ) -> dict[str, str]:
         # Megatron-Core relies on kernels of one device being issued in order to overlap tensor-parallel traffic.
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | (_DETERMINISTIC if deterministic else {})
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | (_DETERMINISTIC if deterministic else {})
+        if sends_to_engines:
+            # SGLang's own choice. NCCL fails with "unhandled cuda error" between processes of one machine that differ.
+            environment["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "0")
+        return environment
 
     def prepare_deterministic(self) -> None:
         for name, value in _DETERMINISTIC.items():

@@ -75,6 +75,4 @@ class Progress:
     done: dict[int, int]
 
 
-LOST_PART = "it lost its ranks on another host"
-"""In errors of an engine on several hosts that only died of another host's part."""
 START_ID = 0  # the id of the Reply that says that the engine is up, with its Limits

@@ -17,10 +17,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from engine3d.errors import EngineError
+from engine3d.errors import LOST_PART, EngineError
 from engine3d.progress import progress
 from engine3d.rollout.host.log import lost_neighbour, root_cause
-from engine3d.rollout.host.messages import LOST_PART, START_ID, Launch, Limits, Progress, Reply, Request
+from engine3d.rollout.host.messages import START_ID, Launch, Limits, Progress, Reply, Request
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE, make_run_directory, remove_run_files
 from engine3d.stacks import STACKS_VARIABLE, stacks_path
 

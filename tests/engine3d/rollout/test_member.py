@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from engine3d import stores
-from engine3d.errors import EngineError, UserError
+from engine3d.errors import LOST_PART, EngineError, UserError
 from engine3d.rollout import EngineMember, EnginePart, Generation, RolloutConfig, RolloutEngine, SamplingConfig
-from engine3d.rollout.host.messages import LOST_PART
 from engine3d.rollout.part import PartCalls
 from tests.support import tiny_families
 from tests.support.tiny_rollout import TINY_ROLLOUT
