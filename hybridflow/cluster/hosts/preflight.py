@@ -120,7 +120,9 @@ class HostPreflight:
     async def _rate(self, plan: dict[str, Any]) -> Message:
         listening, self._listening = self._listening, None
         try:
-            found = await rate(self._host.index, RatePlan(**plan), as_environment(self.settings), listening)
+            found = await rate(
+                self._host.index, RatePlan(**plan), self._token, as_environment(self.settings), listening
+            )
         finally:
             if listening is not None:
                 listening.close()
