@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
 
 from benchmarks.parted_engine import PartedEngine
 from benchmarks.reshard_trainer import Trainer
@@ -35,7 +35,7 @@ from engine3d.reshard.plan.coordinate import Orders, coordinate
 from engine3d.reshard.plan.pieces import Link, Plan
 from engine3d.reshard.plan.rounds import STAGING_BYTES
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
-from engine3d.stores import tcp_address
+from engine3d.stores import KEY_VARIABLE, listen, new_key, serve, tcp_address
 
 BUCKET_BYTES = 512 * 10**6
 SCRATCH_BYTES = 8 << 30
@@ -90,6 +90,7 @@ def measure(case: Case) -> dict[str, Any]:
 class _Run:
     def __init__(self, case: Case, directory: Path, stack: contextlib.ExitStack) -> None:
         self.case, self.directory = case, directory
+        os.environ.setdefault(KEY_VARIABLE, new_key())  # for the ranks, which inherit it
         self.logs = Path.cwd() / "runs" / "reshard-logs"
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
@@ -97,7 +98,7 @@ class _Run:
         stack.callback(self.trainer.end)
         self.stack = stack
         self.version = 0
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = serve(listen("127.0.0.1"))
         self.pool = stack.enter_context(ThreadPoolExecutor(16))
 
     def measure(self) -> dict[str, Any]:

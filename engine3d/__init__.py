@@ -2,5 +2,5 @@
 
 A package imports those to the right of it, never one to the left or beside it, nor in a function:
 
-    checkpoint | memory > training | rollout > reshard > models > platform > startup > errors, layout, ...
+    checkpoint | memory > training | rollout > reshard > models > platform > startup | stores > errors, layout, ...
 """

@@ -5,6 +5,7 @@ Imports are inside the fixtures, so that tests which need no engine do not wait 
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,12 +14,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from engine3d.stores import KEY_VARIABLE, new_key
+
 if TYPE_CHECKING:
     from engine3d.rollout import RolloutEngine
 
 
 def pytest_configure() -> None:
-    """Have Ctrl-C: shells let what they start in the background ignore it, and so all its processes."""
+    """Have a key of stores, for all that tests start, and Ctrl-C.
+
+    Shells let what they start in the background ignore Ctrl-C, and so all its processes.
+    """
+    os.environ.setdefault(KEY_VARIABLE, new_key())
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

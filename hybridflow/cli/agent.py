@@ -20,7 +20,7 @@ from hybridflow.cluster.hosts.description import checked_role
 from hybridflow.cluster.hosts.facts import recipe_hash
 from hybridflow.cluster.hosts.interfaces import named
 from hybridflow.cluster.hosts.launch_plan import DOCTOR, LaunchPlan
-from hybridflow.cluster.hosts.network_settings import NetworkConfig
+from hybridflow.cluster.hosts.network_settings import PORTS_OF_A_HOST, NetworkConfig
 from hybridflow.cluster.hosts.preflight import PreflightPlan
 from hybridflow.cluster.hosts.run_token import find_token, needed, new_token
 from hybridflow.cluster.limits import LimitsConfig
@@ -186,6 +186,7 @@ def _settings(words: Sequence[str]) -> tuple[LimitsConfig, PreflightPlan]:
         gpus="cuda" in str(devices),
         shared_gpus=devices.get("shared_gpus") is True,
         locks_memory=network.locks_memory,
+        ports=0 if network.ports is None else PORTS_OF_A_HOST,
     )
     run_dir = Path(str(data.get("run_dir") or "runs")).absolute()
     return section("limits", LimitsConfig), PreflightPlan(run_dir, recipe_hash(data), network, needs)

@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import ray.util
-from torch.distributed import TCPStore
 
 from engine3d.errors import EngineError
 from engine3d.models import ModelSpec
 from engine3d.reshard.plan.coordinate import ReceiveOrder, coordinate
 from engine3d.reshard.plan.pieces import Plan
 from engine3d.reshard.transport.sender import Sent, Transport
-from engine3d.stores import file_address, listen, serve, tcp_address
+from engine3d.stores import StoreServer, file_address, listen, serve, tcp_address
 from hybridflow.cluster.runtime import ray_runtime
 from hybridflow.config.roles import RolloutRole
 from hybridflow.metrics import names as metrics
@@ -50,7 +49,7 @@ class WeightSync:
         self._config, self._verify, self._directory = config.weights, config.verify_weights, directory
         self._plan: Plan | None = None
         self._engines_receive = False
-        self._store: TCPStore | None = None
+        self._store: StoreServer | None = None
         self._releases = config.engine.release_weights
         self._version: int | None = None
 

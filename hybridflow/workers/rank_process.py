@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import select
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +19,7 @@ from engine3d.errors import UserError
 from engine3d.out_of_memory import in_short
 from engine3d.stacks import STACKS_VARIABLE, stacks_path, write_stacks_on_signal
 from engine3d.startup.imports import quick_imports
-from engine3d.stores import STORE_VARIABLE, listen, serve
+from engine3d.stores import STORE_VARIABLE, StoreServer, listen, serve
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.metrics.timeline import Span
 from hybridflow.workers.context import Answer, WorkerContext
@@ -34,7 +32,7 @@ class RankProcess:
     def __init__(self, role: str, rank: int, environment: Mapping[str, str], log_path: Path | None) -> None:
         self._role, self._rank = role, rank
         self._worker: Any = None
-        self._store: Any = None  # a TCPStore, on rank 0
+        self._store: StoreServer | None = None  # on rank 0
         os.environ.update(environment)
         self._importing = contextlib.ExitStack()
         self._importing.enter_context(quick_imports())
@@ -53,8 +51,6 @@ class RankProcess:
     def identify(self, listens: bool) -> tuple[int, str, str, int]:
         """Process id, id and address of the node, and the port of the store at which the ranks meet, if it is here.
 
-        Something listens there from here on, so that no other process of the run can be given the port.
-
         Args:
             listens: whether the store is to be here.
         """
@@ -62,26 +58,10 @@ class RankProcess:
         import ray.util
 
         address = ray.util.get_node_ip_address()
-        port = self._listen(address) if listens else 0
+        if listens:
+            self._store = serve(listen(address))
+        port = self._store.port if self._store is not None else 0
         return os.getpid(), ray.get_runtime_context().get_node_id(), address, port
-
-    def _listen(self, address: str) -> int:
-        """Let the ranks find a store, made when the first of them knocks: only then is torch known to be wanted."""
-        listening = listen(address)
-        port: int = listening.getsockname()[1]
-
-        def serve_when_asked() -> None:
-            try:
-                knock = select.poll()
-                knock.register(listening, select.POLLIN)
-                knock.poll()
-                self._store = serve(listening)
-            except BaseException:  # nobody would answer those who wait
-                traceback.print_exc()
-                os._exit(1)
-
-        threading.Thread(target=serve_when_asked, name="store", daemon=True).start()
-        return port
 
     def construct(
         self, factory: Callable[..., Any], context: WorkerContext, arguments: tuple[tuple[Any, ...], dict[str, Any]]

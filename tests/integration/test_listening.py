@@ -15,10 +15,8 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import UserError
-from engine3d.stores import join, tcp_address
 from hybridflow.cluster.runtime.private_ray import driver_imports
 from hybridflow.cluster.runtime.ray_runtime import start_ray
-from hybridflow.workers.rank_process import RankProcess
 from tests.support.listening import Listener, listeners
 from tests.support.runs import command
 
@@ -141,13 +139,3 @@ def test_workers_import_from_where_the_driver_does(monkeypatch: pytest.MonkeyPat
     assert list(reversed(paths)) == sys.path  # a worker puts one after another in front
     monkeypatch.setattr(sys, "path", ["", "/driver"])  # an interpreter that was started without a script
     assert list(reversed(driver_imports()._py_driver_sys_path)) == [str(tmp_path), "/driver"]
-
-
-def test_between_hosts_a_store_is_made_at_the_hosts_address_when_it_is_asked_for() -> None:
-    rank = RankProcess.__new__(RankProcess)
-    port = rank._listen("127.0.0.2")
-    [listener] = {each for each in listeners(os.getpid()) if each.port == port}
-    assert listener.address == "127.0.0.2"
-    ranks = [join(tcp_address("127.0.0.2", port), 20.0) for _ in range(2)]
-    ranks[0].set("key", "value")
-    assert ranks[1].get("key") == b"value"

@@ -13,6 +13,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from engine3d import stores
 
@@ -45,7 +46,9 @@ def run_distributed(
     # A process forked from one that has used CUDA cannot use it.
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
-    store = stores.serve(stores.listen("127.0.0.1"))
+    listening = stores.listen("127.0.0.1")
+    port = listening.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
     processes: list[ForkServerProcess] = []
     waiting: dict[Connection, int] = {}
     try:

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore
-
 from engine3d.models import load_model_spec
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Place
 from engine3d.reshard.plan.coordinate import Orders, coordinate
 from engine3d.rollout import RolloutEngine
-from engine3d.stores import tcp_address
+from engine3d.stores import listen, serve, tcp_address
 from tests.support.trainer_ranks import TrainerRanks
 from tests.support.warm import warm_starts
 
@@ -92,7 +90,7 @@ def connect(
     for number, (engine, its_places) in enumerate(zip(engines, engine_places, strict=True)):
         targets += engine.share_weights(f"engine {number}", len(targets), its_places)
     tensors = {name: tensor.shape for name, tensor in load_model_spec(model).hf_tensors.items()}
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve(listen("127.0.0.1"))
     orders = coordinate(
         sources,
         targets,

@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, Wro
 from hybridflow.cluster.hosts.description import Host, HostRole
 from hybridflow.cluster.hosts.interfaces import interface_with
 from hybridflow.cluster.hosts.launch_plan import LaunchPlan
+from hybridflow.cluster.hosts.own_address import OwnAddress, needs_library, prepare
 from hybridflow.cluster.hosts.preflight import HostPreflight
 from hybridflow.cluster.hosts.run_token import derived
 from hybridflow.cluster.hosts.supervisor import BEAT_S, RAY, Supervisor, say
@@ -81,6 +83,8 @@ class Agent:
         self._ray: RayHost | None = None
         self._ray_watch: RayWatch | None = None
         self._heard = time.monotonic()
+        self._own_address: OwnAddress | None = None
+        self._preparing = threading.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._signal: int | None = None
         self._signals: dict[int, float] = {}
@@ -132,7 +136,11 @@ class Agent:
         except EngineError as error:
             return _said(1, str(error))
         host = self._host(channel)
-        self._preflight = preflight = HostPreflight(self._plan.preflight, host, self._place.head, self._token)
+        self._preflight = preflight = HostPreflight(
+            self._plan.preflight, host, self._place.head, self._token, self._confined
+        )
+        if self._supervisor is not None:
+            self._supervisor.confined = self._confined
         settings = [asdict(each) for each in preflight.settings]
         channel.send("hello", host=asdict(host), words=list(self._plan.words), settings=settings)
         beating = asyncio.create_task(self._beat(channel))
@@ -193,6 +201,20 @@ class Agent:
             visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         )
 
+    def _confined(self) -> dict[str, str]:
+        """Environment in which what this host starts listens at its address in the cluster, and at no other.
+
+        Raises:
+            UserError: there is no C compiler on this host.
+        """
+        assert self._channel is not None
+        if not needs_library(self._channel.own):
+            return {}
+        with self._preparing:
+            if self._own_address is None:
+                self._own_address = prepare(self._channel.own, self._plan.preflight.network.port_range)
+        return self._own_address.environment(os.environ)
+
     async def _beat(self, channel: Channel) -> None:
         while True:
             channel.send("beat")
@@ -228,7 +250,7 @@ class Agent:
         self._stop_ray()
         set_ray_defaults()
         assert self._channel is not None
-        self._ray = ray = RayHost(self._channel.own, derived(self._token, RAY))
+        self._ray = ray = RayHost(self._channel.own, derived(self._token, RAY), self._confined())
         slots = self._place.cpu_slots or os.cpu_count() or 1
         started = ray.start_servers(time.monotonic() + start_s, cpus=slots, gcs_address=gcs_address)
         parts = {_PARTS[name]: pid for name, pid in started["processes"].items() if name in _PARTS}

@@ -347,6 +347,13 @@ def _networks(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
 
     known = "every host to know its own name and host 0's (/etc/hosts, DNS)"
     yield from hosts.lack("warn", "host names", unknown, known)
+    if len(hosts.reports) > 1:
+        yield from hosts.lack(
+            "refuse",
+            "C compiler",
+            lambda report: None if report.facts.compiler else "none",
+            "cc, gcc or clang: what has Ray listen at the cluster's address alone is compiled when a launch begins",
+        )
     if needs.ports:
         yield from hosts.lack("refuse", "network.ports", taken, f"at least {needs.ports}")
 

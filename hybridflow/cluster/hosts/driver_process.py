@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,20 @@ class DriverProcess:
         """Whether it is there, and can be told something."""
         return self._writer is not None and self._process is not None and self._process.returncode is None
 
-    async def run(self, words: Sequence[str], ray_token: str, environments: Sequence[dict[str, str]]) -> int:
+    async def run(
+        self,
+        words: Sequence[str],
+        ray_token: str,
+        environments: Sequence[dict[str, str]],
+        confined: Mapping[str, str],
+    ) -> int:
         """Run the command to its end; its exit code.
 
         Args:
             words: of the command.
             ray_token: of the run's Ray.
             environments: of the ranks on each host.
+            confined: variables with which it listens where it should.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -66,7 +73,7 @@ class DriverProcess:
                 "hybridflow",
                 *words,
                 pass_fds=[theirs.fileno()],
-                env=os.environ | {DESCRIPTOR: str(theirs.fileno())},
+                env=os.environ | dict(confined) | {DESCRIPTOR: str(theirs.fileno())},
                 # Ctrl-C is for the agent, which passes it on.
                 start_new_session=True,
             )

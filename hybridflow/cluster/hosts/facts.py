@@ -27,6 +27,7 @@ from engine3d.errors import UserError
 from hybridflow.cluster.hosts.host_memory import machine_bytes
 from hybridflow.cluster.hosts.interfaces import all_interfaces
 from hybridflow.cluster.hosts.network_settings import PortRange
+from hybridflow.cluster.hosts.own_address import compiler
 
 DISTRIBUTIONS = (
     "hybridflow",
@@ -137,6 +138,7 @@ class HostFacts:
         resolved: addresses of this host's name and of host 0's; none for a name that does not resolve.
         interfaces: addresses of each network interface.
         free_ports: ports of the range that are free here, of the first 256; None if there is no range.
+        compiler: whether there is one for C.
         time_s: wall clock of this host, in seconds since 1970.
     """
 
@@ -164,6 +166,7 @@ class HostFacts:
     resolved: dict[str, tuple[str, ...]] = field(default_factory=dict)
     interfaces: dict[str, tuple[str, ...]] = field(default_factory=dict)
     free_ports: int | None = None
+    compiler: bool = True
     time_s: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
@@ -232,6 +235,7 @@ def collect(
         resolved=_resolved([own, *([head] if head else [])]),
         interfaces={name: tuple(found) for name, found in all_interfaces().items()},
         free_ports=None if ports is None else ports.free(address, _MOST_PORTS),
+        compiler=compiler() is not None,
         time_s=time.time(),
     )
 

@@ -62,6 +62,8 @@ _READS_MEMORY = ("roce", "infiniband", "efa")
 
 _PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 _FIRST_PORT, _LAST_PORT = 1024, 65535
+PORTS_OF_A_HOST = 64
+"""Of `network.ports` that have to be free on every host: what the smallest run takes on its first host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +138,8 @@ class NetworkConfig(Settings):
     """Name of the network interface of the cluster, the same on every host; on each host the one that routes to host 0
     if null."""
     ports: str | None = None
-    """Refused so far: port or range of ports, such as 29400-29499, at which the servers of a run listen between hosts;
-    any free ones if null."""
+    """Range of ports, such as 29400-31399, in which everything of a run listens at the cluster's address of a host; any
+    free ones if null."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Other variables of NCCL, gloo, torch, libfabric and UCX for every rank: their names begin with NCCL_, GLOO_,
     TORCH_NCCL_, TORCH_FR_, FI_, UCX_ or TP_."""
@@ -262,10 +264,6 @@ def check_used(config: NetworkConfig, hosts: int, cluster: str | None) -> None:
     given = config.model_dump(exclude_defaults=True)
     if not given:
         return
-    if config.ports is not None:
-        raise UserError(
-            f"network.ports={config.ports}: servers of Ray, torch and SGLang take any free port so far; expected null"
-        )
     name, value = next(iter(given.items()))
     said = f"network.{name}{'' if name == 'environment' else f'={value}'}"
     if cluster is not None:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,10 +59,19 @@ class HostPreflight:
         host: this one.
         head: name or address of host 0, as this host was given it.
         token: of the run.
+        confined: variables with which what it starts listens where it should; asked for when something starts.
     """
 
-    def __init__(self, plan: PreflightPlan, host: Host, head: str, token: str) -> None:
+    def __init__(
+        self,
+        plan: PreflightPlan,
+        host: Host,
+        head: str,
+        token: str,
+        confined: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
         self._plan, self._host, self._head, self._token = plan, host, head, token
+        self._confined = confined
         self._answering: asyncio.Task[None] | None = None
         self._listening: socket.socket | None = None
 
@@ -100,11 +109,19 @@ class HostPreflight:
 
     async def _facts(self, mark: str) -> Message:
         plan = self._plan
-        found = await asyncio.to_thread(collect, plan.run_dir, plan.recipe, head=self._head, mark=Path(mark))
+        found = await asyncio.to_thread(
+            collect,
+            plan.run_dir,
+            plan.recipe,
+            head=self._head,
+            mark=Path(mark),
+            ports=plan.network.port_range,
+            address=self._host.address,
+        )
         return {"facts": found.as_json()}
 
     async def _answer_probes(self) -> Message:
-        listening = _listen(self._host.address)
+        listening = self._listen()
         port = listening.getsockname()[1]
         self._answering = asyncio.create_task(answer_probes(listening, self._token, self._host.index))
         return {"port": port}
@@ -114,17 +131,25 @@ class HostPreflight:
         return {"probes": [each.as_json() for each in await probe_pairs(self._host, others, self._token, PAIRS_S)]}
 
     async def _listen_for_rate(self) -> Message:
-        self._listening = _listen(self._host.address)
+        self._listening = self._listen()
         return {"port": self._listening.getsockname()[1]}
 
     async def _rate(self, plan: dict[str, Any]) -> Message:
         listening, self._listening = self._listening, None
         try:
-            found = await rate(self._host.index, RatePlan(**plan), as_environment(self.settings), listening)
+            environment = as_environment(self.settings)
+            if self._plan.network.ports is not None:
+                environment |= await asyncio.to_thread(self._confined)
+            found = await rate(self._host.index, RatePlan(**plan), self._token, environment, listening)
         finally:
             if listening is not None:
                 listening.close()
         return found.as_json()
+
+    def _listen(self) -> socket.socket:
+        """A socket at a free port of this host's address in the cluster."""
+        ports = self._plan.network.port_range
+        return _listen(self._host.address) if ports is None else ports.listen(self._host.address)
 
 
 class AsksAgents(Protocol):

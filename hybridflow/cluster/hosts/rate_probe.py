@@ -1,6 +1,7 @@
 """`python -m hybridflow.cluster.hosts.rate_probe`: one host's part of a measurement of the rate between all hosts.
 
-Apart from the agent, which imports no torch. `probe.rate` starts it, and it ends with that process.
+Apart from the agent, which imports no torch. `probe.rate` starts it and gives it the key of its store in a line on its
+standard input; it ends with that process.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _PLACE_IN_GLOO = re.compile(r"\[(enforce fail at )?/[^]]*] ([^.]*!= nullptr\. )?
 def main() -> None:
     """Take part, and print the rates as a line of JSON."""
     plan = json.loads(sys.argv[1])
+    os.environ[stores.KEY_VARIABLE] = sys.stdin.readline().strip()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         print(json.dumps(_measured(plan)), flush=True)
@@ -109,7 +111,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    sys.stdin.read()
     os._exit(1)
 
 

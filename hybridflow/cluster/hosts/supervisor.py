@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from engine3d.errors import EngineError, UserError, first_line
 from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, WrongTokenError, accept, stream_limit
@@ -65,6 +65,8 @@ class Supervisor:
         self._plan, self._token = plan, token
         self._members: dict[int, Member] = {}
         self._changed = asyncio.Event()
+        self.confined: Callable[[], dict[str, str]] = dict
+        """Environment in which the driver listens where it should; asked for before it starts."""
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._has_begun = False
         self._signals: set[tuple[int, int]] = set()
@@ -278,8 +280,9 @@ class Supervisor:
     async def _drive(self, cluster: Cluster, words: Sequence[str]) -> int:
         """Run the command on this host, and do for it what it asks of the others; its exit code."""
         self._driver = DriverProcess(cluster, self._on_others, self._plan.stop_s)
+        confined = await asyncio.to_thread(self.confined)
         environments = [as_environment(self._members[host.index].settings) for host in cluster.hosts]
-        return await self._driver.run(words, derived(self._token, RAY), environments)
+        return await self._driver.run(words, derived(self._token, RAY), environments, confined)
 
     async def _on_others(self, message: Message) -> list[Message]:
         """Ask the agents of all hosts but the first; their answers in order, or why there is none."""

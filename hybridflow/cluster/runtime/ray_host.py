@@ -52,9 +52,12 @@ class RayHost:
     Args:
         address: of this host, at which the others reach its servers; on the loopback interface nobody else does.
         token: without which Ray's servers answer nobody; one is made if None.
+        environment: more variables of what belongs to this Ray.
     """
 
-    def __init__(self, address: str = LOOPBACK, token: str | None = None) -> None:
+    def __init__(
+        self, address: str = LOOPBACK, token: str | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.address = address
         name, self._owned = orphans.run_directory(orphans.parent())
         self.directory = Path(name)
@@ -67,6 +70,7 @@ class RayHost:
             _TOKEN: None,
             _REACHED_FROM_ELSEWHERE: "0" if self.is_local else None,
             _MARKER: name,
+            **(environment or {}),
         }
         """Environment of what belongs to this Ray: values, or None for what must not be set."""
         marker = f"{_MARKER}={name}"

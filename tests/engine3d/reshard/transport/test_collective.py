@@ -7,13 +7,14 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import product
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from engine3d.errors import EngineError
 from engine3d.platform import platform
@@ -21,7 +22,6 @@ from engine3d.platform.wire import Wire, WireError
 from engine3d.reshard.plan.pieces import Pieces
 from engine3d.reshard.plan.rounds import ALIGNMENT, BUFFERS, count_rounds, cuts, fragments, message_sizes
 from engine3d.reshard.transport.collective import CollectiveTransfer, Incoming, Outgoing
-from engine3d.stores import join, tcp_address
 from tests.support.distributed import run_distributed
 from tests.support.random_pieces import DTYPES, copied, empty_targets, nbytes, random_pieces, random_sources
 
@@ -35,7 +35,8 @@ def _wire(name: str, timeout_s: float) -> Wire:
 
 
 def _store() -> Store:
-    return join(tcp_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout_s=60)
+    timeout = timedelta(seconds=60)
+    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
 
 
 def _pieces(pair: tuple[int, int], count: int = 60) -> Pieces:

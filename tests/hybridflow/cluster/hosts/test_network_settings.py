@@ -197,9 +197,12 @@ def test_a_network_that_nobody_would_use_is_refused(settings: dict[str, Any], sa
     assert str(refused.value).startswith(f"{said} is set with placement.cluster, whose processes have")
 
 
-def test_ports_are_refused_so_far() -> None:
-    with pytest.raises(UserError, match=r"^network\.ports=29400: servers of Ray, torch and SGLang take any free port"):
-        check_used(NetworkConfig(ports="29400"), 2, None)
+def test_ports_are_for_several_hosts() -> None:
+    check_used(NetworkConfig(ports="29400-31399"), 2, None)
+    with pytest.raises(
+        UserError, match=r"^network\.ports=29400-31399 is set with one host, on which nothing goes over"
+    ):
+        check_used(NetworkConfig(ports="29400-31399"), 1, None)
 
 
 def test_a_recipe_has_the_section_and_a_run_on_one_host_refuses_it() -> None:

@@ -34,7 +34,9 @@ def test_a_server_listens_at_its_host_address_alone() -> None:
     assert listener.address.endswith(("127.0.0.1", "7f00:1"))
     client = join(tcp_address(server.host, server.port), 10.0)
     client.set("key", "value")
-    assert server.get("key") == b"value"
+    assert join(tcp_address(server.host, server.port), 10.0).get("key") == b"value"
+    server.close()
+    assert listeners(os.getpid()) == before
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:80", "http://host:80", "tcp://host"])

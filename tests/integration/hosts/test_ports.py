@@ -1,0 +1,109 @@
+"""What listens where on three hosts, in every phase of a run and of what is looked at before it."""
+
+from __future__ import annotations
+
+import ipaddress
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridflow.cluster.hosts.network_settings import PortRange
+from tests.support.hosts import hosts_or_skip
+from tests.support.hosts.launching import PORT, start_agents
+from tests.support.listening import Listener
+
+pytestmark = [pytest.mark.processes, pytest.mark.hosts]
+
+APART = ["trainer.steps=2", "warmup=null", "placement.actor=cpu:0-1", "placement.rollout=cpu:4,8"]
+RANGE = PortRange(31000, 32999)
+
+
+@pytest.mark.parametrize(("ports", "ipv6"), [(RANGE, False), (None, True)], ids=["range-ipv4", "any-ipv6"])
+def test_a_run_listens_at_the_clusters_address_or_on_loopback(
+    tmp_path: Path, ports: PortRange | None, ipv6: bool
+) -> None:
+    settings = APART if ports is None else [*APART, f"network.ports={ports}"]
+    found: list[set[Listener]] = [set(), set(), set()]
+    most = [0, 0, 0]
+    phases = set()
+    with hosts_or_skip(3, shared=tmp_path, ipv6=ipv6) as hosts:
+        launch = start_agents(hosts, tmp_path, *settings)
+        while any(process.poll() is None for process in launch.processes):
+            phases.add(launch.phase().get("phase"))
+            for index, host in enumerate(hosts):
+                now = host.sockets()
+                found[index] |= now
+                most[index] = max(most[index], len({each.port for each in now if not each.only_this_host}))
+            time.sleep(0.1)
+        assert launch.wait() == [0, 0, 0], launch.outputs()
+        assert launch.left() == []
+        addresses = [ipaddress.ip_address(host.address) for host in hosts]
+    print("ports at once:", most)
+    assert len(phases) >= 3
+    for host, (own, listeners) in enumerate(zip(addresses, found, strict=True)):
+        beyond = [each for each in listeners if not each.only_this_host]
+        assert [each for each in beyond if _plain(each.address) != own] == []
+        names = " ".join(each.process for each in beyond)
+        for part in ("rate_probe", "raylet", "hybridflow agent", *(["gcs_server"] if host == 0 else [])):
+            assert part in names, (host, beyond)
+        if ports is not None:
+            allowed = {PORT, *range(ports.first, ports.last + 1)}
+            assert [each for each in beyond if each.port not in allowed] == []
+
+
+def _plain(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    found = ipaddress.ip_address(address)
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return mapped or found
+
+
+def test_a_range_with_too_few_ports_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with hosts_or_skip(2, shared=tmp_path) as hosts:
+        launch = start_agents(hosts, tmp_path, "network.ports=31000-31009", "placement.rollout=cpu:4")
+        assert launch.wait(90) == [2, 2], launch.outputs()
+        line = "hybridflow: hosts: network.ports: 10 free on host-0, host-1; expected at least 64"
+        assert line in launch.output(0).splitlines(), launch.outputs()
+        assert launch.left() == []
+
+
+def test_strangers_on_another_host_are_refused_by_a_runs_stores_and_do_not_stop_it(tmp_path: Path) -> None:
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        launch = start_agents(hosts, tmp_path, *APART[1:], "trainer.steps=1000", "limits.stop_s=5")
+        launch.until_in("rollout", 1)
+        ports = sorted({each.port for each in hosts[0].sockets() if not each.only_this_host})
+        asked = hosts[2].run([sys.executable, "-c", KNOCK, hosts[0].address, *map(str, ports)], timeout_s=120)
+        answers = asked.stdout.split()
+        assert answers and set(answers) == {"refused"}, (asked.stdout, asked.stderr)
+        launch.until_in("rollout", launch.phase()["step"] + 2)
+        launch.processes[0].send_signal(signal.SIGINT)
+        assert launch.wait(60) == [130, 130, 130], launch.outputs()
+        assert launch.left() == []
+
+
+KNOCK = """
+import socket, sys
+host, *ports = sys.argv[1:]
+stores = []
+for port in map(int, ports):
+    one = socket.create_connection((host, port))
+    one.settimeout(1)
+    try:
+        if len(one.recv(100)) == 32:  # a nonce: others greet with more, or wait for what is said
+            stores.append(port)
+    except OSError:
+        pass
+    one.close()
+for port in stores * 100:
+    one = socket.create_connection((host, port))
+    one.settimeout(10)
+    one.sendall(bytes(64))
+    answer = b""
+    while part := one.recv(100):
+        answer += part
+    print("refused" if answer[32:] == bytes(32) else answer)
+silent = [socket.create_connection((host, port)) for port in stores for _ in range(300)]
+"""
+"""Finds the stores among the ports, says something wrong to each a hundred times, and opens many connections."""
