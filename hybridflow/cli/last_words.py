@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 
 from hybridflow.cluster.hosts.driver_link import lost_host, tell_failure
+from hybridflow.cluster.hosts.gathering import gather_logs
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.rundir.first_failure import describe, say_card, write_failure
 from hybridflow.rundir.progress import where_now
@@ -40,6 +41,7 @@ class LastWords:
         tell_failure(where_now().partition(",")[0], line)
         if self.directory is None:
             return
+        gather_logs()
         # The cause is on stderr already: what keeps the card from being made hides nothing.
         with contextlib.suppress(OSError, ValueError):
             card = describe(

@@ -236,6 +236,10 @@ def _checked_recipe(parsed: argparse.Namespace, nodes: Sequence[Node] | None = N
 
     for warning in check_recipe(recipe, nodes, **memory):
         print(warning, flush=True)
+    if link is not None:
+        from hybridflow.planning.shared_disk import check_shared_disks
+
+        check_shared_disks(recipe, link.cluster.hosts, link.apart)
     return recipe
 
 

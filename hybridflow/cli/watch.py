@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from hybridflow.cluster.hosts.description import listed
 from hybridflow.metrics.sinks import Record, console_line
 from hybridflow.rundir.file_names import FAILURE, LOGS, METRICS
 from hybridflow.rundir.first_failure import FirstFailure, read_failure
-from hybridflow.rundir.heartbeat import Heartbeat, read_heartbeats
+from hybridflow.rundir.heartbeat import Heartbeat, heartbeat_path, read_heartbeat, read_heartbeats
+from hybridflow.rundir.hosts_file import read_hosts
 from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe, saved_to
 from hybridflow.rundir.watching import (
-    ENGINES,
     Log,
     checked_run,
     find_logs,
@@ -83,12 +83,16 @@ def logs(parsed: argparse.Namespace) -> int:
         wanted |= {"role": failure.role, "rank": failure.rank}
     hosts = {(beat.role, beat.rank): beat.host for beat in read_heartbeats(directory / LOGS)}
 
+    def host_of(log: Log) -> str | None:
+        if log.of_rank not in hosts and (beat := read_heartbeat(heartbeat_path(log.path_of_rank))) is not None:
+            hosts[log.of_rank] = beat.host  # of a rank that has come meanwhile
+        return hosts.get(log.of_rank)
+
     def is_wanted(log: Log) -> bool:
-        role = "rollout" if log.role == ENGINES else log.role
         return (
             (wanted["role"] is None or log.is_of(wanted["role"]))
             and wanted["rank"] in (None, log.rank)
-            and wanted["host"] in (None, hosts.get((role, log.rank)))
+            and (wanted["host"] is None or wanted["host"] == host_of(log))
         )
 
     chosen = [log for log in there if is_wanted(log)]
@@ -160,18 +164,32 @@ def _status(directory: Path, now: float) -> Iterator[str]:
     found = find_logs(directory)
     beats = {(beat.role, beat.rank): beat for beat in read_heartbeats(directory / LOGS)}
     width = max((len(log.name) for log in found), default=0)
+    if is_going_on and (line := _hosts(directory, beats.values(), now)):
+        yield line
     for log in found:
         told = [line for line in map(_text, last_lines(log.path, 20)) if line.strip()]
         age = _duration(now - log.path.stat().st_mtime)
-        at = _at(beats.get((log.role, log.rank)), now) if is_going_on else ""
+        at = _at(log, beats.get(log.of_rank), now) if is_going_on else ""
         last = f"{age} ago: {shortened(told[-1], 160)}" if told else "has said nothing"
         yield f"{log.name:<{width}}  {at}{last}"
 
 
-def _at(beat: Heartbeat | None, now: float) -> str:
-    """What a rank of a run that goes on is at."""
+def _hosts(directory: Path, beats: Iterable[Heartbeat], now: float) -> str:
+    """The hosts of a run that a launcher has started, and those whose ranks are all silent; "" without a launcher."""
+    names = [host.name for host in read_hosts(directory)]
+    heard: dict[str, float] = {}
+    for beat in beats:
+        heard[beat.host] = max(beat.at, heard.get(beat.host, 0.0))
+    late = [f"{name} for {_duration(now - at)}" for name, at in heard.items() if now - at > _LATE_S]
+    return f"hosts {listed(names, 8)}" + (f"; no heartbeat of {listed(late)}" if late else "") if names else ""
+
+
+def _at(log: Log, beat: Heartbeat | None, now: float) -> str:
+    """What a rank of a run that goes on is at; of an engine, where it is."""
     if beat is None:
         return ""
+    if log.role != beat.role:
+        return f"on {beat.host}: "
     what = beat.method if beat.has_turn else f"waits for its turn in {beat.method}"
     parts = f", {beat.parts} parts done" if beat.parts and beat.method else ""
     late = f", no heartbeat for {_duration(now - beat.at)}" if now - beat.at > _LATE_S else ""

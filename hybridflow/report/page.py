@@ -10,6 +10,7 @@ from engine3d.errors import UserError
 from hybridflow.report.choice import Section, sections
 from hybridflow.report.drawing import SERIES, draw
 from hybridflow.report.facts import Fact, facts
+from hybridflow.report.host_table import host_table
 from hybridflow.report.plots import Plot
 from hybridflow.report.run_data import RunData, read_run
 from hybridflow.report.sample_table import sample_table
@@ -97,7 +98,7 @@ def render(run: RunData) -> str:
 <h1>{name}</h1>
 <dl class="facts">
 {"".join(map(_row, facts(run)))}</dl>
-{"".join(map(_section, sections(run)))}{sample_table(run)}</body>
+{"".join(map(_section, sections(run)))}{host_table(run)}{sample_table(run)}</body>
 </html>
 """
 

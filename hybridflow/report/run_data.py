@@ -18,6 +18,7 @@ from hybridflow.metrics.device_samples import DeviceSample, read_samples
 from hybridflow.metrics.timeline import Span, read_spans
 from hybridflow.rundir.atomic_files import whole_lines
 from hybridflow.rundir.file_names import DEVICES, METRICS, RECIPE, SAMPLES, TIMELINE
+from hybridflow.rundir.hosts_file import RunHost, read_hosts
 from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe
 
 Floats = NDArray[np.float64]
@@ -65,6 +66,7 @@ class RunData:
         spans: of the timeline; empty where there is none.
         samples: of the GPUs; empty where there are none.
         texts: samples as texts, of the first step that has some and of the last ones.
+        hosts: of the run; empty where no launcher has started it.
     """
 
     name: str
@@ -73,6 +75,7 @@ class RunData:
     spans: Sequence[Span] = ()
     samples: Sequence[DeviceSample] = ()
     texts: Sequence[Mapping[str, Any]] = ()
+    hosts: Sequence[RunHost] = ()
 
     @property
     def on_cpus(self) -> bool:
@@ -114,6 +117,7 @@ def read_run(directory: Path) -> RunData:
             spans=read_spans(timeline) if timeline.exists() else (),
             samples=read_samples(devices) if devices.exists() else (),
             texts=read_texts(directory / SAMPLES) if (directory / SAMPLES).exists() else (),
+            hosts=read_hosts(directory),
         )
     except OSError as error:
         raise UserError(f"report: {error.filename} cannot be read: {error.strerror}") from None

@@ -61,6 +61,17 @@ class Log:
         """Such as `actor-0`."""
         return f"{self.role}-{self.rank}"
 
+    @property
+    def of_rank(self) -> tuple[str, int]:
+        """Role and rank that it belongs to: an engine is a rollout rank's."""
+        return "rollout" if self.role == ENGINES else self.role, self.rank
+
+    @property
+    def path_of_rank(self) -> Path:
+        """The log of that rank."""
+        role, rank = self.of_rank
+        return self.path.with_name(f"{role}-{rank}.log")
+
     def is_of(self, role: str) -> bool:
         """Whether it is a role's; engines belong to `rollout` too."""
         return role == self.role or (role == "rollout" and self.role == ENGINES)

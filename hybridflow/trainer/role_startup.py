@@ -11,6 +11,7 @@ from typing import Any
 
 from hybridflow.cluster.devices.device_map import Device, Node, highest_cpu_slot, pool_devices
 from hybridflow.cluster.devices.gpu_availability import WAIT_S, check_bundles_free, check_gpus_free
+from hybridflow.cluster.hosts.gathering import keep_logs
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.runtime import ray_runtime, resource_pool
 from hybridflow.cluster.runtime.resource_pool import ResourcePool
@@ -19,6 +20,7 @@ from hybridflow.errors.log import log
 from hybridflow.planning.placement_check import check_apart, check_reward_devices
 from hybridflow.roles.groups import FunctionRewardGroup, ModelGroup, PolicyGroup, RolloutGroup, ValueGroup
 from hybridflow.roles.offload import check_offload
+from hybridflow.rundir.watching import ENGINES
 from hybridflow.trainer.role_specs import RoleGroup, RoleSpec, role_specs
 from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.start_log import StartLog
@@ -127,6 +129,11 @@ class _Start:
 
     def roles(self) -> Roles:
         """Every role; their processes are there, and their models and engines are being built."""
+        keep_logs(
+            self._run.log_directory.resolve().parent,
+            processes_by_host(self._specs, self._devices),
+            in_place=self._run.resumption is not None and self._run.resumption.in_place,
+        )
         building = {spec.role: self._waiters.submit(self._build, spec) for spec in self._specs}
         try:
             groups = {role: future.result() for role, future in building.items()}
@@ -176,6 +183,24 @@ class _Start:
     def _start(self, waiters: ThreadPoolExecutor, group: RoleGroup, spec: RoleSpec) -> None:
         self._starting[spec.role] = waiters.submit(_start, group, spec.start_s)
         self._log.ready_with(spec.role, self._starting[spec.role])
+
+
+def processes_by_host(specs: Sequence[RoleSpec], devices: Mapping[str, Sequence[Device]]) -> dict[int, set[str]]:
+    """Names of the logs that the ranks of each host write, and the engines of these.
+
+    Args:
+        specs: of the roles.
+        devices: of each.
+    """
+    found: dict[int, set[str]] = {}
+    for spec in specs:
+        for number, device in enumerate(devices[spec.role]):
+            rank = number // spec.devices_per_rank
+            names = found.setdefault(device.node, set())
+            names.add(f"{spec.role}-{rank}")
+            if spec.role == "rollout":
+                names.add(f"{ENGINES}-{rank}")
+    return found
 
 
 def _progress_limits(limits: LimitsConfig) -> ProgressLimits | None:

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import psutil
 
+from hybridflow.cluster.hosts.gathering import gather_logs
+from hybridflow.cluster.hosts.gathering import request_recordings as request_on_others
 from hybridflow.cluster.processes.process_tree import family
 from hybridflow.cluster.processes.rank_look import RankLook
 from hybridflow.cluster.runtime import rank_watch
@@ -122,9 +124,11 @@ class Waits:
         groups = self._there()
         directories = {group.log_dir for group in groups if group.log_dir is not None}
         wanted = [request_recordings(directory) for directory in directories]
+        request_on_others()
         for directory in filter(None, wanted):
             wait_for_recordings(directory, sum(len(group.actors) for group in groups))
         self._write_stacks(wake=True)  # those that were stopped go on from here, and others perhaps with them
+        gather_logs()
 
     def _write_stacks(self, *, wake: bool) -> list[Path]:
         """Where they are."""

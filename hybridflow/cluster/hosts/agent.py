@@ -21,6 +21,7 @@ from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, Wro
 from hybridflow.cluster.hosts.description import Host, HostRole
 from hybridflow.cluster.hosts.interfaces import interface_with
 from hybridflow.cluster.hosts.launch_plan import LaunchPlan
+from hybridflow.cluster.hosts.log_stream import LogStream
 from hybridflow.cluster.hosts.own_address import OwnAddress, needs_library, prepare
 from hybridflow.cluster.hosts.preflight import HostPreflight
 from hybridflow.cluster.hosts.run_token import derived
@@ -39,6 +40,7 @@ _SAY_EVERY_S = 10.0
 _SAME_SIGNAL_S = 3.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, SAVE)
 _PARTS = {"raylet": "Ray's raylet"}
+Actions = dict[str, Callable[..., Awaitable[Message | None]]]
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Agent:
         self._place, self._plan, self._token = place, plan, token
         self._limits = limits or LimitsConfig()
         self._channel: Channel | None = None
+        self._logs: LogStream | None = None
         self._supervisor: Supervisor | None = None
         self._ray: RayHost | None = None
         self._ray_watch: RayWatch | None = None
@@ -124,6 +127,8 @@ class Agent:
             await asyncio.to_thread(self._stop_ray)
             if self._preflight is not None:
                 await self._preflight.close()
+            if self._logs is not None:
+                await self._logs.close()
             if self._channel is not None:
                 await self._channel.close()
         code = code if supervising is None else await supervising
@@ -143,6 +148,7 @@ class Agent:
             self._supervisor.confined = self._confined
         settings = [asdict(each) for each in preflight.settings]
         channel.send("hello", host=asdict(host), words=list(self._plan.words), settings=settings)
+        self._logs = logs = LogStream(channel.send)
         beating = asyncio.create_task(self._beat(channel))
         try:
             while True:
@@ -153,8 +159,10 @@ class Agent:
                     return _said(message["code"], None if self._supervisor is not None else message["line"])
                 if message["kind"] == "begins":
                     await preflight.close()
+                elif message["kind"] == "logs_kept":
+                    logs.kept(message["number"])
                 elif message["kind"] != "beat":
-                    self._do(channel, preflight, message)
+                    self._do(channel, {**preflight.actions, **logs.actions}, message)
         except ChannelError as error:
             return _said(1, f"host 0 ({self._place.head}) is gone: {error}")
         except TimeoutError:
@@ -220,14 +228,14 @@ class Agent:
             channel.send("beat")
             await asyncio.sleep(BEAT_S)
 
-    def _do(self, channel: Channel, preflight: HostPreflight, message: Message) -> None:
+    def _do(self, channel: Channel, others: Actions, message: Message) -> None:
         """Begin what the supervisor asks for; it gets the answer when it is done."""
-        actions: dict[str, Callable[..., Awaitable[Message | None]]] = {
+        actions: Actions = {
             "start_ray": lambda **fields: asyncio.to_thread(self._start_ray, **fields),
             "stop_ray": lambda: asyncio.to_thread(self._stop_ray),
             "look": self._look,
             "write_stacks": self._write_stacks,
-            **preflight.actions,
+            **others,
         }
         action = actions.get(message["kind"])
         if action is None:

@@ -81,7 +81,6 @@ class Needs:
     Args:
         gpus: whether it uses any.
         shared_gpus: whether others may use them too, as `placement.shared_gpus`.
-        shared_run_dir: whether all hosts have to see the same `run_dir`.
         run_dir_bytes: free, where the run's directory is.
         open_files: of each process.
         shared_memory_bytes: of /dev/shm.
@@ -91,7 +90,6 @@ class Needs:
 
     gpus: bool = True
     shared_gpus: bool = False
-    shared_run_dir: bool = True
     run_dir_bytes: int = 10**9
     open_files: int = 1024
     shared_memory_bytes: int = 512 * 2**20
@@ -313,12 +311,15 @@ def _directories(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
         room(lambda facts: facts.run_dir_space, needs.run_dir_bytes),
         f"at least {_gb(needs.run_dir_bytes)}",
     )
-    if needs.shared_run_dir:
-        head = hosts.reports[0].facts
-        theirs = f" (host 0 has {head.run_dir_file_system})" if head.run_dir_file_system else ""
-        yield from hosts.lack(
-            "refuse", "run_dir", _unshared, f"the directory that host 0 sees at {head.run_dir}{theirs}"
-        )
+    head = hosts.reports[0].facts
+    theirs = f" (host 0 has {head.run_dir_file_system})" if head.run_dir_file_system else ""
+    yield from hosts.lack(
+        "warn",
+        "run_dir",
+        _unshared,
+        f"the directory that host 0 sees at {head.run_dir}{theirs}; without it logs are sent to host 0, and "
+        "checkpoints, exports and models that the run makes need another place",
+    )
     yield from hosts.lack(
         "warn",
         "temporary directory",

@@ -54,6 +54,8 @@ class DriverLink:
         self.ray_token: str = first["ray_token"]
         self.environments: list[dict[str, str]] = first["environments"]
         """Of the ranks on each host: how their process groups find the cluster's network."""
+        self.apart = frozenset(first["apart"])
+        """Hosts that do not see what host 0 has at `run_dir`."""
         threading.Thread(target=self._listen, name="supervisor", daemon=True).start()
 
     @property
@@ -141,6 +143,11 @@ class DriverLink:
 
 
 _link: DriverLink | None = None
+
+
+def known_link() -> DriverLink | None:
+    """This process's, where `driver_link` has found one."""
+    return _link
 
 
 def tell_failure(step: str, line: str) -> None:

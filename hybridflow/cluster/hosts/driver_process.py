@@ -17,6 +17,7 @@ from engine3d.errors import UserError
 from hybridflow.cluster.hosts.channel import Message
 from hybridflow.cluster.hosts.description import Cluster, Host
 from hybridflow.cluster.hosts.driver_link import DESCRIPTOR
+from hybridflow.cluster.hosts.log_keeper import QUESTIONS, GatheredLogs
 from hybridflow.errors.log import log
 from hybridflow.rundir.first_failure import describe, say_card, write_failure
 from hybridflow.rundir.watching import read_place
@@ -31,13 +32,21 @@ class DriverProcess:
     Args:
         cluster: on which it runs.
         ask_others: what the driver asks of all other hosts; their answers in order.
+        logs: of those hosts that share no disk with host 0.
+        begun: is called with the run's directory, once that is known.
         stop_s: that it has to end in an orderly way.
     """
 
     def __init__(
-        self, cluster: Cluster, ask_others: Callable[[Message], Awaitable[list[Message]]], stop_s: float
+        self,
+        cluster: Cluster,
+        ask_others: Callable[[Message], Awaitable[list[Message]]],
+        logs: GatheredLogs,
+        begun: Callable[[Path], object],
+        stop_s: float,
     ) -> None:
         self._cluster, self._ask_others, self._stop_s = cluster, ask_others, stop_s
+        self._logs, self._begun = logs, begun
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self.directory: Path | None = None
@@ -78,7 +87,13 @@ class DriverProcess:
                 start_new_session=True,
             )
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._tell("begins", hosts=self._cluster.as_json(), ray_token=ray_token, environments=list(environments))
+        self._tell(
+            "begins",
+            hosts=self._cluster.as_json(),
+            ray_token=ray_token,
+            environments=list(environments),
+            apart=self._logs.apart,
+        )
         serving = asyncio.create_task(self._serve(reader))
         try:
             code = await self._process.wait()
@@ -88,6 +103,7 @@ class DriverProcess:
         finally:
             serving.cancel()
             self._writer.close()
+            await self._logs.finish()
         if code < 0:
             cause = f"the driver was killed by {signal.Signals(-code).name}"
             log.error(cause)
@@ -128,9 +144,11 @@ class DriverProcess:
                     self.failure = message["step"], message["line"]
                 case "directory":
                     self.directory = Path(message["path"])
-                case _:
+                    self._begun(self.directory)
+                case kind:
                     question = message.pop("question")
-                    self._tell("answer", question=question, answers=await self._ask_others(message))
+                    ask = self._logs.answer if kind in QUESTIONS else self._ask_others
+                    self._tell("answer", question=question, answers=await ask(message))
 
     def _keep_failure(self, cause: str, host: Host) -> None:
         """The card of a failure that the driver cannot tell of."""

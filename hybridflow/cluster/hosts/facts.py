@@ -257,20 +257,21 @@ def code_hash(root: Path) -> str:
 
 
 @contextlib.contextmanager
-def mark_directory(run_dir: Path) -> Iterator[Path]:
+def mark_directory(directory: Path, setting: str = "run_dir") -> Iterator[Path]:
     """Make an empty file of a random name that hosts with the same directory see as well; it goes with the block.
 
     Args:
-        run_dir: the file is in it, or in its nearest parent that is there.
+        directory: the file is in it, or in its nearest parent that is there.
+        setting: that names it.
 
     Raises:
         UserError: it cannot be written.
     """
-    path = _nearest(run_dir) / f".hybridflow-{secrets.token_hex(16)}"
+    path = _nearest(directory) / f".hybridflow-{secrets.token_hex(16)}"
     try:
         path.touch(mode=0o600, exist_ok=False)
     except OSError as error:
-        raise UserError(f"run_dir: {path.parent} cannot be written: {error.strerror}") from None
+        raise UserError(f"{setting}: {path.parent} cannot be written: {error.strerror}") from None
     try:
         yield path
     finally:

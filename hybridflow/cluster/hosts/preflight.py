@@ -20,7 +20,7 @@ from engine3d.errors import UserError
 from hybridflow.cluster.hosts.channel import Message
 from hybridflow.cluster.hosts.comparison import ClockDifference, Needs, Report, compare
 from hybridflow.cluster.hosts.description import Cluster, Host, listed
-from hybridflow.cluster.hosts.facts import HostFacts, collect, mark_directory
+from hybridflow.cluster.hosts.facts import HostFacts, collect, mark_directory, sees_mark
 from hybridflow.cluster.hosts.interfaces import Interface
 from hybridflow.cluster.hosts.network_settings import NetworkConfig, Setting, as_environment, settings_in_force
 from hybridflow.cluster.hosts.probe import Peer, Probe, Rate, RatePlan, answer_probes, probe_pairs, rate
@@ -85,6 +85,7 @@ class HostPreflight:
             "probe": self._probe,
             "listen_for_rate": self._listen_for_rate,
             "rate": self._rate,
+            "sees_mark": self._sees_mark,
         }
 
     @property
@@ -119,6 +120,9 @@ class HostPreflight:
             address=self._host.address,
         )
         return {"facts": found.as_json()}
+
+    async def _sees_mark(self, mark: str) -> Message:
+        return {"sees": await asyncio.to_thread(sees_mark, Path(mark))}
 
     async def _answer_probes(self) -> Message:
         listening = self._listen()
@@ -163,7 +167,7 @@ class AsksAgents(Protocol):
         """Ask it, for so long; raises EngineError."""
 
 
-async def check_hosts(members: Sequence[AsksAgents], plan: PreflightPlan, *, with_table: bool) -> None:
+async def check_hosts(members: Sequence[AsksAgents], plan: PreflightPlan, *, with_table: bool) -> list[int]:
     """Compare all hosts, and have every pair try each other, and all together.
 
     Args:
@@ -171,13 +175,17 @@ async def check_hosts(members: Sequence[AsksAgents], plan: PreflightPlan, *, wit
         plan: of the launch.
         with_table: show the table of hosts also where nothing is wrong.
 
+    Returns:
+        The hosts that do not see what host 0 has at `run_dir`.
+
     Raises:
         UserError: something is wrong with which a run would fail; a line each.
         EngineError: a host does not answer.
     """
     began = time.monotonic()
     cluster = Cluster(tuple(member.host for member in members))
-    comparison = compare(await _reports(members, plan), plan.needs)
+    reports = await _reports(members, plan)
+    comparison = compare(reports, plan.needs)
     if with_table or comparison.findings:
         log.info(comparison.table)
     for warning in comparison.warnings:
@@ -188,6 +196,7 @@ async def check_hosts(members: Sequence[AsksAgents], plan: PreflightPlan, *, wit
         await _check_pairs(members, cluster)
         await _check_rate(members, cluster, plan.needs.gpus)
     log.info(f"hosts: checked in {time.monotonic() - began:.1f} s")
+    return [each.host.index for each in reports if each.facts.sees_mark is False]
 
 
 async def _reports(members: Sequence[AsksAgents], plan: PreflightPlan) -> list[Report]:

@@ -11,12 +11,15 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 from engine3d.errors import EngineError, UserError, first_line
 from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, WrongTokenError, accept, stream_limit
 from hybridflow.cluster.hosts.description import Cluster, Host, listed
 from hybridflow.cluster.hosts.driver_process import GRACE_S, DriverProcess
+from hybridflow.cluster.hosts.host_records import keep_hosts
 from hybridflow.cluster.hosts.launch_plan import LaunchPlan
+from hybridflow.cluster.hosts.log_keeper import GatheredLogs
 from hybridflow.cluster.hosts.members import Member, tell_settings
 from hybridflow.cluster.hosts.network_settings import Setting, as_environment
 from hybridflow.cluster.hosts.preflight import check_hosts
@@ -73,6 +76,9 @@ class Supervisor:
         self._driver: DriverProcess | None = None
         self._ending = False
         self._ending_late: asyncio.TimerHandle | None = None
+        self._apart: list[int] = []
+        """Hosts that do not see what host 0 has at `run_dir`."""
+        self._logs = GatheredLogs([], [])
 
     async def run(self, listening: socket.socket) -> int:
         """Gather the hosts on a socket that listens, run the command, and end the agents; the exit code of all.
@@ -129,7 +135,7 @@ class Supervisor:
         cluster = Cluster(tuple(member.host for member in members))
         self._has_begun = True
         if len(members) > 1 or self._plan.is_doctor:
-            await check_hosts(members, self._plan.preflight, with_table=self._plan.is_doctor)
+            self._apart = await check_hosts(members, self._plan.preflight, with_table=self._plan.is_doctor)
             tell_settings(members)
         if self._plan.is_doctor:
             return Ended(0)
@@ -236,6 +242,8 @@ class Supervisor:
                 member.take(message)
             case "signal":
                 self.signalled(message["signal"], member.host)
+            case "logs":
+                self._logs.receive(member, message)
             case "lost":
                 self._lost(member.host, message["line"])
             case _:
@@ -279,9 +287,16 @@ class Supervisor:
 
     async def _drive(self, cluster: Cluster, words: Sequence[str]) -> int:
         """Run the command on this host, and do for it what it asks of the others; its exit code."""
-        self._driver = DriverProcess(cluster, self._on_others, self._plan.stop_s)
+        members = [self._members[host.index] for host in cluster.hosts]
+        apart = [number for number, host in enumerate(cluster.hosts) if host.index in self._apart]
+        self._logs = GatheredLogs(members, apart)
+
+        def begun(directory: Path) -> None:
+            keep_hosts(directory, [(member.host, member.settings) for member in members], self._apart)
+
+        self._driver = DriverProcess(cluster, self._on_others, self._logs, begun, self._plan.stop_s)
+        environments = [as_environment(member.settings) for member in members]
         confined = await asyncio.to_thread(self.confined)
-        environments = [as_environment(self._members[host.index].settings) for host in cluster.hosts]
         return await self._driver.run(words, derived(self._token, RAY), environments, confined)
 
     async def _on_others(self, message: Message) -> list[Message]:

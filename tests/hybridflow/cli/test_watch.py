@@ -17,6 +17,7 @@ from hybridflow.cli.main import main
 from hybridflow.rundir import lock
 from hybridflow.rundir.first_failure import describe, write_failure
 from hybridflow.rundir.heartbeat import Heartbeat, HeartbeatFile
+from hybridflow.rundir.hosts_file import RunHost, write_hosts
 from hybridflow.rundir.lock import LOCK, hold
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.rundir.watching import goes_on, last_lines
@@ -94,8 +95,23 @@ def test_status_says_what_ranks_are_at_and_which_are_silent(run: Path, capsys: p
     told = capsys.readouterr().out
     assert "\nactor-2    on host-1: update for 1.2 min, 3 parts done, no heartbeat for 30 s; " in told
     assert "\nrollout-0  on host-2: idle for 1.2 min; 0 s ago: " in told
+    assert "\nsglang-0   on host-2: 0 s ago: line 29 of sglang-0\n" in told
+    assert "\nhosts " not in told  # no launcher has started it
     assert main(["status", str(run)]) == 0
     assert "idle" not in capsys.readouterr().out  # of a run that has ended
+
+
+def test_status_names_the_hosts_of_a_launch_and_those_that_are_silent(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_hosts(run, [RunHost(f"host-{index}", f"10.0.0.1{index}", "eth0", None, 0, 4) for index in range(3)])
+    beat(run, "actor", 2, "host-1", "update")
+    beat(run, "rollout", 0, "host-2", "")
+    with hold(run, "run_dir/name"):
+        assert main(["status", str(run)]) == 0
+    assert "\nhosts host-0, host-1, host-2; no heartbeat of host-1 for 30 s\n" in capsys.readouterr().out
+    assert main(["status", str(run)]) == 0
+    assert "\nhosts " not in capsys.readouterr().out
 
 
 def test_logs_of_a_host_have_those_of_its_engines(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,6 +164,17 @@ def test_logs_are_followed_until_the_run_has_ended(run: Path) -> None:
     rest, _ = following.communicate(timeout=30)
     assert rest == "actor-0: no end\ncritic-0: and \n"
     assert following.returncode == 0
+
+
+def test_a_rank_of_a_host_that_comes_later_is_followed_too(run: Path) -> None:
+    with hold(run, "run_dir/name"):
+        command = [sys.executable, "-m", "hybridflow", "logs", run, "--follow", "--lines", "1", "--host", "host-1"]
+        following = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        time.sleep(0.5)
+        beat(run, "actor", 2, "host-1", "update")
+        assert following.stdout is not None and following.stdout.readline() == "actor-2: line 29 of actor-2\n"
+    rest, _ = following.communicate(timeout=30)
+    assert (rest, following.returncode) == ("", 0)
 
 
 @pytest.mark.parametrize(

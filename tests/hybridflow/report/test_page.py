@@ -28,6 +28,7 @@ from hybridflow.report.over_time import timeline_plots
 from hybridflow.report.plots import BarPlot, LanePlot, LinePlot, Plot
 from hybridflow.report.run_data import read_run
 from hybridflow.report.thinning import bucketed
+from hybridflow.rundir.hosts_file import NetworkSetting, RunHost, write_hosts
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks/results"
@@ -324,6 +325,26 @@ def test_samples_stand_in_a_table(tmp_path: Path) -> None:
     assert "<i>" not in table and "&lt;i&gt;&amp;" in table and "[1, &quot;&lt;b&gt;&quot;]" in table
     assert len(table) < 17 * 4000
     assert "<td>train 400</td><td>0.5</td><td>400</td>" in table
+
+
+def test_hosts_and_what_is_in_force_of_their_network_stand_in_a_table(tmp_path: Path) -> None:
+    small_run(tmp_path)
+    report(tmp_path)
+    assert "<h2>Hosts</h2>" not in (tmp_path / "report.html").read_text()
+    preset = (NetworkSetting("NCCL_IB_TC", "106", "preset roce"), NetworkSetting("NCCL_DEBUG", "<INFO>", "environment"))
+    hosts = [RunHost(f"node-{index}", f"10.0.0.{index}", "eth0", "train", 8, 64, preset) for index in range(3)]
+    odd = RunHost("node-3", "10.0.0.3", None, None, 0, 4, (), shares_disk=False)
+    write_hosts(tmp_path, [*hosts, odd])
+    assert "Hosts" in report(tmp_path).headings
+    [table] = re.findall(r"<h2>Hosts</h2>.*?<table>(.*?)</table>", (tmp_path / "report.html").read_text(), re.DOTALL)
+    _, _, one, other = table.split("<tr>")
+    assert "node-0 (10.0.0.0), node-1 (10.0.0.1), node-2 (10.0.0.2)</td><td>eth0</td><td>train</td>" in one
+    assert "<td>8 GPUs each</td>" in one
+    assert "NCCL_IB_TC=106 (preset roce)\nNCCL_DEBUG=&lt;INFO&gt; (environment)</td>" in one
+    assert "node-3 (10.0.0.3); without the run" in other and "<td>4 CPU slots each</td>" in other
+    assert "nothing set" in other
+    (tmp_path / "hosts.json").write_text("{}")
+    assert main(["report", str(tmp_path)]) == 2
 
 
 def test_any_staleness_is_shown(tmp_path: Path) -> None:

@@ -79,15 +79,16 @@ def test_another_recipe_is_named(tmp_path: Path) -> None:
         assert "hybridflow: hosts: recipe: " in launch.output(0)
 
 
-def test_a_directory_that_hosts_do_not_share_is_refused(tmp_path: Path) -> None:
+def test_a_directory_of_runs_that_hosts_do_not_share_is_named(tmp_path: Path) -> None:
     private, shared = tmp_path / "private", tmp_path / "shared"
     for directory in (private, shared):
         directory.mkdir()
     with hosts_or_skip(2, shared=shared, private=[private]) as hosts:
         words = [small_run(shared)[0], f"run_dir={private}/runs", *small_run(shared)[2:]]
-        launch = start(hosts, shared, lambda index: agent_command(index, 2, *words))
-        refused(launch, "hosts: run_dir: ")
-        assert "on host-1" in launch.output(0)
+        launch = start(hosts, shared, lambda index: doctor_command(index, 2, words))
+        assert launch.wait(60) == [0, 0], launch.outputs()
+    told = f"hybridflow: hosts: run_dir: another directory at {private} (tmpfs) on host-1; expected the directory that "
+    assert told in launch.output(0)
 
 
 @pytest.mark.parametrize(

@@ -36,16 +36,23 @@ class Launch:
         hosts: on which it runs.
         directory: that all hosts see.
         processes: what was started on each.
+        own: directory of runs that each host has for itself; None where runs are in `directory`.
     """
 
     hosts: Hosts
     directory: Path
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    own: Path | None = None
 
     @property
     def run(self) -> Path:
-        """The run's directory."""
-        return self.directory / "small"
+        """The run's directory, on host 0."""
+        return self.directory / "small" if self.own is None else self.run_on(0)
+
+    def run_on(self, host: int) -> Path:
+        """The run's directory on a host's own disk, as this process finds it."""
+        assert self.own is not None
+        return self.hosts[host].path(self.own) / "small"
 
     def output(self, host: int) -> str:
         """What a host's launcher has printed so far, both streams."""
@@ -116,6 +123,10 @@ class Launch:
             time.sleep(0.1)
         return found
 
+    @property
+    def _may_stay(self) -> tuple[str, ...]:
+        return (*_LEFT_BY_LIBRARIES, *([f"{self.own}/"] if self.own is not None else []))
+
     def _left(self) -> list[str]:
         return [
             f"{host.name}: {each}"
@@ -123,7 +134,7 @@ class Launch:
             if host.is_up
             for each in (
                 *(process.command for process in host.processes()),
-                *(path for path in map(str, host.left_files()) if not path.startswith(_LEFT_BY_LIBRARIES)),
+                *(path for path in map(str, host.left_files()) if not path.startswith(self._may_stay)),
             )
         ]
 
@@ -189,10 +200,19 @@ def agent_command(
     return [sys.executable, "-m", "hybridflow", "agent", *options, "train", *words]
 
 
-def start_agents(hosts: Hosts, directory: Path, *overrides: str) -> Launch:
-    """Start an agent on every host, of the small run with some settings."""
-    words = small_run(directory, *overrides)
-    return start(hosts, directory, lambda index: agent_command(index, len(hosts), *words))
+def start_agents(hosts: Hosts, directory: Path, *overrides: str, own: Path | None = None) -> Launch:
+    """Start an agent on every host, of the small run with some settings.
+
+    Args:
+        hosts: all of them.
+        directory: that all see.
+        overrides: settings.
+        own: directory of runs that each host has for itself; `directory` if None.
+    """
+    words = small_run(own or directory, *overrides)
+    launch = start(hosts, directory, lambda index: agent_command(index, len(hosts), *words))
+    launch.own = own
+    return launch
 
 
 def learned(directory: Path) -> list[dict[str, float]]:
