@@ -10,7 +10,7 @@
 FROM nvcr.io/nvidia/pytorch:26.03-py3
 
 WORKDIR /workspace/hybridflow
-COPY requirements.txt requirements-dev.txt requirements.lock pyproject.toml README.md ./
+COPY requirements.txt requirements-dev.txt requirements.lock requirements-kubernetes.lock pyproject.toml README.md ./
 COPY launch/image_requirements.py launch/
 
 # --no-deps: the lock is complete, and nothing may pull a second torch in beside the image's.
@@ -18,6 +18,14 @@ COPY launch/image_requirements.py launch/
 RUN python launch/image_requirements.py requirements.lock > /tmp/missing.txt \
     && PIP_CONSTRAINT= pip install --no-cache-dir --no-deps --require-hashes -r /tmp/missing.txt \
     && python -c "import apex, torch, transformer_engine.pytorch; assert 'nv' in torch.__version__, torch.__version__"
+
+# docker build --build-arg KUBERNETES=1: what KubeRay asks of Ray. Ray starts its agents and a dashboard where it is there,
+# which listen on all interfaces: for pods alone.
+ARG KUBERNETES=
+RUN if [ -n "$KUBERNETES" ]; then \
+        python launch/image_requirements.py requirements-kubernetes.lock > /tmp/missing.txt \
+        && PIP_CONSTRAINT= pip install --no-cache-dir --no-deps --require-hashes -r /tmp/missing.txt; \
+    fi
 
 COPY . .
 RUN PIP_CONSTRAINT= pip install --no-cache-dir --no-deps --no-build-isolation --editable .

@@ -59,6 +59,8 @@ setup:
 lock: setup
 	uv pip compile --quiet --python $(VENV)/bin/python requirements.txt requirements-dev.txt --no-header \
 	    --no-emit-index-url --no-emit-find-links --generate-hashes --output-file requirements.lock
+	uv pip compile --quiet --python $(VENV)/bin/python requirements-kubernetes.txt --constraint requirements.lock \
+	    --no-header --no-emit-index-url --no-emit-find-links --generate-hashes --output-file requirements-kubernetes.lock
 
 clean:
 	rm -rf $(VENV) site *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -19,6 +19,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
 from hybridflow.planning.recipe_check import check_recipe
 from hybridflow.rundir.file_names import EXPORT
+from hybridflow.trainer.attached_cluster import check_cluster_of
 from hybridflow.trainer.trainer import train
 
 
@@ -175,11 +176,12 @@ def checked_config(config: Any) -> PPOConfig:
 
 
 def checked_recipe(config: PPOConfig, given: Given) -> Recipe:
-    """The recipe of a run on this machine, with all that can be checked of it checked.
+    """The recipe of a run on this machine, or on a cluster, with all that can be checked of it checked.
 
     Raises:
         SettingsError: one line for everything that is wrong.
-        UserError: Ray is running in this process.
+        UserError: Ray is running in this process, or something is wrong with the nodes of `placement.cluster`.
+        EngineError: one of these nodes does not answer.
     """
     import ray
 
@@ -190,6 +192,7 @@ def checked_recipe(config: PPOConfig, given: Given) -> Recipe:
     recipe = make_recipe(config, given, gpus=platform.gpus)
     for warning in check_recipe(recipe):
         log.info(warning)
+    check_cluster_of(recipe)
     return recipe
 
 

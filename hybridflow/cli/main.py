@@ -3,7 +3,8 @@
     hybridflow train RECIPE [key=value ...]     run a recipe
     hybridflow check RECIPE [key=value ...]     find what is wrong with it, without starting anything; with --memory
                                                 say what each GPU, CPU slot and node will hold
-    hybridflow doctor RECIPE [key=value ...]    say what this host is, and whether the run could start on it
+    hybridflow doctor RECIPE [key=value ...]    say what this host is, or the nodes of placement.cluster, and whether
+                                                the run could start there
     hybridflow checkpoint inspect DIR           show what is in a checkpoint
     hybridflow checkpoint verify DIR            compare every file of it with its checksum
     hybridflow checkpoint export DIR OUT        write its model as a HuggingFace directory
@@ -12,6 +13,7 @@
     hybridflow status RUN                       say what a run is at, also while it goes on
     hybridflow logs RUN [--follow]              show the output of its ranks and engines
     hybridflow launch slurm RECIPE --nodes N    submit a run on several nodes of Slurm
+    hybridflow launch kubernetes RECIPE ...     submit a run on several nodes of Kubernetes
     hybridflow agent ... train RECIPE ...       one host's part of a run on several: what the launchers start
     hybridflow token [FILE]                     make the secret that lets the hosts of a run know each other
 
@@ -145,6 +147,8 @@ def _train(parsed: argparse.Namespace) -> int:
     recipe = _checked_recipe(parsed, here=True)
     print(f"checked in {time.monotonic() - began:.1f} s", flush=True)
     termination.grace_s = recipe.limits.stop_s
+    if recipe.placement.cluster is not None and (code := _guarded(lambda: _check_cluster(recipe))):
+        return code
 
     def tell_how_to_go_on() -> None:
         if lines := closing.how_to_go_on(recipe, parsed.words):
@@ -172,6 +176,13 @@ def _train(parsed: argparse.Namespace) -> int:
         note_directory()
         tell_how_to_go_on()
     return code
+
+
+def _check_cluster(recipe: Recipe) -> int:
+    from hybridflow.trainer.attached_cluster import check_cluster_of
+
+    check_cluster_of(recipe)
+    return 0
 
 
 def _check(parsed: argparse.Namespace) -> int:
@@ -280,9 +291,9 @@ def _logs(parsed: argparse.Namespace) -> int:
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
-    from hybridflow.cli import agent
+    from hybridflow.cli import doctor
 
-    return agent.take_part(agent.Launched(0, 1, agent.LOOPBACK, 0, ["doctor", parsed.recipe, *parsed.overrides]))
+    return _guarded(lambda: doctor.run(parsed))
 
 
 def _agent(parsed: argparse.Namespace) -> int:
@@ -451,7 +462,8 @@ def _agent_parser() -> argparse.ArgumentParser:
 def _doctor_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="hybridflow doctor",
-        description="Say what this host is, and whether the run could start on it; a launcher does it for all hosts.",
+        description="Say what this host is, or the nodes of placement.cluster, and whether the run could start there; "
+        "a launcher does it for all of its hosts.",
     )
     _add_recipe(parser)
     return parser

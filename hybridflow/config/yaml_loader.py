@@ -57,13 +57,22 @@ def load_settings[S: Settings](settings: type[S], path: Path | str, overrides: S
     Raises:
         SettingsError: with one line for every error found.
     """
-    data, places = read_with_bases(Path(path))
+    return build_settings(settings, *read_with_overrides(Path(path), overrides), str(path))
+
+
+def read_with_overrides(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[Key, str]]:
+    """What a file and its bases say, with overrides applied in order, and for each key the place where it was read.
+
+    Raises:
+        SettingsError: as `read_with_bases`, `parse_override` and `apply_override`.
+    """
+    data, places = read_with_bases(path)
     for text in overrides:
         override = parse_override(text)
         apply_override(data, override)
         places = {key: place for key, place in places.items() if key[: len(override.key)] != override.key}
         places[override.key] = f"override {shortened(redacted_override(text))}"
-    return build_settings(settings, data, places, str(path))
+    return data, places
 
 
 def build_settings[S: Settings](settings: type[S], data: dict[str, Any], places: dict[Key, str], source: str) -> S:

@@ -29,7 +29,9 @@ def test_the_lock_holds_every_direct_pin(name: str) -> None:
     assert all(lock[package] == version for package, version in pins(name).items())
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt", "requirements-gpu.txt"])
+@pytest.mark.parametrize(
+    "name", ["requirements.txt", "requirements-dev.txt", "requirements-gpu.txt", "requirements-kubernetes.txt"]
+)
 def test_every_direct_dependency_has_a_reason(name: str) -> None:
     lines = (ROOT / name).read_text().splitlines()
     for above, line in itertools.pairwise(lines):
@@ -41,14 +43,21 @@ def test_pins_are_exact_and_name_no_index() -> None:
     for file in ROOT.glob("requirements*.txt"):
         for line in file.read_text().splitlines():
             if line.strip() and not line.startswith("#"):
-                assert re.fullmatch(r"[\w.-]+==[\w.+!-]+", line), f"{file.name}: {line}"
+                assert re.fullmatch(r"[\w.-]+(\[\w+\])?==[\w.+!-]+", line), f"{file.name}: {line}"
 
 
-def test_the_lock_has_a_hash_for_every_file_of_a_pin_and_names_no_index() -> None:
-    lock = (ROOT / "requirements.lock").read_text()
+@pytest.mark.parametrize("name", ["requirements.lock", "requirements-kubernetes.lock"])
+def test_the_lock_has_a_hash_for_every_file_of_a_pin_and_names_no_index(name: str) -> None:
+    lock = (ROOT / name).read_text()
     pin = r"[\w.-]+==[\w.+!-]+( \\\n    --hash=sha256:[0-9a-f]{64})+\n(    # via .*\n|    # +.*\n)+"
     assert re.fullmatch(rf"({pin})+", lock)
     assert "/" not in lock.replace("-r requirements", "")
+
+
+def test_what_kubernetes_adds_leaves_the_other_pins_as_they_are() -> None:
+    lock, added = pins("requirements.lock"), pins("requirements-kubernetes.lock")
+    assert {name: version for name, version in added.items() if name in lock and lock[name] != version} == {}
+    assert pins("requirements-kubernetes.txt") == {"ray[default]": lock["ray"]} and added["ray"] == lock["ray"]
 
 
 def test_everything_is_installed_by_its_hash() -> None:

@@ -7,9 +7,9 @@ import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
-from ray.job_config import JobConfig
 
 from engine3d.errors import UserError, first_line
 from engine3d.stores import KEY_VARIABLE, new_key
@@ -73,10 +73,16 @@ def _attach(address: str) -> None:
     private_ray.forget_token()
     try:
         # A Ray client has no workers of its own: those of its server import what that says.
-        job = JobConfig() if address.startswith("ray://") else driver_imports()
-        ray.init(address=address, job_config=job, **QUIET)
+        imports: dict[str, Any] = {} if address.startswith("ray://") else {"job_config": driver_imports()}
+        ray.init(address=address, **imports, **QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(f"no Ray cluster at {address}: {first_line(error)}") from None
+        raise UserError(f"no Ray cluster at {address}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """A Ray client puts the server's stack below its first line; what went wrong there is the last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return first_line(error) if len(lines) < 2 else f"{lines[0]} {lines[-1]}"
 
 
 def stop_ray() -> None:

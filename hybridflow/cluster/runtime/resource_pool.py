@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
@@ -18,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError
 from hybridflow.cluster.devices.device_map import Device, Node
+from hybridflow.cluster.runtime.cluster_nodes import found_nodes
 from hybridflow.cluster.runtime.ray_runtime import ray_answers, started_hosts
 
 
@@ -59,8 +59,12 @@ class ResourcePool:
 
 
 def cluster_nodes() -> list[Node]:
-    """The machines of the cluster: a launch's in its order, else this one first and then by address."""
-    return [node for node, _ in _nodes()]
+    """The machines of the cluster: a launch's in its order, else this one first and then by address.
+
+    Raises:
+        UserError: a node has a label for a role that there is not.
+    """
+    return [each.node for each in found_nodes()]
 
 
 def reserve(devices: Mapping[str, tuple[Device, ...]], timeout_s: float = 60.0) -> dict[str, ResourcePool]:
@@ -76,13 +80,13 @@ def reserve(devices: Mapping[str, tuple[Device, ...]], timeout_s: float = 60.0) 
     Raises:
         EngineError: they are not free within `timeout_s`.
     """
-    nodes = _nodes()
+    nodes = found_nodes()
     bundles: dict[Device, Bundle] = {}
     groups: list[PlacementGroup] = []
     wanted = sorted({device for each in devices.values() for device in each})
     for number in sorted({device.node for device in wanted}):
         here = [device for device in wanted if device.node == number]
-        node, resource = nodes[number]
+        node, resource = nodes[number].node, nodes[number].resource
         needs = [{"CPU": 1.0} | ({"GPU": 1.0} if device.kind == "cuda" else {}) for device in here]
         needs[0] = needs[0] | {resource: 0.001}
         group = placement_group(needs, strategy="STRICT_PACK")
@@ -113,26 +117,6 @@ def release(pools: Mapping[str, ResourcePool]) -> None:
     with cleaning("hybridflow: placement"):
         for group in {bundle.group.id: bundle.group for pool in pools.values() for bundle in pool.bundles}.values():
             remove_placement_group(group)
-
-
-def _nodes() -> list[tuple[Node, str]]:
-    """Every living node, with the resource that pins work to it."""
-    here = ray.get_runtime_context().get_node_id()
-    hosts = {host.address: host for host in started_hosts() or ()}
-
-    def order(node: dict[str, Any]) -> tuple[int, bool, str, str]:
-        address = node["NodeManagerAddress"]
-        index = hosts[address].index if address in hosts else len(hosts)
-        return index, node["NodeID"] != here, address, node["NodeID"]
-
-    found = []
-    for each in sorted((node for node in ray.nodes() if node["Alive"]), key=order):
-        resources, address = each["Resources"], each["NodeManagerAddress"]
-        slots = int(resources.get("CPU", 0))
-        name = hosts[address].name if address in hosts else address
-        role = hosts[address].role if address in hosts else None
-        found.append((Node(name, int(resources.get("GPU", 0)), slots, role), f"node:{address}"))
-    return found
 
 
 def _visible(device: Device, group: PlacementGroup, index: int, timeout_s: float) -> str:
