@@ -43,12 +43,14 @@ class PreflightPlan:
         recipe: `recipe_hash` of the recipe as this host reads it.
         network: the recipe's.
         needs: of the run.
+        rates: whether what all hosts reach together is measured, by a process of torch's on each.
     """
 
     run_dir: Path = Path("runs")
     recipe: str | None = None
     network: NetworkConfig = field(default_factory=NetworkConfig)
     needs: Needs = field(default_factory=Needs)
+    rates: bool = True
 
 
 class HostPreflight:
@@ -152,6 +154,32 @@ async def check_hosts(members: Sequence[AsksAgents], plan: PreflightPlan, *, wit
     """
     began = time.monotonic()
     cluster = Cluster(tuple(member.host for member in members))
+    await _compare(members, plan, with_table=with_table)
+    if len(members) > 1:
+        await _check_pairs(members, cluster)
+        if plan.rates:
+            await _check_rate(members, cluster, plan.needs.gpus)
+    log.info(f"hosts: checked in {time.monotonic() - began:.1f} s")
+
+
+async def check_newcomer(newcomer: AsksAgents, others: Sequence[AsksAgents], plan: PreflightPlan) -> None:
+    """Compare a host that comes later with the first one, and have it and all others try each other.
+
+    Args:
+        newcomer: the host.
+        others: those that it is to join, in order.
+        plan: of the launch.
+
+    Raises:
+        UserError: something is wrong with which a run would fail; a line each.
+        EngineError: a host does not answer.
+    """
+    await _compare([others[0], newcomer], plan, with_table=False)
+    members = [*others, newcomer]
+    await _check_pairs(members, Cluster(tuple(member.host for member in members)))
+
+
+async def _compare(members: Sequence[AsksAgents], plan: PreflightPlan, *, with_table: bool) -> None:
     comparison = compare(await _reports(members, plan), plan.needs)
     if with_table or comparison.findings:
         log.info(comparison.table)
@@ -159,10 +187,6 @@ async def check_hosts(members: Sequence[AsksAgents], plan: PreflightPlan, *, wit
         log.warning(f"hosts: {warning}")
     if refusals := comparison.refusals:
         raise UserError("\n".join(f"hosts: {each}" for each in refusals))
-    if len(members) > 1:
-        await _check_pairs(members, cluster)
-        await _check_rate(members, cluster, plan.needs.gpus)
-    log.info(f"hosts: checked in {time.monotonic() - began:.1f} s")
 
 
 async def _reports(members: Sequence[AsksAgents], plan: PreflightPlan) -> list[Report]:
