@@ -19,6 +19,7 @@ TEMPLATE = Path(__file__).parents[2] / "launch/slurm.sbatch"
 LAUNCHERS = ("slurm",)
 _BEGIN, _END = "# Settings of this job\n", "# End of settings\n"
 _SUBMIT_S = 60.0
+_MOST_RESTARTS = 10**6 - 1
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d(:\d\d)?)?")
 _WORD = re.compile(r"[\w.,:+=@%/-]+", re.ASCII)
 
@@ -42,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--interface", metavar="NAME", help="network interface of the cluster on every node")
     parser.add_argument("--cpu-slots", type=int, metavar="N", help="CPU slots of each node (one a core)")
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="starts after failures, within the job (0)"
+    )
+    parser.add_argument(
+        "--spares", type=int, default=0, metavar="N", help="the last N nodes stand by, each for one that is lost (0)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the script in place of submitting it")
 
 
@@ -81,6 +88,14 @@ def slurm_script(parsed: argparse.Namespace, name: str) -> str:
         options["gpus-per-node"] = str(parsed.gpus_per_node)
     if parsed.cpu_slots is not None:
         _check_count("--cpu-slots", parsed.cpu_slots, 1 << 20)
+    if not 0 <= parsed.max_restarts <= _MOST_RESTARTS:
+        raise UserError(f"--max-restarts {parsed.max_restarts}: expected at least 0 and at most {_MOST_RESTARTS:,}")
+    if not 0 <= parsed.spares < parsed.nodes:
+        raise UserError(f"--spares {parsed.spares} of {parsed.nodes} nodes: expected fewer, and at least 0")
+    if parsed.spares and not parsed.max_restarts:
+        raise UserError(f"--spares {parsed.spares} without --max-restarts: a node that stands by would never be used")
+    if parsed.max_restarts:
+        options["no-kill"] = ""  # of the job, when a node fails
     if parsed.time is not None and not _TIME.fullmatch(parsed.time):
         raise UserError(f"--time {shortened(parsed.time)}: expected Slurm's form, such as 24:00:00, 2-00 or 90")
     for option in ("partition", "account", "time", "interface"):
@@ -96,6 +111,8 @@ def slurm_script(parsed: argparse.Namespace, name: str) -> str:
         "interface": parsed.interface or "",
         "cpu_slots": "" if parsed.cpu_slots is None else str(parsed.cpu_slots),
         "roles": " ".join(_roles(parsed.role, parsed.nodes)),
+        "restarts": str(parsed.max_restarts),
+        "spares": str(parsed.spares),
     }
     return _filled(_template(), options, settings, [parsed.recipe, *parsed.overrides])
 
@@ -111,7 +128,7 @@ def _template() -> str:
 
 def _filled(text: str, options: Mapping[str, str], settings: Mapping[str, str], words: Sequence[str]) -> str:
     for option, value in options.items():
-        line = f"#SBATCH --{option}={value}\n"
+        line = f"#SBATCH --{option}={value}\n" if value else f"#SBATCH --{option}\n"
         if (there := re.search(rf"^#SBATCH --{option}=.*\n", text, re.MULTILINE)) is not None:
             text = text[: there.start()] + line + text[there.end() :]
         else:

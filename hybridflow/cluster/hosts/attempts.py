@@ -128,7 +128,8 @@ class Attempts:
         plan, cluster = self._plan, self._attempt.cluster
         members = [self._members[number] for number in self._attempt.numbers]
         for member in self._members.values():
-            member.channel.send("begins", hosts=cluster.as_json())
+            if not member.gone.is_set():
+                member.channel.send("begins", hosts=cluster.as_json())
         self._ended_late = None
         self._driver = driver = DriverProcess(cluster, self._ask_others, plan.stop_s, self._cards)
         environments = [as_environment(member.settings) for member in members]

@@ -43,6 +43,7 @@ class PreflightPlan:
         recipe: `recipe_hash` of the recipe as this host reads it.
         network: the recipe's.
         needs: of the run.
+        pairs: whether every pair of hosts tries each other.
         rates: whether what all hosts reach together is measured, by a process of torch's on each.
     """
 
@@ -50,6 +51,7 @@ class PreflightPlan:
     recipe: str | None = None
     network: NetworkConfig = field(default_factory=NetworkConfig)
     needs: Needs = field(default_factory=Needs)
+    pairs: bool = True
     rates: bool = True
 
 
@@ -156,7 +158,8 @@ async def check_hosts(members: Sequence[AsksAgents], plan: PreflightPlan, *, wit
     cluster = Cluster(tuple(member.host for member in members))
     await _compare(members, plan, with_table=with_table)
     if len(members) > 1:
-        await _check_pairs(members, cluster)
+        if plan.pairs:
+            await _check_pairs(members, cluster)
         if plan.rates:
             await _check_rate(members, cluster, plan.needs.gpus)
     log.info(f"hosts: checked in {time.monotonic() - began:.1f} s")

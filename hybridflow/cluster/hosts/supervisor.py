@@ -236,7 +236,7 @@ class Supervisor:
         """Send signs of life, and look for those of all hosts."""
         while True:
             now = time.monotonic()
-            for member in list(self._members.values()):
+            for member in [member for member in self._members.values() if not member.gone.is_set()]:
                 member.channel.send("beat")
                 if now - member.seen > self._plan.lost_s:
                     since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - member.seen)))

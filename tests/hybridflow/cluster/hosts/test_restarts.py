@@ -76,11 +76,11 @@ def test_without_a_spare_the_hosts_that_are_left_are_counted_anew() -> None:
     assert differences(following, whole) == ["host-1 (10.0.0.1) takes the place of host-1 (10.0.0.1)"]
 
 
-def test_a_host_that_was_started_anew_keeps_no_place_until_it_takes_one() -> None:
+def test_one_that_has_stood_by_comes_before_one_that_was_started_anew() -> None:
     hosts = [host(0), host(1), host(2)]
     last = first_attempt(hosts, 1)
-    following = next_attempt(last, [hosts[0], hosts[2]], hosts)  # host 1's agent is another one
-    assert following.numbers == (0, 1)
+    assert next_attempt(last, [hosts[0], hosts[2]], hosts).numbers == (0, 2)
+    assert next_attempt(last, [hosts[0]], hosts[:2]).numbers == (0, 1)
     assert next_attempt(last, [hosts[0], hosts[2]], [hosts[0], hosts[2]]).numbers == (0, 2)
 
 
