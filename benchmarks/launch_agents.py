@@ -1,4 +1,4 @@
-"""Agents of one launch in one process, for `launch.py`: real ones, of hosts that are addresses of the loopback interface.
+"""Agents of one launch in one process, for `launch.py`: their hosts are addresses of the loopback interface.
 
     python benchmarks/launch_agents.py < SPECIFICATION
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import resource
 import sys
 import threading
@@ -80,16 +81,18 @@ def address(index: int) -> str:
 
 def main() -> None:
     """Take part as the first line of standard input says."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what agents say is no answer
     given = Specification(**json.loads(sys.stdin.readline()))
     if not given.own_facts:
-        preflight.collect = _shared_facts()
-    print("ready", flush=True)
+        preflight.collect = _SharedFacts()
+    print("ready", file=answers, flush=True)
     if sys.stdin.readline() != "go\n":
         return
     codes = asyncio.run(_take_part(given))
     used = resource.getrusage(resource.RUSAGE_SELF)
     report = Report(time.time(), codes, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
-    print(json.dumps(dataclasses.asdict(report)), flush=True)
+    print(json.dumps(dataclasses.asdict(report)), file=answers, flush=True)
 
 
 async def _take_part(given: Specification) -> list[int]:
@@ -122,11 +125,12 @@ def _lose(agent: Agent) -> None:
     agent._channel.abort()
 
 
-class _shared_facts:
+class _SharedFacts:
     """`collect`, which looks at the machine once and at the mark of every launch anew."""
 
     def __init__(self) -> None:
-        self._lock, self._found: tuple[threading.Lock, HostFacts | None] = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._found: HostFacts | None = None
 
     def __call__(self, run_dir: Path, recipe: str | None = None, **where: object) -> HostFacts:
         with self._lock:
@@ -134,9 +138,7 @@ class _shared_facts:
                 self._found = collect(run_dir, recipe, **where)  # type: ignore[arg-type]
         mark = where.get("mark")
         assert mark is None or isinstance(mark, Path)
-        return dataclasses.replace(
-            self._found, sees_mark=None if mark is None else sees_mark(mark), time_s=time.time()
-        )
+        return dataclasses.replace(self._found, sees_mark=None if mark is None else sees_mark(mark), time_s=time.time())
 
 
 if __name__ == "__main__":
