@@ -2,7 +2,8 @@
 # A run on several hosts, started over ssh:   launch/ssh.sh [OPTION ...] HOSTFILE RECIPE [key=value ...]
 #
 # HOSTFILE has one host a line, the first of which runs the driver; "#" begins a comment:
-#     [USER@]NAME [role=train|rollout|reward] [interface=NAME] [cpu_slots=N]
+#     [USER@]NAME [role=train|rollout|reward] [interface=NAME] [cpu_slots=N] [spare]
+# A spare host stands by, and takes the place of one that is lost (--max-restarts). One with a role replaces only its like.
 #
 #   --dir DIR          where every host runs it (HYBRIDFLOW_DIR; the current directory)
 #   --python PATH      interpreter on every host (HYBRIDFLOW_PYTHON; the python3 that is found here)
@@ -10,7 +11,7 @@
 #   --head NAME        name or address of the first host for the others (its name in HOSTFILE)
 #   --env NAME[=VALUE] environment variable for every host, not for secrets; may be repeated
 #   --ssh-config FILE  configuration of ssh
-#   --max-restarts N   starts of the run after failures, with resume=auto
+#   --max-restarts N   starts of the run after failures, with resume=auto, on the hosts that are left and with spare ones
 #   --doctor           only look at the hosts, and say what is wrong
 #   --dry-run          print what would be started
 #
@@ -112,9 +113,11 @@ add_variable() {
     fi
 }
 
-# Fills `hosts` (as ssh is given them), `names` and `options` (of the agents, each a string of plain words).
+# Fills `hosts` (as ssh is given them), `names` and `options` (of the agents, each a string of plain words), the spare
+# ones last.
 read_hosts() {
     hosts=() names=() options=()
+    local spare_hosts=() spare_names=() spare_options=() spare
     [[ -f $hostfile && -r $hostfile ]] || refuse "host file $hostfile: no such file"
     local -A seen=()
     local line host word number=0
@@ -128,7 +131,7 @@ read_hosts() {
         name=${host#*@}
         [[ -z ${seen[$name]+set} ]] || refuse "$where: $name is there already, in line ${seen[$name]}"
         seen[$name]=$number
-        option=
+        option='' spare=0
         for word in "${line_words[@]:1}"; do
             case $word in
             role=train | role=rollout | role=reward) option+=" --role ${word#*=}" ;;
@@ -141,12 +144,23 @@ read_hosts() {
                 [[ $word =~ ^cpu_slots=[1-9][0-9]{0,5}$ ]] || refuse "$where: $word: expected cpu_slots=N"
                 option+=" --cpu-slots ${word#*=}"
                 ;;
-            *) refuse "$where: $word: expected role=..., interface=... or cpu_slots=..." ;;
+            spare) spare=1 ;;
+            *) refuse "$where: $word: expected role=..., interface=..., cpu_slots=... or spare" ;;
             esac
         done
-        hosts+=("$host") names+=("$name") options+=("$option")
+        if ((spare)); then
+            spare_hosts+=("$host") spare_names+=("$name") spare_options+=("$option")
+        else
+            hosts+=("$host") names+=("$name") options+=("$option")
+        fi
     done <"$hostfile"
-    ((${#hosts[@]})) || refuse "host file $hostfile: it names no host"
+    ((${#hosts[@]})) || refuse "host file $hostfile: it names no host${spare_hosts[0]+ that is not spare}"
+    spares=${#spare_hosts[@]}
+    if ((spares)); then
+        [[ $restarts != 0 || $command == doctor ]] ||
+            refuse "host file $hostfile: $spares spare hosts without --max-restarts would never be used"
+        hosts+=("${spare_hosts[@]}") names+=("${spare_names[@]}") options+=("${spare_options[@]}")
+    fi
     [[ -n $head ]] || head=${names[0]}
     if [[ $head == *:* && $head != \[* ]]; then head="[$head]"; fi
 }
@@ -157,6 +171,7 @@ remote_command() {
     ((${#environment[@]} == 0)) || agent+=(env "${environment[@]}")
     agent+=("$python" -m hybridflow agent --stdin --host "$index" --hosts "${#hosts[@]}" --head "$head:$port")
     ((restarts == 0)) || agent+=(--max-restarts "$restarts")
+    ((spares == 0)) || agent+=(--spares "$spares")
     # shellcheck disable=SC2206 # plain words
     agent+=(${options[$index]} "$command" "$recipe" ${words[@]+"${words[@]}"})
     printf 'cd %s && exec %s' "$(quoted "$directory")" "$(quoted_words "${agent[@]}")"
@@ -257,7 +272,10 @@ follow() {
             ((left -= 1))
             ((code == 0 || code == 255 || failed)) || failed=$code
             ((code != 255)) || say "the connection to ${names[$index]} has ended"
-            ((deadline)) || deadline=$((SECONDS + (code ? others_s : end_s)))
+            # A run that may be started again goes on without a host, but not without the first one.
+            if ((!deadline && (restarts == 0 || index == 0))); then
+                deadline=$((SECONDS + (code ? others_s : end_s)))
+            fi
         fi
         if ((left && deadline && SECONDS > deadline)); then
             if ((told)); then

@@ -5,7 +5,7 @@
 
 The same command on every host, and on every host the run's token (`hybridflow token`). With more than one process a
 host, the first is the agent and the others stand by until it ends. Options of `hybridflow agent` (--interface, --role,
---cpu-slots) stand before the recipe; `docs/multi_node.md` has the rest.
+--cpu-slots, --spares) stand before the recipe; `docs/multi_node.md` has the rest.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ def main() -> int:
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="starts after failures, with resume=auto (0)"
     )
+    parser.add_argument(
+        "--spares", type=int, default=0, metavar="N", help="the last N hosts stand by, each for one that is lost (0)"
+    )
     parser.add_argument("--doctor", action="store_true", help="only look at the hosts, and say what is wrong")
     parser.add_argument("recipe", metavar="RECIPE", help="the same file on every host")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for hybridflow train")
@@ -71,6 +74,7 @@ def _take_part(given: argparse.Namespace) -> int:
         role=given.role,
         cpu_slots=given.cpu_slots,
         restarts=given.max_restarts,
+        spares=given.spares,
     )
     code = take_part(launched, announce=store.announce)
     store.done()

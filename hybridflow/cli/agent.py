@@ -46,6 +46,7 @@ class Launched:
         role: of this host; None for any.
         cpu_slots: of this host; None for one a core.
         restarts: of the run after failures, at most.
+        spares: how many of the hosts stand by, the last ones.
     """
 
     host: int
@@ -57,6 +58,7 @@ class Launched:
     role: str | None = None
     cpu_slots: int | None = None
     restarts: int = 0
+    spares: int = 0
 
 
 def take_part(launched: Launched, announce: Callable[[int], object] | None = None) -> int:
@@ -75,6 +77,11 @@ def take_part(launched: Launched, announce: Callable[[int], object] | None = Non
         raise UserError(f"host {launched.host} of {launched.hosts}: expected 0 to {launched.hosts - 1}")
     if launched.restarts < 0:
         raise UserError(f"--max-restarts {launched.restarts}: expected at least 0")
+    if not 0 <= launched.spares < launched.hosts:
+        most = launched.hosts - 1
+        raise UserError(f"--spares {launched.spares} of {launched.hosts} hosts: expected at least 0 and at most {most}")
+    if launched.spares and not launched.restarts and launched.words[:1] != [DOCTOR]:
+        raise UserError(f"--spares {launched.spares} without --max-restarts: a host that stands by would never be used")
     if not launched.words or launched.words[0] not in COMMANDS:
         found = shortened(launched.words[0]) if launched.words else "nothing"
         raise UserError(f"a launch runs one of {', '.join(COMMANDS)}, found {found}")
@@ -101,6 +108,8 @@ def take_part(launched: Launched, announce: Callable[[int], object] | None = Non
         stop_s=limits.stop_s,
         preflight=preflight,
         restarts=launched.restarts,
+        spares=launched.spares,
+        spare_s=limits.spare_s,
     )
     return Agent(place, plan, token, limits).run(announce)
 
@@ -115,6 +124,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpu-slots", type=int, metavar="N", help="CPU slots of this host (one a core)")
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="starts after failures, with resume=auto (0)"
+    )
+    parser.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the last N hosts stand by, each for one that is lost (0); the same on every host",
     )
     parser.add_argument(
         "--stdin", action="store_true", help="the token comes on standard input, whose end is the launcher's"
@@ -145,6 +161,7 @@ def run(parsed: argparse.Namespace) -> int:
         role=parsed.role,
         cpu_slots=parsed.cpu_slots,
         restarts=parsed.max_restarts,
+        spares=parsed.spares,
     )
     return take_part(launched)
 

@@ -29,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the next N nodes are for train, rollout or reward; may be repeated, for all nodes in their order",
     )
     parser.add_argument("--cpu-slots", type=int, metavar="N", help="CPU slots of each node (one a core)")
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help="starts after failures: within a job of Slurm (0), or of Kubernetes' job, also after pre-emption (3)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted")
     for name, launcher in LAUNCHERS.items():
         launcher.add_arguments(parser.add_argument_group(name))

@@ -20,7 +20,7 @@ from hybridflow.cluster.hosts.network_settings import check_used
 from hybridflow.config.yaml_loader import read_with_overrides
 from hybridflow.errors.redaction import redacted, redacted_keys
 
-OPTIONS = ("image", "claim", "namespace", "cpus-per-node", "memory-per-node", "shared-memory", "max-restarts")
+OPTIONS = ("image", "claim", "namespace", "cpus-per-node", "memory-per-node", "shared-memory")
 """That no other launcher has."""
 _FILES = ("service-account.yaml", "recipe.yaml", "rayjob.yaml")
 _CPUS, _MEMORY, _SHARED_MEMORY, _RESTARTS = 64, "512Gi", "64Gi", 3
@@ -43,7 +43,6 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--cpus-per-node", type=int, metavar="N", help=f"cores of each ({_CPUS})")
     parser.add_argument("--memory-per-node", metavar="SIZE", help=f"of each ({_MEMORY})")
     parser.add_argument("--shared-memory", metavar="SIZE", help=f"of it, /dev/shm ({_SHARED_MEMORY})")
-    parser.add_argument("--max-restarts", type=int, metavar="N", help=f"after failures and pre-emption ({_RESTARTS})")
 
 
 def run(parsed: argparse.Namespace) -> int:

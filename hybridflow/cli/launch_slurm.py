@@ -14,10 +14,11 @@ from engine3d.errors import EngineError, UserError, shortened
 from engine3d.startup.imports import quick_imports
 from hybridflow.cli.launch_options import FILES, check_counts, host_roles, read_own_file
 
-OPTIONS = ("partition", "account", "time", "interface")
+OPTIONS = ("partition", "account", "time", "interface", "spares")
 """That no other launcher has."""
 _BEGIN, _END = "# Settings of this job\n", "# End of settings\n"
 _SUBMIT_S = 60.0
+_MOST_RESTARTS = 10**6 - 1
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d(:\d\d)?)?")
 _WORD = re.compile(r"[\w.,:+=@%/-]+", re.ASCII)
 
@@ -28,6 +29,9 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--account", metavar="NAME", help="of Slurm")
     parser.add_argument("--time", metavar="TIME", help="limit of the job, such as 24:00:00 or 2-00")
     parser.add_argument("--interface", metavar="NAME", help="network interface of the cluster on every node")
+    parser.add_argument(
+        "--spares", type=int, metavar="N", help="the last N nodes stand by, each for one that is lost (0)"
+    )
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -63,9 +67,12 @@ def slurm_script(parsed: argparse.Namespace, name: str) -> str:
     options = {"job-name": f"hybridflow-{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}", "nodes": str(parsed.nodes)}
     if parsed.gpus_per_node is not None:
         options["gpus-per-node"] = str(parsed.gpus_per_node)
+    restarts, spares = _restarts_and_spares(parsed)
+    if restarts:
+        options["no-kill"] = ""  # of the job, when a node fails
     if parsed.time is not None and not _TIME.fullmatch(parsed.time):
         raise UserError(f"--time {shortened(parsed.time)}: expected Slurm's form, such as 24:00:00, 2-00 or 90")
-    for option in OPTIONS:
+    for option in ("partition", "account", "time", "interface"):
         if (value := getattr(parsed, option)) is None:
             continue
         if not _WORD.fullmatch(value):
@@ -78,14 +85,27 @@ def slurm_script(parsed: argparse.Namespace, name: str) -> str:
         "interface": parsed.interface or "",
         "cpu_slots": "" if parsed.cpu_slots is None else str(parsed.cpu_slots),
         "roles": " ".join(host_roles(parsed.role, parsed.nodes)),
+        "restarts": str(restarts),
+        "spares": str(spares),
     }
     text = read_own_file("slurm", FILES / "slurm.sbatch")
     return _filled(text, options, settings, [parsed.recipe, *parsed.overrides])
 
 
+def _restarts_and_spares(parsed: argparse.Namespace) -> tuple[int, int]:
+    restarts, spares = parsed.max_restarts or 0, parsed.spares or 0
+    if not 0 <= restarts <= _MOST_RESTARTS:
+        raise UserError(f"--max-restarts {restarts}: expected at least 0 and at most {_MOST_RESTARTS:,}")
+    if not 0 <= spares < parsed.nodes:
+        raise UserError(f"--spares {spares} of {parsed.nodes} nodes: expected fewer, and at least 0")
+    if spares and not restarts:
+        raise UserError(f"--spares {spares} without --max-restarts: a node that stands by would never be used")
+    return restarts, spares
+
+
 def _filled(text: str, options: Mapping[str, str], settings: Mapping[str, str], words: Sequence[str]) -> str:
     for option, value in options.items():
-        line = f"#SBATCH --{option}={value}\n"
+        line = f"#SBATCH --{option}={value}\n" if value else f"#SBATCH --{option}\n"
         if (there := re.search(rf"^#SBATCH --{option}=.*\n", text, re.MULTILINE)) is not None:
             text = text[: there.start()] + line + text[there.end() :]
         else:

@@ -42,7 +42,7 @@ from hybridflow.cli.last_words import last_words
 from hybridflow.cli.standard_streams import be_patient
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.description import checked_role
-from hybridflow.cluster.hosts.driver_link import driver_link
+from hybridflow.cluster.hosts.driver_link import driver_link, tell_failure
 from hybridflow.cluster.hosts.host_check import check_interpreter, check_open_files
 from hybridflow.cluster.hosts.run_token import default_file, write_token
 from hybridflow.cluster.processes.termination import termination
@@ -124,10 +124,12 @@ def _run_command(words: list[str], command: str | None) -> int:
         check_interpreter()
         return action(parsed)
     except UserError as error:
+        tell_failure("", str(error).partition("\n")[0])
         return _fail(error, 2)
     except OSError as error:
         if error.errno not in _OF_THE_SURROUNDINGS:
             raise
+        tell_failure("", _told(error))
         return _say(f"hybridflow: {_told(error)}", 2)
 
 

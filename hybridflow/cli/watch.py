@@ -14,7 +14,7 @@ from engine3d.input_files import JsonError, parse_json
 from hybridflow.cluster.hosts.description import listed
 from hybridflow.metrics.sinks import Record, console_line
 from hybridflow.rundir.file_names import FAILURE, LOGS, METRICS
-from hybridflow.rundir.first_failure import FirstFailure, read_failure
+from hybridflow.rundir.first_failure import FirstFailure, read_earlier, read_failure
 from hybridflow.rundir.heartbeat import Heartbeat, heartbeat_path, read_heartbeat, read_heartbeats
 from hybridflow.rundir.hosts_file import read_hosts
 from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe, saved_to
@@ -155,6 +155,8 @@ def _status(directory: Path, now: float) -> Iterator[str]:
         yield f"{directory}: has ended, {_clock(place.since)}"
     else:
         yield f"{directory}: does not go on; it ended in {at}"
+    for number, earlier in enumerate(read_earlier(directory), 1):
+        yield visible(f"start {number} failed in {earlier.phase}, {_clock(earlier.at)}: {earlier.cause}")
     failure = read_failure(directory)
     if failure is not None:
         yield from map(visible, failure.lines())

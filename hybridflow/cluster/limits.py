@@ -37,6 +37,9 @@ class LimitsConfig(Settings):
     """Without a sign of life of a host, after which it is lost."""
     gather_s: float = Field(600.0, gt=0)
     """Until all hosts of a launch are there."""
+    spare_s: float = Field(0.0, ge=0)
+    """For a host that takes the place of a lost one, where a run that is started again (`--max-restarts`) does not fit
+    on the hosts that are left."""
     placement_s: float = Field(60.0, gt=0)
     """Until Ray finds the devices of the run free."""
     stop_s: float = Field(10.0, gt=0)

@@ -13,7 +13,7 @@ from pathlib import Path
 from engine3d.errors import UserError, shortened, visible
 from engine3d.input_files import JsonError, parse_json
 from engine3d.stacks import STACKS
-from hybridflow.rundir.file_names import FAILURE, FLIGHT_RECORDER, LOGS
+from hybridflow.rundir.file_names import EARLIER_FAILURE, FAILURE, FLIGHT_RECORDER, LOGS
 from hybridflow.rundir.heartbeat import Heartbeat, read_heartbeats
 from hybridflow.rundir.watching import last_lines
 
@@ -125,13 +125,38 @@ def write_failure(directory: Path, failure: FirstFailure) -> None:
     (directory / FAILURE).write_text(json.dumps(asdict(failure), indent=1) + "\n")
 
 
+def keep_earlier(directory: Path, failures: Sequence[FirstFailure]) -> None:
+    """Keep in the run's directory what it failed of before it was started again, each time. Raises OSError."""
+    for number, failure in enumerate(failures, 1):
+        (directory / EARLIER_FAILURE.format(number)).write_text(json.dumps(asdict(failure), indent=1) + "\n")
+
+
+def read_earlier(directory: Path) -> list[FirstFailure]:
+    """What a run failed of before it was started again, each time.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    found = (_read(directory / EARLIER_FAILURE.format(number)) for number in itertools.count(1))
+    return list(itertools.takewhile(lambda each: each is not None, found))  # type: ignore[arg-type]
+
+
+def forget_failures(directory: Path) -> None:
+    """Have nothing in the run's directory of what it failed of. Raises OSError."""
+    for path in (directory / FAILURE, *directory.glob(EARLIER_FAILURE.format("*"))):
+        path.unlink(missing_ok=True)
+
+
 def read_failure(directory: Path) -> FirstFailure | None:
     """What a run failed of; None if it has not.
 
     Raises:
         UserError: the file is damaged.
     """
-    path = directory / FAILURE
+    return _read(directory / FAILURE)
+
+
+def _read(path: Path) -> FirstFailure | None:
     try:
         text = path.read_bytes()
     except FileNotFoundError:

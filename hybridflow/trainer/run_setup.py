@@ -26,7 +26,8 @@ from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors.log import log
 from hybridflow.metrics.logger import Metrics
 from hybridflow.planning.prompts import encode, prompt_limit
-from hybridflow.rundir.file_names import FAILURE, FLIGHT_RECORDER, LOGS, PHASE, RECIPE
+from hybridflow.rundir.file_names import FLIGHT_RECORDER, LOGS, PHASE, RECIPE
+from hybridflow.rundir.first_failure import forget_failures
 from hybridflow.rundir.heartbeat import forget_heartbeats
 from hybridflow.rundir.lock import LOCK, SETTING, claim, hold
 from hybridflow.rundir.progress import PhaseFile
@@ -145,7 +146,7 @@ def prepare(recipe: Recipe) -> Run:
             f"resume: {resumption.directory} is another run's, in this one's directory; choose another name"
         )
     lock = claim(directory, in_place=in_place, lock=lock)
-    (directory / FAILURE).unlink(missing_ok=True)  # that of before it was resumed
+    forget_failures(directory)  # those of before it was resumed
     shutil.rmtree(directory / FLIGHT_RECORDER, ignore_errors=True)
     forget_heartbeats(directory / LOGS)
     (directory / RECIPE).write_text(settings_yaml(recipe))  # first: by it a run that was killed at once is known

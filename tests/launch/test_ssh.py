@@ -34,11 +34,11 @@ def refused(*words: str | Path, **environment: str) -> str:
     [
         ("a\nb\n# c\n\na", 5, "a is there already, in line 1"),
         ("a\nuser@a", 2, "a is there already, in line 1"),
-        ("a roll=train", 1, "roll=train: expected role=..., interface=... or cpu_slots=..."),
+        ("a roll=train", 1, "roll=train: expected role=..., interface=..., cpu_slots=... or spare"),
         ("a role=critic", 1, "role=critic: expected role=train, role=rollout or role=reward"),
         ("a cpu_slots=0", 1, "cpu_slots=0: expected cpu_slots=N"),
         ("a interface=", 1, "interface=: expected interface=NAME"),
-        ("a b", 1, "b: expected role=..., interface=... or cpu_slots=..."),
+        ("a b", 1, "b: expected role=..., interface=..., cpu_slots=... or spare"),
         ("a\n-oProxyCommand=x", 2, "-oProxyCommand=x: expected a host such as node-1 or user@node-1"),
         ("$(x)", 1, "$(x): expected a host such as node-1 or user@node-1"),
     ],
@@ -54,6 +54,21 @@ def test_a_host_file_without_hosts(tmp_path: Path) -> None:
     assert refused(path, "recipe.yaml") == f"host file {path}: no such file"
     path.write_text("# none\n\n")
     assert refused(path, "recipe.yaml") == f"host file {path}: it names no host"
+    path.write_text("a spare\n")
+    assert refused(path, "recipe.yaml") == f"host file {path}: it names no host that is not spare"
+
+
+def test_spare_hosts_come_last_and_need_restarts(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("s spare role=rollout\na\nb\n")
+    done = ssh("--dry-run", "--python", "/p", "--dir", "/d", "--max-restarts", "2", path, "r.yaml")
+    assert (done.returncode, done.stderr) == (0, "")
+    hosts = [shlex.split(line) for line in done.stdout.splitlines()]
+    assert [words[-2] for words in hosts] == ["a", "b", "s"]
+    of_spare = "--host 2 --hosts 3 --head a:29400 --max-restarts 2 --spares 1 --role rollout train r.yaml"
+    assert hosts[2][-1].endswith(f"--stdin {of_spare}")
+    said = "1 spare hosts without --max-restarts would never be used"
+    assert refused(path, "recipe.yaml") == f"host file {path}: {said}"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 
 from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError, UserError, first_line
+from hybridflow.cluster.hosts.attempts import RAY
 from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, WrongTokenError, connect
 from hybridflow.cluster.hosts.description import Host, HostRole
 from hybridflow.cluster.hosts.interfaces import interface_with
@@ -25,7 +26,7 @@ from hybridflow.cluster.hosts.log_stream import LogStream
 from hybridflow.cluster.hosts.own_address import OwnAddress, needs_library, prepare
 from hybridflow.cluster.hosts.preflight import HostPreflight
 from hybridflow.cluster.hosts.run_token import derived
-from hybridflow.cluster.hosts.supervisor import BEAT_S, RAY, Supervisor, say
+from hybridflow.cluster.hosts.supervisor import BEAT_S, Supervisor, say
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.processes.rank_look import RankPlace, look_here, looks_as_json, write_stacks_here
 from hybridflow.cluster.processes.termination import SAVE
@@ -110,9 +111,15 @@ class Agent:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     async def _run(self, announce: Callable[[int], object] | None) -> int:
-        self._loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            self._loop.add_signal_handler(number, self._signalled, number)
+            asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
+        code = await self.participate(announce)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until they are ignored
+        return code
+
+    async def participate(self, announce: Callable[[int], object] | None = None) -> int:
+        """As `run`, in an event loop that other agents may share: no signal is looked at."""
+        self._loop = asyncio.get_running_loop()
         port, supervising = self._place.port, None
         if self._place.index == 0:
             listening = _listening(self._place.address or self._place.head, self._place.port)
@@ -131,9 +138,7 @@ class Agent:
                 await self._logs.close()
             if self._channel is not None:
                 await self._channel.close()
-        code = code if supervising is None else await supervising
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until they are ignored
-        return code
+        return code if supervising is None else await supervising
 
     async def _take_part(self, port: int) -> int:
         try:
@@ -253,14 +258,13 @@ class Agent:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _start_ray(self, gcs_address: str, start_s: float) -> None:
+    def _start_ray(self, gcs_address: str, start_s: float, cpus: int) -> None:
         """This host's node of the run's Ray."""
         self._stop_ray()
         set_ray_defaults()
         assert self._channel is not None
         self._ray = ray = RayHost(self._channel.own, derived(self._token, RAY), self._confined())
-        slots = self._place.cpu_slots or os.cpu_count() or 1
-        started = ray.start_servers(time.monotonic() + start_s, cpus=slots, gcs_address=gcs_address)
+        started = ray.start_servers(time.monotonic() + start_s, cpus=cpus, gcs_address=gcs_address)
         parts = {_PARTS[name]: pid for name, pid in started["processes"].items() if name in _PARTS}
         self._ray_watch = RayWatch(
             parts,

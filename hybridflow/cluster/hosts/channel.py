@@ -97,6 +97,10 @@ class Channel:
         with contextlib.suppress(OSError, RuntimeError, TimeoutError):
             await asyncio.wait_for(self._writer.wait_closed(), 1.0)
 
+    def abort(self) -> None:
+        """Close it at once; what is not sent yet is lost."""
+        self._writer.transport.abort()
+
     def _tag(self, sender: str, number: int, body: bytes) -> bytes:
         return _proof(self._key, f"{sender} {number} ".encode() + body)
 

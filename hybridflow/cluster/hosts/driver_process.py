@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,13 @@ from hybridflow.cluster.hosts.description import Cluster, Host
 from hybridflow.cluster.hosts.driver_link import DESCRIPTOR
 from hybridflow.cluster.hosts.log_keeper import QUESTIONS, GatheredLogs
 from hybridflow.errors.log import log
-from hybridflow.rundir.first_failure import describe, say_card, write_failure
+from hybridflow.rundir.first_failure import FirstFailure, describe, keep_earlier, say_card, write_failure
 from hybridflow.rundir.watching import read_place
 
 GRACE_S = 5.0
 """Beyond what the driver has to end in an orderly way."""
+
+_TOLD_S = 1.0
 
 
 class DriverProcess:
@@ -35,6 +36,7 @@ class DriverProcess:
         logs: of those hosts that share no disk with host 0.
         begun: is called with the run's directory, once that is known.
         stop_s: that it has to end in an orderly way.
+        earlier: the cards of earlier runs of it, which are kept in the run's directory.
     """
 
     def __init__(
@@ -44,9 +46,11 @@ class DriverProcess:
         logs: GatheredLogs,
         begun: Callable[[Path], object],
         stop_s: float,
+        earlier: Sequence[FirstFailure] = (),
     ) -> None:
-        self._cluster, self._ask_others, self._stop_s = cluster, ask_others, stop_s
+        self._cluster, self._ask_others, self._stop_s, self._earlier = cluster, ask_others, stop_s, earlier
         self._logs, self._begun = logs, begun
+        self._cause: str | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self.directory: Path | None = None
@@ -61,7 +65,7 @@ class DriverProcess:
 
     async def run(
         self,
-        words: Sequence[str],
+        program: Sequence[str],
         ray_token: str,
         environments: Sequence[dict[str, str]],
         confined: Mapping[str, str],
@@ -69,7 +73,7 @@ class DriverProcess:
         """Run the command to its end; its exit code.
 
         Args:
-            words: of the command.
+            program: with its arguments.
             ray_token: of the run's Ray.
             environments: of the ranks on each host.
             confined: variables with which it listens where it should.
@@ -77,10 +81,7 @@ class DriverProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "hybridflow",
-                *words,
+                *program,
                 pass_fds=[theirs.fileno()],
                 env=os.environ | dict(confined) | {DESCRIPTOR: str(theirs.fileno())},
                 # Ctrl-C is for the agent, which passes it on.
@@ -97,6 +98,7 @@ class DriverProcess:
         serving = asyncio.create_task(self._serve(reader))
         try:
             code = await self._process.wait()
+            await asyncio.wait({serving}, timeout=_TOLD_S)  # for what it has said last
         except asyncio.CancelledError:
             await self.end()
             raise
@@ -105,8 +107,9 @@ class DriverProcess:
             self._writer.close()
             await self._logs.finish()
         if code < 0:
-            cause = f"the driver was killed by {signal.Signals(-code).name}"
-            log.error(cause)
+            cause = self._cause or f"the driver was killed by {signal.Signals(-code).name}"
+            if self._cause is None:
+                log.error(cause)
             self._keep_failure(cause, self._cluster.head)
         return code if code >= 0 else 128 - code
 
@@ -120,9 +123,14 @@ class DriverProcess:
         """Tell it that a host, or what it needs there, is lost: it says so and ends."""
         self._tell("lost", line=line, host=str(host))
 
-    async def end(self) -> None:
-        """End it, in an orderly way if it does so in time."""
+    async def end(self, cause: str | None = None) -> None:
+        """End it, in an orderly way if it does so in time.
+
+        Args:
+            cause: what it is then said to have failed of.
+        """
         assert self._process is not None
+        self._cause = cause
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
             with contextlib.suppress(TimeoutError):
@@ -145,6 +153,8 @@ class DriverProcess:
                 case "directory":
                     self.directory = Path(message["path"])
                     self._begun(self.directory)
+                    with contextlib.suppress(OSError):  # they have been said
+                        keep_earlier(self.directory, self._earlier)
                 case kind:
                     question = message.pop("question")
                     ask = self._logs.answer if kind in QUESTIONS else self._ask_others

@@ -14,6 +14,8 @@ from hybridflow.cluster.hosts.description import Host, listed
 from hybridflow.cluster.hosts.network_settings import Setting
 from hybridflow.errors.log import log
 
+_GONE = "its agent is gone"
+
 
 class Member:
     """A host as its supervisor knows it.
@@ -29,8 +31,19 @@ class Member:
         self.seen = time.monotonic()
         self.gone = asyncio.Event()
         """Its connection has ended, or tells nothing any more."""
+        self.is_checked = False
+        """Whether it has been compared with the others."""
+        self.is_apart = False
+        """Whether it does not see what host 0 has at `run_dir`."""
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Message]] = {}
+
+    def leave(self) -> None:
+        """It is gone: nothing is waited for any more."""
+        self.gone.set()
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(EngineError(_GONE))
 
     def take(self, message: Message) -> None:
         """Note an answer."""
@@ -42,8 +55,10 @@ class Member:
         """Ask its agent for something.
 
         Raises:
-            EngineError: it cannot be done there, or there is no answer in time.
+            EngineError: it cannot be done there, there is no answer in time, or the agent is gone.
         """
+        if self.gone.is_set():
+            raise EngineError(f"{self.host}: {_GONE}")
         number = next(self._numbers)
         self._answers[number] = asyncio.get_running_loop().create_future()
         self.channel.send(kind, number=number, **fields)
@@ -51,6 +66,8 @@ class Member:
             answer = await asyncio.wait_for(self._answers[number], limit_s)
         except TimeoutError:
             raise EngineError(f"{self.host}: no answer within {limit_s:g} s ({kind})") from None
+        except EngineError as gone:
+            raise EngineError(f"{self.host}: {gone}") from None
         finally:
             self._answers.pop(number, None)
         if (error := answer.get("error")) is not None:

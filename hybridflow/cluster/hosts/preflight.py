@@ -43,12 +43,16 @@ class PreflightPlan:
         recipe: `recipe_hash` of the recipe as this host reads it.
         network: the recipe's.
         needs: of the run.
+        pairs: whether every pair of hosts tries each other.
+        rates: whether what all hosts reach together is measured, by a process of torch's on each.
     """
 
     run_dir: Path = Path("runs")
     recipe: str | None = None
     network: NetworkConfig = field(default_factory=NetworkConfig)
     needs: Needs = field(default_factory=Needs)
+    pairs: bool = True
+    rates: bool = True
 
 
 class HostPreflight:
@@ -184,6 +188,39 @@ async def check_hosts(members: Sequence[AsksAgents], plan: PreflightPlan, *, wit
     """
     began = time.monotonic()
     cluster = Cluster(tuple(member.host for member in members))
+    apart = await _compare(members, plan, with_table=with_table)
+    if len(members) > 1:
+        if plan.pairs:
+            await _check_pairs(members, cluster)
+        if plan.rates:
+            await _check_rate(members, cluster, plan.needs.gpus)
+    log.info(f"hosts: checked in {time.monotonic() - began:.1f} s")
+    return apart
+
+
+async def check_newcomer(newcomer: AsksAgents, others: Sequence[AsksAgents], plan: PreflightPlan) -> bool:
+    """Compare a host that comes later with the first one, and have it and all others try each other.
+
+    Args:
+        newcomer: the host.
+        others: those that it is to join, in order.
+        plan: of the launch.
+
+    Returns:
+        Whether it sees what the first one has at `run_dir`.
+
+    Raises:
+        UserError: something is wrong with which a run would fail; a line each.
+        EngineError: a host does not answer.
+    """
+    apart = await _compare([others[0], newcomer], plan, with_table=False)
+    members = [*others, newcomer]
+    await _check_pairs(members, Cluster(tuple(member.host for member in members)))
+    return not apart
+
+
+async def _compare(members: Sequence[AsksAgents], plan: PreflightPlan, *, with_table: bool) -> list[int]:
+    """Compare hosts; the numbers of those that do not see what the first one has at `run_dir`."""
     reports = await _reports(members, plan)
     comparison = compare(reports, plan.needs)
     if with_table or comparison.findings:
@@ -192,10 +229,6 @@ async def check_hosts(members: Sequence[AsksAgents], plan: PreflightPlan, *, wit
         log.warning(f"hosts: {warning}")
     if refusals := comparison.refusals:
         raise UserError("\n".join(f"hosts: {each}" for each in refusals))
-    if len(members) > 1:
-        await _check_pairs(members, cluster)
-        await _check_rate(members, cluster, plan.needs.gpus)
-    log.info(f"hosts: checked in {time.monotonic() - began:.1f} s")
     return [each.host.index for each in reports if each.facts.sees_mark is False]
 
 

@@ -184,6 +184,7 @@ def unreached(hosts: Sequence[Host], probes: Sequence[Probe]) -> list[str]:
         hosts: in order.
         probes: of all hosts that could tell.
     """
+    named = {host.index: host for host in hosts}
     failed = {(each.source, each.target): each.why or "no answer" for each in probes if each.milliseconds is None}
     tried = Counter(index for each in probes for index in (each.source, each.target))
     lost = Counter(index for pair in failed for index in pair)
@@ -197,12 +198,12 @@ def unreached(hosts: Sequence[Host], probes: Sequence[Probe]) -> list[str]:
         if cut & {source, target} or (back is not None and target < source):
             continue
         reason = why if back in (None, why) else f"{why}; the other way: {back}"
-        said.setdefault((source, "" if back is None else "and", reason), []).append(str(hosts[target]))
+        said.setdefault((source, "" if back is None else "and", reason), []).append(str(named[target]))
     for (source, mutual, why), targets in said.items():
         lines.append(
-            f"{hosts[source]} and {listed(targets)} do not reach each other: {why}"
+            f"{named[source]} and {listed(targets)} do not reach each other: {why}"
             if mutual
-            else f"{hosts[source]} does not reach {listed(targets)}: {why}"
+            else f"{named[source]} does not reach {listed(targets)}: {why}"
         )
     return lines if len(lines) <= _MOST_LINES else [*lines[:_MOST_LINES], f"and {len(lines) - _MOST_LINES} more hosts"]
 
@@ -213,13 +214,14 @@ def _most(index: int, failed: Mapping[tuple[int, int], str]) -> str:
 
 def round_trips(hosts: Sequence[Host], probes: Sequence[Probe]) -> str:
     """Median and longest round trip of all pairs, in a line; empty if there is none."""
+    named = {host.index: host.name for host in hosts}
     times = {(each.source, each.target): each.milliseconds for each in probes if each.milliseconds is not None}
     if not times:
         return ""
     (source, target), longest = max(times.items(), key=lambda each: each[1])
     return (
         f"round trip of {len(times)} pairs: {statistics.median(times.values()):.2f} ms in the middle, {longest:.2f} ms "
-        f"at most ({hosts[source].name} to {hosts[target].name})"
+        f"at most ({named[source]} to {named[target]})"
     )
 
 

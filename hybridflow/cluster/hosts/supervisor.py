@@ -4,56 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import re
 import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
-from engine3d.errors import EngineError, UserError, first_line
+from engine3d.errors import EngineError, UserError
+from hybridflow.cluster.hosts.attempts import Attempts
 from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, WrongTokenError, accept, stream_limit
-from hybridflow.cluster.hosts.description import Cluster, Host, listed
-from hybridflow.cluster.hosts.driver_process import GRACE_S, DriverProcess
-from hybridflow.cluster.hosts.host_records import keep_hosts
-from hybridflow.cluster.hosts.launch_plan import LaunchPlan
-from hybridflow.cluster.hosts.log_keeper import GatheredLogs
+from hybridflow.cluster.hosts.description import Host, listed
+from hybridflow.cluster.hosts.launch_plan import Ended, LaunchPlan
 from hybridflow.cluster.hosts.members import Member, tell_settings
-from hybridflow.cluster.hosts.network_settings import Setting, as_environment
+from hybridflow.cluster.hosts.network_settings import Setting
 from hybridflow.cluster.hosts.preflight import check_hosts
-from hybridflow.cluster.hosts.run_token import derived
-from hybridflow.cluster.processes.termination import SAVE, STOPPED_AFTER_SAVING
+from hybridflow.cluster.processes.termination import SAVE
 from hybridflow.errors.log import log
 
 BEAT_S = 1.0
 """Between two signs of life of a host."""
-RAY = "ray"
-"""The use of the run's token that Ray's is derived for."""
 _SAY_EVERY_S = 10.0
 _END_S = 60.0
-_NO_FAILURE = (0, 2, STOPPED_AFTER_SAVING)
-_NUMBER = re.compile(r"\d+")
+_SILENT_S = 5.0
+"""Without a sign of life, after which another agent of the same host may take over."""
 _ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
 def say(lines: str) -> None:
     """Say lines on stderr."""
     print("\n".join(f"hybridflow: {line}" for line in lines.splitlines()), file=sys.stderr, flush=True)
-
-
-class Ended(Exception):
-    """The launch is over.
-
-    Args:
-        code: exit code of every agent.
-        line: for stderr; None where it has been said.
-    """
-
-    def __init__(self, code: int, line: str | None = None) -> None:
-        super().__init__(line or "")
-        self.code, self.line = code, line
 
 
 class Supervisor:
@@ -73,12 +52,8 @@ class Supervisor:
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._has_begun = False
         self._signals: set[tuple[int, int]] = set()
-        self._driver: DriverProcess | None = None
+        self._attempts: Attempts | None = None
         self._ending = False
-        self._ending_late: asyncio.TimerHandle | None = None
-        self._apart: list[int] = []
-        """Hosts that do not see what host 0 has at `run_dir`."""
-        self._logs = GatheredLogs([], [])
 
     async def run(self, listening: socket.socket) -> int:
         """Gather the hosts on a socket that listens, run the command, and end the agents; the exit code of all.
@@ -106,11 +81,11 @@ class Supervisor:
             self._signals.add(came)
             return
         self._signals.add(came)
-        if self._driver is not None and self._driver.is_running:
+        if self._attempts is not None and self._attempts.is_running:
             where = "" if host is None or host.index == 0 else f" on {host}"
             if where:
                 log.warning(f"{signal.Signals(number).name}{where}")
-            self._driver.send_signal(number)
+            self._attempts.send_signal(number)
         elif number != SAVE:
             self._finish(128 + number, _ENDS.get(signal.Signals(number), signal.Signals(number).name))
 
@@ -132,40 +107,21 @@ class Supervisor:
     async def _work(self) -> Ended:
         await self._gather()
         members = [self._members[index] for index in range(self._plan.hosts)]
-        cluster = Cluster(tuple(member.host for member in members))
         self._has_begun = True
         if len(members) > 1 or self._plan.is_doctor:
-            self._apart = await check_hosts(members, self._plan.preflight, with_table=self._plan.is_doctor)
+            apart = await check_hosts(members, self._plan.preflight, with_table=self._plan.is_doctor)
+            for member in members:
+                member.is_apart = member.host.index in apart
             tell_settings(members)
         if self._plan.is_doctor:
             return Ended(0)
         for member in members:
-            member.channel.send("begins", hosts=cluster.as_json())
-        return Ended(await self._drive_again(cluster))
+            member.is_checked = True
+        self._attempts = Attempts(self._plan, self._token, self._members, self.confined, self._is_asked_to_end)
+        return await self._attempts.run()
 
-    async def _drive_again(self, cluster: Cluster) -> int:
-        """Run the command, and again after failures, as often as the plan allows; its last exit code."""
-        words, before = list(self._plan.words), ""
-        for restarts in itertools.count():
-            code = await self._drive(cluster, words)
-            if self._ending_late is not None:
-                self._ending_late.cancel()
-            asked = {number for _, number in self._signals} - {SAVE}
-            lost = [member for member in self._members.values() if member.gone.is_set()]
-            if code in _NO_FAILURE or asked or lost or restarts == self._plan.restarts:
-                return code
-            assert self._driver is not None
-            step, line = self._driver.failure or ("", f"the driver ended with {code}")
-            this = f"{step}: {_NUMBER.sub('N', line)}" if step else ""
-            if this and this == before:
-                log.error(f"the same failure in {step} again; the run is not started any more")
-                return code
-            before = this
-            log.warning(f"starting the run again ({restarts + 1} of {self._plan.restarts}), after: {line}")
-            words = [word for word in words if not word.startswith("resume=")] + ["resume=auto"]
-            others = [self._members[index] for index in range(1, self._plan.hosts)]
-            await asyncio.gather(*(member.ask("stop_ray", _END_S) for member in others))
-        raise AssertionError  # count() has no end
+    def _is_asked_to_end(self) -> bool:
+        return any(number != SAVE for _, number in self._signals)
 
     async def _gather(self) -> None:
         """Wait until every host is there."""
@@ -213,18 +169,19 @@ class Supervisor:
             if member is not None:
                 self._gone(member, f"its agent is gone: {error}")
         if member is not None:
-            member.gone.set()
+            member.leave()
         await channel.close()
 
     def _admitted(self, hello: Message, channel: Channel) -> Member:
         host = Host(**hello["host"])
-        if self._has_begun:
+        if self._has_begun and not (self._attempts is not None and self._attempts.takes_hosts):
             raise UserError(f"{host}: the run has begun without this host; it has {self._plan.hosts}")
         if not 0 <= host.index < self._plan.hosts:
             raise UserError(f"{host}: host {host.index} of {self._plan.hosts}, expected 0 to {self._plan.hosts - 1}")
-        if host.index in self._members:
-            other = self._members[host.index].host
-            raise UserError(f"{host} and {other} are both host {host.index}; each host has a number of its own")
+        if self._has_begun:
+            self._forget_silent(host)
+        if (other := self._members.get(host.index)) is not None and not other.gone.is_set():
+            raise UserError(f"{host} and {other.host} are both host {host.index}; each host has a number of its own")
         if (words := hello["words"]) != list(self._plan.words):
             raise UserError(
                 f"{host} was started with {' '.join(words)!r}, host 0 with {' '.join(self._plan.words)!r}; expected "
@@ -233,7 +190,15 @@ class Supervisor:
         settings = [Setting(**each) for each in hello["settings"]]
         member = self._members[host.index] = Member(host, channel, settings)
         self._changed.set()
+        if self._has_begun:
+            log.warning(f"{host} is there again, and stands by")
         return member
+
+    def _forget_silent(self, host: Host) -> None:
+        """A host that has lost its power may be back before its silence says that it was lost."""
+        other = self._members.get(host.index)
+        if other is not None and other.host.name == host.name and time.monotonic() - other.seen > _SILENT_S:
+            self._gone(other, "its agent was started anew")
 
     def _receive(self, member: Member, message: Message) -> None:
         member.seen = time.monotonic()
@@ -243,7 +208,8 @@ class Supervisor:
             case "signal":
                 self.signalled(message["signal"], member.host)
             case "logs":
-                self._logs.receive(member, message)
+                if self._attempts is not None:
+                    self._attempts.logs.receive(member, message)
             case "lost":
                 self._lost(member.host, message["line"])
             case _:
@@ -253,22 +219,21 @@ class Supervisor:
         """A connection has ended, or tells nothing any more."""
         if self._ending or member.gone.is_set() or self._members.get(member.host.index) is not member:
             return
-        member.gone.set()
+        member.leave()
         if not self._has_begun:
             del self._members[member.host.index]
             log.warning(f"{member.host} has left before all hosts were there: {why}")
             return
+        if self._plan.restarts:
+            member.channel.abort()  # where it still runs, its agent ends what it has of the run
         self._lost(member.host, why)
 
     def _lost(self, host: Host, why: str) -> None:
-        """Something that the run needs is lost: the driver says so and ends; without one the launch is over."""
-        line = f"{host}: {why}"
-        if self._driver is None or not self._driver.is_running:
-            self._finish(1, line)
+        """Something that the run needs is lost; before the command is run, the launch is over."""
+        if self._attempts is None:
+            self._finish(1, f"{host}: {why}")
         else:
-            self._driver.tell_lost(host, line)
-            limit_s = self._plan.stop_s + GRACE_S
-            self._ending_late = asyncio.get_running_loop().call_later(limit_s, self._finish, 1, line)
+            self._attempts.lost(host, why)
 
     def _finish(self, code: int, line: str | None) -> None:
         if not self._over.done():
@@ -278,38 +243,12 @@ class Supervisor:
         """Send signs of life, and look for those of all hosts."""
         while True:
             now = time.monotonic()
-            for member in list(self._members.values()):
+            for member in [member for member in self._members.values() if not member.gone.is_set()]:
                 member.channel.send("beat")
                 if now - member.seen > self._plan.lost_s:
                     since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - member.seen)))
                     self._gone(member, f"no sign of life since {since} (limits.host_s={self._plan.lost_s:g})")
             await asyncio.sleep(BEAT_S)
-
-    async def _drive(self, cluster: Cluster, words: Sequence[str]) -> int:
-        """Run the command on this host, and do for it what it asks of the others; its exit code."""
-        members = [self._members[host.index] for host in cluster.hosts]
-        apart = [number for number, host in enumerate(cluster.hosts) if host.index in self._apart]
-        self._logs = GatheredLogs(members, apart)
-
-        def begun(directory: Path) -> None:
-            keep_hosts(directory, [(member.host, member.settings) for member in members], self._apart)
-
-        self._driver = DriverProcess(cluster, self._on_others, self._logs, begun, self._plan.stop_s)
-        environments = [as_environment(member.settings) for member in members]
-        confined = await asyncio.to_thread(self.confined)
-        return await self._driver.run(words, derived(self._token, RAY), environments, confined)
-
-    async def _on_others(self, message: Message) -> list[Message]:
-        """Ask the agents of all hosts but the first; their answers in order, or why there is none."""
-        kind, limit_s = message.pop("kind"), message.pop("limit_s")
-
-        async def of(member: Member) -> Message:
-            try:
-                return await member.ask(kind, limit_s, **message)
-            except Exception as error:
-                return {"error": first_line(error)}
-
-        return await asyncio.gather(*(of(self._members[index]) for index in range(1, self._plan.hosts)))
 
     async def _end(self, ended: Ended) -> None:
         """Tell every agent how it ended, and wait until each has put everything away."""

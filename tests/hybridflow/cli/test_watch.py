@@ -15,7 +15,7 @@ import pytest
 from engine3d.errors import UserError
 from hybridflow.cli.main import main
 from hybridflow.rundir import lock
-from hybridflow.rundir.first_failure import describe, write_failure
+from hybridflow.rundir.first_failure import describe, keep_earlier, write_failure
 from hybridflow.rundir.heartbeat import Heartbeat, HeartbeatFile
 from hybridflow.rundir.hosts_file import RunHost, write_hosts
 from hybridflow.rundir.lock import LOCK, hold
@@ -137,6 +137,13 @@ def test_the_first_failure_is_shown_with_its_log(run: Path, capsys: pytest.Captu
     assert "  cause      actor rank 2, update: ValueError: x" in capsys.readouterr().out.splitlines()[1]
     assert main(["logs", str(run), "--first-failure", "--rank", "1"]) == 2
     assert "--first-failure with --rank: it chooses the log itself" in capsys.readouterr().err
+
+
+def test_what_earlier_starts_failed_of_is_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep_earlier(run, [describe(run, "host-1 (10.0.0.11): no sign of life", "step 3, update")])
+    assert main(["status", str(run)]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert re.fullmatch(r"start 1 failed in step 3, update, [-\d]+ [:\d]+: host-1 \(10.0.0.11\): no sign of life", line)
 
 
 def test_what_a_terminal_would_obey_is_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

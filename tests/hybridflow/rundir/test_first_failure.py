@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import UserError
-from hybridflow.rundir.first_failure import describe, read_failure, write_failure
+from hybridflow.rundir.first_failure import (
+    describe,
+    forget_failures,
+    keep_earlier,
+    read_earlier,
+    read_failure,
+    write_failure,
+)
 from hybridflow.rundir.heartbeat import (
     Heartbeat,
     HeartbeatFile,
@@ -62,6 +69,15 @@ def test_of_what_is_no_ranks_the_host_is_told(tmp_path: Path) -> None:
     card = describe(tmp_path, "host-2: no sign of life", "step 1, rollout", host="host-2 (10.0.0.12)")
     assert card.lines()[1] == "  where      host-2 (10.0.0.12)"
     assert (card.stacks, card.flight_recorder) == (None, None)
+
+
+def test_the_cards_of_earlier_starts_are_kept_until_they_are_forgotten(tmp_path: Path) -> None:
+    cards = [describe(tmp_path, cause, "step 1, rollout") for cause in ("one", "two")]
+    keep_earlier(tmp_path, cards)
+    write_failure(tmp_path, cards[1])
+    assert read_earlier(tmp_path) == cards
+    forget_failures(tmp_path)
+    assert read_earlier(tmp_path) == [] and read_failure(tmp_path) is None
 
 
 def test_a_run_that_has_not_failed_and_a_damaged_card(tmp_path: Path) -> None:

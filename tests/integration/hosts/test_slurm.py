@@ -146,3 +146,17 @@ def test_what_is_wrong_is_said_before_anything_starts(
     assert time.monotonic() - began < 30
     assert f"slurm.sbatch: {said}" in job.outputs()
     assert job.field("ExitCode") == "2:0"
+
+
+def test_a_spare_node_takes_the_place_of_one_that_is_lost(hosts: Hosts, tmp_path: Path) -> None:
+    settings = ["warmup=null", "trainer.steps=5", "checkpoint.save_interval=2", "placement.rollout=cpu:4,5"]
+    job = by_hand(
+        hosts, tmp_path, *settings, options=("--no-kill",), HYBRIDFLOW_MAX_RESTARTS="2", HYBRIDFLOW_SPARES="1"
+    )
+    job.until_in("update", step=3)
+    [agent] = job.pids(1, "hybridflow agent")
+    hosts[1].run(["kill", "-KILL", str(agent)], check=True)
+    job.until_state("COMPLETED")
+    assert "host-2 (10.77.0.12) takes the place of host-1 (10.77.0.11)" in job.outputs()
+    assert job.field("ExitCode") == "0:0"
+    assert job.left() == []

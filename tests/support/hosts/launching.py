@@ -192,11 +192,13 @@ def agent_command(
     slots: int = 4,
     role: str | None = None,
     restarts: int = 0,
+    spares: int = 0,
 ) -> list[str]:
     """`hybridflow agent` as a launcher runs it on a host."""
     options = ["--host", str(index), "--hosts", str(hosts), "--head", head, "--cpu-slots", str(slots)]
     options += ["--role", role] if role is not None else []
     options += ["--max-restarts", str(restarts)] if restarts else []
+    options += ["--spares", str(spares)] if spares else []
     return [sys.executable, "-m", "hybridflow", "agent", *options, "train", *words]
 
 

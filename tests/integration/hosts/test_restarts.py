@@ -1,0 +1,104 @@
+"""A run that loses a host is started again: with one that has stood by, or on those that are left."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from hybridflow.rundir.first_failure import read_earlier, read_failure
+from tests.integration.hosts.test_launch import learned
+from tests.support.hosts import Hosts, hosts_or_skip
+from tests.support.hosts.launching import Launch, agent_command, small_run, start
+from tests.support.runs import records, run
+
+pytestmark = [pytest.mark.processes, pytest.mark.hosts]
+
+SETTINGS = [
+    "warmup=null",
+    "trainer.steps=6",
+    "trainer.eval_before_train=false",
+    "checkpoint.save_interval=2",
+    "limits.host_s=8",
+    "limits.stop_s=5",
+]
+
+
+def start_with(hosts: Hosts, directory: Path, *overrides: str, spares: int, **options: object) -> Launch:
+    words = small_run(directory, *SETTINGS, *overrides)
+    roles = options.pop("roles", [None] * len(hosts))
+    return start(
+        hosts,
+        directory,
+        lambda index: agent_command(
+            index,
+            len(hosts),
+            *words,
+            restarts=3,
+            spares=spares,
+            role=roles[index],
+            **options,  # type: ignore[arg-type, index]
+        ),
+    )
+
+
+@pytest.mark.parametrize("loss", ["link", "agent"])
+def test_a_spare_takes_the_place_of_a_lost_host_and_nothing_is_lost(tmp_path: Path, loss: str) -> None:
+    apart = ["placement.actor=cpu:0-1", "placement.rollout=cpu:4,5"]
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        launch = start_with(hosts, tmp_path, *apart, spares=1)
+        launch.until_in("update", 4)
+        assert not launch.hosts[2].processes() or all(
+            "hybridflow agent" in each.command for each in launch.hosts[2].processes()
+        )
+        if loss == "link":
+            hosts[1].link_down()
+        else:
+            launch.processes[1].kill()
+        assert launch.wait() == [0, 1 if loss == "link" else -signal.SIGKILL, 0], launch.outputs()
+        assert launch.left() == []
+    said = launch.output(0)
+    told = [line for line in said.splitlines() if "starting the run again" in line]
+    assert len(told) == 1 and re.search(
+        r"\(1 of 3\), after: host-1 \(10.77.0.11\): .*; host-2 \(10.77.0.12\) takes the place of host-1 "
+        r"\(10.77.0.11\); restarts left: 2$",
+        told[0],
+    ), launch.outputs()
+    assert [record["step"] for record in records(launch.run, "train")] == [1, 2, 3, 4, 5, 6]
+    [earlier] = read_earlier(launch.run)
+    assert earlier.cause.startswith("host-1 (10.77.0.11): ") and read_failure(launch.run) is None
+    one = tmp_path / "one"
+    one.mkdir()
+    done = run(one, *SETTINGS, "placement.actor=cpu:0-1", "placement.rollout=cpu:2-3")
+    assert done.returncode == 0, done.stderr
+    assert learned(launch.run) == learned(one / "small")
+
+
+def test_without_a_spare_it_goes_on_with_the_hosts_of_a_role_that_are_left(tmp_path: Path) -> None:
+    devices = "placement={actor: 'cpu:0-1', rollout: 'role:rollout'}"
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        launch = start_with(hosts, tmp_path, devices, spares=0, roles=[None, "rollout", "rollout"], slots=2)
+        launch.until_in("update", 4)
+        launch.processes[1].kill()
+        assert launch.wait() == [0, -signal.SIGKILL, 0], launch.outputs()
+        assert launch.left() == []
+    assert "the run goes on with 2 of 3 hosts; restarts left: 2" in launch.output(0)
+    assert [record["step"] for record in records(launch.run, "train")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_does_not_fit_on_the_hosts_that_are_left_ends_the_run(tmp_path: Path) -> None:
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        launch = start_with(hosts, tmp_path, "placement.actor=cpu:0-1", "placement.rollout=cpu:4,8", spares=0)
+        launch.until_in("update", 2)
+        hosts[2].link_down()
+        assert launch.wait() == [1, 1, 1], launch.outputs()
+        assert launch.left() == []
+    said = launch.output(0)
+    assert re.search(
+        r"hybridflow: the run was not started on the hosts that are left: placement.rollout: .*there is no cpu:8", said
+    ), launch.outputs()
+    assert "hybridflow: the failure before: host-2 (10.77.0.12): no sign of life since " in said
+    card = read_failure(launch.run)
+    assert card is not None and card.cause.startswith("host-2 (10.77.0.12): no sign of life since ")
