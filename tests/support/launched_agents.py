@@ -89,6 +89,12 @@ class LaunchedAgents:
         assert channel is not None
         channel.abort()
 
+    def silence(self, index: int) -> None:
+        """Have nothing be heard of a host that still hears the others."""
+        channel = self.agents[index]._channel
+        assert channel is not None
+        channel.send = lambda kind, **fields: None  # type: ignore[method-assign]
+
     def starts(self) -> list[dict[str, Any]]:
         """Words and hosts of every start of the command."""
         path = self.directory / "starts.jsonl"

@@ -137,7 +137,7 @@ class Attempts:
         members = [self._members[number] for number in self._attempt.numbers]
         for member in self._members.values():
             if not member.gone.is_set():
-                member.channel.send("begins", hosts=cluster.as_json())
+                member.channel.send("begins")
         self._ended_late = None
         self.logs = GatheredLogs(members, [number for number, member in enumerate(members) if member.is_apart])
 

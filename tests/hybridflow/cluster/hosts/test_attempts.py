@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -196,3 +197,42 @@ def test_a_host_that_differs_takes_no_place(tmp_path: Path, capfd: pytest.Captur
     assert asyncio.run(main()) == [0, 2, 1]
     assert [[host for _, host, _ in start] for start in where(launch)] == [[0, 1], [0, 2], [0]]
     assert "(127.0.0.2) takes no place" in capfd.readouterr().err
+
+
+def test_a_host_of_which_nothing_is_heard_ends_what_it_has_of_the_run(tmp_path: Path) -> None:
+    launch = launch_of(tmp_path, [LOSE, ("hang", "", "")], hosts=3, restarts=1, spares=1, lost_s=2.0)
+
+    async def main() -> int:
+        await launch.start()
+        await launch.until_started(1)
+        launch.silence(1)
+        await launch.until_started(2)
+        async with asyncio.timeout(10):  # it hears of host 0 every second
+            code = await launch.codes[1]
+        supervisor = launch.agents[0]._supervisor
+        assert supervisor is not None
+        supervisor.signalled(signal.SIGTERM)
+        await launch.ended()
+        return code
+
+    assert asyncio.run(main()) == 1
+    assert [[host for _, host, _ in start] for start in where(launch)] == [[0, 1], [0, 2]]
+
+
+def test_a_host_that_is_back_before_its_silence_was_too_long_takes_its_place_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launch = launch_of(tmp_path, [LOSE, END], hosts=2, restarts=1, lost_s=60.0)
+
+    async def main() -> list[int]:
+        await launch.start()
+        await launch.until_started(1)
+        launch.silence(1)
+        await asyncio.sleep(6)
+        before = launch.codes[1]
+        launch.start_agent(1)
+        return [await before, *await launch.ended()]
+
+    assert asyncio.run(main()) == [1, 0, 0]
+    assert [[host for _, host, _ in start] for start in where(launch)] == [[0, 1], [0, 1]]
+    assert "(127.0.0.2): its agent was started anew" in capfd.readouterr().err
