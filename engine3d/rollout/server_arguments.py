@@ -117,7 +117,7 @@ _REASONS = {
     r"|deepep_.*|cp_strategy|disable_attn_tp_gather|load_balance_method": (
         "the model is cut over ranks otherwise than by tp and ep, which is what the transfer was tried with"
     ),
-    r"nnodes|node_rank|dist_init_addr|nccl_port|use_ray": "placement.rollout says on which hosts an engine's devices are",
+    r"nnodes|node_rank|dist_init_addr|nccl_port|use_ray": "placement.rollout says on which hosts an engine is",
     r"quantization.*|torchao_config|modelopt_.*|quantize_and_serve|rl_quant_profile|kv_cache_dtype|fp[48]_gemm_.*"
     r"|enable_quant_communications|flashinfer_mxfp4_.*": (
         "the engine computes in another precision than the log-probs that are learned from"

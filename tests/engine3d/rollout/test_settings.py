@@ -56,7 +56,7 @@ def test_accepted_arguments_go_to_sglang_as_they_are() -> None:
         ("pp_size", 2, "is refused: the model is cut over ranks otherwise"),
         ("enable_dp_attention", True, "is refused: the model is cut over ranks otherwise"),
         ("moe_a2a_backend", "deepep", "is refused: the model is cut over ranks otherwise"),
-        ("nnodes", 2, "is refused: placement.rollout says on which hosts an engine's devices are"),
+        ("nnodes", 2, "is refused: placement.rollout says on which hosts an engine is"),
         ("quantization", "fp8", "is refused: the engine computes in another precision"),
         ("torchao_config", "int4wo-128", "is refused: the engine computes in another precision"),
         ("kv_cache_dtype", "fp8_e5m2", "is refused: the engine computes in another precision"),
