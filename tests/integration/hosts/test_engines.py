@@ -9,8 +9,9 @@ import pytest
 
 from hybridflow.rundir.first_failure import read_failure
 from tests.support.hosts import hosts_or_skip
-from tests.support.hosts.launching import learned, start_agents
-from tests.support.runs import records, run
+from tests.support.hosts.cluster import Hosts
+from tests.support.hosts.launching import Launch, agent_command, learned, small_run, start, start_agents
+from tests.support.runs import ROOT, records, run
 from tests.support.tiny_families import DEEPSEEK
 
 pytestmark = [pytest.mark.processes, pytest.mark.hosts]
@@ -24,21 +25,35 @@ SETTINGS = [
 OF_DEMO = {"vocab_size": 32, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
 
 
+def start_by_role(hosts: Hosts, directory: Path, *settings: str) -> Launch:
+    """The recipe of several hosts, its trainer on the first one."""
+    words = [str(ROOT / "launch/recipes/several-hosts.yaml"), *small_run(directory, *settings)[1:]]
+
+    def command(index: int) -> list[str]:
+        role, slots = ("rollout", 1) if index else ("train", 2)
+        return agent_command(index, len(hosts), *words, role=role, slots=slots)
+
+    return start(hosts, directory, command)
+
+
 @pytest.mark.parametrize(
     ("placed", "on_one_host", "shares"),
     [
-        ("{actor: 'cpu:0-1', rollout: 'cpu:4,8'}", "{actor: 'cpu:0-1', rollout: 'cpu:2-3'}", False),
+        (None, "{actor: 'cpu:0-1', rollout: 'cpu:2-3'}", False),
         # On the trainer's devices, whose memory the engine's weights are where the bytes are the same.
         ("{actor: 'cpu:4,8', rollout: 'cpu:4,8'}", "{actor: 'cpu:0-1', rollout: 'cpu:0-1'}", True),
     ],
-    ids=["apart", "colocated"],
+    ids=["recipe", "colocated"],
 )
 def test_an_engine_on_two_hosts_learns_what_one_on_one_host_does(
-    tmp_path: Path, placed: str, on_one_host: str, shares: bool
+    tmp_path: Path, placed: str | None, on_one_host: str, shares: bool
 ) -> None:
     settings = [*SETTINGS, "trainer.steps=2"]
     with hosts_or_skip(3, shared=tmp_path) as hosts:
-        launch = start_agents(hosts, tmp_path, *settings, f"placement={placed}")
+        if placed is None:
+            launch = start_by_role(hosts, tmp_path, *settings)
+        else:
+            launch = start_agents(hosts, tmp_path, *settings, f"placement={placed}")
         launch.until_in("rollout", 1)
         where = [[log for log in ("rollout-0", "rollout-1") if launch.logs_to(host, log)] for host in range(3)]
         assert launch.wait() == [0, 0, 0], launch.outputs()
