@@ -80,6 +80,8 @@ class StoreServer:
         self._listening, self._key = listening, key.encode()
         self._values: dict[bytes, bytes] = {}
         self._waiting: dict[bytes, list[_Waiting]] = {}
+        self._complete: list[_Waiting] = []
+        """Whose keys are there now, and who are still to be told."""
         self._deadlines: list[tuple[float, int, _Waiting]] = []
         self._numbers = itertools.count()
         self._strangers: deque[_Connection] = deque()
@@ -184,6 +186,10 @@ class StoreServer:
             answer = self._do(connection, kind, fields)
             if answer is not None:
                 self._send(connection, answer)
+            # After the answer: who has waited may end this process, and who has set the key still wants to hear of it.
+            found, self._complete = self._complete, []
+            for waiting in found:
+                self._send(waiting.connection, self._found(waiting))
 
     def _do(self, connection: _Connection, kind: int, fields: list[bytes]) -> bytes | None:
         """Do what is asked for; the answer, or None if that comes later."""
@@ -231,7 +237,7 @@ class StoreServer:
             waiting.missing.discard(key)
             if not waiting.missing and waiting.connection.waiting is waiting:
                 waiting.connection.waiting = None
-                self._send(waiting.connection, self._found(waiting))
+                self._complete.append(waiting)
 
     def _wait(self, waiting: _Waiting, limit_s: float) -> bytes | None:
         waiting.missing.update(key for key in waiting.keys if key not in self._values)
