@@ -172,3 +172,27 @@ def test_without_a_key_nobody_serves_or_joins(monkeypatch: pytest.MonkeyPatch) -
         join("tcp://127.0.0.1:1", 1.0)
     with listen("127.0.0.1") as listening, pytest.raises(Exception, match=f"{KEY_VARIABLE} is not set"):
         serve(listening)
+
+
+def test_who_sets_a_key_hears_of_it_before_who_waits_for_it(
+    served: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has waited may end the server's process."""
+    told: list[tuple[int, bytes]] = []
+    send = served._send
+
+    def recorded(connection: server._Connection, data: bytes) -> None:
+        told.append((connection.socket.getpeername()[1], data))
+        send(connection, data)
+
+    waiting, setting = client(served), client(served)
+    waiter = threading.Thread(target=waiting.wait, args=(["key"], timedelta(seconds=20)))
+    waiter.start()
+    deadline = time.monotonic() + 20
+    while not served._waiting and time.monotonic() < deadline:
+        time.sleep(0.01)
+    monkeypatch.setattr(served, "_send", recorded)
+    setting.set("key", "value")
+    waiter.join(20)
+    setting_port = setting._free[0].getsockname()[1]  # type: ignore[attr-defined]
+    assert [port == setting_port for port, _ in told] == [True, False]
