@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from engine3d.errors import EngineError, UserError
@@ -14,7 +13,7 @@ from engine3d.rollout import launch
 from engine3d.rollout.cache import RESERVED_TOKENS
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
 from engine3d.rollout.host.messages import Generation
-from engine3d.rollout.host.process import HostProcess
+from engine3d.rollout.host.owner import HostOwner
 from engine3d.rollout.part import WHOLE, EnginePart
 from engine3d.rollout.scheduler.rank import Call
 from engine3d.rollout.scheduler.text_stops import PARAMETER
@@ -31,7 +30,7 @@ _RELEASED = "their memory was released, and they were not transferred since"
 _BOUND = "they are the trainer's, who committed none yet"
 
 
-class RolloutEngine:
+class RolloutEngine(HostOwner):
     """One SGLang engine in processes of its own. Methods may be called from several threads.
 
     Every method that talks to the engine raises EngineError, in one line, when the engine fails, dies, or does not
@@ -59,7 +58,7 @@ class RolloutEngine:
         `part`: the first of an engine on several hosts, whose others are an `EngineMember` each; the start waits for
         them. Such an engine must not be asked for anything before all have been started.
         """
-        self.config = config
+        super().__init__(config, log_path)
         dummy = config.server_args.get("load_format") == "dummy"
         self._model = launch.read_model(Path(model_dir).resolve(), weights_needed=not dummy)
         self._context_length = launch.context_length(config, self._model)
@@ -69,8 +68,6 @@ class RolloutEngine:
             raise UserError(f"part {part.index} of a rollout engine is an EngineMember, expected part 0")
         self._part = part
         self._weight_sources = tuple(weight_sources)
-        self._log_path = Path(log_path) if log_path is not None else None
-        self._host: HostProcess | None = None
         self._weight_version = 0
         # Memory that is the trainer's holds whatever the trainer is at.
         self._stale: str | None = _BOUND if any(weight_sources) else None
@@ -352,34 +349,9 @@ class RolloutEngine:
         checksums: list[dict[str, str]] = self._call("checksum of weights", "weight_checksums")
         return checksums
 
-    def is_alive(self) -> bool:
-        """Whether the engine's process runs. True too while it is busy or stuck."""
-        return self._host is not None and self._host.is_alive
-
     def ping(self, timeout_s: float = 10) -> None:
         """Raises EngineError when the engine's event loop does not answer in time. Answers during generation too."""
         self._running().call("ping", "ping", timeout_s)
-
-    def shutdown(self) -> None:
-        """End the engine and everything that it started; by force after `shutdown_timeout_s`. Idempotent."""
-        if self._host is None or not self._host.is_alive:
-            return
-        self._host.shutdown(self.config.shutdown_timeout_s)
-        if self._log_path is None:
-            self._host.log_path.unlink(missing_ok=True)  # nothing went wrong that it could tell of
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.shutdown()
-
-    def _running(self) -> HostProcess:
-        if self._host is None:
-            raise EngineError("rollout engine was not started")
-        return self._host
 
     def _call(self, phase: str, method: str, **arguments: Any) -> Any:
         return self._running().call(phase, method, self.config.request_timeout_s, **arguments)
