@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from engine3d.errors import UserError
+from engine3d.run_files import open_own
 from engine3d.stores.server import StoreServer as StoreServer
 
 if TYPE_CHECKING:  # torch is slow to import, and a process may only have to know an address
@@ -26,11 +27,35 @@ STORE_VARIABLE = "ENGINE3D_STORE"
 """The environment variable that has the address at which the ranks of a world meet, where torchrun does not say it."""
 KEY_VARIABLE = "ENGINE3D_STORE_KEY"
 """The environment variable that has the secret of all stores of a run. No address holds it, and no command line."""
+KEY_FILE_VARIABLE = "ENGINE3D_STORE_KEY_FILE"
+"""The one that names a file of this user's with it, in its place."""
+
+_own_key: str | None = None
 
 
 def new_key() -> str:
     """A new secret: 64 hexadecimal digits."""
     return secrets.token_hex(32)
+
+
+def keep_key(key: str | None = None) -> str:
+    """Keep a run's secret for this process alone; what it starts does not inherit it. The secret.
+
+    Args:
+        key: the secret; the one that is known, or a new one, if None.
+    """
+    global _own_key
+    _own_key = key or _known_key() or new_key()
+    return _own_key
+
+
+def write_key(path: Path) -> bool:
+    """Write this process's secret into a new file, for `KEY_FILE_VARIABLE`; whether it has one."""
+    if (key := _known_key()) is None:
+        return False
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(key)
+    return True
 
 
 def file_address(path: Path) -> str:
@@ -86,7 +111,14 @@ def tcp_address(host: str, port: int) -> str:
 
 
 def _key(address: str) -> str:
-    key = os.environ.get(KEY_VARIABLE)
+    key = _known_key()
     if not key:
         raise UserError(f"store {address}: {KEY_VARIABLE} is not set; expected the same secret in every process")
     return key
+
+
+def _known_key() -> str | None:
+    if (key := _own_key or os.environ.get(KEY_VARIABLE)) or not (file := os.environ.get(KEY_FILE_VARIABLE)):
+        return key or None
+    with open_own(Path(file)) as opened:
+        return opened.read().decode()

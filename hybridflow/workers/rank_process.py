@@ -19,7 +19,7 @@ from engine3d.errors import UserError
 from engine3d.out_of_memory import in_short
 from engine3d.stacks import STACKS_VARIABLE, stacks_path, write_stacks_on_signal
 from engine3d.startup.imports import quick_imports
-from engine3d.stores import STORE_VARIABLE, StoreServer, listen, serve
+from engine3d.stores import KEY_VARIABLE, STORE_VARIABLE, StoreServer, keep_key, listen, serve
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.metrics.timeline import Span
 from hybridflow.workers.context import Answer, WorkerContext
@@ -34,6 +34,8 @@ class RankProcess:
         self._worker: Any = None
         self._store: StoreServer | None = None  # on rank 0
         os.environ.update(environment)
+        if (key := os.environ.pop(KEY_VARIABLE, None)) is not None:
+            keep_key(key)
         self._importing = contextlib.ExitStack()
         self._importing.enter_context(quick_imports())
         if log_path is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from engine3d.errors import UserError, first_line
-from engine3d.stores import KEY_VARIABLE, new_key
+from engine3d.stores import KEY_VARIABLE, keep_key
 from hybridflow.cluster.hosts.description import Host
 from hybridflow.cluster.hosts.driver_link import driver_link
 from hybridflow.cluster.limits import LimitsConfig
@@ -51,7 +51,7 @@ def start_ray(
     global _local
     check_authentication()
     set_ray_defaults()
-    os.environ.setdefault(KEY_VARIABLE, new_key())  # ranks get it by Ray's own calls, which need Ray's token
+    keep_key()  # ranks get it by Ray's own calls, which need Ray's token
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         if address:
@@ -125,5 +125,5 @@ def store_file(name: str) -> Path | None:
 def rank_environment(node: int) -> dict[str, str]:
     """Environment of every rank on a node, which `resource_pool.cluster_nodes` counts."""
     # Not for what a rank starts either: `python -m` would import from the working directory first.
-    ours = {"PYTHONSAFEPATH": "1", KEY_VARIABLE: os.environ[KEY_VARIABLE]}
+    ours = {"PYTHONSAFEPATH": "1", KEY_VARIABLE: keep_key()}
     return ours | (_local.rank_environment(node) if _local is not None else {})
