@@ -124,7 +124,8 @@ def test_one_that_comes_back_when_no_restart_is_left_is_refused(
         launch.lose(1)
         await launch.codes[1]
         await launch.until_started(2)
-        assert await launch.start_agent(1) == 2
+        async with asyncio.timeout(30):
+            assert await launch.start_agent(1) == 2
         launch.lose(2)
         return await launch.ended()
 
