@@ -33,6 +33,7 @@ class PartedEngine:
         log_path: Path | None = None,
         weight_sources: Sequence[Path | None] = (),
     ) -> None:
+        stores.keep_key()
         self._store = stores.serve(stores.listen(_LOOPBACK)) if hosts > 1 else None
         address = stores.tcp_address(self._store.host, self._store.port) if self._store is not None else ""
         share = config.tp // hosts

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from engine3d.errors import EngineError, UserError, shortened
+from engine3d.errors import UserError, shortened
 from engine3d.startup.imports import quick_imports
 from hybridflow.cli.kubernetes_manifests import DATA, NAME, KubernetesRun, as_yaml, manifests
-from hybridflow.cli.launch_options import FILES, check_count, check_counts, host_roles, read_own_file
+from hybridflow.cli.launch_options import FILES, check_count, check_counts, hand_over, host_roles, read_own_file
 from hybridflow.cluster.devices.device_map import REWARD, Node, pool_devices
 from hybridflow.cluster.hosts.network_settings import check_used
 from hybridflow.config.yaml_loader import read_with_overrides
@@ -24,7 +23,6 @@ OPTIONS = ("image", "claim", "namespace", "cpus-per-node", "memory-per-node", "s
 """That no other launcher has."""
 _FILES = ("service-account.yaml", "recipe.yaml", "rayjob.yaml")
 _CPUS, _MEMORY, _SHARED_MEMORY, _RESTARTS = 64, "512Gi", "64Gi", 3
-_SUBMIT_S = 60.0
 _MOST_NAME = 47
 """Of a RayJob: KubeRay makes longer names of it."""
 _MOST_BYTES = 1_000_000
@@ -153,19 +151,5 @@ def _recipe_text(data: Mapping[str, Any]) -> str:
 
 def _submit(objects: str) -> str:
     """What kubectl says."""
-    try:
-        done = subprocess.run(
-            ["kubectl", "apply", "-f", "-"],
-            input=objects,
-            capture_output=True,
-            text=True,
-            timeout=_SUBMIT_S,
-            check=False,
-        )
-    except FileNotFoundError:
-        raise UserError("launch kubernetes: there is no kubectl on this host; --dry-run prints the objects") from None
-    except subprocess.TimeoutExpired:
-        raise EngineError(f"kubectl has not answered within {_SUBMIT_S:g} s") from None
-    if done.returncode:
-        raise UserError(f"launch kubernetes: kubectl refuses: {shortened(' '.join(done.stderr.split()), 500)}")
-    return done.stdout.strip()
+    command = ["kubectl", "apply", "-f", "-"]
+    return hand_over("kubernetes", command, objects, prints="the objects", refuses="refuses")

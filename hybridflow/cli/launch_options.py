@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine3d.errors import UserError, shortened
+from engine3d.errors import EngineError, UserError, shortened
 from hybridflow.cli.agent import MOST_HOSTS
 from hybridflow.cluster.devices.device_map import ROLES
 
+_SUBMIT_S = 60.0
 FILES = Path(__file__).parents[2] / "launch"
 """Where the launchers' own files are."""
 
@@ -66,3 +68,29 @@ def read_own_file(launcher: str, path: Path) -> str:
         raise UserError(
             f"launch {launcher}: cannot read {path} ({error.strerror}), which comes with the repository"
         ) from None
+
+
+def hand_over(launcher: str, command: Sequence[str], text: str, *, prints: str, refuses: str) -> str:
+    """Give a scheduler's program what it is to run, on its standard input; what it answers.
+
+    Args:
+        launcher: names it in errors.
+        command: of the program.
+        text: for it.
+        prints: what --dry-run prints in place of this.
+        refuses: how errors say that it does not take the text.
+
+    Raises:
+        UserError: there is no such program here, or it refuses the text.
+        EngineError: it does not answer.
+    """
+    program = command[0]
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_SUBMIT_S, check=False)
+    except FileNotFoundError:
+        raise UserError(f"launch {launcher}: there is no {program} on this host; --dry-run prints {prints}") from None
+    except subprocess.TimeoutExpired:
+        raise EngineError(f"{program} has not answered within {_SUBMIT_S:g} s") from None
+    if done.returncode:
+        raise UserError(f"launch {launcher}: {program} {refuses}: {shortened(' '.join(done.stderr.split()), 500)}")
+    return done.stdout.strip()

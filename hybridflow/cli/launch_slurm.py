@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from engine3d.errors import EngineError, UserError, shortened
+from engine3d.errors import UserError, shortened
 from engine3d.startup.imports import quick_imports
-from hybridflow.cli.launch_options import FILES, check_counts, host_roles, read_own_file
+from hybridflow.cli.launch_options import FILES, check_counts, hand_over, host_roles, read_own_file
 
 OPTIONS = ("partition", "account", "time", "interface", "spares")
 """That no other launcher has."""
 _BEGIN, _END = "# Settings of this job\n", "# End of settings\n"
-_SUBMIT_S = 60.0
 _MOST_RESTARTS = 10**6 - 1
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d(:\d\d)?)?")
 _WORD = re.compile(r"[\w.,:+=@%/-]+", re.ASCII)
@@ -118,14 +116,6 @@ def _filled(text: str, options: Mapping[str, str], settings: Mapping[str, str], 
 
 def _submit(script: str) -> str:
     """The job's id."""
-    try:
-        done = subprocess.run(
-            ["sbatch", "--parsable"], input=script, capture_output=True, text=True, timeout=_SUBMIT_S, check=False
-        )
-    except FileNotFoundError:
-        raise UserError("launch slurm: there is no sbatch on this host; --dry-run prints the script") from None
-    except subprocess.TimeoutExpired:
-        raise EngineError(f"sbatch has not answered within {_SUBMIT_S:g} s") from None
-    if done.returncode:
-        raise UserError(f"launch slurm: sbatch refuses the job: {shortened(' '.join(done.stderr.split()), 500)}")
-    return done.stdout.strip().partition(";")[0]
+    command = ["sbatch", "--parsable"]
+    answer = hand_over("slurm", command, script, prints="the script", refuses="refuses the job")
+    return answer.partition(";")[0]
