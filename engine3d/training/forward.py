@@ -33,12 +33,14 @@ class TokenOutputs:
         entropy: (T,) float32 in nats of the distribution that the token was drawn from, or None.
         values: (T,) float32 of the state in which each token was chosen, or None for a language model.
         scores: (K,) float32 of the state that has read all of each sequence, or None for a language model.
+        sequences: (T,) int64 which of the K sequences each token belongs to; all tokens of a sequence are here.
     """
 
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
     scores: Tensor | None = None
+    sequences: Tensor | None = None
 
 
 LossFunction = Callable[[TokenOutputs, dict[str, Tensor]], tuple[Tensor, Any]]
@@ -166,7 +168,9 @@ class ForwardModel(BuiltModel):
     ) -> tuple[Tensor, Tensor, Any]:
         if self.value_head:
             output = output.float()
-            outputs = TokenOutputs(values=batch.figures(output), scores=batch.last_figures(output))
+            outputs = TokenOutputs(
+                values=batch.figures(output), scores=batch.last_figures(output), sequences=batch.members
+            )
         else:
             logprobs, entropy = logprobs_and_entropy(
                 output.view(-1, output.shape[-1]),
@@ -177,7 +181,8 @@ class ForwardModel(BuiltModel):
                 with_entropy=with_entropy,
                 overwrite=True,
             )
-            outputs = TokenOutputs(batch.figures(logprobs), batch.figures(entropy) if with_entropy else None)
+            entropies = batch.figures(entropy) if with_entropy else None
+            outputs = TokenOutputs(batch.figures(logprobs), entropies, sequences=batch.members)
         loss, facts = loss_function(outputs, batch.columns)
         return loss, torch.zeros((), dtype=torch.int, device=self.device), facts
 

@@ -72,6 +72,7 @@ class MicroBatch:
         max_length: tokens of the longest sequence.
         source: (T,) int64 flat position at which each real token's figures are computed, -1 for first tokens.
         flat: (T,) int64 position of each real token in the tokens that were cut.
+        members: (T,) int64 number of each real token's sequence among those of the micro-batch.
         last: (K,) int64 flat position of the last token of each sequence.
         indices: the numbers that the sequences have among those that were cut.
         columns: name to (T,) tensor, of the real tokens.
@@ -85,6 +86,7 @@ class MicroBatch:
     max_length: int
     source: Tensor
     flat: Tensor
+    members: Tensor
     last: Tensor
     indices: tuple[int, ...]
     columns: dict[str, Tensor]
@@ -109,6 +111,7 @@ class MicroBatch:
             max_length=self.max_length,
             source=moved(self.source),
             flat=self.flat,
+            members=moved(self.members),
             last=moved(self.last),
             indices=self.indices,
             columns={name: moved(column) for name, column in self.columns.items()},
@@ -253,6 +256,7 @@ def micro_batch(
         max_length=longest,
         source=source,
         flat=flat,
+        members=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64)),
         last=torch.tensor(starts, dtype=torch.int64) + torch.tensor(lengths, dtype=torch.int64) - 1,
         indices=tuple(indices),
         columns={name: column[flat] for name, column in sequences.columns.items()},

@@ -5,15 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from hybridflow.algorithms.advantages.whitening import Moments
 from hybridflow.algorithms.lagrange_multiplier import LagrangeMultiplier
+from hybridflow.algorithms.losses.clipped import clipped_loss
+from hybridflow.algorithms.losses.policy import PolicyLossFunction
 from hybridflow.algorithms.losses.value import ValueMoments
 from hybridflow.algorithms.settings import AlgorithmSettings
-from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.remote_batch import PendingColumns, RemoteBatch
 from hybridflow.batch.worker_output import Columns
 from hybridflow.data.prompts import Draw
 
@@ -32,6 +34,16 @@ class Estimated:
 
     advantages: Moments
     critics: Mapping[ValueKind, ValueMoments]
+
+
+class Applied(PendingColumns, Protocol):
+    """What a function finds of samples, there or not yet; the columns go to a batch by `RemoteBatch.with_columns`."""
+
+    def facts(self) -> dict[str, Tensor]:
+        """Wait for it; one figure for each sample, by name."""
+
+    def notes(self) -> list[Any]:
+        """Wait for it; the note of each part of the batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +130,20 @@ class Step[C: AlgorithmSettings](ABC):
         """
 
     @abstractmethod
+    def apply(self, batch: RemoteBatch, function: Callable[..., Columns], **arguments: Any) -> Applied:
+        """Columns, facts and a note that a function finds of samples where their tokens are: on the actor's ranks.
+
+        Args:
+            batch: the samples.
+            function: (batch, config=..., **arguments) -> columns.
+            arguments: what it needs beside the settings.
+        """
+
+    @abstractmethod
+    def current_logprobs(self, batch: RemoteBatch) -> RemoteBatch:
+        """The batch with the column `current_logprobs`: those of the policy as it is now, between two updates."""
+
+    @abstractmethod
     def sequence_kl(self, batch: RemoteBatch) -> Tensor | float:
         """(B,) float32: the KL penalty of each response, the sum over its tokens; 0 if rewards have none."""
 
@@ -142,9 +168,14 @@ class Algorithm[C: AlgorithmSettings]:
         with_advantages: an experience with the advantages that follow from its rewards: the last part of
             `make_experience`, and what is done again where rewards were replaced.
         learn: updates the trained roles, and what else the algorithm learns.
+        policy_loss: the loss of each token of the actor.
+        prepare: what a mini-batch needs beyond its columns, of the policy as it is just before the update from it;
+            called for each update of the actor. None where nothing is needed.
     """
 
     settings: type[C]
     make_experience: Callable[[Step[C]], Experience]
     with_advantages: Callable[[Step[C], Experience], Experience]
     learn: Callable[[Step[C], Experience], None]
+    policy_loss: PolicyLossFunction = clipped_loss
+    prepare: Callable[[Step[C], RemoteBatch], RemoteBatch] | None = None

@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 from hybridflow.algorithms.advantages.group_relative import group_relative_advantages
 from hybridflow.algorithms.base import Algorithm, Experience, Step
 from hybridflow.algorithms.losses.kl import KLEstimator
-from hybridflow.algorithms.settings import AlgorithmSettings
+from hybridflow.algorithms.settings import ClippedSettings
 
 
-class GRPOSettings(AlgorithmSettings):
+class GRPOSettings(ClippedSettings):
     """Settings of GRPO."""
 
     group_baseline: ClassVar[bool] = True

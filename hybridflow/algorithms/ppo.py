@@ -13,12 +13,12 @@ from hybridflow.algorithms.advantages.whitening import moments
 from hybridflow.algorithms.base import Algorithm, Estimated, Experience, Step
 from hybridflow.algorithms.kl_control import reward_kl
 from hybridflow.algorithms.losses.value import value_moments
-from hybridflow.algorithms.settings import AlgorithmSettings
+from hybridflow.algorithms.settings import ClippedSettings
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
 
 
-class PPOSettings(AlgorithmSettings):
+class PPOSettings(ClippedSettings):
     """Settings of PPO."""
 
     needs_critic: ClassVar[bool] = True

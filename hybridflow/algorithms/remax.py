@@ -9,10 +9,10 @@ import torch
 
 from hybridflow.algorithms.advantages.group_relative import remax_advantages
 from hybridflow.algorithms.base import Algorithm, Experience, Step
-from hybridflow.algorithms.settings import AlgorithmSettings
+from hybridflow.algorithms.settings import ClippedSettings
 
 
-class ReMaxSettings(AlgorithmSettings):
+class ReMaxSettings(ClippedSettings):
     """Settings of ReMax: those that all algorithms share."""
 
     greedy_baseline: ClassVar[bool] = True

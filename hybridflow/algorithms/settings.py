@@ -33,12 +33,6 @@ class AlgorithmSettings(Settings):
 
     name: str
     """One of `registry.ALGORITHMS`."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio is clipped from below at 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """The ratio is clipped from above at 1 + clip_high; larger than clip_low is DAPO's clip-higher."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """Bounds the loss of a token of negative advantage A at dual_clip * |A|; off when null."""
     loss_aggregation: AggregationMode = "token-mean"
     """How the losses of the tokens of an update become one."""
     loss_normalising_length: int | None = Field(default=None, gt=0)
@@ -117,3 +111,14 @@ class AlgorithmSettings(Settings):
     @property
     def _unused(self) -> tuple[str, ...]:
         return _OF_ADAPTIVE if self.kl_controller != "adaptive" else ()
+
+
+class ClippedSettings(AlgorithmSettings):
+    """Settings of an algorithm with PPO's clipped surrogate."""
+
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """The ratio is clipped from below at 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """The ratio is clipped from above at 1 + clip_high; larger than clip_low is DAPO's clip-higher."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Bounds the loss of a token of negative advantage A at dual_clip * |A|; off when null."""

@@ -27,7 +27,13 @@ SAMPLE = "(B,)"
 """Shape of columns with one figure a sample."""
 
 
-_OF_RESPONSES = ("advantages", "old_logprobs", "ref_logprobs", "values", "returns", "cost_values", "cost_returns")
+OF_LOSSES: tuple[str, ...] = ()
+"""Columns that only some losses read; of responses, float32."""
+
+_OF_RESPONSES = (
+    *("advantages", "old_logprobs", "ref_logprobs", "current_logprobs"),
+    *("values", "returns", "cost_values", "cost_returns", *OF_LOSSES),
+)
 
 
 def column_types(tokens: Mapping[str, str], response: str) -> dict[str, tuple[str, torch.dtype]]:
@@ -84,6 +90,8 @@ class SampleFields(ABC):
     """Of responses, float32: log-probs of the same weights, recomputed by the trainer before its first update."""
     ref_logprobs: Tensor | None = None
     """Of responses, float32: log-probs of the reference policy."""
+    current_logprobs: Tensor | None = None
+    """Of responses, float32: log-probs of the policy as it was just before an update from these samples."""
     values: Tensor | None = None
     """Of responses, float32: the critic's values."""
     returns: Tensor | None = None

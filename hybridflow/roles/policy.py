@@ -10,12 +10,14 @@ from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.plan.coordinate import SendOrder
 from engine3d.reshard.transport.sender import Sent, Transport
 from hybridflow.algorithms.advantages.whitening import Moments, whiten
+from hybridflow.algorithms.config import load
 from hybridflow.algorithms.kl_control import KLGuard
 from hybridflow.algorithms.losses.policy import policy_gradient_loss
 from hybridflow.algorithms.losses.sft import sft_loss
 from hybridflow.algorithms.losses.statistics import Statistics
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.batch.sample_fields import OF_LOSSES
 from hybridflow.batch.worker_output import Columns
 from hybridflow.metrics import names as metrics
 from hybridflow.roles.model import ModelWorker, Update
@@ -73,15 +75,25 @@ class PolicyWorker(ModelWorker):
             assert advantages is not None
             advantages = whiten(advantages, batch.response_mask, whitening)
         columns = {"advantages": advantages, "weights": batch.weights, "ref_logprobs": batch.ref_logprobs}
+        columns |= {name: getattr(batch, name) for name in OF_LOSSES}
         if stale:
             columns |= {"old_logprobs": batch.logprobs}
         else:
             columns |= {"old_logprobs": batch.old_logprobs, "rollout_logprobs": batch.logprobs}
         sequences = to_sequences(batch, **{name: value for name, value in columns.items() if value is not None})
 
+        policy_loss = load(algorithm.name).policy_loss
+
         def loss(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, Statistics]:
             assert outputs.logprobs is not None
-            return policy_gradient_loss(outputs.logprobs, entropy=outputs.entropy, config=algorithm, **columns)
+            return policy_gradient_loss(
+                outputs.logprobs,
+                entropy=outputs.entropy,
+                sequences=outputs.sequences,
+                config=algorithm,
+                policy_loss=policy_loss,
+                **columns,
+            )
 
         guard = None
         if algorithm.kl_guard is not None:

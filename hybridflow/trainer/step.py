@@ -13,7 +13,8 @@ from torch import Tensor
 
 from engine3d.errors import EngineError
 from hybridflow.algorithms.advantages.whitening import Moments
-from hybridflow.algorithms.base import Estimated, Experience, Step, ValueKind
+from hybridflow.algorithms.base import Applied, Estimated, Experience, Step, ValueKind
+from hybridflow.algorithms.config import load
 from hybridflow.algorithms.controllers import Controllers
 from hybridflow.algorithms.kl_control import sequence_kl
 from hybridflow.algorithms.lagrange_multiplier import LagrangeMultiplier
@@ -183,13 +184,22 @@ class TrainerStep(Step[Any]):
             self.values[name] = explained_variance(note.critics[critic] for note in notes)
         return batch.with_columns(future), Moments.merge(note.advantages for note in notes)
 
+    def apply(self, batch: RemoteBatch, function: Callable[..., Columns], **arguments: Any) -> Applied:
+        self.wait_for_columns()
+        return self.machinery.roles.actor.apply(
+            batch, function=function, arguments={"config": self.config, **arguments}
+        )
+
+    def current_logprobs(self, batch: RemoteBatch) -> RemoteBatch:
+        temperature = self.machinery.recipe.rollout.sampling.temperature
+        columns = self.machinery.roles.actor.logprobs(batch.as_generated(), temperature=temperature)
+        return batch.with_columns(current_logprobs=columns)
+
     def sequence_kl(self, batch: RemoteBatch) -> Tensor | float:
         config = self.config
         if not (config.needs_reference and config.kl_in == "reward"):
             return 0.0
-        self.wait_for_columns()
-        future = self.machinery.roles.actor.apply(batch, function=sequence_kl, arguments={"config": config})
-        penalty: Tensor = config.kl_coef * future.facts()["kl"]
+        penalty: Tensor = config.kl_coef * self.apply(batch, sequence_kl).facts()["kl"]
         return penalty
 
     def _with_columns(self, batch: RemoteBatch, columns: Mapping[str, Future[Columns]]) -> RemoteBatch:
@@ -298,9 +308,9 @@ class TrainerStep(Step[Any]):
     def _update_actor(
         self, batch: RemoteBatch, config: AlgorithmSettings, whiten: Moments | None
     ) -> Future[list[Update]]:
-        recipe = self.machinery.recipe
+        recipe, prepare = self.machinery.recipe, load(config.name).prepare
         return self.machinery.roles.actor.update(
-            batch,
+            batch if prepare is None else prepare(self, batch),
             algorithm=config,
             temperature=recipe.rollout.sampling.temperature,
             whitening=whiten,

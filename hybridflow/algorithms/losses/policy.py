@@ -1,73 +1,91 @@
-"""The clipped surrogate of PPO, and the loss around it that all algorithms share."""
+"""The loss of a policy: what all algorithms share, around the loss of a token that each names."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.checks import check_shapes
 from hybridflow.algorithms.losses.aggregation import counted_column
-from hybridflow.algorithms.losses.kl import LOG_RATIO_LIMIT, PENALTY_LIMIT, kl_estimate, kl_penalty
+from hybridflow.algorithms.losses.kl import PENALTY_LIMIT, kl_estimate, kl_penalty
 from hybridflow.algorithms.losses.statistics import Statistics, total
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.metrics import names as metrics
 
 
 @dataclass(frozen=True)
+class TokenColumns:
+    """What a policy loss reads of each token of a micro-batch, all of whose sequences are whole.
+
+    All columns have one shape: packed (T,), or (B, S'). They are 0 where a token does not count.
+
+    Args:
+        logprobs: float32 of the policy that is trained; carries the gradient.
+        old_logprobs: float32 of the policy that the ratio is to.
+        advantages: float32.
+        counted: bool, the tokens that the policy wrote.
+        sequences: int64 number of each token's sequence within the micro-batch; None where no loss asks for it.
+        others: columns that only some losses read, by name.
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    counted: Tensor
+    sequences: Tensor | None = None
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def column(self, name: str) -> Tensor:
+        """One of the others. Raises ValueError if it was not given."""
+        if name not in self.others:
+            raise ValueError(f"policy loss: no column {name}, which the loss needs")
+        return self.others[name]
+
+
+@dataclass(frozen=True)
 class PolicyLoss:
-    """The loss of each token and what made it. All of one shape; only `loss` carries a gradient."""
+    """The loss of each token, and what made it. All columns have the shape of the tokens' own.
+
+    Args:
+        loss: float32; the only one with a gradient.
+        ratio: float32: pi(token) / pi_old(token), or what the loss has in its place.
+        figures: further columns whose mean over the counted tokens is a metric, by its name.
+    """
 
     loss: Tensor
-    """Float."""
     ratio: Tensor
-    """Float: pi(token) / pi_old(token)."""
-    clipped_low: Tensor
-    """Bool: negative advantage and ratio below 1 - clip_low: no gradient."""
-    clipped_high: Tensor
-    """Bool: positive advantage and ratio above 1 + clip_high: no gradient."""
-    clipped_dual: Tensor
-    """Bool: negative advantage and ratio above dual_clip: no gradient."""
+    figures: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def clipped_policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> PolicyLoss:
-    """The clipped surrogate, as a loss to be made small, for tensors of any one shape.
+PolicyLossFunction = Callable[[TokenColumns, Any], PolicyLoss]
+"""(columns, settings of the algorithm) -> the loss of each token. An algorithm names one: `Algorithm.policy_loss`."""
 
-    With ratio = exp(log pi - log pi_old) and A the advantage:
 
-        loss = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
-        loss =  min(loss, -dual_clip * A)  where A < 0, if dual_clip is given
+def sequence_sums(column: Tensor, tokens: TokenColumns) -> Tensor:
+    """(K,) the sum of a column over the counted tokens of each sequence; differentiable, the same bits on every run.
 
-    Sources: PPO, arXiv:1707.06347, eq. 7; two clip values: DAPO, arXiv:2503.14476, eq. 10; dual clip with a constant
-    above 1: Ye et al., arXiv:1912.09729, eq. 5. The log-ratio is clamped, see `LOG_RATIO_LIMIT`.
-
-    Raises ValueError for tensors of different shapes.
+    Raises ValueError if the tokens do not say which sequences they are of.
     """
-    check_shapes("clipped_policy_loss", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    negative = advantages < 0
-    ratio = ratio.detach()
-    clipped_dual = torch.zeros_like(negative)
-    if dual_clip is not None:
-        surrogate = surrogate.where(~negative, torch.maximum(surrogate, dual_clip * advantages))
-        clipped_dual = negative & (ratio > dual_clip)
-    return PolicyLoss(
-        loss=-surrogate,
-        ratio=ratio,
-        clipped_low=negative & (ratio < 1 - clip_low),
-        clipped_high=(advantages > 0) & (ratio > 1 + clip_high),
-        clipped_dual=clipped_dual,
-    )
+    if tokens.sequences is None:
+        raise ValueError("sequence_sums: no column sequences, which says which tokens belong together")
+    counted = column.where(tokens.counted, 0.0).flatten()
+    # Tokens of a sequence lie together. An index_add would add them in another order on every run on a GPU.
+    lengths = torch.bincount(tokens.sequences.flatten())
+    return torch.segment_reduce(counted, "sum", lengths=lengths, initial=0)
+
+
+def sequence_means(column: Tensor, tokens: TokenColumns) -> Tensor:
+    """For each token the mean of a column over the counted tokens of its sequence; 0 where none counts.
+
+    As `sequence_sums`.
+    """
+    sums = sequence_sums(column, tokens)
+    numbers = sequence_sums(torch.ones_like(column), tokens).clamp(min=1)
+    assert tokens.sequences is not None
+    return (sums / numbers)[tokens.sequences.flatten()].view_as(column)
 
 
 def policy_gradient_loss(
@@ -76,25 +94,29 @@ def policy_gradient_loss(
     advantages: Tensor,
     weights: Tensor,
     config: AlgorithmSettings,
+    policy_loss: PolicyLossFunction,
+    sequences: Tensor | None = None,
     old_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
+    **others: Tensor,
 ) -> tuple[Tensor, Statistics]:
     """The part of the loss that these tokens contribute, and their statistics.
 
         loss = sum_t weight_t * (policy_loss_t + kl_coef * kl_t - entropy_coef * entropy_t)
 
-    with the clipped surrogate of `clipped_policy_loss` and, for kl_in "loss", `kl_penalty` against the reference. All
-    tensors have one shape, any shape: (B, S') or packed (T,). `weights` come from `sequence_weights` over the whole
-    mini-batch, so the losses of all micro-batches and ranks add up to the loss of the mini-batch. A token of weight 0
-    (prompt, padding) contributes nothing, whatever its other columns hold, nan included.
+    with the algorithm's `policy_loss` and, for kl_in "loss", `kl_penalty` against the reference. All tensors have one
+    shape, any shape: (B, S') or packed (T,), and `sequences` says which tokens belong together. `weights` come from
+    `sequence_weights` over the whole mini-batch, so the losses of all micro-batches and ranks add up to the loss of the
+    mini-batch. A token of weight 0 (prompt, padding) contributes nothing, whatever its other columns hold, nan
+    included.
 
     `logprobs` and `entropy` are of the policy being trained and carry the gradient; with an entropy_coef of 0 the
     entropy is only measured. `old_logprobs` are of the policy before the first update of the step, or of an older one
     that has made the samples; None says that no update has happened since the rollout, so that they are `logprobs`
     themselves and the ratio is exactly 1. `rollout_logprobs` only serve to measure how far the two engines differ on
-    the same weights, so they are compared with `old_logprobs`.
+    the same weights, so they are compared with `old_logprobs`. `others` are columns that only this loss reads.
 
     Returns a float32 scalar (if every weight is 0, a zero through which gradients of zero flow) and the statistics.
     Raises ValueError for a column that `config` needs and that is not given, or whose shape differs.
@@ -111,22 +133,21 @@ def policy_gradient_loss(
 
     logprobs = masked("logprobs", logprobs)
     old_logprobs = logprobs.detach() if old_logprobs is None else masked("old_logprobs", old_logprobs)
-    policy = clipped_policy_loss(
+    columns = TokenColumns(
         logprobs,
         old_logprobs,
         masked("advantages", advantages),
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip,
+        counted,
+        sequences,
+        {name: masked(name, column) for name, column in others.items()},
     )
+    policy = policy_loss(columns, config)
     token_loss = policy.loss
     count = total(counted)
     sums = {metrics.TRAIN_POLICY_LOSS: total(policy.loss * weights)}
     means = {
         metrics.TRAIN_RATIO: policy.ratio.where(counted, 0.0),
-        metrics.TRAIN_CLIP_FRACTION_LOW: policy.clipped_low,
-        metrics.TRAIN_CLIP_FRACTION_HIGH: policy.clipped_high,
-        metrics.TRAIN_CLIP_FRACTION_DUAL: policy.clipped_dual,
+        **policy.figures,
         metrics.TRAIN_KL_K1: kl_estimate(old_logprobs, logprobs, "k1"),
         metrics.TRAIN_KL_K3: kl_estimate(old_logprobs, logprobs, "k3"),
     }

@@ -112,6 +112,7 @@ def test_targets_and_figures_belong_to_their_tokens(packed: bool, multiple: int)
     figures = batch.figures(batch.targets.double())
     assert figures.tolist() == [0, 11, 12, 0, 0, 31, 32, 33, 34]
     assert batch.last_figures(batch.input_ids.double()).tolist() == [12, 20, 34]
+    assert batch.members.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 2]
     assert batch.columns["column"].tolist() == list(range(9))
     assert sequences.tokens[batch.flat].tolist() == [token for sample in samples for token in sample]
     positions = batch.position_ids.view(-1)
@@ -136,6 +137,7 @@ def test_an_empty_micro_batch_is_padding_only() -> None:
     assert batch.input_ids.shape == (1, 2) and batch.flat.numel() == 0
     assert batch.cu_seqlens is not None and batch.cu_seqlens.tolist() == [0, 2]
     assert batch.figures(torch.ones(1, 2)).numel() == batch.last_figures(torch.ones(1, 2)).numel() == 0
+    assert batch.members.numel() == 0
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""The clipped surrogate and the loss around it, by hand and as a plain loop."""
+"""The loss of a policy around the clipped surrogate, by hand and as a plain loop."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from functools import partial
 
 import pytest
 import torch
@@ -11,53 +12,15 @@ from torch import Tensor
 
 from hybridflow.algorithms.grpo import GRPOSettings
 from hybridflow.algorithms.losses.aggregation import AggregationMode
-from hybridflow.algorithms.losses.policy import clipped_policy_loss, policy_gradient_loss
+from hybridflow.algorithms.losses.clipped import clipped_loss
+from hybridflow.algorithms.losses.policy import TokenColumns, sequence_means, sequence_sums
+from hybridflow.algorithms.losses.policy import policy_gradient_loss as any_policy_gradient_loss
 from hybridflow.algorithms.losses.statistics import Statistics
 from hybridflow.metrics import names as metrics
 from tests.support.columns import MODES, check_pieces_add_up, random_mask, token_weights
 
+policy_gradient_loss = partial(any_policy_gradient_loss, policy_loss=clipped_loss)
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "dual_clip", "loss", "slope"),
-    [
-        (1.0, 2.0, None, -2.0, -2.0),
-        (1.5, 2.0, None, -2.6, 0.0),  # clipped above at 1.3
-        (1.5, -2.0, None, 3.0, 2.0),  # a bad token grown likelier is not clipped
-        (0.5, -2.0, None, 1.6, 0.0),  # clipped below at 0.8
-        (0.5, 2.0, None, -1.0, -2.0),
-        (5.0, -2.0, 3.0, 6.0, 0.0),  # dual clip: at most 3 * 2
-        (2.0, -2.0, 3.0, 4.0, 2.0),
-        (5.0, 2.0, 3.0, -2.6, 0.0),  # dual clip is for negative advantages only
-        (0.5, 0.0, None, 0.0, 0.0),
-    ],
-)
-def test_clipped_loss_by_hand(
-    ratio: float, advantage: float, dual_clip: float | None, loss: float, slope: float
-) -> None:
-    old = torch.tensor([-3.0])
-    logprobs = (old + math.log(ratio)).requires_grad_()
-    result = clipped_policy_loss(
-        logprobs, old, torch.tensor([advantage]), clip_low=0.2, clip_high=0.3, dual_clip=dual_clip
-    )
-    result.loss.sum().backward()
-    assert result.loss.item() == pytest.approx(loss, rel=1e-5)
-    assert result.ratio.item() == pytest.approx(ratio, rel=1e-5)
-    assert logprobs.grad is not None
-    assert logprobs.grad.item() == pytest.approx(slope * ratio, rel=1e-5)
-    clipped = result.clipped_low | result.clipped_high | result.clipped_dual
-    assert clipped.item() == (slope == 0.0 and advantage != 0.0)
-
-
-def test_a_huge_ratio_leaves_gradients_finite() -> None:
-    logprobs = torch.tensor([-1.0, -200.0], requires_grad=True)
-    old = torch.tensor([-200.0, -1.0])
-    result = clipped_policy_loss(logprobs, old, torch.tensor([1.0, -1.0]), clip_low=0.2, clip_high=0.2)
-    result.loss.sum().backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == [0.0, 0.0]
-
-
-# The whole loss
 
 CONFIG = GRPOSettings(kl_coef=0.1, entropy_coef=0.01, clip_high=0.28, dual_clip=3.0)
 
@@ -237,3 +200,30 @@ def test_tokens_at_the_limit_of_the_penalty_are_counted() -> None:
         config = GRPOSettings(kl_coef=0.1, kl_estimator=estimator)
         _, found = policy_gradient_loss(torch.full((4,), -1.0), config=config, **columns, **reference)
         assert found.values().get(metrics.TRAIN_REFERENCE_KL_CAPPED) == pytest.approx(expected)
+
+
+def test_means_of_sequences_by_hand_and_their_gradient() -> None:
+    column = torch.tensor([1.0, 2.0, 9.0, 4.0, 5.0, torch.nan], requires_grad=True)
+    tokens = TokenColumns(
+        column,
+        column,
+        column,
+        counted=torch.tensor([True, True, False, True, False, False]),
+        sequences=torch.tensor([0, 0, 0, 1, 1, 2]),
+    )
+    assert sequence_sums(column, tokens).tolist() == [3.0, 4.0, 0.0]
+    means = sequence_means(column, tokens)
+    assert means.tolist() == [1.5, 1.5, 1.5, 4.0, 4.0, 0.0]
+    means[:2].sum().backward()
+    assert column.grad is not None
+    assert column.grad.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    rows = TokenColumns(*[column.view(2, 3)] * 3, tokens.counted.view(2, 3), torch.tensor([[0, 0, 0], [1, 1, 1]]))
+    assert sequence_means(column.view(2, 3), rows).tolist() == [[1.5] * 3, [4.0] * 3]
+
+
+def test_sequences_and_other_columns_are_asked_for_by_name() -> None:
+    tokens = TokenColumns(*[torch.zeros(2)] * 3, torch.ones(2, dtype=torch.bool))
+    with pytest.raises(ValueError, match="no column sequences"):
+        sequence_means(torch.zeros(2), tokens)
+    with pytest.raises(ValueError, match="no column selected"):
+        tokens.column("selected")
