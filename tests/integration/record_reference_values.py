@@ -11,8 +11,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from tests.integration.algorithm_steps import CASES as STEPPED
+from tests.integration.algorithm_steps import recorded_as, run_cases_apart
 from tests.integration.reference_runs import CASES, ROOT, VALUES, differences, run_case, store, stored
 
 DEMO_LOG = ROOT / "benchmarks/results/demo/seed-1.log"
@@ -20,21 +24,32 @@ DEMO_LOG = ROOT / "benchmarks/results/demo/seed-1.log"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", help=f"some of {', '.join(CASES)}; all if none is named")
+    names = [*CASES, *map(recorded_as, STEPPED)]
+    parser.add_argument("cases", nargs="*", help=f"some of {', '.join(names)}; all if none is named")
     parser.add_argument("--replace", action="store_true", help="overwrite recorded values that differ")
     parser.add_argument("--demo", action="store_true", help="compare the demo's line")
     arguments = parser.parse_args()
-    unknown = set(arguments.cases) - set(CASES)
+    unknown = set(arguments.cases) - set(names)
     if unknown:
-        parser.error(f"{', '.join(sorted(unknown))}: no such case, expected {', '.join(CASES)}")
+        parser.error(f"{', '.join(sorted(unknown))}: no such case, expected {', '.join(names)}")
     if arguments.demo:
         return _compare_demo()
-    return max(_record(name, replace=arguments.replace) for name in arguments.cases or CASES)
+    return max(_record(name, found, replace=arguments.replace) for name, found in _runs(arguments.cases or names))
 
 
-def _record(name: str, *, replace: bool) -> int:
-    with tempfile.TemporaryDirectory() as directory:
-        found = run_case(name, Path(directory))
+def _runs(names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each case and what it found; those that share their roles in one run."""
+    for name in names:
+        if name in CASES:
+            with tempfile.TemporaryDirectory() as directory:
+                yield name, run_case(name, Path(directory))
+    if stepped := [case for case in STEPPED if recorded_as(case) in names]:
+        with tempfile.TemporaryDirectory() as directory:
+            for case, found in run_cases_apart(Path(directory), *stepped).items():
+                yield recorded_as(case), found
+
+
+def _record(name: str, found: dict[str, Any], *, replace: bool) -> int:
     is_recorded = (VALUES / f"{name}.json").exists()
     lines = differences(found, stored(name)["values"]) if is_recorded else []
     if lines and not replace:

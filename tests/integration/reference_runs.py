@@ -24,7 +24,10 @@ from tests.support.warm import warm_python
 ROOT = Path(__file__).parents[2]
 VALUES = Path(__file__).parent / "reference_values"
 RECORD = "python -m tests.integration.record_reference_values"
+RELATIVE, ABSOLUTE = 1e-3, 1e-5
+"""Of comparisons between processors."""
 _LIMIT_S = 400.0
+_SHOWN = 20
 _DIGEST_CHARACTERS = 16
 
 ONE_RANK = {"train": {"layout": {"ep": 1}}}
@@ -123,7 +126,7 @@ def run_case(name: str, directory: Path) -> dict[str, Any]:
         AssertionError: it failed.
     """
     recipe = directory / f"{name}.yaml"
-    content = _merged(COMMON, CASES[name]) | {"name": name, "run_dir": str(directory)}
+    content = merged(COMMON, CASES[name]) | {"name": name, "run_dir": str(directory)}
     content["base"] = str(ROOT / f"launch/recipes/{content['base']}.yaml")
     recipe.write_text(yaml.safe_dump(content))
     run = directory / name
@@ -131,6 +134,34 @@ def run_case(name: str, directory: Path) -> dict[str, Any]:
         arguments = ["tests.integration.own_loop", str(recipe), str(run)]
     else:
         arguments = ["hybridflow.cli", "train", str(recipe)]
+    run_module(*arguments)
+    found = run_figures(run)
+    if name in OWN_LOOP:
+        found["columns"] = json.loads((run / "columns.json").read_text())
+    return found
+
+
+def run_figures(run: Path) -> dict[str, Any]:
+    """All figures of a run that are the same on every run: metrics, texts, and the exported model."""
+    return {
+        "metrics": _metrics(run / "metrics.jsonl"),
+        "samples": _json_lines(run / "samples.jsonl"),
+        "model": _model(run / "model"),
+    }
+
+
+def platform() -> dict[str, str]:
+    """What decides the last bits of a sum of floats: the instructions that kernels are chosen by, and the libraries."""
+    found = {name: version(name) for name in ("torch", "megatron-core", "sglang")}
+    return found | {"cpu": f"{torch.backends.cpu.get_cpu_capability()}, {_processor()}"}
+
+
+def run_module(*arguments: str) -> None:
+    """Run a Python module as a program of its own, with one thread a process.
+
+    Raises:
+        AssertionError: it failed.
+    """
     done = subprocess.run(
         [warm_python(), "-m", *arguments],
         capture_output=True,
@@ -141,20 +172,6 @@ def run_case(name: str, directory: Path) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found: dict[str, Any] = {
-        "metrics": _metrics(run / "metrics.jsonl"),
-        "samples": _json_lines(run / "samples.jsonl"),
-        "model": _model(run / "model"),
-    }
-    if name in OWN_LOOP:
-        found["columns"] = json.loads((run / "columns.json").read_text())
-    return found
-
-
-def platform() -> dict[str, str]:
-    """What decides the last bits of a sum of floats: the instructions that kernels are chosen by, and the libraries."""
-    found = {name: version(name) for name in ("torch", "megatron-core", "sglang")}
-    return found | {"cpu": f"{torch.backends.cpu.get_cpu_capability()}, {_processor()}"}
 
 
 def stored(name: str) -> dict[str, Any]:
@@ -163,9 +180,28 @@ def stored(name: str) -> dict[str, Any]:
     return content
 
 
+def expect_recorded(name: str, found: dict[str, Any]) -> None:
+    """What a case found is what is recorded of it.
+
+    Raises:
+        AssertionError: it is not, or it is recorded with other versions.
+    """
+    recorded, here = stored(name), platform()
+    of_versions = [{key: value for key, value in each.items() if key != "cpu"} for each in (recorded["platform"], here)]
+    assert of_versions[0] == of_versions[1], f"recorded with other versions; record the values anew by `{RECORD}`"
+    expected = recorded["values"]
+    if recorded["platform"]["cpu"] == here["cpu"]:
+        lines = differences(found, expected)
+    else:
+        lines = differences(
+            without_digests(found), without_digests(expected), relative=RELATIVE, absolute=ABSOLUTE
+        )  # fmt: skip
+    assert not lines, "\n".join([f"{len(lines)} values differ:", *lines[:_SHOWN]])
+
+
 def store(name: str, values: dict[str, Any]) -> None:
     """Record a case. JSON has the shortest decimal of each float, which reads back as the same float."""
-    VALUES.mkdir(exist_ok=True)
+    (VALUES / f"{name}.json").parent.mkdir(parents=True, exist_ok=True)
     lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in values.items()]
     content = f'{{"platform": {json.dumps(platform())},\n"values": {{\n' + ",\n".join(lines) + "}}\n"
     (VALUES / f"{name}.json").write_text(content)
@@ -198,12 +234,13 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, float | int) and not isinstance(value, bool)
 
 
-def _merged(base: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
+def merged(base: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The other mapping over the base, key by key at every depth."""
+    found = dict(base)
     for key, value in other.items():
         nested = isinstance(value, dict) and isinstance(base.get(key), dict)
-        merged[key] = _merged(base[key], value) if nested else value
-    return merged
+        found[key] = merged(base[key], value) if nested else value
+    return found
 
 
 def _metrics(path: Path) -> list[dict[str, Any]]:

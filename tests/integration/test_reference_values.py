@@ -1,4 +1,4 @@
-"""Three steps of every algorithm, on every kind of placement, are what they were when they were recorded.
+"""Steps of every algorithm, on every kind of placement, are what they were when they were recorded.
 
 Bit for bit: losses, gradient norms, rewards, texts and exported weights of every run, and log-probs, values, advantages
 and returns where `PPOTrainer` shows them. One thread a process, and a deterministic engine, make two runs the same.
@@ -14,44 +14,46 @@ With other versions of torch, Megatron-Core or SGLang nothing can be said: the v
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybridflow.algorithms.registry import ALGORITHMS
+from tests.integration.algorithm_steps import CASES as STEPPED
+from tests.integration.algorithm_steps import recorded_as, run_cases_apart
 from tests.integration.reference_runs import (
     CASES,
-    RECORD,
+    RELATIVE,
     VALUES,
     differences,
-    platform,
+    expect_recorded,
     run_case,
-    stored,
     without_digests,
 )
 
-RELATIVE, ABSOLUTE = 1e-3, 1e-5
-_SHOWN = 20
-
 
 def test_every_algorithm_has_a_case() -> None:
-    assert {name.split("-")[0] for name in CASES} == set(ALGORITHMS)
-    assert {path.stem for path in VALUES.iterdir()} == set(CASES)
+    assert {name.split("-")[0] for name in (*CASES, *STEPPED)} == set(ALGORITHMS)
+    assert {path.stem for path in VALUES.glob("*.json")} == set(CASES)
+    assert {path.stem for path in VALUES.glob("steps/*.json")} == set(STEPPED)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 def test_values_are_those_recorded(name: str, tmp_path: Path) -> None:
-    recorded, here = stored(name), platform()
-    of_versions = [{key: value for key, value in each.items() if key != "cpu"} for each in (recorded["platform"], here)]
-    assert of_versions[0] == of_versions[1], f"recorded with other versions; record the values anew by `{RECORD}`"
-    found, expected = run_case(name, tmp_path), recorded["values"]
-    if recorded["platform"]["cpu"] == here["cpu"]:
-        lines = differences(found, expected)
-    else:
-        lines = differences(
-            without_digests(found), without_digests(expected), relative=RELATIVE, absolute=ABSOLUTE
-        )  # fmt: skip
-    assert not lines, "\n".join([f"{len(lines)} values differ:", *lines[:_SHOWN]])
+    expect_recorded(name, run_case(name, tmp_path))
+
+
+@pytest.fixture(scope="module")
+def stepped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two steps of each algorithm found, on roles that were started once."""
+    return run_cases_apart(tmp_path_factory.mktemp("steps"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", STEPPED)
+def test_two_steps_of_each_algorithm_are_those_recorded(name: str, stepped: dict[str, Any]) -> None:
+    expect_recorded(recorded_as(name), stepped[name])
 
 
 def test_a_changed_bit_is_a_difference() -> None:

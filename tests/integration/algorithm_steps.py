@@ -1,0 +1,159 @@
+"""Two steps of the recipe of every algorithm, on roles that are started once, and all figures of them.
+
+    python -m tests.integration.algorithm_steps OUTPUT [CASE ...]
+
+Starting models and engines takes most of the time of a short run. Here one actor, one engine and every model that any
+algorithm asks for are started; then each case has a trainer of its own over those that it needs, which begins with the
+initial weights, fresh optimizers, the first prompts and the first draws. So a case's figures are its own, whichever
+cases came before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.algorithms.base import Experience
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.roles import ModelRole
+from hybridflow.config.yaml_loader import build_settings, read_with_bases
+from hybridflow.metrics.logger import Metrics
+from hybridflow.trainer.role_startup import wait_for
+from hybridflow.trainer.run_setup import open_run
+from hybridflow.trainer.trainer import Trainer, start_trainer
+from tests.integration.reference_runs import ROOT, merged, run_figures, run_module
+
+STEPS = 2
+RECIPES = ROOT / "launch/recipes"
+
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"base": "demo"},
+    "ppo": {"base": "ppo", "algorithm": {"critic_warmup_steps": 0}},
+    "remax": {"base": "remax"},
+    "safe_rlhf": {"base": "safe_rlhf", "algorithm": {"critic_warmup_steps": 0}},
+}
+"""A recipe in `launch/recipes` each, and what a case has on top of it."""
+
+_ONE_RANK = {"train": {"layout": {"ep": 1}}}
+_COMMON: dict[str, Any] = {
+    "seed": 7,
+    "train": {"layout": {"ep": 1}, "optimizer": {"lr": 1.0e-3, "warmup_steps": 0}},
+    "rollout": {"engine": {"deterministic": True}, "sampling": {"max_new_tokens": 5}, "samples_per_prompt": 4},
+    "reward": {"functions": [{"name": "characters", "path": f"{ROOT}/tests/integration/reward.py:score"}]},
+    "data": {"arithmetic": {"train_size": 40}},
+    "warmup": None,
+    "trainer": {"steps": STEPS, "prompts_per_step": 8, "eval_interval": None, "eval_prompts": 8},
+    "placement": {"actor": "cpu:0", "rollout": "cpu:1"},
+}
+"""Of every case."""
+_CRITICS = ("critic", "cost_critic")
+_FEW: dict[str, Any] = {"metrics": {"console": False, "csv": False, "tensorboard": False}}
+
+
+class EveryRole(Recipe):
+    """The recipe that the roles are started with: those of all algorithms."""
+
+    @property
+    def models(self) -> dict[str, ModelRole]:
+        return {"reference": self.reference} | super().models
+
+
+def recorded_as(case: str) -> str:
+    """The name of a case among the stored values."""
+    return f"steps/{case}"
+
+
+def run_cases_apart(directory: Path, *cases: str) -> dict[str, Any]:
+    """`run_cases` in a process of its own; all cases if none is named.
+
+    Raises:
+        AssertionError: it failed.
+    """
+    output = directory / "found.json"
+    run_module("tests.integration.algorithm_steps", str(output), *cases)
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
+
+
+def recipe_of(case: str, directory: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """All that a case's recipe says."""
+    own = {key: value for key, value in settings.items() if key != "base"}
+    said, _ = read_with_bases(RECIPES / f"{settings['base']}.yaml")
+    of_critics = {role: _ONE_RANK for role in _CRITICS if role in said}
+    return merged(merged(merged(said, _COMMON), of_critics | _FEW), own) | {"name": case, "run_dir": str(directory)}
+
+
+def run_cases(directory: Path, cases: Sequence[str]) -> dict[str, Any]:
+    """Step every case; what each found, by its name."""
+    started = build_settings(EveryRole, recipe_of("roles", directory, CASES["safe_rlhf"]), {}, "roles")
+    found = {}
+    with open_run(started) as opened, start_trainer(opened) as first:
+        wait_for(first.roles, *first.roles.starting)
+        version = 0
+        for case in cases:
+            recipe = build_settings(Recipe, recipe_of(case, directory, CASES[case]), {}, case)
+            with Metrics(recipe.metrics, directory / case) as sinks:
+                trainer = _trainer(recipe, first, sinks)
+                trainer.version = version
+                columns = step_case(trainer)
+                version = trainer.version
+            trainer.roles.actor.export(directory / case / "model").result()
+            found[case] = {"columns": columns, **run_figures(directory / case)}
+            print(case, flush=True)
+    return found
+
+
+def step_case(trainer: Trainer) -> list[dict[str, Any]]:
+    """The columns of each step's experience."""
+    begin_anew(trainer)
+    found = []
+    for number in range(1, STEPS + 1):
+        step = trainer.next_step(number)
+        experience = trainer.algorithm.make_experience(step)
+        step.wait_for_columns()
+        columns = experience.batch.fetch().columns()
+        trainer.learn(step, functools.partial(_same, experience))
+        found.append({name: column.tolist() for name, column in columns.items() if name != "policy_versions"})
+    return found
+
+
+def _same(experience: Experience) -> Experience:
+    return experience
+
+
+def begin_anew(trainer: Trainer) -> None:
+    """The initial weights, in every model and in the engines, and fresh optimizers."""
+    roles, recipe = trainer.roles, trainer.recipe
+    for role, group in {"actor": roles.actor, **roles.models}.items():
+        group.load(trainer.facts.model_directory).result()
+        if role in roles.trained:
+            group.reset_optimizer(recipe.train_config(role).optimizer).result()
+    trainer.begin()
+
+
+def _trainer(recipe: Recipe, first: Trainer, sinks: Metrics) -> Trainer:
+    """Of a case, over those of the roles that it needs."""
+    roles, wanted = first.roles, recipe.models
+    roles = dataclasses.replace(
+        roles,
+        reference=roles.reference if "reference" in wanted else None,
+        scalar={role: group for role, group in roles.scalar.items() if role in wanted},
+        functions={what: group for what, group in roles.functions.items() if what in recipe.functions},
+        trained=recipe.trained_roles,
+    )
+    weights, machinery = first.machinery.weights, first.machinery
+    return Trainer(recipe, first.facts, roles, weights, sinks, first.checkpoints, machinery.phases, first.devices)
+
+
+def main(output: str, *cases: str) -> None:
+    path = Path(output)
+    path.write_text(json.dumps(run_cases(path.parent, cases or tuple(CASES))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
