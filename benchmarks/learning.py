@@ -1,0 +1,202 @@
+"""What each algorithm's recipe learns, over several seeds, and its learning curve.
+
+    python benchmarks/learning.py launch/recipes/demo.yaml launch/recipes/remax.yaml --seeds 1 2 3 --jobs 2
+    python benchmarks/learning.py --draw
+
+The first runs the recipes, each with each seed and an evaluation every `--eval-interval` steps, `--jobs` runs at a
+time, and keeps what they learned in `results/learning/<recipe>/seed-<N>.json`. The second draws every curve that is
+kept into `docs/algorithms/curves/<recipe>.svg`, beside GRPO's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hybridflow.report.drawing import draw
+from hybridflow.report.plots import Band, Line, LinePlot
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results/learning"
+CURVES = ROOT / "docs/algorithms/curves"
+BESIDE = "demo"
+"""The recipe that the others are drawn beside: GRPO's."""
+
+_LIMIT_S = 3600.0
+_COLOURS = {"--ink": "#444444", "--rule": "#cccccc", "--series-0": "#1f77b4", "--series-1": "#999999"}
+_PACKAGES = ("torch", "megatron-core", "sglang", "ray")
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a run learned.
+
+    Args:
+        recipe: the name of its file.
+        seed: of the run.
+        evaluations: step and figure of each evaluation.
+        figure: its metric.
+        rewards: mean reward of each step from 1 on; empty where nothing is generated.
+        seconds: that the run took, start and end included.
+        command: that repeats it.
+        machine: processors and memory.
+        versions: of the packages, by name.
+    """
+
+    recipe: str
+    seed: int
+    evaluations: list[tuple[int, float]]
+    figure: str
+    rewards: list[float]
+    seconds: float
+    command: str
+    machine: str
+    versions: dict[str, str]
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="learning.py", description="Learning curves of recipes.")
+    parser.add_argument("recipes", type=Path, nargs="*", help="recipes to run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--eval-interval", type=int, default=20, metavar="STEPS")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of every run")
+    parser.add_argument("--directory", type=Path, default=Path("runs/learning"), help="of the runs")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where what was learned is kept")
+    parser.add_argument("--draw", action="store_true", help="draw every curve that is kept")
+    options = parser.parse_args()
+    if not options.recipes and not options.draw:
+        parser.error("nothing to do, expected recipes or --draw")
+    failed = 0
+    if options.recipes:
+        wanted = [(recipe, seed) for seed in options.seeds for recipe in options.recipes]
+
+        def one(each: tuple[Path, int]) -> bool:
+            return _run(*each, options.directory, options.results, options.eval_interval, options.set)
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            failed = sum(not succeeded for succeeded in pool.map(one, wanted))
+    if options.draw:
+        for path in draw_curves(options.results, CURVES):
+            print(path)
+    return int(failed > 0)
+
+
+def _run(recipe: Path, seed: int, directory: Path, results: Path, interval: int, settings: Sequence[str]) -> bool:
+    """Train, and keep what was learned; whether that succeeded."""
+    name = f"{recipe.stem}-{seed}"
+    arguments = [str(recipe), f"seed={seed}", f"trainer.eval_interval={interval}", "trainer.export=false", *settings]
+    log = directory / f"{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with log.open("w") as file:
+        done = subprocess.run(
+            [sys.executable, "-m", "hybridflow", "train", *arguments, f"name={name}", f"run_dir={directory}"],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env={"OMP_NUM_THREADS": "1"} | os.environ,
+            timeout=_LIMIT_S,
+            check=False,
+            start_new_session=True,
+        )
+    seconds = time.monotonic() - began
+    if done.returncode:
+        print(f"{name}: exit code {done.returncode} after {seconds:.0f} s; {log}", flush=True)
+        return False
+    found = learned(
+        directory / name / "metrics.jsonl", recipe.stem, seed, seconds, " ".join(["hybridflow train", *arguments])
+    )
+    path = results / recipe.stem / f"seed-{seed}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(found)) + "\n")
+    ends = [figure for _, figure in (found.evaluations[0], found.evaluations[-1])]
+    print(f"{name}: {found.figure} {ends[0]:.3f} -> {ends[1]:.3f} in {seconds:.0f} s", flush=True)
+    return True
+
+
+def learned(path: Path, recipe: str, seed: int, seconds: float, command: str) -> Learned:
+    """What a run's metrics tell. Raises ValueError where it has no evaluation."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    evaluations = [record for record in records if record["phase"] == "eval"]
+    if not evaluations:
+        raise ValueError(f"{path}: no evaluation, expected at least one")
+    figure = next(name for name in ("eval/accuracy", "eval/reward_mean", *evaluations[0]) if name in evaluations[0])
+    return Learned(
+        recipe=recipe,
+        seed=seed,
+        evaluations=[(record["step"], record[figure]) for record in evaluations],
+        figure=figure,
+        rewards=[record["reward/mean"] for record in records if record["phase"] == "train" and "reward/mean" in record],
+        seconds=seconds,
+        command=command,
+        machine=f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB, no GPU used",
+        versions={"CPython": platform.python_version()} | {name: version(name) for name in _PACKAGES},
+    )
+
+
+def read(results: Path, recipe: str) -> list[Learned]:
+    """What is kept of a recipe, by seed."""
+    return [Learned(**json.loads(path.read_text())) for path in sorted((results / recipe).glob("seed-*.json"))]
+
+
+def curve(runs: Sequence[Learned]) -> Band:
+    """Mean, lowest and highest figure over the seeds at each evaluation that all have; `label` says how many."""
+    steps = sorted(set.intersection(*(({step for step, _ in run.evaluations}) for run in runs)))
+    figures = np.array([[dict(map(tuple, run.evaluations))[step] for step in steps] for run in runs])
+    seeds = f"{len(runs)} seeds" if len(runs) > 1 else "1 seed"
+    return Band(seeds, np.array(steps, dtype=float), figures.min(axis=0), figures.max(axis=0))
+
+
+def _mean(label: str, runs: Sequence[Learned]) -> Line:
+    band = curve(runs)
+    figures = np.array([[dict(map(tuple, run.evaluations))[int(step)] for step in band.x] for run in runs])
+    return Line(label, band.x, figures.mean(axis=0))
+
+
+def draw_curves(results: Path, curves: Path) -> Iterator[Path]:
+    """Draw every recipe that is kept; the files."""
+    curves.mkdir(parents=True, exist_ok=True)
+    beside = read(results, BESIDE)
+    for folder in sorted(path for path in results.iterdir() if path.is_dir()):
+        runs = read(results, folder.name)
+        lines = [_mean(folder.name, runs)]
+        if beside and folder.name != BESIDE and beside[0].figure == runs[0].figure:
+            lines.append(_mean("grpo", beside))
+        plot = LinePlot(
+            name=f"learning-{folder.name}",
+            title=folder.name,
+            y_label="held-out accuracy" if runs[0].figure == "eval/accuracy" else runs[0].figure,
+            lines=tuple(lines),
+            band=curve(runs),
+        )
+        path = curves / f"{folder.name}.svg"
+        path.write_text(_alone(draw(plot)) + "\n")
+        yield path
+
+
+def _alone(svg: str) -> str:
+    """The drawing with colours of its own, as a file that needs no page around it."""
+    svg = re.sub(r"var\((--[a-z0-9-]+)\)", lambda found: _COLOURS[found[1]], svg)
+    return svg if "xmlns=" in svg else svg.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""What is kept of a run that learned, and the curve that is drawn of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.learning import RESULTS, Learned, curve, draw_curves, learned, read
+from hybridflow.config.recipe import load_recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+def _learned(seed: int, *evaluations: tuple[int, float], recipe: str = "demo") -> Learned:
+    return Learned(recipe, seed, list(evaluations), "eval/accuracy", [], 1.0, "", "", {})
+
+
+def test_what_is_kept_is_what_the_metrics_say(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = [
+        {"phase": "sft", "step": 1, "sft/loss": 1.0},
+        {"phase": "eval", "step": 0, "eval/reward_mean": 0.9, "eval/accuracy": 0.25},
+        {"phase": "train", "step": 1, "reward/mean": 0.5},
+        {"phase": "train", "step": 2, "reward/mean": 0.75},
+        {"phase": "eval", "step": 2, "eval/reward_mean": 0.9, "eval/accuracy": 0.5},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = learned(path, "demo", 3, 60.0, "hybridflow train")
+    assert (found.evaluations, found.figure, found.rewards) == ([(0, 0.25), (2, 0.5)], "eval/accuracy", [0.5, 0.75])
+    path.write_text(json.dumps(records[0]) + "\n")
+    with pytest.raises(ValueError, match="no evaluation"):
+        learned(path, "demo", 3, 60.0, "hybridflow train")
+
+
+def test_a_curve_is_over_the_evaluations_that_all_seeds_have() -> None:
+    band = curve([_learned(1, (0, 0.25), (20, 0.5), (40, 1.0)), _learned(2, (0, 0.5), (20, 0.25))])
+    assert (band.x.tolist(), band.low.tolist(), band.high.tolist()) == ([0, 20], [0.25, 0.25], [0.5, 0.5])
+    assert band.label == "2 seeds"
+
+
+def test_every_recipe_is_drawn_beside_grpo(tmp_path: Path) -> None:
+    for recipe in ("demo", "remax"):
+        (tmp_path / "kept" / recipe).mkdir(parents=True)
+        for seed in (1, 2):
+            found = _learned(seed, (0, 0.25), (20, 0.5), recipe=recipe)
+            (tmp_path / "kept" / recipe / f"seed-{seed}.json").write_text(json.dumps(found.__dict__))
+    drawn = list(draw_curves(tmp_path / "kept", tmp_path / "curves"))
+    assert [path.name for path in drawn] == ["demo.svg", "remax.svg"]
+    demo, remax = (ElementTree.parse(path).getroot() for path in drawn)
+    texts = ["".join(root.itertext()) for root in (demo, remax)]
+    assert "grpo" not in texts[0] and "grpo" in texts[1] and "2 seeds" in texts[1]
+    assert "var(" not in drawn[1].read_text()
+
+
+@pytest.mark.parametrize("folder", sorted(path.name for path in RESULTS.glob("*") if path.is_dir()))
+def test_what_is_kept_is_of_a_recipe_that_is_there_and_of_three_seeds(folder: str) -> None:
+    runs = read(RESULTS, folder)
+    assert {run.seed for run in runs} == {1, 2, 3}
+    for run in runs:
+        path = ROOT / run.command.split()[2]
+        assert path.stem == folder == run.recipe
+        load_recipe(path)
