@@ -41,9 +41,9 @@ from engine3d.startup.imports import quick_imports
 from hybridflow.cli.last_words import last_words
 from hybridflow.cli.standard_streams import be_patient
 from hybridflow.cluster.devices.device_map import Node
+from hybridflow.cluster.hosts.checks.host_check import check_interpreter, check_open_files
 from hybridflow.cluster.hosts.description import checked_role
 from hybridflow.cluster.hosts.driver_link import driver_link, tell_failure
-from hybridflow.cluster.hosts.host_check import check_interpreter, check_open_files
 from hybridflow.cluster.hosts.run_token import default_file, write_token
 from hybridflow.cluster.processes.termination import termination
 from hybridflow.errors.rank_failure import Failure

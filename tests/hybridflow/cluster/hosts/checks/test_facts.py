@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from engine3d.errors import UserError
-from hybridflow.cluster.hosts.facts import (
+from hybridflow.cluster.hosts.checks.facts import (
     Gpu,
     GpuProcess,
     HostFacts,
@@ -29,10 +29,10 @@ from hybridflow.cluster.hosts.facts import (
     recipe_hash,
     sees_mark,
 )
-from hybridflow.cluster.hosts.facts import _checkout as checkout
-from hybridflow.cluster.hosts.network_settings import PortRange
+from hybridflow.cluster.hosts.checks.facts import _checkout as checkout
+from hybridflow.cluster.hosts.network.network_settings import PortRange
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 
 
 def test_what_is_collected_is_what_this_machine_is(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_json_gives_it_back_and_tolerates_other_versions(tmp_path: Path) -> None
 COLLECTS = """
 import sys
 from pathlib import Path
-from hybridflow.cluster.hosts.facts import collect
+from hybridflow.cluster.hosts.checks.facts import collect
 collect(Path("runs"))
 print(sorted({"torch", "ray", "sglang", "megatron", "numpy", "transformers"} & sys.modules.keys()))
 """

@@ -17,7 +17,7 @@ import pytest
 
 from engine3d.errors import EngineError
 from hybridflow.cluster.hosts.description import Host
-from hybridflow.cluster.hosts.probe import (
+from hybridflow.cluster.hosts.network.probe import (
     AT_ONCE,
     Peer,
     Probe,
@@ -29,7 +29,7 @@ from hybridflow.cluster.hosts.probe import (
     round_trips,
     unreached,
 )
-from hybridflow.cluster.hosts.probe import _in_turn as in_turn
+from hybridflow.cluster.hosts.network.probe import _in_turn as in_turn
 from hybridflow.cluster.hosts.run_token import new_token
 
 TOKEN = new_token()
@@ -218,7 +218,7 @@ def test_a_measurement_in_which_a_host_is_missing_ends() -> None:
 
 AGENT = """
 import asyncio, socket
-from hybridflow.cluster.hosts.probe import RatePlan, rate
+from hybridflow.cluster.hosts.network.probe import RatePlan, rate
 with socket.create_server(("127.0.0.1", 0)) as listening:
     plan = RatePlan(2, "127.0.0.1", listening.getsockname()[1], limit_s=60)
     asyncio.run(rate(0, plan, "", {"GLOO_SOCKET_IFNAME": "lo"}, listening))

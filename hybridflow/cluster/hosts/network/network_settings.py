@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from engine3d.errors import UserError, shortened
 from engine3d.settings import Settings
-from hybridflow.cluster.hosts.interfaces import Interface
+from hybridflow.cluster.hosts.network.interfaces import Interface
 
 Preset = Literal["ethernet", "roce", "infiniband", "efa"]
 

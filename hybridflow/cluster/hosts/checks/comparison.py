@@ -9,8 +9,8 @@ from itertools import groupby
 from typing import Literal
 
 from hybridflow.cluster.devices.gpu_availability import IDLE_BYTES
+from hybridflow.cluster.hosts.checks.facts import Gpu, HostFacts, Space
 from hybridflow.cluster.hosts.description import Host, listed
-from hybridflow.cluster.hosts.facts import Gpu, HostFacts, Space
 
 Severity = Literal["refuse", "warn"]
 

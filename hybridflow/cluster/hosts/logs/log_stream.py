@@ -15,7 +15,7 @@ from pathlib import Path
 
 from engine3d.errors import UserError
 from hybridflow.cluster.hosts.channel import Message
-from hybridflow.cluster.hosts.log_files import MOST_BYTES, NewOutput
+from hybridflow.cluster.hosts.logs.log_files import MOST_BYTES, NewOutput
 from hybridflow.rundir.file_names import FLIGHT_RECORDER, LOGS
 from hybridflow.rundir.heartbeat import forget_heartbeats
 from hybridflow.rundir.lock import SHARDS, move_aside

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hybridflow.cluster.hosts.preflight import PreflightPlan
+from hybridflow.cluster.hosts.checks.preflight import PreflightPlan
 
 DOCTOR = "doctor"
 """The command that only looks at the hosts."""

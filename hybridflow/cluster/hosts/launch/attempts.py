@@ -10,15 +10,12 @@ from pathlib import Path
 
 from engine3d.errors import EngineError, UserError, first_line
 from hybridflow.cluster.hosts.channel import Message
+from hybridflow.cluster.hosts.checks.preflight import check_newcomer
 from hybridflow.cluster.hosts.description import Host
-from hybridflow.cluster.hosts.driver_process import GRACE_S, DriverProcess
-from hybridflow.cluster.hosts.host_records import keep_hosts
-from hybridflow.cluster.hosts.launch_plan import Ended, LaunchPlan
-from hybridflow.cluster.hosts.log_keeper import GatheredLogs
-from hybridflow.cluster.hosts.members import Member
-from hybridflow.cluster.hosts.network_settings import as_environment
-from hybridflow.cluster.hosts.preflight import check_newcomer
-from hybridflow.cluster.hosts.restarts import (
+from hybridflow.cluster.hosts.launch.driver_process import GRACE_S, DriverProcess
+from hybridflow.cluster.hosts.launch.host_records import keep_hosts
+from hybridflow.cluster.hosts.launch.launch_plan import Ended, LaunchPlan
+from hybridflow.cluster.hosts.launch.restarts import (
     REFUSED,
     Attempt,
     Outcome,
@@ -27,6 +24,9 @@ from hybridflow.cluster.hosts.restarts import (
     next_attempt,
     why_over,
 )
+from hybridflow.cluster.hosts.logs.log_keeper import GatheredLogs
+from hybridflow.cluster.hosts.members import Member
+from hybridflow.cluster.hosts.network.network_settings import as_environment
 from hybridflow.cluster.hosts.run_token import derived
 from hybridflow.errors.log import log
 from hybridflow.rundir.first_failure import FirstFailure, read_failure

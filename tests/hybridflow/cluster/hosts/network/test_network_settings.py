@@ -12,8 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from engine3d.errors import UserError
-from hybridflow.cluster.hosts.interfaces import Interface
-from hybridflow.cluster.hosts.network_settings import (
+from hybridflow.cluster.hosts.network.interfaces import Interface
+from hybridflow.cluster.hosts.network.network_settings import (
     PRESETS,
     NetworkConfig,
     PortRange,

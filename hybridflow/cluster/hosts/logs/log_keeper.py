@@ -15,14 +15,14 @@ from engine3d.errors import EngineError, first_line, shortened
 from engine3d.input_files import JsonError, parse_json
 from hybridflow.cluster.hosts.channel import Message
 from hybridflow.cluster.hosts.description import Host
-from hybridflow.cluster.hosts.log_files import (
+from hybridflow.cluster.hosts.logs.log_files import (
     HEARTBEAT_BYTES,
     MOST_BYTES,
     Piece,
     opened_directory,
     opened_file,
 )
-from hybridflow.cluster.hosts.log_stream import LAST_S
+from hybridflow.cluster.hosts.logs.log_stream import LAST_S
 from hybridflow.cluster.hosts.members import Member
 from hybridflow.errors.log import log
 from hybridflow.rundir.heartbeat import Heartbeat

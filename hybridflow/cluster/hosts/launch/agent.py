@@ -17,16 +17,16 @@ from dataclasses import asdict, dataclass
 
 from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError, UserError, first_line
-from hybridflow.cluster.hosts.attempts import RAY
 from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, WrongTokenError, connect
+from hybridflow.cluster.hosts.checks.preflight import HostPreflight
 from hybridflow.cluster.hosts.description import Host, HostRole
-from hybridflow.cluster.hosts.interfaces import interface_with
-from hybridflow.cluster.hosts.launch_plan import LaunchPlan
-from hybridflow.cluster.hosts.log_stream import LogStream
-from hybridflow.cluster.hosts.own_address import OwnAddress, needs_library, prepare
-from hybridflow.cluster.hosts.preflight import HostPreflight
+from hybridflow.cluster.hosts.launch.attempts import RAY
+from hybridflow.cluster.hosts.launch.launch_plan import LaunchPlan
+from hybridflow.cluster.hosts.launch.supervisor import BEAT_S, Supervisor, say
+from hybridflow.cluster.hosts.logs.log_stream import LogStream
+from hybridflow.cluster.hosts.network.interfaces import interface_with
+from hybridflow.cluster.hosts.network.own_address import OwnAddress, needs_library, prepare
 from hybridflow.cluster.hosts.run_token import derived
-from hybridflow.cluster.hosts.supervisor import BEAT_S, Supervisor, say
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.processes.rank_look import RankPlace, look_here, looks_as_json, write_stacks_here
 from hybridflow.cluster.processes.termination import SAVE

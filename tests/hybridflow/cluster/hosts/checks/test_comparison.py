@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hybridflow.cluster.hosts.comparison import ClockDifference, Comparison, Needs, Report, compare, ranges
+from hybridflow.cluster.hosts.checks.comparison import ClockDifference, Comparison, Needs, Report, compare, ranges
+from hybridflow.cluster.hosts.checks.facts import Gpu, GpuProcess, HostFacts, Limit, Space
 from hybridflow.cluster.hosts.description import Host
-from hybridflow.cluster.hosts.facts import Gpu, GpuProcess, HostFacts, Limit, Space
 
 GB = 10**9
 H200 = tuple(Gpu(index, "NVIDIA H200", f"GPU-{index}", 150 * GB, 650_000_000) for index in range(8))

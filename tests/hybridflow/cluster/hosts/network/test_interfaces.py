@@ -8,7 +8,7 @@ import pytest
 
 from engine3d.errors import UserError
 from hybridflow.cli import agent
-from hybridflow.cluster.hosts.interfaces import Interface, all_interfaces, named, route_to
+from hybridflow.cluster.hosts.network.interfaces import Interface, all_interfaces, named, route_to
 
 
 def test_the_loopback_reaches_itself() -> None:

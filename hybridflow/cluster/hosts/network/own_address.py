@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine3d.errors import UserError
-from hybridflow.cluster.hosts.network_settings import PortRange
+from hybridflow.cluster.hosts.network.network_settings import PortRange
 
 LISTEN_AT, LISTEN_PORTS, PRELOAD = "HYBRIDFLOW_LISTEN_AT", "HYBRIDFLOW_LISTEN_PORTS", "LD_PRELOAD"
 COMPILERS = ("cc", "gcc", "clang")

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from engine3d.errors import UserError
-from hybridflow.cluster.hosts import own_address
-from hybridflow.cluster.hosts.network_settings import PortRange
-from hybridflow.cluster.hosts.own_address import needs_library, prepare
+from hybridflow.cluster.hosts.network import own_address
+from hybridflow.cluster.hosts.network.network_settings import PortRange
+from hybridflow.cluster.hosts.network.own_address import needs_library, prepare
 
 pytestmark = pytest.mark.processes
 

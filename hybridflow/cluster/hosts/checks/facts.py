@@ -24,10 +24,10 @@ from typing import Any
 import psutil
 
 from engine3d.errors import UserError
-from hybridflow.cluster.hosts.host_memory import machine_bytes
-from hybridflow.cluster.hosts.interfaces import all_interfaces
-from hybridflow.cluster.hosts.network_settings import PortRange
-from hybridflow.cluster.hosts.own_address import compiler
+from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
+from hybridflow.cluster.hosts.network.interfaces import all_interfaces
+from hybridflow.cluster.hosts.network.network_settings import PortRange
+from hybridflow.cluster.hosts.network.own_address import compiler
 
 DISTRIBUTIONS = (
     "hybridflow",
@@ -42,7 +42,7 @@ DISTRIBUTIONS = (
 )
 """Whose versions are told."""
 _CODE = ("hybridflow", "engine3d")
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[4]
 _GIT_S = 5.0
 _RESOLVE_S = 3.0
 _SHARED_MEMORY = Path("/dev/shm")

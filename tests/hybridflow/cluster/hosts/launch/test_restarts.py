@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridflow.cluster.hosts.description import Host, HostRole
-from hybridflow.cluster.hosts.restarts import Outcome, differences, first_attempt, fits, next_attempt, why_over
+from hybridflow.cluster.hosts.launch.restarts import Outcome, differences, first_attempt, fits, next_attempt, why_over
 
 
 def host(index: int, role: HostRole | None = None, gpus: int = 0, slots: int = 4) -> Host:

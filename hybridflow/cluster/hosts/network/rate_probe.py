@@ -1,4 +1,4 @@
-"""`python -m hybridflow.cluster.hosts.rate_probe`: one host's part of a measurement of the rate between all hosts.
+"""`python -m hybridflow.cluster.hosts.network.rate_probe`: one host's part of a measurement of rates between all hosts.
 
 Apart from the agent, which imports no torch. `probe.rate` starts it and gives it the key of its store in a line on its
 standard input; it ends with that process.

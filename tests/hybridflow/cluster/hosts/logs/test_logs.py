@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from engine3d.errors import EngineError
-from hybridflow.cluster.hosts import log_keeper
 from hybridflow.cluster.hosts.description import Host
-from hybridflow.cluster.hosts.log_files import MOST_BYTES, NewOutput, Piece
-from hybridflow.cluster.hosts.log_keeper import GatheredLogs, LogKeeper
-from hybridflow.cluster.hosts.log_stream import LogStream
+from hybridflow.cluster.hosts.logs import log_keeper
+from hybridflow.cluster.hosts.logs.log_files import MOST_BYTES, NewOutput, Piece
+from hybridflow.cluster.hosts.logs.log_keeper import GatheredLogs, LogKeeper
+from hybridflow.cluster.hosts.logs.log_stream import LogStream
 from hybridflow.rundir.heartbeat import Heartbeat, HeartbeatFile, read_heartbeat
 
 HERE, THERE = Host(0, "host-0", "10.0.0.10"), Host(1, "host-1", "10.0.0.11")

@@ -11,13 +11,13 @@ import time
 from collections.abc import Awaitable, Callable
 
 from engine3d.errors import EngineError, UserError
-from hybridflow.cluster.hosts.attempts import Attempts
 from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, WrongTokenError, accept, stream_limit
+from hybridflow.cluster.hosts.checks.preflight import check_hosts
 from hybridflow.cluster.hosts.description import Host, listed
-from hybridflow.cluster.hosts.launch_plan import Ended, LaunchPlan
+from hybridflow.cluster.hosts.launch.attempts import Attempts
+from hybridflow.cluster.hosts.launch.launch_plan import Ended, LaunchPlan
 from hybridflow.cluster.hosts.members import Member, tell_settings
-from hybridflow.cluster.hosts.network_settings import Setting
-from hybridflow.cluster.hosts.preflight import check_hosts
+from hybridflow.cluster.hosts.network.network_settings import Setting
 from hybridflow.cluster.processes.termination import SAVE
 from hybridflow.errors.log import log
 

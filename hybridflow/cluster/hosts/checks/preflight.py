@@ -18,14 +18,14 @@ from typing import Any, Protocol
 
 from engine3d.errors import UserError
 from hybridflow.cluster.hosts.channel import Message
-from hybridflow.cluster.hosts.comparison import ClockDifference, Needs, Report, compare
+from hybridflow.cluster.hosts.checks.comparison import ClockDifference, Needs, Report, compare
+from hybridflow.cluster.hosts.checks.facts import HostFacts, collect, mark_directory, sees_mark
 from hybridflow.cluster.hosts.description import Cluster, Host, listed
-from hybridflow.cluster.hosts.facts import HostFacts, collect, mark_directory, sees_mark
-from hybridflow.cluster.hosts.interfaces import Interface
-from hybridflow.cluster.hosts.network_settings import NetworkConfig, Setting, as_environment, settings_in_force
-from hybridflow.cluster.hosts.probe import Peer, Probe, Rate, RatePlan, answer_probes, probe_pairs, rate
-from hybridflow.cluster.hosts.probe import round_trips as told_round_trips
-from hybridflow.cluster.hosts.probe import unreached as told_unreached
+from hybridflow.cluster.hosts.network.interfaces import Interface
+from hybridflow.cluster.hosts.network.network_settings import NetworkConfig, Setting, as_environment, settings_in_force
+from hybridflow.cluster.hosts.network.probe import Peer, Probe, Rate, RatePlan, answer_probes, probe_pairs, rate
+from hybridflow.cluster.hosts.network.probe import round_trips as told_round_trips
+from hybridflow.cluster.hosts.network.probe import unreached as told_unreached
 from hybridflow.errors.log import log
 
 FACTS_S, PAIRS_S, RATES_S = 30.0, 30.0, 60.0

@@ -16,7 +16,7 @@ from engine3d.errors import UserError
 from hybridflow.cluster.hosts.channel import Message
 from hybridflow.cluster.hosts.description import Cluster, Host
 from hybridflow.cluster.hosts.driver_link import DESCRIPTOR
-from hybridflow.cluster.hosts.log_keeper import QUESTIONS, GatheredLogs
+from hybridflow.cluster.hosts.logs.log_keeper import QUESTIONS, GatheredLogs
 from hybridflow.errors.log import log
 from hybridflow.rundir.first_failure import FirstFailure, describe, keep_earlier, say_card, write_failure
 from hybridflow.rundir.watching import read_place

@@ -293,7 +293,7 @@ async def rate(
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "hybridflow.cluster.hosts.rate_probe",
+        "hybridflow.cluster.hosts.network.rate_probe",
         given,
         stdin=asyncio.subprocess.PIPE,  # its end is the end of the process
         stdout=asyncio.subprocess.PIPE,

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from engine3d.errors import EngineError
+from hybridflow.cluster.hosts.checks.facts import mark_directory
 from hybridflow.cluster.hosts.driver_link import known_link
-from hybridflow.cluster.hosts.facts import mark_directory
 
 _BEGIN_S = 30.0
 _ALL_S = 15.0

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hybridflow.cluster.hosts.description import Host
-from hybridflow.cluster.hosts.network_settings import Setting
+from hybridflow.cluster.hosts.network.network_settings import Setting
 from hybridflow.errors.log import log
 from hybridflow.rundir.file_names import HOSTS
 from hybridflow.rundir.hosts_file import NetworkSetting, RunHost, write_hosts
