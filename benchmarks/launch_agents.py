@@ -21,11 +21,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hybridflow.cluster.hosts import preflight, probe
-from hybridflow.cluster.hosts.agent import Agent, Place
-from hybridflow.cluster.hosts.facts import HostFacts, collect, sees_mark
-from hybridflow.cluster.hosts.launch_plan import LaunchPlan
-from hybridflow.cluster.hosts.preflight import PreflightPlan
+from hybridflow.cluster.hosts.checks import preflight
+from hybridflow.cluster.hosts.checks.facts import HostFacts, collect, sees_mark
+from hybridflow.cluster.hosts.checks.preflight import PreflightPlan
+from hybridflow.cluster.hosts.launch.agent import Agent, Place
+from hybridflow.cluster.hosts.launch.launch_plan import LaunchPlan
+from hybridflow.cluster.hosts.network import probe
 
 ADDRESSES = 250
 """Of the last byte of an address."""

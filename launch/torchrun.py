@@ -5,7 +5,7 @@
 
 The same command on every host, and on every host the run's token (`hybridflow token`). With more than one process a
 host, the first is the agent and the others stand by until it ends. Options of `hybridflow agent` (--interface, --role,
---cpu-slots, --spares) stand before the recipe; `docs/multi_node.md` has the rest.
+--cpu-slots, --max-restarts, --spares) stand before the recipe; `docs/multi_node.md` has the rest.
 """
 
 from __future__ import annotations

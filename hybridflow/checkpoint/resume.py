@@ -28,7 +28,7 @@ from engine3d.errors import UserError
 from engine3d.platform import platform
 from hybridflow.checkpoint.compatibility import changes, contradictions, is_accepted
 from hybridflow.checkpoint.driver_state import DRIVER, RunState
-from hybridflow.cluster.hosts.host_check import check_writable
+from hybridflow.cluster.hosts.checks.host_check import check_writable
 from hybridflow.config.recipe import Recipe
 from hybridflow.rundir.file_names import RECIPE
 from hybridflow.rundir.kept_recipe import saved_to

@@ -14,14 +14,14 @@ from engine3d.errors import UserError, shortened
 from engine3d.settings import Settings
 from hybridflow.cli.launcher_input import obey_standard_input
 from hybridflow.cluster.devices.device_map import ROLES
-from hybridflow.cluster.hosts.agent import Agent, Place
-from hybridflow.cluster.hosts.comparison import Needs
+from hybridflow.cluster.hosts.checks.comparison import Needs
+from hybridflow.cluster.hosts.checks.facts import recipe_hash
+from hybridflow.cluster.hosts.checks.preflight import PreflightPlan
 from hybridflow.cluster.hosts.description import checked_role
-from hybridflow.cluster.hosts.facts import recipe_hash
-from hybridflow.cluster.hosts.interfaces import named
-from hybridflow.cluster.hosts.launch_plan import DOCTOR, LaunchPlan
-from hybridflow.cluster.hosts.network_settings import PORTS_OF_A_HOST, NetworkConfig
-from hybridflow.cluster.hosts.preflight import PreflightPlan
+from hybridflow.cluster.hosts.launch.agent import Agent, Place
+from hybridflow.cluster.hosts.launch.launch_plan import DOCTOR, LaunchPlan
+from hybridflow.cluster.hosts.network.interfaces import named
+from hybridflow.cluster.hosts.network.network_settings import PORTS_OF_A_HOST, NetworkConfig
 from hybridflow.cluster.hosts.run_token import find_token, needed, new_token
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.runtime.ray_host import LOOPBACK

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine3d.startup.imports import quick_imports
 from hybridflow.cli import agent
-from hybridflow.cluster.hosts.network_settings import check_used
+from hybridflow.cluster.hosts.network.network_settings import check_used
 from hybridflow.config.yaml_loader import read_with_overrides
 
 

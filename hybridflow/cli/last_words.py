@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from hybridflow.cluster.hosts.checks.gathering import gather_logs
 from hybridflow.cluster.hosts.driver_link import lost_host, tell_failure
-from hybridflow.cluster.hosts.gathering import gather_logs
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.rundir.first_failure import describe, say_card, write_failure
 from hybridflow.rundir.progress import where_now

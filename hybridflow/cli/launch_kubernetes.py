@@ -15,7 +15,7 @@ from engine3d.startup.imports import quick_imports
 from hybridflow.cli.kubernetes_manifests import DATA, NAME, KubernetesRun, as_yaml, manifests
 from hybridflow.cli.launch_options import FILES, check_count, check_counts, hand_over, host_roles, read_own_file
 from hybridflow.cluster.devices.device_map import REWARD, Node, pool_devices
-from hybridflow.cluster.hosts.network_settings import check_used
+from hybridflow.cluster.hosts.network.network_settings import check_used
 from hybridflow.config.yaml_loader import read_with_overrides
 from hybridflow.errors.redaction import redacted, redacted_keys
 

@@ -13,7 +13,7 @@ from engine3d.settings import MOST_SAMPLES, AbsolutePath, Settings
 from engine3d.training.config import TrainConfig
 from hybridflow.algorithms.config import AnyAlgorithm
 from hybridflow.algorithms.grpo import GRPOSettings
-from hybridflow.cluster.hosts.network_settings import NetworkConfig
+from hybridflow.cluster.hosts.network.network_settings import NetworkConfig
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.config.known_names import RECIPE_NAMES
 from hybridflow.config.roles import ModelConfig, ModelRole, RolloutRole, ScoringModel

@@ -10,7 +10,7 @@ from engine3d.errors import UserError
 from engine3d.models import ModelSpec
 from engine3d.platform import platform
 from hybridflow.cluster.devices.device_map import Node
-from hybridflow.cluster.hosts.host_memory import machine_bytes
+from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.cache_size import cache_tokens

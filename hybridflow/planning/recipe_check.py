@@ -14,9 +14,9 @@ from hybridflow.checkpoint.compatibility import check_accepted
 from hybridflow.checkpoint.resume import check_checkpoint_directory, find_resumption
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.devices.gpu_availability import check_gpus_free
-from hybridflow.cluster.hosts.host_check import check_directories, check_room, check_writable
-from hybridflow.cluster.hosts.host_memory import machine_bytes
-from hybridflow.cluster.hosts.network_settings import check_used
+from hybridflow.cluster.hosts.checks.host_check import check_directories, check_room, check_writable
+from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
+from hybridflow.cluster.hosts.network.network_settings import check_used
 from hybridflow.cluster.runtime.authentication import check_authentication
 from hybridflow.cluster.runtime.cluster_address import check_cluster_answers
 from hybridflow.config.initial_model import initial_spec

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from engine3d.errors import UserError
 from hybridflow.cluster.devices.device_map import Device, Node
+from hybridflow.cluster.hosts.checks.gathering import hosts_apart
 from hybridflow.cluster.hosts.description import Host, listed
-from hybridflow.cluster.hosts.gathering import hosts_apart
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.placement_check import planned_devices
 from hybridflow.rundir.file_names import EXPORT

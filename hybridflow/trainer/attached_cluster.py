@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from hybridflow.cluster.devices.device_map import pool_devices
-from hybridflow.cluster.hosts.comparison import Needs
-from hybridflow.cluster.hosts.preflight import PreflightPlan
+from hybridflow.cluster.hosts.checks.comparison import Needs
+from hybridflow.cluster.hosts.checks.preflight import PreflightPlan
 from hybridflow.cluster.runtime import ray_runtime
 from hybridflow.cluster.runtime.attached_hosts import check_nodes
 from hybridflow.cluster.runtime.cluster_nodes import ClusterNode, found_nodes

@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridflow.cluster.devices.device_map import Device, Node, highest_cpu_slot, pool_devices
 from hybridflow.cluster.devices.gpu_availability import WAIT_S, check_bundles_free, check_gpus_free
-from hybridflow.cluster.hosts.gathering import keep_logs
+from hybridflow.cluster.hosts.checks.gathering import keep_logs
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.runtime import ray_runtime, resource_pool
 from hybridflow.cluster.runtime.resource_pool import ResourcePool

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from engine3d.errors import EngineError, UserError
 from hybridflow.checkpoint.compatibility import input_checksums
 from hybridflow.checkpoint.resume import RUN_IDENTITY, Resumption, find_resumption, keep_warmed_up
+from hybridflow.cluster.hosts.checks.host_check import check_interpreter, check_open_files
 from hybridflow.cluster.hosts.driver_link import tell_directory
-from hybridflow.cluster.hosts.host_check import check_interpreter, check_open_files
 from hybridflow.config.initial_model import create_model
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import settings_yaml

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import psutil
 
-from hybridflow.cluster.hosts.gathering import gather_logs
-from hybridflow.cluster.hosts.gathering import request_recordings as request_on_others
+from hybridflow.cluster.hosts.checks.gathering import gather_logs
+from hybridflow.cluster.hosts.checks.gathering import request_recordings as request_on_others
 from hybridflow.cluster.processes.process_tree import family
 from hybridflow.cluster.processes.rank_look import RankLook
 from hybridflow.cluster.runtime import rank_watch

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridflow.cluster.hosts.agent import Agent, Place
+from hybridflow.cluster.hosts.checks.preflight import PreflightPlan
 from hybridflow.cluster.hosts.description import HostRole
-from hybridflow.cluster.hosts.launch_plan import LaunchPlan
-from hybridflow.cluster.hosts.preflight import PreflightPlan
+from hybridflow.cluster.hosts.launch.agent import Agent, Place
+from hybridflow.cluster.hosts.launch.launch_plan import LaunchPlan
 
 COMMAND = """
 import json, os, pathlib, sys, time

@@ -1,4 +1,4 @@
-"""The TCP sockets on which the processes of a run listen, from /proc alone."""
+"""The sockets on which the processes of a run listen: TCP, and UDP without a peer. From /proc alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 
-_LISTEN = "0A"
+_LISTEN = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
+"""State of a socket that takes what comes from anybody, by table of the kernel's."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -22,6 +23,7 @@ class Listener:
     port: int
     process: str
     """Name of the program and first words of its command line."""
+    protocol: str = "tcp"
 
     @property
     def only_this_host(self) -> bool:
@@ -57,7 +59,8 @@ def listeners_among(proc: Path, pids: Iterable[int], network: Path) -> set[Liste
                 with contextlib.suppress(OSError):
                     target = str(descriptor.readlink())
                     if target.startswith("socket:[") and (place := listening.get(int(target[8:-1]))):
-                        found.add(Listener(*place, command_line(proc, pid)))
+                        address, port, protocol = place
+                        found.add(Listener(address, port, command_line(proc, pid), protocol))
     return found
 
 
@@ -69,16 +72,16 @@ def command_line(proc: Path, pid: int) -> str:
     return ""
 
 
-def _listening(network: Path) -> dict[int, tuple[str, int]]:
-    """Address and port of every listening socket of a network namespace, by inode."""
+def _listening(network: Path) -> dict[int, tuple[str, int, str]]:
+    """Address, port and protocol of every listening socket of a network namespace, by inode."""
     found = {}
-    for table in ("tcp", "tcp6"):
+    for table, listens in _LISTEN.items():
         with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
             for line in (network / table).read_text().splitlines()[1:]:
                 _, local, _, state, *rest = line.split()
-                if state == _LISTEN:
+                if state == listens:
                     address, _, port = local.partition(":")
-                    found[int(rest[5])] = (_address(address), int(port, 16))
+                    found[int(rest[5])] = (_address(address), int(port, 16), table.removesuffix("6"))
     return found
 
 

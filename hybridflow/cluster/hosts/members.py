@@ -11,7 +11,7 @@ from typing import Any
 from engine3d.errors import EngineError
 from hybridflow.cluster.hosts.channel import Channel, Message
 from hybridflow.cluster.hosts.description import Host, listed
-from hybridflow.cluster.hosts.network_settings import Setting
+from hybridflow.cluster.hosts.network.network_settings import Setting
 from hybridflow.errors.log import log
 
 _GONE = "its agent is gone"

@@ -21,8 +21,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from engine3d.cleaning import cleaning
 from engine3d.errors import EngineError, UserError, first_line
 from hybridflow.cluster.hosts.channel import Message
+from hybridflow.cluster.hosts.checks.preflight import HostPreflight, PreflightPlan, check_hosts
 from hybridflow.cluster.hosts.description import Host, listed
-from hybridflow.cluster.hosts.preflight import HostPreflight, PreflightPlan, check_hosts
 from hybridflow.cluster.hosts.run_token import new_token
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.runtime.cluster_nodes import ClusterNode

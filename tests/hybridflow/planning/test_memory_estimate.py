@@ -12,7 +12,7 @@ import pytest
 from engine3d.errors import UserError
 from hybridflow.cli.main import main
 from hybridflow.cluster.devices.device_map import Node
-from hybridflow.cluster.hosts.host_memory import machine_bytes
+from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.planning import memory_estimate
 from hybridflow.planning.cache_size import Lengths, cache_tokens

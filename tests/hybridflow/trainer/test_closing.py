@@ -60,7 +60,7 @@ def test_what_was_interrupted_is_resumed_by_a_command(tmp_path: Path, monkeypatc
 ENDING = """
 import os, signal, sys, time
 from engine3d.errors import EngineError
-from hybridflow.cli import main as cli
+from hybridflow.cli import main, train
 from hybridflow.trainer.run_setup import prepare
 from tests.support.resumable import make_checkpoint
 
@@ -73,8 +73,8 @@ def run(recipe):
     time.sleep(30)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have what runs in the background ignore it
-cli._run_recipe = run
-sys.exit(cli.main(sys.argv[2:]))
+train._run_recipe = run
+sys.exit(main.main(sys.argv[2:]))
 """
 
 

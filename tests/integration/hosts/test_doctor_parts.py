@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hybridflow.cluster.hosts.description import Host as Described
-from hybridflow.cluster.hosts.probe import Probe, unreached
+from hybridflow.cluster.hosts.network.probe import Probe, unreached
 from tests.support.hosts import Host, Hosts, hosts_or_skip
 from tests.support.hosts.host import ROOT
 from tests.support.hosts.launching import Launch, agent_command, small_run, start
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.hosts]
 INTERFACES = """
 import json, socket, sys
 from engine3d.errors import UserError
-from hybridflow.cluster.hosts.interfaces import named, route_to
+from hybridflow.cluster.hosts.network.interfaces import named, route_to
 try:
     found = eval(sys.argv[1])
     print(json.dumps([found.name, found.address]))
@@ -90,7 +90,7 @@ def test_an_interface_that_is_down_or_has_no_address_is_refused() -> None:
 FACTS = """
 import json, sys
 from pathlib import Path
-from hybridflow.cluster.hosts.facts import collect, mark_directory
+from hybridflow.cluster.hosts.checks.facts import collect, mark_directory
 run_dir, mark = Path(sys.argv[1]), sys.argv[2]
 if mark == "make":
     with mark_directory(run_dir) as made:
@@ -126,7 +126,7 @@ def test_hosts_say_whether_they_see_the_same_directory(tmp_path: Path) -> None:
 PROBES = """
 import asyncio, json, socket, sys
 from hybridflow.cluster.hosts.description import Host
-from hybridflow.cluster.hosts.probe import Peer, answer_probes, probe_pairs
+from hybridflow.cluster.hosts.network.probe import Peer, answer_probes, probe_pairs
 own, port, addresses = int(sys.argv[1]), 29410, sys.argv[2].split(",")
 hosts = [Host(index, f"host-{index}", address) for index, address in enumerate(addresses)]
 async def work():
@@ -201,7 +201,7 @@ def test_packets_that_are_lost_one_way_name_both_hosts() -> None:
 RATES = """
 import asyncio, json, os, socket, sys
 from engine3d.errors import EngineError
-from hybridflow.cluster.hosts.probe import RatePlan, rate
+from hybridflow.cluster.hosts.network.probe import RatePlan, rate
 own, hosts, head, interface = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 family = socket.AF_INET6 if ":" in head else socket.AF_INET
 listening = socket.create_server((head, 29411), family=family) if own == 0 else None

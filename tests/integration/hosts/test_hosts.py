@@ -83,6 +83,26 @@ def test_sockets_are_those_of_the_host(hosts: Hosts) -> None:
         process.communicate()
 
 
+def test_udp_sockets_without_a_peer_are_those_of_the_host_too(hosts: Hosts) -> None:
+    code = "import socket, time; s = socket.socket(socket.AF_INET{}, socket.SOCK_DGRAM); {}; print(flush=True); {}"
+    processes = []
+    for family, does in (
+        ("", "s.bind(('', 7001))"),
+        ("6", "s.bind(('::1', 7002))"),
+        ("", f"s.connect(('{hosts[2].address}', 9))"),
+    ):
+        process = hosts[1].start(
+            [sys.executable, "-c", code.format(family, does, "time.sleep(100)")], stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None and process.stdout.readline()
+        processes.append(process)
+    found = {(each.address, each.port, each.protocol) for each in hosts[1].sockets()}
+    assert found == {("0.0.0.0", 7001, "udp"), ("::1", 7002, "udp")}
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
 def test_ipv6_alone() -> None:
     with hosts_or_skip(2, ipv6=True) as hosts:
         assert hosts[0].run(["getent", "ahosts", "host-1"]).stdout.split()[0] == hosts[1].address == "fd77::11"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.cluster.hosts.network_settings import PortRange
+from hybridflow.cluster.hosts.network.network_settings import PortRange
 from tests.support.hosts import hosts_or_skip
 from tests.support.hosts.launching import PORT, start_agents
 from tests.support.listening import Listener

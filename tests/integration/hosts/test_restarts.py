@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from hybridflow.rundir.first_failure import read_earlier, read_failure
 from tests.integration.hosts.test_launch import learned
 from tests.support.hosts import Hosts, hosts_or_skip
-from tests.support.hosts.launching import Launch, agent_command, small_run, start
+from tests.support.hosts.launching import LIMIT_S, Launch, agent_command, small_run, start
 from tests.support.runs import records, run
 
 pytestmark = [pytest.mark.processes, pytest.mark.hosts]
@@ -85,6 +87,53 @@ def test_without_a_spare_it_goes_on_with_the_hosts_of_a_role_that_are_left(tmp_p
         assert launch.wait() == [0, -signal.SIGKILL, 0], launch.outputs()
         assert launch.left() == []
     assert "the run goes on with 2 of 3 hosts; restarts left: 2" in launch.output(0)
+    assert [record["step"] for record in records(launch.run, "train")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_trainer_that_loses_one_of_its_two_hosts_goes_on(tmp_path: Path, spares: int) -> None:
+    devices = "placement={actor: 'role:train', rollout: 'role:rollout'}"
+    roles = ["train", "train", "rollout", *["train"] * spares]
+    with hosts_or_skip(len(roles), shared=tmp_path) as hosts:
+        launch = start_with(hosts, tmp_path, devices, "train.layout={}", spares=spares, roles=roles, slots=1)
+        launch.until_in("update", 4)
+        assert launch.logs_to(1, "actor-1")
+        launch.processes[1].kill()
+        assert launch.wait() == [0, -signal.SIGKILL, *[0] * (len(roles) - 2)], launch.outputs()
+        assert launch.left() == []
+    told = [line for line in launch.output(0).splitlines() if "starting the run again" in line]
+    assert len(told) == 1, launch.outputs()
+    assert ("host-3 (10.77.0.13) takes the place of host-1" in told[0]) == bool(spares)
+    assert ("the run goes on with 2 of 3 hosts" in told[0]) == (not spares)
+    assert [record["step"] for record in records(launch.run, "train")] == [1, 2, 3, 4, 5, 6]
+
+
+def ended_by(launch: Launch, deadline: float) -> None:
+    """Wait until no more than torchrun is there on the hosts that are up."""
+    while any(
+        "torch.distributed.run" not in each.command for host in launch.hosts if host.is_up for each in host.processes()
+    ):
+        assert time.monotonic() < deadline, launch.outputs()
+        time.sleep(0.1)
+
+
+def test_a_spare_that_torchrun_has_started_takes_the_place_of_a_host_without_power(tmp_path: Path) -> None:
+    words = small_run(tmp_path, *SETTINGS, "placement.actor=cpu:0-1", "placement.rollout=cpu:4,5")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "3", "--nproc-per-node", "1"]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host-0:29500", "--rdzv-id", "run"]
+    options = ["--cpu-slots", "4", "--max-restarts", "1", "--spares", "1"]
+    with hosts_or_skip(3, shared=tmp_path) as hosts:
+        launch = start(hosts, tmp_path, lambda _: [*torchrun, *rendezvous, "launch/torchrun.py", *options, *words])
+        launch.until_in("update", 4)
+        hosts[1].power_off()
+        assert launch.processes[1].wait(10) == -signal.SIGKILL
+        ended_by(launch, time.monotonic() + LIMIT_S)
+        assert [launch.processes[host].poll() for host in (0, 2)] == [None, None]  # torchrun waits for the lost one
+        for host in (0, 2):
+            launch.processes[host].kill()
+            launch.processes[host].wait()
+        assert launch.left() == []
+    assert "host-2 (10.77.0.12) takes the place of host-1 (10.77.0.11)" in launch.output(0)
     assert [record["step"] for record in records(launch.run, "train")] == [1, 2, 3, 4, 5, 6]
 
 

@@ -103,7 +103,7 @@ class Host(Namespaces):
         return found
 
     def sockets(self) -> set[Listener]:
-        """Listening TCP sockets, of services also."""
+        """Listening sockets, TCP and UDP, of services also."""
         return listeners_among(self.path("/proc"), self._pids(), network=self.path("/proc/1/net"))
 
     def left_files(self) -> list[Path]:

@@ -1,0 +1,92 @@
+"""`hybridflow check`: finds what is wrong with a recipe, without starting anything."""
+
+from __future__ import annotations
+
+import argparse
+
+from engine3d.errors import UserError, shortened
+from hybridflow.cli.recipe_arguments import add_recipe, checked_recipe
+from hybridflow.cluster.devices.device_map import Node
+from hybridflow.cluster.hosts.description import checked_role
+
+_MOST_GB = 1e9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `hybridflow check`."""
+    add_recipe(parser)
+    parser.add_argument("--memory", action="store_true", help="say what GPUs and nodes will hold in each phase")
+    parser.add_argument("--nodes", type=_count, metavar="N", help="on so many nodes, not on this machine")
+    parser.add_argument("--gpus-per-node", type=_count, metavar="N", help="GPUs of each of these nodes (8)")
+    parser.add_argument(
+        "--roles", metavar="ROLE,...", help="of these nodes, such as train,train,rollout: what a launcher gives each to"
+    )
+    parser.add_argument("--gpu-gb", type=_gigabytes, metavar="GB", help="memory of each GPU, in 1e9 bytes")
+    parser.add_argument("--host-gb", type=_gigabytes, metavar="GB", help="memory of each node, in 1e9 bytes")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """The command.
+
+    Raises:
+        UserError: something is wrong with the recipe.
+    """
+    nodes = _named_nodes(parsed)
+    # With --memory the ledger is shown first, and then refuses.
+    recipe = checked_recipe(
+        parsed, nodes, gpu_bytes=_bytes(parsed.gpu_gb), host_bytes=_bytes(parsed.host_gb), must_fit=not parsed.memory
+    )
+    if parsed.memory:
+        from hybridflow.planning.memory_report import recipe_ledger
+
+        ledger = recipe_ledger(recipe, nodes, parsed.gpu_gb, parsed.host_gb)
+        print("\n".join(ledger.lines()))
+        ledger.check()
+    if nodes is None:
+        from hybridflow.planning.recipe_check import check_nobody_else
+
+        check_nobody_else(recipe)
+    print(f"{parsed.recipe}: nothing wrong found")
+    return 0
+
+
+def _named_nodes(parsed: argparse.Namespace) -> list[Node] | None:
+    """The nodes that the options name; None for this machine."""
+    from hybridflow.cluster.devices.device_map import MOST_GPUS, MOST_NODES
+
+    if parsed.nodes is None and parsed.gpus_per_node is None:
+        return None
+    count = 1 if parsed.nodes is None else parsed.nodes
+    gpus = 8 if parsed.gpus_per_node is None else parsed.gpus_per_node
+    for option, value, most in (("--nodes", count, MOST_NODES), ("--gpus-per-node", gpus, MOST_GPUS)):
+        if not 1 <= value <= most:
+            raise UserError(f"{option} {value}: expected a whole number of at least 1 and at most {most:,}")
+    roles: list[str | None] = [None] * count
+    if parsed.roles is not None:
+        roles = [checked_role(role) for role in parsed.roles.split(",")]
+        if len(roles) != count:
+            raise UserError(
+                f"--roles {shortened(parsed.roles)}: {len(roles)} roles, expected one for each of {count} nodes"
+            )
+    return [Node(f"node {number}", gpus=gpus, cpu_slots=0, role=role) for number, role in enumerate(roles)]
+
+
+def _bytes(gigabytes: float | None) -> int | None:
+    return None if gigabytes is None else round(gigabytes * 1e9)
+
+
+def _gigabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= _MOST_GB:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and at most {_MOST_GB:g}, found {shortened(text)}")
+    return value
+
+
+def _count(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, found {shortened(text)}") from None

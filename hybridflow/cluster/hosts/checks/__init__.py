@@ -1,0 +1,1 @@
+"""What hosts are, and what is wrong with a set of them before a run."""

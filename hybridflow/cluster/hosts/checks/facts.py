@@ -1,0 +1,449 @@
+"""What one host says of itself before a run: versions, devices, room, limits, names. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from engine3d.errors import UserError
+from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
+from hybridflow.cluster.hosts.network.interfaces import all_interfaces
+from hybridflow.cluster.hosts.network.network_settings import PortRange
+from hybridflow.cluster.hosts.network.own_address import compiler
+
+DISTRIBUTIONS = (
+    "hybridflow",
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "sglang",
+    "ray",
+    "nvidia-nccl-cu13",
+    "numpy",
+    "safetensors",
+)
+"""Whose versions are told."""
+_CODE = ("hybridflow", "engine3d")
+_ROOT = Path(__file__).parents[4]
+_GIT_S = 5.0
+_RESOLVE_S = 3.0
+_SHARED_MEMORY = Path("/dev/shm")
+_MOUNTS = Path("/proc/self/mountinfo")
+_MARK_S = 3.0
+_MARK_EVERY_S = 0.1
+_MOST_PORTS = 256
+_LIMITS = {
+    "open_files": resource.RLIMIT_NOFILE,
+    "locked_memory": resource.RLIMIT_MEMLOCK,
+    "processes": resource.RLIMIT_NPROC,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """A process that computes on a GPU.
+
+    Args:
+        pid: as the driver counts; another than this host's in a container.
+        name: of its program; None where it cannot be seen from here.
+        used_bytes: of the GPU's memory; None where the driver does not say.
+    """
+
+    pid: int = 0
+    name: str | None = None
+    used_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU that a run may use.
+
+    Args:
+        index: as nvidia-smi counts.
+        name: such as "NVIDIA H200".
+        uuid: of this very GPU.
+        total_bytes: of memory.
+        used_bytes: by whatever process, and by the driver.
+        processes: that compute on it.
+    """
+
+    index: int = 0
+    name: str = ""
+    uuid: str = ""
+    total_bytes: int = 0
+    used_bytes: int = 0
+    processes: tuple[GpuProcess, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Room of a file system, in bytes."""
+
+    total_bytes: int = 0
+    free_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A limit of this process and its children; None for no limit."""
+
+    soft: int | None = None
+    hard: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What one host says of itself. A value that could not be found is None or empty, and is compared with nothing.
+
+    Args:
+        name: host name.
+        versions: of distributions, by name; None for one that is not installed.
+        python: version of CPython.
+        kernel: release of the operating system's.
+        code: hash of the text of this project's packages.
+        commit: of the checkout that they are from; None where it is none.
+        dirty: whether the checkout's tracked files differ from the commit.
+        recipe: hash of the recipe with its overrides.
+        driver: version of NVIDIA's driver.
+        cuda: newest CUDA that the driver knows.
+        gpus: those that CUDA_VISIBLE_DEVICES leaves.
+        cores: that this process may use.
+        memory_bytes: of this host, or of its container.
+        available_bytes: of it, that are not in use.
+        shared_memory: of /dev/shm.
+        run_dir: the directory of runs, or its nearest parent that is there.
+        run_dir_space: of its file system.
+        run_dir_file_system: kind and source of it, such as "nfs4 filer:/runs".
+        sees_mark: whether the supervisor's mark is there; None if there is none to look for.
+        temporary: of the directory of temporary files.
+        limits: open_files, locked_memory (bytes) and processes.
+        resolved: addresses of this host's name and of host 0's; none for a name that does not resolve.
+        interfaces: addresses of each network interface.
+        free_ports: ports of the range that are free here, of the first 256; None if there is no range.
+        compiler: whether there is one for C.
+        time_s: wall clock of this host, in seconds since 1970.
+    """
+
+    name: str = ""
+    versions: dict[str, str | None] = field(default_factory=dict)
+    python: str = ""
+    kernel: str = ""
+    code: str | None = None
+    commit: str | None = None
+    dirty: bool | None = None
+    recipe: str | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+    cores: int = 0
+    memory_bytes: int = 0
+    available_bytes: int = 0
+    shared_memory: Space | None = None
+    run_dir: str = ""
+    run_dir_space: Space | None = None
+    run_dir_file_system: str | None = None
+    sees_mark: bool | None = None
+    temporary: Space | None = None
+    limits: dict[str, Limit] = field(default_factory=dict)
+    resolved: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    interfaces: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    free_ports: int | None = None
+    compiler: bool = True
+    time_s: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """As values that JSON has."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> HostFacts:
+        """What `as_json` gave, perhaps of another version: a field that is not known here is left out."""
+        known = _known(cls, values)
+        for name in ("shared_memory", "run_dir_space", "temporary"):
+            if known.get(name) is not None:
+                known[name] = Space(**_known(Space, known[name]))
+        known["gpus"] = tuple(_gpu(each) for each in known.get("gpus", ()))
+        known["limits"] = {name: Limit(**_known(Limit, each)) for name, each in known.get("limits", {}).items()}
+        for name in ("resolved", "interfaces"):
+            known[name] = {key: tuple(found) for key, found in known.get(name, {}).items()}
+        return cls(**known)
+
+
+def collect(
+    run_dir: Path,
+    recipe_text_hash: str | None = None,
+    *,
+    head: str | None = None,
+    mark: Path | None = None,
+    ports: PortRange | None = None,
+    address: str = "",
+) -> HostFacts:
+    """What this host is, in about 0.1 s; in some seconds where a name server or a shared disk does not answer.
+
+    Args:
+        run_dir: the recipe's `run_dir`.
+        recipe_text_hash: `recipe_hash` of the recipe that this host has read.
+        head: host name of host 0, to be resolved here.
+        mark: that the supervisor has made on host 0, as the path of `mark_directory`.
+        ports: that servers of the run may listen on.
+        address: at which they would.
+    """
+    own = socket.gethostname()
+    there = _nearest(run_dir)
+    commit, dirty = _checkout(_ROOT)
+    driver, cuda, gpus = _devices()
+    return HostFacts(
+        name=own,
+        versions={name: _version(name) for name in DISTRIBUTIONS},
+        python=platform.python_version(),
+        kernel=platform.release(),
+        code=code_hash(_ROOT),
+        commit=commit,
+        dirty=dirty,
+        recipe=recipe_text_hash,
+        driver=driver,
+        cuda=cuda,
+        gpus=gpus,
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=machine_bytes(),
+        available_bytes=int(psutil.virtual_memory().available),
+        shared_memory=_space(_SHARED_MEMORY),
+        run_dir=str(there),
+        run_dir_space=_space(there),
+        run_dir_file_system=file_system(there),
+        sees_mark=None if mark is None else sees_mark(mark),
+        temporary=_space(_temporary()),
+        limits={name: _limit(which) for name, which in _LIMITS.items()},
+        resolved=_resolved([own, *([head] if head else [])]),
+        interfaces={name: tuple(found) for name, found in all_interfaces().items()},
+        free_ports=None if ports is None else ports.free(address, _MOST_PORTS),
+        compiler=compiler() is not None,
+        time_s=time.time(),
+    )
+
+
+def recipe_hash(settings: Mapping[str, Any]) -> str:
+    """Hash of a recipe as it was read, its bases and overrides applied; the order of keys does not count."""
+    return _digest([json.dumps(settings, sort_keys=True, default=str).encode()])
+
+
+def code_hash(root: Path) -> str:
+    """Hash of the text of the project's packages.
+
+    Args:
+        root: the directory that holds them.
+    """
+    files = (path for top in _CODE for path in sorted((root / top).rglob("*")))
+    texts = (path for path in files if path.suffix != ".pyc" and path.is_file())
+    return _digest(part for path in texts for part in (str(path.relative_to(root)).encode(), path.read_bytes()))
+
+
+@contextlib.contextmanager
+def mark_directory(directory: Path, setting: str = "run_dir") -> Iterator[Path]:
+    """Make an empty file of a random name that hosts with the same directory see as well; it goes with the block.
+
+    Args:
+        directory: the file is in it, or in its nearest parent that is there.
+        setting: that names it.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    path = _nearest(directory) / f".hybridflow-{secrets.token_hex(16)}"
+    try:
+        path.touch(mode=0o600, exist_ok=False)
+    except OSError as error:
+        raise UserError(f"{setting}: {path.parent} cannot be written: {error.strerror}") from None
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def sees_mark(mark: Path, limit_s: float = _MARK_S) -> bool:
+    """Whether another host's mark is here; one that is not is waited for, as a network file system shows it late.
+
+    Args:
+        mark: its path on the host that made it.
+        limit_s: of the waiting.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        with contextlib.suppress(OSError):
+            if mark.exists():
+                return True
+            # Has the client of a network file system ask its server anew.
+            next(os.scandir(mark.parent), None)
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_MARK_EVERY_S)
+
+
+def file_system(path: Path) -> str | None:
+    """Kind and source of the file system that a directory is on, such as "nfs4 filer:/runs"; None if not known."""
+    try:
+        lines = _MOUNTS.read_text().splitlines()
+        device = path.stat().st_dev
+    except OSError:
+        return None
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in lines:
+        mount, _, source = line.partition(" - ")
+        if mount.split()[2] == wanted:
+            kind, origin = source.split()[:2]
+            return kind if origin in (kind, "none") else f"{kind} {origin}"
+    return None
+
+
+def _known(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {each.name: values[each.name] for each in fields(cls) if each.name in values}
+
+
+def _gpu(values: Mapping[str, Any]) -> Gpu:
+    known = _known(Gpu, values)
+    known["processes"] = tuple(GpuProcess(**_known(GpuProcess, each)) for each in known.get("processes", ()))
+    return Gpu(**known)
+
+
+def _digest(parts: Any) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little") + part)
+    return found.hexdigest()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _checkout(root: Path) -> tuple[str | None, bool | None]:
+    """Commit of a checkout, and whether its files differ from it; None for both where there is none."""
+    if not (root / ".git").exists():
+        return None, None
+    commit = _git(root, "rev-parse", "HEAD")
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    return commit, None if changed is None else bool(changed)
+
+
+def _git(root: Path, *words: str) -> str | None:
+    # The checkout may be another user's, as in a container, and its index is not to be written.
+    command = ["git", "-c", f"safe.directory={root}", "--no-optional-locks", "-C", str(root), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _devices() -> tuple[str | None, str | None, tuple[Gpu, ...]]:
+    """Versions of the driver and of the CUDA that it knows, and the GPUs; nothing of a host that has none."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no library, or no driver
+        return None, None, ()
+    try:
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        found = [_read_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+        ours = [gpu for gpu in found if visible is None or _is_named(gpu, visible)]
+        return str(pynvml.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}", tuple(ours)
+    except pynvml.NVMLError:  # a driver that does not answer
+        return None, None, ()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _read_gpu(nvml: Any, index: int) -> Gpu:
+    """What a GPU says of itself; one that has fallen off its bus has that for its name."""
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        name, uuid = str(nvml.nvmlDeviceGetName(handle)), str(nvml.nvmlDeviceGetUUID(handle))
+    except nvml.NVMLError as error:
+        return Gpu(index, f"one that cannot be read ({error})")
+    try:
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except nvml.NVMLError:
+        running = []
+    processes = tuple(GpuProcess(each.pid, _program(each.pid), each.usedGpuMemory) for each in running)
+    return Gpu(index, name, uuid, int(memory.total), int(memory.used), processes)
+
+
+def _is_named(gpu: Gpu, visible: str) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES names a GPU, by its index or the beginning of its identifier."""
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return any(name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name)) for name in names)
+
+
+def _program(pid: int) -> str | None:
+    try:
+        return str(psutil.Process(pid).name())
+    except psutil.Error:
+        return None
+
+
+def _nearest(directory: Path) -> Path:
+    directory = directory.absolute()
+    return next((path for path in (directory, *directory.parents) if path.is_dir()), Path("/"))
+
+
+def _space(directory: Path | None) -> Space | None:
+    try:
+        used = shutil.disk_usage(directory or "")
+    except OSError:
+        return None
+    return Space(used.total, used.free)
+
+
+def _temporary() -> Path | None:
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:  # none that can be written
+        return None
+
+
+def _limit(which: int) -> Limit:
+    soft, hard = resource.getrlimit(which)
+    return Limit(*(None if value == resource.RLIM_INFINITY else value for value in (soft, hard)))
+
+
+def _resolved(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Addresses of names, as far as they are found in time: a name server that is gone is not waited for."""
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(names, ())
+
+    def resolve(name: str) -> None:
+        with contextlib.suppress(OSError):
+            answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            found[name] = tuple(dict.fromkeys(str(answer[4][0]) for answer in answers))
+
+    threads = [threading.Thread(target=resolve, args=(name,), daemon=True) for name in found]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _RESOLVE_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return dict(found)

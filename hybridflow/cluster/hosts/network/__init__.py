@@ -1,0 +1,1 @@
+"""The network of the hosts: interface, variables, addresses, who reaches whom."""

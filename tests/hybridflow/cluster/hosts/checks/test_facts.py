@@ -1,0 +1,194 @@
+"""What this machine says of itself; several hosts are in tests/integration/hosts/test_doctor_parts.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy
+import psutil
+import pytest
+
+from engine3d.errors import UserError
+from hybridflow.cluster.hosts.checks.facts import (
+    Gpu,
+    GpuProcess,
+    HostFacts,
+    code_hash,
+    collect,
+    file_system,
+    mark_directory,
+    recipe_hash,
+    sees_mark,
+)
+from hybridflow.cluster.hosts.checks.facts import _checkout as checkout
+from hybridflow.cluster.hosts.network.network_settings import PortRange
+
+ROOT = Path(__file__).parents[5]
+
+
+def test_what_is_collected_is_what_this_machine_is(tmp_path: Path) -> None:
+    before = time.time()
+    found = collect(tmp_path / "runs" / "later", "recipe's hash", head="no.such.host.invalid")
+    assert found.name == socket.gethostname()
+    assert found.versions["numpy"] == numpy.__version__
+    assert found.versions["hybridflow"] == "0.1.0"
+    assert found.python == platform.python_version()
+    assert found.recipe == "recipe's hash"
+    assert found.run_dir == str(tmp_path)
+    assert found.run_dir_space is not None and found.run_dir_space.total_bytes == shutil.disk_usage(tmp_path).total
+    assert found.cores == len(os.sched_getaffinity(0))
+    assert found.memory_bytes > found.available_bytes > 0
+    assert found.limits.keys() == {"open_files", "locked_memory", "processes"}
+    assert found.resolved["no.such.host.invalid"] == ()
+    assert "127.0.0.1" in found.interfaces["lo"]
+    assert found.sees_mark is None and found.free_ports is None
+    assert before <= found.time_s <= time.time()
+
+
+def test_json_gives_it_back_and_tolerates_other_versions(tmp_path: Path) -> None:
+    found = collect(tmp_path, ports=PortRange(29400, 29401))
+    values = json.loads(json.dumps(found.as_json()))
+    values["gpus"] = [{"index": 1, "name": "GPU", "processes": [{"pid": 7, "used_bytes": 5, "new": 1}], "new": 2}]
+    read = HostFacts.from_json(values | {"new": 3})
+    assert (read.gpus[0].index, read.gpus[0].uuid, read.gpus[0].processes[0].used_bytes) == (1, "", 5)
+    assert HostFacts.from_json(values | {"gpus": []}) == found
+    assert HostFacts.from_json({"name": "host-1"}) == HostFacts(name="host-1")
+
+
+COLLECTS = """
+import sys
+from pathlib import Path
+from hybridflow.cluster.hosts.checks.facts import collect
+collect(Path("runs"))
+print(sorted({"torch", "ray", "sglang", "megatron", "numpy", "transformers"} & sys.modules.keys()))
+"""
+
+
+def test_nothing_heavy_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", COLLECTS], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_a_mark_is_seen_where_it_is_and_gone_after_the_block(tmp_path: Path) -> None:
+    with mark_directory(tmp_path / "runs") as mark:
+        assert mark.parent == tmp_path
+        assert sees_mark(mark)
+        assert collect(tmp_path, mark=mark).sees_mark is True
+        assert not sees_mark(tmp_path / "other" / mark.name, limit_s=0.2)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"^run_dir: /proc cannot be written: "), mark_directory(Path("/proc/runs")):
+        pass
+
+
+def test_a_file_system_has_a_kind() -> None:
+    assert file_system(Path("/proc")) == "proc"
+    assert file_system(Path("/no/such")) is None
+
+
+def test_the_hash_of_a_recipe_is_that_of_its_values() -> None:
+    assert recipe_hash({"seed": 1, "train": {"a": 2, "b": 3}}) == recipe_hash({"train": {"b": 3, "a": 2}, "seed": 1})
+    assert recipe_hash({"seed": 1}) != recipe_hash({"seed": 2})
+
+
+def git(root: Path, *words: str) -> str:
+    settings = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
+    return subprocess.run(["git", *settings, *words], cwd=root, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_checkout_has_a_commit_and_may_be_dirty(tmp_path: Path) -> None:
+    package = tmp_path / "hybridflow"
+    package.mkdir()
+    (package / "module.py").write_text("x = 1\n")
+    assert checkout(tmp_path) == (None, None)
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    commit = git(tmp_path, "rev-parse", "HEAD").strip()
+    assert checkout(tmp_path) == (commit, False)
+    clean = code_hash(tmp_path)
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__" / "module.pyc").write_bytes(b"1")
+    assert code_hash(tmp_path) == clean
+    (package / "module.py").write_text("x = 2\n")
+    assert checkout(tmp_path) == (commit, True)
+    dirty = code_hash(tmp_path)
+    (package / "untracked.py").write_text("")
+    assert len({clean, dirty, code_hash(tmp_path)}) == 3
+
+
+class NVMLError(Exception):
+    """As pynvml has it."""
+
+
+class Driver(ModuleType):
+    """NVML of a host with three GPUs, for a machine that has none: the second is lost, this process uses the third."""
+
+    NVMLError = NVMLError
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+
+    nvmlInit = nvmlShutdown = staticmethod(lambda: None)
+    nvmlSystemGetDriverVersion = staticmethod(lambda: "580.1")
+    nvmlSystemGetCudaDriverVersion_v2 = staticmethod(lambda: 13010)
+    nvmlDeviceGetCount = staticmethod(lambda: 3)
+    nvmlDeviceGetName = staticmethod(lambda handle: "NVIDIA H200")
+    nvmlDeviceGetUUID = staticmethod(lambda handle: f"GPU-{handle}0{handle}0-aaaa")
+    nvmlDeviceGetMemoryInfo = staticmethod(lambda handle: SimpleNamespace(total=150, used=1 + handle))
+
+    @staticmethod
+    def nvmlDeviceGetHandleByIndex(index: int) -> int:
+        if index == 1:
+            raise NVMLError("GPU is lost")
+        return index
+
+    @staticmethod
+    def nvmlDeviceGetComputeRunningProcesses(handle: int) -> list[SimpleNamespace]:
+        if handle == 0:
+            raise NVMLError("Not Supported")
+        known = SimpleNamespace(pid=os.getpid(), usedGpuMemory=2)
+        return [known, SimpleNamespace(pid=2**22 + 7, usedGpuMemory=None)]
+
+
+def test_gpus_their_processes_and_one_that_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Driver())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = collect(tmp_path)
+    me = GpuProcess(os.getpid(), psutil.Process().name(), 2)
+    assert (found.driver, found.cuda) == ("580.1", "13.1")
+    assert found.gpus == (
+        Gpu(0, "NVIDIA H200", "GPU-0000-aaaa", 150, 1),
+        Gpu(1, "one that cannot be read (GPU is lost)"),
+        Gpu(2, "NVIDIA H200", "GPU-2020-aaaa", 150, 3, (me, GpuProcess(2**22 + 7))),
+    )
+    assert HostFacts.from_json(json.loads(json.dumps(found.as_json()))) == found
+    for visible, indices in (("2,1", [1, 2]), ("GPU-2020", [2]), ("", []), ("-1", []), ("GPU-", [0, 2])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [gpu.index for gpu in collect(tmp_path).gpus] == indices
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs a GPU")
+def test_gpus_are_named_with_their_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import torch
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    held = torch.zeros(2**30, dtype=torch.uint8, device="cuda:0")
+    found = collect(tmp_path)
+    assert len(found.gpus) == torch.cuda.device_count()
+    assert found.gpus[0].name == torch.cuda.get_device_name(0)
+    assert found.gpus[0].total_bytes > found.gpus[0].used_bytes > held.numel()
+    assert found.driver and found.cuda
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", found.gpus[0].uuid[:12])
+    assert collect(tmp_path).gpus[0].uuid == found.gpus[0].uuid
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert collect(tmp_path).gpus == ()

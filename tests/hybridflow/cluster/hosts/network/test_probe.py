@@ -1,0 +1,241 @@
+"""Who reaches whom, of hosts that are addresses of this machine's loopback interface."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+
+import psutil
+import pytest
+
+from engine3d.errors import EngineError
+from hybridflow.cluster.hosts.description import Host
+from hybridflow.cluster.hosts.network.probe import (
+    AT_ONCE,
+    Peer,
+    Probe,
+    Rate,
+    RatePlan,
+    answer_probes,
+    probe_pairs,
+    rate,
+    round_trips,
+    unreached,
+)
+from hybridflow.cluster.hosts.network.probe import _in_turn as in_turn
+from hybridflow.cluster.hosts.run_token import new_token
+
+TOKEN = new_token()
+
+
+def hosts_of(count: int) -> list[Host]:
+    return [Host(index, f"host-{index}", f"127.0.1.{index + 1}") for index in range(count)]
+
+
+@contextlib.asynccontextmanager
+async def answering(hosts: Sequence[Host], token: str = TOKEN) -> AsyncIterator[list[Peer]]:
+    """Hosts that answer, each at its address."""
+    sockets = [socket.create_server((host.address, 0)) for host in hosts]
+    serving = [
+        asyncio.create_task(answer_probes(listening, token, host.index))
+        for host, listening in zip(hosts, sockets, strict=True)
+    ]
+    try:
+        yield [Peer(host, each.getsockname()[1]) for host, each in zip(hosts, sockets, strict=True)]
+    finally:
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+
+
+async def all_pairs(peers: Sequence[Peer], limit_s: float = 30.0) -> list[Probe]:
+    found = await asyncio.gather(*(probe_pairs(peer.host, peers, TOKEN, limit_s) for peer in peers))
+    return [probe for of_one in found for probe in of_one]
+
+
+def test_every_host_reaches_every_other() -> None:
+    async def work() -> list[Probe]:
+        async with answering(hosts_of(40)) as peers:
+            return await all_pairs(peers)
+
+    probes = asyncio.run(work())
+    assert {(each.source, each.target) for each in probes} == {(i, j) for i in range(40) for j in range(40) if i != j}
+    assert unreached(hosts_of(40), probes) == []
+    assert all(each.milliseconds is not None and 0 < each.milliseconds < 1000 for each in probes)
+    assert round_trips(hosts_of(40), probes).startswith("round trip of 1560 pairs: 0.")
+    assert Probe.from_json(json.loads(json.dumps(probes[0].as_json())) | {"new": 1}) == probes[0]
+
+
+def test_who_has_another_token_is_no_host_of_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    async def work() -> list[Probe]:
+        hosts = hosts_of(2)
+        async with answering(hosts, new_token()) as [_, other]:
+            return await probe_pairs(hosts[0], [other], TOKEN, 10)
+
+    [probe] = asyncio.run(work())
+    assert (probe.milliseconds, probe.why) == (None, "it has another token")
+    assert "127.0.1.1 was refused: it has another token" in capfd.readouterr().err
+
+
+def test_what_a_token_proves_to_the_supervisor_proves_nothing_to_a_probe() -> None:
+    from hybridflow.cluster.hosts.channel import WrongTokenError, connect
+
+    async def work() -> None:
+        async with answering(hosts_of(1)) as [peer]:
+            await connect(peer.host.address, peer.port, TOKEN, 5)
+
+    with pytest.raises(WrongTokenError):
+        asyncio.run(work())
+
+
+def test_nobody_there_somebody_silent_and_somebody_else() -> None:
+    async def work() -> list[Probe]:
+        hosts = hosts_of(4)
+        nobody = socket.create_server((hosts[1].address, 0))
+        gone = nobody.getsockname()[1]
+        nobody.close()
+        with socket.create_server((hosts[2].address, 0)) as silent:
+            async with answering([hosts[3]]) as [peer]:
+                swapped = Peer(Host(9, "host-9", peer.host.address), peer.port)
+                peers = [Peer(hosts[1], gone), Peer(hosts[2], silent.getsockname()[1]), peer, swapped]
+                return await probe_pairs(hosts[0], peers, TOKEN, 1.0)
+
+    began = time.monotonic()
+    refused, silent, right, other = asyncio.run(work())
+    assert time.monotonic() - began < 5
+    assert refused.why == "Connection refused"
+    assert silent.why == "no answer within 1 s"
+    assert right.why is None
+    assert other.why == "host 3 answers at 127.0.1.4, expected host 9"
+
+
+def test_all_that_is_silent_ends_in_time() -> None:
+    async def work() -> list[Probe]:
+        hosts = hosts_of(3 * AT_ONCE)
+        with socket.create_server(("127.0.1.2", 0)) as silent:
+            port = silent.getsockname()[1]
+            peers = [Peer(Host(host.index, host.name, "127.0.1.2"), port) for host in hosts[1:]]
+            return await probe_pairs(hosts[0], peers, TOKEN, 1.0)
+
+    began = time.monotonic()
+    probes = asyncio.run(work())
+    assert time.monotonic() - began < 4
+    assert Counter(probe.why for probe in probes) == {
+        "no answer within 1 s": AT_ONCE,
+        "not tried within 1 s": 3 * AT_ONCE - 1 - AT_ONCE,
+    }
+
+
+def test_512_hosts_try_every_host_equally_often_at_every_moment() -> None:
+    hosts = [Peer(Host(index, "", ""), 1) for index in range(512)]
+    orders = [
+        [peer.host.index for peer in in_turn(own, [peer for peer in hosts if peer.host.index != own])]
+        for own in range(512)
+    ]
+    for step in range(511):
+        assert len({order[step] for order in orders}) == 512
+    assert all(sorted(order) == [index for index in range(512) if index != own] for own, order in enumerate(orders))
+
+
+def lines(count: int, failed: dict[tuple[int, int], str]) -> list[str]:
+    hosts = [Host(index, f"host-{index}", f"10.0.0.{index}") for index in range(count)]
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    return unreached(hosts, [Probe(*pair, None if pair in failed else 1.0, failed.get(pair)) for pair in pairs])
+
+
+def test_failures_name_both_hosts() -> None:
+    slow = "no answer within 3 s"
+    assert lines(3, {}) == []
+    assert lines(3, {(0, 1): slow}) == ["host-0 (10.0.0.0) does not reach host-1 (10.0.0.1): no answer within 3 s"]
+    assert lines(3, {(0, 1): slow, (1, 0): slow}) == [
+        "host-0 (10.0.0.0) and host-1 (10.0.0.1) do not reach each other: no answer within 3 s"
+    ]
+    assert lines(3, {(0, 1): slow, (1, 0): "Connection refused"}) == [
+        "host-0 (10.0.0.0) and host-1 (10.0.0.1) do not reach each other: no answer within 3 s; the other way: "
+        "Connection refused"
+    ]
+    assert lines(2, {(0, 1): slow, (1, 0): slow}) == [
+        "host-0 (10.0.0.0) and host-1 (10.0.0.1) do not reach each other: no answer within 3 s"
+    ]
+
+
+def test_a_host_that_is_cut_off_is_one_line() -> None:
+    of_seven = {pair: "No route to host" for i in range(64) if i != 7 for pair in ((i, 7), (7, i))}
+    assert lines(64, of_seven) == ["host-7 (10.0.0.7) and the other 63 hosts do not reach each other: No route to host"]
+    assert lines(64, of_seven | {(1, 2): "Connection refused"})[1:] == [
+        "host-1 (10.0.0.1) does not reach host-2 (10.0.0.2): Connection refused"
+    ]
+    assert lines(6, {(0, j): "Connection refused" for j in range(1, 6)}) == [
+        "host-0 (10.0.0.0) does not reach host-1 (10.0.0.1), host-2 (10.0.0.2), host-3 (10.0.0.3), host-4 (10.0.0.4) "
+        "and 1 more: Connection refused"
+    ]
+
+
+def test_a_network_in_two_halves_is_a_few_lines() -> None:
+    halves = {(i, j): "No route to host" for i in range(512) for j in range(512) if (i < 256) != (j < 256)}
+    found = lines(512, halves)
+    assert found[0] == (
+        "host-0 (10.0.0.0) and host-256 (10.0.0.256), host-257 (10.0.0.257), host-258 (10.0.0.258), host-259 "
+        "(10.0.0.259) and 252 more do not reach each other: No route to host"
+    )
+    assert (len(found), found[-1]) == (21, "and 236 more hosts")
+
+
+@pytest.mark.processes
+def test_rates_are_measured_in_processes_of_their_own() -> None:
+    async def work() -> list[Rate]:
+        listening = socket.create_server(("127.0.0.1", 0))
+        plan = RatePlan(2, "127.0.0.1", listening.getsockname()[1], limit_s=60, nbytes=1 << 20)
+        environment = {"GLOO_SOCKET_IFNAME": "lo"}
+        with listening:
+            return await asyncio.gather(rate(0, plan, TOKEN, environment, listening), rate(1, plan, TOKEN, environment))
+
+    one, other = asyncio.run(work())
+    assert one.backend == "gloo" and one.nbytes == 1 << 20
+    assert min(one.all_reduce, one.weights, one.ring, other.all_reduce, other.weights, other.ring) > 0.001
+    assert Rate.from_json(json.loads(json.dumps(one.as_json()))) == one
+
+
+@pytest.mark.processes
+def test_a_measurement_in_which_a_host_is_missing_ends() -> None:
+    async def work() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            plan = RatePlan(2, "127.0.0.1", listening.getsockname()[1], limit_s=5)
+            await rate(0, plan, TOKEN, {"GLOO_SOCKET_IFNAME": "lo"}, listening)
+
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"^rate between hosts: host 1 did not come within 5 s$"):
+        asyncio.run(work())
+    assert time.monotonic() - began < 25
+
+
+AGENT = """
+import asyncio, socket
+from hybridflow.cluster.hosts.network.probe import RatePlan, rate
+with socket.create_server(("127.0.0.1", 0)) as listening:
+    plan = RatePlan(2, "127.0.0.1", listening.getsockname()[1], limit_s=60)
+    asyncio.run(rate(0, plan, "", {"GLOO_SOCKET_IFNAME": "lo"}, listening))
+"""
+
+
+@pytest.mark.processes
+def test_a_measurement_ends_with_the_process_that_asked_for_it() -> None:
+    agent = subprocess.Popen([sys.executable, "-c", AGENT])
+    try:
+        deadline = time.monotonic() + 20
+        while not (children := psutil.Process(agent.pid).children()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(1)
+    finally:
+        agent.kill()
+        agent.wait()
+    _, left = psutil.wait_procs(children, timeout=20)
+    assert left == []
