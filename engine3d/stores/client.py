@@ -50,8 +50,10 @@ class RemoteStore(dist.Store):
         super().__init__()
         self._place, self._key = (host, port), key.encode()
         self._free: list[socket.socket] = []
+        self._reached = False
         self.set_timeout(timeout)
         self._free.append(self._connected())
+        self._reached = True
         _kept.append(self)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -155,16 +157,22 @@ class RemoteStore(dist.Store):
         return found
 
     def _connected(self) -> socket.socket:
-        """A new connection. Who floods the server with others may have it closed, and it is tried again."""
+        """A new connection. Who floods the server with others may have it closed, and it is tried again.
+
+        A server that has been there and is gone does not come back. To try again would keep a thread of torch's here
+        for as long as the limit, and one that is here when the process ends takes it down with it: SIGSEGV.
+        """
         limit_s = self._limit.total_seconds()
         deadline = time.monotonic() + limit_s
         while True:
             try:
                 return self._proved(max(0.1, min(_HANDSHAKE_S, deadline - time.monotonic())))
             except OSError as error:
-                if time.monotonic() + _AGAIN_S > deadline:
+                gone = self._reached and isinstance(error, ConnectionRefusedError)
+                if gone or time.monotonic() + _AGAIN_S > deadline:
                     why = error.strerror or str(error)
-                    raise dist.DistNetworkError(f"{self}: not reached within {limit_s:g} s: {why}") from error
+                    within = "any more" if gone else f"within {limit_s:g} s"
+                    raise dist.DistNetworkError(f"{self}: not reached {within}: {why}") from error
             time.sleep(_AGAIN_S)
 
     def _proved(self, limit_s: float) -> socket.socket:

@@ -200,7 +200,8 @@ def _settings(words: Sequence[str]) -> tuple[LimitsConfig, PreflightPlan]:
     network, placement = section("network", NetworkConfig), data.get("placement")
     devices = placement if isinstance(placement, dict) else {}
     needs = Needs(
-        gpus="cuda" in str(devices),
+        # All devices of nodes are their GPUs, where they have some; a reward function takes a CPU slot.
+        gpus=any(word in str(devices).replace("role:reward", "") for word in ("cuda", "role:", "node:")),
         shared_gpus=devices.get("shared_gpus") is True,
         locks_memory=network.locks_memory,
         ports=0 if network.ports is None else PORTS_OF_A_HOST,

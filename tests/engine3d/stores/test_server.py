@@ -166,6 +166,19 @@ def test_many_strangers_who_say_nothing_keep_nobody_out(served: StoreServer) -> 
             each.close()
 
 
+def test_who_has_been_connected_hears_at_once_that_the_server_is_gone(served: StoreServer) -> None:
+    """A thread of torch's that waited for it when the process ended would take that down."""
+    store = client(served)
+    store.set("key", "value")
+    served.close()
+    begin = time.monotonic()
+    with pytest.raises(dist.DistNetworkError, match=r"the connection was closed|Connection reset"):
+        store.check(["key"])
+    with pytest.raises(dist.DistNetworkError, match="not reached any more: Connection refused"):
+        store.check(["key"])
+    assert time.monotonic() - begin < 10
+
+
 def test_without_a_key_nobody_serves_or_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY_VARIABLE)
     with pytest.raises(Exception, match=f"{KEY_VARIABLE} is not set"):
