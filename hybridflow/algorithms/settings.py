@@ -80,10 +80,7 @@ class AlgorithmSettings(Settings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         refused = [
-            f"{key} is set with kl_controller {self.kl_controller!r}, which does not use it; expected kl_controller "
-            f"'adaptive', or no {key}"
-            for key in self._unused
-            if key in self.model_fields_set
+            f"{key} is set with {why}, or no {key}" for key, why in self._unused.items() if key in self.model_fields_set
         ]
         if refused:
             raise ValueError("; ".join(refused))
@@ -109,8 +106,15 @@ class AlgorithmSettings(Settings):
         return {key: value for key, value in serialize(self).items() if key not in self._unused}
 
     @property
-    def _unused(self) -> tuple[str, ...]:
-        return _OF_ADAPTIVE if self.kl_controller != "adaptive" else ()
+    def kept_samples(self) -> int:
+        """The most samples that the driver keeps in its host's memory for later steps."""
+        return 0
+
+    @property
+    def _unused(self) -> dict[str, str]:
+        """The keys that have no use, with what takes it from them and what would give it back."""
+        why = f"kl_controller {self.kl_controller!r}, which does not use it; expected kl_controller 'adaptive'"
+        return dict.fromkeys(_OF_ADAPTIVE, why) if self.kl_controller != "adaptive" else {}
 
 
 class ClippedSettings(AlgorithmSettings):
