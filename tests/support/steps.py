@@ -56,8 +56,8 @@ class NumberedStep(Step[Any]):
     updated: list[Experience] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
 
-    responses: ClassVar[dict[int, SampleBatch]] = {}
-    """Every sample that was ever generated, by its id: what `RemoteBatch.fetch` finds in tests that replace it."""
+    responses: ClassVar[dict[int, tuple[SampleBatch, int]]] = {}
+    """Every sample that was ever generated, by its id, as a row of a batch: what `fetched` finds."""
 
     @property
     def config(self) -> Any:
@@ -118,7 +118,7 @@ class NumberedStep(Step[Any]):
         _, summary = pack(samples)
         assert summary is not None
         for row, sample in enumerate(samples.sample_ids.tolist()):
-            self.responses[sample] = samples.select([row])
+            self.responses[sample] = samples, row
         return RemoteBatch(summary.facts, [])
 
     def generate_greedy(self, draw: Draw) -> RemoteBatch:
@@ -163,8 +163,9 @@ class NumberedStep(Step[Any]):
 
 def fetched(batch: RemoteBatch) -> SampleBatch:
     """The tokens of a batch of a `NumberedStep`, with the rewards that are its facts."""
-    rows = [NumberedStep.responses[sample] for sample in batch.facts["sample_ids"].tolist()]
-    return SampleBatch.concatenate([row.replace(rewards=None) for row in rows]).replace(rewards=batch.facts["rewards"])
+    found = [NumberedStep.responses[sample] for sample in ids(batch)]
+    rows = [samples.select([row]).replace(rewards=None) for samples, row in found]
+    return SampleBatch.concatenate(rows).replace(rewards=batch.facts["rewards"])
 
 
 def ids(batch: RemoteBatch | SampleBatch | None) -> Sequence[int]:
