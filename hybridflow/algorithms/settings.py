@@ -43,7 +43,7 @@ class AlgorithmSettings(Settings):
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the reference policy; 0 needs no reference policy."""
     kl_in: Literal["loss", "reward"] = "reward"
-    """Where the KL divergence is a penalty. If not set: "loss" with grpo, "reward" with all others."""
+    """Where the KL divergence is a penalty. If not set: "loss" with grpo and dapo, "reward" with all others."""
     kl_estimator: KLEstimator = "k1"
     """If not set: "k3" in the loss; in the reward "k1", whose gradient is there that of the KL divergence."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
