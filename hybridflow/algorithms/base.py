@@ -96,6 +96,11 @@ class Step[C: AlgorithmSettings](ABC):
 
     @property
     @abstractmethod
+    def least_prompts(self) -> int:
+        """The fewest that can be drawn at once: one for each engine, and a response for each rank that rewards them."""
+
+    @property
+    @abstractmethod
     def response_limit(self) -> int:
         """The most tokens of a response: `rollout.sampling.max_new_tokens`."""
 

@@ -53,8 +53,8 @@ class DynamicSamplingSettings(AlgorithmSettings):
     """The most rollouts of a step, the first one included."""
     dynamic_sampling_draw: Literal["expected", "missing"] = "expected"
     """How many prompts a round draws: as many as are expected to fill the step, by the share of groups that were good
-    so far in it, and at most `trainer.prompts_per_step`, so that some may be too many; or exactly as many as are
-    missing, in more rounds and with no surplus."""
+    so far in it, and at most `trainer.prompts_per_step`, so that some may be too many; or as many as are missing, in
+    more rounds. At least one for each engine in either case."""
     dynamic_sampling_at_limit: Literal["learn", "stop"] = "learn"
     """After the last round of a step that is not full: learn from what there is, if it is enough for all ranks and
     mini-batches, or stop the run."""
@@ -150,14 +150,14 @@ class Tally:
         return f"{self.used} of {self.drawn} prompts in {self.rounds} rounds are to learn from ({kinds}{failed})"
 
 
-def next_round(tally: Tally, wanted: int, config: DynamicSamplingSettings) -> int:
-    """How many prompts the next round draws, of a step that is to have `wanted` groups and has fewer."""
+def next_round(tally: Tally, wanted: int, config: DynamicSamplingSettings, *, least: int = 1) -> int:
+    """How many prompts the next round draws, at least `least`, of a step that is to have `wanted` and has fewer."""
     missing = wanted - tally.used
     if config.dynamic_sampling_draw == "missing" or not tally.drawn:
-        return missing
+        return max(missing, least)
     if not tally.good:
         return wanted
-    return min(wanted, math.ceil(missing * tally.drawn / tally.good))
+    return max(min(wanted, math.ceil(missing * tally.drawn / tally.good)), least)
 
 
 def rewarded_samples[C: DynamicSamplingSettings](step: Step[C], counted: Counted | None = None) -> RemoteBatch:
@@ -178,7 +178,7 @@ def _draw_until_full[C: DynamicSamplingSettings](step: Step[C], counted: Counted
     config, wanted = step.config, step.prompts_per_step
     tally, parts = Tally(), []
     while tally.used < wanted and tally.rounds < config.dynamic_sampling_rounds:
-        draw = step.draw(next_round(tally, wanted, config))
+        draw = step.draw(next_round(tally, wanted, config, least=step.least_prompts))
         batch = step.rewards(step.generate(draw), part=True)
         ids = batch.facts["group_ids"]
         kinds = group_kinds(batch.facts["rewards"], ids, None if counted is None else counted(batch))

@@ -24,6 +24,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
+from engine3d.errors import EngineError
 from hybridflow.algorithms import ppo
 from hybridflow.algorithms.base import Algorithm, Experience, Step
 from hybridflow.algorithms.filtration import Filtration, filtered_by_rank
@@ -51,6 +52,11 @@ class PFPPOSettings(ppo.PPOSettings):
     replay_max_age: int | None = Field(default=10, ge=1)
     """Versions by which the weights that drew a sample of the buffer may be older than those that generate; any if
     null."""
+
+    def least_kept(self, samples_per_prompt: int) -> int:
+        if self.filter_prob == 0:
+            return samples_per_prompt
+        return min(self.filtration_n if self.filtration == "best-n" else 2, samples_per_prompt)
 
     @property
     def kept_samples(self) -> int:
@@ -82,6 +88,11 @@ def _with_replayed(step: Step[PFPPOSettings], batch: RemoteBatch) -> RemoteBatch
     stays = named | (torch.rand(len(batch), generator=chance, dtype=torch.float64) >= config.filter_prob)
     fresh = batch.select(stays.nonzero()[:, 0])
     step.values[metrics.SAMPLING_KEPT] = len(fresh) / len(batch)
+    if len(fresh) < step.least_samples:
+        raise EngineError(
+            f"step {step.number}: {len(fresh)} of {len(batch)} samples are left by algorithm.filtration="
+            f"{config.filtration}, expected at least {step.least_samples}"
+        )
     if not config.replay_buffer_size:
         return fresh
     replay, version = step.replay, int(batch.facts["policy_versions"].max())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 ALGORITHMS: dict[str, str] = {
-    "dapo": "hybridflow.algorithms.dapo",
     "grpo": "hybridflow.algorithms.grpo",
-    "pf_ppo": "hybridflow.algorithms.pf_ppo",
     "ppo": "hybridflow.algorithms.ppo",
     "remax": "hybridflow.algorithms.remax",
     "safe_rlhf": "hybridflow.algorithms.safe_rlhf",
+    "dapo": "hybridflow.algorithms.dapo",
     "vapo": "hybridflow.algorithms.vapo",
+    "pf_ppo": "hybridflow.algorithms.pf_ppo",
 }
 """The module of each, which has the algorithm as `ALGORITHM`."""
 

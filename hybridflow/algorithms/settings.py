@@ -105,6 +105,10 @@ class AlgorithmSettings(Settings):
     def _without_unused(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {key: value for key, value in serialize(self).items() if key not in self._unused}
 
+    def least_kept(self, samples_per_prompt: int) -> int:
+        """The fewest samples that are learned from, of so many to a prompt, where all of them have a reward."""
+        return samples_per_prompt
+
     @property
     def kept_samples(self) -> int:
         """The most samples that the driver keeps in its host's memory for later steps."""

@@ -47,6 +47,7 @@ from hybridflow.trainer.step_figures import Scores, rollout_metrics
 from hybridflow.trainer.weight_sync import WeightSync
 from hybridflow.workers.future import Future
 
+_JUDGES = ("reward_model", "cost_model")
 _CRITICS: dict[str, ValueKind] = {"critic": "reward", "cost_critic": "cost"}
 
 
@@ -132,6 +133,13 @@ class TrainerStep(Step[Any]):
     @property
     def prompts_per_step(self) -> int:
         return self.machinery.recipe.trainer.prompts_per_step
+
+    @property
+    def least_prompts(self) -> int:
+        roles, samples = self.machinery.roles, self.machinery.recipe.rollout.samples_per_prompt
+        judges = [*roles.functions.values(), *(group for role, group in roles.scalar.items() if role in _JUDGES)]
+        ranks = max((group.layout.dp for group in judges), default=1)
+        return max(roles.rollout.layout.dp, -(-ranks // samples))
 
     @property
     def response_limit(self) -> int:

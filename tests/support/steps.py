@@ -35,6 +35,7 @@ class NumberedStep(Step[Any]):
         prompts: of a step.
         samples: of each prompt.
         least: samples of an update.
+        engines: each of which gets a prompt.
         position: the group of the next prompt, which goes on from step to step.
         kept: the replay buffer.
     """
@@ -45,6 +46,7 @@ class NumberedStep(Step[Any]):
     prompts: int = 4
     samples: int = 4
     least: int = 2
+    engines: int = 1
     limit: int = 8
     number: int = 1
     position: int = 0
@@ -77,6 +79,10 @@ class NumberedStep(Step[Any]):
         return self.prompts
 
     @property
+    def least_prompts(self) -> int:
+        return self.engines
+
+    @property
     def response_limit(self) -> int:
         return self.limit
 
@@ -89,6 +95,7 @@ class NumberedStep(Step[Any]):
 
     def draw(self, count: int | None = None) -> Draw:
         count = self.prompts if count is None else count
+        assert count >= self.engines
         first, self.position = self.position, self.position + count
         self.draws.append(count)
         return Draw(Prompts([], []), list(range(first, self.position)), first)

@@ -106,8 +106,8 @@ def test_what_the_published_algorithms_need(name: str, needs: set[str]) -> None:
 
 def test_a_key_of_another_algorithm_is_refused_in_one_line() -> None:
     assert refused({"gamma": 1.0}) == (  # the default, but somebody wrote it
-        "algorithm: gamma is set with name 'grpo', which does not use it; expected name 'pf_ppo' or 'ppo' or "
-        "'safe_rlhf' or 'vapo', or no gamma"
+        "algorithm: gamma is set with name 'grpo', which does not use it; expected name 'ppo' or 'safe_rlhf' or "
+        "'vapo' or 'pf_ppo', or no gamma"
     )
     assert refused({"name": "remax", "cost_limit": 1.0, "normalise_advantages_by_std": True}) == (
         "algorithm: normalise_advantages_by_std is set with name 'remax', which does not use it; expected name 'grpo', "

@@ -55,6 +55,17 @@ def test_how_many_prompts_a_round_draws() -> None:
     assert next_round(Tally(rounds=1, drawn=8), 8, config) == 8
     missing = DAPOSettings(dynamic_sampling_draw="missing")
     assert next_round(Tally(rounds=1, drawn=8, used=1), 8, missing) == 7
+    for settings in (config, missing):  # a prompt for each of four engines
+        assert next_round(Tally(rounds=1, drawn=8, used=7), 8, settings, least=4) == 4
+
+
+def test_every_engine_gets_a_prompt_in_every_round() -> None:
+    for draw in ("expected", "missing"):
+        settings = DAPOSettings(dynamic_sampling_draw=draw)
+        step = NumberedStep(settings, by_group(wrong=lambda g: g == 2), engines=3)
+        assert rewarded_samples(step).facts["group_ids"].unique().tolist() == [0, 1, 3, 4]
+        assert step.draws == [4, 3] and step.values[metrics.SAMPLING_SURPLUS] == 2
+        check_accounts(step)
 
 
 def by_group(**kinds: Callable[[int], bool]) -> Callable[[int, int], Reward]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine3d.errors import EngineError
 from hybridflow.algorithms import pf_ppo
 from hybridflow.algorithms.pf_ppo import PFPPOSettings
 from hybridflow.algorithms.replay import ReplayBuffer
@@ -39,6 +40,20 @@ def test_the_paper_is_a_filtration_without_replay() -> None:
     assert ids(batch) == [100 * group + k for group in range(4) for k in (0, 3)]
     assert step.calls == ["generate", "rewards", "logprobs", "critic_values", "estimate"]  # models see what stays
     assert step.values == {metrics.SAMPLING_KEPT: 0.5}
+
+
+def test_too_few_samples_stop_the_step_with_one_line() -> None:
+    step = a_step(PFPPOSettings(filtration="best-n", filter_prob=1.0), least=5)
+    with pytest.raises(
+        EngineError, match=r"step 1: 4 of 16 samples are left by algorithm\.filtration=best-n, expected"
+    ):
+        pf_ppo.make_experience(step)
+
+
+def test_what_is_left_at_least() -> None:
+    assert PFPPOSettings(filter_prob=0.0).least_kept(8) == 8
+    assert PFPPOSettings().least_kept(8) == 2
+    assert PFPPOSettings(filtration="best-n", filtration_n=3).least_kept(8) == 3
 
 
 def test_a_filter_of_probability_zero_is_ppo() -> None:
