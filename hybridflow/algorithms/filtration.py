@@ -21,7 +21,7 @@ def filtered_by_rank(
         best-random    the first, and one of the others, each as likely
         best-worst     the first and the last
 
-    Source: policy filtration, arXiv:2409.06957, section 4, where best-random and best-worst are the best of those
+    Source: policy filtration, arXiv:2409.06957, where best-random and best-worst are the best of those
     tried. The public implementation in verl draws as many samples as before with replacement, by weights; here the
     others are left out, as in the paper. Equal rewards rank in the order of the batch. A group that has lost samples is
     ranked among those that are left, and may be smaller than what is kept of it.

@@ -43,8 +43,8 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
 
         lambda = max(1 - 1 / (alpha * l), 0)
 
-    so that sum_t lambda^t = 1 / (1 - lambda) = alpha * l. Source: arXiv:2504.05118, eq. 10, with alpha = 0.05; it does
-    not say what holds for l < 1 / alpha, where the formula is below 0: one-step advantages (lambda 0) here.
+    so that sum_t lambda^t = 1 / (1 - lambda) = alpha * l. Source: arXiv:2504.05118, section 4.2, with alpha = 0.05; it
+    does not say what holds for l < 1 / alpha, where the formula is below 0: one-step advantages (lambda 0) here.
 
     `lengths` (B,) int64: the counted tokens of each response. Returns (B,) float64; 0 for a response without any.
     """

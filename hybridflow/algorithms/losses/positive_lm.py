@@ -19,7 +19,7 @@ def positive_weights(rewards: Tensor, counts: Tensor, weights: Tensor, *, right_
 
     N_T is the number of counted tokens of T in the mini-batch and w_i what a token of i weighs in its loss, so that
     sum(w * c * nll) is the mean negative log-likelihood over the tokens of T, whatever the aggregation of the rest:
-    arXiv:2504.05118, eq. 14. 0 for all where T is empty.
+    arXiv:2504.05118, section 4.3. 0 for all where T is empty.
 
     `rewards` and `weights` (B,) float32, `counts` (B,) int64: the counted tokens of each sample of the **whole**
     mini-batch over all data-parallel ranks. Returns (B,) float32, computed in float64. Raises ValueError for columns of

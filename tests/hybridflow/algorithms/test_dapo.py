@@ -85,7 +85,7 @@ def test_the_penalty_of_length_is_in_the_advantages_and_not_in_what_is_filtered(
 
 
 def test_the_loss_is_that_of_the_paper() -> None:
-    """Equation 8 with autograd in float64, and the gradient of what the trainer computes."""
+    """The objective with autograd in float64, and the gradient of what the trainer computes."""
     torch.manual_seed(3)
     lengths, rewards = [5, 2, 7, 3], torch.tensor([1.0, 0.0, 0.0, 1.0])
     tokens = sum(lengths)
