@@ -124,11 +124,23 @@ def _algorithms() -> Iterator[str]:
             if name not in shared:
                 users.setdefault(name, []).append(algorithm)
     for names in dict.fromkeys(tuple(each) for each in users.values()):
-        own = load(names[-1]).settings
         yield f"Only with {' or '.join(f'`{name}`' for name in names)}:"
         yield ""
         wanted = [name for name, each in users.items() if tuple(each) == names]
-        yield from _table([_row(f"algorithm.{name}", own, name, own.model_fields[name]) for name in wanted])
+        yield from _table([_algorithm_row(name, names) for name in wanted])
+
+
+def _algorithm_row(name: str, algorithms: Sequence[str]) -> str:
+    """A setting of several algorithms: what the class says that has it first, and the defaults of others."""
+    models = {algorithm: load(algorithm).settings for algorithm in algorithms}
+    bases = [base for base in reversed(models[algorithms[-1]].__mro__) if name in getattr(base, "model_fields", ())]
+    row = _row(f"algorithm.{name}", bases[0], name, bases[0].model_fields[name])
+    others: dict[str, list[str]] = {}
+    for algorithm, model in models.items():
+        if model.model_fields[name].default != bases[0].model_fields[name].default:
+            others.setdefault(_shown(model.model_fields[name].default), []).append(f"`{algorithm}`")
+    told = "; ".join(f"`{value}` with {' and '.join(users)}" for value, users in others.items())
+    return f"{row.removesuffix(' |')} Default {told}. |" if told else row
 
 
 def _table(rows: Sequence[str]) -> Iterator[str]:

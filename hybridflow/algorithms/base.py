@@ -7,15 +7,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from torch import Tensor
+from torch import Generator, Tensor
 
 from hybridflow.algorithms.advantages.whitening import Moments
 from hybridflow.algorithms.lagrange_multiplier import LagrangeMultiplier
 from hybridflow.algorithms.losses.clipped import clipped_loss
 from hybridflow.algorithms.losses.policy import PolicyLossFunction
 from hybridflow.algorithms.losses.value import ValueMoments
+from hybridflow.algorithms.replay import ReplayBuffer
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.remote_batch import PendingColumns, RemoteBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
 from hybridflow.data.prompts import Draw
 
@@ -82,13 +84,50 @@ class Step[C: AlgorithmSettings](ABC):
     def multiplier(self) -> LagrangeMultiplier:
         """The weight of costs against rewards, of an algorithm that learns from costs."""
 
+    @property
     @abstractmethod
-    def draw(self) -> Draw:
-        """The step's prompts."""
+    def replay(self) -> ReplayBuffer:
+        """The samples of former steps, of an algorithm that keeps some."""
+
+    @property
+    @abstractmethod
+    def prompts_per_step(self) -> int:
+        """How many prompts a step is to learn from."""
+
+    @property
+    @abstractmethod
+    def least_prompts(self) -> int:
+        """The fewest that can be drawn at once: one for each engine, and a response for each rank that rewards them."""
+
+    @property
+    @abstractmethod
+    def response_limit(self) -> int:
+        """The most tokens of a response: `rollout.sampling.max_new_tokens`."""
+
+    @property
+    @abstractmethod
+    def least_samples(self) -> int:
+        """The fewest that `update` takes."""
+
+    @abstractmethod
+    def generator(self, name: str) -> Generator:
+        """For choices at random: the same ones for the same seed of the run, step and name."""
+
+    @abstractmethod
+    def draw(self, count: int | None = None) -> Draw:
+        """The next prompts: so many, `prompts_per_step` if None."""
 
     @abstractmethod
     def generate(self, draw: Draw) -> RemoteBatch:
         """Responses of the current policy, `rollout.samples_per_prompt` to each prompt."""
+
+    @abstractmethod
+    def recall(self, samples: SampleBatch) -> RemoteBatch:
+        """Samples of older policies, to learn from in this step too; to be called before `logprobs`.
+
+        The ratio of every sample of the step is then to the log-probs of the engines, as those of older policies are
+        not to be had otherwise.
+        """
 
     @abstractmethod
     def generate_greedy(self, draw: Draw) -> RemoteBatch:
@@ -103,11 +142,12 @@ class Step[C: AlgorithmSettings](ABC):
         """The batch with the values of every critic."""
 
     @abstractmethod
-    def rewards(self, batch: RemoteBatch, *, baseline: bool = False) -> RemoteBatch:
+    def rewards(self, batch: RemoteBatch, *, baseline: bool = False, part: bool = False) -> RemoteBatch:
         """The samples that have a reward, with the fact `rewards`: the sum over all functions and the reward model.
 
         Args:
             baseline: these are not the samples to learn from, and stay out of the step's figures.
+            part: they are some of the step's samples, which may be too few to learn from alone.
         """
 
     @abstractmethod

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from hybridflow.algorithms.kl_control import make_kl_controller
 from hybridflow.algorithms.lagrange_multiplier import LagrangeMultiplier
+from hybridflow.algorithms.pf_ppo import PFPPOSettings
+from hybridflow.algorithms.replay import ReplayBuffer
 from hybridflow.algorithms.safe_rlhf import SafeRLHFSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
 
@@ -17,6 +19,10 @@ class Controllers:
         self._config = config
         self.kl = make_kl_controller(config)
         self.multiplier = _multiplier(config) if isinstance(config, SafeRLHFSettings) else None
+        self.replay: ReplayBuffer | None = None
+        """Not part of `state_dict`, which has numbers alone."""
+        if isinstance(config, PFPPOSettings):
+            self.replay = ReplayBuffer(config.replay_buffer_size, config.replay_max_age)
 
     @property
     def config(self) -> AlgorithmSettings:

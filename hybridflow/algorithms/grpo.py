@@ -7,11 +7,12 @@ from typing import ClassVar, Literal
 
 from hybridflow.algorithms.advantages.group_relative import group_relative_advantages
 from hybridflow.algorithms.base import Algorithm, Experience, Step
+from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings, rewarded_samples
 from hybridflow.algorithms.losses.kl import KLEstimator
 from hybridflow.algorithms.settings import ClippedSettings
 
 
-class GRPOSettings(ClippedSettings):
+class GRPOSettings(DynamicSamplingSettings, ClippedSettings):
     """Settings of GRPO."""
 
     group_baseline: ClassVar[bool] = True
@@ -25,8 +26,7 @@ class GRPOSettings(ClippedSettings):
 
 def make_experience(step: Step[GRPOSettings]) -> Experience:
     """No critic; the baseline of a response is the mean reward of its group."""
-    batch = step.logprobs(step.generate(step.draw()))
-    return with_advantages(step, Experience(step.rewards(batch)))
+    return with_advantages(step, Experience(rewarded_samples(step)))
 
 
 def with_advantages(step: Step[GRPOSettings], experience: Experience) -> Experience:

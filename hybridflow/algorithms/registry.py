@@ -7,6 +7,9 @@ ALGORITHMS: dict[str, str] = {
     "ppo": "hybridflow.algorithms.ppo",
     "remax": "hybridflow.algorithms.remax",
     "safe_rlhf": "hybridflow.algorithms.safe_rlhf",
+    "dapo": "hybridflow.algorithms.dapo",
+    "vapo": "hybridflow.algorithms.vapo",
+    "pf_ppo": "hybridflow.algorithms.pf_ppo",
 }
 """The module of each, which has the algorithm as `ALGORITHM`."""
 

@@ -43,7 +43,7 @@ class AlgorithmSettings(Settings):
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the reference policy; 0 needs no reference policy."""
     kl_in: Literal["loss", "reward"] = "reward"
-    """Where the KL divergence is a penalty. If not set: "loss" with grpo, "reward" with all others."""
+    """Where the KL divergence is a penalty. If not set: "loss" with grpo and dapo, "reward" with all others."""
     kl_estimator: KLEstimator = "k1"
     """If not set: "k3" in the loss; in the reward "k1", whose gradient is there that of the KL divergence."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
@@ -80,10 +80,7 @@ class AlgorithmSettings(Settings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         refused = [
-            f"{key} is set with kl_controller {self.kl_controller!r}, which does not use it; expected kl_controller "
-            f"'adaptive', or no {key}"
-            for key in self._unused
-            if key in self.model_fields_set
+            f"{key} is set with {why}, or no {key}" for key, why in self._unused.items() if key in self.model_fields_set
         ]
         if refused:
             raise ValueError("; ".join(refused))
@@ -108,9 +105,20 @@ class AlgorithmSettings(Settings):
     def _without_unused(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {key: value for key, value in serialize(self).items() if key not in self._unused}
 
+    def least_kept(self, samples_per_prompt: int) -> int:
+        """The fewest samples that are learned from, of so many to a prompt, where all of them have a reward."""
+        return samples_per_prompt
+
     @property
-    def _unused(self) -> tuple[str, ...]:
-        return _OF_ADAPTIVE if self.kl_controller != "adaptive" else ()
+    def kept_samples(self) -> int:
+        """The most samples that the driver keeps in its host's memory for later steps."""
+        return 0
+
+    @property
+    def _unused(self) -> dict[str, str]:
+        """The keys that have no use, with what takes it from them and what would give it back."""
+        why = f"kl_controller {self.kl_controller!r}, which does not use it; expected kl_controller 'adaptive'"
+        return dict.fromkeys(_OF_ADAPTIVE, why) if self.kl_controller != "adaptive" else {}
 
 
 class ClippedSettings(AlgorithmSettings):

@@ -142,7 +142,13 @@ def make_recipe(config: PPOConfig, given: Given, *, gpus: int) -> Recipe:
             base.put(key, value)
     _put_mini_batches(base, config)
     _put_steps(base, config, given)
-    return build_settings(Recipe, base.data, base.places, base.source)
+    recipe = build_settings(Recipe, base.data, base.places, base.source)
+    if given.passes is not None and getattr(recipe.algorithm, "dynamic_sampling", False):
+        raise UserError(
+            f"num_epochs={given.passes} with algorithm.dynamic_sampling=true, where a step draws as many prompts as it "
+            "needs; expected max_steps, or dynamic_sampling=false"
+        )
+    return recipe
 
 
 def run_directory(config: PPOConfig) -> Path:

@@ -27,7 +27,7 @@ SAMPLE = "(B,)"
 """Shape of columns with one figure a sample."""
 
 
-OF_LOSSES: tuple[str, ...] = ()
+OF_LOSSES: tuple[str, ...] = ("lm_weights",)
 """Columns that only some losses read; of responses, float32."""
 
 _OF_RESPONSES = (
@@ -100,6 +100,8 @@ class SampleFields(ABC):
     """Of responses, float32: the cost critic's values."""
     cost_returns: Tensor | None = None
     """Of responses, float32: the cost critic's targets."""
+    lm_weights: Tensor | None = None
+    """Of responses, float32: what the negative log-likelihood of each token is multiplied by in VAPO's loss."""
     weights: Tensor | None = None
     """Of responses, float32: weight of each token in the loss of its mini-batch, as `sequence_weights` gives it."""
 

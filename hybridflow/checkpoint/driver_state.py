@@ -24,6 +24,7 @@ from hybridflow.checkpoint.evaluation_result import Measured
 DRIVER = "driver.json"
 _EVALUATIONS = ("first_evaluation", "last_evaluation")
 _WITHOUT_SUBJECT = {"accuracy_before", "accuracy_after"}
+_REPLAY = "replay.safetensors"
 _BATCH_NAME = "buffer-{:05d}.safetensors"
 _BATCH = re.compile(r"buffer-\d{5,}\.safetensors")
 
@@ -81,6 +82,7 @@ class RunState:
         buffer: rollout batches that the driver holds for later steps.
         algorithm: what the algorithm's controllers have learned, such as the KL coefficient or the Lagrange multiplier:
             numbers by name, by the name of the controller.
+        replay: samples of former steps that the algorithm keeps, in its order; None where it keeps none.
     """
 
     step: int
@@ -96,18 +98,23 @@ class RunState:
     inputs: dict[str, str]
     buffer: tuple[SampleBatch, ...] = ()
     algorithm: dict[str, dict[str, float]] = field(default_factory=dict)
+    replay: SampleBatch | None = None
 
     def write(self, directory: Path) -> list[Path]:
-        """Write driver.json and a file for each batch; their paths."""
+        """Write driver.json and a file for each batch and for the samples that are kept; their paths."""
         batches = [directory / _BATCH_NAME.format(number) for number in range(len(self.buffer))]
         for path, batch in zip(batches, self.buffer, strict=True):
             write_batch(path, batch)
-        facts = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "buffer"}
+        names = [each.name for each in dataclasses.fields(self) if each.name not in ("buffer", "replay")]
+        facts = {name: getattr(self, name) for name in names}
+        if self.replay is not None:
+            write_batch(directory / _REPLAY, self.replay)
+            facts["replay"] = _REPLAY
         facts |= {"random": dataclasses.asdict(self.random), "buffer": [path.name for path in batches]}
         for name in _EVALUATIONS:
             facts[name] = dataclasses.asdict(facts[name]) if facts[name] is not None else None
         (directory / DRIVER).write_text(json.dumps(facts, indent=1) + "\n")
-        return [directory / DRIVER, *batches]
+        return [directory / DRIVER, *batches, *([directory / _REPLAY] if self.replay is not None else [])]
 
     @classmethod
     def read(cls, directory: Path) -> RunState:
@@ -124,11 +131,15 @@ class RunState:
             if not all(map(_BATCH.fullmatch, names)):
                 raise ValueError(f"buffer: {shortened(repr(names))}, expected names such as {_BATCH_NAME.format(0)}")
             batches = tuple(read_batch(directory / name) for name in names)
+            kept = facts.pop("replay", None)
+            if kept not in (None, _REPLAY):
+                raise ValueError(f"replay: {shortened(repr(kept))}, expected {_REPLAY}")
+            replay = read_batch(directory / _REPLAY) if kept is not None else None
             if facts.keys() >= _WITHOUT_SUBJECT:
                 facts = {name: fact for name, fact in facts.items() if name not in _WITHOUT_SUBJECT}
                 facts |= dict.fromkeys(_EVALUATIONS)
             facts = {name: _checked(cls, name, value) for name, value in facts.items()}
-            return cls(**facts | {"buffer": batches})
+            return cls(**facts | {"buffer": batches, "replay": replay})
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}") from None
         except ValidationError as error:

@@ -27,6 +27,8 @@ _STEPS = _is("trainer.steps")
 _PROMPTS = _is("trainer.prompts_per_step", note="prompts, each with rollout.samples_per_prompt responses")
 _KL_IN_LOSS = _is("algorithm.kl_coef", "algorithm.kl_in", note="kl_in=loss")
 _CLIP = _is("algorithm.clip_low", "algorithm.clip_high")
+_DYNAMIC = _is("algorithm.dynamic_sampling")
+_ROUNDS = _is("algorithm.dynamic_sampling_rounds")
 _RESPONSE = _is("rollout.sampling.max_new_tokens")
 _PROMPT_LENGTH = "absent: a prompt may be as long as rollout.engine.context_length leaves beside max_new_tokens"
 _ASYNC = _is("trainer.max_staleness", note="1 lets the engines run a step ahead, on devices of their own")
@@ -66,6 +68,7 @@ _VERL = {
     "critic.cliprange_value": _is("algorithm.value_clip"),
     "reward_model.model.path": _is("reward_model.path"),
     "reward_model.model": _is("reward_model.path"),
+    "reward_model.overlong_buffer": _is("algorithm.overlong_buffer", note="with algorithm.name=dapo"),
     "reward_model.enable": "absent: there is a reward model where reward_model.path is set",
     "reward_model.reward_manager": _REWARDS,
     "custom_reward_function": _REWARDS,
@@ -245,7 +248,23 @@ _ANYWHERE = {
     "loss_type": _is("algorithm.loss_aggregation"),
     "scale_rewards": _is("algorithm.normalise_advantages_by_std"),
     "whiten_rewards": "absent: algorithm.whiten_advantages is of the advantages",
-    "replay_buffer": "absent: each rollout is learned from once, trainer.epochs times",
+    "replay_buffer": _is("algorithm.replay_buffer_size", note="with algorithm.name=pf_ppo"),
+    "pf_ppo": _is("algorithm.name", note="pf_ppo"),
+    "use_pf_ppo": _is("algorithm.name", note="pf_ppo"),
+    "reweight_method": _is("algorithm.filtration", note="with algorithm.name=pf_ppo"),
+    "filter_groups": _DYNAMIC,
+    "dynamic_filtering": _DYNAMIC,
+    "dynamic_sample": _DYNAMIC,
+    "use_dynamic_sampling": _DYNAMIC,
+    "dynamic_sampling_filter_path": _DYNAMIC,
+    "max_num_gen_batches": _ROUNDS,
+    "dynamic_sampling_max_gen_batches": _ROUNDS,
+    "max_resample_times": _ROUNDS,
+    "overlong_buffer_len": _is("algorithm.overlong_buffer", note="with algorithm.name=dapo"),
+    "soft_cache_length": _is("algorithm.overlong_buffer", note="with algorithm.name=dapo"),
+    "overlong_penalty_factor": _is("algorithm.overlong_penalty", note="with algorithm.name=dapo"),
+    "overlong_filtering": _is("algorithm.overlong_filter", note="with algorithm.name=dapo"),
+    "mask_truncated_completions": _is("algorithm.overlong_filter", note="with algorithm.name=dapo"),
     # Data and rewards.
     "prompt_data": _is("data.jsonl.train_path"),
     "input_key": _is("data.jsonl.prompt_field"),

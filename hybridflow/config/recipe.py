@@ -15,6 +15,7 @@ from hybridflow.algorithms.config import AnyAlgorithm
 from hybridflow.algorithms.grpo import GRPOSettings
 from hybridflow.cluster.hosts.network.network_settings import NetworkConfig
 from hybridflow.cluster.limits import LimitsConfig
+from hybridflow.config.algorithm_fit import misfits
 from hybridflow.config.known_names import RECIPE_NAMES
 from hybridflow.config.roles import ModelConfig, ModelRole, RolloutRole, ScoringModel
 from hybridflow.config.run import CheckpointConfig, PlacementConfig, TrainerConfig, WarmupConfig
@@ -91,7 +92,7 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _algorithm_has_what_it_needs(self) -> Recipe:
-        if errors := [*self._missing(), *self._unused()]:
+        if errors := [*self._missing(), *misfits(self.algorithm, self.trainer, self.rollout), *self._unused()]:
             raise ValueError("; ".join(errors))
         return self
 

@@ -30,6 +30,7 @@ from engine3d.rollout.launch import most_requests
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.memory_ledger import GpuMemory, HostMemory, Ledger, Phase
+from hybridflow.planning.replay_check import replay_bytes
 
 GENERATE = "rollout"
 _NOTHING = Serving(weights=0, shared=0, cache_of_a_token=0, prefix_of_a_token=0, prompt_of_a_token=0)
@@ -79,7 +80,7 @@ def foresee(
     return Ledger(
         tuple(gpus),
         gpu_bytes,
-        _hosts(recipe, devices, specs, ranks, gpus, estimate=with_engines),
+        _hosts(recipe, devices, specs, ranks, gpus, sequence_tokens, estimate=with_engines),
         sequence_tokens,
         recipe.rollout.engine.max_running_requests,
         host_bytes,
@@ -297,6 +298,7 @@ def _hosts(
     specs: Mapping[str, ModelSpec],
     ranks: Mapping[str, _Ranks],
     gpus: Sequence[GpuMemory],
+    sequence_tokens: int,
     *,
     estimate: bool,
 ) -> tuple[HostMemory, ...]:
@@ -315,6 +317,10 @@ def _hosts(
             _add(found[node], name, size)
     if slots and estimate:
         _add(found[0], "processes", RUN_PROCESSES_BYTES)
+    kept = replay_bytes(recipe, sequence_tokens)  # by the driver, which is on the first node
+    if kept:
+        less[name := "replay buffer"] = "a smaller algorithm.replay_buffer_size"
+        _add(found[0], name, kept)
     for role in recipe.trained_roles:
         config, name = recipe.train_config(role), f"{role} optimizer"
         less[name] = f"{recipe.train_setting(role)}.optimizer.offload=false"
@@ -331,7 +337,7 @@ def _hosts(
         HostMemory(
             items,
             less[max(items, key=items.__getitem__)] if items else "",
-            page_locked=all(slot_node != node for slot_node, _ in slots),
+            page_locked=all(slot_node != node for slot_node, _ in slots) and not (kept and node == 0),
         )
         for node, items in enumerate(found)
     )

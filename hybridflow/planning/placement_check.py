@@ -152,6 +152,12 @@ def check_batch_sizes(recipe: Recipe, *, engines: int, replicas: int) -> None:
             "a sample for each data-parallel rank of each of trainer.mini_batches",
         ),
     ]
+    kept = recipe.algorithm.least_kept(recipe.rollout.samples_per_prompt)
+    if kept < recipe.rollout.samples_per_prompt:
+        name = (
+            f"trainer.prompts_per_step * {kept} samples that algorithm.name={recipe.algorithm.name} may leave of each"
+        )
+        wanted.append((name, trainer.prompts_per_step * kept, wanted[-1][2], wanted[-1][3]))
     if trainer.eval_prompts is not None:
         wanted.append(("trainer.eval_prompts", trainer.eval_prompts, engines, "a prompt for each rollout engine"))
     if warmup is not None:

@@ -30,6 +30,7 @@ from hybridflow.planning.gpu_check import check_libraries, check_memory, largest
 from hybridflow.planning.model_check import check_engines, check_model, check_model_files
 from hybridflow.planning.placement_check import check_engine_devices, check_layouts, groups_over_nodes, planned_devices
 from hybridflow.planning.prompt_check import EncodedPrompts, encoded_prompts
+from hybridflow.planning.replay_check import check_replay
 from hybridflow.rewards.builtin import check_text_answers
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.roles.offload import check_offload
@@ -98,6 +99,8 @@ def check_recipe(
         encoded = attempt(encoded_prompts, recipe, spec, layouts)
         if encoded is not None:
             warnings += encoded.notes
+            own = machine_bytes() if here and host_bytes is None else host_bytes
+            attempt(check_replay, recipe, encoded.lengths.sequence, own)
     attempt(check_rewards, recipe, encoded)
     if here:
         attempt(check_run_directory, recipe, spec)

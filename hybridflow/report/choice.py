@@ -106,6 +106,16 @@ _GENERATION = (
     ),
     _Wanted("response-length", "Length of the responses", "tokens", (r"rollout/response_length_\w+",), from_zero=True),
     _Wanted("truncated", "Truncated responses", "share", (metrics.ROLLOUT_TRUNCATED,), from_zero=True),
+    _Wanted("prompts", "What became of a step's prompts", "prompts", (r"sampling/\w+_prompts",), from_zero=True),
+    _Wanted(
+        "equal-groups",
+        "Prompts whose responses have equal rewards",
+        "share",
+        (metrics.SAMPLING_ALL_RIGHT, metrics.SAMPLING_ALL_WRONG),
+        from_zero=True,
+    ),
+    _Wanted("replay-size", "Samples in the replay buffer", "samples", (metrics.REPLAY_SIZE,), from_zero=True),
+    _Wanted("replay-age", "Age of replayed samples", "versions", (metrics.REPLAY_AGE,), from_zero=True),
     _Wanted("staleness", "Staleness of the policy", "versions", (r".*staleness.*",), from_zero=True),
 )
 _SPEED = (

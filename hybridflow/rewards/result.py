@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,6 +81,22 @@ def combine(scorings: Sequence[Scoring]) -> RewardResult:
         counts = ", ".join(f"reward {name!r} failed on {int(mask.sum())}" for name, mask in failed.items())
         raise UserError(f"rewards: all {size} samples of a step are dropped: {counts}; first, {failures[0]}")
     return RewardResult(total, by_name, failed, dropped, tuple(failures))
+
+
+def join_results(parts: Sequence[RewardResult]) -> RewardResult:
+    """The rewards of all parts as of one batch, in order; all are of the same functions."""
+    starts = [sum(len(part.total) for part in parts[:number]) for number in range(len(parts))]
+    return RewardResult(
+        torch.cat([part.total for part in parts]),
+        {name: torch.cat([part.by_name[name] for part in parts]) for name in parts[0].by_name},
+        {name: torch.cat([part.failed[name] for part in parts]) for name in parts[0].failed},
+        torch.cat([part.dropped for part in parts]),
+        tuple(
+            replace(failure, sample=start + failure.sample)
+            for start, part in zip(starts, parts, strict=True)
+            for failure in part.failures
+        ),
+    )
 
 
 def _check_finite(function: RewardFunctionConfig, weighted: Tensor, given: Tensor) -> None:

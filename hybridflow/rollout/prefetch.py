@@ -42,9 +42,17 @@ class Lookahead:
         self._recipe, self._prompts, self._sampler, self._generator = recipe, prompts, sampler, generator
         self._ahead: tuple[Draw, Future[SampleBatch] | RemoteBatch] | None = None
 
-    def draw(self) -> Draw:
-        """The prompts of this step."""
-        return self._ahead[0] if self._ahead is not None else self._next()
+    def draw(self, count: int | None = None) -> Draw:
+        """The prompts of this step, or so many further ones; with `trainer.max_staleness` there are no others.
+
+        Raises:
+            UserError: other prompts are asked for with `trainer.max_staleness`.
+        """
+        if count is not None and self._recipe.trainer.max_staleness:
+            raise UserError(f"{count} prompts beside those of the step with trainer.max_staleness, expected 0 of it")
+        if self._ahead is not None:
+            return self._ahead[0]
+        return self._next(self._recipe.trainer.prompts_per_step if count is None else count)
 
     def rollout(self, draw: Draw, step: int) -> Rollout:
         """The responses to what `draw` gave; the engines then begin with the next step's, if they are to run ahead.
@@ -64,7 +72,7 @@ class Lookahead:
         else:
             found = _finished(held[1])
         if self._recipe.trainer.max_staleness and step < self._recipe.trainer.steps:
-            following = self._next()
+            following = self._next(self._recipe.trainer.prompts_per_step)
             self._ahead = following, self._begin(following)
         return found
 
@@ -83,9 +91,9 @@ class Lookahead:
             groups = dict(zip(batch.group_ids.tolist(), batch.prompt_indices.tolist(), strict=True))
             self._ahead = Draw(self._prompts, list(groups.values()), min(groups)), RemoteBatch.of(batch)
 
-    def _next(self) -> Draw:
+    def _next(self, count: int) -> Draw:
         first_group = self._sampler.position
-        return Draw(self._prompts, self._sampler.next(self._recipe.trainer.prompts_per_step), first_group)
+        return Draw(self._prompts, self._sampler.next(count), first_group)
 
     def _begin(self, draw: Draw) -> Future[SampleBatch]:
         rollout = self._recipe.rollout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -20,9 +21,10 @@ from hybridflow.algorithms.kl_control import sequence_kl
 from hybridflow.algorithms.lagrange_multiplier import LagrangeMultiplier
 from hybridflow.algorithms.losses.aggregation import sequence_weights
 from hybridflow.algorithms.losses.value import explained_variance
+from hybridflow.algorithms.replay import ReplayBuffer
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.sample_fields import FinishReason
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import COUNTED, Columns
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.prompts import Draw, Prompts
@@ -31,19 +33,21 @@ from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
 from hybridflow.metrics.sample_file import SampleText
-from hybridflow.rewards.result import RewardResult, reward_metrics
+from hybridflow.rewards.result import RewardResult
 from hybridflow.roles.model import Update, update_metrics
 from hybridflow.roles.reward import reward_result
 from hybridflow.roles.value import NAMES
 from hybridflow.rollout.generator import Generator
-from hybridflow.rollout.prefetch import Lookahead
+from hybridflow.rollout.prefetch import Lookahead, Rollout
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.role_startup import Roles
 from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.sample_texts import sample_texts
+from hybridflow.trainer.step_figures import Scores, rollout_metrics
 from hybridflow.trainer.weight_sync import WeightSync
 from hybridflow.workers.future import Future
 
+_JUDGES = ("reward_model", "cost_model")
 _CRITICS: dict[str, ValueKind] = {"critic": "reward", "cost_critic": "cost"}
 
 
@@ -105,6 +109,8 @@ class TrainerStep(Step[Any]):
     """For each optimizer step of the actor, what its ranks told."""
     texts: list[SampleText] = field(default_factory=list)
     """Some of the step's samples as texts, with their rewards."""
+    _rollouts: list[Rollout] = field(default_factory=list)
+    _scores: dict[str, list[Scores]] = field(default_factory=dict)
     _under_way: list[Future[Any]] = field(default_factory=list)
     _began: float = math.nan
 
@@ -118,10 +124,36 @@ class TrainerStep(Step[Any]):
         assert multiplier is not None
         return multiplier
 
+    @property
+    def replay(self) -> ReplayBuffer:
+        replay = self.machinery.controllers.replay
+        assert replay is not None
+        return replay
+
+    @property
+    def prompts_per_step(self) -> int:
+        return self.machinery.recipe.trainer.prompts_per_step
+
+    @property
+    def least_prompts(self) -> int:
+        roles, samples = self.machinery.roles, self.machinery.recipe.rollout.samples_per_prompt
+        judges = [*roles.functions.values(), *(group for role, group in roles.scalar.items() if role in _JUDGES)]
+        ranks = max((group.layout.dp for group in judges), default=1)
+        return max(roles.rollout.layout.dp, -(-ranks // samples))
+
+    @property
+    def response_limit(self) -> int:
+        return self.machinery.recipe.rollout.sampling.max_new_tokens
+
+    def generator(self, name: str) -> torch.Generator:
+        text = f"{self.machinery.recipe.seed}:{self.number}:{name}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+        return torch.Generator().manual_seed(seed)
+
     # Responses
 
-    def draw(self) -> Draw:
-        return self.machinery.lookahead.draw()
+    def draw(self, count: int | None = None) -> Draw:
+        return self.machinery.lookahead.draw(count)
 
     def generate(self, draw: Draw) -> RemoteBatch:
         """Responses of the current policy, `rollout.samples_per_prompt` to each prompt.
@@ -129,22 +161,20 @@ class TrainerStep(Step[Any]):
         With `trainer.max_staleness` those of the policy before it, and the engines go on with the next step's prompts.
         """
         self.machinery.phases.enter("rollout")
-        values, rollout = self.values, self.machinery.lookahead.rollout(draw, self.number)
+        rollout, serving = self.machinery.lookahead.rollout(draw, self.number), self.version - 1
+        self._rollouts.append(rollout)
         batch = rollout.batch
-        lengths = batch.facts["response_lengths"]
         self.tokens += int(batch.lengths.sum())
-        if rollout.seconds is not None:
-            values[metrics.ROLLOUT_TIME] = 1000 * rollout.seconds
-            values[metrics.ROLLOUT_THROUGHPUT] = int(lengths.sum()) / rollout.seconds
-        staleness = self.version - 1 - batch.facts["policy_versions"]
-        values[metrics.ROLLOUT_STALENESS] = float(staleness.double().mean())
+        self.values |= rollout_metrics(self._rollouts, serving)
         # A resumed run may hold a rollout that was made ahead, and make no more of them.
-        self.stale = self.machinery.recipe.trainer.max_staleness > 0 or bool((staleness > 0).any())
-        values[metrics.ROLLOUT_RESPONSE_LENGTH] = float(lengths.double().mean())
-        truncated = batch.facts["finish_reasons"] == FinishReason.LENGTH
-        values[metrics.ROLLOUT_TRUNCATED] = float(truncated.double().mean())
+        older = bool((batch.facts["policy_versions"] < serving).any())
+        self.stale |= self.machinery.recipe.trainer.max_staleness > 0 or older
         self.poll()  # files were written while the engines generated
         return batch
+
+    def recall(self, samples: SampleBatch) -> RemoteBatch:
+        self.stale = True
+        return RemoteBatch.of(samples)
 
     def generate_greedy(self, draw: Draw) -> RemoteBatch:
         self.machinery.phases.enter("rollout")
@@ -219,36 +249,41 @@ class TrainerStep(Step[Any]):
 
     # Rewards and costs
 
-    def rewards(self, batch: RemoteBatch, *, baseline: bool = False) -> RemoteBatch:
-        return self._scored(batch, "reward", "rewards", baseline=baseline)
+    def rewards(self, batch: RemoteBatch, *, baseline: bool = False, part: bool = False) -> RemoteBatch:
+        return self._scored(batch, "reward", "rewards", baseline=baseline, part=part)
 
     def costs(self, batch: RemoteBatch) -> RemoteBatch:
         return self._scored(batch, "cost", "costs")
 
-    def _scored(self, batch: RemoteBatch, what: str, fact: str, *, baseline: bool = False) -> RemoteBatch:
+    def _scored(
+        self, batch: RemoteBatch, what: str, fact: str, *, baseline: bool = False, part: bool = False
+    ) -> RemoteBatch:
         phases, roles, recipe = self.machinery.phases, self.machinery.roles, self.machinery.recipe
         phases.enter("reward")
-        values: dict[str, float] = {}
-        with Timer(values, f"{what}/latency_ms"):
+        latency, times = f"{what}/latency_ms", dict[str, float]()
+        result, score = None, None
+        with Timer(times, latency):
             model, generated = recipe.scoring.get(what), batch.as_generated()
             scoring = roles.scalar[f"{what}_model"].score(generated) if model is not None else None
-            total, kept = torch.zeros(len(batch)), torch.arange(len(batch))
+            total, kept = torch.zeros(len(batch)), torch.ones(len(batch), dtype=torch.bool)
             if what in roles.functions:
                 result = reward_result(roles.functions[what].score(generated, split="train", what=what))
-                values |= reward_metrics(result, group=what)
                 tell_failures(f"step {self.number}, {phases.phase}", result)
-                total, kept = result.total, (~result.dropped).nonzero()[:, 0]
+                total, kept = result.total, ~result.dropped
             if model is not None and scoring is not None:
                 score = scoring.facts()["score"]
-                values[f"{what}/model/mean"] = float(score.mean())
                 total = total + model.weight * score
-        values |= {f"{what}/mean": float(total[kept].mean()), f"{what}/std": float(total[kept].std(correction=0))}
+        rows = kept.nonzero()[:, 0]
         if not baseline:
-            self.values |= values
-            if what == "reward":
-                self.texts += self.machinery.texts(generated.select(kept), total[kept], self.machinery.run.train)
-            self._check_enough(len(kept), len(batch), what)
-        return batch.with_facts(**{fact: total}).select(kept)
+            scores = self._scores.setdefault(what, [])
+            if what == "reward" and not scores:
+                self.texts += self.machinery.texts(generated.select(rows), total[rows], self.machinery.run.train)
+            scores.append(Scores(total, kept, result, score))
+            self.values |= Scores.join(scores).metrics(what)
+            self.values[latency] = self.values.get(latency, 0.0) + times[latency]
+            if not part:
+                self._check_enough(len(rows), len(batch), what)
+        return batch.with_facts(**{fact: total}).select(rows)
 
     @property
     def least_samples(self) -> int:

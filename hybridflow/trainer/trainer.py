@@ -225,13 +225,15 @@ class Trainer:
         if (self.facts.directory / EXPORT).exists():
             move_aside(self.facts.directory / EXPORT)  # that of the same run, when it was to end sooner
         wait_for(self.roles, *self.roles.starting)
-        machinery, order, held = self.machinery, state.sampler, state.buffer
+        machinery, order, held, replay = self.machinery, state.sampler, state.buffer, state.replay
         if self.recipe.checkpoint.accept:  # perhaps other prompts, or in another order, or another tokenizer
             position = min([order["position"], *(int(batch.group_ids.min()) for batch in held)])
-            order, held = machinery.sampler.state_dict() | {"position": position}, ()
+            order, held, replay = machinery.sampler.state_dict() | {"position": position}, (), None
         machinery.sampler.load_state_dict(order)
         machinery.generator.samples_drawn = state.samples_drawn
         machinery.controllers.load_state_dict(state.algorithm)
+        if machinery.controllers.replay is not None:
+            machinery.controllers.replay.restore(replay)
         machinery.lookahead.restore(held)
         self.steps_done = machinery.phases.step = state.step
         self.updates = state.updates
@@ -243,6 +245,7 @@ class Trainer:
 
     def state(self, *, with_buffer: bool = True) -> RunState:
         """All that the driver knows and later steps depend on: also a rollout that was made ahead, if `with_buffer`."""
+        replay = self.machinery.controllers.replay
         return RunState(
             step=self.steps_done,
             policy_version=self.version,
@@ -257,6 +260,7 @@ class Trainer:
             run=self.facts.identity,
             inputs=self.facts.inputs,
             buffer=tuple(batch.fetch() for batch in self.machinery.lookahead.held()) if with_buffer else (),
+            replay=replay.samples if replay is not None else None,
         )
 
     def save(self, step: int) -> None:

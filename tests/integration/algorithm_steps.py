@@ -36,6 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo": {"base": "ppo", "algorithm": {"critic_warmup_steps": 0}},
     "remax": {"base": "remax"},
     "safe_rlhf": {"base": "safe_rlhf", "algorithm": {"critic_warmup_steps": 0}},
+    "dapo": {"base": "algorithms/dapo", "rollout": {"samples_per_prompt": 2}},  # of which two are equal here and there
+    "vapo": {"base": "algorithms/vapo", "algorithm": {"critic_warmup_steps": 1}},
+    "pf_ppo": {"base": "algorithms/pf_ppo", "algorithm": {"critic_warmup_steps": 0}},
 }
 """A recipe in `launch/recipes` each, and what a case has on top of it."""
 

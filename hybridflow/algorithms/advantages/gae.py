@@ -38,8 +38,22 @@ def token_rewards(rewards: Tensor, response_mask: Tensor, kl: Tensor | None = No
     return reward.to(torch.float32)
 
 
+def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
+    """The lambda of each response of VAPO, by its length l: the longer, the further its advantages look.
+
+        lambda = max(1 - 1 / (alpha * l), 0)
+
+    so that sum_t lambda^t = 1 / (1 - lambda) = alpha * l. Source: arXiv:2504.05118, section 4.2, with alpha = 0.05; it
+    does not say what holds for l < 1 / alpha, where the formula is below 0: one-step advantages (lambda 0) here.
+
+    `lengths` (B,) int64: the counted tokens of each response. Returns (B,) float64; 0 for a response without any.
+    """
+    check_rows("length_adaptive_lambda", rows=len(lengths), lengths=lengths)
+    return (1 - 1 / (alpha * lengths.to(torch.float64).clamp(min=1))).clamp(min=0.0)
+
+
 def gae_advantages(
-    token_rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lam: float
+    token_rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation: the advantages, and the returns that the critic is to learn.
 
@@ -50,7 +64,8 @@ def gae_advantages(
     Source: Schulman et al., arXiv:1506.02438, section 3. t counts the tokens in the mask only. The value after the last
     of them is 0, also where the response was cut off at its length limit.
 
-    `token_rewards` and `values` (B, S') float32, `response_mask` (B, S') bool. Returns advantages and returns, each
+    `token_rewards` and `values` (B, S') float32, `response_mask` (B, S') bool; `lam` one figure, or (B,) float64 of the
+    responses, as VAPO has it (`length_adaptive_lambda`). Returns advantages and returns, each
     (B, S') float32, 0 outside the mask. Computed in float64. Raises ValueError for a counted reward or value that is
     not finite, naming row and token: it would spoil the whole row and, whitened, the whole batch; and for columns of
     other shapes.
@@ -61,6 +76,8 @@ def gae_advantages(
     )
     check_finite("gae_advantages", "reward", token_rewards, response_mask)
     check_finite("gae_advantages", "value", values, response_mask)
+    if isinstance(lam, Tensor):
+        check_rows("gae_advantages", rows=len(response_mask), lam=lam)
     # One row a token, so that each step of the loop reads and writes what lies together.
     counted = response_mask.T.contiguous()
     reward = token_rewards.to(torch.float64).T.contiguous()

@@ -44,6 +44,26 @@ def refused(settings: object) -> str:
         ({"clip": 0.2}, "clip"),
         ({"kl_controller": "adaptive", "kl_coef": 0.1}, "kl_target None and kl_coef 0.1, expected a target"),
         ({"kl_controller": "adaptive", "kl_target": 0.1}, "kl_coef 0.0, expected a target, and a coefficient above 0"),
+        ({"dynamic_sampling_rounds": 3}, "dynamic_sampling_rounds is set with dynamic_sampling false, which does not"),
+        (
+            {"name": "dapo", "dynamic_sampling": False, "dynamic_sampling_draw": "missing"},
+            "expected dynamic_sampling true",
+        ),
+        (
+            {"name": "dapo", "overlong_penalty": 0.5},
+            "overlong_penalty is set with overlong_buffer null, which does not",
+        ),
+        ({"name": "vapo", "gae_lambda": 0.9}, "gae_lambda is set with length_adaptive_alpha, which takes its place"),
+        ({"name": "vapo", "positive_lm_coef": 0, "right_above": 1}, "right_above is set with positive_lm_coef 0"),
+        (
+            {"name": "pf_ppo", "filtration_n": 2},
+            "filtration_n is set with filtration 'best-random', which does not use",
+        ),
+        (
+            {"name": "pf_ppo", "replay_buffer_size": 0, "replay_ratio": 0.1},
+            "replay_ratio is set with replay_buffer_size 0",
+        ),
+        ({"name": "pf_ppo", "filter_prob": 1.1}, "filter_prob"),
         (
             {"name": "safe_rlhf", "lagrange_initial": 6.0},
             "lagrange_initial is 6.0, expected between lagrange_min, 0.05, and lagrange_max, 5.0",
@@ -74,6 +94,9 @@ def test_every_algorithm_is_there_and_needs_a_reference_only_where_it_is_asked_f
         ("ppo", {"needs_critic"}),
         ("remax", {"greedy_baseline"}),
         ("safe_rlhf", {"needs_critic", "needs_cost"}),
+        ("dapo", {"group_baseline"}),
+        ("vapo", {"needs_critic"}),
+        ("pf_ppo", {"needs_critic", "group_baseline"}),
     ],
 )
 def test_what_the_published_algorithms_need(name: str, needs: set[str]) -> None:
@@ -83,8 +106,8 @@ def test_what_the_published_algorithms_need(name: str, needs: set[str]) -> None:
 
 def test_a_key_of_another_algorithm_is_refused_in_one_line() -> None:
     assert refused({"gamma": 1.0}) == (  # the default, but somebody wrote it
-        "algorithm: gamma is set with name 'grpo', which does not use it; expected name 'ppo' or 'safe_rlhf', or no "
-        "gamma"
+        "algorithm: gamma is set with name 'grpo', which does not use it; expected name 'ppo' or 'safe_rlhf' or "
+        "'vapo' or 'pf_ppo', or no gamma"
     )
     assert refused({"name": "remax", "cost_limit": 1.0, "normalise_advantages_by_std": True}) == (
         "algorithm: normalise_advantages_by_std is set with name 'remax', which does not use it; expected name 'grpo', "
@@ -95,8 +118,18 @@ def test_a_key_of_another_algorithm_is_refused_in_one_line() -> None:
     assert "kl_horizon is set with kl_controller 'fixed', which does not use it" in refused({"kl_horizon": 100})
 
 
+SAMPLING = ("dynamic_sampling_rounds", "dynamic_sampling_draw", "dynamic_sampling_at_limit")
 USED = {
-    "grpo": {"normalise_advantages_by_std"},
+    "grpo": {"normalise_advantages_by_std", "dynamic_sampling"},
+    "dapo": {"dynamic_sampling", *SAMPLING, "overlong_filter", "overlong_buffer"},
+    "vapo": {
+        *("gamma", "value_clip", "whiten_advantages", "critic_warmup_steps"),
+        *("critic_gae_lambda", "length_adaptive_alpha", "positive_lm_coef", "right_above"),
+    },
+    "pf_ppo": {
+        *("gamma", "gae_lambda", "value_clip", "whiten_advantages", "critic_warmup_steps"),
+        *("filtration", "filter_prob", "replay_buffer_size", "replay_ratio", "replay_max_age"),
+    },
     "ppo": {"gamma", "gae_lambda", "value_clip", "whiten_advantages", "critic_warmup_steps"},
     "remax": set(),
     "safe_rlhf": {

@@ -229,6 +229,10 @@ def test_rewards() -> None:
         (lambda: recipe_of(PPOConfig(), passes=1), "num_epochs counts passes over prompts, and none were given"),
         (lambda: recipe_of(PPOConfig(), prompts=None, reward="length"), "no prompts, expected train(prompts), PPOTrai"),
         (lambda: recipe_of(PPOConfig(), passes=0), "num_epochs=0, expected at least 1"),
+        (
+            lambda: recipe_of(PPOConfig(algorithm="dapo"), prompts=Path("p"), number=9, passes=1, reward="length"),
+            "num_epochs=1 with algorithm.dynamic_sampling=true, where a step draws as many prompts as it needs; expe",
+        ),
         (lambda: make_recipe(PPOConfig(), Given(), gpus=0), "no model, expected a HuggingFace directory as model="),
     ],
 )  # fmt: skip

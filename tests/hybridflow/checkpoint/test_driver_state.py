@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -209,3 +210,20 @@ def test_the_phase_file_says_what_the_run_is_at(tmp_path: Path) -> None:
 
 def test_a_phase_file_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     PhaseFile(tmp_path / "gone" / "phase.json").enter("rollout")
+
+
+def test_samples_that_are_kept_come_back_beside_those_that_were_made_ahead(tmp_path: Path) -> None:
+    state = replace(a_state(a_batch()), replay=a_batch(first_sample=30))
+    files = state.write(tmp_path)
+    assert sorted(files) == sorted(tmp_path.iterdir()) and len(files) == 3
+    back = RunState.read(tmp_path)
+    assert state.replay is not None and back.replay is not None and len(back.buffer) == 1
+    assert_equal(state.replay, back.replay)
+    driver = tmp_path / "driver.json"
+    facts = json.loads(driver.read_text())
+    driver.write_text(json.dumps(facts | {"replay": "../other.safetensors"}))
+    with pytest.raises(UserError, match=r"replay: '\.\./other\.safetensors', expected replay\.safetensors"):
+        RunState.read(tmp_path)
+    del facts["replay"]
+    driver.write_text(json.dumps(facts))  # as a run has it that keeps none
+    assert RunState.read(tmp_path).replay is None

@@ -310,3 +310,14 @@ def test_a_model_that_is_offloaded_is_there_in_its_own_phases_only() -> None:
     most = "rollout.engine.max_total_tokens=100000000"
     more = _ledger("h200-1gpu-ppo.yaml", "reference.offload=true", "critic.offload=true", most).gpus[0].cache_tokens
     assert more > _ledger("h200-1gpu-ppo.yaml", most).gpus[0].cache_tokens
+
+
+def test_samples_that_are_kept_are_on_the_drivers_host() -> None:
+    algorithm = "algorithm={name: pf_ppo, replay_buffer_size: 100000}"
+    several = [*FOUR, Node("node 1", gpus=4, cpu_slots=0)]
+    placement = ["placement.actor=cuda:0-7", "rollout.samples_per_prompt=2", "placement.rollout=cuda:0-7"]
+    ledger = _ledger("qwen3-30b-a3b-4xh200.yaml", algorithm, *placement, nodes=several)
+    first, second = ledger.hosts
+    assert "replay buffer" not in second.items
+    assert first.items["replay buffer"] == 3 * 100_000 * (13 * ledger.sequence_tokens + 64)
+    assert not first.page_locked and second.page_locked

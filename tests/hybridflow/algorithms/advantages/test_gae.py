@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.advantages.gae import gae_advantages, token_rewards
+from hybridflow.algorithms.advantages.gae import gae_advantages, length_adaptive_lambda, token_rewards
 from tests.support.columns import mask_with_holes, soiled
 
 T, F = True, False
@@ -120,3 +120,38 @@ def test_figures_that_are_no_numbers_and_other_shapes_are_refused() -> None:
         token_rewards(torch.zeros(2, 1), mask)
     with pytest.raises(ValueError, match=r"the mask is torch\.int64, expected torch\.bool"):
         gae_advantages(good, good, mask.long(), **settings)
+
+
+def test_a_lambda_for_each_response_by_hand() -> None:
+    rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 1.0, 9.0], [0.0, 0.0, 1.0]])
+    values = torch.tensor([[0.1, 0.2, 0.4], [0.5, 0.25, 9.0], [0.1, 0.2, 0.4]])
+    mask = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])
+    lam = torch.tensor([0.0, 1.0, 0.5], dtype=torch.float64)
+    advantages, returns = gae_advantages(rewards, values, mask, gamma=1.0, lam=lam)
+    expected = [[0.1, 0.2, 0.6], [0.5, 0.75, 0.0], [0.1 + 0.5 * (0.2 + 0.5 * 0.6), 0.2 + 0.5 * 0.6, 0.6]]
+    torch.testing.assert_close(advantages, torch.tensor(expected))
+    torch.testing.assert_close(returns, (torch.tensor(expected) + values) * mask)
+
+
+def test_one_lambda_for_all_is_the_same_as_a_figure_to_the_last_bit() -> None:
+    torch.manual_seed(1)
+    rewards, values, mask = torch.randn(5, 7), torch.randn(5, 7), mask_with_holes(5, 7)
+    one = gae_advantages(rewards, values, mask, gamma=0.9, lam=0.95)
+    many = gae_advantages(rewards, values, mask, gamma=0.9, lam=torch.full((5,), 0.95, dtype=torch.float64))
+    assert all(map(torch.equal, one, many))
+    with pytest.raises(ValueError, match="lam has shape"):
+        gae_advantages(rewards, values, mask, gamma=1.0, lam=torch.ones(4))
+
+
+def test_a_lambda_of_one_gives_monte_carlo_returns_whatever_the_critic_says() -> None:
+    rewards, mask = torch.tensor([[0.5, -1.0, 2.0]]), torch.ones(1, 3, dtype=torch.bool)
+    _, returns = gae_advantages(rewards, torch.tensor([[7.0, -3.0, 11.0]]), mask, gamma=0.5, lam=1.0)
+    torch.testing.assert_close(returns, torch.tensor([[0.5 - 0.5 + 0.5, -1.0 + 1.0, 2.0]]))
+
+
+def test_lambda_by_length_by_hand() -> None:
+    found = length_adaptive_lambda(torch.tensor([0, 1, 20, 21, 100, 4000]), 0.05)
+    assert found.dtype == torch.float64
+    assert found.tolist() == pytest.approx([0.0, 0.0, 0.0, 1 - 1 / 1.05, 0.8, 0.995])
+    # What it is made for: the geometric series of lambda is alpha times the length.
+    assert (1 / (1 - found[3:])).tolist() == pytest.approx([1.05, 5.0, 200.0])

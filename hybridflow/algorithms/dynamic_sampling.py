@@ -1,0 +1,199 @@
+"""Dynamic sampling: a step learns from groups that have something to say (DAPO, arXiv:2503.14476, section 3.2).
+
+A group whose rewards are all equal has no advantages. Such groups are left out, and further prompts are drawn until
+the step has `trainer.prompts_per_step` others, in a number of rounds that is limited. Every prompt that was drawn is
+one of:
+
+    used        learned from
+    filtered    all its rewards are equal ("all right" if above 0, else "all wrong"), or none of its samples counts
+    failed      none of its samples has a reward
+    surplus     has different rewards, and the step was full: of the last round, those that were drawn last
+
+and is counted as that in the metrics `sampling/...`. The reward that is looked at is that of the functions and the
+reward model, before penalties of the algorithm, as the paper's condition is on the answer alone. Equal is equal to the
+last bit: a limit on a standard deviation would let errors of rounding decide.
+
+Where public implementations differ: verl draws a fixed number each round and cuts a full batch off at its end, NeMo-RL
+as well; here a round draws what is missing over the share of groups that had different rewards so far in the step. The
+next step never learns from a surplus sample, which would be of older weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from engine3d.errors import EngineError
+from hybridflow.algorithms.base import Step
+from hybridflow.algorithms.checks import check_finite, check_mask, check_rows
+from hybridflow.algorithms.settings import AlgorithmSettings
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.errors.log import log
+from hybridflow.metrics import names as metrics
+
+Counted = Callable[[RemoteBatch], Tensor]
+"""A batch -> (B,) bool: the samples that are going to be in the loss."""
+
+
+class DynamicSamplingSettings(AlgorithmSettings):
+    """Settings of dynamic sampling, for algorithms that compare the samples of a prompt with each other."""
+
+    dynamic_sampling: bool = False
+    """Leave groups out whose rewards are all equal, and draw further prompts until a step has
+    `trainer.prompts_per_step` others."""
+    dynamic_sampling_rounds: int = Field(default=10, ge=1)
+    """The most rollouts of a step, the first one included."""
+    dynamic_sampling_draw: Literal["expected", "missing"] = "expected"
+    """How many prompts a round draws: as many as are expected to fill the step, by the share of groups that were good
+    so far in it, and at most `trainer.prompts_per_step`, so that some may be too many; or as many as are missing, in
+    more rounds. At least one for each engine in either case."""
+    dynamic_sampling_at_limit: Literal["learn", "stop"] = "learn"
+    """After the last round of a step that is not full: learn from what there is, if it is enough for all ranks and
+    mini-batches, or stop the run."""
+
+    @property
+    def _unused(self) -> dict[str, str]:
+        own = [key for key in DynamicSamplingSettings.model_fields if key.startswith("dynamic_sampling_")]
+        why = "dynamic_sampling false, which does not use it; expected dynamic_sampling true"
+        return super()._unused | (dict.fromkeys(own, why) if not self.dynamic_sampling else {})
+
+
+class GroupKind(Enum):
+    """What a group is to dynamic sampling."""
+
+    GOOD = "different rewards"
+    ALL_RIGHT = "all rewards equal and above 0"
+    ALL_WRONG = "all rewards equal and not above 0"
+    UNCOUNTED = "no sample counts"
+
+
+def group_kinds(rewards: Tensor, group_ids: Tensor, counted: Tensor | None = None) -> dict[int, GroupKind]:
+    """The kind of each group, by its id in ascending order.
+
+    A group is exactly the samples of its id, wherever they stand; one that has lost samples is what is left of it. So a
+    group of one has equal rewards.
+
+    `rewards` (B,) float32, `group_ids` (B,) int64, `counted` (B,) bool: the samples that are going to be in the loss,
+    all if None. A group none of whose samples counts is UNCOUNTED whatever its rewards. Those that do not count are
+    part of the comparison, as they are of the baseline. Raises ValueError for a reward that is not finite, naming its
+    row, and for columns of other shapes.
+    """
+    check_rows("group_kinds", rows=len(rewards), rewards=rewards, group_ids=group_ids)
+    check_finite("dynamic sampling", "reward", rewards)
+    groups, member_of = group_ids.unique(return_inverse=True)
+    empty = rewards.new_zeros(len(groups))
+    lowest = empty.scatter_reduce(0, member_of, rewards, "amin", include_self=False)
+    highest = empty.scatter_reduce(0, member_of, rewards, "amax", include_self=False)
+    counts = torch.ones_like(groups)
+    if counted is not None:
+        check_mask("group_kinds", counted)
+        check_rows("group_kinds", rows=len(rewards), counted=counted)
+        counts = torch.zeros_like(groups).index_add(0, member_of, counted.to(torch.int64))
+    kinds = {}
+    for group, low, high, count in zip(*(each.tolist() for each in (groups, lowest, highest, counts)), strict=True):
+        equal = GroupKind.ALL_RIGHT if low > 0 else GroupKind.ALL_WRONG
+        kinds[group] = GroupKind.UNCOUNTED if not count else equal if low == high else GroupKind.GOOD
+    return kinds
+
+
+@dataclass
+class Tally:
+    """What has become of the prompts of a step so far."""
+
+    rounds: int = 0
+    drawn: int = 0
+    used: int = 0
+    failed: int = 0
+    surplus: int = 0
+    filtered: Counter[GroupKind] = field(default_factory=Counter)
+
+    @property
+    def good(self) -> int:
+        """Groups with different rewards."""
+        return self.used + self.surplus
+
+    def count(self, drawn: int, kinds: Mapping[int, GroupKind], wanted: int) -> list[int]:
+        """Count one more round, of which so many groups can be used; the groups that are, in the order of their ids."""
+        good = [group for group, kind in kinds.items() if kind is GroupKind.GOOD]
+        self.rounds += 1
+        self.drawn += drawn
+        self.failed += drawn - len(kinds)
+        self.filtered.update(kind for kind in kinds.values() if kind is not GroupKind.GOOD)
+        self.used += min(len(good), wanted)
+        self.surplus += max(len(good) - wanted, 0)
+        return good[:wanted]
+
+    def metrics(self) -> dict[str, float]:
+        """The figures of the step."""
+        return {
+            metrics.SAMPLING_ROUNDS: self.rounds,
+            metrics.SAMPLING_DRAWN: self.drawn,
+            metrics.SAMPLING_USED: self.used,
+            metrics.SAMPLING_FILTERED: self.filtered.total(),
+            metrics.SAMPLING_FAILED: self.failed,
+            metrics.SAMPLING_SURPLUS: self.surplus,
+            metrics.SAMPLING_ALL_RIGHT: self.filtered[GroupKind.ALL_RIGHT] / self.drawn,
+            metrics.SAMPLING_ALL_WRONG: self.filtered[GroupKind.ALL_WRONG] / self.drawn,
+        }
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{kind.value} {self.filtered[kind]}" for kind in GroupKind if self.filtered[kind])
+        failed = f", failed {self.failed}" if self.failed else ""
+        return f"{self.used} of {self.drawn} prompts in {self.rounds} rounds are to learn from ({kinds}{failed})"
+
+
+def next_round(tally: Tally, wanted: int, config: DynamicSamplingSettings, *, least: int = 1) -> int:
+    """How many prompts the next round draws, at least `least`, of a step that is to have `wanted` and has fewer."""
+    missing = wanted - tally.used
+    if config.dynamic_sampling_draw == "missing" or not tally.drawn:
+        return max(missing, least)
+    if not tally.good:
+        return wanted
+    return max(min(wanted, math.ceil(missing * tally.drawn / tally.good)), least)
+
+
+def rewarded_samples[C: DynamicSamplingSettings](step: Step[C], counted: Counted | None = None) -> RemoteBatch:
+    """The step's samples with rewards and the log-probs that are needed; by dynamic sampling if the settings say so.
+
+    Args:
+        counted: which samples are going to be in the loss; all if None.
+
+    Raises:
+        EngineError: too few groups after the last round.
+    """
+    if not step.config.dynamic_sampling:
+        return step.rewards(step.logprobs(step.generate(step.draw())))
+    return step.logprobs(_draw_until_full(step, counted))
+
+
+def _draw_until_full[C: DynamicSamplingSettings](step: Step[C], counted: Counted | None) -> RemoteBatch:
+    config, wanted = step.config, step.prompts_per_step
+    tally, parts = Tally(), []
+    while tally.used < wanted and tally.rounds < config.dynamic_sampling_rounds:
+        draw = step.draw(next_round(tally, wanted, config, least=step.least_prompts))
+        batch = step.rewards(step.generate(draw), part=True)
+        ids = batch.facts["group_ids"]
+        kinds = group_kinds(batch.facts["rewards"], ids, None if counted is None else counted(batch))
+        used = tally.count(len(draw.indices), kinds, wanted - tally.used)
+        if used:
+            parts.append(batch.select(torch.isin(ids, torch.tensor(used)).nonzero()[:, 0]))
+    step.values.update(tally.metrics())
+    samples = sum(map(len, parts))
+    if tally.used < wanted:
+        short = f"step {step.number}: {tally}"
+        limit = f"algorithm.dynamic_sampling_rounds={config.dynamic_sampling_rounds}"
+        if config.dynamic_sampling_at_limit == "stop" or samples < step.least_samples:
+            raise EngineError(
+                f"{short}, expected {wanted} of different rewards within {limit}, or at least {step.least_samples} "
+                "samples with algorithm.dynamic_sampling_at_limit=learn"
+            )
+        log.warning(f"{short}, fewer than {wanted} within {limit}; the step learns from those")
+    return RemoteBatch.concatenate(parts)

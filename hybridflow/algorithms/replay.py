@@ -1,0 +1,79 @@
+"""Samples that a driver keeps to learn from them again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Generator, Tensor
+
+from hybridflow.batch.sample_batch import SampleBatch
+
+_TOKEN_BYTES = 8 + 4 + 1
+"""Of a response token: its id, its log-prob and whether the policy wrote it. A prompt token has its id alone."""
+_SAMPLE_BYTES = 8 * 8
+"""Of a sample: lengths, ids, version, finish reason and reward."""
+
+
+class ReplayBuffer:
+    """Samples of former steps, as their policies drew them: tokens, log-probs and rewards, in order of their ids.
+
+    It lies in the driver's memory. Each sample leaves when it is drawn, when it is too old, or when there are more than
+    there is room for: those of the smallest ids then, which are the oldest.
+
+    Args:
+        size: the most samples.
+        max_age: the most versions by which the weights that drew a sample may be older than those that generate; any
+            if None.
+    """
+
+    def __init__(self, size: int, max_age: int | None = None) -> None:
+        self._size, self._max_age = size, max_age
+        self.samples: SampleBatch | None = None
+        """None where there are none. Never changed in place."""
+
+    def __len__(self) -> int:
+        return len(self.samples) if self.samples is not None else 0
+
+    def drop_older(self, version: int) -> None:
+        """Leave out what is too old beside weights of this version."""
+        if self.samples is not None and self._max_age is not None:
+            self._keep(version - self.samples.policy_versions <= self._max_age)
+
+    def take(self, count: int, generator: Generator) -> SampleBatch | None:
+        """Draw so many samples, or all if there are fewer: uniformly, without replacement. They leave the buffer.
+
+        Returns:
+            The samples in order of their ids; None for none.
+        """
+        count = min(count, len(self))
+        if not count:
+            return None
+        assert self.samples is not None
+        drawn = torch.zeros(len(self), dtype=torch.bool)
+        drawn[torch.randperm(len(self), generator=generator)[:count]] = True
+        taken = self.samples.select(drawn.nonzero()[:, 0])
+        self._keep(~drawn)
+        return taken
+
+    def add(self, samples: SampleBatch) -> None:
+        """Put samples in, whose ids are larger than those of all that are there; the oldest leave for them."""
+        joined = samples if self.samples is None else SampleBatch.concatenate([self.samples, samples])
+        first = max(0, len(joined) - self._size)
+        self.samples = joined.select(range(first, len(joined))) if first else joined
+        if not len(self.samples):
+            self.samples = None
+
+    def restore(self, samples: SampleBatch | None) -> None:
+        """Go on with what `samples` was; the oldest leave where the buffer is smaller now."""
+        self.samples = None
+        if samples is not None:
+            self.add(samples)
+
+    def _keep(self, kept: Tensor) -> None:
+        assert self.samples is not None
+        if not bool(kept.all()):
+            self.samples = self.samples.select(kept.nonzero()[:, 0]) if bool(kept.any()) else None
+
+
+def most_bytes(samples: int, sequence_tokens: int) -> int:
+    """The most host memory that so many kept samples take, each of at most so many tokens."""
+    return samples * (sequence_tokens * _TOKEN_BYTES + _SAMPLE_BYTES)

@@ -1,0 +1,76 @@
+"""Where the settings of an algorithm do not go with those of the run around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridflow.algorithms.dapo import DAPOSettings
+from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
+from hybridflow.algorithms.pf_ppo import PFPPOSettings
+from hybridflow.algorithms.settings import AlgorithmSettings
+from hybridflow.algorithms.vapo import VAPOSettings
+from hybridflow.config.roles import RolloutRole
+from hybridflow.config.run import TrainerConfig
+
+
+def misfits(algorithm: AlgorithmSettings, trainer: TrainerConfig, rollout: RolloutRole) -> Iterator[str]:
+    """What does not go together, a line each."""
+    if isinstance(algorithm, DynamicSamplingSettings) and algorithm.dynamic_sampling:
+        yield from _of_dynamic_sampling(trainer)
+    if isinstance(algorithm, DAPOSettings):
+        yield from _of_length_penalty(algorithm, rollout.sampling.max_new_tokens)
+    if isinstance(algorithm, PFPPOSettings):
+        yield from _of_filtration(algorithm, trainer, rollout)
+    if isinstance(algorithm, VAPOSettings) and trainer.epochs_of_data is None:
+        yield from _of_pretraining(algorithm, trainer.steps)
+
+
+def _of_dynamic_sampling(trainer: TrainerConfig) -> Iterator[str]:
+    setting = "algorithm.dynamic_sampling=true"
+    if trainer.epochs_of_data is not None:
+        yield (
+            f"trainer.epochs_of_data={trainer.epochs_of_data:g} with {setting}, where a step draws as many prompts "
+            "as it needs; expected trainer.steps, or dynamic_sampling=false"
+        )
+    if trainer.max_staleness:
+        yield (
+            f"trainer.max_staleness={trainer.max_staleness} with {setting}, whose further prompts are drawn once the "
+            "rewards of the first are known; expected 0, or dynamic_sampling=false"
+        )
+
+
+def _of_length_penalty(algorithm: DAPOSettings, limit: int) -> Iterator[str]:
+    if algorithm.overlong_buffer is not None and algorithm.overlong_buffer > limit:
+        yield (
+            f"algorithm.overlong_buffer={algorithm.overlong_buffer} with rollout.sampling.max_new_tokens={limit}, "
+            "before which it lies; expected at most as many"
+        )
+
+
+def _of_filtration(algorithm: PFPPOSettings, trainer: TrainerConfig, rollout: RolloutRole) -> Iterator[str]:
+    if algorithm.filtration == "best-n" and algorithm.filtration_n > rollout.samples_per_prompt:
+        yield (
+            f"algorithm.filtration_n={algorithm.filtration_n} with rollout.samples_per_prompt="
+            f"{rollout.samples_per_prompt}, expected at most as many"
+        )
+    if not algorithm.replay_buffer_size:
+        return
+    setting = f"algorithm.replay_buffer_size={algorithm.replay_buffer_size}"
+    if trainer.max_staleness:
+        yield (
+            f"trainer.max_staleness={trainer.max_staleness} with {setting}, which were not tried together; expected 0, "
+            "or replay_buffer_size=0"
+        )
+    if algorithm.kl_guard is not None:
+        yield (
+            f"algorithm.kl_guard is set with {setting}, where the policy before the step did not make all samples; "
+            "expected no kl_guard, or replay_buffer_size=0"
+        )
+
+
+def _of_pretraining(algorithm: VAPOSettings, steps: int) -> Iterator[str]:
+    if algorithm.critic_warmup_steps >= steps:
+        yield (
+            f"algorithm.critic_warmup_steps={algorithm.critic_warmup_steps} with trainer.steps={steps}, in which the "
+            "policy would never learn; expected more steps, or fewer of the critic alone"
+        )

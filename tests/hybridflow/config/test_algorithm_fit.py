@@ -1,0 +1,101 @@
+"""Settings of algorithms against those of the run around them: one line each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine3d.errors import UserError
+from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.config.yaml_loader import SettingsError
+from hybridflow.planning.recipe_check import check_recipe
+from hybridflow.planning.replay_check import check_replay, replay_bytes
+from tests.support.runs import DEMO
+
+PRETRAINED = "algorithm={name: vapo, critic_warmup_steps: 1}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["algorithm.name=dapo", "trainer.steps=null", "trainer.epochs_of_data=2"],
+            "trainer.epochs_of_data=2 with algorithm.dynamic_sampling=true, where a step draws as many prompts as it "
+            "needs; expected trainer.steps, or dynamic_sampling=false",
+        ),
+        (
+            ["algorithm.dynamic_sampling=true", "trainer.max_staleness=1", "placement.rollout=cpu:2"],
+            "trainer.max_staleness=1 with algorithm.dynamic_sampling=true, whose further prompts are drawn once the "
+            "rewards of the first are known; expected 0, or dynamic_sampling=false",
+        ),
+        (
+            ["algorithm={name: dapo, overlong_buffer: 5}"],
+            "algorithm.overlong_buffer=5 with rollout.sampling.max_new_tokens=4, before which it lies; expected at "
+            "most as many",
+        ),
+        (
+            ["algorithm={name: pf_ppo, filtration: best-n, filtration_n: 9}"],
+            "algorithm.filtration_n=9 with rollout.samples_per_prompt=8, expected at most as many",
+        ),
+        (
+            ["algorithm.name=pf_ppo", "trainer.max_staleness=1", "placement.rollout=cpu:2"],
+            "trainer.max_staleness=1 with algorithm.replay_buffer_size=10000, which were not tried together; expected "
+            "0, or replay_buffer_size=0",
+        ),
+        (
+            ["algorithm={name: pf_ppo, kl_guard: 0.1}"],
+            "algorithm.kl_guard is set with algorithm.replay_buffer_size=10000, where the policy before the step did "
+            "not make all samples; expected no kl_guard, or replay_buffer_size=0",
+        ),
+        (
+            ["algorithm={name: vapo, critic_warmup_steps: 120}"],
+            "algorithm.critic_warmup_steps=120 with trainer.steps=120, in which the policy would never learn; expected "
+            "more steps, or fewer of the critic alone",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_one_line(overrides: list[str], message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_recipe(DEMO, overrides)
+    [line] = caught.value.lines
+    assert line.endswith(message)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm={name: dapo, dynamic_sampling: false}", "trainer.steps=null", "trainer.epochs_of_data=2"],
+        ["algorithm={name: dapo, dynamic_sampling: false}", "trainer.max_staleness=1", "placement.rollout=cpu:2"],
+        ["algorithm={name: dapo, overlong_buffer: 4}"],
+        ["algorithm={name: pf_ppo, replay_buffer_size: 0}", "trainer.max_staleness=1", "placement.rollout=cpu:2"],
+        [PRETRAINED, "trainer.max_staleness=1", "placement.rollout=cpu:2"],
+    ],
+)
+def test_what_goes_together_is_not(overrides: list[str]) -> None:
+    load_recipe(DEMO, overrides)
+
+
+def test_a_buffer_larger_than_memory_is_refused_by_check_in_one_line(tmp_path: Path) -> None:
+    recipe = load_recipe(DEMO, [f"run_dir={tmp_path}", "algorithm={name: pf_ppo, replay_buffer_size: 2000000000}"])
+    with pytest.raises(SettingsError) as caught:
+        check_recipe(recipe)
+    [line] = caught.value.lines
+    assert line.startswith("algorithm.replay_buffer_size=2000000000: samples of up to 10 tokens take ")
+    assert "on a host of" in line and "expected at most" in line
+
+
+def test_the_most_that_is_said_to_fit_fits() -> None:
+    memory = 10**9
+    with pytest.raises(UserError, match=r"take 9\.8 GB with their copies, on a host of 1\.0 GB") as caught:
+        check_replay(_of_size(25_000), 10_000, memory)
+    most = int(str(caught.value).rpartition("at most ")[2].replace(",", ""))
+    check_replay(_of_size(most), 10_000, memory)
+    with pytest.raises(UserError):
+        check_replay(_of_size(most + 1), 10_000, memory)
+    check_replay(_of_size(10**9), 10_000, None)
+    assert replay_bytes(load_recipe(DEMO), 10_000) == 0
+
+
+def _of_size(samples: int) -> Recipe:
+    return load_recipe(DEMO, [f"algorithm={{name: pf_ppo, replay_buffer_size: {samples}}}"])

@@ -1,0 +1,85 @@
+"""Algorithms that draw prompts or samples as they need them: killed and resumed, they draw the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
+from hybridflow.checkpoint.batch_files import read_batch
+from tests.support.runs import ROOT, SMALL, records
+from tests.support.warm import warm_python
+
+pytestmark = pytest.mark.processes
+
+STEPS = 4
+COMMON = [
+    *SMALL,
+    f"trainer.steps={STEPS}",
+    "trainer.eval_before_train=false",
+    "checkpoint.save_interval=1",
+    "placement={actor: cpu:0, rollout: cpu:1}",
+    "train.layout.ep=1",
+]
+WITH_CRITIC = ["critic.train.layout.ep=1", "algorithm.critic_warmup_steps=0"]
+REWARDS = """def score(generated_texts, prompts):
+    # Equal for about half of the prompts, so that groups are left out.
+    return [len(text) / 4 if prompt[1] in "13579" else 1.0 for prompt, text in zip(prompts, generated_texts)]
+"""
+
+
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("rewards") / "some.py"
+    path.write_text(REWARDS)
+    return f'reward.functions=[{{name: some, path: "{path}:score"}}]'
+
+
+def a_run(directory: Path, name: str, *overrides: str) -> KilledRun:
+    recipe = str(ROOT / f"launch/recipes/algorithms/{name}.yaml")
+    return KilledRun(directory, [recipe, *COMMON, *overrides], interpreter=warm_python())
+
+
+def whole_and_killed(directory: Path, name: str, *overrides: str) -> Path:
+    """The directory of a run that was never interrupted, and whose like was killed in step 3 and resumed."""
+    whole, run = (a_run(directory / each, name, *overrides) for each in ("whole", "killed"))
+    outcome = whole.run()
+    assert outcome.exit_code == 0, whole.output
+    outcome = run.run(Kill("driver", "update", 3, 0.0))
+    assert outcome.killed and not outcome.left_over, run.output
+    outcome = run.run()
+    assert outcome.exit_code == 0, run.output
+    assert "resume: after step " in run.output
+    assert compare(run, whole) == Comparison(identical=True, lost=0, duplicated=0)
+    return whole.run_directory
+
+
+def test_dynamic_sampling_draws_the_same_prompts(reward: str, tmp_path: Path) -> None:
+    directory = whole_and_killed(tmp_path, "dapo", reward)
+    steps, position = records(directory, "train"), 0
+    for step in steps:
+        position += step["sampling/drawn_prompts"]
+        assert step["sampling/used_prompts"] == 8
+        parts = ("used", "filtered", "failed", "surplus")
+        assert step["sampling/drawn_prompts"] == sum(step[f"sampling/{part}_prompts"] for part in parts)
+        state = json.loads((directory / f"checkpoints/step-{step['step']:08d}/driver.json").read_text())
+        assert state["sampler"]["position"] == position
+        assert state["samples_drawn"] == 4 * position + (16 if step["step"] == STEPS else 0)  # and of an evaluation
+    assert max(step["sampling/rounds"] for step in steps) > 1
+    assert sum(step["sampling/filtered_prompts"] for step in steps) > 0
+
+
+def test_a_replay_buffer_gives_the_same_samples(reward: str, tmp_path: Path) -> None:
+    directory = whole_and_killed(tmp_path, "pf_ppo", reward, "algorithm.replay_buffer_size=40", *WITH_CRITIC)
+    steps = records(directory, "train")
+    assert [step["replay/share"] > 0 for step in steps] == [False, True, True, True]
+    assert [step.get("replay/age_mean", 0) > 0 for step in steps] == [False, True, True, True]
+    # The ratio of samples of older policies is no constant.
+    assert steps[0]["train/ratio_mean"] == pytest.approx(1, abs=0.1)
+    for step in steps:
+        kept = read_batch(directory / f"checkpoints/step-{step['step']:08d}/replay.safetensors")
+        assert len(kept) == step["replay/size"] <= 40
+        assert kept.rewards is not None and kept.policy_versions.max() == step["step"]
+        assert len(kept.sample_ids.unique()) == len(kept)

@@ -1,0 +1,183 @@
+"""A step whose engines and models are numbers: what an algorithm composes of it, without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.advantages.whitening import Moments
+from hybridflow.algorithms.base import Applied, Experience, Step
+from hybridflow.algorithms.lagrange_multiplier import LagrangeMultiplier
+from hybridflow.algorithms.replay import ReplayBuffer
+from hybridflow.algorithms.settings import AlgorithmSettings
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.batch.sample_fields import FinishReason
+from hybridflow.batch.worker_output import Columns, pack
+from hybridflow.data.prompts import Draw, Prompts
+
+Reward = float | None
+"""None where a sample gets none."""
+
+
+@dataclass
+class NumberedStep(Step[Any]):
+    """One step. Sample k of group g has the reward, and the length, that functions of (g, k) say.
+
+    Args:
+        settings: of the algorithm.
+        reward: of a sample.
+        length: tokens of a response; one of `limit` tokens is truncated.
+        prompts: of a step.
+        samples: of each prompt.
+        least: samples of an update.
+        engines: each of which gets a prompt.
+        position: the group of the next prompt, which goes on from step to step.
+        kept: the replay buffer.
+    """
+
+    settings: AlgorithmSettings
+    reward: Callable[[int, int], Reward]
+    length: Callable[[int, int], int] = lambda group, sample: 3
+    prompts: int = 4
+    samples: int = 4
+    least: int = 2
+    engines: int = 1
+    limit: int = 8
+    number: int = 1
+    position: int = 0
+    kept: ReplayBuffer | None = None
+    values: dict[str, float] = field(default_factory=dict)
+    draws: list[int] = field(default_factory=list)
+    """Prompts of each draw."""
+    recalled: list[SampleBatch] = field(default_factory=list)
+    updated: list[Experience] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+
+    responses: ClassVar[dict[int, tuple[SampleBatch, int]]] = {}
+    """Every sample that was ever generated, by its id, as a row of a batch: what `fetched` finds."""
+
+    @property
+    def config(self) -> Any:
+        return self.settings
+
+    @property
+    def multiplier(self) -> LagrangeMultiplier:
+        raise NotImplementedError
+
+    @property
+    def replay(self) -> ReplayBuffer:
+        assert self.kept is not None
+        return self.kept
+
+    @property
+    def prompts_per_step(self) -> int:
+        return self.prompts
+
+    @property
+    def least_prompts(self) -> int:
+        return self.engines
+
+    @property
+    def response_limit(self) -> int:
+        return self.limit
+
+    @property
+    def least_samples(self) -> int:
+        return self.least
+
+    def generator(self, name: str) -> torch.Generator:
+        return torch.Generator().manual_seed(1000 * self.number + len(name))
+
+    def draw(self, count: int | None = None) -> Draw:
+        count = self.prompts if count is None else count
+        assert count >= self.engines
+        first, self.position = self.position, self.position + count
+        self.draws.append(count)
+        return Draw(Prompts([], []), list(range(first, self.position)), first)
+
+    def generate(self, draw: Draw) -> RemoteBatch:
+        self.calls.append("generate")
+        places = [(draw.first_group + row, k) for row in range(len(draw.indices)) for k in range(self.samples)]
+        lengths = [self.length(*place) for place in places]
+        made = SampleBatch.from_generations(
+            prompts=[[5, 6]] * len(places),
+            responses=[list(range(length)) for length in lengths],
+            logprobs=[[-0.5] * length for length in lengths],
+            sample_ids=[100 * group + k for group, k in places],
+            group_ids=[group for group, _ in places],
+            prompt_indices=[group for group, _ in places],
+            policy_versions=[self.number] * len(places),
+            finish_reasons=[FinishReason.LENGTH if each >= self.limit else FinishReason.STOP for each in lengths],
+        )
+        return self._remote(made)
+
+    def recall(self, samples: SampleBatch) -> RemoteBatch:
+        self.calls.append("recall")
+        self.recalled.append(samples)
+        return self._remote(samples)
+
+    def _remote(self, samples: SampleBatch) -> RemoteBatch:
+        _, summary = pack(samples)
+        assert summary is not None
+        for row, sample in enumerate(samples.sample_ids.tolist()):
+            self.responses[sample] = samples, row
+        return RemoteBatch(summary.facts, [])
+
+    def generate_greedy(self, draw: Draw) -> RemoteBatch:
+        raise NotImplementedError
+
+    def logprobs(self, batch: RemoteBatch) -> RemoteBatch:
+        self.calls.append("logprobs")
+        return batch
+
+    def critic_values(self, batch: RemoteBatch) -> RemoteBatch:
+        self.calls.append("critic_values")
+        return batch
+
+    def rewards(self, batch: RemoteBatch, *, baseline: bool = False, part: bool = False) -> RemoteBatch:
+        self.calls.append("rewards")
+        found = [self.reward(sample // 100, sample % 100) for sample in batch.facts["sample_ids"].tolist()]
+        kept = [row for row, reward in enumerate(found) if reward is not None]
+        assert part or len(kept) >= self.least
+        return batch.select(kept).with_facts(rewards=torch.tensor([found[row] for row in kept], dtype=torch.float32))
+
+    def costs(self, batch: RemoteBatch) -> RemoteBatch:
+        raise NotImplementedError
+
+    def estimate(
+        self, batch: RemoteBatch, function: Callable[..., Columns], role: str, **arguments: float
+    ) -> tuple[RemoteBatch, Moments]:
+        self.calls.append("estimate")
+        return batch, Moments(1, 0.0, 1.0)
+
+    def apply(self, batch: RemoteBatch, function: Callable[..., Columns], **arguments: Any) -> Applied:
+        raise NotImplementedError
+
+    def current_logprobs(self, batch: RemoteBatch) -> RemoteBatch:
+        raise NotImplementedError
+
+    def sequence_kl(self, batch: RemoteBatch) -> Tensor | float:
+        return 0.0
+
+    def update(self, experience: Experience, *, value_clip: float | None = None, critics_only: bool = False) -> None:
+        self.updated.append(experience)
+
+
+def fetched(batch: RemoteBatch) -> SampleBatch:
+    """The tokens of a batch of a `NumberedStep`, with the rewards that are its facts."""
+    found = [NumberedStep.responses[sample] for sample in ids(batch)]
+    rows = [samples.select([row]).replace(rewards=None) for samples, row in found]
+    return SampleBatch.concatenate(rows).replace(rewards=batch.facts["rewards"])
+
+
+def ids(batch: RemoteBatch | SampleBatch | None) -> Sequence[int]:
+    """The samples of a batch."""
+    if batch is None:
+        return []
+    found = batch.facts["sample_ids"] if isinstance(batch, RemoteBatch) else batch.sample_ids
+    return list(found.tolist())
