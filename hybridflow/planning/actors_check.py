@@ -17,9 +17,7 @@ from hybridflow.planning.placement_check import planned_devices
 from hybridflow.planning.recipe_check import check_recipe
 
 
-def check_actors(
-    recipes: Mapping[str, Recipe], cluster: Sequence[Node] | None = None, **options: Any
-) -> list[str]:
+def check_actors(recipes: Mapping[str, Recipe], cluster: Sequence[Node] | None = None, **options: Any) -> list[str]:
     """Check the recipe of each actor, and that all have devices, checkpoints and memory of their own.
 
     Args:
@@ -63,8 +61,8 @@ def _shared_devices(recipes: Mapping[str, Recipe], cluster: Sequence[Node] | Non
                 if first != name:
                     where = f"{device.kind}:{device.index} of node {device.node}"
                     found.append(
-                        f"actor {name}: placement.{role} has {where}, as placement.{first_role} of actor {first}; actors "
-                        "learn at the same time, expected devices of its own"
+                        f"actor {name}: placement.{role} has {where}, as placement.{first_role} of actor {first}; "
+                        "actors learn at the same time, expected devices of its own"
                     )
     return found
 
@@ -102,5 +100,3 @@ def _beyond(ledgers: Mapping[str, Ledger], host_bytes: int) -> list[str]:
                 f"{host_bytes / 1e9:.1f} GB"
             )
     return found
-
-

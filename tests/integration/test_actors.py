@@ -60,7 +60,8 @@ def test_each_actor_learns_as_if_it_were_alone(tmp_path: Path) -> None:
         assert len(records(tmp_path / "small" / name, "train")) == 2
     alone = tmp_path / "ppo.yaml"
     alone.write_text(_PPO.format(ppo=ROOT / "launch/recipes/ppo.yaml"))
-    assert (done := _run(alone, tmp_path, "name=alone")).returncode == 0, done.stderr[-3000:]
+    done = _run(alone, tmp_path, "name=alone")
+    assert done.returncode == 0, done.stderr[-3000:]
     assert _timeless(tmp_path / "small/adder") == _timeless(tmp_path / "alone")
 
     bad = f'actors.brief.reward.functions=[{{name: bad, path: "{tmp_path}/bad.py:score", on_failure: stop}}]'
@@ -89,11 +90,11 @@ def test_nothing_is_left_when_the_command_is_killed(tmp_path: Path) -> None:
 
 def _left(directory: Path) -> list[int]:
     """Processes that name the run's directory on their command line."""
-    found = []
-    for each in psutil.process_iter(["cmdline"]):
-        if any(str(directory) in word for word in each.info["cmdline"] or ()):
-            found.append(each.pid)
-    return found
+    return [
+        each.pid
+        for each in psutil.process_iter(["cmdline"])
+        if any(str(directory) in word for word in each.info["cmdline"] or ())
+    ]
 
 
 def _wait_until(condition: object, limit_s: float = 120.0) -> None:

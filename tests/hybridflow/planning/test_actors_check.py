@@ -27,8 +27,8 @@ def test_the_recipe_is_right(tmp_path: Path) -> None:
 
 def test_actors_that_share_what_each_needs_alone_are_refused(tmp_path: Path) -> None:
     assert refused(tmp_path, "actors.brief.placement.rollout=cpu:0") == [
-        "actor brief: placement.rollout has cpu:0 of node 0, as placement.actor of actor adder; actors learn at the same "
-        "time, expected devices of its own"
+        "actor brief: placement.rollout has cpu:0 of node 0, as placement.actor of actor adder; actors learn at the "
+        "same time, expected devices of its own"
     ]
     assert refused(tmp_path, f"checkpoint.dir={tmp_path}/kept") == [
         "actor brief: checkpoint.dir=DIR/kept is that of actor adder, expected another"
