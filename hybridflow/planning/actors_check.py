@@ -8,7 +8,7 @@ from typing import Any
 
 from engine3d.platform import platform
 from hybridflow.cluster.devices.device_map import Device, Node
-from hybridflow.cluster.hosts.host_memory import machine_bytes
+from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.planning.memory_ledger import Ledger
