@@ -4,6 +4,7 @@ from __future__ import annotations
 
 ALGORITHMS: dict[str, str] = {
     "grpo": "hybridflow.algorithms.grpo",
+    "ippo": "hybridflow.algorithms.ippo",
     "ppo": "hybridflow.algorithms.ppo",
     "remax": "hybridflow.algorithms.remax",
     "safe_rlhf": "hybridflow.algorithms.safe_rlhf",

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError, shortened
-from hybridflow.cli.recipe_arguments import add_recipe, checked_recipe
+from hybridflow.cli.recipe_arguments import add_recipe, checked_recipes
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.description import checked_role
+
+if TYPE_CHECKING:
+    from hybridflow.config.recipe import Recipe
 
 _MOST_GB = 1e9
 
@@ -33,21 +38,27 @@ def run(parsed: argparse.Namespace) -> int:
     """
     nodes = _named_nodes(parsed)
     # With --memory the ledger is shown first, and then refuses.
-    recipe = checked_recipe(
+    recipes = checked_recipes(
         parsed, nodes, gpu_bytes=_bytes(parsed.gpu_gb), host_bytes=_bytes(parsed.host_gb), must_fit=not parsed.memory
     )
+    for name, recipe in recipes.items():
+        _check_rest(parsed, recipe, nodes, f"actor {name}" if name else "")
+    print(f"{parsed.recipe}: nothing wrong found")
+    return 0
+
+
+def _check_rest(parsed: argparse.Namespace, recipe: Recipe, nodes: Sequence[Node] | None, actor: str) -> None:
+    """The ledger of a recipe, where it is asked for, and whether others use its GPUs."""
     if parsed.memory:
         from hybridflow.planning.memory_report import recipe_ledger
 
         ledger = recipe_ledger(recipe, nodes, parsed.gpu_gb, parsed.host_gb)
-        print("\n".join(ledger.lines()))
+        print("\n".join([*([actor] if actor else []), *ledger.lines()]))
         ledger.check()
     if nodes is None:
         from hybridflow.planning.recipe_check import check_nobody_else
 
         check_nobody_else(recipe)
-    print(f"{parsed.recipe}: nothing wrong found")
-    return 0
 
 
 def _named_nodes(parsed: argparse.Namespace) -> list[Node] | None:

@@ -23,10 +23,10 @@ def run(parsed: argparse.Namespace) -> int:
         words = ["doctor", parsed.recipe, *parsed.overrides]
         return agent.take_part(agent.Launched(0, 1, agent.LOOPBACK, 0, words))
     with quick_imports():
-        from hybridflow.config.recipe import load_recipe
+        from hybridflow.config.actors import load_one_recipe
         from hybridflow.trainer.attached_cluster import doctor
 
-    recipe = load_recipe(parsed.recipe, parsed.overrides)
+    recipe = load_one_recipe(parsed.recipe, parsed.overrides, parsed.actor)
     check_used(recipe.network, 1, recipe.placement.cluster)
     doctor(recipe)
     return 0

@@ -67,7 +67,7 @@ def wanted(parsed: argparse.Namespace) -> KubernetesRun:
         UserError: an option is wrong, or the recipe, or its placement on such nodes.
     """
     with quick_imports():
-        from hybridflow.config.recipe import load_recipe
+        from hybridflow.config.actors import load_one_recipe
 
     check_counts(parsed)
     roles: list[str | None] = list(host_roles(parsed.role, parsed.nodes)) or [None] * parsed.nodes
@@ -76,7 +76,7 @@ def wanted(parsed: argparse.Namespace) -> KubernetesRun:
     check_count("--cpus-per-node", cpus, 4096)
     if restarts < 0:
         raise UserError(f"--max-restarts {restarts}: expected at least 0")
-    recipe = load_recipe(parsed.recipe, parsed.overrides)
+    recipe = load_one_recipe(parsed.recipe, parsed.overrides)
     check_used(recipe.network, parsed.nodes, "auto")
     data, _ = read_with_overrides(Path(parsed.recipe), parsed.overrides)
     _check_recipe(data)

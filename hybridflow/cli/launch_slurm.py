@@ -40,9 +40,9 @@ def run(parsed: argparse.Namespace) -> int:
         EngineError: Slurm does not answer.
     """
     with quick_imports():
-        from hybridflow.config.recipe import load_recipe
+        from hybridflow.config.actors import load_one_recipe
 
-    recipe = load_recipe(parsed.recipe, parsed.overrides)
+    recipe = load_one_recipe(parsed.recipe, parsed.overrides)
     script = slurm_script(parsed, recipe.name)
     if parsed.dry_run:
         print(script, end="")

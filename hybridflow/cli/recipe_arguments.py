@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from engine3d.errors import UserError
 from engine3d.startup.imports import quick_imports
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.checks.host_check import check_open_files
@@ -26,12 +27,15 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
         metavar="key=value",
         help="settings, such as train.layout.tp=2 seed=1; resume=auto goes on after the newest checkpoint",
     )
+    parser.add_argument("--actor", metavar="NAME", help="only this one of the recipe's actors")
     parser.add_argument("--track_metrics", action="store_true", help="write metrics to JSONL, CSV and TensorBoard")
     parser.epilog = "Relative paths, in the recipe too, start from the directory where the command runs."
 
 
-def checked_recipe(parsed: argparse.Namespace, nodes: Sequence[Node] | None = None, **memory: Any) -> Recipe:
-    """The recipe with nothing wrong in it.
+def checked_recipes(
+    parsed: argparse.Namespace, nodes: Sequence[Node] | None = None, **memory: Any
+) -> dict[str, Recipe]:
+    """The recipe with nothing wrong in it, or that of each of its actors; see `load_recipes`.
 
     Args:
         parsed: of `add_recipe`.
@@ -46,18 +50,23 @@ def checked_recipe(parsed: argparse.Namespace, nodes: Sequence[Node] | None = No
     if link is not None:
         nodes = [Node(host.name, host.gpus, host.cpu_slots, host.role) for host in link.cluster.hosts]
     with quick_imports():
-        from hybridflow.config.recipe import load_recipe
+        from hybridflow.config.actors import load_recipes
 
     overrides = [*(_METRIC_SINKS if parsed.track_metrics else ()), *parsed.overrides]
-    recipe = load_recipe(parsed.recipe, overrides)
+    recipes = load_recipes(parsed.recipe, overrides, parsed.actor)
+    if len(recipes) > 1 and link is not None:
+        raise UserError(f"{parsed.recipe}: several actors were tried on one machine alone, expected no launcher")
 
     with quick_imports():
+        from hybridflow.planning.actors_check import check_actors
         from hybridflow.planning.recipe_check import check_recipe
 
-    for warning in check_recipe(recipe, nodes, **memory):
+    one = next(iter(recipes.values()))
+    found = check_recipe(one, nodes, **memory) if len(recipes) == 1 else check_actors(recipes, nodes, **memory)
+    for warning in found:
         print(warning, flush=True)
     if link is not None:
         from hybridflow.planning.shared_disk import check_shared_disks
 
-        check_shared_disks(recipe, link.cluster.hosts, link.apart)
-    return recipe
+        check_shared_disks(one, link.cluster.hosts, link.apart)
+    return recipes

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from engine3d.errors import UserError
+from hybridflow.rundir.actor_runs import runs_in
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `hybridflow report`."""
@@ -20,5 +23,11 @@ def run(parsed: argparse.Namespace) -> int:
     """
     from hybridflow.report.page import write_report
 
-    print(write_report(parsed.run, parsed.out))
+    runs = runs_in(parsed.run)
+    if len(runs) > 1 and parsed.out is not None:
+        raise UserError(
+            f"{parsed.run} holds the runs of the actors {', '.join(run.name for run in runs)}; --out is the page of one"
+        )
+    for run in runs:
+        print(write_report(run, parsed.out))
     return 0

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError
 from engine3d.startup.imports import quick_imports
+from hybridflow.cli import actors
 from hybridflow.cli.last_words import last_words
 from hybridflow.cli.outcome import fail, guarded
-from hybridflow.cli.recipe_arguments import checked_recipe
+from hybridflow.cli.recipe_arguments import checked_recipes
 from hybridflow.cluster.processes.termination import termination
 
 if TYPE_CHECKING:
@@ -28,8 +29,12 @@ def run(parsed: argparse.Namespace) -> int:
 
     began = time.monotonic()
     print(f"checking {parsed.recipe}", flush=True)
-    recipe = checked_recipe(parsed, here=True)
+    actors.end_with_parent()
+    recipes = checked_recipes(parsed, here=True)
     print(f"checked in {time.monotonic() - began:.1f} s", flush=True)
+    if len(recipes) > 1:
+        return guarded(lambda: actors.train(recipes, parsed.words))
+    recipe = next(iter(recipes.values()))
     termination.grace_s = recipe.limits.stop_s
     if recipe.placement.cluster is not None and (code := guarded(lambda: _check_cluster(recipe))):
         return code

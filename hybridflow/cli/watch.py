@@ -13,6 +13,7 @@ from engine3d.errors import UserError, shortened, visible
 from engine3d.input_files import JsonError, parse_json
 from hybridflow.cluster.hosts.description import listed
 from hybridflow.metrics.sinks import Record, console_line
+from hybridflow.rundir.actor_runs import runs_in
 from hybridflow.rundir.file_names import FAILURE, LOGS, METRICS
 from hybridflow.rundir.first_failure import FirstFailure, read_earlier, read_failure
 from hybridflow.rundir.heartbeat import Heartbeat, heartbeat_path, read_heartbeat, read_heartbeats
@@ -59,8 +60,12 @@ def status(parsed: argparse.Namespace) -> int:
     Raises:
         UserError: it is no run's directory, or something in it cannot be read.
     """
-    for line in _status(checked_run(parsed.run), time.time()):
-        print(line)
+    runs = runs_in(parsed.run)
+    for run in runs:
+        if len(runs) > 1:
+            print(f"{visible(run.name)}:")
+        for line in _status(checked_run(run), time.time()):
+            print(f"  {line}" if len(runs) > 1 else line)
     return 0
 
 
@@ -72,6 +77,8 @@ def logs(parsed: argparse.Namespace) -> int:
     """
     if parsed.lines < 0:
         raise UserError(f"--lines {parsed.lines}: expected at least 0")
+    if len(runs := runs_in(parsed.run)) > 1:
+        raise UserError(f"{parsed.run} holds the runs of several actors, expected one: {', '.join(map(str, runs))}")
     directory = checked_run(parsed.run)
     there = find_logs(directory)
     wanted = _wanted(parsed)

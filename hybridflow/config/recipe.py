@@ -37,6 +37,8 @@ class Recipe(Settings):
     """Of everything that is drawn; the seeds of parts are added to it."""
     run_dir: Annotated[AbsolutePath, Field(validate_default=True)] = Path("runs")
     """Directory that holds the directories of runs."""
+    actor: str | None = Field(None, min_length=1)
+    """Which of the recipe's `actors` this is; a run of several sets it."""
     model: ModelConfig
     train: TrainConfig = TrainConfig()
     rollout: RolloutRole = RolloutRole()
@@ -130,6 +132,8 @@ class Recipe(Settings):
                 f"algorithm.kl_horizon={self.algorithm.kl_horizon} with {samples} samples a step, by which one step "
                 f"could bring the coefficient to 0; expected above {samples // 5}"
             )
+        if name == "ippo" and self.actor is None:
+            yield "algorithm.name=ippo without actors; expected actors: {NAME: {settings}, ...}, or ppo for one actor"
         if self.reward is None and self.reward_model is None:
             yield "reward=null and no reward_model, expected at least one of them"
         if self.algorithm.needs_cost and self.cost is None and self.cost_model is None:

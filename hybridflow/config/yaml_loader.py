@@ -154,12 +154,13 @@ def read_with_bases(path: Path, derived: Sequence[Path] = ()) -> tuple[dict[str,
     except FileError as error:
         raise SettingsError([f"{place}: base: {error}"]) from None
     below, places_below = read_with_bases(other, (*derived, path.resolve()))
-    return _merged(below, data), places_below | places
+    return merged(below, data), places_below | places
 
 
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """What `above` says over what `below` says, key by key."""
     both = {
-        name: _merged(below[name], value) if isinstance(value, dict) and isinstance(below.get(name), dict) else value
+        name: merged(below[name], value) if isinstance(value, dict) and isinstance(below.get(name), dict) else value
         for name, value in above.items()
     }
     return below | both
