@@ -34,6 +34,7 @@ RECIPES = ROOT / "launch/recipes"
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"base": "demo"},
     "ppo": {"base": "ppo", "algorithm": {"critic_warmup_steps": 0}},
+    "ippo": {"base": "ppo", "algorithm": {"name": "ippo", "critic_warmup_steps": 0}, "actor": "one"},
     "remax": {"base": "remax"},
     "safe_rlhf": {"base": "safe_rlhf", "algorithm": {"critic_warmup_steps": 0}},
     "dapo": {"base": "algorithms/dapo", "rollout": {"samples_per_prompt": 2}},  # of which two are equal here and there
@@ -106,9 +107,15 @@ def run_cases(directory: Path, cases: Sequence[str]) -> dict[str, Any]:
                 columns = step_case(trainer)
                 version = trainer.version
             trainer.roles.actor.export(directory / case / "model").result()
-            found[case] = {"columns": columns, **run_figures(directory / case)}
+            found[case] = {"columns": columns, **_without_versions(run_figures(directory / case))}
             print(case, flush=True)
     return found
+
+
+def _without_versions(figures: dict[str, Any]) -> dict[str, Any]:
+    """Without those of the weights, which go on from case to case."""
+    samples = [{name: value for name, value in each.items() if name != "version"} for each in figures["samples"]]
+    return figures | {"samples": samples}
 
 
 def step_case(trainer: Trainer) -> list[dict[str, Any]]:
