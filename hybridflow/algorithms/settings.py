@@ -26,6 +26,8 @@ class AlgorithmSettings(Settings):
     """Whether a critic's values of the reward are needed."""
     needs_cost: ClassVar[bool] = False
     """Whether costs, and a critic's values of the cost, are needed."""
+    needs_teacher: ClassVar[bool] = False
+    """Whether a teacher's log-probs of the responses are needed."""
     group_baseline: ClassVar[bool] = False
     """Whether the samples of a prompt are compared with each other."""
     greedy_baseline: ClassVar[bool] = False
@@ -61,6 +63,11 @@ class AlgorithmSettings(Settings):
         """Whether `ref_logprobs` are needed."""
         return self.kl_coef > 0
 
+    @property
+    def compares_samples(self) -> bool:
+        """Whether a prompt needs several samples."""
+        return self.group_baseline
+
     @field_validator("name")
     @classmethod
     def _is_its_own(cls, name: str) -> str:
@@ -80,9 +87,9 @@ class AlgorithmSettings(Settings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         refused = [
-            f"{key} is set with kl_controller {self.kl_controller!r}, which does not use it; expected kl_controller "
-            f"'adaptive', or no {key}"
-            for key in self._unused
+            f"{key} is set with {user.split()[0]} {getattr(self, user.split()[0])!r}, which does not use it; expected "
+            f"{user}, or no {key}"
+            for key, user in self._unused.items()
             if key in self.model_fields_set
         ]
         if refused:
@@ -109,8 +116,9 @@ class AlgorithmSettings(Settings):
         return {key: value for key, value in serialize(self).items() if key not in self._unused}
 
     @property
-    def _unused(self) -> tuple[str, ...]:
-        return _OF_ADAPTIVE if self.kl_controller != "adaptive" else ()
+    def _unused(self) -> dict[str, str]:
+        """The keys without a use, and the setting by which each would have one."""
+        return dict.fromkeys(_OF_ADAPTIVE, "kl_controller 'adaptive'") if self.kl_controller != "adaptive" else {}
 
 
 class ClippedSettings(AlgorithmSettings):

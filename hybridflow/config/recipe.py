@@ -16,7 +16,7 @@ from hybridflow.algorithms.grpo import GRPOSettings
 from hybridflow.cluster.hosts.network.network_settings import NetworkConfig
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.config.known_names import RECIPE_NAMES
-from hybridflow.config.roles import ModelConfig, ModelRole, RolloutRole, ScoringModel
+from hybridflow.config.roles import ModelConfig, ModelRole, RolloutRole, ScoringModel, TeacherModel
 from hybridflow.config.run import CheckpointConfig, PlacementConfig, TrainerConfig, WarmupConfig
 from hybridflow.config.yaml_loader import load_settings
 from hybridflow.data.config import DataConfig
@@ -41,6 +41,8 @@ class Recipe(Settings):
     rollout: RolloutRole = RolloutRole()
     algorithm: AnyAlgorithm = GRPOSettings()
     reference: ModelRole = ModelRole()
+    teacher: TeacherModel | None = None
+    """The model that algorithm `distillation` learns from."""
     critic: ModelRole = ModelRole()
     cost_critic: ModelRole = ModelRole()
     data: DataConfig = DataConfig()
@@ -98,7 +100,7 @@ class Recipe(Settings):
     def _missing(self) -> Iterator[str]:
         """What the algorithm needs and the recipe has not."""
         name = self.algorithm.name
-        if self.algorithm.group_baseline and self.rollout.samples_per_prompt == 1:
+        if self.algorithm.compares_samples and self.rollout.samples_per_prompt == 1:
             yield (
                 f"rollout.samples_per_prompt=1 with algorithm.name={name}, where a group of one learns nothing; "
                 "expected at least 2"
@@ -129,6 +131,8 @@ class Recipe(Settings):
                 f"algorithm.kl_horizon={self.algorithm.kl_horizon} with {samples} samples a step, by which one step "
                 f"could bring the coefficient to 0; expected above {samples // 5}"
             )
+        if self.algorithm.needs_teacher and self.teacher is None:
+            yield f"algorithm.name={name} learns from a teacher, expected teacher.path"
         if self.reward is None and self.reward_model is None:
             yield "reward=null and no reward_model, expected at least one of them"
         if self.algorithm.needs_cost and self.cost is None and self.cost_model is None:
@@ -137,10 +141,10 @@ class Recipe(Settings):
     def _unused(self) -> Iterator[str]:
         """What is set for roles that do not run."""
         runs = {"actor", "rollout", *(["reward"] if self.functions else []), *self.models}
-        for role in ("reference", "critic", "cost_critic", "reward", "reward_model", "cost_model"):
+        for role in ("reference", "teacher", "critic", "cost_critic", "reward", "reward_model", "cost_model"):
             if role not in runs and getattr(self.placement, role) is not None:
                 yield f"placement.{role} is set, and there is no such role with {self._why_not(role)}"
-        for role in ("reference", "critic", "cost_critic", "cost", "cost_model"):
+        for role in ("reference", "teacher", "critic", "cost_critic", "cost", "cost_model"):
             default = type(self).model_fields[role].default
             if role not in (*runs, *self._costs) and getattr(self, role) != default:
                 yield f"{role} is set, and there is no such role with {self._why_not(role)}"
@@ -160,6 +164,7 @@ class Recipe(Settings):
         algorithm = self.algorithm
         wanted = {
             "reference": self.reference if algorithm.needs_reference else None,
+            "teacher": self.teacher if algorithm.needs_teacher else None,
             "critic": self.critic if algorithm.needs_critic else None,
             "cost_critic": self.cost_critic if algorithm.needs_cost else None,
             "reward_model": self.reward_model,

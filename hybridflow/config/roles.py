@@ -108,6 +108,13 @@ class ModelRole(Settings):
     the results stay the same, bit for bit."""
 
 
+class TeacherModel(ModelRole):
+    """A language model that is distilled from, and does not learn."""
+
+    path: AbsolutePath
+    """HuggingFace directory of a model of any size and family that has the actor's tokenizer and vocabulary."""
+
+
 class ScoringModel(ModelRole):
     """A model with a scalar head that scores whole responses, and does not learn."""
 

@@ -9,6 +9,7 @@ from hybridflow.roles.model import ModelWorker
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
 from hybridflow.roles.rollout import RolloutWorker
+from hybridflow.roles.teacher import TeacherWorker
 from hybridflow.roles.value import ValueWorker
 from hybridflow.workers.worker_group import WorkerGroup
 
@@ -36,11 +37,18 @@ class PolicyGroup(ModelGroup):
     """The ranks of an actor or a reference policy."""
 
     logprobs = PolicyWorker.logprobs
+    top_tokens = PolicyWorker.top_tokens
     update = PolicyWorker.update
     supervise = PolicyWorker.supervise
     share_weights = PolicyWorker.share_weights
     connect_weights = PolicyWorker.connect_weights
     send_weights = PolicyWorker.send_weights
+
+
+class TeacherGroup(ModelGroup):
+    """The ranks of a teacher on Megatron-Core."""
+
+    teacher_logprobs = TeacherWorker.teacher_logprobs
 
 
 class ValueGroup(ModelGroup):

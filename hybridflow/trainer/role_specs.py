@@ -21,17 +21,32 @@ from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.cache_size import Lengths, cache_tokens
 from hybridflow.planning.engine_check import hosts_of_engine
-from hybridflow.roles.groups import FunctionRewardGroup, ModelGroup, PolicyGroup, RolloutGroup, ValueGroup
+from hybridflow.roles.groups import (
+    FunctionRewardGroup,
+    ModelGroup,
+    PolicyGroup,
+    RolloutGroup,
+    TeacherGroup,
+    ValueGroup,
+)
 from hybridflow.roles.offload import begin_in_turn
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
 from hybridflow.roles.rollout import RolloutWorker
+from hybridflow.roles.teacher import TeacherWorker
 from hybridflow.roles.value import ValueWorker
 from hybridflow.rundir.lock import SHARDS
 from hybridflow.trainer.run_setup import Run
 
 # An engine says itself that it did not start in time; its rank is given a little longer.
 _MARGIN_S = 30.0
+
+_LANGUAGE_MODELS: Mapping[str, tuple[type[ModelGroup], type]] = {
+    "actor": (PolicyGroup, PolicyWorker),
+    "reference": (PolicyGroup, PolicyWorker),
+    "teacher": (TeacherGroup, TeacherWorker),
+}
+"""The models without a scalar head: their groups and workers."""
 
 RoleGroup = ModelGroup | RolloutGroup | FunctionRewardGroup
 
@@ -102,17 +117,17 @@ class _Specs:
         self._turns = {role: turn for turn, role in enumerate(begin_in_turn(recipe, devices))}
 
     def model(self, role: str) -> RoleSpec:
-        """A Megatron-Core model: the actor or the reference policy, or one with a scalar head."""
+        """A Megatron-Core model: a language model, or one with a scalar head."""
         recipe, run, ranks = self._recipe, self._run, len(self._devices[role])
         config = recipe.train_config(role)
-        is_policy = role in ("actor", "reference")
+        group, worker = _LANGUAGE_MODELS.get(role, (ValueGroup, ValueWorker))
         directory = self._model_directory(role)
-        spec = load_model_spec(directory, value_head=not is_policy)
+        spec = load_model_spec(directory, value_head=role not in _LANGUAGE_MODELS)
         trainable = role in recipe.trained_roles
         return RoleSpec(
             role,
-            PolicyGroup if is_policy else ValueGroup,
-            PolicyWorker if is_policy else ValueWorker,
+            group,
+            worker,
             config.layout.layout(ranks),
             (directory, config),
             {

@@ -18,7 +18,14 @@ from hybridflow.cluster.runtime.resource_pool import ResourcePool
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
 from hybridflow.planning.placement_check import check_apart, check_reward_devices
-from hybridflow.roles.groups import FunctionRewardGroup, ModelGroup, PolicyGroup, RolloutGroup, ValueGroup
+from hybridflow.roles.groups import (
+    FunctionRewardGroup,
+    ModelGroup,
+    PolicyGroup,
+    RolloutGroup,
+    TeacherGroup,
+    ValueGroup,
+)
 from hybridflow.roles.offload import check_offload
 from hybridflow.rundir.watching import ENGINES
 from hybridflow.trainer.role_specs import RoleGroup, RoleSpec, role_specs
@@ -35,6 +42,7 @@ class Roles:
     actor: PolicyGroup
     rollout: RolloutGroup
     reference: PolicyGroup | None
+    teacher: TeacherGroup | None
     scalar: Mapping[str, ValueGroup]
     """Critics and scoring models, by role."""
     functions: Mapping[str, FunctionRewardGroup]
@@ -48,7 +56,8 @@ class Roles:
     @property
     def models(self) -> dict[str, ModelGroup]:
         """Every Megatron-Core model beside the actor, by role: `Recipe.models`."""
-        return ({"reference": self.reference} if self.reference is not None else {}) | dict(self.scalar)
+        language = {"reference": self.reference, "teacher": self.teacher}
+        return {role: group for role, group in language.items() if group is not None} | dict(self.scalar)
 
     @property
     def groups(self) -> list[WorkerGroup]:
@@ -142,11 +151,12 @@ class _Start:
         in_turn = {spec.turn: spec for spec in self._specs if spec.turn is not None}
         for _, spec in sorted(in_turn.items()):
             self._start(self._one_by_one, groups[spec.role], spec)
-        reference = groups.get("reference")
+        reference, teacher = groups.get("reference"), groups.get("teacher")
         return Roles(
             actor=_typed(groups["actor"], PolicyGroup),
             rollout=_typed(groups["rollout"], RolloutGroup),
             reference=_typed(reference, PolicyGroup) if reference is not None else None,
+            teacher=_typed(teacher, TeacherGroup) if teacher is not None else None,
             scalar={role: group for role, group in groups.items() if isinstance(group, ValueGroup)},
             functions={what: _typed(groups["reward"], FunctionRewardGroup) for what in self._recipe.functions},
             starting=self._starting,

@@ -47,9 +47,7 @@ def _loss(outputs: Any, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
 
 def _figures(directory: Path, world_size: int) -> list[dict[str, Any]]:
     return [
-        _of_layout(directory, sizes, world_size, packing)
-        for sizes in LAYOUTS[world_size]
-        for packing in (True, False)
+        _of_layout(directory, sizes, world_size, packing) for sizes in LAYOUTS[world_size] for packing in (True, False)
     ]
 
 

@@ -102,9 +102,7 @@ def _choices_on_a_rank(world_size: int, temperature: float, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize(("temperature", "dtype"), [(1.0, torch.float32), (0.7, torch.float32), (1.0, torch.bfloat16)])
-def test_log_probs_of_chosen_tokens_and_their_gradient(
-    world_size: int, temperature: float, dtype: torch.dtype
-) -> None:
+def test_log_probs_of_chosen_tokens_and_their_gradient(world_size: int, temperature: float, dtype: torch.dtype) -> None:
     logits, targets, slopes = _inputs()
     reference = logits[:, :VOCABULARY].to(dtype).double().requires_grad_()
     every = torch.log_softmax(reference / temperature, dim=-1)

@@ -222,9 +222,8 @@ def test_padded_rows_of_several_figures_of_each_token_and_back() -> None:
     longest = int(batch.response_lengths.max())
     rows = RolloutBatch.of(batch, 1)
     assert rows.chosen_tokens is not None and rows.chosen_tokens.shape == (7, longest, 3)
-    for row, length, piece in zip(
-        rows.chosen_tokens, batch.response_lengths, batch.chosen_tokens.split(batch.response_lengths.tolist()), strict=True
-    ):
+    pieces = batch.chosen_tokens.split(batch.response_lengths.tolist())
+    for row, length, piece in zip(rows.chosen_tokens, batch.response_lengths, pieces, strict=True):
         assert torch.equal(row[:length], piece) and not row[length:].any()
     assert facts(rows.samples()) == facts(batch)
     short = rows.select([int(batch.response_lengths.argmin())])
