@@ -22,8 +22,9 @@ def with_tail(logprobs: Tensor) -> Tensor:
 
     Where it is at `TAIL_FLOOR`, it has no gradient.
     """
-    rest = 1 - logprobs.exp().sum(dim=-1, keepdim=True)
-    return torch.cat([logprobs, rest.clamp(min=TAIL_FLOOR).log()], dim=-1)
+    # In float64: what is left is a small difference of numbers near 1.
+    rest = 1 - logprobs.double().exp().sum(dim=-1, keepdim=True)
+    return torch.cat([logprobs, rest.clamp(min=TAIL_FLOOR).log().to(logprobs.dtype)], dim=-1)
 
 
 def truncated_divergence(
