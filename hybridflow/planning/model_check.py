@@ -15,6 +15,7 @@ from engine3d.rollout.served import check_served
 from engine3d.training.megatron_settings import check_effect, check_options, megatron_settings
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import ScoringModel
+from hybridflow.planning.teacher_check import check_teacher
 
 LANGUAGE_MODELS = ("reference", "teacher")
 """The models beside the actor that have a vocabulary and no scalar head."""
@@ -59,11 +60,8 @@ def check_model(recipe: Recipe, role: str, actor: ModelSpec | None) -> ModelSpec
         check_model_files(f"{role}.path", spec, path, needs_head=isinstance(recipe.models[role], ScoringModel))
     except UserError as error:
         raise UserError(f"{role}.path: {error}") from None
-    if role == "teacher" and actor is not None and spec.vocab_size != actor.vocab_size:
-        raise UserError(
-            f"{role}.path: {path} has a vocab_size of {spec.vocab_size} and the actor one of {actor.vocab_size}; "
-            "expected the same, since the most likely tokens of one are looked up in the other"
-        )
+    if role == "teacher" and actor is not None:
+        check_teacher(recipe, spec, path, actor)
     if actor is not None and spec.vocab_size < actor.vocab_size:
         raise UserError(
             f"{role}.path: {path} has a vocab_size of {spec.vocab_size} and the actor one of {actor.vocab_size}; "
