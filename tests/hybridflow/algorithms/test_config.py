@@ -89,7 +89,8 @@ def test_a_key_of_another_algorithm_is_refused_in_one_line() -> None:
     )
     assert refused({"name": "remax", "cost_limit": 1.0, "normalise_advantages_by_std": True}) == (
         "algorithm: normalise_advantages_by_std is set with name 'remax', which does not use it; expected name "
-        "'distillation' or 'grpo', or no normalise_advantages_by_std; cost_limit is set with name 'remax', which does not use it; expected name "
+        "'distillation' or 'grpo', or no normalise_advantages_by_std; cost_limit is set with name 'remax', which "
+        "does not use it; expected name "
         "'safe_rlhf', or no cost_limit"
     )
     assert refused({"gamma": 1.0, "clip_low": 2.0}) == "algorithm.clip_low = 2.0: expected less than 1.0"
@@ -132,11 +133,20 @@ def test_where_the_kl_is_a_penalty_depends_on_the_algorithm_and_the_estimator_on
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"top_k": 4}, "top_k is set with divergence_in 'reward', which does not use it; expected divergence_in 'loss'"),
+        (
+            {"top_k": 4},
+            "top_k is set with divergence_in 'reward', which does not use it; expected divergence_in 'loss'",
+        ),
         ({"divergence": "jsd"}, "divergence is set with divergence_in 'reward', which does not use it"),
-        ({"divergence_in": "loss", "jsd_beta": 0.2}, "with divergence 'reverse_kl', which does not use it; expected div"),
+        (
+            {"divergence_in": "loss", "jsd_beta": 0.2},
+            "with divergence 'reverse_kl', which does not use it; expected div",
+        ),
         ({"divergence_in": "loss", "clip_low": 0.1}, "clip_low is set with reward_coef 0.0, which does not use it"),
-        ({"normalise_advantages_by_std": False}, "reward_coef 0.0, which does not use it; expected reward_coef above 0"),
+        (
+            {"normalise_advantages_by_std": False},
+            "reward_coef 0.0, which does not use it; expected reward_coef above 0",
+        ),
         ({"kl_coef": 0.1, "kl_in": "reward"}, "kl_in is 'reward' with reward_coef 0, where rewards are only measured"),
         ({"divergence_in": "loss", "top_k": 0}, "top_k"),
         ({"gamma": 1.0}, "gamma is set with name 'distillation', which does not use it"),

@@ -57,15 +57,17 @@ def test_there_is_a_teacher_where_one_is_learned_from_and_nowhere_else() -> None
 def test_rewards_that_are_learned_from_need_several_samples_of_a_prompt() -> None:
     one = ["rollout.samples_per_prompt=1"]
     assert load_recipe(RECIPE, one).rollout.samples_per_prompt == 1
-    with pytest.raises(SettingsError, match="rollout.samples_per_prompt=1 with algorithm.name=distillation, where a gr"):
+    with pytest.raises(
+        SettingsError, match="rollout.samples_per_prompt=1 with algorithm.name=distillation, where a gr"
+    ):
         load_recipe(RECIPE, [*one, "algorithm.reward_coef=0.5"])
 
 
 def test_a_teacher_has_the_students_vocabulary_and_tokens(tmp_path: Path) -> None:
     wider = a_model(tmp_path, "name=wider", "model.create.config.vocab_size=40")
     assert refusal([f"teacher.path={wider}"]) == (
-        f"teacher.path: {wider} has a vocab_size of 40 and the actor one of 32; expected the same, since the most likely "
-        "tokens of one are looked up in the other"
+        f"teacher.path: {wider} has a vocab_size of 40 and the actor one of 32; expected the same, since the most "
+        "likely tokens of one are looked up in the other"
     )
     dense = a_model(tmp_path, "name=dense")
     tokenizer = dense / "tokenizer.json"
