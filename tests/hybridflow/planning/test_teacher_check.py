@@ -58,7 +58,7 @@ def test_rewards_that_are_learned_from_need_several_samples_of_a_prompt() -> Non
     one = ["rollout.samples_per_prompt=1"]
     assert load_recipe(RECIPE, one).rollout.samples_per_prompt == 1
     with pytest.raises(
-        SettingsError, match="rollout.samples_per_prompt=1 with algorithm.name=distillation, where a gr"
+        SettingsError, match=r"samples_per_prompt=1 with algorithm\.name=distillation, where a group of"
     ):
         load_recipe(RECIPE, [*one, "algorithm.reward_coef=0.5"])
 
