@@ -10,6 +10,7 @@ from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
 from hybridflow.roles.rollout import RolloutWorker
 from hybridflow.roles.teacher import TeacherWorker
+from hybridflow.roles.teacher_engine import TeacherEngineWorker
 from hybridflow.roles.value import ValueWorker
 from hybridflow.workers.worker_group import WorkerGroup
 
@@ -49,6 +50,13 @@ class TeacherGroup(ModelGroup):
     """The ranks of a teacher on Megatron-Core."""
 
     teacher_logprobs = TeacherWorker.teacher_logprobs
+
+
+class TeacherEngineGroup(WorkerGroup):
+    """Engines that serve a teacher, side by side."""
+
+    start = TeacherEngineWorker.start
+    teacher_logprobs = TeacherEngineWorker.teacher_logprobs
 
 
 class ValueGroup(ModelGroup):

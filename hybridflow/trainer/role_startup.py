@@ -23,11 +23,12 @@ from hybridflow.roles.groups import (
     ModelGroup,
     PolicyGroup,
     RolloutGroup,
+    TeacherEngineGroup,
     TeacherGroup,
     ValueGroup,
 )
 from hybridflow.roles.offload import check_offload
-from hybridflow.rundir.watching import ENGINES
+from hybridflow.rundir.watching import ENGINES, TEACHER_ENGINES
 from hybridflow.trainer.role_specs import RoleGroup, RoleSpec, role_specs
 from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.start_log import StartLog
@@ -42,7 +43,7 @@ class Roles:
     actor: PolicyGroup
     rollout: RolloutGroup
     reference: PolicyGroup | None
-    teacher: TeacherGroup | None
+    teacher: TeacherGroup | TeacherEngineGroup | None
     scalar: Mapping[str, ValueGroup]
     """Critics and scoring models, by role."""
     functions: Mapping[str, FunctionRewardGroup]
@@ -57,12 +58,15 @@ class Roles:
     def models(self) -> dict[str, ModelGroup]:
         """Every Megatron-Core model beside the actor, by role: `Recipe.models`."""
         language = {"reference": self.reference, "teacher": self.teacher}
-        return {role: group for role, group in language.items() if group is not None} | dict(self.scalar)
+        found = {role: group for role, group in language.items() if isinstance(group, ModelGroup)}
+        return found | dict(self.scalar)
 
     @property
     def groups(self) -> list[WorkerGroup]:
         """Every group, once."""
-        return list(dict.fromkeys([self.actor, self.rollout, *self.models.values(), *self.functions.values()]))
+        teacher = [self.teacher] if self.teacher is not None else []
+        every = [self.actor, self.rollout, *teacher, *self.models.values(), *self.functions.values()]
+        return list(dict.fromkeys(every))
 
     @property
     def learning(self) -> dict[str, ModelGroup]:
@@ -76,7 +80,7 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
 
     The roles build their models and engines at the same time; `wait_for` says when one is ready.
     """
-    wanted = recipe.placement.roles(list(recipe.models))
+    wanted = recipe.device_maps
     pools = recipe.placement.pools
     with ExitStack() as stack:
         # Entered first and so left last: when the groups are gone, nobody waits for them any more.
@@ -156,7 +160,7 @@ class _Start:
             actor=_typed(groups["actor"], PolicyGroup),
             rollout=_typed(groups["rollout"], RolloutGroup),
             reference=_typed(reference, PolicyGroup) if reference is not None else None,
-            teacher=_typed(teacher, TeacherGroup) if teacher is not None else None,
+            teacher=teacher if isinstance(teacher, TeacherGroup | TeacherEngineGroup) else None,
             scalar={role: group for role, group in groups.items() if isinstance(group, ValueGroup)},
             functions={what: _typed(groups["reward"], FunctionRewardGroup) for what in self._recipe.functions},
             starting=self._starting,
@@ -208,8 +212,8 @@ def processes_by_host(specs: Sequence[RoleSpec], devices: Mapping[str, Sequence[
             rank = number // spec.devices_per_rank
             names = found.setdefault(device.node, set())
             names.add(f"{spec.role}-{rank}")
-            if spec.role == "rollout":
-                names.add(f"{ENGINES}-{rank}")
+            if spec.group in (RolloutGroup, TeacherEngineGroup):
+                names.add(f"{ENGINES if spec.role == 'rollout' else TEACHER_ENGINES}-{rank}")
     return found
 
 

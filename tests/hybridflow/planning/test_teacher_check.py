@@ -12,7 +12,7 @@ from hybridflow.cluster.devices.device_map import Node, pool_devices
 from hybridflow.config.recipe import load_recipe
 from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.planning.recipe_check import check_recipe
-from hybridflow.roles.groups import TeacherGroup
+from hybridflow.roles.groups import TeacherEngineGroup, TeacherGroup
 from hybridflow.roles.teacher import TeacherWorker
 from hybridflow.trainer.role_specs import role_specs
 from hybridflow.trainer.run_setup import prepare
@@ -26,6 +26,13 @@ DENSE = (
     "max_position_embeddings: 64, rms_norm_eps: 1.0e-6, hidden_act: silu, tie_word_embeddings: false, "
     "bos_token_id: 1, eos_token_id: 2}"
 )
+
+
+ENGINE = [
+    "teacher.train=null",
+    "teacher.engine={dtype: float32, max_running_requests: 64}",
+    "placement.teacher=cpu:2-3",
+]
 
 
 def a_model(directory: Path, *overrides: str) -> Path:
@@ -91,7 +98,7 @@ def test_a_teacher_of_another_size_family_and_layout(tmp_path: Path, capsys: pyt
     assert recipe.trained_roles == ("actor",)
     run, nodes = prepare(recipe), [Node("10.0.0.7", gpus=0, cpu_slots=8)]
     with run.lock:
-        devices = pool_devices(recipe.placement.roles(list(recipe.models)), {}, nodes)
+        devices = pool_devices(recipe.device_maps, {}, nodes)
         devices["reward"] = devices["rollout"][:1]
         specs = {spec.role: spec for spec in role_specs(recipe, run, devices, nodes)}
     teacher = specs["teacher"]
@@ -99,3 +106,55 @@ def test_a_teacher_of_another_size_family_and_layout(tmp_path: Path, capsys: pyt
     assert teacher.arguments[0] == path and not teacher.settings["trainable"] and not teacher.settings["publish"]
     assert specs["actor"].layout == Layout(dp=2, ep=2)
     assert teacher.sample_costs([8])[0] != specs["actor"].sample_costs([8])[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["placement.teacher=null"], "teacher.engine is set without placement.teacher, expected devices of its own"),
+        (
+            ["rollout.sampling.temperature=0.8"],
+            "teacher.engine is set with rollout.sampling.temperature=0.8, and SGLang",
+        ),
+        (
+            ["algorithm.divergence_in=loss", "algorithm.top_k_of=student"],
+            "teacher.engine is set with algorithm.top_k_of=student, and SGLang gives log-probs of its own most likely",
+        ),
+        (["teacher.train={}"], "train is of a teacher on Megatron-Core, and engine is set; expected one of them"),
+        (["teacher.offload=true"], "offload is of a teacher on Megatron-Core, and engine is set; expected one of them"),
+    ],
+)
+def test_what_an_engine_cannot_do_for_a_teacher_is_refused(overrides: list[str], line: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_recipe(RECIPE, ["teacher.path=/models/teacher", *ENGINE, *overrides])
+    assert line in str(caught.value)
+
+
+def test_engines_that_serve_a_teacher_have_devices_of_their_own(tmp_path: Path) -> None:
+    path = a_model(tmp_path, "name=dense")
+    given = [f"teacher.path={path}", f"run_dir={tmp_path}", *ENGINE]
+    assert check_recipe(recipe := load_recipe(RECIPE, given)) == []
+    assert refusal([*given, "placement.teacher=cpu:1-2"]) == (
+        "teacher.engine is set with placement.teacher and placement.actor both on cpu:1 of node 0, expected devices of "
+        "its own"
+    )
+    found = refusal([*given, "teacher.engine.tp=2", "placement.teacher=cpu:2-4"])
+    assert found.startswith("placement.teacher: 3 devices for engines of teacher.engine.tp=2, expected a multiple")
+    assert refusal([*given, "teacher.engine.tp=8", "placement.teacher=cpu:2-9"]).startswith("teacher.engine.tp=8")
+    assert "context_length=65, expected at most the model" in refusal([*given, "teacher.engine.context_length=65"])
+    wider = a_model(tmp_path, "name=wider", "model.create.config.vocab_size=40")
+    assert "has a vocab_size of 40" in refusal([*given, f"teacher.path={wider}"])
+
+    assert "teacher" not in recipe.models and recipe.device_maps["teacher"] == "cpu:2-3"
+    run, nodes = prepare(recipe), [Node("10.0.0.7", gpus=0, cpu_slots=8)]
+    with run.lock:
+        devices = pool_devices(recipe.device_maps, {}, nodes)
+        devices["reward"] = devices["rollout"][:1]
+        specs = {spec.role: spec for spec in role_specs(recipe, run, devices, nodes)}
+    assert list(specs) == ["rollout", "teacher", "actor", "reward"]
+    teacher = specs["teacher"]
+    assert (teacher.group, teacher.layout) == (TeacherEngineGroup, Layout(dp=2))
+    directory, config = teacher.arguments
+    # Room for half of the step's 256 samples at once, at most 64, each of at most 10 tokens and one more.
+    assert directory == path and config.max_total_tokens == 65 * 12 + 1 + 8
+    assert "load_format" not in config.server_args
