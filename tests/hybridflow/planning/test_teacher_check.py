@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from engine3d.layout import Layout
-from hybridflow.cli.main import main
-from hybridflow.cluster.devices.device_map import Node, pool_devices
-from hybridflow.config.recipe import load_recipe
+from hybridflow.cluster.devices.device_map import Device, Node, pool_devices
+from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.config.yaml_loader import SettingsError
+from hybridflow.planning.memory_estimate import foresee
+from hybridflow.planning.memory_report import recipe_specs
 from hybridflow.planning.recipe_check import check_recipe
 from hybridflow.roles.groups import TeacherEngineGroup, TeacherGroup
 from hybridflow.roles.teacher import TeacherWorker
@@ -88,13 +89,25 @@ def test_no_more_tokens_are_compared_than_there_are(tmp_path: Path) -> None:
     assert found == "algorithm.top_k=33 of a vocabulary of 32 tokens, expected at most as many"
 
 
-def test_a_teacher_of_another_size_family_and_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def foreseen(recipe: Recipe, devices: dict[str, tuple[Device, ...]]) -> str:
+    ledger = foresee(
+        recipe,
+        devices,
+        recipe_specs(recipe),
+        gpu_bytes=None,
+        host_bytes=16 << 30,
+        sequence_tokens=12,
+        cache_tokens=1024,
+        with_engines=False,
+    )
+    return "\n".join(ledger.lines())
+
+
+def test_a_teacher_of_another_size_family_and_layout(tmp_path: Path) -> None:
     path = a_model(tmp_path, "name=dense")
     overrides = [f"teacher.path={path}", f"run_dir={tmp_path}", "placement.teacher=cpu:2-3"]
-    assert main(["check", str(RECIPE), *overrides, "--memory"]) == 0
-    assert "infer of teacher" in (shown := capsys.readouterr().out) and "update of teacher" not in shown
-
     recipe = load_recipe(RECIPE, overrides)
+    assert check_recipe(recipe) == []
     assert recipe.trained_roles == ("actor",)
     run, nodes = prepare(recipe), [Node("10.0.0.7", gpus=0, cpu_slots=8)]
     with run.lock:
@@ -106,6 +119,7 @@ def test_a_teacher_of_another_size_family_and_layout(tmp_path: Path, capsys: pyt
     assert teacher.arguments[0] == path and not teacher.settings["trainable"] and not teacher.settings["publish"]
     assert specs["actor"].layout == Layout(dp=2, ep=2)
     assert teacher.sample_costs([8])[0] != specs["actor"].sample_costs([8])[0]
+    assert "infer of teacher" in (shown := foreseen(recipe, devices)) and "update of teacher" not in shown
 
 
 @pytest.mark.parametrize(
@@ -133,7 +147,8 @@ def test_what_an_engine_cannot_do_for_a_teacher_is_refused(overrides: list[str],
 def test_engines_that_serve_a_teacher_have_devices_of_their_own(tmp_path: Path) -> None:
     path = a_model(tmp_path, "name=dense")
     given = [f"teacher.path={path}", f"run_dir={tmp_path}", *ENGINE]
-    assert check_recipe(recipe := load_recipe(RECIPE, given)) == []
+    recipe = load_recipe(RECIPE, given)
+    assert check_recipe(recipe) == []
     assert refusal([*given, "placement.teacher=cpu:1-2"]) == (
         "teacher.engine is set with placement.teacher and placement.actor both on cpu:1 of node 0, expected devices of "
         "its own"
@@ -158,3 +173,4 @@ def test_engines_that_serve_a_teacher_have_devices_of_their_own(tmp_path: Path) 
     # Room for half of the step's 256 samples at once, at most 64, each of at most 10 tokens and one more.
     assert directory == path and config.max_total_tokens == 65 * 12 + 1 + 8
     assert "load_format" not in config.server_args
+    assert "CPU slot 2 of node 0 and 1 like it" in (shown := foreseen(recipe, devices)) and "infer of teacher" in shown
