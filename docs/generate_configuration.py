@@ -58,6 +58,8 @@ _SAME = {
     "cost_model": "reward_model",
     "reference.train": "train",
     "reward_model.train": "train",
+    "teacher.train": "train",
+    "teacher.engine": "rollout.engine",
     "warmup.optimizer": "train.optimizer",
 }
 """Groups that have the settings of another one, which are listed there."""

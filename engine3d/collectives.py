@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -10,3 +11,13 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessG
     """`torch.distributed.all_reduce`, which even for a group of one rank makes a communicator, with buffers."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op, group)
+
+
+def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """The tensors of all ranks, all of one shape, in order of rank."""
+    tensor = tensor.contiguous()
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    if len(gathered) == 1:
+        return [tensor]
+    dist.all_gather(gathered, tensor, group)
+    return gathered

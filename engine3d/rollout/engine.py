@@ -12,8 +12,9 @@ from engine3d.platform import platform
 from engine3d.rollout import launch
 from engine3d.rollout.cache import RESERVED_TOKENS
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
-from engine3d.rollout.host.messages import Generation
+from engine3d.rollout.host.messages import Generation, GivenLogprobs
 from engine3d.rollout.host.owner import HostOwner
+from engine3d.rollout.host.process import HostProcess
 from engine3d.rollout.part import WHOLE, EnginePart
 from engine3d.rollout.scheduler.rank import Call
 from engine3d.rollout.scheduler.text_stops import PARAMETER
@@ -110,11 +111,7 @@ class RolloutEngine(HostOwner):
         Raises UserError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no room for
         `max_new_tokens` in the context; EngineError while the weights are not whole.
         """
-        host = self._running()
-        if self._stale is not None and host.is_alive:
-            raise EngineError(f"rollout engine's weights are not whole, transfer or load them again: {self._stale}")
-        if self._released:
-            raise EngineError("rollout engine's KV cache was released: restore_memory comes first")
+        host = self._able()
         self._check_prompts(prompts, sampling, samples_per_prompt, seeds)
         if not prompts:
             return []
@@ -137,6 +134,45 @@ class RolloutEngine(HostOwner):
             prompts=[list(prompt) for prompt in prompts],
             sampling=samples,
             samples_per_prompt=samples_per_prompt,
+        )
+        return result
+
+    def logprobs(
+        self,
+        sequences: Sequence[Sequence[int]],
+        firsts: Sequence[int],
+        top: int = 1,
+        timeout_s: float | None = None,
+    ) -> list[GivenLogprobs]:
+        """Log-probs of given tokens at temperature 1, and of the most likely ones in the place of each.
+
+        `firsts` has for each sequence the first token that is asked for, at least 1: nothing comes before token 0.
+        `top`: how many of the most likely tokens, at least 1.
+
+        Raises UserError for arguments that are wrong; EngineError while the weights are not whole.
+        """
+        host = self._able()
+        if len(firsts) != len(sequences):
+            raise UserError(f"{len(firsts)} first tokens for {len(sequences)} sequences")
+        if not 1 <= top <= self._model.vocab_size:
+            raise UserError(f"top is {top}, expected 1 to {self._model.vocab_size}, the vocabulary")
+        for index, (sequence, first) in enumerate(zip(sequences, firsts, strict=True)):
+            if not 1 <= first < len(sequence) <= self._context_length:
+                raise UserError(
+                    f"sequence {index} has {len(sequence)} tokens and the first that is asked for is {first}; expected "
+                    f"at most the context's {self._context_length}, and one from 1 on"
+                )
+            self._check_tokens(f"sequence {index}", sequence)
+        if not sequences:
+            return []
+        result: list[GivenLogprobs] = host.call(
+            "log-probs",
+            "logprobs",
+            timeout_s if timeout_s is not None else self.config.request_timeout_s,
+            responses=len(sequences),
+            sequences=[list(sequence) for sequence in sequences],
+            firsts=list(firsts),
+            top=top,
         )
         return result
 
@@ -389,11 +425,21 @@ class RolloutEngine(HostOwner):
                     f"prompt {index} has {len(prompt)} tokens; at most {max(longest, 0)} leave room for max_new_tokens "
                     f"{sampling.max_new_tokens} in a context of {self._context_length}"
                 )
-            if min(prompt) < 0 or max(prompt) >= self._model.vocab_size:
-                wrong = next(token for token in prompt if not 0 <= token < self._model.vocab_size)
-                raise UserError(
-                    f"prompt {index} has token id {wrong}; the vocabulary is 0 to {self._model.vocab_size - 1}"
-                )
+            self._check_tokens(f"prompt {index}", prompt)
+
+    def _check_tokens(self, name: str, tokens: Sequence[int]) -> None:
+        if min(tokens) < 0 or max(tokens) >= self._model.vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < self._model.vocab_size)
+            raise UserError(f"{name} has token id {wrong}; the vocabulary is 0 to {self._model.vocab_size - 1}")
+
+    def _able(self) -> HostProcess:
+        """The host process of an engine that can compute."""
+        host = self._running()
+        if self._stale is not None and host.is_alive:
+            raise EngineError(f"rollout engine's weights are not whole, transfer or load them again: {self._stale}")
+        if self._released:
+            raise EngineError("rollout engine's KV cache was released: restore_memory comes first")
+        return host
 
 
 def _sampling_parameters(sampling: SamplingConfig) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from engine3d.progress import progress
 from engine3d.training.build import BuiltModel
 from engine3d.training.flops import sequence_flops
 from engine3d.training.profile import UpdateTrace
-from engine3d.training.sequences import MicroBatch, Sequences, assign, least_micro_batches, micro_batch
-from engine3d.training.vocab_parallel import logprobs_and_entropy
+from engine3d.training.sequences import CHOSEN, MicroBatch, Sequences, assign, least_micro_batches, micro_batch
+from engine3d.training.vocab_parallel import logprobs_and_entropy, logprobs_of_choices, top_tokens
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class TokenOutputs:
         values: (T,) float32 of the state in which each token was chosen, or None for a language model.
         scores: (K,) float32 of the state that has read all of each sequence, or None for a language model.
         sequences: (T,) int64 which of the K sequences each token belongs to; all tokens of a sequence are here.
+        top_tokens: (T, k) int64 the most likely tokens in the place of each token, by falling probability, or None.
+        chosen_logprobs: (T, k) float32 of the tokens in the column `CHOSEN`, or else of `top_tokens`, or None.
     """
 
     logprobs: Tensor | None = None
@@ -41,6 +43,8 @@ class TokenOutputs:
     values: Tensor | None = None
     scores: Tensor | None = None
     sequences: Tensor | None = None
+    top_tokens: Tensor | None = None
+    chosen_logprobs: Tensor | None = None
 
 
 LossFunction = Callable[[TokenOutputs, dict[str, Tensor]], tuple[Tensor, Any]]
@@ -61,16 +65,25 @@ class ForwardModel(BuiltModel):
         self._balance: LoadBalance | None = None
 
     def logprobs(
-        self, sequences: Sequences, *, temperature: float = 1.0, with_entropy: bool = False
+        self, sequences: Sequences, *, temperature: float = 1.0, with_entropy: bool = False, top: int = 0
     ) -> TokenOutputs | None:
         """Log-probs (and entropies) of every token of this data-parallel rank's sequences, without gradients.
+
+        Args:
+            sequences: with the column `CHOSEN` where the log-probs of further tokens are asked for.
+            temperature: the logits are divided by it.
+            with_entropy: compute entropies.
+            top: how many of the most likely tokens in the place of each to find; with their log-probs, if there is no
+                column `CHOSEN`.
 
         Returns:
             Outputs in the order of the sequences' tokens, on the CPU; None on ranks not on the last pipeline stage.
         """
         if self.value_head:
             raise UserError("logprobs: this model has a value head in place of its vocabulary")
-        return self._forward(sequences, temperature, with_entropy)
+        if not 0 <= top <= self.spec.vocab_size:
+            raise UserError(f"logprobs: top is {top}, expected 0 to {self.spec.vocab_size}, the vocabulary")
+        return self._forward(sequences, temperature, with_entropy, top)
 
     def values(self, sequences: Sequences) -> TokenOutputs | None:
         """The value of the state in which every token was chosen, and the score of every sequence, without gradients.
@@ -82,7 +95,9 @@ class ForwardModel(BuiltModel):
             raise UserError("values: this model has no value head")
         return self._forward(sequences, 1.0, False)
 
-    def _forward(self, sequences: Sequences, temperature: float, with_entropy: bool) -> TokenOutputs | None:
+    def _forward(
+        self, sequences: Sequences, temperature: float, with_entropy: bool, top: int = 0
+    ) -> TokenOutputs | None:
         self.take_back()
         batches = self.micro_batches(sequences)
 
@@ -90,14 +105,20 @@ class ForwardModel(BuiltModel):
             return torch.zeros((), device=self.device), outputs
 
         with torch.no_grad():
-            results = self._run(batches, partial(self._loss, collect, temperature, with_entropy), forward_only=True)
+            loss = partial(self._loss, collect, temperature, with_entropy, top=top)
+            results = self._run(batches, loss, forward_only=True)
         if not self.is_last_stage:
             return None
+        count, chosen = sequences.tokens.numel(), sequences.columns.get(CHOSEN)
         names = ("values",) if self.value_head else ("logprobs", "entropy") if with_entropy else ("logprobs",)
-        whole = {name: torch.zeros(sequences.tokens.numel()) for name in names}
+        whole = {name: torch.zeros(count) for name in names}
+        if top:
+            whole["top_tokens"] = torch.zeros(count, top, dtype=torch.int64)
+        if top or chosen is not None:
+            whole["chosen_logprobs"] = torch.zeros(count, top if chosen is None else chosen.shape[1])
         for batch, outputs in zip(batches, results, strict=True):
             for name, figures in whole.items():
-                figures[batch.flat] = getattr(outputs, name).float().cpu()
+                figures[batch.flat] = getattr(outputs, name).to(figures.dtype).cpu()
         if self.value_head:
             whole["scores"] = torch.zeros(len(sequences))
             for batch, outputs in zip(batches, results, strict=True):
@@ -164,27 +185,46 @@ class ForwardModel(BuiltModel):
         return torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int, device=self.device), None
 
     def _loss(
-        self, loss_function: LossFunction, temperature: float, with_entropy: bool, batch: MicroBatch, output: Tensor
+        self,
+        loss_function: LossFunction,
+        temperature: float,
+        with_entropy: bool,
+        batch: MicroBatch,
+        output: Tensor,
+        *,
+        top: int = 0,
     ) -> tuple[Tensor, Tensor, Any]:
         if self.value_head:
-            output = output.float()
+            output = output.float().reshape(-1)
             outputs = TokenOutputs(
                 values=batch.figures(output), scores=batch.last_figures(output), sequences=batch.members
             )
         else:
-            logprobs, entropy = logprobs_and_entropy(
-                output.view(-1, output.shape[-1]),
-                batch.targets.view(-1),
-                vocabulary=self.spec.vocab_size,
-                group=self._tp_group,
-                temperature=temperature,
-                with_entropy=with_entropy,
-                overwrite=True,
-            )
-            entropies = batch.figures(entropy) if with_entropy else None
-            outputs = TokenOutputs(batch.figures(logprobs), entropies, sequences=batch.members)
+            outputs = self._of_vocabulary(batch, output.view(-1, output.shape[-1]), temperature, with_entropy, top)
         loss, facts = loss_function(outputs, batch.columns)
         return loss, torch.zeros((), dtype=torch.int, device=self.device), facts
+
+    def _of_vocabulary(
+        self, batch: MicroBatch, logits: Tensor, temperature: float, with_entropy: bool, top: int
+    ) -> TokenOutputs:
+        """What the logits of a language model, which nothing else reads, say of each token."""
+        over: dict[str, Any] = {"vocabulary": self.spec.vocab_size, "group": self._tp_group}
+        settings = {**over, "temperature": temperature, "with_entropy": with_entropy, "overwrite": True}
+        targets, choices = batch.targets.view(-1), batch.columns.get(CHOSEN)
+        best = top_tokens(logits, top, **over) if top else None
+        places = best if choices is None else batch.where_computed(choices)
+        chosen = None
+        if places is None:
+            logprobs, entropy = logprobs_and_entropy(logits, targets, **settings)
+        else:
+            logprobs, entropy, chosen = logprobs_of_choices(logits, targets, places, **settings)
+        return TokenOutputs(
+            batch.figures(logprobs),
+            batch.figures(entropy) if with_entropy else None,
+            sequences=batch.members,
+            top_tokens=None if best is None else batch.figures(best),
+            chosen_logprobs=None if chosen is None else batch.figures(chosen),
+        )
 
 
 def _packed_parameters(batch: MicroBatch) -> Any:

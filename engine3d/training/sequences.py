@@ -12,6 +12,10 @@ from torch import Tensor
 
 from engine3d.errors import UserError
 
+CHOSEN = "chosen_tokens"
+"""A column (T, k) int64 by which callers ask for the log-probs of k further tokens in the place of each token. It is
+read by the model, and the loss function gets it like any other column."""
+
 # The lowest limit of cost is then known to a thousandth of the span in which it can lie.
 _HALVINGS = 10
 
@@ -26,7 +30,7 @@ class Sequences:
     Args:
         tokens: (T,) int64 token ids.
         lengths: (N,) int64 tokens of each sequence, at least 1 each.
-        columns: name to (T,) tensor.
+        columns: name to (T,) tensor, or (T, k) with k figures of each token.
 
     Raises:
         UserError: lengths that do not add up to T, an empty sequence, or a column of another length.
@@ -43,8 +47,10 @@ class Sequences:
         if self.lengths.numel() and int(self.lengths.min()) < 1:
             raise UserError(f"sequences: sequence {int(self.lengths.argmin())} is empty")
         for name, column in self.columns.items():
-            if column.shape != self.tokens.shape:
-                raise UserError(f"sequences: column {name!r} has shape {tuple(column.shape)}, expected ({total},)")
+            if column.shape[:1] != self.tokens.shape or column.dim() > 2:
+                raise UserError(
+                    f"sequences: column {name!r} has shape {tuple(column.shape)}, expected ({total},) or ({total}, k)"
+                )
 
     def __len__(self) -> int:
         return self.lengths.numel()
@@ -75,7 +81,7 @@ class MicroBatch:
         members: (T,) int64 number of each real token's sequence among those of the micro-batch.
         last: (K,) int64 flat position of the last token of each sequence.
         indices: the numbers that the sequences have among those that were cut.
-        columns: name to (T,) tensor, of the real tokens.
+        columns: name to (T,) or (T, k) tensor, of the real tokens.
     """
 
     input_ids: Tensor
@@ -118,9 +124,19 @@ class MicroBatch:
         )
 
     def figures(self, computed: Tensor) -> Tensor:
-        """(B, S) figures of next tokens -> (T,) figures of the real tokens; 0 at first tokens, which have none."""
-        taken = computed.reshape(-1)[self.source.clamp(min=0)]
-        return torch.where(self.source >= 0, taken, torch.zeros_like(taken))
+        """(B * S,) figures of next tokens -> (T,) figures of the real tokens; 0 at first tokens, which have none.
+
+        (B * S, k) figures -> (T, k).
+        """
+        taken = computed[self.source.clamp(min=0)]
+        real = self.source.view(-1, *[1] * (taken.dim() - 1)) >= 0
+        return torch.where(real, taken, torch.zeros_like(taken))
+
+    def where_computed(self, column: Tensor) -> Tensor:
+        """(T, k) column of the real tokens -> (B * S, k), where `figures` finds their figures; 0 elsewhere."""
+        placed = column.new_zeros(self.positions + 1, *column.shape[1:])
+        placed[self.source] = column  # those of first tokens, at -1, go to the end, which is cut off
+        return placed[:-1]
 
     def last_figures(self, computed: Tensor) -> Tensor:
         """(B, S) figures -> (K,) those at the last token of each sequence."""

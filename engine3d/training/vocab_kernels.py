@@ -38,6 +38,7 @@ def gradient(
     normaliser: Tensor,
     entropy: Tensor,
     of_logprob: Tensor,
+    of_all: Tensor,
     of_entropy: Tensor | None,
     result: Tensor,
 ) -> None:
@@ -47,7 +48,9 @@ def gradient(
         logits, local, real, temperature: as in `facts`.
         normaliser: (N,) float32, log(sum(exp(x))) over all ranks.
         entropy: (N,) float32.
-        of_logprob, of_entropy: (N,) float32, the gradients of both; None where entropies were not asked for.
+        of_logprob: (N,) float32, the gradient of the target's log-prob.
+        of_all: (N,) float32, the sum of the gradients of all log-probs of the row, the target's among them.
+        of_entropy: (N,) float32, the gradient of the entropy; None where entropies were not asked for.
         result: (N, V), contiguous; its padding is set to 0.
     """
     count, width = logits.shape
@@ -58,7 +61,8 @@ def gradient(
             normaliser,
             entropy,
             of_logprob,
-            of_logprob if of_entropy is None else of_entropy,
+            of_all,
+            of_all if of_entropy is None else of_entropy,
             result,
             width,
             real,
@@ -105,6 +109,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     normaliser,
     entropy,
     of_logprob,
+    of_all,
     of_entropy,
     result,
     width,
@@ -119,11 +124,11 @@ def _gradient(  # type: ignore[no-untyped-def]
     x = tl.load(logits + row * width + column, mask=inside, other=0.0).to(tl.float32) * inverse_temperature
     slope = tl.load(of_logprob + row)
     log_p = x - tl.load(normaliser + row)
-    scale = slope
+    scale = tl.load(of_all + row)
     if WITH_ENTROPY:
         # d entropy / d x_j = -p_j (log p_j + entropy), and 0 where p_j is 0
         surprise = tl.where(log_p > -float("inf"), log_p + tl.load(entropy + row), 0.0)
-        scale = slope + tl.load(of_entropy + row) * surprise
+        scale += tl.load(of_entropy + row) * surprise
     change = -tl.exp(log_p) * scale
     change += tl.where(column == tl.load(local + row), slope, 0.0)
     change = tl.where(inside, change * inverse_temperature, 0.0)

@@ -1,4 +1,7 @@
-"""Log-probs and entropies of next tokens from logits whose vocabulary is split over tensor-parallel ranks."""
+"""Log-probs and entropies of next tokens from logits whose vocabulary is split over tensor-parallel ranks.
+
+The full logits of a token are never gathered: ranks exchange a few figures of each token, and of each chosen token.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from engine3d.collectives import all_reduce
+from engine3d.collectives import all_gather, all_reduce
 
 # On a CPU tokens are worked through in pieces, so that the float32 copies of the logits stay below this.
 _PIECE_BYTES = 512 << 20
@@ -45,7 +48,68 @@ def logprobs_and_entropy(
         (N,) float32 log-probs and (N,) float32 entropies in nats, the same on every rank of the group. Each rank may
         use them in a loss that all ranks compute alike: the gradient is that of its own logits.
     """
-    return _LogProbs.apply(logits.contiguous(), targets, vocabulary, group, temperature, with_entropy, overwrite)
+    settings = (vocabulary, group, temperature, with_entropy, overwrite)
+    logprobs, entropy, _ = _LogProbs.apply(logits.contiguous(), targets, None, *settings)
+    return logprobs, entropy
+
+
+def logprobs_of_choices(
+    logits: Tensor,
+    targets: Tensor,
+    choices: Tensor,
+    *,
+    vocabulary: int,
+    group: ProcessGroup,
+    temperature: float = 1.0,
+    with_entropy: bool = True,
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`logprobs_and_entropy`, with the log-probs of k further tokens of each distribution.
+
+    All come of one pass over the logits, and all gradients go into them in one; the gradient at a chosen token is
+    computed in float32 before it is rounded to the dtype of the logits.
+
+    Args:
+        choices: (N, k) int64 global token ids below `vocabulary`, no two alike in a row whose log-probs have a
+            gradient.
+
+    Returns:
+        (N,) float32 log-probs of the targets, (N,) float32 entropies, (N, k) float32 log-probs of the choices.
+    """
+    settings = (vocabulary, group, temperature, with_entropy, overwrite)
+    logprobs, entropy, chosen = _LogProbs.apply(logits.contiguous(), targets, choices, *settings)
+    return logprobs, entropy, chosen
+
+
+def top_tokens(logits: Tensor, count: int, *, vocabulary: int, group: ProcessGroup) -> Tensor:
+    """The most likely tokens of each distribution, exactly: the `count` best of every rank's `count` best.
+
+    Args:
+        logits: (N, V / tp), this rank's slice of the (padded) vocabulary.
+        count: of tokens, at most `vocabulary`.
+        vocabulary, group: as in `logprobs_and_entropy`.
+
+    Returns:
+        (N, count) int64 global token ids by falling probability, the same on every rank. Of tokens with the same logit
+        those of lower ranks come first.
+
+    Raises:
+        ValueError: `count` is not in 1..vocabulary.
+    """
+    if not 1 <= count <= vocabulary:
+        raise ValueError(f"top_tokens: count is {count}, expected 1 to {vocabulary}, the tokens of the vocabulary")
+    width = logits.shape[1]
+    first = group.rank() * width
+    real, held = max(0, min(width, vocabulary - first)), min(count, width)
+    # A rank with fewer tokens than that has padding in their place, after its tokens and so after those of all ranks.
+    values = torch.full((logits.shape[0], held), -torch.inf, dtype=torch.float32, device=logits.device)
+    ids = torch.zeros(values.shape, dtype=torch.int64, device=logits.device)
+    if real:
+        best, at = logits.detach()[:, :real].topk(min(held, real), dim=1)
+        values[:, : best.shape[1]], ids[:, : best.shape[1]] = best.float(), at + first
+    values, ids = (torch.cat(all_gather(each, group), dim=1) for each in (values, ids))
+    order = values.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    return ids.gather(1, order)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -54,12 +118,13 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         targets: Tensor,
+        choices: Tensor | None,
         vocabulary: int,
         group: ProcessGroup,
         temperature: float,
         with_entropy: bool,
         overwrite: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         width = logits.shape[1]
         first = group.rank() * width
         real = max(0, min(width, vocabulary - first))
@@ -77,18 +142,29 @@ class _LogProbs(torch.autograd.Function):
         all_reduce(facts[1:], ReduceOp.SUM, group)
         log_total = total.log()
         entropy = log_total - weighted / total if with_entropy else torch.zeros_like(total)
+        places, of_choices = None, None
+        if choices is not None:
+            places = choices - first
+            of_choices = _at(logits, places, real).div(temperature).sub(highest[:, None])
+            of_choices = of_choices.where((places >= 0) & (places < real), 0.0)
+            all_reduce(of_choices, ReduceOp.SUM, group)
+            of_choices.sub_(log_total[:, None])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, local, highest + log_total, entropy)
+        ctx.save_for_backward(logits, local, highest + log_total, entropy, places, of_choices)
         ctx.settings = (real, temperature, with_entropy, overwrite)
-        return chosen - log_total, entropy
+        return chosen - log_total, entropy, of_choices
 
     @staticmethod
-    def backward(ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, local, normaliser, entropy = ctx.saved_tensors
+    def backward(
+        ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None, of_choices: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        logits, local, normaliser, entropy, places, chosen = ctx.saved_tensors
         real, temperature, with_entropy, overwrite = ctx.settings
         result = logits if overwrite else torch.empty_like(logits)
+        slope = torch.zeros_like(normaliser) if of_logprob is None else of_logprob.contiguous()
         slopes = (
-            torch.zeros_like(normaliser) if of_logprob is None else of_logprob.contiguous(),
+            slope,
+            slope if of_choices is None else slope + of_choices.sum(dim=1),
             of_entropy.contiguous() if with_entropy and of_entropy is not None else None,
         )
         if logits.is_cuda:
@@ -97,7 +173,47 @@ class _LogProbs(torch.autograd.Function):
             vocab_kernels.gradient(logits, local, real, temperature, normaliser, entropy, *slopes, result)
         else:
             _gradient(logits, local, real, temperature, normaliser, entropy, *slopes, result)
-        return result, None, None, None, None, None, None
+        if of_choices is not None:
+            _set_choices(result, local, real, temperature, entropy, *slopes, places, chosen, of_choices)
+        return result, *[None] * 7
+
+
+def _at(logits: Tensor, places: Tensor, real: int) -> Tensor:
+    """(N, k) float32 logits at (N, k) columns; anything where a column is another rank's."""
+    if not real:
+        return torch.zeros(places.shape, dtype=torch.float32, device=logits.device)
+    return logits.gather(1, places.clamp(0, real - 1)).float()
+
+
+def _set_choices(
+    result: Tensor,
+    local: Tensor,
+    real: int,
+    temperature: float,
+    entropy: Tensor,
+    of_logprob: Tensor,
+    of_all: Tensor,
+    of_entropy: Tensor | None,
+    places: Tensor,
+    chosen: Tensor,
+    of_choices: Tensor,
+) -> None:
+    """Write the gradient at the chosen tokens, which `_gradient` has made without their own part, in place.
+
+    Adding that part to what is rounded already would lose what is left where the two cancel.
+
+    Args:
+        places: (N, k) columns of the chosen tokens; one outside [0, real) is another rank's.
+        chosen: (N, k) float32 log-probs of these.
+        of_choices: (N, k) float32 gradient of these; the others as in `_gradient`.
+    """
+    scale = of_all[:, None]
+    if of_entropy is not None:
+        scale = scale + of_entropy[:, None] * (chosen + entropy[:, None]).where(chosen > -torch.inf, 0.0)
+    own = of_choices + of_logprob[:, None].where(places == local[:, None], 0.0)
+    slope = (own - chosen.exp() * scale) / temperature
+    rows, columns = ((places >= 0) & (places < real)).nonzero(as_tuple=True)
+    result[rows, places[rows, columns]] = slope[rows, columns].to(result.dtype)
 
 
 def _facts(logits: Tensor, local: Tensor, real: int, temperature: float) -> Tensor:
@@ -131,13 +247,14 @@ def _gradient(
     normaliser: Tensor,
     entropy: Tensor,
     of_logprob: Tensor,
+    of_all: Tensor,
     of_entropy: Tensor | None,
     result: Tensor,
 ) -> None:
     """As `vocab_kernels.gradient`."""
     for piece in _pieces(*logits.shape):
         log_p = logits[piece, :real].float().div(temperature).sub_(normaliser[piece, None])
-        scale = of_logprob[piece, None]
+        scale = of_all[piece, None]
         if of_entropy is not None:
             # d entropy / d x_j = -p_j (log p_j + entropy)
             scale = scale + of_entropy[piece, None] * (log_p + entropy[piece, None]).where(log_p > -torch.inf, 0.0)

@@ -138,6 +138,17 @@ class Step[C: AlgorithmSettings](ABC):
         """The batch with the log-probs that are needed: of the reference, and of the policy before the first update."""
 
     @abstractmethod
+    def teacher_logprobs(self, batch: RemoteBatch, *, top_k: int = 0, of_student: bool = False) -> RemoteBatch:
+        """The batch with `teacher_logprobs` and `teacher_agrees`, of the tokens that the policy wrote.
+
+        Args:
+            batch: the responses.
+            top_k: above 0, with `chosen_tokens` too, so many in the place of each token, and the teacher's
+                `teacher_chosen_logprobs` of them.
+            of_student: these are the most likely tokens of the policy; otherwise those of the teacher.
+        """
+
+    @abstractmethod
     def critic_values(self, batch: RemoteBatch) -> RemoteBatch:
         """The batch with the values of every critic."""
 

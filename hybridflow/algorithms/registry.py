@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 ALGORITHMS: dict[str, str] = {
+    "distillation": "hybridflow.algorithms.distillation",
     "grpo": "hybridflow.algorithms.grpo",
     "ippo": "hybridflow.algorithms.ippo",
     "ppo": "hybridflow.algorithms.ppo",

@@ -26,6 +26,8 @@ class AlgorithmSettings(Settings):
     """Whether a critic's values of the reward are needed."""
     needs_cost: ClassVar[bool] = False
     """Whether costs, and a critic's values of the cost, are needed."""
+    needs_teacher: ClassVar[bool] = False
+    """Whether a teacher's log-probs of the responses are needed."""
     group_baseline: ClassVar[bool] = False
     """Whether the samples of a prompt are compared with each other."""
     greedy_baseline: ClassVar[bool] = False
@@ -60,6 +62,11 @@ class AlgorithmSettings(Settings):
     def needs_reference(self) -> bool:
         """Whether `ref_logprobs` are needed."""
         return self.kl_coef > 0
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether a prompt needs several samples."""
+        return self.group_baseline
 
     @field_validator("name")
     @classmethod
@@ -117,8 +124,13 @@ class AlgorithmSettings(Settings):
     @property
     def _unused(self) -> dict[str, str]:
         """The keys that have no use, with what takes it from them and what would give it back."""
-        why = f"kl_controller {self.kl_controller!r}, which does not use it; expected kl_controller 'adaptive'"
+        why = self._other("kl_controller 'adaptive'")
         return dict.fromkeys(_OF_ADAPTIVE, why) if self.kl_controller != "adaptive" else {}
+
+    def _other(self, user: str) -> str:
+        """What takes its use from a key: the setting that `user` begins with, which has another value."""
+        setting = user.split()[0]
+        return f"{setting} {getattr(self, setting)!r}, which does not use it; expected {user}"
 
 
 class ClippedSettings(AlgorithmSettings):

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.sample_fields import SAMPLE, SampleFields, column_types, pad_rows, within
+from hybridflow.batch.sample_fields import SAMPLE, SampleFields, column_types, pad_rows, wide, within
 
 PROMPT, RESPONSE = "(B, S)", "(B, S')"
+WIDE_RESPONSE = wide(RESPONSE)
 """Shapes of columns."""
 COLUMNS = column_types({"input_ids": PROMPT, "generated_ids": RESPONSE}, RESPONSE)
 """Shape and dtype of every column of a `RolloutBatch`, by its name."""
@@ -52,7 +53,8 @@ class RolloutBatch(SampleFields):
             )
         if responses[0] != prompts[0]:
             raise ValueError(f"RolloutBatch: {prompts[0]} rows of input_ids and {responses[0]} of generated_ids")
-        self._check_columns({PROMPT: prompts, RESPONSE: responses, SAMPLE: prompts[:1]}, self.input_ids.device)
+        sizes = {PROMPT: prompts, RESPONSE: responses, SAMPLE: prompts[:1]}
+        self._check_columns(sizes | {WIDE_RESPONSE: (*responses, *self.width)}, self.input_ids.device)
         for name, least, most in (("prompt_lengths", 1, prompts[1]), ("response_lengths", 0, responses[1])):
             lengths = getattr(self, name)
             if len(self) and not least <= int(lengths.min()) <= int(lengths.max()) <= most:
@@ -76,7 +78,7 @@ class RolloutBatch(SampleFields):
             input_ids=pad_rows(tokens.masked_select(~is_response), samples.prompt_lengths, pad_token_id),
             generated_ids=pad_rows(tokens.masked_select(is_response), samples.response_lengths, pad_token_id),
             **{
-                name: samples.padded(column) if COLUMNS[name][0] == RESPONSE else column
+                name: column if COLUMNS[name][0] == SAMPLE else samples.padded(column)
                 for name, column in columns.items()
             },
             pad_token_id=pad_token_id,
@@ -111,9 +113,11 @@ class RolloutBatch(SampleFields):
         for index, batch in enumerate(batches):
             if batch.pad_token_id != first.pad_token_id:
                 raise ValueError(f"RolloutBatch: batches 0 and {index} of concatenate differ in pad_token_id")
+        longest = max(batch.generated_ids.shape[1] for batch in batches)
         widths = {
             PROMPT: max(batch.input_ids.shape[1] for batch in batches),
-            RESPONSE: max(batch.generated_ids.shape[1] for batch in batches),
+            RESPONSE: longest,
+            WIDE_RESPONSE: longest,
         }
 
         def widen(name: str, column: Tensor) -> Tensor:
@@ -121,7 +125,8 @@ class RolloutBatch(SampleFields):
             if symbol == SAMPLE:
                 return column
             padding = first.pad_token_id if name in ("input_ids", "generated_ids") else 0
-            return torch.nn.functional.pad(column, (0, widths[symbol] - column.shape[1]), value=padding)
+            inner = [0, 0] * (column.dim() - 2)  # from the last dimension on
+            return torch.nn.functional.pad(column, (*inner, 0, widths[symbol] - column.shape[1]), value=padding)
 
         columns = {name: torch.cat([widen(name, getattr(batch, name)) for batch in batches]) for name in names}
         return dataclasses.replace(first, **columns)  # type: ignore[arg-type]

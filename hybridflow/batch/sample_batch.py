@@ -1,7 +1,8 @@
 """SampleBatch: the samples of a rollout as they flow through a step, from engines to updates, without padding.
 
 The tokens of all samples lie end to end, each sample's prompt before its response, and so do the figures of response
-tokens. B is the number of samples, T that of their tokens, R that of the tokens of their responses.
+tokens. B is the number of samples, T that of their tokens, R that of the tokens of their responses, and K that of the
+figures of each response token in the few columns that have several.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.batch.sample_fields import SAMPLE, FinishReason, SampleFields, column_types, pad_rows, within
+from hybridflow.batch.sample_fields import SAMPLE, FinishReason, SampleFields, column_types, pad_rows, wide, within
 
 TOKENS, RESPONSE = "(T,)", "(R,)"
+WIDE_RESPONSE = wide(RESPONSE)
 """Shapes of columns."""
 COLUMNS = column_types({"tokens": TOKENS}, RESPONSE)
 """Shape and dtype of every column of a `SampleBatch`, by its name."""
@@ -48,7 +50,8 @@ class SampleBatch(SampleFields):
             if len(self) and (found := int(getattr(self, name).min())) < least:
                 raise ValueError(f"samples: {name} has {found}, expected at least {least}")
         tokens, responses = int(self.sequence_lengths.sum()), int(self.response_lengths.sum())
-        self._check_columns({TOKENS: (tokens,), RESPONSE: (responses,), SAMPLE: (len(self),)}, torch.device("cpu"))
+        sizes = {TOKENS: (tokens,), RESPONSE: (responses,), SAMPLE: (len(self),)}
+        self._check_columns(sizes | {WIDE_RESPONSE: (responses, *self.width)}, torch.device("cpu"))
 
     @property
     def is_response(self) -> Tensor:
@@ -130,11 +133,11 @@ class SampleBatch(SampleFields):
         prompts, responses = rest.pop("input_ids"), rest.pop("generated_ids")
         mask = within(rest["response_lengths"], responses)
         sequence = torch.cat([within(rest["prompt_lengths"], prompts), mask], dim=1)
-        flat = {name: column[mask] if COLUMNS[name][0] == RESPONSE else column for name, column in rest.items()}
+        flat = {name: column if COLUMNS[name][0] == SAMPLE else column[mask] for name, column in rest.items()}
         return cls(tokens=torch.cat([prompts, responses], dim=1)[sequence], **flat)
 
     def padded(self, column: Tensor) -> Tensor:
-        """(R,) figures as (B, S') rows with zeros on the right; S' is the longest response."""
+        """(R,) or (R, K) figures as (B, S') or (B, S', K) rows with zeros on the right; S' is the longest response."""
         return pad_rows(column, self.response_lengths)
 
     def flat(self, rows: Tensor) -> Tensor:
@@ -166,7 +169,8 @@ class SampleBatch(SampleFields):
     def select(self, indices: Sequence[int] | Tensor) -> SampleBatch:
         """The samples at `indices` (integers, each at most once), in that order."""
         rows = self._rows(indices)
-        lengths = {TOKENS: self.sequence_lengths.tolist(), RESPONSE: self.response_lengths.tolist()}
+        responses = self.response_lengths.tolist()
+        lengths = {TOKENS: self.sequence_lengths.tolist(), RESPONSE: responses, WIDE_RESPONSE: responses}
 
         def taken(name: str, column: Tensor) -> Tensor:
             symbol, _ = COLUMNS[name]

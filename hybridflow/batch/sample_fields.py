@@ -27,13 +27,21 @@ SAMPLE = "(B,)"
 """Shape of columns with one figure a sample."""
 
 
-OF_LOSSES: tuple[str, ...] = ("lm_weights",)
+OF_LOSSES: tuple[str, ...] = ("lm_weights", "teacher_logprobs", "teacher_agrees")
 """Columns that only some losses read; of responses, float32."""
+
+WIDE: dict[str, torch.dtype] = {"chosen_tokens": torch.int64, "teacher_chosen_logprobs": torch.float32}
+"""Columns that only some losses read, with K figures for each response token; K is the same in all."""
 
 _OF_RESPONSES = (
     *("advantages", "old_logprobs", "ref_logprobs", "current_logprobs"),
     *("values", "returns", "cost_values", "cost_returns", *OF_LOSSES),
 )
+
+
+def wide(response: str) -> str:
+    """The shape of columns with K figures for each response token, where those with one have this shape."""
+    return f"{response.rstrip(',)')}, K)"
 
 
 def column_types(tokens: Mapping[str, str], response: str) -> dict[str, tuple[str, torch.dtype]]:
@@ -47,6 +55,7 @@ def column_types(tokens: Mapping[str, str], response: str) -> dict[str, tuple[st
     types |= dict.fromkeys(("rewards", "costs"), (SAMPLE, torch.float32))
     types |= dict.fromkeys(("logprobs", *_OF_RESPONSES, "weights"), (response, torch.float32))
     types |= {"response_mask": (response, torch.bool)}
+    types |= {name: (wide(response), dtype) for name, dtype in WIDE.items()}
     return {name: (shape, torch.int64) for name, shape in tokens.items()} | types
 
 
@@ -102,6 +111,14 @@ class SampleFields(ABC):
     """Of responses, float32: the cost critic's targets."""
     lm_weights: Tensor | None = None
     """Of responses, float32: what the negative log-likelihood of each token is multiplied by in VAPO's loss."""
+    teacher_logprobs: Tensor | None = None
+    """Of responses, float32: log-probs of the teacher."""
+    teacher_agrees: Tensor | None = None
+    """Of responses, float32: 1 where the token is the one that the teacher finds most likely, else 0."""
+    chosen_tokens: Tensor | None = None
+    """Of responses, int64, K of each token: the tokens in whose log-probs policy and teacher are compared."""
+    teacher_chosen_logprobs: Tensor | None = None
+    """Of responses, float32, K of each token: log-probs of these tokens from the teacher."""
     weights: Tensor | None = None
     """Of responses, float32: weight of each token in the loss of its mini-batch, as `sequence_weights` gives it."""
 
@@ -122,6 +139,11 @@ class SampleFields(ABC):
         """The same batch with the named columns set, for example `batch.replace(rewards=rewards)`."""
         self.check_names(columns)
         return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
+
+    @property
+    def width(self) -> tuple[int, ...]:
+        """(K,) of the columns with K figures of each response token; () without such columns."""
+        return () if self.chosen_tokens is None else tuple(self.chosen_tokens.shape[-1:])
 
     @abstractmethod
     def select(self, indices: Sequence[int] | Tensor) -> Self:
@@ -181,6 +203,11 @@ def within(lengths: Tensor, rows: Tensor) -> Tensor:
 
 
 def pad_rows(values: Tensor, lengths: Tensor, padding: int = 0) -> Tensor:
-    """Values that lie end to end, so many (B,) of each row, as (B, W) rows padded on the right; W is the longest."""
-    rows = values.new_full((len(lengths), int(lengths.max()) if len(lengths) else 0), padding)
-    return rows.masked_scatter_(within(lengths, rows), values)
+    """Values that lie end to end, so many (B,) of each row, as (B, W) rows padded on the right; W is the longest.
+
+    (R, K) values become (B, W, K) rows.
+    """
+    width = int(lengths.max()) if len(lengths) else 0
+    rows = values.new_full((len(lengths), width, *values.shape[1:]), padding)
+    rows[within(lengths, rows)] = values
+    return rows

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch.sample_batch import COLUMNS, TOKENS, SampleBatch
-from hybridflow.batch.sample_fields import SAMPLE
+from hybridflow.batch.sample_fields import SAMPLE, WIDE
 
 COUNTED = "counted"
 """The fact that says how many response tokens of a sample the policy wrote."""
@@ -25,7 +25,8 @@ class Columns:
     """What a rank has found out about the b samples of its part, whose responses have r tokens.
 
     Args:
-        tokens: name to (r,) tensor; they stay where they are, and become columns of the batch.
+        tokens: name to (r,) tensor, or (r, K) of the columns that have K figures of each token; they stay where they
+            are, and become columns of the batch.
         facts: name to (b,) tensor; they go to the driver.
         note: anything else that is small, one a part; it goes to the driver.
     """
@@ -129,7 +130,7 @@ def _check(columns: Columns, samples: SampleBatch) -> None:
         ("fact", columns.facts, len(samples), "sample"),
     ):
         for name, figure in figures.items():
-            if tuple(figure.shape) != (size,):
+            if tuple(figure.shape[:1] if name in WIDE and figure.dim() == 2 else figure.shape) != (size,):
                 raise ValueError(
                     f"columns: {kind} {name} has shape {tuple(figure.shape)}, expected ({size},), one figure for each "
                     f"{each} of the batch"

@@ -34,6 +34,8 @@ _SINCE = {
     "trainer.eval_before_train": True,
     "metrics.samples_per_step": 0,
     "metrics.sample_characters": 1000,
+    "teacher": None,
+    "placement.teacher": None,
 }
 """What a checkpoint's recipe means that is older than these settings."""
 

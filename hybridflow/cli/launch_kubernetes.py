@@ -85,7 +85,7 @@ def wanted(parsed: argparse.Namespace) -> KubernetesRun:
         Node(f"node {index}", 0 if role == REWARD else gpus, parsed.cpu_slots or cpus, role)
         for index, role in enumerate(roles)
     ]
-    pool_devices(recipe.placement.roles(list(recipe.models)), recipe.placement.pools, nodes)
+    pool_devices(recipe.device_maps, recipe.placement.pools, nodes)
     return KubernetesRun(
         name=_name(recipe.name),
         recipe=_recipe_text(data),

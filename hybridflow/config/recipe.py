@@ -8,16 +8,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from engine3d.rollout.config import SamplingConfig
+from engine3d.rollout.config import RolloutConfig, SamplingConfig
 from engine3d.settings import MOST_SAMPLES, AbsolutePath, Settings
 from engine3d.training.config import TrainConfig
 from hybridflow.algorithms.config import AnyAlgorithm
+from hybridflow.algorithms.distillation import DistillationSettings
 from hybridflow.algorithms.grpo import GRPOSettings
 from hybridflow.cluster.hosts.network.network_settings import NetworkConfig
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.config.algorithm_fit import misfits
 from hybridflow.config.known_names import RECIPE_NAMES
-from hybridflow.config.roles import ModelConfig, ModelRole, RolloutRole, ScoringModel
+from hybridflow.config.roles import ModelConfig, ModelRole, RolloutRole, ScoringModel, TeacherModel
 from hybridflow.config.run import CheckpointConfig, PlacementConfig, TrainerConfig, WarmupConfig
 from hybridflow.config.yaml_loader import load_settings
 from hybridflow.data.config import DataConfig
@@ -44,6 +45,8 @@ class Recipe(Settings):
     rollout: RolloutRole = RolloutRole()
     algorithm: AnyAlgorithm = GRPOSettings()
     reference: ModelRole = ModelRole()
+    teacher: TeacherModel | None = None
+    """The model that algorithm `distillation` learns from."""
     critic: ModelRole = ModelRole()
     cost_critic: ModelRole = ModelRole()
     data: DataConfig = DataConfig()
@@ -101,7 +104,7 @@ class Recipe(Settings):
     def _missing(self) -> Iterator[str]:
         """What the algorithm needs and the recipe has not."""
         name = self.algorithm.name
-        if self.algorithm.group_baseline and self.rollout.samples_per_prompt == 1:
+        if self.algorithm.compares_samples and self.rollout.samples_per_prompt == 1:
             yield (
                 f"rollout.samples_per_prompt=1 with algorithm.name={name}, where a group of one learns nothing; "
                 "expected at least 2"
@@ -134,18 +137,37 @@ class Recipe(Settings):
             )
         if name == "ippo" and self.actor is None:
             yield "algorithm.name=ippo without actors; expected actors: {NAME: {settings}, ...}, or ppo for one actor"
+        if self.algorithm.needs_teacher and self.teacher is None:
+            yield f"algorithm.name={name} learns from a teacher, expected teacher.path"
+        if self.teacher_engine is not None:
+            yield from self._wrong_with_teacher_engine()
         if self.reward is None and self.reward_model is None:
             yield "reward=null and no reward_model, expected at least one of them"
         if self.algorithm.needs_cost and self.cost is None and self.cost_model is None:
             yield f"algorithm.name={name} learns from costs, expected cost.functions or cost_model.path"
 
+    def _wrong_with_teacher_engine(self) -> Iterator[str]:
+        """What SGLang cannot say of given tokens."""
+        if self.placement.teacher is None:
+            yield "teacher.engine is set without placement.teacher, expected devices of its own"
+        if (temperature := self.rollout.sampling.temperature) != 1:
+            yield (
+                f"teacher.engine is set with rollout.sampling.temperature={temperature:g}, and SGLang gives log-probs "
+                "of given tokens at 1 alone; expected 1, or teacher.engine=null"
+            )
+        if isinstance(self.algorithm, DistillationSettings) and self.algorithm.top_k_of == "student":
+            yield (
+                "teacher.engine is set with algorithm.top_k_of=student, and SGLang gives log-probs of its own most "
+                "likely tokens alone; expected teacher, or teacher.engine=null"
+            )
+
     def _unused(self) -> Iterator[str]:
         """What is set for roles that do not run."""
-        runs = {"actor", "rollout", *(["reward"] if self.functions else []), *self.models}
-        for role in ("reference", "critic", "cost_critic", "reward", "reward_model", "cost_model"):
+        runs = {"actor", "rollout", *(["reward"] if self.functions else []), *self.device_maps}
+        for role in ("reference", "teacher", "critic", "cost_critic", "reward", "reward_model", "cost_model"):
             if role not in runs and getattr(self.placement, role) is not None:
                 yield f"placement.{role} is set, and there is no such role with {self._why_not(role)}"
-        for role in ("reference", "critic", "cost_critic", "cost", "cost_model"):
+        for role in ("reference", "teacher", "critic", "cost_critic", "cost", "cost_model"):
             default = type(self).model_fields[role].default
             if role not in (*runs, *self._costs) and getattr(self, role) != default:
                 yield f"{role} is set, and there is no such role with {self._why_not(role)}"
@@ -165,12 +187,24 @@ class Recipe(Settings):
         algorithm = self.algorithm
         wanted = {
             "reference": self.reference if algorithm.needs_reference else None,
+            "teacher": self.teacher if algorithm.needs_teacher and self.teacher_engine is None else None,
             "critic": self.critic if algorithm.needs_critic else None,
             "cost_critic": self.cost_critic if algorithm.needs_cost else None,
             "reward_model": self.reward_model,
             "cost_model": self.cost_model if algorithm.needs_cost else None,
         }
         return {role: model for role, model in wanted.items() if model is not None}
+
+    @property
+    def teacher_engine(self) -> RolloutConfig | None:
+        """The engines that serve the teacher, where they do."""
+        return self.teacher.engine if self.algorithm.needs_teacher and self.teacher is not None else None
+
+    @property
+    def device_maps(self) -> dict[str, str]:
+        """The device map or pool of every role that runs."""
+        served = ["teacher"] if self.teacher_engine is not None else []
+        return self.placement.roles([*self.models, *served])
 
     @property
     def trained_roles(self) -> tuple[str, ...]:

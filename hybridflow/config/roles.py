@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -106,6 +106,23 @@ class ModelRole(Settings):
     offload: bool = False
     """Keep its weights and its optimizer's state in page-locked host memory while other roles compute on its devices;
     the results stay the same, bit for bit."""
+
+
+class TeacherModel(ModelRole):
+    """A language model that is distilled from, and does not learn."""
+
+    path: AbsolutePath
+    """HuggingFace directory of a model of any size and family that has the actor's tokenizer and vocabulary."""
+    engine: RolloutConfig | None = None
+    """SGLang engines that serve it in place of Megatron-Core, as many as its devices hold: on devices of their own, and
+    with the teacher's weights throughout. On Megatron-Core if null."""
+
+    @model_validator(mode="after")
+    def _is_on_one_of_them(self) -> Self:
+        if self.engine is not None and (self.train is not None or self.offload):
+            other = "train" if self.train is not None else "offload"
+            raise ValueError(f"{other} is of a teacher on Megatron-Core, and engine is set; expected one of them")
+        return self
 
 
 class ScoringModel(ModelRole):

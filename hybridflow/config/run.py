@@ -171,6 +171,8 @@ class PlacementConfig(Settings):
     """Devices of the engines."""
     reference: str | None = None
     """Only where the algorithm needs a reference policy; the actor's devices if null."""
+    teacher: str | None = None
+    """Only where the algorithm needs a teacher; the actor's devices if null."""
     critic: str | None = None
     """Only where the algorithm needs a critic; the actor's devices if null."""
     cost_critic: str | None = None
@@ -195,6 +197,7 @@ class PlacementConfig(Settings):
             "actor": self.actor,
             "rollout": self.rollout,
             "reference": reference,
+            "teacher": self.teacher or self.actor,
             "critic": critic,
             "cost_critic": self.cost_critic or critic,
             "reward_model": reward_model,

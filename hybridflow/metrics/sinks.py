@@ -305,6 +305,7 @@ _CONSOLE_FIGURES = (
     _Figure("critic/value_loss", "value loss", "{:.4f}".format, 7),
     _Figure("critic/explained_variance", "explained", "{:.2f}".format, 4),
     _Figure("train/reference_kl", "kl", "{:.4f}".format, 5),
+    _Figure("distillation/kl_k1", "teacher kl", "{:.4f}".format, 5),
     _Figure("train/entropy", "entropy", "{:.3f}".format, 6),
     _Figure("train/gradient_norm", "gradient", "{:.3g}".format, 8),
     _Figure("mismatch/logprob_abs_diff_mean", "mismatch", "{:.1e}".format, 9),

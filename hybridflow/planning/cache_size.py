@@ -69,6 +69,20 @@ def cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: DeviceKin
     )
 
 
+def teacher_cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: DeviceKind) -> int:
+    """As `cache_tokens`, of each engine of the teacher, which reads a step's samples and generates nothing."""
+    config = recipe.teacher_engine
+    assert config is not None
+    if config.max_total_tokens is not None:
+        return config.max_total_tokens
+    samples = recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt
+    return tokens_needed(
+        requests=min(config.max_running_requests, -(-samples // engines)),
+        sequence_tokens=lengths.sequence + 1,
+        page_tokens=PAGE_TOKENS[kind],
+    )
+
+
 def running_requests(recipe: Recipe, *, prompts: int, samples: int, engines: int) -> int:
     """Requests that an engine runs at once when so many prompts, with so many samples each, are dealt to all."""
     return min(recipe.rollout.engine.max_running_requests, -(-prompts // engines) * samples)

@@ -64,7 +64,7 @@ def check_libraries(recipe: Recipe, devices: Devices | None, spec: ModelSpec) ->
 
 
 def _slower_experts(recipe: Recipe, devices: Devices, spec: ModelSpec) -> list[str]:
-    configs = {role: recipe.train_config(role) for role in devices.keys() - {"rollout", "reward"}}
+    configs = {role: recipe.train_config(role) for role in ("actor", *recipe.models)}
     wanted = any(
         config.has_one_step_experts(spec.sizes, config.layout.layout(len(devices[role])))
         for role, config in configs.items()

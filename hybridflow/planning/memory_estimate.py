@@ -22,7 +22,7 @@ from engine3d.memory.overhead import (
     engine_workspace,
 )
 from engine3d.memory.serving import PREFIX_TOKENS, prompt_tokens
-from engine3d.models import ModelSpec
+from engine3d.models import ModelSpec, load_model_spec
 from engine3d.platform.cuda.cuda_platform import graph_batch_sizes
 from engine3d.reshard.describe.shards import Place
 from engine3d.reshard.describe.source import PlannedTrainer
@@ -77,6 +77,8 @@ def foresee(
             gpus.append(replace(found, devices=(device,)))
         else:
             gpus[like] = replace(gpus[like], devices=(*gpus[like].devices, device))
+    if recipe.teacher_engine is not None:
+        gpus += _of_teacher_engine(recipe, devices["teacher"], gpu_bytes, host_bytes, cache_tokens, with_engines)
     return Ledger(
         tuple(gpus),
         gpu_bytes,
@@ -85,6 +87,33 @@ def foresee(
         recipe.rollout.engine.max_running_requests,
         host_bytes,
     )
+
+
+def _of_teacher_engine(
+    recipe: Recipe,
+    devices: Sequence[Device],
+    gpu_bytes: int | None,
+    host_bytes: int | None,
+    cache_tokens: int | None,
+    with_engines: bool,
+) -> list[GpuMemory]:
+    """The devices of a teacher that engines serve, which have them to themselves: as of engines that generate."""
+    teacher, config = recipe.teacher, recipe.teacher_engine
+    assert teacher is not None and config is not None
+    spec = load_model_spec(teacher.path)
+    served = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"engine": config})})
+    engines = dict.fromkeys(devices, _NOTHING)
+    if with_engines:
+        serving = serving_by_rank(spec, config, [_place(device) for device in devices])
+        engines = dict(zip(devices, serving, strict=True))
+    size = gpu_bytes if devices[0].kind == "cuda" else host_bytes
+    tokens = config.max_total_tokens if config.max_total_tokens is not None else cache_tokens
+    found = _gpu(served, devices[0], {"actor": spec}, {}, engines, size, tokens, estimate=with_engines)
+    phases = tuple(
+        replace(phase, name="infer of teacher", less=phase.less.replace("rollout.engine", "teacher.engine"))
+        for phase in found.phases
+    )
+    return [replace(found, devices=tuple(devices), phases=phases)]
 
 
 @dataclass(frozen=True)

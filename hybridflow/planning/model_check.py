@@ -15,7 +15,10 @@ from engine3d.rollout.served import check_served
 from engine3d.training.megatron_settings import check_effect, check_options, megatron_settings
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import ScoringModel
+from hybridflow.planning.teacher_check import check_teacher
 
+LANGUAGE_MODELS = ("reference", "teacher")
+"""The models beside the actor that have a vocabulary and no scalar head."""
 _FINITE_LIMIT_S = 5.0
 """For looking through the weights of one model: some 5 GB."""
 
@@ -57,6 +60,8 @@ def check_model(recipe: Recipe, role: str, actor: ModelSpec | None) -> ModelSpec
         check_model_files(f"{role}.path", spec, path, needs_head=isinstance(recipe.models[role], ScoringModel))
     except UserError as error:
         raise UserError(f"{role}.path: {error}") from None
+    if role == "teacher" and actor is not None:
+        check_teacher(recipe, spec, path, actor)
     if actor is not None and spec.vocab_size < actor.vocab_size:
         raise UserError(
             f"{role}.path: {path} has a vocab_size of {spec.vocab_size} and the actor one of {actor.vocab_size}; "
@@ -93,7 +98,7 @@ def role_spec(recipe: Recipe, role: str, actor: ModelSpec | None) -> ModelSpec |
     Raises:
         UserError: its directory holds no model that can be one.
     """
-    path, value_head = recipe.models[role].path, role != "reference"
+    path, value_head = recipe.models[role].path, role not in LANGUAGE_MODELS
     if path is not None:
         return load_model_spec(path, value_head=value_head)
     return dataclasses.replace(actor, value_head=value_head) if actor is not None else None

@@ -25,7 +25,7 @@ def planned_devices(recipe: Recipe, cluster: Sequence[Node] | None = None) -> di
     Raises:
         UserError: a device map that is wrong or that the nodes do not fulfil.
     """
-    roles = recipe.placement.roles(list(recipe.models))
+    roles = recipe.device_maps
     pools = recipe.placement.pools
     if recipe.placement.cluster is not None and cluster is None:
         for text in (*roles.values(), *pools.values()):
@@ -52,7 +52,7 @@ def check_layouts(
         UserError: sizes that do not divide the devices or the model, or a rollout role of another number of devices.
     """
     layouts = {}
-    for role in sorted(devices.keys() - {"rollout", "reward"}):
+    for role in sorted(("actor", *recipe.models)):
         try:
             config = recipe.train_config(role)
             layouts[role] = config.layout.layout(len(devices[role]))

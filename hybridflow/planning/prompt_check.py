@@ -51,8 +51,9 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
     """
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer, files = initial_tokenizer(recipe, Path(scratch))
-        for role, model in recipe.models.items():
-            if model.path is not None:
+        served = {"teacher": recipe.teacher} if recipe.teacher_engine is not None else {}
+        for role, model in (recipe.models | served).items():
+            if model is not None and model.path is not None:
                 check_same_tokens(role, model.path, files)
     if len(tokenizer) > spec.vocab_size:
         raise UserError(

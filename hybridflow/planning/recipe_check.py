@@ -31,6 +31,7 @@ from hybridflow.planning.model_check import check_engines, check_model, check_mo
 from hybridflow.planning.placement_check import check_engine_devices, check_layouts, groups_over_nodes, planned_devices
 from hybridflow.planning.prompt_check import EncodedPrompts, encoded_prompts
 from hybridflow.planning.replay_check import check_replay
+from hybridflow.planning.teacher_check import check_teacher_engine
 from hybridflow.rewards.builtin import check_text_answers
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.roles.offload import check_offload
@@ -94,6 +95,8 @@ def check_recipe(
             warnings += attempt(check_model_files, "model.path", spec, recipe.model.path) or []
         attempt(check_engines, recipe, spec)
         attempt(check_sampling, recipe, spec, devices)
+        if recipe.teacher_engine is not None:
+            attempt(check_teacher_engine, recipe, spec, devices)
         if here:
             warnings += attempt(check_libraries, recipe, devices, spec) or []
         encoded = attempt(encoded_prompts, recipe, spec, layouts)

@@ -68,6 +68,16 @@ _OPTIMISATION = (
     _Wanted("cost-value-losses", "Loss of the cost critic", "loss", (metrics.COST_CRITIC.value_loss,)),
     _Wanted("explained-variance", "Explained variance of the returns", "share", (r"\w+/explained_variance",)),
     _Wanted("reference-kl", "KL from the reference", "nats per token", (metrics.TRAIN_REFERENCE_KL,)),
+    _Wanted(
+        "teacher-kl",
+        "Divergence from the teacher",
+        "nats per token",
+        (r"distillation/kl_\w+", metrics.DISTILLATION_DIVERGENCE),
+        apart=True,
+    ),
+    _Wanted(
+        "teacher-agreement", "Tokens that the teacher finds most likely", "share", (metrics.DISTILLATION_AGREEMENT,)
+    ),
     _Wanted("kl-coefficient", "Coefficient of the KL penalty", "coefficient", (metrics.TRAIN_KL_COEF,)),
     _Wanted("entropy", "Entropy of the policy", "nats per token", (metrics.TRAIN_ENTROPY,), from_zero=True),
     _Wanted(

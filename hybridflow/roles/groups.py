@@ -9,6 +9,8 @@ from hybridflow.roles.model import ModelWorker
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
 from hybridflow.roles.rollout import RolloutWorker
+from hybridflow.roles.teacher import TeacherWorker
+from hybridflow.roles.teacher_engine import TeacherEngineWorker
 from hybridflow.roles.value import ValueWorker
 from hybridflow.workers.worker_group import WorkerGroup
 
@@ -36,11 +38,25 @@ class PolicyGroup(ModelGroup):
     """The ranks of an actor or a reference policy."""
 
     logprobs = PolicyWorker.logprobs
+    top_tokens = PolicyWorker.top_tokens
     update = PolicyWorker.update
     supervise = PolicyWorker.supervise
     share_weights = PolicyWorker.share_weights
     connect_weights = PolicyWorker.connect_weights
     send_weights = PolicyWorker.send_weights
+
+
+class TeacherGroup(ModelGroup):
+    """The ranks of a teacher on Megatron-Core."""
+
+    teacher_logprobs = TeacherWorker.teacher_logprobs
+
+
+class TeacherEngineGroup(WorkerGroup):
+    """Engines that serve a teacher, side by side."""
+
+    start = TeacherEngineWorker.start
+    teacher_logprobs = TeacherEngineWorker.teacher_logprobs
 
 
 class ValueGroup(ModelGroup):

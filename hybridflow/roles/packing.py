@@ -13,18 +13,17 @@ def to_sequences(batch: SampleBatch, **columns: Tensor) -> Sequences:
     """Each sample as prompt and response, end to end.
 
     Args:
-        columns: name to (R,) figures of response tokens; prompt tokens get 0.
+        columns: name to (R,) or (R, K) figures of response tokens; prompt tokens get 0.
     """
-    is_response = batch.is_response
-    flat = {
-        name: column.new_zeros(len(is_response)).masked_scatter_(is_response, column)
-        for name, column in columns.items()
-    }
+    is_response, flat = batch.is_response, {}
+    for name, column in columns.items():
+        flat[name] = column.new_zeros(len(is_response), *column.shape[1:])
+        flat[name][is_response] = column
     return Sequences(batch.tokens, batch.sequence_lengths, flat)
 
 
 def of_responses(batch: SampleBatch, figures: Tensor, what: str) -> Tensor:
-    """(T,) figures of all tokens of `to_sequences(batch)` -> (R,) float32 of the response tokens.
+    """(T,) or (T, K) figures of all tokens of `to_sequences(batch)` -> (R,) or (R, K) float32 of the response tokens.
 
     Args:
         what: whose figures, and how they are called, for the error.
@@ -32,13 +31,15 @@ def of_responses(batch: SampleBatch, figures: Tensor, what: str) -> Tensor:
     Raises:
         EngineError: the figure of a token that the policy wrote is not finite; names its sample.
     """
-    column = figures.masked_select(batch.is_response).float()
-    bad = (~column.isfinite() & batch.response_mask).nonzero()
+    column = figures[batch.is_response].float()
+    of_tokens = column if column.dim() == 2 else column[:, None]
+    bad = (~of_tokens.isfinite() & batch.response_mask[:, None]).nonzero()
     if len(bad):
-        sample, token = batch.place_of(int(bad[0]))
+        place, figure = bad[0].tolist()
+        sample, token = batch.place_of(place)
         raise EngineError(
-            f"{what} of sample {int(batch.sample_ids[sample])} is {float(column[bad[0]])} at response token {token}, "
-            "expected a finite number"
+            f"{what} of sample {int(batch.sample_ids[sample])} is {float(of_tokens[place, figure])} at response token "
+            f"{token}, expected a finite number"
         )
     return column
 

@@ -9,15 +9,16 @@ from torch import Tensor
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.plan.coordinate import SendOrder
 from engine3d.reshard.transport.sender import Sent, Transport
+from engine3d.training.sequences import CHOSEN
 from hybridflow.algorithms.advantages.whitening import Moments, whiten
 from hybridflow.algorithms.config import load
 from hybridflow.algorithms.kl_control import KLGuard
-from hybridflow.algorithms.losses.policy import policy_gradient_loss
+from hybridflow.algorithms.losses.policy import CHOSEN_LOGPROBS, policy_gradient_loss
 from hybridflow.algorithms.losses.sft import sft_loss
 from hybridflow.algorithms.losses.statistics import Statistics
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.sample_fields import OF_LOSSES
+from hybridflow.batch.sample_fields import OF_LOSSES, WIDE
 from hybridflow.batch.worker_output import Columns
 from hybridflow.metrics import names as metrics
 from hybridflow.roles.model import ModelWorker, Update
@@ -49,6 +50,14 @@ class PolicyWorker(ModelWorker):
         return Columns({"logprobs": of_responses(batch, outputs.logprobs, f"{self._name}: the log-prob")})
 
     @register(THREE_D_PROTO, exclusive=True)
+    def top_tokens(self, batch: SampleBatch, *, count: int) -> Columns | None:
+        """Column `chosen_tokens`, (R, count) int64: the most likely tokens in the place of each response token."""
+        outputs = self._engine.logprobs(to_sequences(batch), top=count)
+        if outputs is None or outputs.top_tokens is None:
+            return None
+        return Columns({"chosen_tokens": outputs.top_tokens[batch.is_response]})
+
+    @register(THREE_D_PROTO, exclusive=True)
     def update(
         self,
         batch: SampleBatch,
@@ -75,7 +84,7 @@ class PolicyWorker(ModelWorker):
             assert advantages is not None
             advantages = whiten(advantages, batch.response_mask, whitening)
         columns = {"advantages": advantages, "weights": batch.weights, "ref_logprobs": batch.ref_logprobs}
-        columns |= {name: getattr(batch, name) for name in OF_LOSSES}
+        columns |= {name: getattr(batch, name) for name in (*OF_LOSSES, *WIDE)}
         if stale:
             columns |= {"old_logprobs": batch.logprobs}
         else:
@@ -86,6 +95,9 @@ class PolicyWorker(ModelWorker):
 
         def loss(outputs: TokenOutputs, columns: dict[str, Tensor]) -> tuple[Tensor, Statistics]:
             assert outputs.logprobs is not None
+            if outputs.chosen_logprobs is not None:  # of the tokens in this column, which the model has read
+                columns = {name: column for name, column in columns.items() if name != CHOSEN}
+                columns[CHOSEN_LOGPROBS] = outputs.chosen_logprobs
             return policy_gradient_loss(
                 outputs.logprobs,
                 entropy=outputs.entropy,

@@ -27,7 +27,7 @@ def check_cluster_of(recipe: Recipe) -> None:
         return
     with _attached(recipe):
         nodes = found_nodes()
-        roles = recipe.placement.roles(list(recipe.models))
+        roles = recipe.device_maps
         devices = pool_devices(roles, recipe.placement.pools, [each.node for each in nodes])
         used = {0} | {device.node for held in devices.values() for device in held}
         if len(used) > 1:
@@ -43,7 +43,7 @@ def doctor(recipe: Recipe) -> None:
     with _attached(recipe):
         nodes = found_nodes()
         check_nodes(nodes, _plan(recipe, _any_gpu(nodes)), limits=recipe.limits, with_table=True)
-        roles = recipe.placement.roles(list(recipe.models))
+        roles = recipe.device_maps
         pool_devices(roles, recipe.placement.pools, [each.node for each in nodes])
 
 

@@ -19,13 +19,23 @@ from hybridflow.batch.remote_batch import SampleCosts
 from hybridflow.checkpoint.resume import WARMED_UP, needs_warmed_up
 from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.config.recipe import Recipe
-from hybridflow.planning.cache_size import Lengths, cache_tokens
+from hybridflow.planning.cache_size import Lengths, cache_tokens, teacher_cache_tokens
 from hybridflow.planning.engine_check import hosts_of_engine
-from hybridflow.roles.groups import FunctionRewardGroup, ModelGroup, PolicyGroup, RolloutGroup, ValueGroup
+from hybridflow.roles.groups import (
+    FunctionRewardGroup,
+    ModelGroup,
+    PolicyGroup,
+    RolloutGroup,
+    TeacherEngineGroup,
+    TeacherGroup,
+    ValueGroup,
+)
 from hybridflow.roles.offload import begin_in_turn
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
 from hybridflow.roles.rollout import RolloutWorker
+from hybridflow.roles.teacher import TeacherWorker
+from hybridflow.roles.teacher_engine import TeacherEngineWorker
 from hybridflow.roles.value import ValueWorker
 from hybridflow.rundir.lock import SHARDS
 from hybridflow.trainer.run_setup import Run
@@ -33,7 +43,14 @@ from hybridflow.trainer.run_setup import Run
 # An engine says itself that it did not start in time; its rank is given a little longer.
 _MARGIN_S = 30.0
 
-RoleGroup = ModelGroup | RolloutGroup | FunctionRewardGroup
+_LANGUAGE_MODELS: Mapping[str, tuple[type[ModelGroup], type]] = {
+    "actor": (PolicyGroup, PolicyWorker),
+    "reference": (PolicyGroup, PolicyWorker),
+    "teacher": (TeacherGroup, TeacherWorker),
+}
+"""The models without a scalar head: their groups and workers."""
+
+RoleGroup = ModelGroup | RolloutGroup | FunctionRewardGroup | TeacherEngineGroup
 
 
 @dataclass(frozen=True)
@@ -87,7 +104,8 @@ def role_specs(
     """
     made = _Specs(recipe, run, devices, nodes)
     models = [made.model(role) for role in ("actor", *recipe.models)]
-    return [made.rollout(), *models, *([made.functions()] if recipe.functions else [])]
+    engines = [made.rollout(), *([made.teacher_engine()] if recipe.teacher_engine is not None else [])]
+    return [*engines, *models, *([made.functions()] if recipe.functions else [])]
 
 
 class _Specs:
@@ -102,17 +120,17 @@ class _Specs:
         self._turns = {role: turn for turn, role in enumerate(begin_in_turn(recipe, devices))}
 
     def model(self, role: str) -> RoleSpec:
-        """A Megatron-Core model: the actor or the reference policy, or one with a scalar head."""
+        """A Megatron-Core model: a language model, or one with a scalar head."""
         recipe, run, ranks = self._recipe, self._run, len(self._devices[role])
         config = recipe.train_config(role)
-        is_policy = role in ("actor", "reference")
+        group, worker = _LANGUAGE_MODELS.get(role, (ValueGroup, ValueWorker))
         directory = self._model_directory(role)
-        spec = load_model_spec(directory, value_head=not is_policy)
+        spec = load_model_spec(directory, value_head=role not in _LANGUAGE_MODELS)
         trainable = role in recipe.trained_roles
         return RoleSpec(
             role,
-            PolicyGroup if is_policy else ValueGroup,
-            PolicyWorker if is_policy else ValueWorker,
+            group,
+            worker,
             config.layout.layout(ranks),
             (directory, config),
             {
@@ -166,6 +184,28 @@ class _Specs:
             ranks_per_store=hosts if hosts > 1 else 0,
             turn=self._turns.get("rollout"),
             note=self._cache_note(tokens),
+        )
+
+    def teacher_engine(self) -> RoleSpec:
+        """The engines that serve a teacher."""
+        recipe, run, devices = self._recipe, self._run, self._devices["teacher"]
+        engine, teacher = recipe.teacher_engine, recipe.teacher
+        assert engine is not None and teacher is not None
+        layout = Layout(dp=len(devices) // engine.tp)
+        lengths = Lengths.of(recipe, run.train.tokens, run.evaluation.tokens)
+        tokens = teacher_cache_tokens(recipe, lengths, layout.dp, devices[0].kind)
+        given = {"seed": recipe.seed + engine.seed, "max_total_tokens": tokens}
+        return RoleSpec(
+            "teacher",
+            TeacherEngineGroup,
+            TeacherEngineWorker,
+            layout,
+            (teacher.path, engine.model_copy(update=given)),
+            {},
+            start_s=engine.start_timeout_s + _MARGIN_S,
+            call_s=recipe.limits.call_s,
+            devices_per_rank=engine.tp,
+            ranks_per_store=0,
         )
 
     def functions(self) -> RoleSpec:

@@ -18,9 +18,17 @@ from hybridflow.cluster.runtime.resource_pool import ResourcePool
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
 from hybridflow.planning.placement_check import check_apart, check_reward_devices
-from hybridflow.roles.groups import FunctionRewardGroup, ModelGroup, PolicyGroup, RolloutGroup, ValueGroup
+from hybridflow.roles.groups import (
+    FunctionRewardGroup,
+    ModelGroup,
+    PolicyGroup,
+    RolloutGroup,
+    TeacherEngineGroup,
+    TeacherGroup,
+    ValueGroup,
+)
 from hybridflow.roles.offload import check_offload
-from hybridflow.rundir.watching import ENGINES
+from hybridflow.rundir.watching import ENGINES, TEACHER_ENGINES
 from hybridflow.trainer.role_specs import RoleGroup, RoleSpec, role_specs
 from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.start_log import StartLog
@@ -35,6 +43,7 @@ class Roles:
     actor: PolicyGroup
     rollout: RolloutGroup
     reference: PolicyGroup | None
+    teacher: TeacherGroup | TeacherEngineGroup | None
     scalar: Mapping[str, ValueGroup]
     """Critics and scoring models, by role."""
     functions: Mapping[str, FunctionRewardGroup]
@@ -48,12 +57,16 @@ class Roles:
     @property
     def models(self) -> dict[str, ModelGroup]:
         """Every Megatron-Core model beside the actor, by role: `Recipe.models`."""
-        return ({"reference": self.reference} if self.reference is not None else {}) | dict(self.scalar)
+        language = {"reference": self.reference, "teacher": self.teacher}
+        found = {role: group for role, group in language.items() if isinstance(group, ModelGroup)}
+        return found | dict(self.scalar)
 
     @property
     def groups(self) -> list[WorkerGroup]:
         """Every group, once."""
-        return list(dict.fromkeys([self.actor, self.rollout, *self.models.values(), *self.functions.values()]))
+        teacher = [self.teacher] if self.teacher is not None else []
+        every = [self.actor, self.rollout, *teacher, *self.models.values(), *self.functions.values()]
+        return list(dict.fromkeys(every))
 
     @property
     def learning(self) -> dict[str, ModelGroup]:
@@ -67,7 +80,7 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
 
     The roles build their models and engines at the same time; `wait_for` says when one is ready.
     """
-    wanted = recipe.placement.roles(list(recipe.models))
+    wanted = recipe.device_maps
     pools = recipe.placement.pools
     with ExitStack() as stack:
         # Entered first and so left last: when the groups are gone, nobody waits for them any more.
@@ -142,11 +155,12 @@ class _Start:
         in_turn = {spec.turn: spec for spec in self._specs if spec.turn is not None}
         for _, spec in sorted(in_turn.items()):
             self._start(self._one_by_one, groups[spec.role], spec)
-        reference = groups.get("reference")
+        reference, teacher = groups.get("reference"), groups.get("teacher")
         return Roles(
             actor=_typed(groups["actor"], PolicyGroup),
             rollout=_typed(groups["rollout"], RolloutGroup),
             reference=_typed(reference, PolicyGroup) if reference is not None else None,
+            teacher=teacher if isinstance(teacher, TeacherGroup | TeacherEngineGroup) else None,
             scalar={role: group for role, group in groups.items() if isinstance(group, ValueGroup)},
             functions={what: _typed(groups["reward"], FunctionRewardGroup) for what in self._recipe.functions},
             starting=self._starting,
@@ -198,8 +212,8 @@ def processes_by_host(specs: Sequence[RoleSpec], devices: Mapping[str, Sequence[
             rank = number // spec.devices_per_rank
             names = found.setdefault(device.node, set())
             names.add(f"{spec.role}-{rank}")
-            if spec.role == "rollout":
-                names.add(f"{ENGINES}-{rank}")
+            if spec.group in (RolloutGroup, TeacherEngineGroup):
+                names.add(f"{ENGINES if spec.role == 'rollout' else TEACHER_ENGINES}-{rank}")
     return found
 
 

@@ -112,6 +112,7 @@ class TrainerStep(Step[Any]):
     _rollouts: list[Rollout] = field(default_factory=list)
     _scores: dict[str, list[Scores]] = field(default_factory=dict)
     _under_way: list[Future[Any]] = field(default_factory=list)
+    _teaching: Future[Columns] | None = None
     _began: float = math.nan
 
     @property
@@ -195,6 +196,16 @@ class TrainerStep(Step[Any]):
             columns["old_logprobs"] = roles.actor.logprobs(generated, temperature=temperature)
         return self._with_columns(batch, columns)
 
+    def teacher_logprobs(self, batch: RemoteBatch, *, top_k: int = 0, of_student: bool = False) -> RemoteBatch:
+        roles, asked = self.machinery.roles, batch.as_generated()
+        assert roles.teacher is not None
+        if top_k and of_student:
+            best = roles.actor.top_tokens(asked, count=top_k)
+            batch, asked = self._with_columns(batch, {}, best), asked.with_columns(best)
+        temperature = self.machinery.recipe.rollout.sampling.temperature
+        self._teaching = roles.teacher.teacher_logprobs(asked, temperature=temperature, top_k=top_k)
+        return self._with_columns(batch, {}, self._teaching)
+
     def critic_values(self, batch: RemoteBatch) -> RemoteBatch:
         models, columns = self.machinery.roles.scalar, {"critic": "values", "cost_critic": "cost_values"}
         generated = batch.as_generated()
@@ -232,11 +243,13 @@ class TrainerStep(Step[Any]):
         penalty: Tensor = config.kl_coef * self.apply(batch, sequence_kl).facts()["kl"]
         return penalty
 
-    def _with_columns(self, batch: RemoteBatch, columns: Mapping[str, Future[Columns]]) -> RemoteBatch:
-        if columns and not self._under_way:
+    def _with_columns(
+        self, batch: RemoteBatch, columns: Mapping[str, Future[Columns]], *unnamed: Future[Columns]
+    ) -> RemoteBatch:
+        if (columns or unnamed) and not self._under_way:
             self._began = time.perf_counter()
-        self._under_way += columns.values()
-        return batch.with_columns(**columns)
+        self._under_way += [*columns.values(), *unnamed]
+        return batch.with_columns(*unnamed, **columns)
 
     def wait_for_columns(self) -> None:
         """Until the columns are there that were asked for; from here on the driver does nothing else."""
@@ -246,6 +259,9 @@ class TrainerStep(Step[Any]):
                 future.wait()
             self._under_way.clear()
             self.values[metrics.INFERENCE_TIME] = 1000 * (time.perf_counter() - self._began)
+        if self._teaching is not None:
+            self.values[metrics.DISTILLATION_TEACHER_TIME] = 1000 * max(self._teaching.notes())
+            self._teaching = None
 
     # Rewards and costs
 

@@ -24,7 +24,7 @@ from hybridflow.config.roles import ModelRole
 from hybridflow.config.yaml_loader import build_settings, read_with_bases
 from hybridflow.metrics.logger import Metrics
 from hybridflow.trainer.role_startup import wait_for
-from hybridflow.trainer.run_setup import open_run
+from hybridflow.trainer.run_setup import open_run, prepare
 from hybridflow.trainer.trainer import Trainer, start_trainer
 from tests.integration.reference_runs import ROOT, merged, run_figures, run_module
 
@@ -32,6 +32,18 @@ STEPS = 2
 RECIPES = ROOT / "launch/recipes"
 
 CASES: dict[str, dict[str, Any]] = {
+    "distillation": {"base": "algorithms/distillation"},
+    "distillation-loss": {
+        "base": "algorithms/distillation",
+        "algorithm": {
+            "divergence_in": "loss",
+            "divergence": "jsd",
+            "top_k": 6,
+            "top_k_of": "student",
+            "reward_coef": 0.5,
+            "kl_coef": 0.01,
+        },
+    },
     "grpo": {"base": "demo"},
     "ppo": {"base": "ppo", "algorithm": {"critic_warmup_steps": 0}},
     "ippo": {"base": "ppo", "algorithm": {"name": "ippo", "critic_warmup_steps": 0}, "actor": "one"},
@@ -56,6 +68,9 @@ _COMMON: dict[str, Any] = {
 }
 """Of every case."""
 _CRITICS = ("critic", "cost_critic")
+TEACHER = "teacher-model"
+ROLES = "roles"
+"""The run that starts all roles."""
 _FEW: dict[str, Any] = {"metrics": {"console": False, "csv": False, "tensorboard": False}}
 
 
@@ -64,7 +79,8 @@ class EveryRole(Recipe):
 
     @property
     def models(self) -> dict[str, ModelRole]:
-        return {"reference": self.reference} | super().models
+        assert self.teacher is not None
+        return {"reference": self.reference, "teacher": self.teacher} | super().models
 
 
 def recorded_as(case: str) -> str:
@@ -88,13 +104,24 @@ def recipe_of(case: str, directory: Path, settings: Mapping[str, Any]) -> dict[s
     """All that a case's recipe says."""
     own = {key: value for key, value in settings.items() if key != "base"}
     said, _ = read_with_bases(RECIPES / f"{settings['base']}.yaml")
-    of_critics = {role: _ONE_RANK for role in _CRITICS if role in said}
-    return merged(merged(merged(said, _COMMON), of_critics | _FEW), own) | {"name": case, "run_dir": str(directory)}
+    of_others = {role: _ONE_RANK for role in _CRITICS if role in said}
+    if "teacher" in said or case == ROLES:
+        of_others["teacher"] = {"path": str(directory / TEACHER), "train": {"layout": {"tp": 1}, "dtype": "float32"}}
+    return merged(merged(merged(said, _COMMON), of_others | _FEW), own) | {"name": case, "run_dir": str(directory)}
+
+
+def make_teacher(directory: Path) -> None:
+    """A teacher of another size than the other models, which has learned nothing."""
+    case = {"base": "algorithms/distillation-teacher"}
+    run = prepare(build_settings(Recipe, recipe_of("teacher", directory, case), {}, "teacher"))
+    with run.lock:
+        run.model_directory.rename(directory / TEACHER)
 
 
 def run_cases(directory: Path, cases: Sequence[str]) -> dict[str, Any]:
     """Step every case; what each found, by its name."""
-    started = build_settings(EveryRole, recipe_of("roles", directory, CASES["safe_rlhf"]), {}, "roles")
+    make_teacher(directory)
+    started = build_settings(EveryRole, recipe_of(ROLES, directory, CASES["safe_rlhf"]), {}, ROLES)
     found = {}
     with open_run(started) as opened, start_trainer(opened) as first:
         wait_for(first.roles, *first.roles.starting)
@@ -140,7 +167,8 @@ def begin_anew(trainer: Trainer) -> None:
     """The initial weights, in every model and in the engines, and fresh optimizers."""
     roles, recipe = trainer.roles, trainer.recipe
     for role, group in {"actor": roles.actor, **roles.models}.items():
-        group.load(trainer.facts.model_directory).result()
+        if role != "teacher":
+            group.load(trainer.facts.model_directory).result()
         if role in roles.trained:
             group.reset_optimizer(recipe.train_config(role).optimizer).result()
     trainer.begin()
@@ -152,6 +180,7 @@ def _trainer(recipe: Recipe, first: Trainer, sinks: Metrics) -> Trainer:
     roles = dataclasses.replace(
         roles,
         reference=roles.reference if "reference" in wanted else None,
+        teacher=roles.teacher if "teacher" in wanted else None,
         scalar={role: group for role, group in roles.scalar.items() if role in wanted},
         functions={what: group for what, group in roles.functions.items() if what in recipe.functions},
         trained=recipe.trained_roles,

@@ -68,7 +68,7 @@ def check_pieces_add_up(
     (whole_gradient,) = torch.autograd.grad(whole, columns[learned])
     for pieces in cuts:
         results = [
-            loss({name: column[piece].flatten() for name, column in columns.items()}, weights[piece].flatten())
+            loss({name: column[piece].flatten(0, 1) for name, column in columns.items()}, weights[piece].flatten())
             for piece in pieces
         ]
         total = torch.stack([part for part, _ in results]).sum()

@@ -30,6 +30,19 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenLogprobs:
+    """Natural log-probabilities, at temperature 1, of the tokens of a given sequence from its `first` one on.
+
+    `top_tokens[i]` are the most likely tokens in the place of token `first + i`, by falling probability, and
+    `top_logprobs[i]` theirs.
+    """
+
+    logprobs: list[float]
+    top_tokens: list[list[int]]
+    top_logprobs: list[list[float]]
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """The first message to the host: SGLang's engine arguments, and where its temporary files lie."""
 

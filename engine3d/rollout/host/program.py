@@ -24,7 +24,7 @@ from engine3d.rollout import moe_configs
 from engine3d.rollout.host.client_connection import ClientConnection
 from engine3d.rollout.host.log import log_answered
 from engine3d.rollout.host.member import end_engine, serve_member
-from engine3d.rollout.host.messages import START_ID, Generation, Limits, Progress, Reply, Request
+from engine3d.rollout.host.messages import START_ID, Generation, GivenLogprobs, Limits, Progress, Reply, Request
 from engine3d.rollout.host.progress import PROGRESS_EVERY_S, batches_run
 from engine3d.rollout.scheduler.plugin import ANSWER_METHOD
 from engine3d.rollout.scheduler.rank import Answer, Call, answers_path
@@ -141,6 +141,25 @@ class _Server:
             [found[start + sample] for sample in range(samples_per_prompt)]
             for start in range(0, len(found), samples_per_prompt)
         ]
+
+    async def logprobs(self, id: int, sequences: list[list[int]], firsts: list[int], top: int) -> list[GivenLogprobs]:
+        """Log-probs of given tokens: each sequence is a prompt to which nothing is generated."""
+        names = [f"{id}-{index}" for index in range(len(sequences))]
+        request = self._engine.async_generate(
+            input_ids=sequences,
+            sampling_params=[{"max_new_tokens": 0, "temperature": 1.0}] * len(sequences),
+            rid=names,
+            return_logprob=True,
+            # SGLang has none of the very first token that it is asked for.
+            logprob_start_len=[first - 1 for first in firsts],
+            top_logprobs_num=top,
+        )
+        self._generating[id] = names
+        try:
+            outputs = await request
+        finally:
+            del self._generating[id]
+        return [_given_logprobs(output["meta_info"]) for output in outputs]
 
     async def load_weights(self, id: int, directory: str, version: int, flush_cache: bool) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
@@ -297,6 +316,15 @@ def _generation(output: dict[str, Any], first_version: int) -> Generation:
         finish_reason=meta["finish_reason"]["type"],
         weight_version=int(meta["weight_version"]),
         first_weight_version=first_version,
+    )
+
+
+def _given_logprobs(meta: dict[str, Any]) -> GivenLogprobs:
+    tops = meta["input_top_logprobs"][1:]
+    return GivenLogprobs(
+        logprobs=[float(logprob) for logprob, _, _ in meta["input_token_logprobs"][1:]],
+        top_tokens=[[int(token) for _, token, _ in top] for top in tops],
+        top_logprobs=[[float(logprob) for logprob, _, _ in top] for top in tops],
     )
 
 

@@ -12,6 +12,9 @@ from typing import Literal, assert_never
 import torch
 from torch import Tensor
 
+_WIDE = "chosen_logprobs"
+"""How the names of columns end that have K figures of each token."""
+
 AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -55,8 +58,11 @@ def sequence_weights(counts: Tensor, mode: AggregationMode, *, normalising_lengt
 def counted_column(where: str, name: str, column: Tensor, weights: Tensor) -> Tensor:
     """A column in float32 with 0 for every token of weight 0, so that nothing it held can reach a loss or a gradient.
 
-    Raises ValueError if its shape is not that of `weights`; `where` and `name` say which column of which loss it is.
+    One of log-probs of chosen tokens may have a further dimension, of K figures of each token. Raises ValueError for
+    any other shape than that of `weights`; `where` and `name` say which column of which loss it is.
     """
-    if column.shape != weights.shape:
+    wide = name.endswith(_WIDE) and column.dim() == weights.dim() + 1
+    if column.shape[: weights.dim()] != weights.shape or (column.dim() > weights.dim() and not wide):
         raise ValueError(f"{where}: {name} has shape {tuple(column.shape)}, weights {tuple(weights.shape)}")
-    return column.float().where(weights > 0, 0.0)
+    counted = weights > 0
+    return column.float().where(counted[..., None] if wide else counted, 0.0)

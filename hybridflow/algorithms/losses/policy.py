@@ -15,12 +15,16 @@ from hybridflow.algorithms.losses.statistics import Statistics, total
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.metrics import names as metrics
 
+CHOSEN_LOGPROBS = "chosen_logprobs"
+"""One of the others: log-probs of `chosen_tokens` from the policy that is trained, which carry the gradient."""
+
 
 @dataclass(frozen=True)
 class TokenColumns:
     """What a policy loss reads of each token of a micro-batch, all of whose sequences are whole.
 
-    All columns have one shape: packed (T,), or (B, S'). They are 0 where a token does not count.
+    All columns have one shape: packed (T,), or (B, S'), but some of the others, which have K figures of each token: (T,
+    K), or (B, S', K). They are 0 where a token does not count.
 
     Args:
         logprobs: float32 of the policy that is trained; carries the gradient.

@@ -109,7 +109,7 @@ def test_targets_and_figures_belong_to_their_tokens(packed: bool, multiple: int)
     assert batch.input_ids.shape[1] % multiple == 0
     assert batch.positions == {(True, 1): 9, (True, 4): 12, (False, 1): 3 * 5, (False, 4): 3 * 8}[packed, multiple]
     # A model whose figure of the next token is the id of that token: it must come back to that very token.
-    figures = batch.figures(batch.targets.double())
+    figures = batch.figures(batch.targets.double().flatten())
     assert figures.tolist() == [0, 11, 12, 0, 0, 31, 32, 33, 34]
     assert batch.last_figures(batch.input_ids.double()).tolist() == [12, 20, 34]
     assert batch.members.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 2]
@@ -136,7 +136,7 @@ def test_an_empty_micro_batch_is_padding_only() -> None:
     batch = micro_batch(Sequences.of([]), [], packed=True, multiple=2)
     assert batch.input_ids.shape == (1, 2) and batch.flat.numel() == 0
     assert batch.cu_seqlens is not None and batch.cu_seqlens.tolist() == [0, 2]
-    assert batch.figures(torch.ones(1, 2)).numel() == batch.last_figures(torch.ones(1, 2)).numel() == 0
+    assert batch.figures(torch.ones(2)).numel() == batch.last_figures(torch.ones(1, 2)).numel() == 0
     assert batch.members.numel() == 0
 
 

@@ -28,8 +28,9 @@ def _compare(device: str) -> None:
         # Some targets are other ranks'.
         local = torch.randint(-5, real + 3, (rows,), generator=generator)
         local[0] = real - 1
-        normaliser, entropy, of_logprob, of_entropy = torch.randn(4, rows, generator=generator)
-        moved = [each.to(device) for each in (logits, local, normaliser + 10, entropy, of_logprob, of_entropy)]
+        normaliser, entropy, of_logprob, of_all, of_entropy = torch.randn(5, rows, generator=generator)
+        given = (logits, local, normaliser + 10, entropy, of_logprob, of_all, of_entropy)
+        moved = [each.to(device) for each in given]
         found = vocab_kernels.facts(moved[0], moved[1], real, temperature)
         expected = vocab_parallel._facts(logits, local, real, temperature)
         torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
@@ -37,9 +38,9 @@ def _compare(device: str) -> None:
         for last in (of_entropy, None):
             expected, result = torch.full_like(logits, 9.0), moved[0].clone()
             vocab_parallel._gradient(
-                logits, local, real, temperature, normaliser + 10, entropy, of_logprob, last, expected
+                logits, local, real, temperature, normaliser + 10, entropy, of_logprob, of_all, last, expected
             )
-            slopes = (moved[4], None if last is None else moved[5])
+            slopes = (*moved[4:6], None if last is None else moved[6])
             vocab_kernels.gradient(result, moved[1], real, temperature, moved[2], moved[3], *slopes, result)
             torch.testing.assert_close(result.cpu(), expected, atol=1e-6, rtol=1e-5)
             assert not result.isnan().any()

@@ -61,3 +61,99 @@ def test_equals_log_softmax_and_its_gradient(world_size: int, temperature: float
     gradient = torch.cat([result[2] for result in results], dim=1)
     torch.testing.assert_close(gradient[:, :VOCABULARY], reference.grad.float(), atol=2e-6, rtol=1e-5)
     assert not gradient[:, VOCABULARY:].any()
+
+
+CHOICES = 3
+
+
+def _choices() -> torch.Tensor:
+    """Different tokens in each row, of all slices: with the target, without it, and one that cannot be drawn."""
+    logits, targets, _ = _inputs()
+    rows = torch.randn(logits.shape[0], VOCABULARY, generator=torch.Generator().manual_seed(4)).argsort(dim=1)
+    rows[0] = rows[0].roll(1 - int((rows[0] == targets[0]).nonzero()))  # the target is chosen
+    rows[2] = torch.arange(VOCABULARY - 1, -1, -1)  # -inf
+    return rows[:, :CHOICES]
+
+
+def _choices_on_a_rank(world_size: int, temperature: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    dist.init_process_group("gloo")
+    logits, targets, slopes = _inputs()
+    width = PADDED // world_size
+    rank = int(os.environ["RANK"])
+    found = []
+    for overwrite in (False, True):
+        mine = logits[:, rank * width : (rank + 1) * width].to(dtype).requires_grad_()
+        logprobs, entropy, chosen = vocab_parallel.logprobs_of_choices(
+            mine * 1 if overwrite else mine,
+            targets,
+            _choices(),
+            vocabulary=VOCABULARY,
+            group=dist.group.WORLD,
+            temperature=temperature,
+            overwrite=overwrite,
+        )
+        wanted = chosen.where(chosen > -torch.inf, 0.0) * torch.arange(1.0, CHOICES + 1)
+        (logprobs * slopes[:, 0] + entropy * slopes[:, 1] + wanted.sum(dim=1)).sum().backward()
+        assert mine.grad is not None
+        found += [logprobs.detach(), entropy.detach(), chosen.detach(), mine.grad]
+    dist.destroy_process_group()
+    return tuple(found)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("temperature", "dtype"), [(1.0, torch.float32), (0.7, torch.float32), (1.0, torch.bfloat16)])
+def test_log_probs_of_chosen_tokens_and_their_gradient(world_size: int, temperature: float, dtype: torch.dtype) -> None:
+    logits, targets, slopes = _inputs()
+    reference = logits[:, :VOCABULARY].to(dtype).double().requires_grad_()
+    every = torch.log_softmax(reference / temperature, dim=-1)
+    logprobs, chosen = every.gather(1, targets[:, None])[:, 0], every.gather(1, _choices())
+    assert (chosen == -torch.inf).any() and (_choices() == targets[:, None]).any()
+    entropy = -(every.exp() * every.where(every > -torch.inf, 0.0)).sum(dim=-1)
+    wanted = chosen.where(chosen > -torch.inf, 0.0) * torch.arange(1.0, CHOICES + 1)
+    (logprobs * slopes[:, 0] + entropy * slopes[:, 1] + wanted.sum(dim=1)).sum().backward()
+    assert reference.grad is not None and not reference.grad.isnan().any()
+
+    results = run_distributed(_choices_on_a_rank, world_size, world_size, temperature, dtype, timeout_s=120)
+    for found in results:
+        for first in (0, 4):
+            torch.testing.assert_close(found[first], logprobs.detach().float(), atol=2e-6, rtol=1e-5)
+            torch.testing.assert_close(found[first + 1], entropy.detach().float(), atol=2e-6, rtol=1e-5)
+            torch.testing.assert_close(found[first + 2], chosen.detach().float(), atol=2e-6, rtol=1e-5)
+    # Each element is rounded once, also where its parts cancel.
+    relative = 1e-5 if dtype == torch.float32 else 2**-8
+    for last in (3, 7):
+        gradient = torch.cat([found[last].float() for found in results], dim=1)
+        torch.testing.assert_close(gradient[:, :VOCABULARY], reference.grad.float(), atol=2e-6, rtol=relative)
+        assert not gradient[:, VOCABULARY:].any()
+
+
+def _top_on_a_rank(world_size: int, count: int) -> torch.Tensor:
+    dist.init_process_group("gloo")
+    logits, _, _ = _inputs()
+    logits[:, VOCABULARY:] = 100.0  # padding is no token, whatever is there
+    logits[4] = 1.0  # all alike
+    width = PADDED // world_size
+    rank = int(os.environ["RANK"])
+    found = vocab_parallel.top_tokens(
+        logits[:, rank * width : (rank + 1) * width], count, vocabulary=VOCABULARY, group=dist.group.WORLD
+    )
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 4, VOCABULARY])
+def test_the_most_likely_tokens_are_those_of_the_whole_vocabulary(world_size: int, count: int) -> None:
+    logits, _, _ = _inputs()
+    logits = logits[:, :VOCABULARY]
+    logits[4] = 1.0
+    expected = logits.sort(dim=1, descending=True).values[:, :count]
+    for found in run_distributed(_top_on_a_rank, world_size, world_size, count, timeout_s=120):
+        assert found.dtype == torch.int64 and found.shape == (TOKENS, count)
+        assert all(len(set(row)) == count for row in found.tolist())
+        torch.testing.assert_close(logits.gather(1, found), expected, atol=0, rtol=0)
+
+
+def test_more_of_the_most_likely_tokens_than_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match="count is 11, expected 1 to 10, the tokens of the vocabulary"):
+        vocab_parallel.top_tokens(torch.zeros(2, PADDED), VOCABULARY + 1, vocabulary=VOCABULARY, group=None)  # type: ignore[arg-type]

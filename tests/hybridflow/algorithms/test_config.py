@@ -97,10 +97,11 @@ def test_every_algorithm_is_there_and_needs_a_reference_only_where_it_is_asked_f
         ("dapo", {"group_baseline"}),
         ("vapo", {"needs_critic"}),
         ("pf_ppo", {"needs_critic", "group_baseline"}),
+        ("distillation", {"needs_teacher"}),
     ],
 )
 def test_what_the_published_algorithms_need(name: str, needs: set[str]) -> None:
-    flags = ("needs_critic", "needs_cost", "group_baseline", "greedy_baseline")
+    flags = ("needs_critic", "needs_cost", "needs_teacher", "group_baseline", "greedy_baseline")
     assert {flag for flag in flags if getattr(load(name).settings, flag)} == needs
 
 
@@ -127,6 +128,7 @@ def test_a_key_of_another_algorithm_is_refused_in_one_line() -> None:
 
 SAMPLING = ("dynamic_sampling_rounds", "dynamic_sampling_draw", "dynamic_sampling_at_limit")
 USED = {
+    "distillation": {"divergence_in", "reward_coef"},
     "grpo": {"normalise_advantages_by_std", "dynamic_sampling"},
     "dapo": {"dynamic_sampling", *SAMPLING, "overlong_filter", "overlong_buffer"},
     "vapo": {
@@ -165,6 +167,50 @@ def test_where_the_kl_is_a_penalty_depends_on_the_algorithm_and_the_estimator_on
     assert found(name="ppo") == found(name="remax") == found(name="safe_rlhf") == ("reward", "k1")
     assert found(kl_in="reward") == ("reward", "k1")
     assert found(name="ppo", kl_estimator="k2") == ("reward", "k2")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"top_k": 4},
+            "top_k is set with divergence_in 'reward', which does not use it; expected divergence_in 'loss'",
+        ),
+        ({"divergence": "jsd"}, "divergence is set with divergence_in 'reward', which does not use it"),
+        (
+            {"divergence_in": "loss", "jsd_beta": 0.2},
+            "with divergence 'reverse_kl', which does not use it; expected div",
+        ),
+        ({"divergence_in": "loss", "clip_low": 0.1}, "clip_low is set with reward_coef 0.0, which does not use it"),
+        (
+            {"normalise_advantages_by_std": False},
+            "reward_coef 0.0, which does not use it; expected reward_coef above 0",
+        ),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, "kl_in is 'reward' with reward_coef 0, where rewards are only measured"),
+        ({"divergence_in": "loss", "top_k": 0}, "top_k"),
+        ({"gamma": 1.0}, "gamma is set with name 'distillation', which does not use it"),
+    ],
+)
+def test_settings_of_distillation_without_a_use_are_refused(settings: dict[str, object], message: str) -> None:
+    assert message in refused({"name": "distillation", **settings})
+
+
+def test_settings_of_distillation_are_written_where_they_are_used() -> None:
+    def written(**settings: object) -> set[str]:
+        config = Part(algorithm=build({"name": "distillation", **settings}))
+        keys = config.model_dump(mode="json")["algorithm"]
+        assert build(keys) == config.algorithm
+        return keys.keys() - written_always
+
+    written_always = Part().model_dump(mode="json")["algorithm"].keys() - {
+        *("normalise_advantages_by_std", "clip_low", "clip_high", "dual_clip"),
+    }
+    always, clip = {"divergence_in", "reward_coef"}, {"clip_low", "clip_high", "dual_clip"}
+    in_loss = always | {"divergence", "top_k", "top_k_of"}
+    assert written() == always | clip
+    assert written(divergence_in="loss") == in_loss
+    assert written(divergence_in="loss", divergence="jsd") == in_loss | {"jsd_beta"}
+    assert written(divergence_in="loss", reward_coef=0.5) == in_loss | clip | {"normalise_advantages_by_std"}
 
 
 def test_a_wrong_name_is_one_error() -> None:

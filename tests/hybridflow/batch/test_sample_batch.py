@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 
-from hybridflow.batch.sample_batch import COLUMNS, RESPONSE, SampleBatch
+from hybridflow.api.rollout_batch import RolloutBatch
+from hybridflow.batch.sample_batch import COLUMNS, RESPONSE, WIDE_RESPONSE, SampleBatch
 from hybridflow.batch.sample_fields import FinishReason
 
 
@@ -36,7 +37,7 @@ def facts(batch: SampleBatch) -> dict[int, tuple[object, ...]]:
     columns = [
         [piece.tolist() for piece in column.split(lengths)]
         for name, column in batch.columns().items()
-        if COLUMNS[name][0] == RESPONSE
+        if COLUMNS[name][0] in (RESPONSE, WIDE_RESPONSE)
     ]
     return {
         sample: figures
@@ -190,3 +191,52 @@ def test_splits_and_joins_that_cannot_be_are_refused() -> None:
         SampleBatch.concatenate([])
     with pytest.raises(ValueError, match="integer indices"):
         batch.select(torch.tensor([True, False, True]))
+
+
+def with_several_figures(batch: SampleBatch, width: int) -> SampleBatch:
+    """The batch with columns of so many figures of each token, which tell tokens and figures apart."""
+    generator = torch.Generator().manual_seed(int(batch.sample_ids[0]))
+    shape = (len(batch.logprobs), width)
+    return batch.replace(
+        chosen_tokens=torch.randint(0, 50, shape, generator=generator),
+        teacher_chosen_logprobs=-torch.rand(shape, generator=generator),
+    )
+
+
+def test_columns_of_several_figures_of_each_token_are_cut_and_joined_with_their_samples() -> None:
+    first, second = (with_several_figures(make_batch(7, first_id=start, seed=start), 3) for start in (0, 100))
+    joined = SampleBatch.concatenate([first, second])
+    assert joined.chosen_tokens is not None and joined.chosen_tokens.shape == (len(joined.logprobs), 3)
+    assert facts(joined) == facts(first) | facts(second)
+    chosen = joined.select([12, 0, 5])
+    assert facts(chosen) == {sample: facts(joined)[sample] for sample in (105, 0, 5)}
+    again = SampleBatch.concatenate(joined.split(4))
+    assert facts(again) == facts(joined)
+    empty = joined.select([])
+    assert empty.chosen_tokens is not None and empty.chosen_tokens.shape == (0, 3)
+
+
+def test_padded_rows_of_several_figures_of_each_token_and_back() -> None:
+    batch = with_several_figures(make_batch(7), 3)
+    assert batch.chosen_tokens is not None and batch.teacher_chosen_logprobs is not None
+    longest = int(batch.response_lengths.max())
+    rows = RolloutBatch.of(batch, 1)
+    assert rows.chosen_tokens is not None and rows.chosen_tokens.shape == (7, longest, 3)
+    pieces = batch.chosen_tokens.split(batch.response_lengths.tolist())
+    for row, length, piece in zip(rows.chosen_tokens, batch.response_lengths, pieces, strict=True):
+        assert torch.equal(row[:length], piece) and not row[length:].any()
+    assert facts(rows.samples()) == facts(batch)
+    short = rows.select([int(batch.response_lengths.argmin())])
+    narrow = RolloutBatch.of(short.samples(), 1)
+    other = RolloutBatch.of(with_several_figures(make_batch(3, first_id=50, seed=9), 3), 1)
+    joined = RolloutBatch.concatenate([narrow, other])
+    assert facts(joined.samples()) == facts(short.samples()) | facts(other.samples())
+
+
+def test_columns_of_several_figures_are_as_wide_as_each_other() -> None:
+    batch = with_several_figures(make_batch(4), 3)
+    count = len(batch.logprobs)
+    with pytest.raises(ValueError, match=rf"teacher_chosen_logprobs .* expected \(R, K\) = \({count}, 3\)"):
+        batch.replace(teacher_chosen_logprobs=torch.zeros(count, 2))
+    with pytest.raises(ValueError, match=rf"teacher_chosen_logprobs .* expected \(R, K\) = \({count},\)"):
+        batch.replace(chosen_tokens=None)

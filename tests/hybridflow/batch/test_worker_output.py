@@ -32,9 +32,18 @@ def test_spans_are_those_of_the_samples() -> None:
     assert unpacked.responses() == [[5] * 2, [3] * 4]  # type: ignore[union-attr]
 
 
+def test_several_figures_of_each_token_go_with_its_sample() -> None:
+    chosen = torch.arange(14).view(7, 2)
+    packed, _ = pack(Columns({"chosen_tokens": chosen, "teacher_logprobs": torch.zeros(7)}), [SAMPLES])
+    lengths = torch.stack([SAMPLES.sequence_lengths, SAMPLES.response_lengths], dim=1)
+    taken = packed.take(Spans.of(lengths, torch.tensor([2, 0])))
+    assert taken.arrays["chosen_tokens"].tolist() == chosen[[5, 6, 0, 1, 2, 3]].tolist()
+
+
 @pytest.mark.parametrize(
     ("columns", "line"),
     [
+        (Columns({"chosen_tokens": torch.zeros(6, 2)}), r"column chosen_tokens has shape \(6, 2\), expected \(7,\)"),
         (
             Columns({"values": torch.zeros(3, 4)}),
             r"column values has shape \(3, 4\), expected \(7,\), one figure for each re",

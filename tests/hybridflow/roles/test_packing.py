@@ -34,6 +34,20 @@ def test_there_and_back() -> None:
     assert back.tolist() == [1.5, 2.5, 3.5, 4.5]
 
 
+def test_several_figures_of_each_token_there_and_back() -> None:
+    batch = a_batch()
+    column = torch.arange(1.0, 9.0).view(4, 2)
+    sequences = to_sequences(batch, figures=column)
+    assert sequences.columns["figures"].tolist() == [[0, 0], [0, 0], [1, 2], [0, 0], [3, 4], [5, 6], [7, 8]]
+    assert torch.equal(of_responses(batch, sequences.columns["figures"], "the figure"), column)
+    figures = sequences.columns["figures"].clone()
+    figures[5] = torch.nan  # of a token that the policy did not write
+    of_responses(batch, figures, "the figure")
+    figures[6, 1] = -torch.inf
+    with pytest.raises(EngineError, match=r"^the figure of sample 41 is -inf at response token 2, expected"):
+        of_responses(batch, figures, "the figure")
+
+
 def test_a_figure_that_is_no_number_ends_the_step_and_names_its_sample() -> None:
     batch = a_batch()
     figures = torch.arange(7.0)

@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 def specs_of(recipe: Recipe, run: Run, nodes: Sequence[Node] = NODES) -> dict[str, RoleSpec]:
-    wanted = recipe.placement.roles(list(recipe.models))
+    wanted = recipe.device_maps
     devices = pool_devices(wanted, recipe.placement.pools, nodes)
     devices.setdefault("reward", devices["rollout"][:1])
     return {spec.role: spec for spec in role_specs(recipe, run, devices, nodes)}

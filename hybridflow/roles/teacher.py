@@ -1,0 +1,78 @@
+"""One rank of a teacher: a model that says how likely it finds the tokens that a student wrote."""
+
+from __future__ import annotations
+
+import time
+
+from torch import Tensor
+
+from engine3d.training.sequences import CHOSEN
+from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.batch.worker_output import Columns
+from hybridflow.roles.model import ModelWorker
+from hybridflow.roles.packing import of_responses, to_sequences
+from hybridflow.workers.protocols import THREE_D_PROTO, register
+
+
+class TeacherWorker(ModelWorker):
+    """One rank of a teacher on Megatron-Core, which is never trained."""
+
+    @register(THREE_D_PROTO, exclusive=True)
+    def teacher_logprobs(self, batch: SampleBatch, *, temperature: float, top_k: int) -> Columns | None:
+        """What `teacher_columns` makes of the teacher's log-probs.
+
+        Args:
+            batch: the responses, with `chosen_tokens` where log-probs of given tokens are asked for.
+            temperature: the logits are divided by it, as they were when the tokens were sampled.
+            top_k: how many of the most likely tokens are asked for, where no tokens are given; 0 for none.
+        """
+        began = time.perf_counter()
+        given = {} if batch.chosen_tokens is None else {CHOSEN: batch.chosen_tokens}
+        outputs = self._engine.logprobs(
+            to_sequences(batch, **given), temperature=temperature, top=1 if given else max(1, top_k)
+        )
+        if outputs is None:
+            return None
+        assert outputs.logprobs is not None and outputs.top_tokens is not None and outputs.chosen_logprobs is not None
+        return teacher_columns(
+            batch,
+            self._name,
+            outputs.logprobs,
+            outputs.top_tokens,
+            outputs.chosen_logprobs if given or top_k else None,
+            time.perf_counter() - began,
+        )
+
+
+def teacher_columns(
+    batch: SampleBatch,
+    name: str,
+    logprobs: Tensor,
+    top_tokens: Tensor,
+    chosen_logprobs: Tensor | None,
+    seconds: float,
+) -> Columns:
+    """What a teacher of any kind returns: the columns that `Step.teacher_logprobs` promises.
+
+    Args:
+        batch: the responses, with `chosen_tokens` where those were given.
+        name: of the teacher, for errors.
+        logprobs: (T,) float32 of each token of `to_sequences(batch)`.
+        top_tokens: (T, k) int64: the teacher's most likely ones in the place of each, by falling probability.
+        chosen_logprobs: (T, K) float32 of the `chosen_tokens`, or of the top tokens; None where nobody asked.
+        seconds: that it took, which are the note.
+
+    Raises:
+        EngineError: a log-prob in the place of a token that the policy wrote is not finite; names its sample.
+    """
+    what = f"{name}: the log-prob"
+    best, written = top_tokens[batch.is_response], batch.tokens[batch.is_response]
+    columns = {
+        "teacher_logprobs": of_responses(batch, logprobs, what),
+        "teacher_agrees": (best[:, 0] == written).float(),
+    }
+    if chosen_logprobs is not None:
+        columns["teacher_chosen_logprobs"] = of_responses(batch, chosen_logprobs, f"{what} of a chosen token")
+        if batch.chosen_tokens is None:
+            columns["chosen_tokens"] = best
+    return Columns(columns, note=seconds)
