@@ -135,6 +135,9 @@ class NumberedStep(Step[Any]):
         self.calls.append("logprobs")
         return batch
 
+    def teacher_logprobs(self, batch: RemoteBatch, *, top_k: int = 0, of_student: bool = False) -> RemoteBatch:
+        raise NotImplementedError
+
     def critic_values(self, batch: RemoteBatch) -> RemoteBatch:
         self.calls.append("critic_values")
         return batch
