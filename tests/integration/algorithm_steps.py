@@ -36,6 +36,13 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo": {"base": "ppo", "algorithm": {"critic_warmup_steps": 0}},
     "remax": {"base": "remax"},
     "safe_rlhf": {"base": "safe_rlhf", "algorithm": {"critic_warmup_steps": 0}},
+    "rloo": {"base": "algorithms/rloo"},
+    "reinforce_plus_plus": {"base": "algorithms/reinforce_plus_plus"},
+    "reinforce_plus_plus_baseline": {"base": "algorithms/reinforce_plus_plus_baseline"},
+    "dr_grpo": {"base": "algorithms/dr_grpo"},
+    "gpg": {"base": "algorithms/gpg"},
+    "opo": {"base": "algorithms/opo"},
+    "pass_at_k": {"base": "algorithms/pass_at_k", "algorithm": {"pass_reward": 0.5}},
 }
 """A recipe in `launch/recipes` each, and what a case has on top of it."""
 
