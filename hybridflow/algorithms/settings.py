@@ -65,6 +65,12 @@ class AlgorithmSettings(Settings):
         """Whether `ref_logprobs` are needed."""
         return self.kl_coef > 0
 
+    def normalising_length(self, limit: int) -> int | None:
+        """Tokens by which the loss divides, given the most tokens of a response; None with a mode that has no such."""
+        if self.loss_aggregation != "seq-mean-token-sum-norm":
+            return None
+        return self.loss_normalising_length or limit
+
     @property
     def smallest_group(self) -> int:
         """The fewest samples of a prompt that something is learned from."""

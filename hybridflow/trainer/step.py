@@ -343,10 +343,9 @@ class TrainerStep(Step[Any]):
 
 def _weighted(batch: RemoteBatch, config: AlgorithmSettings, limit: int) -> RemoteBatch:
     """A mini-batch with the weight of each of its tokens in the loss, given the most tokens of a response."""
-    length = config.loss_normalising_length
-    if length is None and config.loss_aggregation == "seq-mean-token-sum-norm":
-        length = limit
-    weights = sequence_weights(batch.facts[COUNTED], config.loss_aggregation, normalising_length=length)
+    weights = sequence_weights(
+        batch.facts[COUNTED], config.loss_aggregation, normalising_length=config.normalising_length(limit)
+    )
     return batch.with_facts(weights=weights)
 
 

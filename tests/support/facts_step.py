@@ -75,10 +75,9 @@ def weights_of(samples: SampleBatch, config: AlgorithmSettings, limit: int) -> T
     """(R,) what each token weighs, where all samples are one mini-batch."""
     _, summary = pack(samples)
     assert summary is not None
-    length = config.loss_normalising_length
-    if config.loss_aggregation == "seq-mean-token-sum-norm":
-        length = length or limit
-    each = sequence_weights(summary.facts[COUNTED], config.loss_aggregation, normalising_length=length)
+    each = sequence_weights(
+        summary.facts[COUNTED], config.loss_aggregation, normalising_length=config.normalising_length(limit)
+    )
     return each.repeat_interleave(samples.response_lengths).where(samples.response_mask, 0.0)
 
 

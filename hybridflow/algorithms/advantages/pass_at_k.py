@@ -40,7 +40,7 @@ def pass_at_k_advantages(right: Tensor, group_ids: Tensor, k: int) -> tuple[Tens
     others_wrong = _share_of_sets(wrong - 1, size - 1, k - 1)
     scale = (no_right * (1 - no_right)).sqrt() + STD_EPSILON
     of_right, of_wrong = no_right / scale, (no_right - others_wrong) / scale
-    says = (size > k) & (no_right > 0) & (no_right < 1)
+    says = (no_right > 0) & (no_right < 1)  # neither where there is one set, or none
     advantages = torch.where(right, groups.of_samples(of_right), groups.of_samples(of_wrong))
     whole = (1 - no_right)[size >= k]
     advantages = advantages.where(groups.of_samples(says), 0.0)

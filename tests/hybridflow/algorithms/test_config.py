@@ -166,6 +166,13 @@ def test_the_aggregations_of_the_papers_are_the_defaults() -> None:
     assert others == {"rloo": "seq-mean-token-sum", "dr_grpo": "seq-mean-token-sum-norm"}
 
 
+def test_the_constant_that_divides_a_loss_is_the_longest_response_unless_it_is_set() -> None:
+    assert build({"name": "dr_grpo"}).normalising_length(512) == 512
+    assert build({"name": "dr_grpo", "loss_normalising_length": 100}).normalising_length(512) == 100
+    assert build({"loss_aggregation": "seq-mean-token-sum-norm"}).normalising_length(7) == 7
+    assert build({"name": "dr_grpo", "loss_aggregation": "seq-mean-token-sum"}).normalising_length(512) is None
+
+
 def test_an_unknown_key_is_one_error_that_names_what_is_near() -> None:
     assert refused({"name": "ppo", "gama": 1.0}) == "unknown key algorithm.gama: did you mean algorithm.gamma?"
 
