@@ -51,8 +51,8 @@ class DistillationSettings(ClippedSettings):
     """Divide the advantages in a group by the standard deviation of its rewards, as GRPO does."""
 
     @property
-    def compares_samples(self) -> bool:
-        return self.reward_coef > 0
+    def smallest_group(self) -> int:
+        return 2 if self.reward_coef > 0 else 1
 
     @model_validator(mode="after")
     def _check_reward(self) -> Self:

@@ -12,6 +12,13 @@ ALGORITHMS: dict[str, str] = {
     "dapo": "hybridflow.algorithms.dapo",
     "vapo": "hybridflow.algorithms.vapo",
     "pf_ppo": "hybridflow.algorithms.pf_ppo",
+    "rloo": "hybridflow.algorithms.rloo",
+    "reinforce_plus_plus": "hybridflow.algorithms.reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "hybridflow.algorithms.reinforce_plus_plus_baseline",
+    "dr_grpo": "hybridflow.algorithms.dr_grpo",
+    "gpg": "hybridflow.algorithms.gpg",
+    "opo": "hybridflow.algorithms.opo",
+    "pass_at_k": "hybridflow.algorithms.pass_at_k",
 }
 """The module of each, which has the algorithm as `ALGORITHM`."""
 

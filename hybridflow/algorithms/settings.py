@@ -32,22 +32,26 @@ class AlgorithmSettings(Settings):
     """Whether the samples of a prompt are compared with each other."""
     greedy_baseline: ClassVar[bool] = False
     """Whether each sample is compared with the most likely response of the same weights."""
+    on_policy: ClassVar[bool] = False
+    """Whether the loss has no ratio, so that it is right on the first update from a rollout alone."""
 
     name: str
     """One of `registry.ALGORITHMS`."""
     loss_aggregation: AggregationMode = "token-mean"
     """How the losses of the tokens of an update become one."""
     loss_normalising_length: int | None = Field(default=None, gt=0)
-    """Tokens by which "seq-mean-token-sum-norm" divides; needed by that mode and by no other."""
+    """Tokens by which "seq-mean-token-sum-norm" divides, and no other mode; rollout.sampling.max_new_tokens if null."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
 
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the reference policy; 0 needs no reference policy."""
     kl_in: Literal["loss", "reward"] = "reward"
-    """Where the KL divergence is a penalty. If not set: "loss" with grpo and dapo, "reward" with all others."""
+    """Where the KL divergence is a penalty. If not set: "loss" with grpo, dapo, dr_grpo, gpg, pass_at_k and
+    reinforce_plus_plus_baseline, "reward" with all others."""
     kl_estimator: KLEstimator = "k1"
-    """If not set: "k3" in the loss; in the reward "k1", whose gradient is there that of the KL divergence."""
+    """If not set: "k3" in the loss, "k2" with reinforce_plus_plus_baseline; in the reward "k1", whose gradient is there
+    that of the KL divergence."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """Whether kl_coef stays, or is where a controller starts that keeps the KL divergence near kl_target."""
     kl_target: float | None = Field(default=None, gt=0)
@@ -63,10 +67,16 @@ class AlgorithmSettings(Settings):
         """Whether `ref_logprobs` are needed."""
         return self.kl_coef > 0
 
+    def normalising_length(self, limit: int) -> int | None:
+        """Tokens by which the loss divides, given the most tokens of a response; None with a mode that has no such."""
+        if self.loss_aggregation != "seq-mean-token-sum-norm":
+            return None
+        return self.loss_normalising_length or limit
+
     @property
-    def compares_samples(self) -> bool:
-        """Whether a prompt needs several samples."""
-        return self.group_baseline
+    def smallest_group(self) -> int:
+        """The fewest samples of a prompt that something is learned from."""
+        return 2 if self.group_baseline else 1
 
     @field_validator("name")
     @classmethod
@@ -82,7 +92,9 @@ class AlgorithmSettings(Settings):
         if not isinstance(data, Mapping):
             return data
         kl_in = data.get("kl_in", cls.model_fields["kl_in"].default)
-        return {"kl_in": kl_in, "kl_estimator": "k1" if kl_in == "reward" else "k3", **data}
+        of_loss = cls.model_fields["kl_estimator"].default
+        of_loss = "k3" if of_loss == "k1" else of_loss
+        return {"kl_in": kl_in, "kl_estimator": "k1" if kl_in == "reward" else of_loss, **data}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -91,10 +103,10 @@ class AlgorithmSettings(Settings):
         ]
         if refused:
             raise ValueError("; ".join(refused))
-        if (self.loss_aggregation == "seq-mean-token-sum-norm") != (self.loss_normalising_length is not None):
+        if self.loss_aggregation != "seq-mean-token-sum-norm" and self.loss_normalising_length is not None:
             raise ValueError(
                 f"loss_normalising_length is {self.loss_normalising_length} with loss_aggregation "
-                f"{self.loss_aggregation!r}, expected a length with 'seq-mean-token-sum-norm' and with no other"
+                f"{self.loss_aggregation!r}, expected 'seq-mean-token-sum-norm', or no length"
             )
         if self.kl_coef > 0 and self.kl_in == "loss" and self.kl_estimator == "k1":
             raise ValueError(

@@ -49,7 +49,8 @@ class PPOConfig(Settings):
     batch_size: int = Field(128, ge=1, le=MOST_SAMPLES)
     """Prompts of a step."""
     mini_batch_size: int = Field(16, ge=1, le=MOST_SAMPLES)
-    """Prompts of an optimizer step. It divides `batch_size`."""
+    """Prompts of an optimizer step. It divides `batch_size`. If not given, `batch_size` where the algorithm takes no
+    second step from a rollout (gpg, opo)."""
     epochs: int = Field(1, ge=1)
     """Passes over the rollouts of a step."""
     lr: float = Field(1.5e-5, gt=0)
@@ -59,9 +60,9 @@ class PPOConfig(Settings):
     max_steps: int = Field(100, ge=1)
     """Steps of a run."""
     algorithm: Annotated[str, AfterValidator(known)] = "ppo"
-    """One of "ppo", "grpo", "remax" and "safe_rlhf"."""
+    """One of `registry.ALGORITHMS`, such as "ppo" and "grpo"."""
     samples_per_prompt: int | None = Field(None, ge=1)
-    """Responses to each prompt; if not given, 8 where the algorithm compares them with each other (grpo), else 1."""
+    """Responses to each prompt; if not given, 8 where the algorithm compares them, as grpo does, else 1."""
     max_new_tokens: int = Field(1024, ge=1)
     """Most tokens of a response."""
     reward_options: dict[str, Any] = Field(default_factory=dict)

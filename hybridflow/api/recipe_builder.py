@@ -11,6 +11,7 @@ from typing import Any
 from engine3d.errors import UserError
 from hybridflow.algorithms.config import load
 from hybridflow.algorithms.registry import ALGORITHMS
+from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.api.config import PPOConfig, mini_batches
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import Key, SettingsError, build_settings, read_with_bases
@@ -169,12 +170,14 @@ def _defaults(config: PPOConfig, base: Base, algorithm: str, gpus: int) -> Itera
             continue
         if getattr(config, name) is not None:
             yield _KEYS[name], getattr(config, name)
-    compares = algorithm in ALGORITHMS and load(algorithm).settings.group_baseline
+    settings = load(algorithm).settings if algorithm in ALGORITHMS else AlgorithmSettings
     actor = base.get(("placement", "actor")) or (f"cuda:0-{gpus - 1}" if gpus else "cpu:0")
     rollout = base.get(("placement", "rollout")) or actor
     dtype = base.get(("train", "dtype")) or ("bfloat16" if gpus else "float32")
     yield ("name",), run_directory(config).name
-    yield ("rollout", "samples_per_prompt"), 8 if compares else 1
+    yield ("rollout", "samples_per_prompt"), 8 if settings.group_baseline else 1
+    if settings.on_policy and "mini_batch_size" not in config.model_fields_set:
+        yield ("trainer", "mini_batches"), 1
     yield ("placement", "actor"), actor
     yield ("placement", "rollout"), rollout
     yield ("train", "dtype"), dtype

@@ -60,7 +60,7 @@ class RLTrainer:
     Args:
         model: HuggingFace directory, or a loaded `transformers` model. `model_name` and `actor_model` are other names
             for it. The recipe's if not given.
-        algorithm: "ppo", "grpo", "remax" or "safe_rlhf"; that of the settings if not given.
+        algorithm: one of `registry.ALGORITHMS`, such as "ppo" and "grpo"; that of the settings if not given.
         config: the settings.
         reward_fn: (generated_texts) -> list of floats; it may also take `prompts` and `answers`. Or the path of a
             function, as a recipe has it. It is called in processes of its own.

@@ -252,6 +252,8 @@ _ANYWHERE = {
     "entropy_coeff": _is("algorithm.entropy_coef"),
     "loss_agg_mode": _is("algorithm.loss_aggregation"),
     "loss_type": _is("algorithm.loss_aggregation"),
+    "loss_scale_factor": _is("algorithm.loss_normalising_length"),
+    "rloo_k": _is("rollout.samples_per_prompt"),
     "scale_rewards": _is("algorithm.normalise_advantages_by_std"),
     "whiten_rewards": "absent: algorithm.whiten_advantages is of the advantages",
     "replay_buffer": _is("algorithm.replay_buffer_size", note="with algorithm.name=pf_ppo"),

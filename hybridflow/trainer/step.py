@@ -332,7 +332,9 @@ class TrainerStep(Step[Any]):
         self._trace(*critics, *([] if critics_only else ["actor"]))
         calls: dict[str, list[Future[list[Update]]]] = {role: [] for role in (*critics, "actor")}
         with Timer(self.values, metrics.TRAIN_UPDATE_TIME):
-            mini_batches = [_weighted(each, config) for each in batch.split(trainer.mini_batches)] * trainer.epochs
+            limit = machinery.recipe.rollout.sampling.max_new_tokens
+            mini_batches = [_weighted(each, config, limit) for each in batch.split(trainer.mini_batches)]
+            mini_batches *= trainer.epochs
             # One model after another: where they share devices, each has one turn.
             for role, kind in critics.items():
                 calls[role] = [models[role].update_values(each, clip=value_clip, kind=kind) for each in mini_batches]
@@ -390,10 +392,10 @@ class TrainerStep(Step[Any]):
             controller.update(kl, samples)
 
 
-def _weighted(batch: RemoteBatch, config: AlgorithmSettings) -> RemoteBatch:
-    """A mini-batch with the weight of each of its tokens in the loss."""
+def _weighted(batch: RemoteBatch, config: AlgorithmSettings, limit: int) -> RemoteBatch:
+    """A mini-batch with the weight of each of its tokens in the loss, given the most tokens of a response."""
     weights = sequence_weights(
-        batch.facts[COUNTED], config.loss_aggregation, normalising_length=config.loss_normalising_length
+        batch.facts[COUNTED], config.loss_aggregation, normalising_length=config.normalising_length(limit)
     )
     return batch.with_facts(weights=weights)
 

@@ -52,6 +52,13 @@ CASES: dict[str, dict[str, Any]] = {
     "dapo": {"base": "algorithms/dapo", "rollout": {"samples_per_prompt": 2}},  # of which two are equal here and there
     "vapo": {"base": "algorithms/vapo", "algorithm": {"critic_warmup_steps": 1}},
     "pf_ppo": {"base": "algorithms/pf_ppo", "algorithm": {"critic_warmup_steps": 0}},
+    "rloo": {"base": "algorithms/rloo"},
+    "reinforce_plus_plus": {"base": "algorithms/reinforce_plus_plus"},
+    "reinforce_plus_plus_baseline": {"base": "algorithms/reinforce_plus_plus_baseline"},
+    "dr_grpo": {"base": "algorithms/dr_grpo"},
+    "gpg": {"base": "algorithms/gpg"},
+    "opo": {"base": "algorithms/opo"},
+    "pass_at_k": {"base": "algorithms/pass_at_k", "algorithm": {"pass_reward": 1.5}},
 }
 """A recipe in `launch/recipes` each, and what a case has on top of it."""
 

@@ -76,5 +76,6 @@ def check_pieces_add_up(
         (gradient,) = torch.autograd.grad(total, columns[learned])
         torch.testing.assert_close(gradient, whole_gradient)
         merged = Statistics.merge(statistics for _, statistics in results).values()
-        assert merged == pytest.approx(whole_statistics.values(), rel=1e-6)
+        # A loss is summed in float32, and may be near 0.
+        assert merged == pytest.approx(whole_statistics.values(), rel=1e-6, abs=1e-7)
     return merged

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.advantages.groups import groups_of
 from hybridflow.algorithms.checks import check_finite, check_rows
 
 STD_EPSILON = 1e-6
@@ -25,20 +26,78 @@ def group_relative_advantages(rewards: Tensor, group_ids: Tensor, *, normalise_b
     `rewards` (B,) float32, `group_ids` (B,) int64. Returns (B,) float32, computed in float64. Raises ValueError for a
     reward that is not finite, naming its row, and for columns of other shapes.
     """
-    check_rows("group_relative_advantages", rows=len(rewards), rewards=rewards, group_ids=group_ids)
-    check_finite("advantages", "reward", rewards)
-    groups, member_of = group_ids.unique(return_inverse=True)
-    # In float64 the sum of equal float32 rewards is exact, and so is their mean. An error of rounding, divided by
-    # STD_EPSILON where the standard deviation is 0, would be an advantage.
-    reward = rewards.to(torch.float64)
-    zeros = reward.new_zeros(len(groups))
-    counts = zeros.index_add(0, member_of, torch.ones_like(reward))
-    mean = zeros.index_add(0, member_of, reward) / counts
-    centred = reward - mean[member_of]
+    groups = groups_of("group_relative_advantages", rewards, group_ids)
+    centred = rewards.to(torch.float64) - groups.of_samples(groups.means(rewards))
     if normalise_by_std:
-        variance = zeros.index_add(0, member_of, centred.square()) / (counts - 1).clamp(min=1)
-        centred = centred / (variance.sqrt() + STD_EPSILON)[member_of]
+        variance = groups.sums(centred.square()) / (groups.sizes() - 1).clamp(min=1)
+        centred = centred / groups.of_samples(variance.sqrt() + STD_EPSILON)
     return centred.to(torch.float32)
+
+
+def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """RLOO's advantages: each reward against the mean of the other rewards of its group.
+
+        A_i = r_i - 1 / (n - 1) sum_{j != i} r_j  =  n / (n - 1) (r_i - mean_g)
+
+    Sources: Ahmadian et al., arXiv:2402.14740; Kool et al., "Buy 4 REINFORCE Samples, Get a Baseline for Free!" (2019).
+    The baseline of a response does not depend on it, so it adds no bias. n is the number of samples that the group has
+    in the batch.
+
+    A group of one has no others, and so no baseline: its advantage is 0, as with GRPO, and its tokens count in the loss
+    like any others. With the bare reward it would weigh by what its group has lost. Implementations differ: TRL and
+    OpenRLHF cannot have such a group, verl's `rloo` learns from the bare reward and its `rloo_vectorized` gives 0 too.
+
+    Arguments, result and errors as those of `group_relative_advantages`.
+    """
+    groups = groups_of("leave_one_out_advantages", rewards, group_ids)
+    others = groups.of_samples(groups.sizes()) - 1
+    reward = rewards.to(torch.float64)
+    baseline = (groups.of_samples(groups.sums(reward)) - reward) / others.clamp(min=1)
+    return (reward - baseline).where(others > 0, 0.0).to(torch.float32)
+
+
+def length_weighted_advantages(rewards: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
+    """OPO's advantages: each reward against the mean of its group's rewards, weighed by the lengths of the responses.
+
+        A_i = r_i - sum_j l_j r_j / sum_j l_j
+
+    Source: Hao et al., arXiv:2505.23585: the baseline of least variance is the mean of rewards weighed by the
+    squared norms of the gradients of log pi(response), which are taken as proportional to the lengths. l_j are counted
+    tokens, those that the policy wrote, which are the ones that have a gradient; the response j = i is part of the
+    baseline.
+
+    A group of one, like any group of equal rewards, gets exactly 0 (verl's `opo` learns from the bare reward of a group
+    of one); so does a group without a counted token, from which nothing is learned.
+
+    `lengths` (B,) int64; the other arguments, result and errors as those of `group_relative_advantages`.
+    """
+    groups = groups_of("length_weighted_advantages", rewards, group_ids)
+    check_rows("length_weighted_advantages", rows=len(rewards), lengths=lengths)
+    reward, weights = rewards.to(torch.float64), lengths.to(torch.float64)
+    totals = groups.sums(weights)
+    baseline = groups.of_samples(groups.sums(weights * reward) / totals.clamp(min=1))
+    return (reward - baseline).where(groups.of_samples(totals) > 0, 0.0).to(torch.float32)
+
+
+def valid_group_advantages(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, float]:
+    """GPG's advantages: each reward against the mean of its group, scaled up for the groups that say nothing.
+
+        A_i = alpha (r_i - mean_g)        alpha = B / (B - M)
+
+    B samples are in the batch, M of them in groups whose rewards are all equal (groups of one among these), which have
+    no gradient: alpha makes the loss, a mean over all tokens or samples, one over those that have. Source: Chu et al.,
+    arXiv:2504.02546, with F_norm = 1. The authors' code counts samples too, and adds 1e-5 to 1 / alpha; verl's
+    `gpg` has the samples of a reward other than 0 in place of B - M, which is another figure. Without any valid group
+    alpha is 1, and all advantages are 0.
+
+    Arguments and errors as those of `group_relative_advantages`. Returns the advantages, and the share of samples in
+    groups whose rewards differ: 1 / alpha.
+    """
+    groups = groups_of("valid_group_advantages", rewards, group_ids)
+    valid = groups.of_samples(groups.differ(rewards))
+    share = float(valid.to(torch.float64).mean())
+    centred = rewards.to(torch.float64) - groups.of_samples(groups.means(rewards))
+    return (centred / (share or 1.0)).where(valid, 0.0).to(torch.float32), share
 
 
 def remax_advantages(rewards: Tensor, baseline_rewards: Tensor) -> Tensor:

@@ -62,6 +62,21 @@ def moments(values: Tensor, mask: Tensor) -> Moments:
     return Moments(counted.numel(), mean.item(), (counted - mean).square().sum().item())
 
 
+def sample_moments(values: Tensor, counts: Tensor) -> Moments:
+    """The moments over tokens of values that all counted tokens of a sample share.
+
+    `values` (B,) float, `counts` (B,) int64: the counted tokens of each sample. Raises ValueError for columns of other
+    shapes.
+    """
+    check_shapes("sample_moments", dimensions=1, values=values, counts=counts)
+    value, count = values.to(torch.float64), counts.to(torch.float64)
+    number = int(counts.sum())
+    if not number:
+        return Moments(0, 0.0, 0.0)
+    mean = (count * value).sum() / number
+    return Moments(number, mean.item(), (count * (value - mean).square()).sum().item())
+
+
 def whiten(advantages: Tensor, mask: Tensor, moments: Moments) -> Tensor:
     """Advantages with mean 0 and standard deviation 1 over all that `moments` were taken of.
 

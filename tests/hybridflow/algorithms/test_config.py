@@ -36,8 +36,13 @@ def refused(settings: object) -> str:
     ("settings", "message"),
     [
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, "gradient of k1 is zero in expectation"),
-        ({"loss_aggregation": "seq-mean-token-sum-norm"}, "expected a length with"),
-        ({"loss_normalising_length": 8}, "expected a length with"),
+        ({"loss_normalising_length": 8}, "expected 'seq-mean-token-sum-norm', or no length"),
+        ({"name": "dr_grpo", "loss_aggregation": "token-mean"}, "which divides by no length of responses; expected"),
+        ({"name": "gpg", "kl_in": "reward"}, "which asks whether rewards of a group differ; expected 'loss'"),
+        ({"name": "pass_at_k", "kl_in": "reward"}, "which only asks whether a reward reaches pass_reward; expected"),
+        ({"name": "pass_at_k", "pass_k": 0}, "pass_k = 0: expected at least 1"),
+        ({"name": "rloo", "kl_in": "loss", "kl_estimator": "k1", "kl_coef": 0.1}, "gradient of k1 is zero"),
+        ({"name": "gpg", "clip_high": 0.3}, "clip_high is set with name 'gpg', which does not use it"),
         ({"clip_low": 1.5}, "clip_low"),
         ({"dual_clip": 0.5}, "dual_clip"),
         ({"name": "ppo2"}, "name"),
@@ -98,10 +103,17 @@ def test_every_algorithm_is_there_and_needs_a_reference_only_where_it_is_asked_f
         ("vapo", {"needs_critic"}),
         ("pf_ppo", {"needs_critic", "group_baseline"}),
         ("distillation", {"needs_teacher"}),
+        ("rloo", {"group_baseline"}),
+        ("reinforce_plus_plus", set()),
+        ("reinforce_plus_plus_baseline", {"group_baseline"}),
+        ("dr_grpo", {"group_baseline"}),
+        ("gpg", {"group_baseline", "on_policy"}),
+        ("opo", {"group_baseline", "on_policy"}),
+        ("pass_at_k", {"group_baseline"}),
     ],
 )
 def test_what_the_published_algorithms_need(name: str, needs: set[str]) -> None:
-    flags = ("needs_critic", "needs_cost", "needs_teacher", "group_baseline", "greedy_baseline")
+    flags = ("needs_critic", "needs_cost", "needs_teacher", "group_baseline", "greedy_baseline", "on_policy")
     assert {flag for flag in flags if getattr(load(name).settings, flag)} == needs
 
 
@@ -145,6 +157,13 @@ USED = {
         *("gamma", "gae_lambda", "value_clip", "whiten_advantages", "critic_warmup_steps"),
         *("cost_limit", "lagrange_initial", "lagrange_lr", "lagrange_max"),
     },
+    "rloo": set(),
+    "reinforce_plus_plus": {"gamma"},
+    "reinforce_plus_plus_baseline": set(),
+    "dr_grpo": set(),
+    "gpg": set(),
+    "opo": set(),
+    "pass_at_k": {"pass_k", "pass_reward"},
 }
 
 
@@ -165,6 +184,10 @@ def test_where_the_kl_is_a_penalty_depends_on_the_algorithm_and_the_estimator_on
 
     assert found() == found(name="grpo") == found(name="ppo", kl_in="loss") == ("loss", "k3")
     assert found(name="ppo") == found(name="remax") == found(name="safe_rlhf") == ("reward", "k1")
+    assert found(name="rloo") == found(name="opo") == found(name="reinforce_plus_plus") == ("reward", "k1")
+    assert found(name="dr_grpo") == found(name="gpg") == found(name="pass_at_k") == ("loss", "k3")
+    assert found(name="reinforce_plus_plus_baseline") == ("loss", "k2")
+    assert found(name="reinforce_plus_plus_baseline", kl_in="reward") == ("reward", "k1")
     assert found(kl_in="reward") == ("reward", "k1")
     assert found(name="ppo", kl_estimator="k2") == ("reward", "k2")
 
@@ -221,6 +244,19 @@ def test_a_wrong_name_is_one_error() -> None:
     assert refused(["ppo"]).startswith("algorithm = ['ppo']: expected the keys name, ")
     with pytest.raises(ValueError, match="'grpo' with the settings of 'ppo', expected 'ppo'"):
         PPOSettings(name="grpo")
+
+
+def test_the_aggregations_of_the_papers_are_the_defaults() -> None:
+    found = {name: build({"name": name}).loss_aggregation for name in ALGORITHMS}
+    others = {name: mode for name, mode in found.items() if mode != "token-mean"}
+    assert others == {"rloo": "seq-mean-token-sum", "dr_grpo": "seq-mean-token-sum-norm"}
+
+
+def test_the_constant_that_divides_a_loss_is_the_longest_response_unless_it_is_set() -> None:
+    assert build({"name": "dr_grpo"}).normalising_length(512) == 512
+    assert build({"name": "dr_grpo", "loss_normalising_length": 100}).normalising_length(512) == 100
+    assert build({"loss_aggregation": "seq-mean-token-sum-norm"}).normalising_length(7) == 7
+    assert build({"name": "dr_grpo", "loss_aggregation": "seq-mean-token-sum"}).normalising_length(512) is None
 
 
 def test_an_unknown_key_is_one_error_that_names_what_is_near() -> None:

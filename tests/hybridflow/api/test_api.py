@@ -108,6 +108,10 @@ def test_every_setting_arrives() -> None:
     assert (recipe.rollout.samples_per_prompt, recipe.rollout.sampling.max_new_tokens) == (5, 9)
     assert recipe.train.optimizer.lr == 2e-4
     assert recipe_of(PPOConfig(algorithm="grpo")).rollout.samples_per_prompt == 8
+    for name, updates in (("gpg", 1), ("opo", 1), ("rloo", 8), ("pass_at_k", 8)):
+        recipe = recipe_of(PPOConfig(algorithm=name))
+        assert (recipe.rollout.samples_per_prompt, recipe.trainer.updates_per_step) == (8, updates)
+    assert recipe_of(PPOConfig(algorithm="reinforce_plus_plus")).rollout.samples_per_prompt == 1
 
 
 def test_settings_come_before_the_recipe_and_that_before_the_defaults() -> None:
@@ -220,6 +224,10 @@ def test_rewards() -> None:
         (
             lambda: recipe_of(PPOConfig(reward_options={"limit": 1}), reward="mine:score"),
             "unknown key reward.functions.0.limit",
+        ),
+        (
+            lambda: recipe_of(PPOConfig(algorithm="gpg", mini_batch_size=64)),
+            "trainer.mini_batches=2 and epochs=1 with algorithm.name=gpg, whose loss has no ratio",
         ),
         (
             lambda: recipe_of(PPOConfig(algorithm="grpo", critic_device_mapping="cpu:1")),

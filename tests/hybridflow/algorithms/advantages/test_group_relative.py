@@ -8,7 +8,13 @@ import statistics
 import pytest
 import torch
 
-from hybridflow.algorithms.advantages.group_relative import group_relative_advantages, remax_advantages
+from hybridflow.algorithms.advantages.group_relative import (
+    group_relative_advantages,
+    leave_one_out_advantages,
+    length_weighted_advantages,
+    remax_advantages,
+    valid_group_advantages,
+)
 
 
 def advantages(rewards: list[float], groups: list[int], *, std: bool = True) -> list[float]:
@@ -68,6 +74,111 @@ def test_a_group_is_exactly_what_is_left_of_it_in_the_batch() -> None:
     assert got[5] == 0.0
 
 
+# RLOO, OPO and GPG
+
+WHOLE = [70, 70, 70, 70, 71, 71, 71, 71, 72, 72, 72, 72]
+LEFT = [8, 3, 5, 10, 0, 9, 1, 11]
+"""Of group 70 one sample was filtered, of 71 three failed, and samples of 72 came late, between the others."""
+
+
+def test_leave_one_out_advantages_by_hand() -> None:
+    rewards, groups = torch.tensor([1.0, 3.0, 0.0, 7.0, 5.0]), torch.tensor([4, 9, 4, 2, 4])
+    found = leave_one_out_advantages(rewards, groups)
+    assert found.tolist() == [1.0 - 2.5, 0.0, 0.0 - 3.0, 0.0, 5.0 - 0.5]  # groups of one have no baseline
+    assert found.dtype == torch.float32
+
+
+def test_leave_one_out_is_of_what_is_left_of_a_group() -> None:
+    torch.manual_seed(3)
+    rewards, groups = torch.rand(12), torch.tensor(WHOLE)
+    got = dict(zip(LEFT, leave_one_out_advantages(rewards[LEFT], groups[LEFT]).tolist(), strict=True))
+    for group in ([0, 1, 3], [8, 9, 10, 11]):
+        for sample in group:
+            others = [float(rewards[other]) for other in group if other != sample]
+            assert got[sample] == pytest.approx(float(rewards[sample]) - statistics.fmean(others), rel=1e-5)
+    assert got[5] == 0.0
+
+
+def test_a_left_out_reward_has_no_part_in_its_own_baseline() -> None:
+    rewards, groups = torch.tensor([1.0, 3.0, 8.0]), torch.zeros(3, dtype=torch.int64)
+    first = float(leave_one_out_advantages(rewards, groups)[0])
+    moved = float(leave_one_out_advantages(rewards + torch.tensor([10.0, 0.0, 0.0]), groups)[0])
+    assert moved == first + 10.0
+
+
+def test_length_weighted_advantages_by_hand() -> None:
+    rewards, groups = torch.tensor([1.0, 3.0, 0.0, 7.0]), torch.tensor([4, 9, 4, 9])
+    found = length_weighted_advantages(rewards, torch.tensor([3, 5, 1, 0]), groups)
+    assert found.tolist() == [1.0 - 0.75, 0.0, 0.0 - 0.75, 4.0]
+    assert found.dtype == torch.float32
+    # Of one length they are GRPO's without the standard deviation.
+    same = length_weighted_advantages(rewards, torch.full((4,), 11), groups)
+    assert same.tolist() == advantages(rewards.tolist(), groups.tolist(), std=False)
+
+
+def test_length_weighted_is_of_what_is_left_of_a_group() -> None:
+    torch.manual_seed(4)
+    rewards, lengths, groups = torch.rand(12), torch.randint(1, 900, (12,)), torch.tensor(WHOLE)
+    found = length_weighted_advantages(rewards[LEFT], lengths[LEFT], groups[LEFT]).tolist()
+    got = dict(zip(LEFT, found, strict=True))
+    for group in ([0, 1, 3], [8, 9, 10, 11]):
+        total = sum(int(lengths[sample]) for sample in group)
+        baseline = sum(int(lengths[sample]) * float(rewards[sample]) for sample in group) / total
+        assert [got[sample] for sample in group] == pytest.approx(
+            [float(rewards[sample]) - baseline for sample in group], rel=1e-4
+        )
+    assert got[5] == 0.0
+
+
+def test_the_length_weighted_baseline_has_the_least_variance() -> None:
+    # Of gradients whose squared norms are the lengths: b minimises sum_j l_j (r_j - b)^2.
+    rewards, lengths = torch.tensor([0.0, 1.0, 0.3, 0.9]), torch.tensor([10, 2, 7, 1])
+    groups = torch.zeros(4, dtype=torch.int64)
+    best = float(rewards[0] - length_weighted_advantages(rewards, lengths, groups)[0])
+    variances = [float((lengths * (rewards - (best + shift)).square()).sum()) for shift in (0.0, -0.05, 0.05)]
+    assert min(variances) == variances[0]
+
+
+def test_a_group_without_a_counted_token_gets_zero() -> None:
+    zeros = torch.zeros(2, dtype=torch.int64)
+    assert length_weighted_advantages(torch.tensor([1.0, 2.0]), zeros, zeros).tolist() == [0.0, 0.0]
+
+
+def test_valid_group_advantages_by_hand() -> None:
+    # Of seven samples, four are in the one group whose rewards differ.
+    rewards, groups = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 7.0, 0.0]), torch.tensor([4, 9, 4, 9, 4, 2, 4])
+    found, share = valid_group_advantages(rewards, groups)
+    assert share == pytest.approx(4 / 7)
+    centred = torch.tensor([0.75, 0.0, -0.25, 0.0, -0.25, 0.0, -0.25])
+    torch.testing.assert_close(found, centred * 7 / 4)
+    assert found.dtype == torch.float32
+
+
+def test_without_a_valid_group_nothing_is_scaled() -> None:
+    found, share = valid_group_advantages(torch.tensor([0.1, 0.1, 0.7]), torch.tensor([1, 1, 2]))
+    assert (found.tolist(), share) == ([0.0, 0.0, 0.0], 0.0)
+
+
+def test_valid_groups_are_of_what_is_left_of_them() -> None:
+    rewards, groups = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0]), torch.tensor([1, 1, 1, 2, 2, 2, 3, 3])
+    left = [7, 0, 3, 1, 4]  # the wrong one of group 1 failed, and so on: no group that is left differs
+    assert valid_group_advantages(rewards[left], groups[left])[1] == 0.0
+    left = [5, 0, 2, 6, 3]
+    found, share = valid_group_advantages(rewards[left], groups[left])
+    assert share == pytest.approx(4 / 5)
+    torch.testing.assert_close(found, torch.tensor([0.5, 0.5, -0.5, 0.0, -0.5]) * 5 / 4)
+
+
+def test_equal_rewards_give_exactly_zero_with_every_baseline() -> None:
+    torch.manual_seed(0)
+    for size, reward in enumerate(torch.rand(40).tolist(), start=1):
+        rewards, groups = torch.full((size,), reward), torch.full((size,), 3)
+        lengths = torch.randint(1, 5000, (size,))
+        assert leave_one_out_advantages(rewards, groups).tolist() == [0.0] * size
+        assert length_weighted_advantages(rewards, lengths, groups).tolist() == [0.0] * size
+        assert valid_group_advantages(rewards, groups)[0].tolist() == [0.0] * size
+
+
 # ReMax
 
 
@@ -110,3 +221,5 @@ def test_columns_that_would_be_broadcast_are_refused() -> None:
         remax_advantages(rewards, rewards[:, None])
     with pytest.raises(ValueError, match=r"group_relative_advantages: group_ids has shape \(2,\), expected \(3,\)"):
         group_relative_advantages(rewards, torch.zeros(2, dtype=torch.int64), normalise_by_std=True)
+    with pytest.raises(ValueError, match=r"length_weighted_advantages: lengths has shape \(3, 1\), expected \(3,\)"):
+        length_weighted_advantages(rewards, torch.ones(3, 1, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))

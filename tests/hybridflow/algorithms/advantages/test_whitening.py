@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from hybridflow.algorithms.advantages.whitening import Moments, moments, whiten
+from hybridflow.algorithms.advantages.whitening import Moments, moments, sample_moments, whiten
 from tests.support.columns import mask_with_holes, soiled
 
 
@@ -79,3 +79,14 @@ def test_masks_of_integers_and_moments_that_are_no_numbers_are_refused() -> None
             call(values, mask[:, :1].bool())
     with pytest.raises(ValueError, match="whiten: advantages of mean nan"):
         whiten(values, mask.bool(), moments(torch.tensor([[torch.nan, 0.0, 1.0]]), mask.bool()))
+
+
+def test_moments_of_samples_are_those_of_their_tokens() -> None:
+    values, counts = torch.tensor([0.5, -1.0, 7.0]), torch.tensor([3, 1, 0])
+    of_tokens = moments(values.repeat_interleave(counts), torch.ones(4, dtype=torch.bool))
+    found = sample_moments(values, counts)
+    assert (found.count, found.mean) == (4, of_tokens.mean) == (4, 0.125)
+    assert found.squared_deviations == pytest.approx(of_tokens.squared_deviations)
+    assert sample_moments(values, torch.zeros(3, dtype=torch.int64)) == Moments(0, 0.0, 0.0)
+    with pytest.raises(ValueError, match=r"sample_moments: counts has shape \(2,\) and values \(3,\)"):
+        sample_moments(values, counts[:2])

@@ -1,0 +1,20 @@
+"""What follows a token: discounted sums of the rewards of single tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.advantages.gae import gae_advantages
+
+
+def discounted_returns(token_rewards: Tensor, response_mask: Tensor, *, gamma: float) -> Tensor:
+    """The discounted sum of the rewards from each token on.
+
+        G_t = sum_{l >= 0} gamma^l r_{t+l}
+
+    t counts the tokens in the mask only. That is generalized advantage estimation without a critic: values of 0 and
+    lambda 1, whose shapes, result and errors these are. Source: REINFORCE++, arXiv:2501.03262, with gamma = 1.
+    """
+    advantages, _ = gae_advantages(token_rewards, torch.zeros_like(token_rewards), response_mask, gamma=gamma, lam=1.0)
+    return advantages

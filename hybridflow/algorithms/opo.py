@@ -1,0 +1,33 @@
+"""OPO: exactly on-policy, with the baseline of least variance (arXiv:2505.23585). Needs no other model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from hybridflow.algorithms.advantages.group_relative import length_weighted_advantages
+from hybridflow.algorithms.base import Experience, Step
+from hybridflow.algorithms.losses.reinforce import reinforce_loss
+from hybridflow.algorithms.settings import AlgorithmSettings
+from hybridflow.algorithms.without_critic import without_critic
+from hybridflow.batch.worker_output import COUNTED
+
+
+class OPOSettings(AlgorithmSettings):
+    """Settings of OPO: no clip, because each rollout makes one update. The paper has neither KL nor entropy terms."""
+
+    group_baseline: ClassVar[bool] = True
+    on_policy: ClassVar[bool] = True
+
+    name: str = "opo"
+
+
+def with_advantages(step: Step[OPOSettings], experience: Experience) -> Experience:
+    """The advantage of a response is that of each of its tokens."""
+    batch = experience.batch
+    rewards = batch.facts["rewards"] - step.sequence_kl(batch)
+    advantages = length_weighted_advantages(rewards, batch.facts[COUNTED], batch.facts["group_ids"])
+    return replace(experience, batch=batch.with_facts(advantages=advantages))
+
+
+ALGORITHM = without_critic(OPOSettings, with_advantages, reinforce_loss)
