@@ -30,7 +30,21 @@ def test_every_way_between_two_gpus(
         pytest.skip("needs two GPUs")
     config = json.loads((MODELS / "qwen3-30b-a3b" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "vocab_size": 4096}))
-    case = Case(tmp_path, layout, tp, ep, engines, True, ways, 2, 1, "bfloat16", tmp_path, True)
+    case = Case(
+        model=tmp_path,
+        train=layout,
+        tp=tp,
+        ep=ep,
+        engines=engines,
+        hosts=1,
+        colocated=True,
+        ways=ways,
+        repeats=2,
+        warm_ups=1,
+        dtype="bfloat16",
+        scratch=tmp_path,
+        verify=True,
+    )
     result = measure(case)
     for way, figures in result["ways"].items():
         assert figures["verified"], way
