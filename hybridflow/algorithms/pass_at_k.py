@@ -25,8 +25,8 @@ class PassAtKSettings(ClippedSettings):
     kl_estimator: KLEstimator = "k3"
     pass_k: int = Field(default=4, ge=1)
     """Responses of a set, which is rewarded if one of them is right; below rollout.samples_per_prompt."""
-    pass_reward: float = 1.0
-    """A response is right from this reward on."""
+    right_above: float = 0.0
+    """A response is right where its reward is above this."""
 
     @property
     def smallest_group(self) -> int:
@@ -36,7 +36,7 @@ class PassAtKSettings(ClippedSettings):
     def _rewards_alone(self) -> Self:
         if self.kl_in == "reward":
             raise ValueError(
-                "kl_in is 'reward' with name 'pass_at_k', which only asks whether a reward reaches pass_reward; "
+                "kl_in is 'reward' with name 'pass_at_k', which only asks whether a reward is above right_above; "
                 "expected 'loss'"
             )
         return self
@@ -45,7 +45,7 @@ class PassAtKSettings(ClippedSettings):
 def with_advantages(step: Step[PassAtKSettings], experience: Experience) -> Experience:
     """The advantage of a response is that of each of its tokens."""
     config, batch = step.config, experience.batch
-    right = batch.facts["rewards"] >= config.pass_reward
+    right = batch.facts["rewards"] > config.right_above
     advantages, passed = pass_at_k_advantages(right, batch.facts["group_ids"], config.pass_k)
     if passed is not None:
         step.values[metrics.REWARD_PASS_AT_K] = passed

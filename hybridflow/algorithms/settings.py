@@ -47,8 +47,8 @@ class AlgorithmSettings(Settings):
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the reference policy; 0 needs no reference policy."""
     kl_in: Literal["loss", "reward"] = "reward"
-    """Where the KL divergence is a penalty. If not set: "loss" with grpo, dapo, dr_grpo, gpg, pass_at_k and
-    reinforce_plus_plus_baseline, "reward" with all others."""
+    """Where the KL divergence is a penalty. If not set: "reward" with ppo, ippo, vapo, pf_ppo, safe_rlhf, remax, rloo,
+    opo and reinforce_plus_plus, "loss" with all others."""
     kl_estimator: KLEstimator = "k1"
     """If not set: "k3" in the loss, "k2" with reinforce_plus_plus_baseline; in the reward "k1", whose gradient is there
     that of the KL divergence."""

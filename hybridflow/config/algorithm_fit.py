@@ -17,12 +17,28 @@ def misfits(algorithm: AlgorithmSettings, trainer: TrainerConfig, rollout: Rollo
     """What does not go together, a line each."""
     if isinstance(algorithm, DynamicSamplingSettings) and algorithm.dynamic_sampling:
         yield from _of_dynamic_sampling(trainer)
+    if algorithm.on_policy:
+        yield from _of_one_update(algorithm.name, trainer)
     if isinstance(algorithm, DAPOSettings):
         yield from _of_length_penalty(algorithm, rollout.sampling.max_new_tokens)
     if isinstance(algorithm, PFPPOSettings):
         yield from _of_filtration(algorithm, trainer, rollout)
     if isinstance(algorithm, VAPOSettings) and trainer.epochs_of_data is None:
         yield from _of_pretraining(algorithm, trainer.steps)
+
+
+def _of_one_update(name: str, trainer: TrainerConfig) -> Iterator[str]:
+    if trainer.updates_per_step > 1:
+        yield (
+            f"trainer.mini_batches={trainer.mini_batches} and epochs={trainer.epochs} with algorithm.name={name}, "
+            "whose loss has no ratio to the policy that made the samples: after an update they are another policy's; "
+            "expected 1 of each"
+        )
+    if trainer.max_staleness:
+        yield (
+            f"trainer.max_staleness={trainer.max_staleness} with algorithm.name={name}, whose loss has no ratio to the "
+            "policy that made the samples; expected 0"
+        )
 
 
 def _of_dynamic_sampling(trainer: TrainerConfig) -> Iterator[str]:

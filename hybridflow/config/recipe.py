@@ -109,17 +109,6 @@ class Recipe(Settings):
                 f"rollout.samples_per_prompt={drawn} with algorithm.name={name}, where a group of "
                 f"{'one' if drawn == 1 else drawn} learns nothing; expected at least {least}"
             )
-        if self.algorithm.on_policy and self.trainer.updates_per_step > 1:
-            yield (
-                f"trainer.mini_batches={self.trainer.mini_batches} and epochs={self.trainer.epochs} with "
-                f"algorithm.name={name}, whose loss has no ratio to the policy that made the samples: after an update "
-                "they are another policy's; expected 1 of each"
-            )
-        if self.algorithm.on_policy and self.trainer.max_staleness:
-            yield (
-                f"trainer.max_staleness={self.trainer.max_staleness} with algorithm.name={name}, whose loss has no "
-                "ratio to the policy that made the samples; expected 0"
-            )
         if self.algorithm.kl_guard is not None and self.trainer.updates_per_step == 1:
             yield (
                 "algorithm.kl_guard is set with one update a step, which starts from the very policy that it is held "

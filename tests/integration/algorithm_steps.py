@@ -58,7 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dr_grpo": {"base": "algorithms/dr_grpo"},
     "gpg": {"base": "algorithms/gpg"},
     "opo": {"base": "algorithms/opo"},
-    "pass_at_k": {"base": "algorithms/pass_at_k", "algorithm": {"pass_reward": 1.5}},
+    "pass_at_k": {"base": "algorithms/pass_at_k", "algorithm": {"right_above": 1.25}},
 }
 """A recipe in `launch/recipes` each, and what a case has on top of it."""
 

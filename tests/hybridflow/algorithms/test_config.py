@@ -39,7 +39,7 @@ def refused(settings: object) -> str:
         ({"loss_normalising_length": 8}, "expected 'seq-mean-token-sum-norm', or no length"),
         ({"name": "dr_grpo", "loss_aggregation": "token-mean"}, "which divides by no length of responses; expected"),
         ({"name": "gpg", "kl_in": "reward"}, "which asks whether rewards of a group differ; expected 'loss'"),
-        ({"name": "pass_at_k", "kl_in": "reward"}, "which only asks whether a reward reaches pass_reward; expected"),
+        ({"name": "pass_at_k", "kl_in": "reward"}, "which only asks whether a reward is above right_above; expected"),
         ({"name": "pass_at_k", "pass_k": 0}, "pass_k = 0: expected at least 1"),
         ({"name": "rloo", "kl_in": "loss", "kl_estimator": "k1", "kl_coef": 0.1}, "gradient of k1 is zero"),
         ({"name": "gpg", "clip_high": 0.3}, "clip_high is set with name 'gpg', which does not use it"),
@@ -163,7 +163,7 @@ USED = {
     "dr_grpo": set(),
     "gpg": set(),
     "opo": set(),
-    "pass_at_k": {"pass_k", "pass_reward"},
+    "pass_at_k": {"pass_k", "right_above"},
 }
 
 

@@ -266,10 +266,11 @@ def test_with_one_response_of_a_set_pass_at_k_is_grpo_but_for_bessel() -> None:
     assert step.values == {metrics.REWARD_PASS_AT_K: pytest.approx((0.5 + 0.25 + 1 + 1) / 4)}
 
 
-def test_a_response_is_right_from_the_reward_that_is_set() -> None:
+def test_a_response_is_right_above_the_reward_that_is_set() -> None:
     samples = samples_of().replace(rewards=torch.tensor(REWARDS) * 0.5)
-    strict, _ = advantages_of(samples, load("pass_at_k").settings(name="pass_at_k", pass_k=2))
-    lenient, _ = advantages_of(samples, load("pass_at_k").settings(name="pass_at_k", pass_k=2, pass_reward=0.5))
+    pass_at_k = load("pass_at_k").settings
+    strict, _ = advantages_of(samples, pass_at_k(name="pass_at_k", pass_k=2, right_above=0.5))
+    lenient, _ = advantages_of(samples, pass_at_k(name="pass_at_k", pass_k=2))
     assert strict.count_nonzero() == 0
     assert torch.equal(lenient, advantages_of(samples_of(), settings("pass_at_k"))[0])
 
