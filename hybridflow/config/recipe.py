@@ -163,7 +163,7 @@ class Recipe(Settings):
 
     def _unused(self) -> Iterator[str]:
         """What is set for roles that do not run."""
-        runs = {"actor", "rollout", *(["reward"] if self.functions else []), *self.device_maps}
+        runs = {"actor", "rollout", *(["reward"] if self.functions else []), *self.models, *self._served}
         for role in ("reference", "teacher", "critic", "cost_critic", "reward", "reward_model", "cost_model"):
             if role not in runs and getattr(self.placement, role) is not None:
                 yield f"placement.{role} is set, and there is no such role with {self._why_not(role)}"
@@ -203,8 +203,12 @@ class Recipe(Settings):
     @property
     def device_maps(self) -> dict[str, str]:
         """The device map or pool of every role that runs."""
-        served = ["teacher"] if self.teacher_engine is not None else []
-        return self.placement.roles([*self.models, *served])
+        return self.placement.roles([*self.models, *self._served])
+
+    @property
+    def _served(self) -> tuple[str, ...]:
+        """The models beside the actor's that engines of their own serve."""
+        return ("teacher",) if self.teacher_engine is not None else ()
 
     @property
     def trained_roles(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import torch
 import hybridflow
 from engine3d.errors import UserError
 from hybridflow import PPOConfig, PPOTrainer, RLTrainer, TrainerConfig, get_ppo_config
+from hybridflow.algorithms.registry import ALGORITHMS
 from hybridflow.api.input_files import InputFiles, Sources, importable_path
 from hybridflow.api.ppo_trainer import to_learn
 from hybridflow.api.recipe_builder import Given, make_recipe, run_directory
@@ -211,7 +212,7 @@ def test_rewards() -> None:
         (lambda: PPOConfig(batch_size=0), "PPOConfig: batch_size = 0: expected at least 1"),
         (lambda: PPOConfig(batchsize=8), "PPOConfig: unknown key batchsize: did you mean batch_size?"),
         (lambda: PPOConfig(lr="fast"), "PPOConfig: lr = 'fast': expected a number"),
-        (lambda: PPOConfig(algorithm="pppo"), "'pppo' is no algorithm, expected 'grpo' or 'ppo' or"),
+        (lambda: PPOConfig(algorithm="pppo"), f"'pppo' is no algorithm, expected {' or '.join(map(repr, ALGORITHMS))}"),
         (lambda: PPOConfig(actor_device_mapping={"model": "gpu:0"}), "the kind is 'gpu', expected cpu, cuda, node"),
         (lambda: PPOConfig(actor_device_mapping={"actor": "cuda:0"}), "{'actor': 'cuda:0'}, expected a device map"),
         (lambda: recipe_of(PPOConfig(recipe="no.yaml")), "no.yaml: no such file"),
