@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hybridflow.algorithms.corrections.settings import CorrectionSettings
 from hybridflow.algorithms.dapo import DAPOSettings
 from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
 from hybridflow.algorithms.pf_ppo import PFPPOSettings
@@ -15,6 +16,8 @@ from hybridflow.config.run import TrainerConfig
 
 def misfits(algorithm: AlgorithmSettings, trainer: TrainerConfig, rollout: RolloutRole) -> Iterator[str]:
     """What does not go together, a line each."""
+    if algorithm.correction is not None:
+        yield from _of_correction(algorithm, algorithm.correction, trainer)
     if isinstance(algorithm, DynamicSamplingSettings) and algorithm.dynamic_sampling:
         yield from _of_dynamic_sampling(trainer)
     if isinstance(algorithm, DAPOSettings):
@@ -23,6 +26,26 @@ def misfits(algorithm: AlgorithmSettings, trainer: TrainerConfig, rollout: Rollo
         yield from _of_filtration(algorithm, trainer, rollout)
     if isinstance(algorithm, VAPOSettings) and trainer.epochs_of_data is None:
         yield from _of_pretraining(algorithm, trainer.steps)
+
+
+def _of_correction(
+    algorithm: AlgorithmSettings, correction: CorrectionSettings, trainer: TrainerConfig
+) -> Iterator[str]:
+    if algorithm.kl_guard is not None and correction.against == "rollout":
+        yield (
+            "algorithm.kl_guard is set with algorithm.correction.against='rollout', where nothing is held against the "
+            "policy before the step; expected 'proximal', or no kl_guard"
+        )
+    older = []
+    if trainer.max_staleness:
+        older.append(f"trainer.max_staleness={trainer.max_staleness}")
+    if isinstance(algorithm, PFPPOSettings) and algorithm.replay_buffer_size:
+        older.append(f"algorithm.replay_buffer_size={algorithm.replay_buffer_size}")
+    if older and not correction.corrects:
+        yield (
+            f"algorithm.correction has neither weights, mask nor veto with {' and '.join(older)}, whose samples are of "
+            "older weights: it would only measure what the ratio leaves out; expected one of them, or against='rollout'"
+        )
 
 
 def _of_dynamic_sampling(trainer: TrainerConfig) -> Iterator[str]:

@@ -291,7 +291,6 @@ _ANYWHERE = {
     "truncated_importance_sampling_ratio": _TRUNCATED,
     "vllm_importance_sampling_correction": _CORRECTION,
     "vllm_importance_sampling_cap": _TRUNCATED,
-    "replay_buffer": "absent: each rollout is learned from once, trainer.epochs times",
     # Data and rewards.
     "prompt_data": _is("data.jsonl.train_path"),
     "input_key": _is("data.jsonl.prompt_field"),

@@ -133,17 +133,6 @@ class Recipe(Settings):
                 "before the step did not make the samples; expected 0, no kl_guard, or an algorithm.correction, whose "
                 "ratio is to that policy"
             )
-        if self.algorithm.kl_guard is not None and correction is not None and not proximal:
-            yield (
-                "algorithm.kl_guard is set with algorithm.correction.against='rollout', where nothing is held against "
-                "the policy before the step; expected 'proximal', or no kl_guard"
-            )
-        if self.trainer.max_staleness and correction is not None and not correction.corrects:
-            yield (
-                f"algorithm.correction has neither weights, mask nor veto with trainer.max_staleness="
-                f"{self.trainer.max_staleness}, where it would only measure what the ratio leaves out; expected one of "
-                "them, or against='rollout'"
-            )
         if self.trainer.max_staleness and self.algorithm.greedy_baseline:
             yield (
                 f"trainer.max_staleness={self.trainer.max_staleness} with algorithm.name={name}, whose baselines are "

@@ -82,7 +82,7 @@ def test_what_is_needed_of_the_trainer() -> None:
     assert vetoed.needs_proximal and vetoed.leaves_out
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "remax", "safe_rlhf"])
+@pytest.mark.parametrize("name", ["grpo", "ppo", "remax", "safe_rlhf", "dapo", "vapo", "pf_ppo"])
 def test_every_algorithm_has_a_correction_off_unless_asked_for(name: str) -> None:
     more = ["cost.functions=[{name: long, path: tests.support.runs:reward}]"] if name == "safe_rlhf" else []
     common = [*SMALL, f"algorithm.name={name}", *more]
@@ -94,9 +94,12 @@ def test_every_algorithm_has_a_correction_off_unless_asked_for(name: str) -> Non
 def test_what_does_not_fit_the_rest_of_a_recipe_is_refused() -> None:
     ahead = ["trainer.max_staleness=1", "placement.rollout=cpu:2"]
     assert (
-        "algorithm.correction has neither weights, mask nor veto with trainer.max_staleness=1, where it would only "
-        "measure what the ratio leaves out; expected one of them, or against='rollout'"
+        "algorithm.correction has neither weights, mask nor veto with trainer.max_staleness=1, whose samples are of "
+        "older weights: it would only measure what the ratio leaves out; expected one of them, or against='rollout'"
     ) in refused(*ahead, "algorithm.correction={}")
+    assert "with algorithm.replay_buffer_size=10000, whose samples are of older weights" in refused(
+        "algorithm.name=pf_ppo", "algorithm.correction={}"
+    )
     guarded = ["trainer.epochs=2", "algorithm.kl_guard=0.1"]
     assert "algorithm.kl_guard is set with algorithm.correction.against='rollout'" in refused(
         *guarded, "algorithm.correction.against=rollout"
