@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hybridflow.algorithms.corrections.settings import CorrectionSettings
 from hybridflow.algorithms.dapo import DAPOSettings
+from hybridflow.algorithms.distillation import DistillationSettings
 from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
 from hybridflow.algorithms.pf_ppo import PFPPOSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
@@ -35,6 +36,16 @@ def _of_correction(
         yield (
             "algorithm.kl_guard is set with algorithm.correction.against='rollout', where nothing is held against the "
             "policy before the step; expected 'proximal', or no kl_guard"
+        )
+    if algorithm.on_policy and correction.against == "rollout":
+        yield (
+            f"algorithm.correction.against='rollout' with algorithm.name={algorithm.name}, whose loss has no ratio to "
+            "any policy; expected 'proximal', with weights"
+        )
+    if isinstance(algorithm, DistillationSettings) and algorithm.divergence_in == "loss":
+        yield (
+            "algorithm.correction is set with algorithm.divergence_in='loss', a loss that is exact whoever drew the "
+            "tokens; expected divergence_in='reward', or no correction"
         )
     older = []
     if trainer.max_staleness:

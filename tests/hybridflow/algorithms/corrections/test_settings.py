@@ -109,3 +109,14 @@ def test_what_does_not_fit_the_rest_of_a_recipe_is_refused() -> None:
     load_recipe(DEMO, [*SMALL, *ahead, *guarded, "algorithm.correction.weights=token"])
     load_recipe(DEMO, [*SMALL, *ahead, "algorithm.correction.against=rollout"])
     load_recipe(DEMO, [*SMALL, "algorithm.correction={}"])
+
+
+def test_losses_that_have_no_ratio_or_need_no_weights_are_refused_by_name() -> None:
+    for name in ("gpg", "opo"):
+        line = refused(f"algorithm.name={name}", "algorithm.correction.against=rollout")
+        assert f"against='rollout' with algorithm.name={name}, whose loss has no ratio to any policy" in line
+        load_recipe(
+            DEMO, [*SMALL, "trainer.mini_batches=1", f"algorithm.name={name}", "algorithm.correction.weights=token"]
+        )
+    line = refused("algorithm.name=distillation", "algorithm.divergence_in=loss", "algorithm.correction.weights=token")
+    assert "algorithm.correction is set with algorithm.divergence_in='loss', a loss that is exact" in line
