@@ -88,20 +88,25 @@ def _group(prefix: str, model: type[BaseModel], default: Any) -> Iterator[str]:
     if own:
         yield from _table(own)
     for path, found, value, meaning in inner:
-        yield f"{'#' * min(2 + path.count('.'), 4)} `{path}`"
-        yield ""
         if path == "algorithm":
-            yield from _algorithms()
+            yield from ("## `algorithm`", "", *_algorithms())
             continue
         assert found is not None
-        about = [*_summary(found), *([meaning] if meaning else []), *(["Null unless given."] if value is None else [])]
-        yield from textwrap.wrap(" ".join(about), 120, break_long_words=False, break_on_hyphens=False)
+        yield from _section(path, found, value, meaning)
+
+
+def _section(path: str, model: type[BaseModel], value: Any, meaning: str) -> Iterator[str]:
+    """A group under its heading."""
+    yield f"{'#' * min(2 + path.count('.'), 4)} `{path}`"
+    yield ""
+    about = [*_summary(model), *([meaning] if meaning else []), *(["Null unless given."] if value is None else [])]
+    yield from textwrap.wrap(" ".join(about), 120, break_long_words=False, break_on_hyphens=False)
+    yield ""
+    if same := _SAME.get(path):
+        yield f"Settings as in [`{same}`](#{_anchor(same)}){_other_defaults(model, value)}."
         yield ""
-        if same := _SAME.get(path):
-            yield f"Settings as in [`{same}`](#{_anchor(same)}){_other_defaults(found, value)}."
-            yield ""
-            continue
-        yield from _group(f"{path}[]." if path.endswith("functions") else f"{path}.", found, value)
+        return
+    yield from _group(f"{path}[]." if path.endswith("functions") else f"{path}.", model, value)
 
 
 def _other_defaults(model: type[BaseModel], value: Any) -> str:
@@ -119,7 +124,9 @@ def _algorithms() -> Iterator[str]:
     yield ""
     shared = list(AlgorithmSettings.model_fields)
     model = load(DEFAULT).settings
-    yield from _table([_row(f"algorithm.{name}", AlgorithmSettings, name, model.model_fields[name]) for name in shared])
+    groups = {name: found for name in shared if (found := _model_of(model.model_fields[name].annotation)) is not None}
+    plain = [name for name in shared if name not in groups]
+    yield from _table([_row(f"algorithm.{name}", AlgorithmSettings, name, model.model_fields[name]) for name in plain])
     users: dict[str, list[str]] = {}
     for algorithm in ALGORITHMS:
         for name in load(algorithm).settings.model_fields:
@@ -130,6 +137,9 @@ def _algorithms() -> Iterator[str]:
         yield ""
         wanted = [name for name, each in users.items() if tuple(each) == names]
         yield from _table([_algorithm_row(name, names) for name in wanted])
+    for name, group in groups.items():
+        field, path = model.model_fields[name], f"algorithm.{name}"
+        yield from _section(path, group, field.default, _meaning(path, AlgorithmSettings, name, field))
 
 
 def _algorithm_row(name: str, algorithms: Sequence[str]) -> str:

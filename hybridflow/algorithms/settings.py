@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from engine3d.settings import Settings
+from hybridflow.algorithms.corrections.settings import CorrectionSettings
 from hybridflow.algorithms.losses.aggregation import AggregationMode
 from hybridflow.algorithms.losses.kl import KLEstimator
 from hybridflow.algorithms.registry import known
@@ -61,6 +62,8 @@ class AlgorithmSettings(Settings):
     kl_guard: float | None = Field(default=None, gt=0)
     """An update past this KL divergence of the policy from the one before the step, in nats per token, is skipped, and
     the learning rate is reset. Off when null."""
+    correction: CorrectionSettings | None = None
+    """Importance weights and masks for tokens that the engines drew from another policy than learns; off when null."""
 
     @property
     def needs_reference(self) -> bool:

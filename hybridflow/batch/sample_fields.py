@@ -27,7 +27,7 @@ SAMPLE = "(B,)"
 """Shape of columns with one figure a sample."""
 
 
-OF_LOSSES: tuple[str, ...] = ("lm_weights", "teacher_logprobs", "teacher_agrees")
+OF_LOSSES: tuple[str, ...] = ("correction_weights", "lm_weights", "teacher_logprobs", "teacher_agrees")
 """Columns that only some losses read; of responses, float32."""
 
 WIDE: dict[str, torch.dtype] = {"chosen_tokens": torch.int64, "teacher_chosen_logprobs": torch.float32}
@@ -96,7 +96,7 @@ class SampleFields(ABC):
     advantages: Tensor | None = None
     """Of responses, float32, 0 outside `response_mask`."""
     old_logprobs: Tensor | None = None
-    """Of responses, float32: log-probs of the same weights, recomputed by the trainer before its first update."""
+    """Of responses, float32: log-probs of the trainer's weights before its first update."""
     ref_logprobs: Tensor | None = None
     """Of responses, float32: log-probs of the reference policy."""
     current_logprobs: Tensor | None = None
@@ -109,6 +109,8 @@ class SampleFields(ABC):
     """Of responses, float32: the cost critic's values."""
     cost_returns: Tensor | None = None
     """Of responses, float32: the cost critic's targets."""
+    correction_weights: Tensor | None = None
+    """Of responses, float32: what `algorithm.correction` multiplies the policy loss of each token by."""
     lm_weights: Tensor | None = None
     """Of responses, float32: what the negative log-likelihood of each token is multiplied by in VAPO's loss."""
     teacher_logprobs: Tensor | None = None

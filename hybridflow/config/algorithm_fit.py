@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hybridflow.algorithms.corrections.settings import CorrectionSettings
 from hybridflow.algorithms.dapo import DAPOSettings
+from hybridflow.algorithms.distillation import DistillationSettings
 from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
 from hybridflow.algorithms.pf_ppo import PFPPOSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
@@ -15,6 +17,8 @@ from hybridflow.config.run import TrainerConfig
 
 def misfits(algorithm: AlgorithmSettings, trainer: TrainerConfig, rollout: RolloutRole) -> Iterator[str]:
     """What does not go together, a line each."""
+    if algorithm.correction is not None:
+        yield from _of_correction(algorithm, algorithm.correction, trainer)
     if isinstance(algorithm, DynamicSamplingSettings) and algorithm.dynamic_sampling:
         yield from _of_dynamic_sampling(trainer)
     if algorithm.on_policy:
@@ -38,6 +42,36 @@ def _of_one_update(name: str, trainer: TrainerConfig) -> Iterator[str]:
         yield (
             f"trainer.max_staleness={trainer.max_staleness} with algorithm.name={name}, whose loss has no ratio to the "
             "policy that made the samples; expected 0"
+        )
+
+
+def _of_correction(
+    algorithm: AlgorithmSettings, correction: CorrectionSettings, trainer: TrainerConfig
+) -> Iterator[str]:
+    if algorithm.kl_guard is not None and correction.against == "rollout":
+        yield (
+            "algorithm.kl_guard is set with algorithm.correction.against='rollout', where nothing is held against the "
+            "policy before the step; expected 'proximal', or no kl_guard"
+        )
+    if algorithm.on_policy and correction.against == "rollout":
+        yield (
+            f"algorithm.correction.against='rollout' with algorithm.name={algorithm.name}, whose loss has no ratio to "
+            "any policy; expected 'proximal', with weights"
+        )
+    if isinstance(algorithm, DistillationSettings) and algorithm.divergence_in == "loss":
+        yield (
+            "algorithm.correction is set with algorithm.divergence_in='loss', a loss that is exact whoever drew the "
+            "tokens; expected divergence_in='reward', or no correction"
+        )
+    older = []
+    if trainer.max_staleness:
+        older.append(f"trainer.max_staleness={trainer.max_staleness}")
+    if isinstance(algorithm, PFPPOSettings) and algorithm.replay_buffer_size:
+        older.append(f"algorithm.replay_buffer_size={algorithm.replay_buffer_size}")
+    if older and not correction.corrects:
+        yield (
+            f"algorithm.correction has neither weights, mask nor veto with {' and '.join(older)}, whose samples are of "
+            "older weights: it would only measure what the ratio leaves out; expected one of them, or against='rollout'"
         )
 
 

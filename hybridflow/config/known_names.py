@@ -31,6 +31,8 @@ _DYNAMIC = _is("algorithm.dynamic_sampling")
 _ROUNDS = _is("algorithm.dynamic_sampling_rounds")
 _RESPONSE = _is("rollout.sampling.max_new_tokens")
 _PROMPT_LENGTH = "absent: a prompt may be as long as rollout.engine.context_length leaves beside max_new_tokens"
+_CORRECTION = _is("algorithm.correction", note="with weights, truncate, mask_low, mask_high, veto and against")
+_TRUNCATED = _is("algorithm.correction.truncate")
 _ASYNC = _is("trainer.max_staleness", note="1 lets the engines run a step ahead, on devices of their own")
 _TP = _is("train.layout.tp", note="of the engines rollout.engine.tp")
 
@@ -273,6 +275,22 @@ _ANYWHERE = {
     "overlong_penalty_factor": _is("algorithm.overlong_penalty", note="with algorithm.name=dapo"),
     "overlong_filtering": _is("algorithm.overlong_filter", note="with algorithm.name=dapo"),
     "mask_truncated_completions": _is("algorithm.overlong_filter", note="with algorithm.name=dapo"),
+    "rollout_correction": _CORRECTION,
+    "rollout_is": _is("algorithm.correction.weights"),
+    "rollout_is_threshold": _TRUNCATED,
+    "rollout_rs": _is("algorithm.correction.mask"),
+    "rollout_rs_threshold": _is("algorithm.correction.mask_low", "algorithm.correction.mask_high"),
+    "rollout_token_veto_threshold": _is("algorithm.correction.veto"),
+    "bypass_mode": _is("algorithm.correction.against", note="against=rollout"),
+    "use_decoupled_loss": _is("algorithm.correction.against", note="against=proximal, beside weights"),
+    "behav_imp_weight_cap": _TRUNCATED,
+    "use_tis": _CORRECTION,
+    "tis_clip": _TRUNCATED,
+    "tis_imp_ratio_cap": _TRUNCATED,
+    "use_importance_sampling_correction": _CORRECTION,
+    "truncated_importance_sampling_ratio": _TRUNCATED,
+    "vllm_importance_sampling_correction": _CORRECTION,
+    "vllm_importance_sampling_cap": _TRUNCATED,
     # Data and rewards.
     "prompt_data": _is("data.jsonl.train_path"),
     "input_key": _is("data.jsonl.prompt_field"),

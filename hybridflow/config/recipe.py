@@ -114,10 +114,13 @@ class Recipe(Settings):
                 "algorithm.kl_guard is set with one update a step, which starts from the very policy that it is held "
                 "against; expected trainer.mini_batches or epochs above 1, or no kl_guard"
             )
-        if self.trainer.max_staleness and self.algorithm.kl_guard is not None:
+        correction = self.algorithm.correction
+        proximal = correction is not None and correction.against == "proximal"
+        if self.trainer.max_staleness and self.algorithm.kl_guard is not None and not proximal:
             yield (
                 f"algorithm.kl_guard is set with trainer.max_staleness={self.trainer.max_staleness}, where the policy "
-                "before the step did not make the samples; expected 0, or no kl_guard"
+                "before the step did not make the samples; expected 0, no kl_guard, or an algorithm.correction, whose "
+                "ratio is to that policy"
             )
         if self.trainer.max_staleness and self.algorithm.greedy_baseline:
             yield (

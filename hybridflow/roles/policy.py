@@ -66,6 +66,7 @@ class PolicyWorker(ModelWorker):
         temperature: float,
         whitening: Moments | None = None,
         stale: bool = False,
+        against_rollout: bool = False,
     ) -> Update:
         """One optimizer step of policy optimization; none where `algorithm.kl_guard` refuses it.
 
@@ -75,7 +76,8 @@ class PolicyWorker(ModelWorker):
             algorithm: the settings.
             temperature: the logits are divided by it, as they were when the tokens were sampled.
             whitening: moments of the advantages of the whole batch, by which they are whitened; None leaves them.
-            stale: an older policy has made the batch. The ratio is to that one, whose log-probs are the engines'.
+            stale: an older policy has made the batch, so that the engines' log-probs are of other weights.
+            against_rollout: the ratio is to the policy that has made the batch, whose log-probs are the engines'.
         """
         from engine3d.training.update import UpdateGuard
 
@@ -85,10 +87,9 @@ class PolicyWorker(ModelWorker):
             advantages = whiten(advantages, batch.response_mask, whitening)
         columns = {"advantages": advantages, "weights": batch.weights, "ref_logprobs": batch.ref_logprobs}
         columns |= {name: getattr(batch, name) for name in (*OF_LOSSES, *WIDE)}
-        if stale:
-            columns |= {"old_logprobs": batch.logprobs}
-        else:
-            columns |= {"old_logprobs": batch.old_logprobs, "rollout_logprobs": batch.logprobs}
+        columns["old_logprobs"] = batch.logprobs if against_rollout else batch.old_logprobs
+        if not stale and not against_rollout:
+            columns["rollout_logprobs"] = batch.logprobs
         sequences = to_sequences(batch, **{name: value for name, value in columns.items() if value is not None})
 
         policy_loss = load(algorithm.name).policy_loss

@@ -40,6 +40,7 @@ from hybridflow.roles.value import NAMES
 from hybridflow.rollout.generator import Generator
 from hybridflow.rollout.prefetch import Lookahead, Rollout
 from hybridflow.rundir.progress import PhaseFile
+from hybridflow.trainer.correcting import Corrected, corrected, tell_empty
 from hybridflow.trainer.role_startup import Roles
 from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.sample_texts import sample_texts
@@ -104,7 +105,8 @@ class TrainerStep(Step[Any]):
     tokens: int = 0
     """Of the step's prompts and responses."""
     stale: bool = False
-    """Whether an older policy may have made the responses, of whose log-probs only the engines' are left."""
+    """Whether an older policy may have made the responses, of whose log-probs only the engines' are left. Without a
+    correction, the ratio of the loss is then to that policy."""
     updates: list[list[Update]] = field(default_factory=list)
     """For each optimizer step of the actor, what its ranks told."""
     texts: list[SampleText] = field(default_factory=list)
@@ -191,10 +193,17 @@ class TrainerStep(Step[Any]):
         columns, generated = {}, batch.as_generated()
         if roles.reference is not None:
             columns["ref_logprobs"] = roles.reference.logprobs(generated, temperature=temperature)
-        # With one update they are those of the update itself.
-        if recipe.trainer.updates_per_step > 1 and not self.stale:
+        if self._recomputes:
             columns["old_logprobs"] = roles.actor.logprobs(generated, temperature=temperature)
         return self._with_columns(batch, columns)
+
+    @property
+    def _recomputes(self) -> bool:
+        """Whether the trainer finds the log-probs of its own policy before the first update."""
+        if (correction := self.config.correction) is not None:
+            return bool(correction.needs_proximal)
+        # With one update they are those of the update itself.
+        return self.machinery.recipe.trainer.updates_per_step > 1 and not self.stale
 
     def teacher_logprobs(self, batch: RemoteBatch, *, top_k: int = 0, of_student: bool = False) -> RemoteBatch:
         roles, asked = self.machinery.roles, batch.as_generated()
@@ -329,20 +338,23 @@ class TrainerStep(Step[Any]):
         models, trainer = machinery.roles.scalar, machinery.recipe.trainer
         critics = {role: kind for role, kind in _CRITICS.items() if role in models}
         machinery.weights.before_update(self.version)
-        self._trace(*critics, *([] if critics_only else ["actor"]))
+        of_actor = Corrected(batch) if critics_only else corrected(self, batch)
+        limit = machinery.recipe.rollout.sampling.max_new_tokens
+        mini_batches = [_weighted(each, config, limit) for each in of_actor.batch.split(trainer.mini_batches)]
+        mini_batches *= trainer.epochs
+        learned = [] if critics_only else [each for each in mini_batches if of_actor.has_weight(each)]
+        self._trace(*critics, *(["actor"] if learned else []))
         calls: dict[str, list[Future[list[Update]]]] = {role: [] for role in (*critics, "actor")}
         with Timer(self.values, metrics.TRAIN_UPDATE_TIME):
-            limit = machinery.recipe.rollout.sampling.max_new_tokens
-            mini_batches = [_weighted(each, config, limit) for each in batch.split(trainer.mini_batches)]
-            mini_batches *= trainer.epochs
             # One model after another: where they share devices, each has one turn.
             for role, kind in critics.items():
                 calls[role] = [models[role].update_values(each, clip=value_clip, kind=kind) for each in mini_batches]
-            if not critics_only:
-                calls["actor"] = [self._update_actor(each, config, experience.whiten) for each in mini_batches]
+            calls["actor"] = [self._update_actor(each, config, experience.whiten) for each in learned]
             results = {role: [future.result() for future in futures] for role, futures in calls.items()}
         self.updates = results.pop("actor")
         self._tell_refused()
+        if not critics_only:
+            tell_empty(self, len(mini_batches) - len(learned), len(mini_batches))
         self.values |= update_metrics(self.updates) if self.updates else {}
         for role, updates in results.items():
             self.values |= update_metrics(updates, NAMES[critics[role]])
@@ -362,12 +374,14 @@ class TrainerStep(Step[Any]):
         self, batch: RemoteBatch, config: AlgorithmSettings, whiten: Moments | None
     ) -> Future[list[Update]]:
         recipe, prepare = self.machinery.recipe, load(config.name).prepare
+        correction = config.correction
         return self.machinery.roles.actor.update(
             batch if prepare is None else prepare(self, batch),
             algorithm=config,
             temperature=recipe.rollout.sampling.temperature,
             whitening=whiten,
             stale=self.stale,
+            against_rollout=self.stale if correction is None else correction.against == "rollout",
         )
 
     def _tell_refused(self) -> None:

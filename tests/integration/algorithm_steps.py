@@ -48,6 +48,21 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo": {"base": "ppo", "algorithm": {"critic_warmup_steps": 0}},
     "ippo": {"base": "ppo", "algorithm": {"name": "ippo", "critic_warmup_steps": 0}, "actor": "one"},
     "remax": {"base": "remax"},
+    "grpo-corrected": {"base": "algorithms/corrected"},
+    "grpo-icepop": {
+        "base": "demo",
+        "algorithm": {
+            "correction": {"weights": "token", "mask": "token", "mask_low": 0.5, "mask_high": 5.0, "veto": 1e-4}
+        },
+    },
+    # The ratio to the engines' own log-probs; of the second step, whose samples are of older weights, nothing is left.
+    "grpo-bypass": {
+        "base": "demo",
+        "algorithm": {
+            "correction": {"against": "rollout", "mask": "sequence", "mask_low": 0.99999, "mask_high": 1.00001}
+        },
+        "trainer": {"max_staleness": 1},
+    },
     "safe_rlhf": {"base": "safe_rlhf", "algorithm": {"critic_warmup_steps": 0}},
     "dapo": {"base": "algorithms/dapo", "rollout": {"samples_per_prompt": 2}},  # of which two are equal here and there
     "vapo": {"base": "algorithms/vapo", "algorithm": {"critic_warmup_steps": 1}},

@@ -56,6 +56,41 @@ def test_two_steps_of_each_algorithm_are_those_recorded(name: str, stepped: dict
     expect_recorded(recorded_as(name), stepped[name])
 
 
+@pytest.mark.processes
+def test_a_correction_of_the_same_weights_changes_next_to_nothing(stepped: dict[str, Any]) -> None:
+    plain, masked, ahead = (stepped[name]["metrics"] for name in ("grpo", "grpo-icepop", "grpo-corrected"))
+    for values in (*masked, ahead[0]):
+        assert values["rollout/staleness_mean"] == 0
+        assert values["correction/weight_min"] == pytest.approx(1, abs=1e-3)
+        assert values["correction/weight_max"] == pytest.approx(1, abs=1e-3)
+        assert values["correction/lost_samples"] == values["correction/vetoed_fraction"] == 0
+    # The same log-probs are recomputed, as both have two updates a step.
+    for mine, other in zip(masked, plain, strict=True):
+        assert mine["train/policy_loss"] == pytest.approx(other["train/policy_loss"], abs=1e-5)
+        assert mine["mismatch/logprob_abs_diff_mean"] == other["mismatch/logprob_abs_diff_mean"]
+
+
+@pytest.mark.processes
+def test_samples_of_older_weights_are_weighed_by_how_far_the_policy_has_moved(stepped: dict[str, Any]) -> None:
+    _, values = stepped["grpo-corrected"]["metrics"]
+    assert values["rollout/staleness_mean"] == 1
+    assert values["correction/weight_max"] == 2.0 and values["correction/truncated_fraction"] > 0
+    assert values["correction/weight_min"] < 0.9
+    assert values["correction/effective_samples"] < 0.95
+    assert "mismatch/logprob_abs_diff_mean" not in values  # which is of the same weights
+
+
+@pytest.mark.processes
+def test_a_step_of_which_a_correction_leaves_nothing_updates_nothing(stepped: dict[str, Any]) -> None:
+    kept, lost = stepped["grpo-bypass"]["metrics"]
+    assert (kept["correction/empty_updates"], kept["correction/lost_samples"]) == (0, 0)
+    assert "train/policy_loss" in kept
+    assert (lost["correction/empty_updates"], lost["correction/lost_samples"]) == (2, 1)
+    assert lost["correction/effective_samples"] == 0
+    assert not {"train/policy_loss", "train/gradient_norm", "train/skipped_updates"} & lost.keys()
+    assert lost["reward/mean"] > 0  # whose rewards are what they are
+
+
 def test_a_changed_bit_is_a_difference() -> None:
     expected = {"metrics": [{"step": 1, "loss": 0.1}], "model": {"weight": ["digest", 2.0]}}
     found = {"metrics": [{"step": 1, "loss": 0.1 + 2**-56}], "model": {"weight": ["other", 2.0]}}

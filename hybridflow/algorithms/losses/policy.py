@@ -104,17 +104,23 @@ def policy_gradient_loss(
     entropy: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
+    correction_weights: Tensor | None = None,
     **others: Tensor,
 ) -> tuple[Tensor, Statistics]:
     """The part of the loss that these tokens contribute, and their statistics.
 
-        loss = sum_t weight_t * (policy_loss_t + kl_coef * kl_t - entropy_coef * entropy_t)
+        loss = sum_t weight_t * (correction_t * policy_loss_t + kl_coef * kl_t - entropy_coef * entropy_t)
 
     with the algorithm's `policy_loss` and, for kl_in "loss", `kl_penalty` against the reference. All tensors have one
     shape, any shape: (B, S') or packed (T,), and `sequences` says which tokens belong together. `weights` come from
     `sequence_weights` over the whole mini-batch, so the losses of all micro-batches and ranks add up to the loss of the
     mini-batch. A token of weight 0 (prompt, padding) contributes nothing, whatever its other columns hold, nan
     included.
+
+    `correction_weights` are those of `algorithm.correction`, 1 if None. They weigh the policy loss alone, as in verl:
+    the KL divergence from the reference and the entropy keep every token. So do the `weights`: a token that the
+    correction leaves out still counts in what the loss is divided by, as in IcePop (arXiv:2510.18855); verl's rejection
+    divides by the tokens that are left.
 
     `logprobs` and `entropy` are of the policy being trained and carry the gradient; with an entropy_coef of 0 the
     entropy is only measured. `old_logprobs` are of the policy before the first update of the step, or of an older one
@@ -147,8 +153,10 @@ def policy_gradient_loss(
     )
     policy = policy_loss(columns, config)
     token_loss = policy.loss
+    if correction_weights is not None:
+        token_loss = token_loss * masked("correction_weights", correction_weights)
     count = total(counted)
-    sums = {metrics.TRAIN_POLICY_LOSS: total(policy.loss * weights)}
+    sums = {metrics.TRAIN_POLICY_LOSS: total(token_loss * weights)}
     means = {
         metrics.TRAIN_RATIO: policy.ratio.where(counted, 0.0),
         **policy.figures,

@@ -173,6 +173,22 @@ def test_the_page_has_the_facts_and_a_plot_of_all_that_was_logged(tmp_path: Path
     assert {"s", "generation", "rewards", "everything else", "whole step"} <= set(page.figures["step-times"]["texts"])
 
 
+def test_a_correction_has_its_plots_beside_the_mismatch(tmp_path: Path) -> None:
+    figures = {
+        metrics.MISMATCH_LOGPROB_MEAN: 1e-6,
+        metrics.CORRECTION_KL_K3: 1e-3,
+        metrics.CORRECTION_CHI_SQUARE_SEQUENCE: 0.2,
+        metrics.CORRECTION_EFFECTIVE_SAMPLES: 0.8,
+        metrics.CORRECTION_TRUNCATED: 0.1,
+        metrics.CORRECTION_LOST_SAMPLES: 0.0,
+    }
+    found = plots(small_run(tmp_path, **figures))
+    assert list(found).index("correction-divergence") == list(found).index("mismatch") + 1
+    for name, drawn in (("correction-divergence", 2), ("correction-weights", 3)):
+        plot = found[name]
+        assert isinstance(plot, LinePlot) and len(plot.lines) == drawn
+
+
 def test_the_band_is_one_standard_deviation_around_the_mean(tmp_path: Path) -> None:
     plot = plots(small_run(tmp_path))["rewards"]
     assert isinstance(plot, LinePlot) and plot.band is not None
