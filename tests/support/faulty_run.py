@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from hybridflow.cli.main import main
-from hybridflow.trainer import role_specs
+from hybridflow.roles import policy, rollout
 from tests.support import faulty_roles
 
 if __name__ == "__main__":
     role, name = sys.argv[1:3]
-    setattr(role_specs, role, getattr(faulty_roles, name))
+    home = {"PolicyWorker": policy, "RolloutWorker": rollout}[role]
+    setattr(home, role, getattr(faulty_roles, name))
+    # Only now: whoever imports the role after this has the faulty one.
+    from hybridflow.cli.main import main
+
     sys.exit(main(sys.argv[3:]))
