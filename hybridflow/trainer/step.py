@@ -107,6 +107,8 @@ class TrainerStep(Step[Any]):
     """Whether an older policy may have made the responses, of whose log-probs only the engines' are left."""
     updates: list[list[Update]] = field(default_factory=list)
     """For each optimizer step of the actor, what its ranks told."""
+    updates_begun: int = 0
+    """Optimizer steps of the actor."""
     texts: list[SampleText] = field(default_factory=list)
     """Some of the step's samples as texts, with their rewards."""
     _rollouts: list[Rollout] = field(default_factory=list)
@@ -117,7 +119,7 @@ class TrainerStep(Step[Any]):
 
     @property
     def config(self) -> Any:
-        return self.machinery.controllers.config
+        return self.machinery.controllers.config(self.number)
 
     @property
     def multiplier(self) -> LagrangeMultiplier:
@@ -191,10 +193,15 @@ class TrainerStep(Step[Any]):
         columns, generated = {}, batch.as_generated()
         if roles.reference is not None:
             columns["ref_logprobs"] = roles.reference.logprobs(generated, temperature=temperature)
-        # With one update they are those of the update itself.
-        if recipe.trainer.updates_per_step > 1 and not self.stale:
+        if self._recomputes:
             columns["old_logprobs"] = roles.actor.logprobs(generated, temperature=temperature)
         return self._with_columns(batch, columns)
+
+    @property
+    def _recomputes(self) -> bool:
+        """Whether the trainer finds the log-probs of its own policy before the first update."""
+        # With one update they are those of the update itself.
+        return self.machinery.recipe.trainer.updates_per_step > 1 and not self.stale
 
     def teacher_logprobs(self, batch: RemoteBatch, *, top_k: int = 0, of_student: bool = False) -> RemoteBatch:
         roles, asked = self.machinery.roles, batch.as_generated()
@@ -232,6 +239,8 @@ class TrainerStep(Step[Any]):
         )
 
     def current_logprobs(self, batch: RemoteBatch) -> RemoteBatch:
+        if self._recomputes and not self.updates_begun:  # found already: of these weights
+            return batch.with_columns(current_logprobs=self.apply(batch, old_logprobs))
         temperature = self.machinery.recipe.rollout.sampling.temperature
         columns = self.machinery.roles.actor.logprobs(batch.as_generated(), temperature=temperature)
         return batch.with_columns(current_logprobs=columns)
@@ -362,8 +371,10 @@ class TrainerStep(Step[Any]):
         self, batch: RemoteBatch, config: AlgorithmSettings, whiten: Moments | None
     ) -> Future[list[Update]]:
         recipe, prepare = self.machinery.recipe, load(config.name).prepare
+        batch = batch if prepare is None else prepare(self, batch)
+        self.updates_begun += 1
         return self.machinery.roles.actor.update(
-            batch if prepare is None else prepare(self, batch),
+            batch,
             algorithm=config,
             temperature=recipe.rollout.sampling.temperature,
             whitening=whiten,
@@ -384,12 +395,9 @@ class TrainerStep(Step[Any]):
             log.warning(line)
 
     def _control(self, samples: int) -> None:
-        """Let the KL penalty's controller learn from the step."""
-        kl, controller = self.values.get(metrics.TRAIN_REFERENCE_KL), self.machinery.controllers.kl
-        if self.config.needs_reference:
-            self.values[metrics.TRAIN_KL_COEF] = controller.coef
-        if kl is not None and math.isfinite(kl):
-            controller.update(kl, samples)
+        """Let controllers of coefficients learn from the step."""
+        self.values |= self.machinery.controllers.figures(self.number)
+        self.machinery.controllers.learn(self.values, samples)
 
 
 def _weighted(batch: RemoteBatch, config: AlgorithmSettings, limit: int) -> RemoteBatch:
@@ -398,6 +406,13 @@ def _weighted(batch: RemoteBatch, config: AlgorithmSettings, limit: int) -> Remo
         batch.facts[COUNTED], config.loss_aggregation, normalising_length=config.normalising_length(limit)
     )
     return batch.with_facts(weights=weights)
+
+
+def old_logprobs(batch: SampleBatch, *, config: AlgorithmSettings) -> Columns:
+    """Column `old_logprobs`, for another name. Raises ValueError for samples that have none."""
+    if batch.old_logprobs is None:
+        raise ValueError("current_logprobs: the samples have no old_logprobs; expected Step.logprobs before the update")
+    return Columns({"old_logprobs": batch.old_logprobs})
 
 
 def tell_failures(where: str, result: RewardResult) -> None:
