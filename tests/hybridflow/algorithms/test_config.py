@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import pytest
 
 from engine3d.settings import Settings
+from hybridflow.algorithms.cispo import CISPOSettings
 from hybridflow.algorithms.config import AnyAlgorithm, load
 from hybridflow.algorithms.grpo import GRPOSettings
 from hybridflow.algorithms.gspo import GSPOSettings
 from hybridflow.algorithms.ppo import PPOSettings
 from hybridflow.algorithms.registry import ALGORITHMS
+from hybridflow.algorithms.sapo import SAPOSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import SettingsError, build_settings
@@ -242,9 +244,11 @@ def test_algorithms_with_the_clipped_surrogate_have_clip_higher_and_dual_clip(
 def test_defaults_are_those_of_the_papers() -> None:
     gspo, cispo, sapo = build({"name": "gspo"}), build({"name": "cispo"}), build({"name": "sapo"})
     assert isinstance(gspo, GSPOSettings)
-    assert (gspo.clip_low, gspo.clip_high, gspo.loss_aggregation) == (3e-4, 4e-4, "seq-mean-token-mean")
-    assert cispo.loss_aggregation == "token-mean"
-    assert sapo.loss_aggregation == "seq-mean-token-mean"
+    assert (gspo.clip_low, gspo.clip_high) == (3e-4, 4e-4)
+    assert isinstance(cispo, CISPOSettings)
+    assert (cispo.weight_clip_low, cispo.weight_clip_high) == (None, 0.2)
+    assert isinstance(sapo, SAPOSettings)
+    assert (sapo.gate_temperature_positive, sapo.gate_temperature_negative) == (1.0, 1.05)
     for name in ("gspo", "gspo_token", "cispo", "sapo", "clip_cov", "kl_cov"):
         assert (build({"name": name}).kl_in, build({"name": name}).kl_estimator) == ("loss", "k3")
 
@@ -321,7 +325,10 @@ def test_a_wrong_name_is_one_error() -> None:
 def test_the_aggregations_of_the_papers_are_the_defaults() -> None:
     found = {name: build({"name": name}).loss_aggregation for name in ALGORITHMS}
     others = {name: mode for name, mode in found.items() if mode != "token-mean"}
-    assert others == {"rloo": "seq-mean-token-sum", "dr_grpo": "seq-mean-token-sum-norm"}
+    assert others == {
+        **{"rloo": "seq-mean-token-sum", "dr_grpo": "seq-mean-token-sum-norm"},
+        **dict.fromkeys(("gspo", "gspo_token", "sapo"), "seq-mean-token-mean"),
+    }
 
 
 def test_the_constant_that_divides_a_loss_is_the_longest_response_unless_it_is_set() -> None:
