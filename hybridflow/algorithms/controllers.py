@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+from hybridflow.algorithms.entropy_control import make_entropy_controller
 from hybridflow.algorithms.kl_control import make_kl_controller
 from hybridflow.algorithms.lagrange_multiplier import LagrangeMultiplier
 from hybridflow.algorithms.pf_ppo import PFPPOSettings
 from hybridflow.algorithms.replay import ReplayBuffer
 from hybridflow.algorithms.safe_rlhf import SafeRLHFSettings
+from hybridflow.algorithms.schedules import in_force
 from hybridflow.algorithms.settings import AlgorithmSettings
+from hybridflow.metrics import names as metrics
 
 
 class Controllers:
-    """The controllers that the settings ask for: of the KL penalty, and of the weight of costs."""
+    """The controllers that the settings ask for: of the KL penalty, of the entropy bonus, of the weight of costs."""
 
     def __init__(self, config: AlgorithmSettings) -> None:
         self._config = config
         self.kl = make_kl_controller(config)
+        self.entropy = make_entropy_controller(config)
         self.multiplier = _multiplier(config) if isinstance(config, SafeRLHFSettings) else None
         self.replay: ReplayBuffer | None = None
         """Not part of `state_dict`, which has numbers alone."""
         if isinstance(config, PFPPOSettings):
             self.replay = ReplayBuffer(config.replay_buffer_size, config.replay_max_age)
 
-    @property
-    def config(self) -> AlgorithmSettings:
-        """The settings with the KL coefficient of now."""
-        if self.kl.coef == self._config.kl_coef:
-            return self._config
-        return self._config.model_copy(update={"kl_coef": self.kl.coef})
+    def config(self, step: int) -> AlgorithmSettings:
+        """The settings in force in a step, counted from 1: with the coefficients of now, and what schedules say."""
+        found = {"kl_coef": self.kl.coef}
+        if self.entropy is not None:
+            found["entropy_coef"] = self.entropy.coef
+        found = {name: value for name, value in found.items() if getattr(self._config, name) != value}
+        config = self._config.model_copy(update=found) if found else self._config
+        return in_force(config, self._config.schedules, step)
+
+    def figures(self, step: int) -> dict[str, float]:
+        """The coefficients of a step, by metric name: of controllers, and of every schedule."""
+        config, found = self.config(step), dict.fromkeys(self._config.schedules)
+        if self._config.needs_reference:
+            found["kl_coef"] = None
+        if self.entropy is not None:
+            found["entropy_coef"] = None
+        return {metrics.coefficient(name): getattr(config, name) for name in found}
+
+    def learn(self, values: Mapping[str, float], samples: int) -> None:
+        """Learn from the figures of a step with so many samples."""
+        kl, entropy = values.get(metrics.TRAIN_REFERENCE_KL), values.get(metrics.TRAIN_ENTROPY)
+        if kl is not None and math.isfinite(kl):
+            self.kl.update(kl, samples)
+        if self.entropy is not None and entropy is not None and math.isfinite(entropy):
+            self.entropy.update(entropy)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """What has been learned, by controller."""
         found = {}
         if self._config.kl_controller == "adaptive":
             found["kl"] = self.kl.state_dict()
+        if self.entropy is not None:
+            found["entropy"] = self.entropy.state_dict()
         if self.multiplier is not None:
             found["multiplier"] = self.multiplier.state_dict()
         return found
@@ -44,6 +70,8 @@ class Controllers:
         """Go on where `state` was taken; a controller that has no state there starts afresh."""
         if "kl" in state:
             self.kl.load_state_dict(state["kl"])
+        if self.entropy is not None and "entropy" in state:
+            self.entropy.load_state_dict(state["entropy"])
         if self.multiplier is not None and "multiplier" in state:
             self.multiplier.load_state_dict(state["multiplier"])
 

@@ -30,6 +30,7 @@ class DistillationSettings(ClippedSettings):
     """Settings of on-policy distillation."""
 
     needs_teacher: ClassVar[bool] = True
+    unscheduled: ClassVar[frozenset[str]] = ClippedSettings.unscheduled | {"reward_coef"}  # by it goes `smallest_group`
 
     name: str = "distillation"
     kl_in: Literal["loss", "reward"] = "loss"

@@ -12,24 +12,29 @@ from hybridflow.algorithms.losses.kl import KLEstimator
 from hybridflow.algorithms.settings import ClippedSettings
 
 
-class GRPOSettings(DynamicSamplingSettings, ClippedSettings):
-    """Settings of GRPO."""
+class GroupSettings(DynamicSamplingSettings):
+    """Settings of an algorithm with GRPO's advantages."""
 
     group_baseline: ClassVar[bool] = True
 
-    name: str = "grpo"
     kl_in: Literal["loss", "reward"] = "loss"
     kl_estimator: KLEstimator = "k3"
     normalise_advantages_by_std: bool = True
     """Divide by the standard deviation of the group's rewards; false is Dr. GRPO."""
 
 
-def make_experience(step: Step[GRPOSettings]) -> Experience:
+class GRPOSettings(GroupSettings, ClippedSettings):
+    """Settings of GRPO."""
+
+    name: str = "grpo"
+
+
+def make_experience(step: Step[GroupSettings]) -> Experience:
     """No critic; the baseline of a response is the mean reward of its group."""
     return with_advantages(step, Experience(rewarded_samples(step)))
 
 
-def with_advantages(step: Step[GRPOSettings], experience: Experience) -> Experience:
+def with_advantages(step: Step[GroupSettings], experience: Experience) -> Experience:
     """The advantage of a response is that of each of its tokens."""
     batch = experience.batch
     rewards = batch.facts["rewards"] - step.sequence_kl(batch)
@@ -39,7 +44,7 @@ def with_advantages(step: Step[GRPOSettings], experience: Experience) -> Experie
     return replace(experience, batch=batch.with_facts(advantages=advantages))
 
 
-def learn(step: Step[GRPOSettings], experience: Experience) -> None:
+def learn(step: Step[GroupSettings], experience: Experience) -> None:
     """Update the actor."""
     step.update(experience)
 

@@ -36,6 +36,7 @@ class PFPPOSettings(ppo.PPOSettings):
     """Settings of PF-PPO: PPO's, and those of the filtration and the replay."""
 
     group_baseline: ClassVar[bool] = True
+    unscheduled: ClassVar[frozenset[str]] = ppo.PPOSettings.unscheduled | {"filter_prob"}  # by it goes `least_kept`
 
     name: str = "pf_ppo"
     filtration: Filtration = "best-random"

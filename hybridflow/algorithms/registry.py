@@ -19,6 +19,12 @@ ALGORITHMS: dict[str, str] = {
     "gpg": "hybridflow.algorithms.gpg",
     "opo": "hybridflow.algorithms.opo",
     "pass_at_k": "hybridflow.algorithms.pass_at_k",
+    "gspo": "hybridflow.algorithms.gspo",
+    "gspo_token": "hybridflow.algorithms.gspo_token",
+    "cispo": "hybridflow.algorithms.cispo",
+    "sapo": "hybridflow.algorithms.sapo",
+    "clip_cov": "hybridflow.algorithms.clip_cov",
+    "kl_cov": "hybridflow.algorithms.kl_cov",
 }
 """The module of each, which has the algorithm as `ALGORITHM`."""
 

@@ -22,6 +22,9 @@ class SafeRLHFSettings(ppo.PPOSettings):
     """Settings of Safe-RLHF: PPO's, and those of the costs."""
 
     needs_cost: ClassVar[bool] = True
+    unscheduled: ClassVar[frozenset[str]] = ppo.PPOSettings.unscheduled | {
+        *("lagrange_initial", "lagrange_lr", "lagrange_min", "lagrange_max")
+    }
 
     name: str = "safe_rlhf"
     cost_limit: float = 0.0

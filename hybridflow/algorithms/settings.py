@@ -10,11 +10,16 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 from engine3d.settings import Settings
 from hybridflow.algorithms.corrections.settings import CorrectionSettings
 from hybridflow.algorithms.losses.aggregation import AggregationMode
-from hybridflow.algorithms.losses.kl import KLEstimator
+from hybridflow.algorithms.losses.kl import STRAIGHT_THROUGH, KLEstimator, value_of
 from hybridflow.algorithms.registry import known
+from hybridflow.algorithms.schedules import Schedule, largest, schedule_errors
 
-_OF_ADAPTIVE = ("kl_target", "kl_horizon")
-"""The keys that only the adaptive controller uses."""
+_OF_ADAPTIVE = {
+    "kl_controller": ("kl_target", "kl_horizon"),
+    "entropy_controller": ("entropy_target", "entropy_coef_step", "entropy_coef_max"),
+}
+"""The keys that only an adaptive controller uses."""
+_CONTROLLERS = {"kl_coef": "kl_controller", "entropy_coef": "entropy_controller"}
 
 
 class AlgorithmSettings(Settings):
@@ -35,15 +40,30 @@ class AlgorithmSettings(Settings):
     """Whether each sample is compared with the most likely response of the same weights."""
     on_policy: ClassVar[bool] = False
     """Whether the loss has no ratio, so that it is right on the first update from a rollout alone."""
+    needs_old_policy: ClassVar[bool] = False
+    """Whether what the algorithm adds is nothing where a step's policy is the one that made the samples."""
+    unscheduled: ClassVar[frozenset[str]] = frozenset().union(*_OF_ADAPTIVE.values())
+    """The settings that a schedule cannot change: read at the start alone, or what is checked before a run rests on
+    them."""
 
     name: str
     """One of `registry.ALGORITHMS`."""
     loss_aggregation: AggregationMode = "token-mean"
-    """How the losses of the tokens of an update become one."""
+    """How the losses of the tokens of an update become one. If not set: "seq-mean-token-mean" with gspo, gspo_token and
+    sapo, "token-mean" with all others."""
     loss_normalising_length: int | None = Field(default=None, gt=0)
     """Tokens by which "seq-mean-token-sum-norm" divides, and no other mode; rollout.sampling.max_new_tokens if null."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
+    entropy_controller: Literal["fixed", "adaptive"] = "fixed"
+    """Whether entropy_coef stays, or is where a controller starts that raises it while the entropy of the policy is
+    below entropy_target; above the target there is no bonus (Skywork-OR1, arXiv:2505.22312)."""
+    entropy_target: float | None = Field(default=None, gt=0)
+    """The entropy below which there is a bonus, in nats per token. Needed by adaptive."""
+    entropy_coef_step: float = Field(default=1e-4, gt=0)
+    """By which entropy_coef grows or shrinks in a step. Only adaptive."""
+    entropy_coef_max: float = Field(default=5e-3, gt=0)
+    """The most that entropy_coef grows to. Only adaptive."""
 
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the reference policy; 0 needs no reference policy."""
@@ -52,7 +72,8 @@ class AlgorithmSettings(Settings):
     opo and reinforce_plus_plus, "loss" with all others."""
     kl_estimator: KLEstimator = "k1"
     """If not set: "k3" in the loss, "k2" with reinforce_plus_plus_baseline; in the reward "k1", whose gradient is there
-    that of the KL divergence."""
+    that of the KL divergence. "k1+" and "k3+", only in the loss, have the value of k1 and k3 and the gradient of k2,
+    which is that of the KL divergence; k3 has the gradient of the divergence of the other direction."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """Whether kl_coef stays, or is where a controller starts that keeps the KL divergence near kl_target."""
     kl_target: float | None = Field(default=None, gt=0)
@@ -64,11 +85,15 @@ class AlgorithmSettings(Settings):
     the learning rate is reset. Off when null."""
     correction: CorrectionSettings | None = None
     """Importance weights and masks for tokens that the engines drew from another policy than learns; off when null."""
+    schedules: dict[str, Schedule] = Field(default_factory=dict)
+    """Settings of the algorithm that change from step to step, by name: {shape: linear or cosine, to: VALUE, over:
+    STEPS, after: STEPS} goes from the setting's own value to another, {shape: steps, at: {STEP: VALUE}} changes it at
+    given steps. Any number with a bound that is read in every step; each is a metric, such as train/kl_coef."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether `ref_logprobs` are needed."""
-        return self.kl_coef > 0
+        """Whether `ref_logprobs` are needed, in any step."""
+        return largest(self.kl_coef, self.schedules.get("kl_coef")) > 0
 
     def normalising_length(self, limit: int) -> int | None:
         """Tokens by which the loss divides, given the most tokens of a response; None with a mode that has no such."""
@@ -114,13 +139,30 @@ class AlgorithmSettings(Settings):
         if self.kl_coef > 0 and self.kl_in == "loss" and self.kl_estimator == "k1":
             raise ValueError(
                 "kl_estimator is 'k1' with kl_in 'loss', where the gradient of k1 is zero in expectation; "
-                "expected 'k2' or 'k3', or kl_in 'reward'"
+                "expected 'k2', 'k3', 'k1+' or 'k3+', or kl_in 'reward'"
+            )
+        if self.kl_in == "reward" and self.kl_estimator in STRAIGHT_THROUGH:
+            raise ValueError(
+                f"kl_estimator is {self.kl_estimator!r} with kl_in 'reward', where an estimator has no gradient; "
+                f"expected {value_of(self.kl_estimator)!r}, or kl_in 'loss'"
             )
         if self.kl_controller == "adaptive" and (self.kl_target is None or self.kl_coef == 0):
             raise ValueError(
                 f"kl_controller is 'adaptive' with kl_target {self.kl_target} and kl_coef {self.kl_coef}, "
                 "expected a target, and a coefficient above 0 to start from"
             )
+        if self.entropy_controller == "adaptive":
+            if self.entropy_target is None:
+                raise ValueError("entropy_controller is 'adaptive' with entropy_target null, expected a target")
+            if self.entropy_coef > self.entropy_coef_max:
+                raise ValueError(
+                    f"entropy_coef is {self.entropy_coef} with entropy_coef_max {self.entropy_coef_max}, expected at "
+                    "most that to start from"
+                )
+        for error in schedule_errors(
+            self, self.schedules, unscheduled=self.unscheduled, unused=self._unused, controllers=_CONTROLLERS
+        ):
+            raise ValueError(error)
         return self
 
     @model_serializer(mode="wrap")
@@ -139,8 +181,12 @@ class AlgorithmSettings(Settings):
     @property
     def _unused(self) -> dict[str, str]:
         """The keys that have no use, with what takes it from them and what would give it back."""
-        why = self._other("kl_controller 'adaptive'")
-        return dict.fromkeys(_OF_ADAPTIVE, why) if self.kl_controller != "adaptive" else {}
+        return {
+            key: self._other(f"{controller} 'adaptive'")
+            for controller, keys in _OF_ADAPTIVE.items()
+            if getattr(self, controller) == "fixed"
+            for key in keys
+        }
 
     def _other(self, user: str) -> str:
         """What takes its use from a key: the setting that `user` begins with, which has another value."""

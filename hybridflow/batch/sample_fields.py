@@ -27,7 +27,7 @@ SAMPLE = "(B,)"
 """Shape of columns with one figure a sample."""
 
 
-OF_LOSSES: tuple[str, ...] = ("correction_weights", "lm_weights", "teacher_logprobs", "teacher_agrees")
+OF_LOSSES: tuple[str, ...] = ("correction_weights", "lm_weights", "selected", "teacher_logprobs", "teacher_agrees")
 """Columns that only some losses read; of responses, float32."""
 
 WIDE: dict[str, torch.dtype] = {"chosen_tokens": torch.int64, "teacher_chosen_logprobs": torch.float32}
@@ -101,6 +101,8 @@ class SampleFields(ABC):
     """Of responses, float32: log-probs of the reference policy."""
     current_logprobs: Tensor | None = None
     """Of responses, float32: log-probs of the policy as it was just before an update from these samples."""
+    selected: Tensor | None = None
+    """Of responses, float32: 1 for the tokens that the loss treats otherwise than the rest, 0 for these."""
     values: Tensor | None = None
     """Of responses, float32: the critic's values."""
     returns: Tensor | None = None

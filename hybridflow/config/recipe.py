@@ -114,6 +114,11 @@ class Recipe(Settings):
                 "algorithm.kl_guard is set with one update a step, which starts from the very policy that it is held "
                 "against; expected trainer.mini_batches or epochs above 1, or no kl_guard"
             )
+        if self.algorithm.needs_old_policy and self.trainer.updates_per_step == 1 and not self.trainer.max_staleness:
+            yield (
+                f"algorithm.name={name} with one update a step, of the very policy that made the samples, where it is "
+                "nothing but the policy gradient; expected trainer.mini_batches, epochs or max_staleness above that"
+            )
         correction = self.algorithm.correction
         proximal = correction is not None and correction.against == "proximal"
         if self.trainer.max_staleness and self.algorithm.kl_guard is not None and not proximal:

@@ -48,9 +48,12 @@ TRAIN_RATIO = "train/ratio_mean"
 TRAIN_CLIP_FRACTION_LOW = "train/clip_fraction_low"
 TRAIN_CLIP_FRACTION_HIGH = "train/clip_fraction_high"
 TRAIN_CLIP_FRACTION_DUAL = "train/clip_fraction_dual"
+TRAIN_GATE_SLOPE = "train/gate_slope_mean"
+TRAIN_SELECTED_FRACTION = "train/selected_fraction"
 TRAIN_KL_K1 = "train/approx_kl_k1"
 TRAIN_KL_K3 = "train/approx_kl_k3"
 TRAIN_KL_COEF = "train/kl_coef"
+TRAIN_ENTROPY_COEF = "train/entropy_coef"
 TRAIN_REFERENCE_KL = "train/reference_kl"
 TRAIN_REFERENCE_KL_CAPPED = "train/reference_kl_capped"
 TRAIN_POSITIVE_SHARE = "train/positive_share"
@@ -204,3 +207,8 @@ ACTOR = UpdateNames(
 )
 CRITIC = CriticNames.of("critic")
 COST_CRITIC = CriticNames.of("cost_critic")
+
+
+def coefficient(setting: str) -> str:
+    """Of a setting of the algorithm that changes from step to step."""
+    return f"train/{setting}"

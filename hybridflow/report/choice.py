@@ -81,6 +81,8 @@ _OPTIMISATION = (
         "teacher-agreement", "Tokens that the teacher finds most likely", "share", (metrics.DISTILLATION_AGREEMENT,)
     ),
     _Wanted("kl-coefficient", "Coefficient of the KL penalty", "coefficient", (metrics.TRAIN_KL_COEF,)),
+    _Wanted("entropy-coefficient", "Coefficient of the entropy bonus", "coefficient", (metrics.TRAIN_ENTROPY_COEF,)),
+    _Wanted("selected", "Tokens that the loss treats otherwise", "share", (metrics.TRAIN_SELECTED_FRACTION,)),
     _Wanted("entropy", "Entropy of the policy", "nats per token", (metrics.TRAIN_ENTROPY,), from_zero=True),
     _Wanted(
         "gradient-norm",

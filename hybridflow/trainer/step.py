@@ -109,6 +109,8 @@ class TrainerStep(Step[Any]):
     correction, the ratio of the loss is then to that policy."""
     updates: list[list[Update]] = field(default_factory=list)
     """For each optimizer step of the actor, what its ranks told."""
+    updates_begun: int = 0
+    """Optimizer steps of the actor."""
     texts: list[SampleText] = field(default_factory=list)
     """Some of the step's samples as texts, with their rewards."""
     _rollouts: list[Rollout] = field(default_factory=list)
@@ -119,7 +121,7 @@ class TrainerStep(Step[Any]):
 
     @property
     def config(self) -> Any:
-        return self.machinery.controllers.config
+        return self.machinery.controllers.config(self.number)
 
     @property
     def multiplier(self) -> LagrangeMultiplier:
@@ -241,6 +243,8 @@ class TrainerStep(Step[Any]):
         )
 
     def current_logprobs(self, batch: RemoteBatch) -> RemoteBatch:
+        if self._recomputes and not self.updates_begun:  # found already: of these weights
+            return batch.with_columns(current_logprobs=self.apply(batch, old_logprobs))
         temperature = self.machinery.recipe.rollout.sampling.temperature
         columns = self.machinery.roles.actor.logprobs(batch.as_generated(), temperature=temperature)
         return batch.with_columns(current_logprobs=columns)
@@ -375,8 +379,10 @@ class TrainerStep(Step[Any]):
     ) -> Future[list[Update]]:
         recipe, prepare = self.machinery.recipe, load(config.name).prepare
         correction = config.correction
+        batch = batch if prepare is None else prepare(self, batch)
+        self.updates_begun += 1
         return self.machinery.roles.actor.update(
-            batch if prepare is None else prepare(self, batch),
+            batch,
             algorithm=config,
             temperature=recipe.rollout.sampling.temperature,
             whitening=whiten,
@@ -398,12 +404,9 @@ class TrainerStep(Step[Any]):
             log.warning(line)
 
     def _control(self, samples: int) -> None:
-        """Let the KL penalty's controller learn from the step."""
-        kl, controller = self.values.get(metrics.TRAIN_REFERENCE_KL), self.machinery.controllers.kl
-        if self.config.needs_reference:
-            self.values[metrics.TRAIN_KL_COEF] = controller.coef
-        if kl is not None and math.isfinite(kl):
-            controller.update(kl, samples)
+        """Let controllers of coefficients learn from the step."""
+        self.values |= self.machinery.controllers.figures(self.number)
+        self.machinery.controllers.learn(self.values, samples)
 
 
 def _weighted(batch: RemoteBatch, config: AlgorithmSettings, limit: int) -> RemoteBatch:
@@ -412,6 +415,13 @@ def _weighted(batch: RemoteBatch, config: AlgorithmSettings, limit: int) -> Remo
         batch.facts[COUNTED], config.loss_aggregation, normalising_length=config.normalising_length(limit)
     )
     return batch.with_facts(weights=weights)
+
+
+def old_logprobs(batch: SampleBatch, *, config: AlgorithmSettings) -> Columns:
+    """Column `old_logprobs`, for another name. Raises ValueError for samples that have none."""
+    if batch.old_logprobs is None:
+        raise ValueError("current_logprobs: the samples have no old_logprobs; expected Step.logprobs before the update")
+    return Columns({"old_logprobs": batch.old_logprobs})
 
 
 def tell_failures(where: str, result: RewardResult) -> None:

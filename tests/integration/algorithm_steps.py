@@ -74,6 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpg": {"base": "algorithms/gpg"},
     "opo": {"base": "algorithms/opo"},
     "pass_at_k": {"base": "algorithms/pass_at_k", "algorithm": {"right_above": 1.25}},
+    **{name: {"base": f"algorithms/{name}"} for name in ("gspo", "gspo_token", "cispo", "sapo", "clip_cov", "kl_cov")},
 }
 """A recipe in `launch/recipes` each, and what a case has on top of it."""
 

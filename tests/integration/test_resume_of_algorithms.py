@@ -83,3 +83,22 @@ def test_a_replay_buffer_gives_the_same_samples(reward: str, tmp_path: Path) -> 
         assert len(kept) == step["replay/size"] <= 40
         assert kept.rewards is not None and kept.policy_versions.max() == step["step"]
         assert len(kept.sample_ids.unique()) == len(kept)
+
+
+def test_choices_and_coefficients_go_on(reward: str, tmp_path: Path) -> None:
+    """Tokens that are drawn, an adaptive coefficient and a schedule are those of the run that was not killed."""
+    directory = whole_and_killed(
+        tmp_path,
+        "clip_cov",
+        reward,
+        "algorithm.clip_cov_fraction=0.2",
+        "algorithm.clip_cov_low=0",
+        "algorithm.entropy_controller=adaptive",
+        "algorithm.entropy_target=9",
+        "algorithm.schedules.clip_high={shape: linear, to: 0.4, over: 2}",
+        "trainer.mini_batches=2",
+    )
+    steps = records(directory, "train")
+    assert [step["train/entropy_coef"] for step in steps] == pytest.approx([0, 1e-4, 2e-4, 3e-4])
+    assert [step["train/clip_high"] for step in steps] == pytest.approx([0.2, 0.3, 0.4, 0.4])
+    assert all(step["train/selected_fraction"] > 0 for step in steps)

@@ -79,9 +79,13 @@ def clipped_loss(columns: TokenColumns, config: ClippedSettings) -> PolicyLoss:
         clip_high=config.clip_high,
         dual_clip=config.dual_clip,
     )
-    figures = {
+    return PolicyLoss(clipped.loss, clipped.ratio, clipped_figures(clipped))
+
+
+def clipped_figures(clipped: ClippedLoss) -> dict[str, Tensor]:
+    """Which tokens were clipped, by metric name."""
+    return {
         metrics.TRAIN_CLIP_FRACTION_LOW: clipped.clipped_low,
         metrics.TRAIN_CLIP_FRACTION_HIGH: clipped.clipped_high,
         metrics.TRAIN_CLIP_FRACTION_DUAL: clipped.clipped_dual,
     }
-    return PolicyLoss(clipped.loss, clipped.ratio, figures)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.losses.aggregation import counted_column
-from hybridflow.algorithms.losses.kl import PENALTY_LIMIT, kl_estimate, kl_penalty
+from hybridflow.algorithms.losses.kl import PENALTY_LIMIT, kl_estimate, kl_penalty, value_of
 from hybridflow.algorithms.losses.statistics import Statistics, total
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.metrics import names as metrics
@@ -167,7 +167,7 @@ def policy_gradient_loss(
     if ref_logprobs is not None:
         kl = kl_penalty(logprobs, masked("ref_logprobs", ref_logprobs), config.kl_estimator)
         means[metrics.TRAIN_REFERENCE_KL] = kl
-        if config.kl_estimator == "k3":
+        if value_of(config.kl_estimator) == "k3":
             means[metrics.TRAIN_REFERENCE_KL_CAPPED] = kl >= PENALTY_LIMIT
         if uses_reference:
             token_loss = token_loss + config.kl_coef * kl

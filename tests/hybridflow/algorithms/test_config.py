@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from engine3d.settings import Settings
+from hybridflow.algorithms.cispo import CISPOSettings
 from hybridflow.algorithms.config import AnyAlgorithm, load
 from hybridflow.algorithms.grpo import GRPOSettings
+from hybridflow.algorithms.gspo import GSPOSettings
 from hybridflow.algorithms.ppo import PPOSettings
 from hybridflow.algorithms.registry import ALGORITHMS
+from hybridflow.algorithms.sapo import SAPOSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import SettingsError, build_settings
@@ -70,6 +75,27 @@ def refused(settings: object) -> str:
         ),
         ({"name": "pf_ppo", "filter_prob": 1.1}, "filter_prob"),
         (
+            {"kl_estimator": "k3+", "kl_in": "reward"},
+            "kl_estimator is 'k3+' with kl_in 'reward', where an estimator has no",
+        ),
+        ({"name": "ppo", "kl_estimator": "k1+"}, "expected 'k1', or kl_in 'loss'"),
+        ({"entropy_controller": "adaptive"}, "entropy_controller is 'adaptive' with entropy_target null, expected a"),
+        (
+            {"entropy_controller": "adaptive", "entropy_target": 0.2, "entropy_coef": 0.01},
+            "entropy_coef is 0.01 with entropy_coef_max 0.005, expected at most that",
+        ),
+        ({"entropy_target": 0.2}, "entropy_target is set with entropy_controller 'fixed', which does not use it"),
+        ({"entropy_coef_step": 0.2}, "entropy_coef_step is set with entropy_controller 'fixed', which does not use it"),
+        ({"name": "cispo", "clip_high": 0.2}, "clip_high is set with name 'cispo', which does not use it"),
+        ({"name": "kl_cov", "dual_clip": 3.0}, "dual_clip is set with name 'kl_cov', which does not use it"),
+        ({"name": "sapo", "weight_clip_high": 0.2}, "expected name 'cispo', or no weight_clip_high"),
+        ({"name": "sapo", "gate_temperature_negative": 0.0}, "gate_temperature_negative = 0.0: expected more than 0"),
+        (
+            {"name": "clip_cov", "clip_cov_low": 6.0},
+            "clip_cov_low is 6.0 with clip_cov_high 5.0, expected at most that",
+        ),
+        ({"name": "clip_cov", "clip_cov_fraction": 0.0}, "clip_cov_fraction = 0.0: expected more than 0"),
+        (
             {"name": "safe_rlhf", "lagrange_initial": 6.0},
             "lagrange_initial is 6.0, expected between lagrange_min, 0.05, and lagrange_max, 5.0",
         ),
@@ -110,10 +136,19 @@ def test_every_algorithm_is_there_and_needs_a_reference_only_where_it_is_asked_f
         ("gpg", {"group_baseline", "on_policy"}),
         ("opo", {"group_baseline", "on_policy"}),
         ("pass_at_k", {"group_baseline"}),
+        ("gspo", {"group_baseline"}),
+        ("gspo_token", {"group_baseline"}),
+        ("cispo", {"group_baseline"}),
+        ("sapo", {"group_baseline"}),
+        ("clip_cov", {"group_baseline"}),
+        ("kl_cov", {"group_baseline", "needs_old_policy"}),
     ],
 )
 def test_what_the_published_algorithms_need(name: str, needs: set[str]) -> None:
-    flags = ("needs_critic", "needs_cost", "needs_teacher", "group_baseline", "greedy_baseline", "on_policy")
+    flags = (
+        *("needs_critic", "needs_cost", "needs_teacher", "needs_old_policy"),
+        *("group_baseline", "greedy_baseline", "on_policy"),
+    )
     assert {flag for flag in flags if getattr(load(name).settings, flag)} == needs
 
 
@@ -134,11 +169,13 @@ def test_a_key_of_another_algorithm_is_refused_in_one_line() -> None:
         f"{key} is set with name 'remax', which does not use it; expected name {_users(key)}, or no {key}"
         for key in keys
     )
+    assert refused({"name": "cispo", "dual_clip": 3.0}).startswith("algorithm: dual_clip is set with name 'cispo'")
     assert refused({"gamma": 1.0, "clip_low": 2.0}) == "algorithm.clip_low = 2.0: expected less than 1.0"
     assert "kl_horizon is set with kl_controller 'fixed', which does not use it" in refused({"kl_horizon": 100})
 
 
 SAMPLING = ("dynamic_sampling_rounds", "dynamic_sampling_draw", "dynamic_sampling_at_limit")
+OF_GROUPS = ("normalise_advantages_by_std", "dynamic_sampling")
 USED = {
     "distillation": {"divergence_in", "reward_coef"},
     "grpo": {"normalise_advantages_by_std", "dynamic_sampling"},
@@ -153,6 +190,12 @@ USED = {
     },
     "ppo": {"gamma", "gae_lambda", "value_clip", "whiten_advantages", "critic_warmup_steps"},
     "remax": set(),
+    "gspo": {*OF_GROUPS},
+    "gspo_token": {*OF_GROUPS},
+    "cispo": {*OF_GROUPS, "weight_clip_low", "weight_clip_high"},
+    "sapo": {*OF_GROUPS, "gate_temperature_positive", "gate_temperature_negative"},
+    "clip_cov": {*OF_GROUPS, "clip_cov_fraction", "clip_cov_low", "clip_cov_high"},
+    "kl_cov": {*OF_GROUPS, "kl_cov_fraction", "kl_cov_coef"},
     "safe_rlhf": {
         *("gamma", "gae_lambda", "value_clip", "whiten_advantages", "critic_warmup_steps"),
         *("cost_limit", "lagrange_initial", "lagrange_lr", "lagrange_max"),
@@ -175,6 +218,39 @@ def test_settings_that_were_written_are_read_again(name: str) -> None:
     assert build(written) == part.algorithm
     adaptive = Part(algorithm=build(written | {"kl_controller": "adaptive", "kl_target": 0.1}))
     assert adaptive.model_dump(mode="json")["algorithm"].keys() - written.keys() == {"kl_target", "kl_horizon"}
+    adaptive = Part(algorithm=build(written | {"entropy_controller": "adaptive", "entropy_target": 0.1}))
+    of_entropy = {"entropy_target", "entropy_coef_step", "entropy_coef_max"}
+    assert adaptive.model_dump(mode="json")["algorithm"].keys() - written.keys() == of_entropy
+    assert build(adaptive.model_dump(mode="json")["algorithm"]) == adaptive.algorithm
+
+
+CLIP = {"clip_low", "clip_high", "dual_clip"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        (CLIP, ("grpo", "ppo", "remax", "safe_rlhf", "gspo", "gspo_token", "clip_cov")),
+        (set(), ("cispo", "sapo", "kl_cov")),
+    ],
+)
+def test_algorithms_with_the_clipped_surrogate_have_clip_higher_and_dual_clip(
+    keys: set[str], names: Sequence[str]
+) -> None:
+    for name in names:
+        assert CLIP & load(name).settings.model_fields.keys() == keys
+
+
+def test_defaults_are_those_of_the_papers() -> None:
+    gspo, cispo, sapo = build({"name": "gspo"}), build({"name": "cispo"}), build({"name": "sapo"})
+    assert isinstance(gspo, GSPOSettings)
+    assert (gspo.clip_low, gspo.clip_high) == (3e-4, 4e-4)
+    assert isinstance(cispo, CISPOSettings)
+    assert (cispo.weight_clip_low, cispo.weight_clip_high) == (None, 0.2)
+    assert isinstance(sapo, SAPOSettings)
+    assert (sapo.gate_temperature_positive, sapo.gate_temperature_negative) == (1.0, 1.05)
+    for name in ("gspo", "gspo_token", "cispo", "sapo", "clip_cov", "kl_cov"):
+        assert (build({"name": name}).kl_in, build({"name": name}).kl_estimator) == ("loss", "k3")
 
 
 def test_where_the_kl_is_a_penalty_depends_on_the_algorithm_and_the_estimator_on_that() -> None:
@@ -249,7 +325,10 @@ def test_a_wrong_name_is_one_error() -> None:
 def test_the_aggregations_of_the_papers_are_the_defaults() -> None:
     found = {name: build({"name": name}).loss_aggregation for name in ALGORITHMS}
     others = {name: mode for name, mode in found.items() if mode != "token-mean"}
-    assert others == {"rloo": "seq-mean-token-sum", "dr_grpo": "seq-mean-token-sum-norm"}
+    assert others == {
+        **{"rloo": "seq-mean-token-sum", "dr_grpo": "seq-mean-token-sum-norm"},
+        **dict.fromkeys(("gspo", "gspo_token", "sapo"), "seq-mean-token-mean"),
+    }
 
 
 def test_the_constant_that_divides_a_loss_is_the_longest_response_unless_it_is_set() -> None:

@@ -58,6 +58,7 @@ BESIDE = {
     "train.sequence_parallel=false": ("train.layout={tp: 2}",),
     "algorithm={name: ppo}": ("critic.path=/no/such/critic",),
     "algorithm={kl_coef: 0.1, kl_guard: 0.1}": ("trainer.mini_batches=1",),
+    "algorithm.name=kl_cov": ("trainer.mini_batches=1",),
     "data.arithmetic.eval_size=1": ("placement.rollout=cpu:0-1", "rollout.engines=2"),
     "placement.reward=cpu:0": ("reward=null", "reward_model.path=/no/such/scorer"),
 }
@@ -137,6 +138,11 @@ def test_a_recipe_with_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None
         ("placement.reward=cpu:0", "placement.reward is set, and there is no such role with reward=null"),
         ("algorithm.gamma=0.9", "gamma"),
         ("algorithm={kl_coef: 0.1, kl_guard: 0.1}", "algorithm.kl_guard is set with one update a step"),
+        ("algorithm.name=kl_cov", "algorithm.name=kl_cov with one update a step, of the very policy that made the"),
+        (
+            "algorithm.schedules.entropy_coef={shape: linear, to: -1, over: 5}",
+            "algorithm: schedules: in step 6, entropy_coef is -1: input should be greater than or equal to 0",
+        ),
         (
             "placement.reward=cpu:0-1",
             "placement.reward: 2 devices, expected one; reward.functions[].workers is how many",

@@ -1,0 +1,190 @@
+"""Tokens that Clip-Cov and KL-Cov choose: those of the whole mini-batch, however it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.base import Algorithm
+from hybridflow.algorithms.config import load
+from hybridflow.algorithms.covariance_selection import first_tokens
+from hybridflow.algorithms.kl_cov import largest_first
+from hybridflow.algorithms.losses.covariance import CovarianceMeans
+from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.batch.worker_output import Columns
+
+
+def samples(count: int, *, seed: int = 1) -> SampleBatch:
+    """Responses of 0 to 9 tokens, some of which the policy did not write."""
+    torch.manual_seed(seed)
+    lengths = torch.randint(0, 10, (count,)).tolist()
+    batch = SampleBatch.from_generations(
+        prompts=[[1]] * count,
+        responses=[[5] * length for length in lengths],
+        logprobs=[[-1.0] * length for length in lengths],
+        sample_ids=torch.randperm(10 * count)[:count].tolist(),
+        group_ids=[index // 4 for index in range(count)],
+        prompt_indices=[0] * count,
+        policy_versions=[0] * count,
+        finish_reasons=["stop"] * count,
+        response_masks=[(torch.rand(length) < 0.8).tolist() for length in lengths],
+    )
+    # Few different log-probs and advantages, so that many covariances are equal.
+    logprobs = -torch.randint(0, 4, (sum(lengths),)).float()
+    of_samples = torch.randint(-1, 2, (count,)).float()
+    mask = batch.response_mask
+    return batch.replace(
+        current_logprobs=logprobs.where(mask, torch.nan),
+        advantages=of_samples.repeat_interleave(batch.response_lengths).where(mask, 0.0),
+        weights=mask.float() / 7,
+    )
+
+
+class Ranks:
+    """A batch whose samples lie on ranks, as far as a step's functions see it."""
+
+    def __init__(self, parts: list[SampleBatch], columns: list[Columns] | None = None) -> None:
+        self.parts, self.columns = parts, columns
+
+    def with_columns(self, applied: Applied) -> Ranks:
+        return Ranks(self.parts, applied.columns)
+
+
+class Applied:
+    def __init__(self, columns: list[Columns]) -> None:
+        self.columns = columns
+
+    def facts(self) -> dict[str, Tensor]:
+        names = self.columns[0].facts
+        return {name: torch.cat([each.facts[name] for each in self.columns]) for name in names}
+
+    def notes(self) -> list[Any]:
+        return [each.note for each in self.columns]
+
+
+class StepOnRanks:
+    """As much of a step as the selection needs."""
+
+    def __init__(self, config: Any, seed: int = 0) -> None:
+        self.config, self.seed, self.forward_passes = config, seed, 0
+
+    def current_logprobs(self, batch: Ranks) -> Ranks:
+        self.forward_passes += 1
+        return batch
+
+    def apply(self, batch: Ranks, function: Callable[..., Columns], **arguments: Any) -> Applied:
+        return Applied([function(part, config=self.config, **arguments) for part in batch.parts])
+
+    def generator(self, name: str) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed)
+
+
+def selected(algorithm: Algorithm[Any], parts: list[SampleBatch], config: Any, seed: int = 0) -> set[tuple[int, int]]:
+    """Sample and number of each chosen token."""
+    step: Any = StepOnRanks(config, seed)
+    batch: Any = Ranks(parts)
+    assert algorithm.prepare is not None
+    found: Any = algorithm.prepare(step, batch)
+    assert step.forward_passes == 1
+    places = set()
+    for part, columns in zip(parts, found.columns, strict=True):
+        chosen = columns.tokens["selected"]
+        assert chosen.dtype == torch.float32
+        assert set(chosen.tolist()) <= {0.0, 1.0}
+        for position in chosen.nonzero()[:, 0].tolist():
+            sample, token = part.place_of(position)
+            places.add((int(part.sample_ids[sample]), token))
+    return places
+
+
+def covariances(batch: SampleBatch) -> dict[tuple[int, int], float]:
+    """Of each counted token, from all of the batch at once."""
+    logprobs, advantages = batch.current_logprobs, batch.advantages
+    assert logprobs is not None
+    assert advantages is not None
+    mask = batch.response_mask
+    values = (logprobs - logprobs[mask].mean()).double() * (advantages - advantages[mask].mean()).double()
+    found = {}
+    for position in mask.nonzero()[:, 0].tolist():
+        sample, token = batch.place_of(position)
+        found[int(batch.sample_ids[sample]), token] = float(values[position])
+    return found
+
+
+def cuts(batch: SampleBatch) -> list[list[SampleBatch]]:
+    """The samples in one part, and dealt to ranks in several ways."""
+    found = [[batch]]
+    for seed in range(4):
+        torch.manual_seed(seed)
+        order = torch.randperm(len(batch))
+        found.append([batch.select(part) for part in order.tensor_split([1, 5, 17])])
+    return found
+
+
+@pytest.mark.parametrize("fraction", [1e-4, 0.05, 0.3, 1.0])
+def test_kl_cov_chooses_the_largest_covariances_in_any_cut(fraction: float) -> None:
+    batch = samples(40)
+    algorithm, of_tokens = load("kl_cov"), covariances(batch)
+    config = algorithm.settings(kl_cov_fraction=fraction)
+    found = [selected(algorithm, parts, config) for parts in cuts(batch)]
+    assert all(each == found[0] for each in found)
+    assert len(found[0]) == max(1, int(fraction * len(of_tokens)))
+    left = [value for place, value in of_tokens.items() if place not in found[0]]
+    if left:
+        assert min(of_tokens[place] for place in found[0]) >= max(left) - 1e-5
+        # Of equal ones those of the lowest sample id.
+        edge = min(of_tokens[place] for place in found[0])
+        equal = sorted(place for place, value in of_tokens.items() if abs(value - edge) < 1e-5)
+        chosen = [place for place in equal if place in found[0]]
+        assert chosen == equal[: len(chosen)]
+
+
+def test_clip_cov_draws_within_the_bounds_the_same_tokens_in_any_cut() -> None:
+    batch = samples(40)
+    algorithm, of_tokens = load("clip_cov"), covariances(batch)
+    config = algorithm.settings(clip_cov_fraction=0.05, clip_cov_low=0.4, clip_cov_high=1.6)
+    found = [selected(algorithm, parts, config, seed=3) for parts in cuts(batch)]
+    assert all(each == found[0] for each in found)
+    within = {place for place, value in of_tokens.items() if 0.4 <= value <= 1.6}
+    assert found[0] < within
+    assert len(found[0]) == int(0.05 * len(of_tokens))
+    draws = [selected(algorithm, [batch], config, seed=seed) for seed in range(200)]
+    assert len({frozenset(draw) for draw in draws}) > 190
+    assert set().union(*draws) == within  # each may be drawn
+    shares = [sum(place in draw for draw in draws) / len(draws) for place in within]
+    expected = len(found[0]) / len(within)
+    assert max(abs(share - expected) for share in shares) < 5 * (expected / len(draws)) ** 0.5
+
+
+def test_clip_cov_takes_all_within_the_bounds_where_they_are_fewer_and_none_where_there_are_none() -> None:
+    batch = samples(40)
+    algorithm, of_tokens = load("clip_cov"), covariances(batch)
+    config = algorithm.settings(clip_cov_fraction=1.0, clip_cov_low=0.4, clip_cov_high=1.6)
+    assert selected(algorithm, [batch], config) == {at for at, value in of_tokens.items() if 0.4 <= value <= 1.6}
+    config = algorithm.settings(clip_cov_fraction=0.5, clip_cov_low=50.0, clip_cov_high=60.0)
+    assert all(selected(algorithm, parts, config) == set() for parts in cuts(batch))
+
+
+def test_tokens_without_a_weight_neither_count_nor_are_chosen() -> None:
+    """Samples that a filter has left without a weight are as good as gone."""
+    batch = samples(40)
+    assert batch.weights is not None
+    kept = torch.arange(40) % 3 > 0
+    of_tokens = kept.repeat_interleave(batch.response_lengths)
+    filtered = batch.replace(weights=batch.weights.where(of_tokens, 0.0))
+    for name in ("kl_cov", "clip_cov"):
+        algorithm = load(name)
+        config = algorithm.settings(**{f"{name}_fraction": 0.1})
+        remaining = batch.select(kept.nonzero()[:, 0])
+        assert selected(algorithm, [filtered], config) == selected(algorithm, [remaining], config) != set()
+
+
+def test_a_rank_names_no_more_tokens_than_can_be_chosen() -> None:
+    batch = samples(40)
+    arguments = {"order": largest_first, "means": CovarianceMeans(-1.0, 0.0, 100), "salt": 0}
+    note = first_tokens(batch, config=None, number=3, **arguments).note
+    assert len(note.ranks) == 3

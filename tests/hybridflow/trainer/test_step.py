@@ -1,0 +1,90 @@
+"""What a step finds without asking ranks again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybridflow.algorithms.grpo import GRPOSettings
+from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.trainer.step import TrainerStep, old_logprobs
+
+
+class Batch:
+    """Says what became of a mini-batch."""
+
+    def as_generated(self) -> Batch:
+        return self
+
+    def with_columns(self, **columns: Any) -> dict[str, Any]:
+        return columns
+
+
+class Actor:
+    def logprobs(self, batch: Any, *, temperature: float) -> str:
+        return f"forward pass at {temperature}"
+
+    def apply(self, batch: Any, *, function: Any, arguments: Any) -> str:
+        return str(function.__name__)
+
+    def update(self, batch: Any, **arguments: Any) -> None:
+        pass
+
+
+def step_of(*, updates: int = 2, stale: bool = False, seed: int = 3, number: int = 1) -> TrainerStep:
+    """On an actor that tells what it is asked."""
+    recipe = SimpleNamespace(
+        seed=seed,
+        trainer=SimpleNamespace(updates_per_step=updates),
+        rollout=SimpleNamespace(sampling=SimpleNamespace(temperature=0.7)),
+    )
+    controllers = SimpleNamespace(config=lambda step: GRPOSettings())
+    machinery: Any = SimpleNamespace(recipe=recipe, roles=SimpleNamespace(actor=Actor()), controllers=controllers)
+    return TrainerStep(machinery, number, version=number, poll=lambda: None, stale=stale)
+
+
+def current(step: TrainerStep) -> Any:
+    batch: Any = Batch()
+    found: Any = step.current_logprobs(batch)
+    return found["current_logprobs"]
+
+
+def test_the_current_log_probs_are_the_old_ones_until_the_first_update() -> None:
+    step = step_of()
+    assert current(step) == current(step) == "old_logprobs"
+    batch: Any = Batch()
+    step._update_actor(batch, GRPOSettings(), None)
+    assert current(step) == current(step) == "forward pass at 0.7"
+
+
+def test_the_current_log_probs_are_asked_for_where_there_are_no_old_ones() -> None:
+    """With one update a step nobody finds them; of stale samples they would be another policy's."""
+    assert current(step_of(updates=1)) == current(step_of(stale=True)) == "forward pass at 0.7"
+
+
+def test_old_log_probs_are_another_column_or_missed_by_name() -> None:
+    batch = SampleBatch.from_generations(
+        prompts=[[1]],
+        responses=[[5, 6]],
+        logprobs=[[-1.0, -2.0]],
+        sample_ids=[0],
+        group_ids=[0],
+        prompt_indices=[0],
+        policy_versions=[0],
+        finish_reasons=["stop"],
+    )
+    with pytest.raises(ValueError, match=r"the samples have no old_logprobs; expected Step\.logprobs"):
+        old_logprobs(batch, config=GRPOSettings())
+    found = old_logprobs(batch.replace(old_logprobs=torch.tensor([-1.5, -2.5])), config=GRPOSettings())
+    assert found.tokens["old_logprobs"].tolist() == [-1.5, -2.5]
+
+
+def test_choices_at_random_are_those_of_run_step_and_name() -> None:
+    def drawn(name: str = "clip_cov", **of_step: int) -> int:
+        return int(torch.randint(2**62, (), generator=step_of(**of_step).generator(name)))
+
+    assert drawn() == drawn()
+    assert len({drawn(), drawn(seed=4), drawn(number=2), drawn("other")}) == 4
