@@ -1,0 +1,163 @@
+"""Which engine gets a request: the one that holds its prefix, then the one with the fewest tokens in flight.
+
+A request waits here, and not at an engine, until one has room for it: so it goes to whichever is the first to have
+room, and none idles beside another's queue. Bookkeeping alone, as `ledger`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A response that is to be made.
+
+    Args:
+        sample: its id.
+        group: of its draw; requests of a group have their prompt in common.
+        tokens: how many its prompt has, and what it has of the response already.
+    """
+
+    sample: int
+    group: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class _Engine:
+    number: int
+    requests: int = 0
+    tokens: float = 0.0
+    limit: int = 0
+    stamp: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        return self.requests < self.limit
+
+
+class Dispatcher:
+    """Requests that wait, and those in flight at each engine.
+
+    Args:
+        engines: how many there are.
+        limit: most requests in flight at each.
+        expected: how many tokens the response to a prompt of so many may have; they count as in flight, since nobody
+            knows how many there will be.
+    """
+
+    def __init__(self, engines: int, limit: int, expected: Callable[[int], float]) -> None:
+        if engines < 1 or limit < 1:
+            raise ValueError(f"Dispatcher: {engines} engines, {limit} requests each, expected at least 1 of both")
+        self._engines = {number: _Engine(number, limit=limit) for number in range(engines)}
+        self._expected = expected
+        self._waiting: deque[Asked] = deque()
+        self._in_flight: dict[int, tuple[_Engine, Asked, float]] = {}
+        self._holders: dict[int, int] = {}
+        self._stamps = itertools.count()
+        self._heap: list[tuple[float, int, int, int]] = []
+        for engine in self._engines.values():
+            self._push(engine)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no engine has room for."""
+        return len(self._waiting)
+
+    def in_flight(self, engine: int) -> tuple[int, float]:
+        """Requests at an engine, and tokens that they are expected to have in all."""
+        found = self._engines[engine]
+        return found.requests, found.tokens
+
+    def add(self, *asked: Asked, first: bool = False) -> None:
+        """Requests to send, behind those that wait, or before them."""
+        self._waiting.extendleft(reversed(asked)) if first else self._waiting.extend(asked)
+
+    def send(self) -> Iterator[tuple[int, Asked]]:
+        """Requests for which an engine has room, with its number, in the order in which they came."""
+        while self._waiting:
+            asked = self._waiting[0]
+            engine = self._holder(asked.group)
+            if engine is None:
+                engine = self._emptiest()
+            if engine is None:
+                return
+            self._waiting.popleft()
+            self._put(engine, asked)
+            yield engine.number, asked
+
+    def ended(self, sample: int) -> None:
+        """A request is not in flight any more."""
+        engine, _, tokens = self._in_flight.pop(sample)
+        engine.requests -= 1
+        engine.tokens -= tokens
+        if self._engines.get(engine.number) is engine:
+            self._push(engine)
+
+    def forget(self, group: int) -> dict[int, list[int]]:
+        """A group is whole or given up: no request of it is to be sent any more.
+
+        Returns:
+            Those in flight, by engine, which are to be aborted; each still ends.
+        """
+        self._holders.pop(group, None)
+        self._waiting = deque(asked for asked in self._waiting if asked.group != group)
+        found: dict[int, list[int]] = {}
+        for sample, (engine, asked, _) in self._in_flight.items():
+            if asked.group == group:
+                found.setdefault(engine.number, []).append(sample)
+        return found
+
+    def limit(self, engine: int, requests: int) -> None:
+        """Let an engine have so many requests in flight; those above it end first."""
+        found = self._engines[engine]
+        found.limit = requests
+        self._push(found)
+
+    def lose(self, engine: int) -> tuple[Asked, ...]:
+        """An engine is gone. Returns what was in flight there, which is not any more."""
+        lost = self._engines.pop(engine)
+        found = tuple(asked for each, asked, _ in self._in_flight.values() if each is lost)
+        for asked in found:
+            del self._in_flight[asked.sample]
+        return found
+
+    def gain(self, engine: int, limit: int) -> None:
+        """An engine is there, with nothing in flight. Raises ValueError for one that was not lost before."""
+        if engine in self._engines:
+            raise ValueError(f"engine {engine} is there already")
+        self._engines[engine] = _Engine(engine, limit=limit)
+        self._push(self._engines[engine])
+
+    def _holder(self, group: int) -> _Engine | None:
+        """The engine that the group's last request was sent to, if it has room."""
+        engine = self._engines.get(self._holders.get(group, -1))
+        return engine if engine is not None and engine.has_room else None
+
+    def _emptiest(self) -> _Engine | None:
+        while self._heap:
+            _, _, number, stamp = self._heap[0]
+            engine = self._engines.get(number)
+            if engine is not None and engine.stamp == stamp and engine.has_room:
+                return engine
+            heapq.heappop(self._heap)
+        return None
+
+    def _put(self, engine: _Engine, asked: Asked) -> None:
+        tokens = asked.tokens + self._expected(asked.tokens)
+        self._in_flight[asked.sample] = (engine, asked, tokens)
+        engine.requests += 1
+        engine.tokens += tokens
+        self._holders[asked.group] = engine.number
+        self._push(engine)
+
+    def _push(self, engine: _Engine) -> None:
+        """Note how much an engine has; what was noted before does not hold any more."""
+        engine.stamp = next(self._stamps)
+        if engine.has_room:
+            heapq.heappush(self._heap, (engine.tokens, engine.requests, engine.number, engine.stamp))

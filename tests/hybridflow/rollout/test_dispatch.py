@@ -1,0 +1,108 @@
+"""Requests go where their prefix is, then to the engine with the least, and wait here until one has room."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hybridflow.rollout.dispatch import Asked, Dispatcher
+
+
+def _dispatcher(engines: int, limit: int, response: float = 10.0) -> Dispatcher:
+    return Dispatcher(engines, limit, lambda _: response)
+
+
+def _group(number: int, samples: int, tokens: int = 5) -> list[Asked]:
+    return [Asked(number * 100 + sample, number, tokens) for sample in range(samples)]
+
+
+def _sent(dispatcher: Dispatcher) -> list[tuple[int, int]]:
+    return [(engine, asked.sample) for engine, asked in dispatcher.send()]
+
+
+def test_samples_of_a_prompt_stay_together_and_groups_go_to_the_engine_with_the_least() -> None:
+    dispatcher = _dispatcher(2, 8)
+    dispatcher.add(*_group(1, 2, tokens=50), *_group(2, 2), *_group(3, 2), *_group(4, 1))
+    assert _sent(dispatcher) == [(0, 100), (0, 101), (1, 200), (1, 201), (1, 300), (1, 301), (1, 400)]
+    assert dispatcher.in_flight(0) == (2, 120)
+    assert dispatcher.in_flight(1) == (5, 75)
+
+
+def test_a_request_waits_until_an_engine_has_room_and_goes_to_the_first() -> None:
+    dispatcher = _dispatcher(2, 1)
+    dispatcher.add(*_group(1, 3))
+    assert _sent(dispatcher) == [(0, 100), (1, 101)]
+    assert dispatcher.waiting == 1
+    assert _sent(dispatcher) == []
+    dispatcher.ended(101)
+    assert _sent(dispatcher) == [(1, 102)]
+
+
+def test_a_group_that_has_begun_somewhere_goes_on_there() -> None:
+    dispatcher = _dispatcher(3, 4)
+    dispatcher.add(*_group(1, 1), *_group(2, 1), *_group(3, 1))
+    assert _sent(dispatcher) == [(0, 100), (1, 200), (2, 300)]
+    dispatcher.ended(300)
+    dispatcher.add(Asked(201, 2, 5))  # engine 2 has nothing, and engine 1 the prefix
+    assert _sent(dispatcher) == [(1, 201)]
+
+
+def test_what_is_given_up_is_sent_no_more_and_ends_where_it_is() -> None:
+    dispatcher = _dispatcher(2, 1)
+    dispatcher.add(*_group(1, 3), *_group(2, 1))
+    assert _sent(dispatcher) == [(0, 100), (1, 101)]
+    assert dispatcher.forget(1) == {0: [100], 1: [101]}
+    assert dispatcher.waiting == 1
+    assert _sent(dispatcher) == []
+    dispatcher.ended(100)
+    assert _sent(dispatcher) == [(0, 200)]
+
+
+def test_what_an_engine_had_that_is_gone_is_known_and_goes_before_others() -> None:
+    dispatcher = _dispatcher(2, 2)
+    dispatcher.add(*_group(1, 2), *_group(2, 2), *_group(3, 1))
+    assert _sent(dispatcher) == [(0, 100), (0, 101), (1, 200), (1, 201)]
+    lost = dispatcher.lose(0)
+    assert [asked.sample for asked in lost] == [100, 101]
+    dispatcher.add(*lost, first=True)
+    assert _sent(dispatcher) == []
+    dispatcher.ended(200)
+    assert _sent(dispatcher) == [(1, 100)]
+    dispatcher.gain(0, 2)
+    assert _sent(dispatcher) == [(0, 101), (0, 300)]
+    with pytest.raises(ValueError, match="engine 0 is there already"):
+        dispatcher.gain(0, 2)
+
+
+def test_the_limit_of_an_engine_can_change() -> None:
+    dispatcher = _dispatcher(1, 4)
+    dispatcher.add(*_group(1, 5))
+    assert len(_sent(dispatcher)) == 4
+    dispatcher.limit(0, 2)
+    for sample in (100, 101):
+        dispatcher.ended(sample)
+    assert _sent(dispatcher) == []
+    dispatcher.ended(102)
+    assert _sent(dispatcher) == [(0, 104)]
+
+
+def test_the_engine_with_the_least_is_found_however_requests_come_and_end() -> None:
+    chance = random.Random(7)
+    dispatcher = _dispatcher(5, 6)
+    flying: dict[int, int] = {}
+    for number in range(600):
+        if flying and chance.random() < 0.5:
+            sample = chance.choice(list(flying))
+            dispatcher.ended(sample)
+            del flying[sample]
+        before = {engine: dispatcher.in_flight(engine) for engine in range(5)}
+        dispatcher.add(Asked(number, number, chance.randrange(1, 50)))
+        sent = _sent(dispatcher)
+        if sent:
+            open_ = {engine: tokens for engine, (requests, tokens) in before.items() if requests < 6}
+            assert open_[sent[0][0]] == min(open_.values())
+        flying |= {sample: engine for engine, sample in sent}
+    counts = [sum(engine == each for each in flying.values()) for engine in range(5)]
+    assert counts == [dispatcher.in_flight(engine)[0] for engine in range(5)]
+    assert max(counts) <= 6
