@@ -52,6 +52,8 @@ class RolloutConfig(Settings):
     """Capture CUDA graphs of decoding; false decodes eagerly."""
     attention_backend: Annotated[str, AfterValidator(check_attention_backend)] | None = None
     """One of `server_arguments.ATTENTION_BACKENDS`; SGLang's own choice for the device and the model if null."""
+    token_versions: bool = False
+    """Note with each token which version of the weights drew it, as a stream of responses needs."""
     memory_saver: bool = False
     """Let `release_memory` give the KV cache's memory back while the engine lives."""
     release_weights: bool = False

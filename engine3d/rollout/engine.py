@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -13,11 +12,11 @@ from engine3d.rollout import launch
 from engine3d.rollout.cache import RESERVED_TOKENS
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
 from engine3d.rollout.host.messages import Generation, GivenLogprobs
-from engine3d.rollout.host.owner import HostOwner
 from engine3d.rollout.host.process import HostProcess
+from engine3d.rollout.host.stream import UnderWay
 from engine3d.rollout.part import WHOLE, EnginePart
 from engine3d.rollout.scheduler.rank import Call
-from engine3d.rollout.scheduler.text_stops import PARAMETER
+from engine3d.rollout.streams import ResponseStreams, sample_seed, sampling_parameters
 from engine3d.rollout.weights import check_weights_fit
 
 if TYPE_CHECKING:
@@ -27,11 +26,12 @@ if TYPE_CHECKING:
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
+
 _RELEASED = "their memory was released, and they were not transferred since"
 _BOUND = "they are the trainer's, who committed none yet"
 
 
-class RolloutEngine(HostOwner):
+class RolloutEngine(ResponseStreams):
     """One SGLang engine in processes of its own. Methods may be called from several threads.
 
     Every method that talks to the engine raises EngineError, in one line, when the engine fails, dies, or does not
@@ -115,13 +115,13 @@ class RolloutEngine(HostOwner):
         self._check_prompts(prompts, sampling, samples_per_prompt, seeds)
         if not prompts:
             return []
-        parameters = _sampling_parameters(sampling)
+        parameters = sampling_parameters(sampling)
         samples = [parameters] * (len(prompts) * samples_per_prompt)
         if self.config.deterministic:
             first, self._sampled = self._sampled, self._sampled + len(prompts)
             keys = seeds if seeds is not None else range(first, self._sampled)
             samples = [
-                {**parameters, "sampling_seed": _sample_seed(self.config.seed, key, sample)}
+                {**parameters, "sampling_seed": sample_seed(self.config.seed, key, sample)}
                 for key in keys
                 for sample in range(samples_per_prompt)
             ]
@@ -177,13 +177,19 @@ class RolloutEngine(HostOwner):
         return result
 
     def load_weights(
-        self, directory: str | Path, version: int, flush_cache: bool = True, timeout_s: float | None = None
+        self,
+        directory: str | Path,
+        version: int,
+        flush_cache: bool = True,
+        timeout_s: float | None = None,
+        under_way: UnderWay = "wait",
     ) -> None:
         """Load a directory of safetensors in HuggingFace names, as policy version `version`.
 
-        Waits for generations in progress, unless the engine is paused. `flush_cache=False` keeps the KV cache, computed
-        with the old weights. Raises UserError, with the engine as it was, when the tensors are not those of the model;
-        EngineError when loading fails, and then the engine generates nothing until a load has succeeded.
+        Waits for generations in progress, unless the engine is paused; `under_way` is for responses of the stream, as
+        in `begin_weights`. `flush_cache=False` keeps the KV cache, computed with the old weights. Raises UserError,
+        with the engine as it was, when the tensors are not those of the model; EngineError when loading fails, and then
+        the engine generates nothing until a load has succeeded.
         """
         host = self._running()
         self._check_weights_are_there()
@@ -201,6 +207,7 @@ class RolloutEngine(HostOwner):
             directory=str(directory),
             version=version,
             flush_cache=flush_cache,
+            under_way=under_way,
         )
         self._weight_version, self._stale = version, None
 
@@ -247,20 +254,23 @@ class RolloutEngine(HostOwner):
         self.call_ranks("unbinding of weights", "unbind")
         self._aliased = False
 
-    def begin_weights(self, version: int, timeout_s: float | None = None) -> None:
+    def begin_weights(self, version: int, timeout_s: float | None = None, under_way: UnderWay = "wait") -> None:
         """Begin a transfer: wait for generations in progress, unless the engine is paused, and refuse new ones.
+
+        `under_way`: what becomes of responses of the stream (see `UnderWay`); those that are asked for now begin with
+        the new weights.
 
         Until `commit_weights` the engine's memory may be written, and nothing is generated. A transfer that was never
         committed may be begun again.
         """
-        self._begin(f"begin of weights version {version}", timeout_s)
+        self._begin(f"begin of weights version {version}", timeout_s, under_way)
         self._stale = f"the transfer of version {version} was not committed"
         self._begun, self._sealed = version, False
 
-    def _begin(self, phase: str, timeout_s: float | None) -> None:
+    def _begin(self, phase: str, timeout_s: float | None, under_way: UnderWay = "wait") -> None:
         self._check_weights_are_there()
         timeout_s = timeout_s if timeout_s is not None else self.config.request_timeout_s
-        self._running().call(phase, "begin_weights", timeout_s, responses=0)
+        self._running().call(phase, "begin_weights", timeout_s, responses=0, under_way=under_way)
 
     def seal_weights(self, version: int, flush_cache: bool = True) -> None:
         """Every element of `version` has been written: do all that can fail before it is served.
@@ -314,6 +324,10 @@ class RolloutEngine(HostOwner):
         timeout_s = timeout_s if timeout_s is not None else self.config.request_timeout_s
         results: list[Any] = self._running().call(phase, "call_ranks", timeout_s, call=Call(method, arguments))
         return results
+
+    @property
+    def _changing(self) -> bool:
+        return self._begun is not None
 
     @property
     def weight_version(self) -> int:
@@ -396,42 +410,6 @@ class RolloutEngine(HostOwner):
         if not self.config.memory_saver:
             raise UserError("release and restore of memory need rollout.memory_saver=true when the engine is started")
 
-    def _check_prompts(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingConfig,
-        samples_per_prompt: int,
-        seeds: Sequence[int] | None,
-    ) -> None:
-        if samples_per_prompt < 1:
-            raise UserError(f"samples_per_prompt is {samples_per_prompt} and must be at least 1")
-        if seeds is not None and not self.config.deterministic:
-            raise UserError("seeds need an engine with rollout.deterministic=true")
-        if seeds is not None and len(seeds) != len(prompts):
-            raise UserError(f"{len(seeds)} seeds for {len(prompts)} prompts")
-        if self.config.deterministic and sampling.min_p > 0:
-            raise UserError(f"min_p is {sampling.min_p}: SGLang cannot sample deterministically with min_p above 0")
-        if sampling.stop and not (self._model.directory / "tokenizer_config.json").is_file():
-            raise UserError(
-                f"stop is {list(sampling.stop)}: {self._model.directory} has no tokenizer_config.json, and without a "
-                "tokenizer responses have no text"
-            )
-        longest = self._context_length - sampling.max_new_tokens
-        for index, prompt in enumerate(prompts):
-            if not prompt:
-                raise UserError(f"prompt {index} is empty")
-            if len(prompt) > longest:
-                raise UserError(
-                    f"prompt {index} has {len(prompt)} tokens; at most {max(longest, 0)} leave room for max_new_tokens "
-                    f"{sampling.max_new_tokens} in a context of {self._context_length}"
-                )
-            self._check_tokens(f"prompt {index}", prompt)
-
-    def _check_tokens(self, name: str, tokens: Sequence[int]) -> None:
-        if min(tokens) < 0 or max(tokens) >= self._model.vocab_size:
-            wrong = next(token for token in tokens if not 0 <= token < self._model.vocab_size)
-            raise UserError(f"{name} has token id {wrong}; the vocabulary is 0 to {self._model.vocab_size - 1}")
-
     def _able(self) -> HostProcess:
         """The host process of an engine that can compute."""
         host = self._running()
@@ -440,15 +418,3 @@ class RolloutEngine(HostOwner):
         if self._released:
             raise EngineError("rollout engine's KV cache was released: restore_memory comes first")
         return host
-
-
-def _sampling_parameters(sampling: SamplingConfig) -> dict[str, Any]:
-    parameters = sampling.model_dump(exclude={"stop", "stop_token_ids"})
-    parameters |= {"stop_token_ids": list(sampling.stop_token_ids), "skip_special_tokens": False}
-    return parameters | ({"custom_params": {PARAMETER: list(sampling.stop)}} if sampling.stop else {})
-
-
-def _sample_seed(engine_seed: int, key: int, sample: int) -> int:
-    """A seed of 31 bits for one sample. A hash, so that neighbours share nothing."""
-    digest = hashlib.blake2b(f"{engine_seed}/{key}/{sample}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 1

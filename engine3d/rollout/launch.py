@@ -21,6 +21,7 @@ from engine3d.rollout.host.process import HostProcess
 from engine3d.rollout.part import WHOLE, EnginePart
 from engine3d.rollout.scheduler.plugin import MEETING_TIMEOUT_VARIABLE, MEETING_VARIABLE
 from engine3d.rollout.scheduler.rank import RELEASE_VARIABLE, SOURCES_TIMEOUT_VARIABLE, SOURCES_VARIABLE
+from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE
 from engine3d.rollout.server_arguments import check_against_platform
 from engine3d.rollout.weights import ModelTensors
 from engine3d.sglang_source import sglang_directory
@@ -175,6 +176,8 @@ def environment(
         variables["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
     if config.release_weights:
         variables[RELEASE_VARIABLE] = "1"
+    if config.token_versions:
+        variables[VERSIONS_VARIABLE] = "1"
     if any(weight_sources):
         variables[SOURCES_VARIABLE] = os.pathsep.join(str(source or "") for source in weight_sources)
         variables[SOURCES_TIMEOUT_VARIABLE] = str(config.start_timeout_s)

@@ -30,6 +30,54 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class Response:
+    """A response of a stream, whole or as far as it is.
+
+    Args:
+        token_ids: that were drawn.
+        logprobs: of each, as `Generation` has them: of the forward pass that drew it.
+        versions: of the weights that drew each.
+        finish_reason: why it ended; None where it has not.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseRequest:
+    """A response that is to be made.
+
+    Args:
+        sample: names it; unique among those under way.
+        prompt: token ids.
+        sampling: SGLang's parameters.
+        begun: what it has already, from which it goes on.
+    """
+
+    sample: int
+    prompt: list[int]
+    sampling: dict[str, Any]
+    begun: Response | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Sent as responses of a stream end. `responses`: by sample."""
+
+    responses: dict[int, Response]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFailed:
+    """Sent where a response of a stream cannot be made, for a reason of the engine's. `error`: in one line."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class GivenLogprobs:
     """Natural log-probabilities, at temperature 1, of the tokens of a given sequence from its `first` one on.
 

@@ -20,7 +20,8 @@ from typing import Any
 from engine3d.errors import LOST_PART, EngineError
 from engine3d.progress import progress
 from engine3d.rollout.host.log import lost_neighbour, root_cause
-from engine3d.rollout.host.messages import START_ID, Launch, Limits, Progress, Reply, Request
+from engine3d.rollout.host.messages import START_ID, Ended, Launch, Limits, Progress, Reply, Request, StreamFailed
+from engine3d.rollout.host.responses import Responses
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE, make_run_directory, remove_run_files
 from engine3d.stacks import STACKS_VARIABLE, stacks_path
 from engine3d.stores import KEY_FILE_VARIABLE, KEY_VARIABLE, write_key
@@ -70,6 +71,8 @@ class HostProcess:
         self._pending: dict[int, tuple[str, Future[Any]]] = {START_ID: ("start", self._up)}
         self._progress = Progress({})
         self._progress_at = time.monotonic()
+        self.responses = Responses()
+        """Of the stream, as they end."""
         self._death: str | None = None
         self._ending = False
         self._reader = threading.Thread(target=self._read, name="rollout host", daemon=True)
@@ -187,6 +190,11 @@ class HostProcess:
                 if isinstance(message, Progress):
                     self._progress, self._progress_at = message, time.monotonic()
                     progress.part_done()
+                    self.responses.came_further()
+                elif isinstance(message, Ended):
+                    self.responses.add(message.responses)
+                elif isinstance(message, StreamFailed):
+                    self.responses.fail(f"rollout engine: {message.error}; log: {self.log_path}")
                 else:
                     self._resolve(message)
         except (EOFError, OSError):
@@ -224,6 +232,7 @@ class HostProcess:
             waiting, self._pending = self._pending, {}
         for phase, future in waiting.values():
             future.set_exception(EngineError(f"rollout engine died during {phase}: {death}"))
+        self.responses.fail(f"rollout engine died: {death}")
         with self._send_lock:
             self._connection.close()
 

@@ -24,10 +24,22 @@ from engine3d.rollout import moe_configs
 from engine3d.rollout.host.client_connection import ClientConnection
 from engine3d.rollout.host.log import log_answered
 from engine3d.rollout.host.member import end_engine, serve_member
-from engine3d.rollout.host.messages import START_ID, Generation, GivenLogprobs, Limits, Progress, Reply, Request
+from engine3d.rollout.host.messages import (
+    START_ID,
+    Generation,
+    GivenLogprobs,
+    Limits,
+    Progress,
+    Reply,
+    Request,
+    Response,
+    ResponseRequest,
+)
 from engine3d.rollout.host.progress import PROGRESS_EVERY_S, batches_run
+from engine3d.rollout.host.stream import ResponseStream, UnderWay
 from engine3d.rollout.scheduler.plugin import ANSWER_METHOD
 from engine3d.rollout.scheduler.rank import Answer, Call, answers_path
+from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE
 from engine3d.stacks import write_stacks_on_signal
 from engine3d.startup import jit_kernels
 from engine3d.startup.imports import quick_imports
@@ -43,6 +55,8 @@ class _Server:
         self._engine = engine
         self._manager = engine.tokenizer_manager
         self._client = client
+        self._stream = ResponseStream(self._manager, client.send)
+        self._pauses = self._keeps_cache = False  # for the transfer that was begun
         self._updating = asyncio.Lock()
         self._calling = asyncio.Lock()  # SGLang has one socket for calls of all ranks
         self._writing = False
@@ -74,7 +88,7 @@ class _Server:
         told = 0
         while True:
             await asyncio.sleep(PROGRESS_EVERY_S)
-            if not self._tasks:
+            if not self._tasks and not self._stream:
                 continue
             batches = batches_run(self._client.launch.run_directory)
             if batches != told:
@@ -142,6 +156,19 @@ class _Server:
             for start in range(0, len(found), samples_per_prompt)
         ]
 
+    async def submit(self, id: int, requests: list[ResponseRequest]) -> None:
+        """Begin responses; each is told as it ends."""
+        self._stream.submit(requests)
+
+    async def abort(self, id: int, samples: list[int]) -> None:
+        """Give responses up: each ends with what it has."""
+        self._stream.abort(samples)
+
+    async def under_way(self, id: int) -> dict[int, Response]:
+        """What the responses under way have, by sample."""
+        drawn = await self.call_ranks(id, Call("under_way", {}))
+        return self._stream.so_far(drawn[0])
+
     async def logprobs(self, id: int, sequences: list[list[int]], firsts: list[int], top: int) -> list[GivenLogprobs]:
         """Log-probs of given tokens: each sequence is a prompt to which nothing is generated."""
         names = [f"{id}-{index}" for index in range(len(sequences))]
@@ -161,27 +188,38 @@ class _Server:
             del self._generating[id]
         return [_given_logprobs(output["meta_info"]) for output in outputs]
 
-    async def load_weights(self, id: int, directory: str, version: int, flush_cache: bool) -> None:
+    async def load_weights(self, id: int, directory: str, version: int, flush_cache: bool, under_way: UnderWay) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
         async with self._updating:
             # Not SGLang's own way, which would let waiting generations begin after a load that failed.
-            await self.begin_weights(id)
+            await self.begin_weights(id, under_way)
+            flushes = flush_cache and not self._keeps_cache  # SGLang fails where it cannot drop all
             success, message, _ = await self._manager._wait_for_model_update_from_disk(
-                UpdateWeightFromDiskReqInput(model_path=directory, load_format="auto", flush_cache=flush_cache)
+                UpdateWeightFromDiskReqInput(model_path=directory, load_format="auto", flush_cache=flushes)
             )
             if not success:
                 raise RuntimeError(message)
-            await self._serve(version)
+            if flush_cache and not flushes:
+                await self.drop_old_cache(id)
+            await self._serve(id, version)
 
     @property
     def _version(self) -> int:
         return int(self._manager.server_args.weight_version)
 
-    async def begin_weights(self, id: int) -> None:
-        """Wait until no generation runs, unless the engine is paused, and let none begin until `commit_weights`."""
+    async def begin_weights(self, id: int, under_way: UnderWay) -> None:
+        """Let no generation begin until `commit_weights`. Those that run end, or stand still if the engine is paused.
+
+        Args:
+            id: of the request.
+            under_way: what becomes of the responses of the stream.
+        """
         if self._writing:
             return  # the last transfer or load was not finished: this one takes over from it
+        if under_way != "wait" and not self._manager.is_pause:
+            await self._stand_still(under_way)
+            self._pauses, self._keeps_cache = True, under_way != "resend"
         if not self._manager.is_pause:
             lock = self._manager.model_update_lock
             try:
@@ -195,8 +233,21 @@ class _Server:
         # A pause, or an abort, is only asked for: the batch under way reads the weights to its end.
         await self.call_ranks(id, Call("settle", {}))
 
+    async def _stand_still(self, under_way: UnderWay) -> None:
+        if under_way != "resend":
+            await self.pause(0, "in_place" if under_way == "continue" else "retract")
+            return
+        # Not SGLang's own abort, which looks once a second whether all have ended.
+        async with self._manager.is_pause_cond:
+            self._manager.is_pause = True
+        await self._stream.park()
+
     async def drop_old_cache(self, id: int) -> None:
-        """Drop the KV cache that the weights before made."""
+        """Drop the KV cache that the weights before made; but for that of responses which stand still with it."""
+        if self._keeps_cache:  # SGLang drops all at once, and only where it has no requests at all
+            self._stream.leave_cache()
+            await self.call_ranks(id, Call("drop_unused_cache", {}))
+            return
         # Generations of a paused engine do not end by themselves.
         await self._flush(_CLEAR_UP_S if self._manager.is_pause else _IDLE_TIMEOUT_S)
 
@@ -204,14 +255,19 @@ class _Server:
         """Serve the weights that are there as this version. Nothing in it can fail but the process."""
         if not self._writing:
             raise EngineError(f"version {version} was never begun")
-        await self._serve(version)
+        await self._serve(id, version)
 
-    async def _serve(self, version: int) -> None:
+    async def _serve(self, id: int, version: int) -> None:
+        if VERSIONS_VARIABLE in os.environ:
+            await self.call_ranks(id, Call("serve", {"version": version}))
         self._manager._update_weight_version_if_provided(str(version))
-        self._writing = False
+        self._writing = self._keeps_cache = False
         if self._locked:
             self._locked = False
             await self._manager.model_update_lock.release_writer()
+        if self._pauses:
+            self._pauses = False
+            await self.resume(id)
 
     async def call_ranks(self, id: int, call: Call) -> list[Any]:
         """Call a method of EngineRank on every rank; their results in order of rank."""

@@ -17,6 +17,7 @@ from engine3d.platform import platform
 from engine3d.platform.cpu.sglang import START_METHOD_VARIABLE
 from engine3d.rollout.host.progress import count_batch, start_counting
 from engine3d.rollout.scheduler.text_stops import end_at_text
+from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE, note_version
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE, segment_name
 from engine3d.stacks import write_stacks_on_signal
 from engine3d.startup import leave_out
@@ -62,6 +63,8 @@ def register() -> None:
     HookRegistry.register(f"{scheduler}.__init__", _add_answer, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.__init__", start_counting, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.process_batch_result", count_batch, HookType.AFTER)
+    if VERSIONS_VARIABLE in os.environ:
+        HookRegistry.register(f"{scheduler}.run_batch", note_version, HookType.AFTER)
     request = "sglang.srt.managers.schedule_batch.Req"
     HookRegistry.register(f"{request}._check_str_based_finish", end_at_text, HookType.AROUND)
     for name in ("managers.load_snapshot.shm_path_for", "utils.stale_shm_cleanup.make_shm_name"):
@@ -126,7 +129,9 @@ def _keep_rank(result: Any, runner: Any) -> None:
 
 def _add_answer(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     # SGLang's collective_rpc calls a scheduler's method by its name.
-    setattr(scheduler, ANSWER_METHOD, scheduler.tp_worker.model_runner.engine3d_rank.answer)
+    rank = scheduler.tp_worker.model_runner.engine3d_rank
+    rank.attach(scheduler)
+    setattr(scheduler, ANSWER_METHOD, rank.answer)
 
 
 def _name_segment(name: Callable[[str], str], kind: str) -> str:

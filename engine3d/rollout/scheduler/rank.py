@@ -21,6 +21,7 @@ import torch
 from engine3d.errors import EngineError, UserError
 from engine3d.platform import platform
 from engine3d.rollout.host.log import log_answered
+from engine3d.rollout.scheduler.under_way import Drawn, drawn, drop_unused
 from engine3d.run_files import open_own
 
 if TYPE_CHECKING:
@@ -76,6 +77,9 @@ class EngineRank:
         self._shards: Shards | None = None
         self._participant: Participant | None = None
         self._program: CopyProgram | None = None
+        self._scheduler: Any = None
+        self.version = 0
+        """Of the weights that forward passes read from here on."""
         source = weight_source(self.rank)
         if source is not None:
             self._bind(source)
@@ -83,6 +87,10 @@ class EngineRank:
     @property
     def rank(self) -> int:
         return int(self._runner.ps.tp_rank)
+
+    def attach(self, scheduler: Any) -> None:
+        """Know SGLang's scheduler of this rank, which is made after the model was loaded."""
+        self._scheduler = scheduler
 
     @property
     def _local_rank(self) -> int:
@@ -177,6 +185,18 @@ class EngineRank:
     def settle(self) -> None:
         """Return when nothing that was enqueued on the device before reads the weights any more."""
         platform.synchronize()
+
+    def serve(self, version: int) -> None:
+        """Forward passes that begin after this are of this version of the weights."""
+        self.version = version
+
+    def under_way(self) -> dict[str, Drawn]:
+        """What responses have so far, by SGLang's names of their requests; those that have not begun have nothing."""
+        return drawn(self._scheduler) if self.rank == 0 else {}
+
+    def drop_unused_cache(self) -> None:
+        """Drop what the KV cache holds for requests to come, and keep what belongs to those under way."""
+        drop_unused(self._scheduler)
 
     def connect(self, orders: Sequence[ReceiveOrder]) -> None:
         """Make ready for what this rank takes itself. `orders`: one for each rank of the engine."""
