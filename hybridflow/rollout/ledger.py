@@ -102,7 +102,7 @@ class Ledger:
         self._limits, self._draw = limits, draw
         self._entries: dict[int, _Entry] = {}
         self._returned: list[Group] = []
-        self._learning: tuple[Group, ...] = ()
+        self._learning: tuple[_Entry, ...] = ()
         self._whole = 0
         self.draws_left: int | None = None
         """How many further prompts may be drawn; without a limit if None."""
@@ -122,7 +122,7 @@ class Ledger:
     @property
     def learning(self) -> tuple[Group, ...]:
         """What the step that is under way learns from."""
-        return self._learning
+        return tuple(entry.group for entry in self._learning)
 
     @property
     def returned(self) -> tuple[Group, ...]:
@@ -216,25 +216,31 @@ class Ledger:
         others = [entry for entry in whole if ages[entry.group.number] < limits.max_staleness]
         # What no later step could learn from comes first, whatever the order.
         taken = (sorted(last, key=self._preference) + sorted(others, key=self._preference))[:count]
-        groups = tuple(sorted((entry.group for entry in taken), key=lambda group: group.number))
-        for group in groups:
-            del self._entries[group.number]
+        taken.sort(key=lambda entry: entry.group.number)
+        for entry in taken:
+            del self._entries[entry.group.number]
         left = sorted(self._entries.values(), key=lambda each: (-ages[each.group.number], *self._slowness(each)))
         excess = len(left) - limits.max_staleness * count
         dropped = left[: max(0, excess)] if limits.excess == "drop" else []
         too_late = [entry for entry in left[len(dropped) :] if ages[entry.group.number] == limits.max_staleness]
         self._give_back([*dropped, *too_late])
-        self._learning = groups
+        self._learning = tuple(taken)
         return Taken(
-            groups,
+            self.learning,
             evicted=tuple(entry.group for entry in too_late),
             dropped=tuple(entry.group for entry in dropped),
             carried=max(0, len(self._entries) - limits.max_staleness * count),
-            staleness=tuple(ages[group.number] for group in groups),
+            staleness=tuple(ages[entry.group.number] for entry in taken),
         )
 
     def learned(self) -> None:
         """The step is over, and the engines serve its weights."""
+        self._learning = ()
+
+    def give_back(self) -> None:
+        """The step will not learn: what it took is whole, as it was."""
+        for entry in self._learning:
+            self._entries[entry.group.number] = entry
         self._learning = ()
 
     # Over a restart

@@ -1,0 +1,76 @@
+"""What a rollout controller and engines say to each other: requests, and what became of them. No tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRequest:
+    """A response to make.
+
+    Args:
+        sample: its id, unique over the run.
+        group: number of the draw.
+        place: of the sample in its group.
+        prompt: index of the prompt.
+        tokens: of the prompt, and of what the response has already.
+        begun: where the tokens lie that a response has from before a restart, as the engine's worker reads them.
+    """
+
+    sample: int
+    group: int
+    place: int
+    prompt: int
+    tokens: int
+    begun: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleEnd:
+    """A response that has ended, without its tokens.
+
+    Args:
+        sample, group, place: as it was asked for.
+        tokens: of the response.
+        oldest: version of the oldest weights that drew a token of it.
+        whole: whether it ended by itself; it was given up otherwise.
+    """
+
+    sample: int
+    group: int
+    place: int
+    tokens: int
+    oldest: int
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What has ended at an engine.
+
+    Args:
+        samples: in the order of the rows of `rows`.
+        rows: where the samples with their tokens lie, for whoever learns from them.
+    """
+
+    samples: Sequence[SampleEnd]
+    rows: Any = None
+
+
+class StreamEngine(Protocol):
+    """An engine as the controller sees it. Each call raises what the engine failed of."""
+
+    async def submit(self, requests: Sequence[StreamRequest]) -> None:
+        """Begin responses."""
+
+    async def ended(self) -> Ended:
+        """What has ended since the last call; waits until something has, but not for ever: it may be nothing."""
+
+    async def abort(self, samples: Sequence[int]) -> None:
+        """Give responses up; each ends."""
+
+    async def under_way(self) -> Mapping[int, Any]:
+        """What the responses under way have, by sample."""

@@ -1,0 +1,345 @@
+"""The rollout controller: keeps engines at work, and hands groups over as they become whole.
+
+It draws prompts while there is room for them, sends each request to an engine that has room, sees every response as it
+ends, and gives a step its groups. Of samples it knows ids, lengths and versions; their tokens stay where they were
+made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine3d.errors import EngineError
+from hybridflow.rollout.dispatch import Asked, Dispatcher
+from hybridflow.rollout.ledger import Group, Ledger, StreamLimits, Taken
+from hybridflow.rollout.requests import SampleEnd, StreamEngine, StreamRequest
+from hybridflow.rollout.stream_figures import StreamFigures
+
+_FIRST_GUESS = 256.0
+"""Tokens that a response is expected to have before any has ended."""
+_REMEMBERED = 0.99
+"""Weight of the responses before in the running mean of lengths."""
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """What a stream is to make.
+
+    Args:
+        limits: of its groups.
+        samples_per_prompt: responses in a group.
+        requests_per_engine: most that are in flight at each engine.
+        engines: how many there are.
+    """
+
+    limits: StreamLimits
+    samples_per_prompt: int
+    requests_per_engine: int
+    engines: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Where a sample lies: `rows` of an `Ended`, and its place in it."""
+
+    rows: Any
+    place: int
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """The samples of a group so far."""
+
+    group: Group
+    first_sample: int
+    ends: dict[int, tuple[SampleEnd, Row]] = field(default_factory=dict)
+    """By place."""
+    began: float = 0.0
+
+
+@dataclass(frozen=True)
+class GroupRows:
+    """A whole group: the end of each sample in order, and where it lies."""
+
+    group: Group
+    ends: tuple[SampleEnd, ...]
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """What a step learns from.
+
+    Args:
+        groups: in the order of their draws.
+        taken: what the ledger says of them.
+        figures: of the stream since the last step, by metric name.
+    """
+
+    groups: tuple[GroupRows, ...]
+    taken: Taken
+    figures: dict[str, float]
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """A group under way, or whole.
+
+    Args:
+        number: of its draw.
+        first_sample: id of its first sample; the others follow.
+        ended: what has ended, and where it lies.
+        begun: what each other sample has, by its place in the group; None of one that has nothing.
+    """
+
+    number: int
+    first_sample: int
+    ended: tuple[tuple[SampleEnd, Row], ...]
+    begun: dict[int, Any]
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """All that is under way.
+
+    Args:
+        ledger: `Ledger.state()`.
+        samples_drawn: ids of samples that were given out.
+        groups: under way or whole.
+    """
+
+    ledger: dict[str, Any]
+    samples_drawn: int
+    groups: tuple[GroupState, ...]
+
+
+class RolloutStream:
+    """The state of a stream, and what is to be done as things happen.
+
+    Args:
+        plan: of it.
+        engines: by number.
+        draw: gives so many further prompts: the number of each draw, and the index of its prompt.
+        prompt_tokens: of a prompt, by its index.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        plan: StreamPlan,
+        engines: Sequence[StreamEngine],
+        draw: Callable[[int], Iterable[tuple[int, int]]],
+        prompt_tokens: Callable[[int], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plan, self._engines, self._prompt_tokens, self._clock = plan, list(engines), prompt_tokens, clock
+        self.ledger = Ledger(plan.limits, draw)
+        self._dispatcher = Dispatcher(len(engines), plan.requests_per_engine, self._expected)
+        self._groups: dict[int, _Gathered] = {}
+        self._learning: tuple[GroupRows, ...] = ()
+        self._given_up: set[int] = set()
+        self._requests: dict[int, StreamRequest] = {}
+        self.samples_drawn = 0
+        """Ids of samples that were given out."""
+        self._version = 0
+        self._length = _FIRST_GUESS
+        self._changed = asyncio.Condition()
+        self._failure: Exception | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._open = False
+        self.figures = StreamFigures(len(engines), clock)
+
+    # What the driver asks for
+
+    def open(self, version: int) -> None:
+        """Begin: engines serve this version, and what they make from here on is collected."""
+        self._version, self._open = version, True
+        for number in range(len(self._engines)):
+            self._spawn(self._collect(number))
+        self._feed()
+
+    async def take(self, version: int) -> StepRows:
+        """The groups of the step from `version`; waits for them.
+
+        Raises:
+            EngineError: an engine failed.
+        """
+        began = self._clock()
+        self._drop(self.ledger.evict(version), "evicted")
+        self._feed()
+        async with self._changed:
+            while (taken := self._taken(version)) is None:
+                await self._changed.wait()
+        self.figures.waited(self._clock() - began)
+        self._drop(taken.evicted, "evicted")
+        self._drop(taken.dropped, "dropped")
+        self.figures.count("carried", taken.carried)
+        self._learning = tuple(self._rows(group) for group in taken.groups)
+        self._feed()
+        return StepRows(self._learning, taken, self.figures.collect(self._dispatcher, self.ledger))
+
+    def learned(self, version: int) -> None:
+        """The step is over, and the engines serve this version."""
+        self._version = version
+        self._learning = ()
+        self.ledger.learned()
+        self._feed()
+
+    def give_back(self) -> None:
+        """The step that is under way will not learn: what it took is there again."""
+        for each in self._learning:
+            ends = {end.place: (end, row) for end, row in zip(each.ends, each.rows, strict=True)}
+            self._groups[each.group.number] = _Gathered(each.group, each.ends[0].sample, ends)
+        self._learning = ()
+        self.ledger.give_back()
+
+    def close(self) -> None:
+        """Collect nothing any more."""
+        self._open = False
+        for task in self._tasks:
+            task.cancel()
+
+    # Over a restart
+
+    async def state(self) -> StreamState:
+        """All that is under way, with what it has; the stream goes on meanwhile."""
+        partial: dict[int, Any] = {}
+        for engine in self._engines:
+            partial |= await engine.under_way()
+        self._raise_failure()
+        # What ended while engines were asked is known as ended.
+        groups = [
+            GroupState(
+                gathered.group.number,
+                gathered.first_sample,
+                tuple(gathered.ends[place] for place in sorted(gathered.ends)),
+                {
+                    place: partial.get(gathered.first_sample + place)
+                    for place in range(self._plan.samples_per_prompt)
+                    if place not in gathered.ends
+                },
+            )
+            for gathered in sorted(self._groups.values(), key=lambda each: each.group.number)
+        ]
+        return StreamState(self.ledger.state(), self.samples_drawn, tuple(groups))
+
+    def restore(self, state: StreamState) -> None:
+        """Go on where `state` was taken, before `open`."""
+        self.samples_drawn = state.samples_drawn
+        self.ledger.restore(state.ledger)
+        known = {
+            each["number"]: Group(each["number"], each["prompt"], each["attempt"]) for each in state.ledger["groups"]
+        }
+        for each in state.groups:
+            ends = {end.place: (end, row) for end, row in each.ended}
+            gathered = _Gathered(known[each.number], each.first_sample, ends, began=self._clock())
+            self._groups[each.number] = gathered
+            self._ask(gathered, each.begun)
+
+    # What happens
+
+    async def _collect(self, number: int) -> None:
+        """See what ends at an engine, for as long as the stream is open."""
+        while self._open:
+            ended = await self._engines[number].ended()
+            for place, end in enumerate(ended.samples):
+                self._ended(end, Row(ended.rows, place))
+            if ended.samples:
+                self._feed()
+                async with self._changed:
+                    self._changed.notify_all()
+
+    def _ended(self, end: SampleEnd, row: Row) -> None:
+        self._dispatcher.ended(end.sample)
+        self._requests.pop(end.sample, None)
+        if end.sample in self._given_up:
+            self._given_up.discard(end.sample)
+            return
+        gathered = self._groups[end.group]
+        if not end.whole:  # for a reason of the engine's own
+            self._drop((gathered.group,), "lost")
+            self.ledger.lost(end.group)
+            return
+        self._length = _REMEMBERED * self._length + (1 - _REMEMBERED) * end.tokens
+        self.figures.ended(end.tokens)
+        gathered.ends[end.place] = end, row
+        if len(gathered.ends) == self._plan.samples_per_prompt:
+            self._dispatcher.forget(end.group)
+            self.ledger.became_whole(end.group, min(each.oldest for each, _ in gathered.ends.values()))
+
+    def _taken(self, version: int) -> Taken | None:
+        self._raise_failure()
+        return self.ledger.take(version)
+
+    def _feed(self) -> None:
+        """Begin groups while there is room, and send requests to engines that have room."""
+        if not self._open:
+            return
+        for group in self.ledger.admit():
+            gathered = _Gathered(group, self.samples_drawn, began=self._clock())
+            self.samples_drawn += self._plan.samples_per_prompt
+            self._groups[group.number] = gathered
+            self._ask(gathered, {})
+        sent: dict[int, list[StreamRequest]] = {}
+        for engine, asked in self._dispatcher.send():
+            sent.setdefault(engine, []).append(self._requests[asked.sample])
+            self.ledger.sent(asked.group, self._version)
+        for engine, requests in sent.items():
+            self._spawn(self._engines[engine].submit(requests))
+        self.figures.look(self._dispatcher)
+
+    def _ask(self, gathered: _Gathered, begun: Mapping[int, Any]) -> None:
+        group, tokens = gathered.group, self._prompt_tokens(gathered.group.prompt)
+        for place in range(self._plan.samples_per_prompt):
+            if place in gathered.ends:
+                continue
+            sample = gathered.first_sample + place
+            self._requests[sample] = StreamRequest(sample, group.number, place, group.prompt, tokens, begun.get(place))
+            self._dispatcher.add(Asked(sample, group.number, tokens))
+
+    def _drop(self, groups: Iterable[Group], why: str) -> None:
+        """Have nothing more of groups that went back."""
+        for group in groups:
+            gathered = self._groups.pop(group.number)
+            self.figures.count(why)
+            for sample in range(gathered.first_sample, gathered.first_sample + self._plan.samples_per_prompt):
+                self._requests.pop(sample, None)
+            for engine, samples in self._dispatcher.forget(group.number).items():
+                self._given_up.update(samples)
+                self._spawn(self._engines[engine].abort(samples))
+
+    def _rows(self, group: Group) -> GroupRows:
+        gathered = self._groups.pop(group.number)
+        ends, rows = zip(*(gathered.ends[place] for place in range(self._plan.samples_per_prompt)), strict=True)
+        return GroupRows(group, ends, rows)
+
+    def _expected(self, prompt_tokens: int) -> float:
+        return self._length
+
+    # Failures
+
+    def _spawn(self, action: Any) -> None:
+        task = asyncio.get_running_loop().create_task(action)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        self._failure = self._failure or (error if isinstance(error, Exception) else EngineError(str(error)))
+        wake = asyncio.get_running_loop().create_task(self._wake())
+        self._tasks.add(wake)
+        wake.add_done_callback(self._tasks.discard)
+
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure

@@ -1,0 +1,182 @@
+"""The controller against engines that only count tokens, on a clock that jumps."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from benchmarks.stand_in_engine import StandInEngine
+from benchmarks.virtual_clock import run
+from engine3d.errors import EngineError
+from hybridflow.rollout.ledger import StreamLimits
+from hybridflow.rollout.requests import Ended, StreamRequest
+from hybridflow.rollout.stream import RolloutStream, StepRows, StreamPlan, StreamState
+
+SAMPLES = 2
+
+
+class _Setup:
+    """A stream with stand-in engines and a version that counts steps."""
+
+    def __init__(self, limits: StreamLimits, *, engines: int = 2, slots: int = 4, seed: int = 0) -> None:
+        self.version = 0
+        chance = random.Random(seed)
+        lengths: dict[tuple[int, int], int] = {}
+
+        def length(request: StreamRequest) -> int:
+            return lengths.setdefault((request.group, request.place), min(200, int(chance.paretovariate(1.2) * 5)))
+
+        self.engines = [
+            StandInEngine(slots, lambda n: 0.01 + 0.001 * n, length, lambda: self.version) for _ in range(engines)
+        ]
+        self._numbers = itertools.count()
+        self.plan = StreamPlan(limits, SAMPLES, slots, engines)
+        self.stream = self.another()
+
+    def another(self) -> RolloutStream:
+        clock = asyncio.get_running_loop().time
+        return RolloutStream(self.plan, self.engines, self._draw, lambda prompt: 3 + prompt, clock)
+
+    def _draw(self, count: int) -> Iterator[tuple[int, int]]:
+        return ((number, number % 5) for number in itertools.islice(self._numbers, count))
+
+    async def step(self, train_s: float = 0.5) -> StepRows:
+        rows = await self.stream.take(self.version)
+        await asyncio.sleep(train_s)
+        self.version += 1
+        self.stream.learned(self.version)
+        return rows
+
+
+def _check(rows: StepRows, groups: int, staleness: int) -> None:
+    assert len(rows.groups) == groups
+    for each in rows.groups:
+        assert [end.place for end in each.ends] == list(range(SAMPLES))
+        assert {end.group for end in each.ends} == {each.group.number}
+        for end, row in zip(each.ends, each.rows, strict=True):
+            assert isinstance(row.rows, type(None)) and row.place >= 0 and end.whole
+    assert max(rows.taken.staleness) <= staleness
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_each_prompt_is_learned_from_once_and_sample_ids_are_never_used_again(staleness: int) -> None:
+    async def learn() -> list[StepRows]:
+        setup = _Setup(StreamLimits(4, staleness))
+        setup.stream.open(0)
+        return [await setup.step() for _ in range(20)]
+
+    steps, _ = run(learn())
+    for rows in steps:
+        _check(rows, 4, staleness)
+    groups = [each.group.number for rows in steps for each in rows.groups]
+    samples = [end.sample for rows in steps for each in rows.groups for end in each.ends]
+    assert len(set(groups)) == len(groups) and len(set(samples)) == len(samples)
+    if not staleness:
+        assert groups == list(range(80))
+
+
+def test_running_ahead_takes_less_time_and_keeps_engines_busy() -> None:
+    async def learn(limits: StreamLimits) -> tuple[float, float]:
+        setup = _Setup(limits, engines=4, slots=8)
+        setup.stream.open(0)
+        for _ in range(30):
+            await setup.step(train_s=0.2)
+        now = asyncio.get_running_loop().time()
+        return now, sum(engine.busy_s for engine in setup.engines) / 4 / now
+
+    (synchronous, idle), _ = run(learn(StreamLimits(16, 0)))
+    (ahead, busy), _ = run(learn(StreamLimits(16, 2)))
+    assert ahead < 0.8 * synchronous
+    assert busy > 0.9 > idle
+
+
+def test_a_step_takes_the_first_of_more_than_it_needs_and_the_rest_is_aborted() -> None:
+    async def learn() -> list[StepRows]:
+        setup = _Setup(StreamLimits(4, 0, extra=2))
+        setup.stream.open(0)
+        steps = [await setup.step() for _ in range(10)]
+        await asyncio.sleep(100)
+        assert all(setup.stream._dispatcher.in_flight(engine)[0] <= 6 * SAMPLES for engine in range(2))
+        return steps
+
+    steps, _ = run(learn())
+    for rows in steps:
+        _check(rows, 4, 0)
+        assert len(rows.taken.dropped) == 2
+    assert steps[1].figures["stream/dropped_groups"] == 2
+    again = [each.group for rows in steps for each in rows.groups if each.group.attempt]
+    assert again
+    groups = [each.group.number for rows in steps for each in rows.groups]
+    assert len(set(groups)) == len(groups)
+
+
+def test_a_stream_goes_on_where_its_state_was_taken() -> None:
+    async def learn() -> tuple[list[StepRows], StreamState]:
+        setup = _Setup(StreamLimits(4, 2, queue="freshest_first"))
+        setup.stream.open(0)
+        steps = [await setup.step() for _ in range(7)]
+        await asyncio.sleep(0.1)
+        state = await setup.stream.state()
+        setup.stream.close()
+        setup.engines = [StandInEngine(4, lambda n: 0.01, lambda _: 7, lambda: setup.version) for _ in range(2)]
+        setup.stream = setup.another()
+        setup.stream.restore(state)
+        assert (await setup.stream.state()).ledger == state.ledger
+        setup.stream.open(setup.version)
+        steps += [await setup.step() for _ in range(9)]
+        return steps, state
+
+    steps, state = run(learn())[0]
+    groups = [each.group.number for rows in steps for each in rows.groups]
+    samples = [end.sample for rows in steps for each in rows.groups for end in each.ends]
+    assert len(set(groups)) == len(groups) and len(set(samples)) == len(samples)
+    assert any(each.ended and len(each.ended) < SAMPLES for each in state.groups) or any(
+        len(each.ended) == SAMPLES for each in state.groups
+    )
+    held = {each["number"] for each in state.ledger["groups"]}
+    assert held <= set(groups)
+
+
+def test_what_a_step_took_that_does_not_learn_is_there_again() -> None:
+    async def learn() -> tuple[StepRows, StepRows]:
+        setup = _Setup(StreamLimits(4, 1))
+        setup.stream.open(0)
+        first = await setup.stream.take(0)
+        setup.stream.give_back()
+        return first, await setup.stream.take(0)
+
+    first, second = run(learn())[0]
+    assert first.groups == second.groups
+
+
+def test_an_engine_that_fails_ends_the_wait_for_groups() -> None:
+    class Failing(StandInEngine):
+        async def ended(self) -> Ended:
+            await asyncio.sleep(0.05)
+            raise EngineError("rollout engine died: no more memory")
+
+    async def learn() -> None:
+        setup = _Setup(StreamLimits(4, 1))
+        setup.engines[1] = Failing(4, lambda n: 0.01, lambda _: 700)
+        setup.stream = setup.another()
+        setup.stream.open(0)
+        with pytest.raises(EngineError, match="no more memory"):
+            await setup.stream.take(0)
+
+    run(learn())
+
+
+def test_prompts_go_to_engines_that_have_room_as_responses_end() -> None:
+    async def learn() -> Sequence[int]:
+        setup = _Setup(StreamLimits(32, 0), engines=2, slots=4)
+        setup.engines[0]._step_s = lambda _: 0.1  # ten times slower than the other
+        setup.stream.open(0)
+        await setup.stream.take(0)
+        return [round(engine.tokens) for engine in setup.engines]
+
+    slow, fast = run(learn())[0]
+    assert fast > 4 * slow
