@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hybridflow.rollout.requests import Ended, SampleEnd, StreamRequest
+from hybridflow.batch.stream_requests import Ended, SampleEnd, StreamRequest
 
 
 class StandInEngine:

@@ -72,11 +72,13 @@ class SampleBatch(SampleFields):
         policy_versions: Sequence[int],
         finish_reasons: Sequence[FinishReason | str],
         response_masks: Sequence[Sequence[bool]] | None = None,
+        token_versions: Sequence[Sequence[int]] | None = None,
     ) -> SampleBatch:
         """Build a batch from lists, one entry a sample.
 
         `finish_reasons` takes the names "stop", "length" and "abort" too. `response_masks` says which response tokens
-        the policy wrote; without it, all of them. Raises ValueError naming the sample whose lists do not fit together.
+        the policy wrote; without it, all of them. `token_versions` is of the weights that drew each token. Raises
+        ValueError naming the sample whose lists do not fit together.
         """
         for name, rows in (
             ("responses", responses),
@@ -87,15 +89,18 @@ class SampleBatch(SampleFields):
             ("policy_versions", policy_versions),
             ("finish_reasons", finish_reasons),
             ("response_masks", prompts if response_masks is None else response_masks),
+            ("token_versions", prompts if token_versions is None else token_versions),
         ):
             if len(rows) != len(prompts):
                 raise ValueError(f"samples: {len(rows)} entries of {name} for {len(prompts)} prompts")
         masks = responses if response_masks is None else response_masks
-        for sample_id, response, row, mask in zip(sample_ids, responses, logprobs, masks, strict=True):
-            if len(row) != len(response) or len(mask) != len(response):
+        versions = responses if token_versions is None else token_versions
+        for sample_id, response, *rows in zip(sample_ids, responses, logprobs, masks, versions, strict=True):
+            row, mask, version = map(len, rows)
+            if {row, mask, version} != {len(response)}:
                 raise ValueError(
-                    f"samples: sample {sample_id} has {len(response)} response tokens, {len(row)} log-probs and "
-                    f"{len(mask)} mask entries, expected as many of each"
+                    f"samples: sample {sample_id} has {len(response)} response tokens, {row} log-probs, "
+                    f"{mask} mask entries and {version} versions, expected as many of each"
                 )
         response_lengths = _int64([len(response) for response in responses])
         batch = cls(
@@ -111,6 +116,7 @@ class SampleBatch(SampleFields):
             prompt_indices=_int64(prompt_indices),
             policy_versions=_int64(policy_versions),
             finish_reasons=_int64([_finish_reason(reason) for reason in finish_reasons]),
+            token_versions=None if token_versions is None else _end_to_end(token_versions, "q"),
         )
         bad = (~batch.logprobs.isfinite()).nonzero()
         if len(bad):

@@ -54,7 +54,7 @@ def column_types(tokens: Mapping[str, str], response: str) -> dict[str, tuple[st
     types = dict.fromkeys((field.name for field in dataclasses.fields(SampleFields)), (SAMPLE, torch.int64))
     types |= dict.fromkeys(("rewards", "costs"), (SAMPLE, torch.float32))
     types |= dict.fromkeys(("logprobs", *_OF_RESPONSES, "weights"), (response, torch.float32))
-    types |= {"response_mask": (response, torch.bool)}
+    types |= {"response_mask": (response, torch.bool), "token_versions": (response, torch.int64)}
     types |= {name: (wide(response), dtype) for name, dtype in WIDE.items()}
     return {name: (shape, torch.int64) for name, shape in tokens.items()} | types
 
@@ -86,9 +86,11 @@ class SampleFields(ABC):
     prompt_indices: Tensor
     """(B,) int64: index of the prompt, and so of its answer, in the data set."""
     policy_versions: Tensor
-    """(B,) int64: version of the weights that generated the response."""
+    """(B,) int64: version of the oldest weights that drew a token of the response."""
     finish_reasons: Tensor
     """(B,) int64: values of `FinishReason`."""
+    token_versions: Tensor | None = None
+    """Of responses, int64: version of the weights that drew each token; None where `policy_versions` holds for all."""
     rewards: Tensor | None = None
     """(B,) float32."""
     costs: Tensor | None = None

@@ -20,11 +20,13 @@ from engine3d.input_files import MOST_LIST_BYTES, read_json_object
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.checkpoint.batch_files import read_batch, write_batch
 from hybridflow.checkpoint.evaluation_result import Measured
+from hybridflow.rollout.stream_source import HeldStream
 
 DRIVER = "driver.json"
 _EVALUATIONS = ("first_evaluation", "last_evaluation")
 _WITHOUT_SUBJECT = {"accuracy_before", "accuracy_after"}
 _REPLAY = "replay.safetensors"
+_STREAM = {"ended": "stream-ended.safetensors", "begun": "stream-begun.safetensors"}
 _BATCH_NAME = "buffer-{:05d}.safetensors"
 _BATCH = re.compile(r"buffer-\d{5,}\.safetensors")
 
@@ -83,6 +85,7 @@ class RunState:
         algorithm: what the algorithm's controllers have learned, such as the KL coefficient or the Lagrange multiplier:
             numbers by name, by the name of the controller.
         replay: samples of former steps that the algorithm keeps, in its order; None where it keeps none.
+        stream: what a stream of rollouts had under way; None of a run without one.
     """
 
     step: int
@@ -99,22 +102,32 @@ class RunState:
     buffer: tuple[SampleBatch, ...] = ()
     algorithm: dict[str, dict[str, float]] = field(default_factory=dict)
     replay: SampleBatch | None = None
+    stream: HeldStream | None = None
 
     def write(self, directory: Path) -> list[Path]:
         """Write driver.json and a file for each batch and for the samples that are kept; their paths."""
         batches = [directory / _BATCH_NAME.format(number) for number in range(len(self.buffer))]
         for path, batch in zip(batches, self.buffer, strict=True):
             write_batch(path, batch)
-        names = [each.name for each in dataclasses.fields(self) if each.name not in ("buffer", "replay")]
+        names = [each.name for each in dataclasses.fields(self) if each.name not in ("buffer", "replay", "stream")]
         facts = {name: getattr(self, name) for name in names}
         if self.replay is not None:
             write_batch(directory / _REPLAY, self.replay)
             facts["replay"] = _REPLAY
+        streamed = []
+        if self.stream is not None:
+            facts["stream"] = {"ledger": self.stream.ledger, "first_samples": self.stream.first_samples}
+            for name, samples in (("ended", self.stream.ended), ("begun", self.stream.begun)):
+                if samples is not None:
+                    streamed.append(directory / _STREAM[name])
+                    write_batch(streamed[-1], samples)
+                    facts["stream"][name] = _STREAM[name]
         facts |= {"random": dataclasses.asdict(self.random), "buffer": [path.name for path in batches]}
         for name in _EVALUATIONS:
             facts[name] = dataclasses.asdict(facts[name]) if facts[name] is not None else None
         (directory / DRIVER).write_text(json.dumps(facts, indent=1) + "\n")
-        return [directory / DRIVER, *batches, *([directory / _REPLAY] if self.replay is not None else [])]
+        replayed = [directory / _REPLAY] if self.replay is not None else []
+        return [directory / DRIVER, *batches, *replayed, *streamed]
 
     @classmethod
     def read(cls, directory: Path) -> RunState:
@@ -135,11 +148,12 @@ class RunState:
             if kept not in (None, _REPLAY):
                 raise ValueError(f"replay: {shortened(repr(kept))}, expected {_REPLAY}")
             replay = read_batch(directory / _REPLAY) if kept is not None else None
+            stream = _read_stream(directory, facts.pop("stream", None))
             if facts.keys() >= _WITHOUT_SUBJECT:
                 facts = {name: fact for name, fact in facts.items() if name not in _WITHOUT_SUBJECT}
                 facts |= dict.fromkeys(_EVALUATIONS)
             facts = {name: _checked(cls, name, value) for name, value in facts.items()}
-            return cls(**facts | {"buffer": batches, "replay": replay})
+            return cls(**facts | {"buffer": batches, "replay": replay, "stream": stream})
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}") from None
         except ValidationError as error:
@@ -149,6 +163,17 @@ class RunState:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = shortened(" ".join(str(error).split()), 300)
             raise UserError(f"{path} is not the state of a run's driver: {reason}") from None
+
+
+def _read_stream(directory: Path, facts: Any) -> HeldStream | None:
+    if facts is None:
+        return None
+    batches = {}
+    for name, file in _STREAM.items():
+        if (kept := facts.get(name)) not in (None, file):
+            raise ValueError(f"stream.{name}: {shortened(repr(kept))}, expected {file}")
+        batches[name] = read_batch(directory / file) if kept is not None else None
+    return HeldStream(dict(facts["ledger"]), dict(facts["first_samples"]), **batches)
 
 
 def _checked(kind: type, name: str, value: Any) -> Any:

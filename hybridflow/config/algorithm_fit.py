@@ -13,10 +13,13 @@ from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.algorithms.vapo import VAPOSettings
 from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import TrainerConfig
+from hybridflow.config.stream_fit import stream_misfits
 
 
 def misfits(algorithm: AlgorithmSettings, trainer: TrainerConfig, rollout: RolloutRole) -> Iterator[str]:
     """What does not go together, a line each."""
+    if rollout.stream is not None or trainer.max_staleness > 1:
+        yield from stream_misfits(algorithm, trainer, rollout)
     if algorithm.correction is not None:
         yield from _of_correction(algorithm, algorithm.correction, trainer)
     if isinstance(algorithm, DynamicSamplingSettings) and algorithm.dynamic_sampling:

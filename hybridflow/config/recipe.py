@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -217,6 +218,16 @@ class Recipe(Settings):
     def _served(self) -> tuple[str, ...]:
         """The models beside the actor's that engines of their own serve."""
         return ("teacher",) if self.teacher_engine is not None else ()
+
+    @property
+    def extra_groups(self) -> int:
+        """Groups under way beyond those that the steps ahead need."""
+        return math.ceil(self.rollout.over_sampling * self.trainer.prompts_per_step)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether engines generate while models learn."""
+        return self.trainer.max_staleness > 0 or self.rollout.stream is not None
 
     @property
     def trained_roles(self) -> tuple[str, ...]:

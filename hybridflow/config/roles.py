@@ -12,6 +12,7 @@ from engine3d.rollout.config import NEUTRAL, RolloutConfig, SamplingConfig
 from engine3d.settings import LONGEST_S, MOST_SAMPLES, AbsolutePath, Settings
 from engine3d.training.config import TrainConfig
 from hybridflow.cluster.devices.device_map import MOST_DEVICES
+from hybridflow.config.stream import StreamConfig
 
 
 class CreateModel(Settings):
@@ -65,6 +66,12 @@ class RolloutRole(Settings):
     sampling: SamplingConfig = SamplingConfig()
     samples_per_prompt: int = Field(8, ge=1, le=MOST_SAMPLES)
     """Responses to each prompt of a step."""
+    stream: StreamConfig | None = None
+    """Rollouts come one by one, from engines on devices of their own, and a step learns from the groups that are whole.
+    All prompts of a step at once, and a step from all of them, if null."""
+    over_sampling: float = Field(0.0, ge=0, le=16)
+    """With `stream`: by what share of `trainer.prompts_per_step` more groups are under way, of which a step takes the
+    first that are whole."""
     weights: WeightsConfig = WeightsConfig()
     verify_weights: bool = False
     """After every transfer, compare all engines bit for bit with what SGLang loads from an export of the actor."""
@@ -79,6 +86,12 @@ class RolloutRole(Settings):
                 "temperature, whose log-probs are learned from: gradient, ratio and KL would be of what was not drawn; "
                 f"expected {NEUTRAL[name]:g}, or trainer.eval_sampling.{name} for evaluation alone"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _streams(self) -> RolloutRole:
+        if self.over_sampling and self.stream is None:
+            raise ValueError(f"over_sampling={self.over_sampling:g} without a stream, expected stream: {{}}, or 0")
         return self
 
     def layout(self, devices: int) -> Layout:

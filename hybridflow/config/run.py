@@ -56,9 +56,10 @@ class TrainerConfig(Settings):
     """Optimizer steps that one rollout is divided into."""
     epochs: int = Field(1, ge=1, le=MOST_STEPS)
     """Passes over each rollout."""
-    max_staleness: int = Field(0, ge=0, le=1)
+    max_staleness: int = Field(0, ge=0, le=1024)
     """Versions by which the weights that made a sample may be older than those that learn from it. At 1 the engines
-    respond to the next step's prompts while the models learn from this one's; they need devices of their own."""
+    respond to the next step's prompts while the models learn from this one's; they need devices of their own. Above 1
+    only with `rollout.stream`."""
     eval_before_train: bool = True
     """Evaluate before the first step."""
     eval_interval: int | None = Field(None, ge=1)

@@ -71,7 +71,7 @@ def check_layouts(
     check_engine_nodes(recipe, devices["rollout"])
     if "reward" in devices:
         check_reward_devices(len(devices["reward"]))
-    if recipe.trainer.max_staleness:
+    if recipe.runs_ahead:
         check_apart(devices, layouts)
     check_batch_sizes(recipe, engines=engines.dp, replicas=max(layout.dp for layout in layouts.values()))
     check_baselines(recipe, layouts)
@@ -117,8 +117,8 @@ def check_apart(devices: Mapping[str, Sequence[Device]], models: Iterable[str]) 
     for role in models:
         if shared := sorted(set(devices[role]) & set(devices["rollout"])):
             raise UserError(
-                f"trainer.max_staleness=1 with placement.rollout and placement.{role} both on {shared[0].kind}:"
-                f"{shared[0].index} of node {shared[0].node}, expected rollout on devices of its own"
+                f"trainer.max_staleness or rollout.stream with placement.rollout and placement.{role} both on "
+                f"{shared[0].kind}:{shared[0].index} of node {shared[0].node}, expected rollout on devices of its own"
             )
 
 

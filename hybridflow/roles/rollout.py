@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Concatenate, cast
+from typing import Any, Concatenate, cast
 
+from engine3d.errors import UserError
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Place
 from engine3d.reshard.plan.coordinate import ReceiveOrder
@@ -16,11 +17,14 @@ from engine3d.reshard.transport.sender import Sent, Transport
 from engine3d.reshard.verify import Difference
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
 from engine3d.rollout.engine import RolloutEngine
+from engine3d.rollout.host.stream import UnderWay
 from engine3d.rollout.member import EngineMember
 from engine3d.rollout.part import EnginePart, PartCalls
 from engine3d.training.offload import OffloadFigures
 from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import DrawnPrompt
+from hybridflow.roles.rollout_stream import EngineStream
 from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PROTO, register
 
@@ -62,6 +66,9 @@ class RolloutWorker:
             lie, if the engine is to share them.
     """
 
+    threads_beside = 4
+    """For a stream: one waits for what ends, while others ask for more."""
+
     def __init__(
         self,
         context: WorkerContext,
@@ -76,6 +83,7 @@ class RolloutWorker:
         ranks = slice(number * config.tp, (number + 1) * config.tp)
         self._number, self._ranks, self._places = number, ranks, places[ranks]
         self._weight_bytes, self._moved = 0, OffloadFigures()
+        self._stream: EngineStream | None = None
         part = EnginePart(context.coordinates.tp, context.layout.tp, context.store)
         self._calls = PartCalls(part, config.start_timeout_s)
         given = config, context.devices, log_path, weight_sources[ranks]
@@ -182,9 +190,12 @@ class RolloutWorker:
 
     @register(ONE_TO_ALL)
     @on_first_host(None)
-    def begin_weights(self, version: int) -> None:
-        """Let no generation begin until `version` is committed; wait for those that run."""
-        self._engine.begin_weights(version)
+    def begin_weights(self, version: int, *, under_way: UnderWay = "wait") -> None:
+        """Let no generation begin until `version` is committed; wait for those that run.
+
+        `under_way`: what becomes of the responses of a stream.
+        """
+        self._engine.begin_weights(version, under_way=under_way)
 
     @register(ONE_TO_ALL)
     @on_first_host(list[dict[Transport, Sent]]())
@@ -216,6 +227,18 @@ class RolloutWorker:
     def recommit_weights(self, version: int) -> None:
         """Serve `version` again, which was served before its memory was given back: no step ends with it."""
         self._engine.commit_weights(version)
+
+    # Beside the calls of the group, of the controller of a stream (`RankProcess.call_beside`)
+
+    def open_stream(self, prompts: PackedPrompts, sampling: SamplingConfig) -> None:
+        """Take requests for responses to these prompts from here on."""
+        self._stream = EngineStream(self._engine, prompts, sampling)
+
+    def of_stream(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the `EngineStream`. Raises UserError before `open_stream`."""
+        if self._stream is None:
+            raise UserError(f"rollout engine {self._number}: {method} of a stream that was not opened")
+        return getattr(self._stream, method)(*arguments)
 
     def shutdown(self) -> None:
         """End the engine's processes on this host."""

@@ -34,12 +34,23 @@ class Generator:
     Args:
         rollout: the engines.
         before: called before engines are asked.
+        reserve: gives the first of so many ids of samples, where a stream gives ids out too.
     """
 
-    def __init__(self, rollout: Engines, before: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        rollout: Engines,
+        before: Callable[[], None] = lambda: None,
+        reserve: Callable[[int], int] | None = None,
+    ) -> None:
         self._rollout, self._before = rollout, before
+        self._reserve = reserve or self._own
         self.samples_drawn = 0
-        """Ids that were given out."""
+        """Ids that were given out, unless `reserve` gives them."""
+
+    def _own(self, count: int) -> int:
+        first, self.samples_drawn = self.samples_drawn, self.samples_drawn + count
+        return first
 
     def generate(self, draw: Draw, sampling: SamplingConfig, samples_per_prompt: int) -> RemoteBatch:
         """So many responses to each prompt, those to one prompt side by side."""
@@ -48,8 +59,7 @@ class Generator:
     def begin(self, draw: Draw, sampling: SamplingConfig, samples_per_prompt: int) -> Future[SampleBatch]:
         """The same as a call whose `batch` the responses are."""
         self._before()
-        first_sample = self.samples_drawn
-        self.samples_drawn += len(draw.indices) * samples_per_prompt
+        first_sample = self._reserve(len(draw.indices) * samples_per_prompt)
         drawn = [
             DrawnPrompt(
                 draw.prompts.tokens[index], index, draw.first_group + place, first_sample + place * samples_per_prompt

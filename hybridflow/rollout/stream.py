@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine3d.errors import EngineError
+from hybridflow.batch.stream_requests import SampleEnd, StreamEngine, StreamRequest
 from hybridflow.rollout.dispatch import Asked, Dispatcher
 from hybridflow.rollout.ledger import Group, Ledger, StreamLimits, Taken
-from hybridflow.rollout.requests import SampleEnd, StreamEngine, StreamRequest
 from hybridflow.rollout.stream_figures import StreamFigures
 
 _FIRST_GUESS = 256.0

@@ -170,7 +170,12 @@ class _Specs:
         )
         # It serves nothing before the actor's weights have come: no need to read others from the disk.
         arguments = {"load_format": "dummy", **engine.server_args}
-        given = {"seed": recipe.seed + engine.seed, "server_args": arguments, "max_total_tokens": tokens}
+        given = {
+            "seed": recipe.seed + engine.seed,
+            "server_args": arguments,
+            "max_total_tokens": tokens,
+            "token_versions": engine.token_versions or recipe.rollout.stream is not None,
+        }
         return RoleSpec(
             "rollout",
             RolloutGroup,

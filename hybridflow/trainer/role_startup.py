@@ -28,10 +28,12 @@ from hybridflow.roles.groups import (
     ValueGroup,
 )
 from hybridflow.roles.offload import check_offload
+from hybridflow.rollout.stream_source import EngineHandles
 from hybridflow.rundir.watching import ENGINES, TEACHER_ENGINES
 from hybridflow.trainer.role_specs import RoleGroup, RoleSpec, role_specs
 from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.start_log import StartLog
+from hybridflow.workers.rank_process import BESIDE
 from hybridflow.workers.standstill import ProgressLimits
 from hybridflow.workers.worker_group import WorkerGroup
 
@@ -69,6 +71,16 @@ class Roles:
         return list(dict.fromkeys(every))
 
     @property
+    def engine_handles(self) -> EngineHandles:
+        """How a rollout controller reaches the engines."""
+        hosts, ranks = self.rollout.layout.tp, self.rollout.ranks  # of an engine the first host's rank answers
+        return EngineHandles(tuple(ranks.actors[::hosts]), tuple(ranks.nodes[::hosts]), BESIDE)
+
+    def check_engines(self) -> None:
+        """Raise what a rank of an engine died of."""
+        self.rollout.ranks.check("stream")
+
+    @property
     def learning(self) -> dict[str, ModelGroup]:
         """The actor and every critic, by role."""
         return {role: self.models.get(role, self.actor) for role in self.trained}
@@ -95,7 +107,7 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
         stack.callback(ray_runtime.stop_ray)
         nodes = resource_pool.cluster_nodes()
         devices = pool_devices(wanted, pools, nodes)
-        if recipe.trainer.max_staleness:
+        if recipe.runs_ahead:
             check_apart(devices, ("actor", *recipe.models))
         check_offload(recipe, devices)
         if recipe.functions:

@@ -39,6 +39,7 @@ from hybridflow.roles.reward import reward_result
 from hybridflow.roles.value import NAMES
 from hybridflow.rollout.generator import Generator
 from hybridflow.rollout.prefetch import Lookahead, Rollout
+from hybridflow.rollout.stream_source import StreamSource
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.correcting import Corrected, corrected, tell_empty
 from hybridflow.trainer.role_startup import Roles
@@ -63,8 +64,13 @@ class Machinery:
     phases: PhaseFile
     sampler: PromptSampler
     generator: Generator
-    lookahead: Lookahead
+    lookahead: Lookahead | StreamSource
     controllers: Controllers
+
+    @property
+    def stream(self) -> StreamSource | None:
+        """The stream that rollouts come from, if they do."""
+        return self.lookahead if isinstance(self.lookahead, StreamSource) else None
 
     def texts(self, batch: RemoteBatch, rewards: Tensor, prompts: Prompts) -> list[SampleText]:
         """Some of these samples as texts: as many as `metrics.samples_per_step`.
@@ -158,6 +164,8 @@ class TrainerStep(Step[Any]):
     # Responses
 
     def draw(self, count: int | None = None) -> Draw:
+        if self.machinery.stream is not None:
+            self.machinery.phases.enter("rollout")
         return self.machinery.lookahead.draw(count)
 
     def generate(self, draw: Draw) -> RemoteBatch:
@@ -171,6 +179,8 @@ class TrainerStep(Step[Any]):
         batch = rollout.batch
         self.tokens += int(batch.lengths.sum())
         self.values |= rollout_metrics(self._rollouts, serving)
+        if self.machinery.stream is not None:
+            self.values |= self.machinery.stream.take_figures()
         # A resumed run may hold a rollout that was made ahead, and make no more of them.
         older = bool((batch.facts["policy_versions"] < serving).any())
         self.stale |= self.machinery.recipe.trainer.max_staleness > 0 or older

@@ -34,6 +34,7 @@ from hybridflow.metrics.timeline import timeline
 from hybridflow.roles.offload import offload_metrics, offloaded_groups
 from hybridflow.rollout.generator import Generator
 from hybridflow.rollout.prefetch import Lookahead
+from hybridflow.rollout.stream_source import HeldStream, StreamSource
 from hybridflow.rundir.file_names import DEVICES, EXPORT, TIMELINE
 from hybridflow.rundir.lock import WEIGHTS, move_aside
 from hybridflow.rundir.progress import PhaseFile
@@ -147,7 +148,13 @@ class Trainer:
         self.recipe, self.facts, self.roles = recipe, run, roles
         self.sinks, self.checkpoints, self.devices = sinks, checkpoints, devices
         sampler = PromptSampler(len(run.train), recipe.seed + recipe.data.seed)
-        generator = Generator(roles.rollout, weights.before_generation)
+        source: Lookahead | StreamSource
+        if recipe.rollout.stream is not None:
+            source = StreamSource(recipe, run.train, roles.engine_handles, roles.check_engines)
+            generator = Generator(roles.rollout, weights.before_generation, source.reserve_samples)
+        else:
+            generator = Generator(roles.rollout, weights.before_generation)
+            source = Lookahead(recipe, run.train, sampler, generator)
         self.machinery = Machinery(
             recipe=recipe,
             run=run,
@@ -156,7 +163,7 @@ class Trainer:
             phases=phases,
             sampler=sampler,
             generator=generator,
-            lookahead=Lookahead(recipe, run.train, sampler, generator),
+            lookahead=source,
             controllers=Controllers(recipe.algorithm),
         )
         self.algorithm = load(recipe.algorithm.name)
@@ -219,6 +226,8 @@ class Trainer:
             warm_up(self.machinery, self.sinks)
         wait_for(self.roles, *self.roles.starting)
         self.synchronise({})
+        if (stream := self.machinery.stream) is not None:
+            stream.open(self.version)
 
     def go_on(self, state: RunState) -> None:
         """Be where the run was when `state` was taken; the engines serve the same version of the weights."""
@@ -226,31 +235,43 @@ class Trainer:
             move_aside(self.facts.directory / EXPORT)  # that of the same run, when it was to end sooner
         wait_for(self.roles, *self.roles.starting)
         machinery, order, held, replay = self.machinery, state.sampler, state.buffer, state.replay
+        under_way = state.stream
         if self.recipe.checkpoint.accept:  # perhaps other prompts, or in another order, or another tokenizer
-            position = min([order["position"], *(int(batch.group_ids.min()) for batch in held)])
+            position = min([order["position"], *(int(batch.group_ids.min()) for batch in held), *_numbers(under_way)])
             order, held, replay = machinery.sampler.state_dict() | {"position": position}, (), None
+            under_way = None
         machinery.sampler.load_state_dict(order)
         machinery.generator.samples_drawn = state.samples_drawn
         machinery.controllers.load_state_dict(state.algorithm)
         if machinery.controllers.replay is not None:
             machinery.controllers.replay.restore(replay)
-        machinery.lookahead.restore(held)
+        if machinery.stream is not None:
+            machinery.stream.restore(order, state.samples_drawn, under_way)
+        elif isinstance(machinery.lookahead, Lookahead):
+            machinery.lookahead.restore(held)
         self.steps_done = machinery.phases.step = state.step
         self.updates = state.updates
         self.steps_without_update = state.steps_without_update
         self.first_evaluation, self.last_evaluation = state.first_evaluation, state.last_evaluation
         self.version = state.policy_version - 1
         self.synchronise({})
+        if machinery.stream is not None:
+            machinery.stream.open(self.version)
         state.random.restore()
 
     def state(self, *, with_buffer: bool = True) -> RunState:
         """All that the driver knows and later steps depend on: also a rollout that was made ahead, if `with_buffer`."""
-        replay = self.machinery.controllers.replay
+        machinery = self.machinery
+        replay, lookahead = machinery.controllers.replay, machinery.lookahead
+        order, samples, held = machinery.sampler.state_dict(), machinery.generator.samples_drawn, None
+        if machinery.stream is not None and with_buffer:
+            order, samples, held = machinery.stream.state()
+        buffer = lookahead.held() if with_buffer and isinstance(lookahead, Lookahead) else ()
         return RunState(
             step=self.steps_done,
             policy_version=self.version,
-            samples_drawn=self.machinery.generator.samples_drawn,
-            sampler=self.machinery.sampler.state_dict(),
+            samples_drawn=samples,
+            sampler=order,
             algorithm=self.machinery.controllers.state_dict(),
             updates=self.updates,
             steps_without_update=self.steps_without_update,
@@ -259,7 +280,8 @@ class Trainer:
             random=RandomState.capture(),
             run=self.facts.identity,
             inputs=self.facts.inputs,
-            buffer=tuple(batch.fetch() for batch in self.machinery.lookahead.held()) if with_buffer else (),
+            buffer=tuple(batch.fetch() for batch in buffer),
+            stream=held,
             replay=replay.samples if replay is not None else None,
         )
 
@@ -284,12 +306,19 @@ class Trainer:
         if self.recipe.checkpoint.on_stop_s is None:
             self.step(number)
             return
-        before, held = self.state(with_buffer=False), self.machinery.lookahead.held()
+        lookahead = self.machinery.lookahead
+        before = self.state(with_buffer=False)
+        held = lookahead.held() if isinstance(lookahead, Lookahead) else ()
         try:
             self.step(number)
         except Abandoned:
             log.info(f"step {number}: abandoned in phase {self.machinery.phases.phase}, as the run is to end")
-            self.end_saved(replace(before, buffer=tuple(batch.fetch() for batch in held)))
+            before = replace(before, buffer=tuple(batch.fetch() for batch in held))
+            if isinstance(lookahead, StreamSource):
+                lookahead.give_back()
+                order, samples, under_way = lookahead.state()
+                before = replace(before, sampler=order, samples_drawn=samples, stream=under_way)
+            self.end_saved(before)
 
     def end_saved(self, state: RunState) -> NoReturn:
         """Save, if that was not done yet, and end the run as a signal has asked.
@@ -329,6 +358,8 @@ class Trainer:
             self.count(step)
             self.finish_rollout(step.values)
             self.synchronise(step.values)
+            if self.machinery.stream is not None:
+                self.machinery.stream.learned(self.version)
         step.values |= offload_metrics(offloaded_groups(self.recipe, self.roles.models, self.roles.rollout))
         if step.tokens:  # none where the responses were given
             rate = step.tokens / (timer.milliseconds / 1000)
@@ -360,7 +391,7 @@ class Trainer:
 
     def finish_rollout(self, values: dict[str, float]) -> None:
         """Wait for the rollout that runs ahead, if one does: weights change between two of them."""
-        if self.recipe.trainer.max_staleness:
+        if self.recipe.trainer.max_staleness and self.machinery.stream is None:
             self.machinery.phases.enter("rollout")
             with Timer(values, metrics.ROLLOUT_WAIT_TIME):
                 self.machinery.lookahead.wait()
@@ -371,3 +402,8 @@ class Trainer:
         with Timer(values, metrics.SYNC_TIME):
             self.version += 1
             values |= self.machinery.weights.sync_weights(self.version)
+
+
+def _numbers(held: HeldStream | None) -> list[int]:
+    """Of the draws of groups that a stream has under way, or that went back."""
+    return [each["number"] for each in (*held.ledger["groups"], *held.ledger["returned"])] if held is not None else []

@@ -14,6 +14,7 @@ from engine3d.models import ModelSpec
 from engine3d.reshard.plan.coordinate import ReceiveOrder, coordinate
 from engine3d.reshard.plan.pieces import Plan
 from engine3d.reshard.transport.sender import Sent, Transport
+from engine3d.rollout.host.stream import UnderWay
 from engine3d.stores import StoreServer, file_address, listen, serve, tcp_address
 from hybridflow.cluster.runtime import ray_runtime
 from hybridflow.config.roles import RolloutRole
@@ -52,11 +53,12 @@ class WeightSync:
         self._store: StoreServer | None = None
         self._releases = config.engine.release_weights
         self._version: int | None = None
+        self._under_way: UnderWay = config.stream.on_new_weights if config.stream is not None else "wait"
 
     def before_update(self, version: int) -> None:
         """The actor's weights are about to change into `version`: engines that share their memory stop serving it."""
         if self._plan is not None and self._plan.bytes_aliased:
-            self._rollout.begin_weights(version).result()
+            self._rollout.begin_weights(version, under_way=self._under_way).result()
 
     def sync_weights(self, version: int) -> dict[str, float]:
         """Every engine serves `version` when this returns; after an error none does, nor any other version.
@@ -76,7 +78,7 @@ class WeightSync:
         if self._plan is None:
             self._plan = self._connect()
         with Timer(values, metrics.SYNC_BEGIN_TIME):
-            self._rollout.begin_weights(version).result()
+            self._rollout.begin_weights(version, under_way=self._under_way).result()
         with Timer(values, metrics.SYNC_SEND_TIME):
             sent = self._send(version)
         with Timer(values, metrics.SYNC_SEAL_TIME):

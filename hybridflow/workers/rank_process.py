@@ -25,6 +25,9 @@ from hybridflow.metrics.timeline import Span
 from hybridflow.workers.context import Answer, WorkerContext
 from hybridflow.workers.pulse import START, Pulse
 
+BESIDE = "beside"
+"""Ray's name of the threads that take calls beside those of the group."""
+
 
 class RankProcess:
     """Made a Ray actor by `WorkerGroup`: one a rank."""
@@ -110,6 +113,27 @@ class RankProcess:
 
         failure, answer = self._run(method, run)
         return answer if failure is None else (failure, failure)
+
+    def call_beside(self, method: str, results: int, /, *args: Any) -> Any:
+        """Run a method of the worker beside its calls, in a thread of its own, for whoever has this actor's handle.
+
+        Args:
+            method: of the worker.
+            results: how many it returns, as a tuple if more than one.
+            args: of it.
+
+        Returns:
+            Its results, batches packed; a failure in place of the first where there was one.
+        """
+        try:
+            found = getattr(self._worker, method)(*map(_unpacked, args))
+        except Exception as error:
+            stack = traceback.format_exc()
+            print(stack, file=sys.stderr, flush=True)
+            line = " ".join(str(error).split()) or type(error).__name__
+            failure = Failure(self._role, self._rank, method, line, isinstance(error, UserError), time.time(), stack)
+            return failure if results == 1 else (failure, *[None] * (results - 1))
+        return found
 
     def close(self) -> None:
         """Let the worker put its own processes and files away: its `shutdown()`, if it has one."""

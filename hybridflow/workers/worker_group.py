@@ -50,7 +50,7 @@ from hybridflow.workers.device_turns import GIVE_BACK, TAKE_BACK, turns
 from hybridflow.workers.failure_diagnosis import RankError, RankUserError
 from hybridflow.workers.future import Future, wait_together
 from hybridflow.workers.methods import Arguments, Caller, Grid, Protocol, Registration, registrations
-from hybridflow.workers.rank_process import RankProcess
+from hybridflow.workers.rank_process import BESIDE, RankProcess
 from hybridflow.workers.ranks import Ranks
 from hybridflow.workers.sending import Request
 from hybridflow.workers.standstill import ProgressLimits
@@ -67,7 +67,8 @@ class WorkerGroup(Caller):
         worker_class: built on every rank as `worker_class(context, *args, **kwargs)`. Its methods marked with
             `@register` are methods of the group. A method `shutdown()` is called before the processes end. An exclusive
             method `give_back()` is called when the devices are another group's turn: to give back device memory that
-            is not needed until the next call.
+            is not needed until the next call. With `threads_beside` ranks take so many calls at a time of whoever has
+            their handle (`RankProcess.call_beside`).
         pool: the devices; rank r has the r-th `devices_per_rank` of them.
         layout: sizes and coordinates; its world size is the number of ranks.
         sample_costs: the cost of samples of so many tokens, by which a `RemoteBatch` is dealt to the ranks.
@@ -198,7 +199,9 @@ class WorkerGroup(Caller):
         timeout_s: float,
     ) -> None:
         ranks, local_ranks = self.ranks, self._local_ranks()
-        actor_class: Any = ray.remote(num_cpus=0, max_restarts=0)(RankProcess)
+        threads = getattr(worker_class, "threads_beside", 0)
+        limits: dict[str, Any] = {"concurrency_groups": {BESIDE: threads}} if threads else {}
+        actor_class: Any = ray.remote(num_cpus=0, max_restarts=0, **limits)(RankProcess)
         for rank, local_rank in enumerate(local_ranks):
             variables = dict(environment) | self._environment(rank, local_rank)
             options = actor_class.options(scheduling_strategy=self._bundles(rank)[0].strategy())

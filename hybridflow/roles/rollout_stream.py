@@ -1,0 +1,99 @@
+"""An engine's part in a stream of rollouts: it takes requests one by one, and has what ended ready as samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine3d.rollout.config import SamplingConfig
+from engine3d.rollout.engine import RolloutEngine
+from engine3d.rollout.host.messages import Response
+from engine3d.rollout.streams import Asked
+from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.batch.stream_requests import SampleEnd, StreamRequest
+from hybridflow.batch.worker_output import Packed, Summary, pack, send_tensors_as_arrays
+from hybridflow.data.packed_prompts import PackedPrompts
+
+
+class EngineStream:
+    """What the controller asks of an engine, beside the calls of its group.
+
+    Args:
+        engine: that has been started.
+        prompts: that requests name by their index.
+        sampling: of all responses.
+    """
+
+    def __init__(self, engine: RolloutEngine, prompts: PackedPrompts, sampling: SamplingConfig) -> None:
+        self._engine, self._prompts, self._sampling = engine, prompts, sampling
+        self._requests: dict[int, StreamRequest] = {}
+
+    def submit(self, requests: Sequence[StreamRequest], begun: Sequence[Response | None]) -> None:
+        """Begin responses. `begun`: what each has from before a restart."""
+        seeded = self._engine.config.deterministic
+        self._requests |= {request.sample: request for request in requests}
+        self._engine.submit(
+            [
+                Asked(
+                    request.sample,
+                    self._prompts[request.prompt],
+                    self._sampling,
+                    seed=(request.group, request.place) if seeded else None,
+                    begun=response,
+                )
+                for request, response in zip(requests, begun, strict=True)
+            ]
+        )
+
+    def take_ended(self, wait_s: float) -> tuple[list[SampleEnd], Summary | None, Packed | None]:
+        """What has ended since the last call: without its tokens, and the samples; waits for something, for `wait_s`.
+
+        What was given up is among the ends, and not among the samples.
+        """
+        ended = self._engine.take_ended(wait_s)
+        requests = [self._requests.pop(sample) for sample in ended]
+        ends = [_end(request, ended[request.sample]) for request in requests]
+        whole = [request for request, end in zip(requests, ends, strict=True) if end.whole]
+        ends.sort(key=lambda end: not end.whole)  # so that the n-th whole end is of the n-th sample
+        if not whole:
+            return ends, None, None
+        send_tensors_as_arrays()
+        packed, summary = pack(self._samples(whole, [ended[request.sample] for request in whole]))
+        return ends, summary, packed
+
+    def abort(self, samples: Sequence[int]) -> None:
+        """Give responses up; each ends with what it has."""
+        self._engine.abort(samples)
+
+    def under_way(self) -> dict[int, Response]:
+        """What the responses under way have, by sample."""
+        return self._engine.responses_under_way()
+
+    def _samples(self, requests: Sequence[StreamRequest], responses: Sequence[Response]) -> SampleBatch:
+        return SampleBatch.from_generations(
+            prompts=[self._prompts[request.prompt] for request in requests],
+            responses=[response.token_ids for response in responses],
+            logprobs=[response.logprobs for response in responses],
+            sample_ids=[request.sample for request in requests],
+            group_ids=[request.group for request in requests],
+            prompt_indices=[request.prompt for request in requests],
+            policy_versions=[min(response.versions) for response in responses],
+            finish_reasons=[_reason(response) for response in responses],
+            token_versions=[response.versions for response in responses],
+        )
+
+
+def _end(request: StreamRequest, response: Response) -> SampleEnd:
+    return SampleEnd(
+        request.sample,
+        request.group,
+        request.place,
+        len(response.token_ids),
+        min(response.versions, default=-1),
+        whole=response.finish_reason in ("stop", "length") and bool(response.versions),
+    )
+
+
+def _reason(response: Response) -> Any:
+    assert response.finish_reason is not None
+    return response.finish_reason

@@ -1,0 +1,166 @@
+"""The rollout controller's process: a Ray actor that runs a `RolloutStream` over the engines' own actors.
+
+Between it and the engines go ids and lengths. Samples lie in the object store of the node whose engine made them, and
+go from there to whoever learns from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from engine3d.errors import EngineError, UserError
+from hybridflow.batch.stream_requests import Ended, StreamRequest
+from hybridflow.data.packed_prompts import PackedPrompts
+from hybridflow.data.sampler import PromptSampler
+from hybridflow.errors.rank_failure import Failure
+from hybridflow.rollout.stream import RolloutStream, StepRows, StreamPlan, StreamState
+
+_WAIT_S = 2.0
+"""How long an engine's rank waits for something to end before it says that nothing has."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Samples that an engine has made.
+
+    Args:
+        summary: reference to their facts, a `Summary`.
+        packed: reference to their columns, a `Packed`.
+        node: Ray's id of the node that they lie on.
+    """
+
+    summary: Any
+    packed: Any
+    node: str
+
+
+class RemoteEngine:
+    """An engine by the handle of its first rank.
+
+    Args:
+        number: of the engine.
+        actor: of the rank.
+        node: Ray's id of the node that it is on.
+        threads: Ray's name of the threads that take calls beside those of the group.
+    """
+
+    def __init__(self, number: int, actor: Any, node: str, threads: str) -> None:
+        self._number, self._actor, self._node, self._threads = number, actor, node, threads
+
+    async def submit(self, requests: Sequence[StreamRequest]) -> None:
+        begun = [request.begun for request in requests]
+        await self._call("submit", 1, [_without(request) for request in requests], begun)
+
+    async def ended(self) -> Ended:
+        found, summary, packed = await self._call("take_ended", 3, _WAIT_S)
+        return Ended(found, StoredRows(summary, packed, self._node))
+
+    async def abort(self, samples: Sequence[int]) -> None:
+        await self._call("abort", 1, list(samples))
+
+    async def under_way(self) -> Mapping[int, Any]:
+        found: Mapping[int, Any] = await self._call("under_way", 1)
+        return found
+
+    async def _call(self, method: str, results: int, *arguments: Any) -> Any:
+        """What a method of the engine's stream returns; of several results only the first, and references to others."""
+        calling = self._actor.call_beside.options(concurrency_group=self._threads, num_returns=results)
+        refs = calling.remote("of_stream", results, method, *arguments)
+        first, *others = refs if results > 1 else [refs]
+        try:
+            value = await first
+        except RayError as error:
+            raise EngineError(
+                f"rollout rank of engine {self._number}, {method}: {' '.join(str(error).split())}"
+            ) from None
+        if isinstance(value, Failure):
+            kind = UserError if value.user_error else EngineError
+            raise kind(f"{value.role} rank {value.rank}, {value.method}: {value.error}")
+        return (value, *others) if results > 1 else value
+
+
+def _without(request: StreamRequest) -> StreamRequest:
+    return StreamRequest(request.sample, request.group, request.place, request.prompt, request.tokens)
+
+
+class RolloutController:
+    """Made a Ray actor by the driver; all its calls run in one event loop.
+
+    Args:
+        plan: of the stream.
+        prompts: of training.
+        seed: of their order.
+        actors: of the first rank of every engine, by number.
+        nodes: Ray's id of the node of each.
+        threads: Ray's name of the threads in which they take calls.
+    """
+
+    def __init__(
+        self,
+        plan: StreamPlan,
+        prompts: PackedPrompts,
+        seed: int,
+        actors: Sequence[Any],
+        nodes: Sequence[str],
+        threads: str,
+    ) -> None:
+        self._prompts, self._sampler = prompts, PromptSampler(len(prompts), seed)
+        engines = [
+            RemoteEngine(number, actor, node, threads)
+            for number, (actor, node) in enumerate(zip(actors, nodes, strict=True))
+        ]
+        self._stream = RolloutStream(plan, engines, self._draw, prompts.length)
+
+    async def open(self, version: int, last_group: int) -> None:
+        """Begin with engines that serve `version`; draw no prompt from `last_group` on."""
+        self._stream.ledger.draws_left = max(0, last_group - self._sampler.position)
+        self._stream.open(version)
+
+    async def take(self, version: int) -> StepRows:
+        """The groups of the step from `version`."""
+        return await self._stream.take(version)
+
+    async def learned(self, version: int) -> None:
+        """The step is over, and engines serve `version`."""
+        self._stream.learned(version)
+
+    async def give_back(self) -> None:
+        """The step will not learn."""
+        self._stream.give_back()
+
+    async def state(self) -> tuple[dict[str, int], StreamState]:
+        """State of the prompts' order, and all that is under way."""
+        state = await self._stream.state()
+        return self._sampler.state_dict(), state
+
+    async def restore(self, sampler: dict[str, int], state: StreamState | None, samples_drawn: int) -> None:
+        """Go on where `state` was taken, before `open`."""
+        self._sampler.load_state_dict(sampler)
+        if state is not None:
+            self._stream.restore(state)
+        self._stream.samples_drawn = samples_drawn
+
+    async def reserve_samples(self, count: int) -> int:
+        """Ids for so many samples that the stream does not make: the first of them."""
+        first = self._stream.samples_drawn
+        self._stream.samples_drawn += count
+        return first
+
+    async def close(self) -> None:
+        """Collect nothing any more."""
+        self._stream.close()
+
+    def _draw(self, count: int) -> list[tuple[int, int]]:
+        first = self._sampler.position
+        return list(enumerate(self._sampler.next(count), start=first))
+
+
+def start_controller(*arguments: Any) -> Any:
+    """The handle of a controller on this node."""
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
+    return ray.remote(**options)(RolloutController).remote(*arguments)

@@ -1,0 +1,290 @@
+"""The driver's end of a stream of rollouts: the groups of each step, and what a checkpoint holds of the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from engine3d.errors import EngineError, UserError
+from engine3d.rollout.host.messages import Response
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.batch.sample_fields import FinishReason
+from hybridflow.batch.stream_requests import SampleEnd
+from hybridflow.batch.worker_output import pack
+from hybridflow.config.recipe import Recipe
+from hybridflow.data.packed_prompts import PackedPrompts
+from hybridflow.data.prompts import Draw, Prompts
+from hybridflow.rollout.controller import StoredRows, start_controller
+from hybridflow.rollout.ledger import StreamLimits
+from hybridflow.rollout.prefetch import Rollout
+from hybridflow.rollout.stream import GroupState, Row, StepRows, StreamPlan, StreamState
+
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True)
+class EngineHandles:
+    """How the controller reaches the engines.
+
+    Args:
+        actors: handle of the first rank of every engine, by number.
+        nodes: Ray's id of the node of each.
+        threads: Ray's name of the threads in which they take calls beside those of their group.
+    """
+
+    actors: Sequence[Any]
+    nodes: Sequence[str]
+    threads: str
+
+
+@dataclass(frozen=True)
+class HeldStream:
+    """What a checkpoint holds of a stream.
+
+    Args:
+        ledger: `Ledger.state()`.
+        first_samples: id of the first sample of each group under way, by the group's number.
+        ended: the samples of these groups that have ended; None without any.
+        begun: those that have a part of their response; None without any.
+    """
+
+    ledger: dict[str, Any]
+    first_samples: dict[str, int]
+    ended: SampleBatch | None = None
+    begun: SampleBatch | None = None
+
+
+def stream_limits(recipe: Recipe) -> StreamLimits:
+    """How far the stream of a recipe runs ahead."""
+    stream, trainer = recipe.rollout.stream, recipe.trainer
+    assert stream is not None
+    groups = trainer.prompts_per_step
+    return StreamLimits(
+        groups,
+        trainer.max_staleness,
+        extra=recipe.extra_groups,
+        late=stream.late,
+        queue=stream.queue,
+        excess=stream.left_over,
+    )
+
+
+class StreamSource:
+    """Gives each step its groups, as they become whole.
+
+    Args:
+        recipe: with `rollout.stream`.
+        prompts: to learn from.
+        engines: that serve the stream, once they were started.
+        check: raises what an engine's rank died of, where it knows.
+    """
+
+    def __init__(self, recipe: Recipe, prompts: Prompts, engines: EngineHandles, check: Callable[[], None]) -> None:
+        self._recipe, self._prompts, self._check, self._engines = recipe, prompts, check, engines
+        self._packed = PackedPrompts.of(prompts.tokens)
+        plan = StreamPlan(
+            stream_limits(recipe),
+            recipe.rollout.samples_per_prompt,
+            recipe.rollout.engine.max_running_requests,
+            len(engines.actors),
+        )
+        self._prompts_ref = ray.put(self._packed)
+        seed = recipe.seed + recipe.data.seed
+        self._controller = start_controller(
+            plan, self._prompts_ref, seed, engines.actors, engines.nodes, engines.threads
+        )
+        self._version = 0
+        self._drawn: tuple[Draw, Rollout] | None = None
+        self._figures: dict[str, float] = {}
+        self.samples_drawn = 0
+
+    # A step
+
+    def open(self, version: int) -> None:
+        """Begin, with engines that serve this version."""
+        self._version = version
+        for actor in self._engines.actors:
+            call = actor.call_beside.options(concurrency_group=self._engines.threads)
+            self._get(call.remote("open_stream", 1, self._prompts_ref, self._recipe.rollout.sampling))
+        last = self._recipe.trainer.steps * self._recipe.trainer.prompts_per_step
+        self._get(self._controller.open.remote(version, last))
+
+    def draw(self, count: int | None = None) -> Draw:
+        """The prompts of the step's groups, once these are whole.
+
+        Raises:
+            UserError: other prompts are asked for.
+            EngineError: an engine failed.
+        """
+        if count is not None:
+            raise UserError(f"{count} prompts beside those of the step with rollout.stream, expected null of it")
+        if self._drawn is None:
+            began = time.perf_counter()
+            rows: StepRows = self._get(self._controller.take.remote(self._version))
+            rollout = Rollout(_batch(rows), time.perf_counter() - began)
+            draw = Draw(self._prompts, [each.group.prompt for each in rows.groups], rows.groups[0].group.number)
+            self._drawn, self._figures = (draw, rollout), rows.figures
+        return self._drawn[0]
+
+    def rollout(self, draw: Draw, step: int) -> Rollout:
+        """The responses to what `draw` gave. Raises UserError for other prompts."""
+        held, self._drawn = self._drawn, None
+        if held is None or held[0] is not draw:
+            raise UserError(
+                f"step {step}: responses to other prompts than those that the stream gave, expected "
+                "step.generate(step.draw()) once a step with rollout.stream"
+            )
+        return held[1]
+
+    def take_figures(self) -> dict[str, float]:
+        """Figures of the stream up to the last step's groups, by metric name."""
+        found, self._figures = self._figures, {}
+        return found
+
+    def learned(self, version: int) -> None:
+        """The step is over, and engines serve this version."""
+        self._version = version
+        self._get(self._controller.learned.remote(version))
+
+    def wait(self) -> None:
+        """Nothing: engines go on while weights change."""
+
+    def reserve_samples(self, count: int) -> int:
+        """Ids for so many samples that are none of the stream: the first of them."""
+        first: int = self._get(self._controller.reserve_samples.remote(count))
+        return first
+
+    # Over a restart
+
+    def give_back(self) -> None:
+        """The step will not learn: its groups are there again."""
+        self._drawn = None
+        self._get(self._controller.give_back.remote())
+
+    def state(self) -> tuple[dict[str, int], int, HeldStream]:
+        """State of the prompts' order, ids of samples that were given out, and all that is under way."""
+        sampler, state = self._get(self._controller.state.remote())
+        assert isinstance(state, StreamState)
+        rows = [row for each in state.groups for _, row in each.ended]
+        begun = [
+            (each, place, response)
+            for each in state.groups
+            for place, response in sorted(each.begun.items())
+            if response is not None and response.token_ids
+        ]
+        groups = {each["number"]: each for each in state.ledger["groups"]}
+        return (
+            sampler,
+            state.samples_drawn,
+            HeldStream(
+                state.ledger,
+                {str(each.number): each.first_sample for each in state.groups},
+                _gathered(rows).fetch() if rows else None,
+                self._begun(
+                    [(each, place, groups[each.number]["prompt"], response) for each, place, response in begun]
+                ),
+            ),
+        )
+
+    def restore(self, sampler: dict[str, int], samples_drawn: int, held: HeldStream | None) -> None:
+        """Go on where `state` was taken, before `open`."""
+        state = None if held is None else _restored(held, samples_drawn, self._recipe.rollout.samples_per_prompt)
+        self._get(self._controller.restore.remote(sampler, state, samples_drawn))
+
+    def _begun(self, parts: Sequence[tuple[GroupState, int, int, Response]]) -> SampleBatch | None:
+        if not parts:
+            return None
+        return SampleBatch.from_generations(
+            prompts=[self._packed[prompt] for _, _, prompt, _ in parts],
+            responses=[response.token_ids for *_, response in parts],
+            logprobs=[response.logprobs for *_, response in parts],
+            sample_ids=[group.first_sample + place for group, place, _, _ in parts],
+            group_ids=[group.number for group, *_ in parts],
+            prompt_indices=[prompt for _, _, prompt, _ in parts],
+            policy_versions=[min(response.versions) for *_, response in parts],
+            finish_reasons=[FinishReason.ABORT] * len(parts),
+            token_versions=[response.versions for *_, response in parts],
+        )
+
+    def close(self) -> None:
+        """End the controller."""
+        ray.kill(self._controller)
+
+    def _get(self, ref: Any) -> Any:
+        """A result of the controller. Raises what an engine's rank died of, or else what the controller says."""
+        limit_s = self._recipe.limits.call_s
+        end = time.monotonic() + limit_s
+        try:
+            while not ray.wait([ref], timeout=_LOOK_S)[0]:
+                self._check()
+                if time.monotonic() > end:
+                    raise EngineError(f"rollout controller: no answer within {limit_s:g} s (limits.call_s)")
+            return ray.get(ref)
+        except RayError as error:
+            self._check()
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, EngineError | UserError):
+                raise cause from None
+            raise EngineError(f"rollout controller: {' '.join(str(error).split())}") from None
+
+
+def _batch(rows: StepRows) -> RemoteBatch:
+    return _gathered([row for each in rows.groups for row in each.rows])
+
+
+def _gathered(rows: Sequence[Row]) -> RemoteBatch:
+    """The samples that lie at these places, in this order."""
+    stored: dict[Any, StoredRows] = {row.rows.packed: row.rows for row in rows}
+    summaries = ray.get([each.summary for each in stored.values()])
+    sizes = [len(summary.facts["sample_ids"]) for summary in summaries]
+    firsts, first = {}, 0
+    for ref, size in zip(stored, sizes, strict=True):
+        firsts[ref], first = first, first + size
+    whole = RemoteBatch.of_results(
+        summaries, [each.packed for each in stored.values()], [each.node for each in stored.values()]
+    )
+    return whole.select([firsts[row.rows.packed] + row.place for row in rows])
+
+
+def _restored(held: HeldStream, samples_drawn: int, samples_per_prompt: int) -> StreamState:
+    """The state that was held, its samples in this node's object store."""
+    firsts = {int(number): first for number, first in held.first_samples.items()}
+    ended: dict[int, list[tuple[SampleEnd, Row]]] = {number: [] for number in firsts}
+    if held.ended is not None:
+        packed, summary = pack(held.ended)
+        rows = StoredRows(ray.put(summary), ray.put(packed), ray.get_runtime_context().get_node_id())
+        batch = held.ended
+        facts = zip(
+            batch.sample_ids.tolist(),
+            batch.group_ids.tolist(),
+            batch.response_lengths.tolist(),
+            batch.policy_versions.tolist(),
+            strict=True,
+        )
+        for place, (sample, group, tokens, oldest) in enumerate(facts):
+            end = SampleEnd(sample, group, sample - firsts[group], tokens, oldest, whole=True)
+            ended[group].append((end, Row(rows, place)))
+    begun: dict[int, Response] = {}
+    if held.begun is not None:
+        batch = held.begun
+        assert batch.token_versions is not None
+        lengths = batch.response_lengths.tolist()
+        columns = zip(
+            batch.responses(), batch.logprobs.split(lengths), batch.token_versions.split(lengths), strict=True
+        )
+        for sample, (tokens, logprobs, versions) in zip(batch.sample_ids.tolist(), columns, strict=True):
+            begun[sample] = Response(tokens, logprobs.tolist(), versions.tolist())
+    groups = []
+    for number, first in firsts.items():
+        there = {end.place for end, _ in ended[number]}
+        missing = [place for place in range(samples_per_prompt) if place not in there]
+        groups.append(
+            GroupState(number, first, tuple(ended[number]), {place: begun.get(first + place) for place in missing})
+        )
+    return StreamState(held.ledger, samples_drawn, tuple(groups))
