@@ -11,14 +11,14 @@ class StreamConfig(Settings):
     """How rollouts come one by one, beside training."""
 
     on_new_weights: Literal["wait", "continue", "recompute", "resend"] = "recompute"
-    """What becomes of responses under way when weights change: "wait" lets the transfer wait until they have ended; with
-    the others a response goes on with the new weights, and its tokens are of several versions. "continue" keeps its KV
-    cache, "recompute" computes it anew, and "resend" aborts it and sends it again with what it has."""
+    """What becomes of responses under way when weights change: "wait" lets the transfer wait until they have ended;
+    with the others a response goes on with the new weights, and its tokens are of several versions. "continue" keeps
+    its KV cache, "recompute" computes it anew, and "resend" aborts it and sends it again with what it has."""
     queue: Literal["oldest_first", "freshest_first"] = "oldest_first"
     """Which of the whole groups a step learns from first, by the version of their oldest token."""
     late: Literal["wait", "evict"] = "wait"
-    """Whether a step waits for groups that no later step may learn from, as they would be too old; or does without them,
-    and their prompts are drawn again."""
+    """Whether a step waits for groups that no later step may learn from, as they would be too old; or does without
+    them, and their prompts are drawn again."""
     left_over: Literal["drop", "carry"] = "drop"
     """What becomes of the groups that a step did not take of those that `rollout.over_sampling` began: they are aborted
     and their prompts drawn again, or they go on, for a later step."""

@@ -6,6 +6,7 @@ go from there to whoever learns from them.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,6 +115,7 @@ class RolloutController:
             RemoteEngine(number, actor, node, threads)
             for number, (actor, node) in enumerate(zip(actors, nodes, strict=True))
         ]
+        self._taking: asyncio.Task[Any] | None = None
         self._stream = RolloutStream(plan, engines, self._draw, prompts.length)
 
     async def open(self, version: int, last_group: int) -> None:
@@ -123,14 +125,20 @@ class RolloutController:
 
     async def take(self, version: int) -> StepRows:
         """The groups of the step from `version`."""
-        return await self._stream.take(version)
+        self._taking = asyncio.current_task()
+        try:
+            return await self._stream.take(version)
+        finally:
+            self._taking = None
 
     async def learned(self, version: int) -> None:
         """The step is over, and engines serve `version`."""
         self._stream.learned(version)
 
     async def give_back(self) -> None:
-        """The step will not learn."""
+        """The step will not learn, whether it has its groups or waits for them."""
+        if self._taking is not None:
+            self._taking.cancel()
         self._stream.give_back()
 
     async def state(self) -> tuple[dict[str, int], StreamState]:

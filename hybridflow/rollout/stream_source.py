@@ -125,9 +125,8 @@ class StreamSource:
         if count is not None:
             raise UserError(f"{count} prompts beside those of the step with rollout.stream, expected null of it")
         if self._drawn is None:
-            began = time.perf_counter()
             rows: StepRows = self._get(self._controller.take.remote(self._version))
-            rollout = Rollout(_batch(rows), time.perf_counter() - began)
+            rollout = Rollout(_batch(rows), None)  # they took no time of the step's own
             draw = Draw(self._prompts, [each.group.prompt for each in rows.groups], rows.groups[0].group.number)
             self._drawn, self._figures = (draw, rollout), rows.figures
         return self._drawn[0]

@@ -41,6 +41,7 @@ from hybridflow.rollout.generator import Generator
 from hybridflow.rollout.prefetch import Lookahead, Rollout
 from hybridflow.rollout.stream_source import StreamSource
 from hybridflow.rundir.progress import PhaseFile
+from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.correcting import Corrected, corrected, tell_empty
 from hybridflow.trainer.role_startup import Roles
 from hybridflow.trainer.run_setup import Run
@@ -66,6 +67,7 @@ class Machinery:
     generator: Generator
     lookahead: Lookahead | StreamSource
     controllers: Controllers
+    contract: Contract
 
     @property
     def stream(self) -> StreamSource | None:
@@ -119,6 +121,9 @@ class TrainerStep(Step[Any]):
     """Optimizer steps of the actor."""
     texts: list[SampleText] = field(default_factory=list)
     """Some of the step's samples as texts, with their rewards."""
+    learned: list[RemoteBatch] = field(default_factory=list)
+    """What the step has learned from."""
+    _recalled: set[int] = field(default_factory=set)
     _rollouts: list[Rollout] = field(default_factory=list)
     _scores: dict[str, list[Scores]] = field(default_factory=dict)
     _under_way: list[Future[Any]] = field(default_factory=list)
@@ -189,6 +194,7 @@ class TrainerStep(Step[Any]):
 
     def recall(self, samples: SampleBatch) -> RemoteBatch:
         self.stale = True
+        self._recalled.update(samples.sample_ids.tolist())
         return RemoteBatch.of(samples)
 
     def generate_greedy(self, draw: Draw) -> RemoteBatch:
@@ -348,6 +354,8 @@ class TrainerStep(Step[Any]):
             raise EngineError(
                 f"step {self.number}: {len(batch)} samples are left to learn from, expected at least {least}"
             )
+        machinery.contract.check(batch, step=self.number, serving=self.version - 1, recalled=frozenset(self._recalled))
+        self.learned.append(batch)
         machinery.phases.enter("update")
         models, trainer = machinery.roles.scalar, machinery.recipe.trainer
         critics = {role: kind for role, kind in _CRITICS.items() if role in models}

@@ -39,6 +39,7 @@ from hybridflow.rundir.file_names import DEVICES, EXPORT, TIMELINE
 from hybridflow.rundir.lock import WEIGHTS, move_aside
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.closing import results
+from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.evaluation import evaluate
 from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
 from hybridflow.trainer.run_setup import OpenRun, Run, open_run
@@ -165,6 +166,7 @@ class Trainer:
             generator=generator,
             lookahead=source,
             controllers=Controllers(recipe.algorithm),
+            contract=Contract(recipe.trainer.max_staleness),
         )
         self.algorithm = load(recipe.algorithm.name)
         self.steps_done = 0
@@ -249,6 +251,8 @@ class Trainer:
             machinery.stream.restore(order, state.samples_drawn, under_way)
         elif isinstance(machinery.lookahead, Lookahead):
             machinery.lookahead.restore(held)
+        ahead = [*_numbers(under_way), *(int(group) for batch in held for group in batch.group_ids)]
+        machinery.contract.begin(order["position"], ahead)
         self.steps_done = machinery.phases.step = state.step
         self.updates = state.updates
         self.steps_without_update = state.steps_without_update
@@ -380,6 +384,8 @@ class Trainer:
     def count(self, step: TrainerStep) -> None:
         """Count the step's updates; an error where nothing is learned any more."""
         self.updates += len(step.updates)
+        for batch in step.learned:
+            self.machinery.contract.learned(batch)
         if step.updates:
             applied = any(ranks[0].applied for ranks in step.updates)
             self.steps_without_update = 0 if applied else self.steps_without_update + 1

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from engine3d.errors import EngineError
 from engine3d.rollout.host.log import log_answered
 from engine3d.rollout.host.messages import Ended, Response, ResponseRequest, StreamFailed
+from engine3d.rollout.scheduler.text_stops import BEFORE, PARAMETER, window
 from engine3d.rollout.scheduler.under_way import Drawn
 from engine3d.rollout.scheduler.versions import VERSIONS
 
@@ -113,9 +114,12 @@ class ResponseStream:
             return replace(begun, finish_reason="abort")
         left = request.sampling["max_new_tokens"] - len(begun.token_ids)
         name = f"stream-{next(self._serial)}"
+        sampling = request.sampling | {"max_new_tokens": left}
+        if (texts := sampling.get("custom_params")) and begun.token_ids:  # a text may begin in what is there already
+            sampling["custom_params"] = texts | {BEFORE: begun.token_ids[-window(texts[PARAMETER]) :]}
         asked = GenerateReqInput(
             input_ids=request.prompt + begun.token_ids,
-            sampling_params=request.sampling | {"max_new_tokens": left},
+            sampling_params=sampling,
             rid=name,
             return_logprob=True,
             extra_key=f"stream-{self._caches}",

@@ -15,10 +15,18 @@ from typing import Any
 PARAMETER = "engine3d_stop"
 """The stops of a request, in SGLang's `SamplingParams.custom_params`."""
 
+BEFORE = "engine3d_before"
+"""There too: the last tokens of a response that goes on where it was left, with which a stop may begin."""
+
 _MARGIN_TOKENS = 4
 """Before the tokens that a stop may consist of: decoders treat the first token of a text in ways of their own."""
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+def window(stops: Sequence[str]) -> int:
+    """In how many tokens, the last ones of a response, a stop that is complete there begins."""
+    return max(len(stop.encode()) for stop in stops) + _MARGIN_TOKENS
 
 
 class TextStops:
@@ -37,8 +45,7 @@ class TextStops:
         wanted = [stop for stop in stops if self._may_complete(tokens[-1], stop)]
         if not wanted:
             return None
-        window = max(len(stop.encode()) for stop in wanted) + _MARGIN_TOKENS
-        text = self._decode(list(tokens[-window:]))
+        text = self._decode(list(tokens[-window(wanted) :]))
         return next((stop for stop in wanted if stop in text), None)
 
     def _may_complete(self, token: int, stop: str) -> bool:
@@ -68,7 +75,9 @@ def end_at_text(check: Callable[..., bool], request: Any, *args: Any, **kwargs: 
     from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR
     from sglang.srt.runtime_context import get_server_args
 
-    found = text_stops(Path(get_server_args().model_path)).found(request.output_ids, stops)
+    before = request.sampling_params.custom_params.get(BEFORE)
+    tokens = [*before, *request.output_ids] if before else request.output_ids
+    found = text_stops(Path(get_server_args().model_path)).found(tokens, stops)
     if found is None:
         return False
     request.finished_reason = FINISH_MATCHED_STR(matched=found)

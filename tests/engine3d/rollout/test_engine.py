@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout import Generation, RolloutEngine, SamplingConfig
 from engine3d.rollout import engine as engine_module
+from engine3d.rollout.host.messages import Response
+from engine3d.rollout.streams import Asked
 from engine3d.rollout.weights import ModelTensors
 from tests.support.tiny_models import VOCAB_SIZE
 
@@ -297,6 +299,12 @@ def test_a_response_ends_with_the_token_that_completes_a_text(
             assert stopped.finish_reason == "stop"
             assert stopped.token_ids == whole.token_ids[:ends]
             assert stopped.logprobs == pytest.approx(whole.logprobs[:ends], abs=1e-4)
+            # Of a stream, where the response goes on in the middle of its stop.
+            begun = Response(whole.token_ids[: ends - 1], whole.logprobs[: ends - 1], [0] * (ends - 1))
+            sampling = greedy.model_copy(update={"stop": ("never", stop)})
+            engine.submit([Asked(0, PROMPTS[0], sampling, begun=begun)])
+            ended = engine.take_ended(60)[0]
+            assert (ended.token_ids, ended.finish_reason) == (whole.token_ids[:ends], "stop")
     finally:
         for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
             (directory / name).unlink(missing_ok=True)

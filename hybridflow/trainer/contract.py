@@ -1,0 +1,110 @@
+"""What holds of every sample that is learned from, checked before each optimizer step.
+
+- It ended by itself: a response that was given up, or lost with its engine, is learned from by nobody.
+- The weights that drew its tokens are those that the engines serve, or at most `trainer.max_staleness` versions older.
+- Its prompt's draw was not learned from in an earlier step, unless the algorithm keeps samples and asked for it again.
+
+That each token has a log-prob and the version of the forward pass which drew it, batches hold by their construction
+(`SampleBatch.from_generations`); that an engine serves no version in part, `RolloutEngine` does.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+
+import torch
+
+from engine3d.errors import EngineError
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.sample_fields import FinishReason
+
+
+class Numbers:
+    """A set of numbers that are nearly all there from 0 on, as ranges."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+
+    def __contains__(self, number: int) -> bool:
+        place = bisect.bisect_right(self._begins, number) - 1
+        return place >= 0 and number < self._ends[place]
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """First number, and the one after the last, of each range."""
+        return list(zip(self._begins, self._ends, strict=True))
+
+    def add(self, begin: int, end: int) -> None:
+        """Add the numbers from `begin` up to `end`, without it."""
+        if begin >= end:
+            return
+        first = bisect.bisect_left(self._ends, begin)
+        last = bisect.bisect_right(self._begins, end)
+        if first < last:
+            begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
+        self._begins[first:last], self._ends[first:last] = [begin], [end]
+
+
+class Contract:
+    """Refuses samples that must not be learned from.
+
+    Args:
+        max_staleness: by how many versions their weights may be older than those that are served.
+    """
+
+    def __init__(self, max_staleness: int) -> None:
+        self._max_staleness = max_staleness
+        self._learned = Numbers()
+
+    def begin(self, drawn: int, ahead: Iterable[int]) -> None:
+        """Of the draws before `drawn`, all but those that are `ahead` were learned from, or never will be."""
+        begin = 0
+        for number in sorted(set(ahead)):
+            self._learned.add(begin, min(number, drawn))
+            begin = number + 1
+        self._learned.add(begin, drawn)
+
+    def check(self, batch: RemoteBatch, *, step: int, serving: int, recalled: frozenset[int] = frozenset()) -> None:
+        """Before a step learns from a batch.
+
+        Args:
+            batch: to learn from.
+            step: its number.
+            serving: version of the weights that the engines serve.
+            recalled: ids of the samples that an earlier step has learned from, and the algorithm has kept.
+
+        Raises:
+            EngineError: naming the first sample that it must not learn from, and why.
+        """
+        facts = batch.facts
+        fresh = torch.tensor([sample not in recalled for sample in facts["sample_ids"].tolist()], dtype=torch.bool)
+        versions = facts["policy_versions"]
+        oldest = serving - self._max_staleness
+        for wrong, why in (
+            (facts["finish_reasons"] == FinishReason.ABORT, "was given up before its end"),
+            (versions > serving, f"is of weights that no engine serves yet; they serve version {serving}"),
+            (
+                fresh & (versions < oldest),
+                f"is of weights older than version {oldest}, the oldest that it may learn from",
+            ),
+        ):
+            if bool(wrong.any()):
+                raise self._breach(batch, int(wrong.nonzero()[0]), step, why)
+        for row, (group, new) in enumerate(zip(facts["group_ids"].tolist(), fresh.tolist(), strict=True)):
+            if new and group in self._learned:
+                raise self._breach(batch, row, step, "was learned from in an earlier step")
+
+    def learned(self, batch: RemoteBatch) -> None:
+        """The step that learned from a batch is over."""
+        for group in batch.facts["group_ids"].unique().tolist():
+            self._learned.add(group, group + 1)
+
+    @staticmethod
+    def _breach(batch: RemoteBatch, row: int, step: int, why: str) -> EngineError:
+        facts = {name: int(batch.facts[name][row]) for name in ("sample_ids", "group_ids", "policy_versions")}
+        return EngineError(
+            f"step {step}: sample {facts['sample_ids']} of draw {facts['group_ids']}, made by version "
+            f"{facts['policy_versions']} of the weights, {why}; nothing was learned from the batch"
+        )
