@@ -117,6 +117,9 @@ class SampleBatch(SampleFields):
             policy_versions=_int64(policy_versions),
             finish_reasons=_int64([_finish_reason(reason) for reason in finish_reasons]),
             token_versions=None if token_versions is None else _end_to_end(token_versions, "q"),
+            newest_versions=None
+            if token_versions is None
+            else _int64([max(each, default=oldest) for each, oldest in zip(versions, policy_versions, strict=True)]),
         )
         bad = (~batch.logprobs.isfinite()).nonzero()
         if len(bad):

@@ -89,6 +89,9 @@ class SampleFields(ABC):
     """(B,) int64: version of the oldest weights that drew a token of the response."""
     finish_reasons: Tensor
     """(B,) int64: values of `FinishReason`."""
+    newest_versions: Tensor | None = None
+    """(B,) int64: version of the newest weights that drew a token of the response, where it is not that of the
+    oldest; None where it is for all."""
     token_versions: Tensor | None = None
     """Of responses, int64: version of the weights that drew each token; None where `policy_versions` holds for all."""
     rewards: Tensor | None = None

@@ -33,7 +33,10 @@ _RESPONSE = _is("rollout.sampling.max_new_tokens")
 _PROMPT_LENGTH = "absent: a prompt may be as long as rollout.engine.context_length leaves beside max_new_tokens"
 _CORRECTION = _is("algorithm.correction", note="with weights, truncate, mask_low, mask_high, veto and against")
 _TRUNCATED = _is("algorithm.correction.truncate")
-_ASYNC = _is("trainer.max_staleness", note="1 lets the engines run a step ahead, on devices of their own")
+_ASYNC = _is(
+    "rollout.stream", "trainer.max_staleness", note="engines go on while models learn, on devices of their own"
+)
+_PARTIAL = _is("rollout.stream.on_new_weights", note="continue, recompute or resend")
 _TP = _is("train.layout.tp", note="of the engines rollout.engine.tp")
 
 _VERL = {
@@ -227,6 +230,9 @@ _ANYWHERE = {
     "stop_strings": _is("rollout.sampling.stop"),
     "async_rollout": _ASYNC,
     "async_train": _ASYNC,
+    "partial_rollout": _PARTIAL,
+    "over_sampling_batch_size": _is("rollout.over_sampling", note="a share of trainer.prompts_per_step"),
+    "max_head_offpolicyness": _ASYNC,
     "multi_turn": _TURNS,
     "max_turns": _TURNS,
     "tool_timeout": _TURNS,
@@ -390,7 +396,8 @@ API_NAMES: Mapping[str, str] = {name: f"{text} ({_SET_IN_RECIPE})" for name, tex
     "async_save": _is("checkpoint_config", note='{"async_save": ...}'),
     "use_vllm": "absent, because SGLang generates; leave it out",
     "fsdp_config": 'absent, because Megatron-Core trains; recipe={"train": {"layout": {"tp": 2}}} cuts a model',
-    "async_rollout": 'here it is recipe={"trainer": {"max_staleness": 1}}, with a rollout_device_mapping of its own',
+    "async_rollout": 'here it is recipe={"trainer": {"max_staleness": 1}, "rollout": {"stream": {}}}, with a '
+    "rollout_device_mapping of its own",
     "use_dynamic_batching": "absent, because it is always so; leave it out",
 }
 """Of the Python API's settings and arguments."""

@@ -81,10 +81,11 @@ class Contract:
         facts = batch.facts
         fresh = torch.tensor([sample not in recalled for sample in facts["sample_ids"].tolist()], dtype=torch.bool)
         versions = facts["policy_versions"]
+        newest = facts.get("newest_versions", versions)
         oldest = serving - self._max_staleness
         for wrong, why in (
             (facts["finish_reasons"] == FinishReason.ABORT, "was given up before its end"),
-            (versions > serving, f"is of weights that no engine serves yet; they serve version {serving}"),
+            (newest > serving, f"is of weights that no engine serves yet; they serve version {serving}"),
             (
                 fresh & (versions < oldest),
                 f"is of weights older than version {oldest}, the oldest that it may learn from",

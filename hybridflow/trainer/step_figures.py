@@ -28,6 +28,9 @@ def rollout_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, floa
     if len(seconds) == len(rollouts):
         values[metrics.ROLLOUT_TIME] = 1000 * sum(seconds)
         values[metrics.ROLLOUT_THROUGHPUT] = int(lengths.sum()) / sum(seconds)
+    if (newest := facts.get("newest_versions")) is not None:
+        values[metrics.STREAM_STALENESS_MAX] = int((version - facts["policy_versions"]).max())
+        values[metrics.STREAM_MIXED_SHARE] = float((newest > facts["policy_versions"]).double().mean())
     values[metrics.ROLLOUT_STALENESS] = float((version - facts["policy_versions"]).double().mean())
     values[metrics.ROLLOUT_RESPONSE_LENGTH] = float(lengths.double().mean())
     values[metrics.ROLLOUT_TRUNCATED] = float((facts["finish_reasons"] == FinishReason.LENGTH).double().mean())

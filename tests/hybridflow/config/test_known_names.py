@@ -52,8 +52,8 @@ def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
     [
         ("trainer.total_epochs", "here it is trainer.epochs_of_data; trainer.epochs are passes over each rollout"),
         ("reshard_mode", "absent: how weights get to the engines follows from placement"),
-        ("async_rollout", "here it is trainer.max_staleness; 1 lets the engines run a step ahead"),
-        ("rollout.async_rollout", "here it is trainer.max_staleness"),
+        ("async_rollout", "here it is rollout.stream and trainer.max_staleness; engines go on while"),
+        ("rollout.async_rollout", "here it is rollout.stream and trainer.max_staleness"),
         ("data.train_batch_size", "here it is trainer.prompts_per_step"),
         ("use_vllm", "absent, because SGLang generates"),
         ("rollout.use_vllm", "absent, because SGLang generates"),
@@ -109,7 +109,7 @@ def test_a_whole_section_of_another_system_is_told_of_in_a_line(tmp_path: Path) 
     [
         ("learning_rate", "here it is lr"),
         ("num_train_epochs", "here it is train(prompts, num_epochs=...)"),
-        ("async_rollout", 'here it is recipe={"trainer": {"max_staleness": 1}}'),
+        ("async_rollout", 'here it is recipe={"trainer": {"max_staleness": 1}, "rollout": {"stream": {}}}'),
         ("use_vllm", "absent, because SGLang generates; leave it out"),
         ("fsdp_config", "absent, because Megatron-Core trains"),
         ("gamma", "here it is algorithm.gamma of the recipe, as recipe={...}"),

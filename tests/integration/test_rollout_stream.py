@@ -1,0 +1,131 @@
+"""A run that learns from a stream of rollouts: how old samples are, and that a kill loses and repeats nothing."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.kill_harness import Kill, KilledRun
+from hybridflow.checkpoint.batch_files import read_batch
+from hybridflow.config.recipe import load_recipe
+from hybridflow.config.yaml_loader import SettingsError
+from hybridflow.planning.recipe_check import check_recipe
+from tests.support.runs import ROOT, SMALL, records, rewarded_by_length
+from tests.support.warm import warm_python
+
+RECIPE = str(ROOT / "launch/recipes/stream.yaml")
+STEPS, GROUPS, STALENESS = 5, 8, 2
+STREAMED = [
+    f"trainer.steps={STEPS}",
+    "trainer.eval_interval=2",
+    "rollout.stream.on_new_weights=resend",
+    "rollout.sampling.max_new_tokens=24",
+    "rollout.sampling.ignore_eos=true",
+    "rollout.engine.max_running_requests=24",  # fewer than are under way, so that some wait for others
+    "checkpoint.save_interval=1",
+]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return [RECIPE, *SMALL, *STREAMED, rewarded_by_length(tmp_path_factory.mktemp("rewards"))]
+
+
+@pytest.fixture(scope="module")
+def run(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
+    """A run that was killed in its third step, and went on."""
+    run = KilledRun(tmp_path_factory.mktemp("stream"), recipe, interpreter=warm_python())
+    outcome = run.run(Kill("driver", "update", 3, 0.0))
+    assert outcome.killed and not outcome.left_over, run.output
+    outcome = run.run()
+    assert outcome.exit_code == 0, run.output
+    return run
+
+
+def _state(run: KilledRun, step: int) -> tuple[Path, dict[str, Any]]:
+    checkpoint = run.run_directory / "checkpoints" / f"step-{step:08d}"
+    state: dict[str, Any] = json.loads((checkpoint / "driver.json").read_text())
+    return checkpoint, state
+
+
+@pytest.mark.processes
+def test_each_prompt_is_learned_from_once_although_the_run_was_killed(run: KilledRun) -> None:
+    learned: list[set[int]] = []
+    for step in range(STEPS + 1):
+        _, state = _state(run, step)
+        ledger = state["stream"]["ledger"]
+        held = {each["number"] for each in (*ledger["groups"], *ledger["returned"])}
+        learned.append(set(range(state["sampler"]["position"])) - held)
+        assert len(held) <= (STALENESS + 1) * GROUPS
+    for before, after in pairwise(learned):
+        assert before < after and len(after - before) == GROUPS
+    assert learned[-1] == set(range(STEPS * GROUPS))
+    _, state = _state(run, STEPS)
+    assert state["stream"]["ledger"] == {"groups": [], "returned": []}
+    assert not list(run.run_directory.glob("checkpoints/*5/stream-*"))
+
+
+@pytest.mark.processes
+def test_a_checkpoint_holds_what_has_ended_and_what_has_begun(run: KilledRun) -> None:
+    begun = 0
+    for step in range(STEPS):
+        checkpoint, state = _state(run, step)
+        held = state["stream"]
+        firsts = {int(number): first for number, first in held["first_samples"].items()}
+        ids: list[int] = []
+        for name in ("ended", "begun"):
+            if name in held:
+                batch = read_batch(checkpoint / held[name])
+                assert batch.token_versions is not None
+                versions = batch.token_versions.split(batch.response_lengths.tolist())
+                assert [int(each.min()) for each in versions] == batch.policy_versions.tolist()
+                assert max(int(each.max()) for each in versions) <= state["policy_version"]
+                assert all(
+                    firsts[group] <= sample < firsts[group] + 4
+                    for group, sample in zip(batch.group_ids.tolist(), batch.sample_ids.tolist(), strict=True)
+                )
+                whole = set(batch.response_lengths.tolist()) == {24}
+                assert whole if name == "ended" else max(batch.response_lengths.tolist()) < 24
+                ids += batch.sample_ids.tolist()
+                begun += name == "begun"
+        assert len(ids) == len(set(ids)) and max(ids, default=-1) < state["samples_drawn"]
+    assert begun
+
+
+@pytest.mark.processes
+def test_samples_are_as_old_as_they_may_be_and_some_are_of_several_versions(run: KilledRun) -> None:
+    train = records(run.run_directory, "train")
+    assert [record["step"] for record in train] == list(range(1, STEPS + 1))
+    assert all(0 <= record["rollout/staleness_mean"] <= STALENESS for record in train)
+    assert max(record["stream/staleness_max"] for record in train) == STALENESS
+    assert max(record["stream/mixed_versions_share"] for record in train) > 0
+    assert all(record["correction/effective_samples"] > 0 for record in train)
+    assert {"stream/engines_busy_share", "stream/trainer_wait_ms", "stream/throughput_tokens_per_sec"} <= train[
+        1
+    ].keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["rollout.stream=null"], r"trainer\.max_staleness=2 without rollout\.stream, .* expected 0 or 1"),
+        (["algorithm.name=remax", "algorithm.correction=null"], r"rollout\.stream is set with algorithm\.name=remax"),
+        (["algorithm.dynamic_sampling=true"], r"rollout\.stream is set with algorithm\.dynamic_sampling"),
+        (
+            ["rollout.stream.left_over=carry", "trainer.max_staleness=0"],
+            r"left_over=carry with trainer\.max_staleness=0",
+        ),
+        (
+            ["rollout.stream=null", "trainer.max_staleness=1", "rollout.over_sampling=0.5"],
+            "over_sampling=0.5 without a",
+        ),
+        (["placement.rollout=cpu:0"], r"rollout\.stream with placement\.rollout and placement\.actor both on cpu:0"),
+    ],
+)
+def test_what_does_not_go_with_a_stream_is_refused(settings: list[str], line: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=line):
+        check_recipe(load_recipe(RECIPE, [*SMALL, f"run_dir={tmp_path}", *settings]))
