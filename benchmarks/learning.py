@@ -4,8 +4,8 @@
     python benchmarks/learning.py --draw
 
 The first runs the recipes, each with each seed and an evaluation every `--eval-interval` steps, `--jobs` runs at a
-time, and keeps what they learned in `results/learning/<recipe>/seed-<N>.json`. The second draws every curve that is
-kept into `docs/algorithms/curves/<recipe>.svg`, beside GRPO's.
+time, and keeps what they learned in `results/learning/<recipe>/seed-<N>.json`; of a recipe with several actors in
+`<recipe>.<actor>`. The second draws every curve that is kept into `docs/algorithms/curves/<recipe>.svg`, beside GRPO's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Learned:
     """What a run learned.
 
     Args:
-        recipe: the name of its file.
+        recipe: the name of its file, and that of the actor behind a dot if it has several.
         seed: of the run.
         evaluations: step and figure of each evaluation.
         figure: its metric.
@@ -121,15 +121,21 @@ def _run(recipe: Path, seed: int, directory: Path, results: Path, interval: int,
     if done.returncode:
         print(f"{name}: exit code {done.returncode} after {seconds:.0f} s; {log}", flush=True)
         return False
-    found = learned(
-        directory / name / "metrics.jsonl", recipe.stem, seed, seconds, " ".join(["hybridflow train", *arguments])
-    )
-    path = results / recipe.stem / f"seed-{seed}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(found)) + "\n")
-    ends = [figure for _, figure in (found.evaluations[0], found.evaluations[-1])]
-    print(f"{name}: {found.figure} {ends[0]:.3f} -> {ends[1]:.3f} in {seconds:.0f} s", flush=True)
+    for learner, metrics in learners(directory / name, recipe.stem).items():
+        found = learned(metrics, learner, seed, seconds, " ".join(["hybridflow train", *arguments]))
+        path = results / learner / f"seed-{seed}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(found)) + "\n")
+        ends = [figure for _, figure in (found.evaluations[0], found.evaluations[-1])]
+        print(f"{learner}-{seed}: {found.figure} {ends[0]:.3f} -> {ends[1]:.3f} in {seconds:.0f} s", flush=True)
     return True
+
+
+def learners(run: Path, recipe: str) -> dict[str, Path]:
+    """The metrics of a run by what learned: the recipe, or each of its actors as `<recipe>.<actor>`."""
+    if (whole := run / "metrics.jsonl").exists():
+        return {recipe: whole}
+    return {f"{recipe}.{path.parent.name}": path for path in sorted(run.glob("*/metrics.jsonl"))}
 
 
 def learned(path: Path, recipe: str, seed: int, seconds: float, command: str) -> Learned:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 ALGORITHMS: dict[str, str] = {
-    "distillation": "hybridflow.algorithms.distillation",
     "grpo": "hybridflow.algorithms.grpo",
-    "ippo": "hybridflow.algorithms.ippo",
     "ppo": "hybridflow.algorithms.ppo",
-    "remax": "hybridflow.algorithms.remax",
-    "safe_rlhf": "hybridflow.algorithms.safe_rlhf",
-    "dapo": "hybridflow.algorithms.dapo",
+    "ippo": "hybridflow.algorithms.ippo",
     "vapo": "hybridflow.algorithms.vapo",
     "pf_ppo": "hybridflow.algorithms.pf_ppo",
+    "safe_rlhf": "hybridflow.algorithms.safe_rlhf",
+    "remax": "hybridflow.algorithms.remax",
     "rloo": "hybridflow.algorithms.rloo",
     "reinforce_plus_plus": "hybridflow.algorithms.reinforce_plus_plus",
     "reinforce_plus_plus_baseline": "hybridflow.algorithms.reinforce_plus_plus_baseline",
@@ -19,12 +17,14 @@ ALGORITHMS: dict[str, str] = {
     "gpg": "hybridflow.algorithms.gpg",
     "opo": "hybridflow.algorithms.opo",
     "pass_at_k": "hybridflow.algorithms.pass_at_k",
+    "dapo": "hybridflow.algorithms.dapo",
     "gspo": "hybridflow.algorithms.gspo",
     "gspo_token": "hybridflow.algorithms.gspo_token",
     "cispo": "hybridflow.algorithms.cispo",
     "sapo": "hybridflow.algorithms.sapo",
     "clip_cov": "hybridflow.algorithms.clip_cov",
     "kl_cov": "hybridflow.algorithms.kl_cov",
+    "distillation": "hybridflow.algorithms.distillation",
 }
 """The module of each, which has the algorithm as `ALGORITHM`."""
 

@@ -60,7 +60,7 @@ class PPOConfig(Settings):
     max_steps: int = Field(100, ge=1)
     """Steps of a run."""
     algorithm: Annotated[str, AfterValidator(known)] = "ppo"
-    """One of `registry.ALGORITHMS`, such as "ppo" and "grpo"."""
+    """Its name: "grpo", "ppo" or any other of `registry.ALGORITHMS`."""
     samples_per_prompt: int | None = Field(None, ge=1)
     """Responses to each prompt; if not given, 8 where the algorithm compares them, as grpo does, else 1."""
     max_new_tokens: int = Field(1024, ge=1)

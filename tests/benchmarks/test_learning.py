@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.learning import RESULTS, Learned, curve, draw_curves, learned, read
+from benchmarks.learning import RESULTS, Learned, curve, draw_curves, learned, learners, read
 from hybridflow.config.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +33,15 @@ def test_what_is_kept_is_what_the_metrics_say(tmp_path: Path) -> None:
     path.write_text(json.dumps(records[0]) + "\n")
     with pytest.raises(ValueError, match="no evaluation"):
         learned(path, "demo", 3, 60.0, "hybridflow train")
+
+
+def test_each_actor_of_a_run_is_a_learner(tmp_path: Path) -> None:
+    for name in ("alone", "several/adder", "several/brief"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").touch()
+    (tmp_path / "several/logs").mkdir()
+    assert learners(tmp_path / "alone", "demo") == {"demo": tmp_path / "alone/metrics.jsonl"}
+    assert list(learners(tmp_path / "several", "ippo")) == ["ippo.adder", "ippo.brief"]
 
 
 def test_a_curve_is_over_the_evaluations_that_all_seeds_have() -> None:
@@ -61,5 +70,6 @@ def test_what_is_kept_is_of_a_recipe_that_is_there_and_of_three_seeds(folder: st
     assert {run.seed for run in runs} == {1, 2, 3}
     for run in runs:
         path = ROOT / run.command.split()[2]
-        assert path.stem == folder == run.recipe
+        assert folder == run.recipe
+        assert path.stem == folder.partition(".")[0]
         load_recipe(path)
