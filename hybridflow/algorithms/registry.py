@@ -4,8 +4,10 @@ from __future__ import annotations
 
 ALGORITHMS: dict[str, str] = {
     "distillation": "hybridflow.algorithms.distillation",
+    "dpo": "hybridflow.algorithms.dpo",
     "grpo": "hybridflow.algorithms.grpo",
     "ippo": "hybridflow.algorithms.ippo",
+    "kto": "hybridflow.algorithms.kto",
     "ppo": "hybridflow.algorithms.ppo",
     "remax": "hybridflow.algorithms.remax",
     "safe_rlhf": "hybridflow.algorithms.safe_rlhf",

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from hybridflow.algorithms.config import load
 from hybridflow.checkpoint.evaluation_result import Measured, Subject
 from hybridflow.data.prompts import Draw
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics
 from hybridflow.rewards.result import reward_metrics
 from hybridflow.roles.reward import reward_result
+from hybridflow.trainer.given_responses import evaluate_given
 from hybridflow.trainer.step import Machinery, tell_failures
 
 
 def evaluate(machinery: Machinery, sinks: Metrics, step: int, subject: Subject) -> Measured:
     """Mean reward of responses to the prompts of evaluation: of the functions, or of the reward model alone.
 
+    Without engines, of the responses that the data have: see `evaluate_given`.
+
     Args:
         step: after which the policy is evaluated.
         subject: what is measured, and of what.
     """
+    if machinery.given is not None:
+        loss = load(machinery.recipe.algorithm.name).preference_loss
+        assert loss is not None
+        return evaluate_given(machinery, sinks, step, subject, loss)
     machinery.phases.enter("eval")
     recipe, prompts = machinery.recipe, machinery.run.evaluation
     draw = Draw(prompts, range(len(prompts)))

@@ -1,0 +1,159 @@
+"""In the place of engines in a run without them: responses that the data have, and an evaluation of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine3d.errors import UserError
+from hybridflow.algorithms.losses.preference import PreferenceLoss, Responses
+from hybridflow.algorithms.preferences import PAIR, sequence_logprobs
+from hybridflow.batch.load_balance import even_ranges
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.batch.sample_fields import FinishReason
+from hybridflow.batch.worker_output import COUNTED
+from hybridflow.checkpoint.evaluation_result import Measured, Subject
+from hybridflow.config.recipe import Recipe
+from hybridflow.data.given_responses import GivenResponses
+from hybridflow.data.prompts import Draw
+from hybridflow.metrics import names as metrics
+from hybridflow.metrics.logger import Metrics
+from hybridflow.roles.groups import PolicyGroup
+from hybridflow.trainer.run_setup import Run
+
+if TYPE_CHECKING:
+    from hybridflow.trainer.step import Machinery
+
+_PHASES = ("train", "evaluation")
+
+
+class GivenSource:
+    """The responses of a run's data as batches, with what the reference policy says of them.
+
+    The reference is the actor before its first update: `measure` asks it once for every response, and keeps one figure
+    for each, which are part of a checkpoint.
+
+    Args:
+        recipe: of the run.
+        run: whose prompts are `GivenResponses`.
+        actor: the ranks that train.
+    """
+
+    def __init__(self, recipe: Recipe, run: Run, actor: PolicyGroup) -> None:
+        assert isinstance(run.train, GivenResponses) and isinstance(run.evaluation, GivenResponses)
+        self._phases: dict[str, GivenResponses] = dict(zip(_PHASES, (run.train, run.evaluation), strict=True))
+        self._recipe, self._actor = recipe, actor
+        self._reference: dict[str, Tensor] = {}
+
+    def measure(self) -> None:
+        """Have the actor, as it is, say the log-probs of all responses: those of the reference policy."""
+        for name, given in self._phases.items():
+            parts = [self.policy_logprobs(_batch(given, rows)) for rows in self._parts(len(given))]
+            self._reference[name] = torch.cat(parts).view(-1, PAIR)
+
+    def batch(self, draw: Draw, first_sample: int) -> RemoteBatch:
+        """Two samples to each prompt that was drawn of those to learn from, side by side.
+
+        Args:
+            draw: some of the training prompts.
+            first_sample: id of the first sample; the others follow.
+        """
+        return self._with_facts("train", draw.indices, draw.first_group, first_sample)
+
+    def held_out(self) -> Iterator[RemoteBatch]:
+        """The same of all prompts of evaluation, in parts."""
+        for rows in self._parts(len(self._phases["evaluation"])):
+            yield self._with_facts("evaluation", rows, rows[0], PAIR * rows[0])
+
+    def policy_logprobs(self, batch: RemoteBatch) -> Tensor:
+        """(B,) float64: log-prob of each whole response by the actor as it is."""
+        temperature = self._recipe.rollout.sampling.temperature
+        batch = batch.with_columns(current_logprobs=self._actor.logprobs(batch, temperature=temperature))
+        found = self._actor.apply(batch, function=sequence_logprobs, arguments={"config": self._recipe.algorithm})
+        return found.facts()["policy"]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The reference's log-probs, (n, 2) float64 for each phase; none before `measure`."""
+        return {f"reference.{name}": column for name, column in self._reference.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with what `state_dict` gave.
+
+        Raises:
+            UserError: it is of other pairs.
+        """
+        for name, given in self._phases.items():
+            column = state.get(f"reference.{name}")
+            if column is None or tuple(column.shape) != (len(given), PAIR):
+                found = "none" if column is None else f"those of {len(column):,}"
+                raise UserError(
+                    f"resume: of the {len(given):,} {name} examples the checkpoint has the reference's log-probs of "
+                    f"{found}; expected the data and trainer.eval_prompts of before"
+                )
+            self._reference[name] = column
+
+    def _parts(self, count: int) -> list[range]:
+        """Consecutive examples, as many at once as a step has, and at least one for each data-parallel rank."""
+        most = max(self._recipe.trainer.prompts_per_step, self._actor.layout.dp)
+        return even_ranges(count, max(1, count // most))
+
+    def _with_facts(self, phase: str, rows: Sequence[int], first_group: int, first_sample: int) -> RemoteBatch:
+        given = self._phases[phase]
+        batch = _batch(given, rows, first_group, first_sample)
+        rewards = torch.tensor([given.rewards[row] for row in rows], dtype=torch.float32)
+        reference = self._reference[phase][torch.as_tensor(rows)]
+        return batch.with_facts(rewards=rewards.flatten(), reference_logprobs=reference.flatten())
+
+
+def evaluate_given(machinery: Machinery, sinks: Metrics, step: int, subject: Subject, loss: PreferenceLoss) -> Measured:
+    """How the policy ranks the held-out responses.
+
+    Args:
+        step: after which the policy is evaluated.
+        subject: what is measured, and of what.
+        loss: of the algorithm.
+    """
+    machinery.phases.enter("eval")
+    given = machinery.given
+    assert given is not None
+    batches = list(given.held_out())
+    columns = [
+        (given.policy_logprobs(each), *(each.facts[name] for name in ("reference_logprobs", COUNTED, "rewards")))
+        for each in batches
+    ]
+    config = machinery.controllers.config(max(step, 1))
+    judged = loss(Responses.of_samples(*map(torch.cat, zip(*columns, strict=True))), config)
+    values = {name: float(figure.mean()) for name, figure in judged.values.items() if len(figure)}
+    told = {
+        metrics.PREFERENCE_LOSS: metrics.EVAL_PREFERENCE_LOSS,
+        metrics.PREFERENCE_MARGIN: metrics.EVAL_PREFERENCE_MARGIN,
+    }
+    figures: dict[str, float] = {
+        metrics.EVAL_PROMPTS: subject.prompts,
+        metrics.EVAL_TRAINING_PROMPTS: subject.learned_from,
+    }
+    figures |= {name: values[inner] for inner, name in told.items() if inner in values}
+    accuracy = values[metrics.PREFERENCE_ACCURACY]
+    sinks.log(step, {subject.metric: accuracy} | figures, phase="eval")
+    return Measured(subject, step, accuracy)
+
+
+def _batch(given: GivenResponses, rows: Sequence[int], first_group: int = 0, first_sample: int = 0) -> RemoteBatch:
+    """Both responses to each of some prompts, side by side; no engine has said how likely they are."""
+    responses = [response for row in rows for response in given.responses[row]]
+    return RemoteBatch.of(
+        SampleBatch.from_generations(
+            prompts=[given.tokens[row] for row in rows for _ in range(PAIR)],
+            responses=responses,
+            logprobs=[[0.0] * len(response) for response in responses],
+            sample_ids=range(first_sample, first_sample + len(responses)),
+            group_ids=[first_group + place for place in range(len(rows)) for _ in range(PAIR)],
+            prompt_indices=[row for row in rows for _ in range(PAIR)],
+            policy_versions=[0] * len(responses),
+            finish_reasons=[FinishReason.STOP] * len(responses),
+        )
+    )
