@@ -181,7 +181,6 @@ class AlgorithmSettings(Settings):
         return samples_per_prompt
 
     @property
-    @property
     def kept_samples(self) -> int:
         """The most samples that the driver keeps in its host's memory for later steps."""
         return 0
