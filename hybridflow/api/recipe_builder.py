@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from engine3d.errors import UserError
 from hybridflow.algorithms.config import load
@@ -143,6 +146,7 @@ def make_recipe(config: PPOConfig, given: Given, *, gpus: int) -> Recipe:
             base.put(key, value)
     _put_mini_batches(base, config)
     _put_steps(base, config, given)
+    _check_generates(algorithm, base)
     recipe = build_settings(Recipe, base.data, base.places, base.source)
     if given.passes is not None and getattr(recipe.algorithm, "dynamic_sampling", False):
         raise UserError(
@@ -150,6 +154,22 @@ def make_recipe(config: PPOConfig, given: Given, *, gpus: int) -> Recipe:
             "needs; expected max_steps, or dynamic_sampling=false"
         )
     return recipe
+
+
+def _check_generates(algorithm: str, base: Base) -> None:
+    """Whether there is something to roll out. Raises SettingsError."""
+    if algorithm not in ALGORITHMS:
+        return
+    settings = load(algorithm).settings
+    own = {name: value for name in settings.model_fields if (value := base.get(("algorithm", name))) is not None}
+    with contextlib.suppress(ValidationError):  # which the recipe tells, by its place
+        if not settings(**own).needs_engines:
+            raise SettingsError(
+                [
+                    f"algorithm {algorithm} learns from responses that the data have, and generates none; expected "
+                    "hybridflow train with a recipe such as launch/recipes/algorithms/dpo.yaml, or another algorithm"
+                ]
+            )
 
 
 def run_directory(config: PPOConfig) -> Path:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from engine3d.settings import AbsolutePath, Settings
 
 OverlongPolicy = Literal["refuse", "drop", "cut_left", "cut_right"]
+SameResponses = Literal["refuse", "drop"]
 Operator = Literal["+", "-", "*"]
 
 MOST_EXAMPLES = 1_000_000
@@ -94,6 +95,9 @@ class PairsConfig(Settings):
     """Field of the better response. With kto a line may have only this one, of a desirable response."""
     rejected_field: str = "rejected"
     """Field of the worse response. With kto a line may have only this one, of an undesirable response."""
+    same_responses: SameResponses = "refuse"
+    """What becomes of a pair whose responses are the same tokens: "refuse" the recipe, or "drop" the pair. How many
+    there are is said."""
 
 
 class DataConfig(Settings):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError
-from hybridflow.data.config import OverlongPolicy
+from hybridflow.data.config import OverlongPolicy, SameResponses
 from hybridflow.data.pairs import Pair, Text
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
@@ -43,20 +43,27 @@ class _Encoded:
 
 
 def encode_pairs(
-    tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair], *, context: int, policy: OverlongPolicy, unpaired: bool
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Sequence[Pair],
+    *,
+    context: int,
+    policy: OverlongPolicy,
+    same: SameResponses,
+    unpaired: bool,
 ) -> GivenResponses:
-    """Pairs as tokens. Those with two times the same response are left out.
+    """Pairs as tokens.
 
     Args:
         tokenizer: of texts; a response that is one ends with its end-of-sequence token.
         pairs: of one phase.
         context: most tokens of a prompt and a response to it.
         policy: for prompts that leave no room for their longest response.
+        same: for pairs of which both responses are the same tokens.
         unpaired: each response is an example of its own, beside a response to another prompt: that of the next example
             whose prompt is another, cut where it does not fit.
 
     Raises:
-        UserError: naming the pair that cannot be encoded or has no room, or none is left to learn from.
+        UserError: naming the pair that cannot be encoded, has no room or no difference, or none has one.
     """
     kept: list[_Encoded] = []
     alike, overlong = [], 0
@@ -67,6 +74,11 @@ def encode_pairs(
             _response(tokenizer, pair.rejected, pair.place),
         )
         if chosen is not None and chosen == rejected:
+            if same == "refuse":
+                raise UserError(
+                    f"{pair.place}: the better and the worse response are the same; expected two that differ, or "
+                    "data.pairs.same_responses=drop"
+                )
             alike.append(pair.place)
             continue
         there = [each for each in (chosen, rejected) if each is not None]
@@ -91,8 +103,8 @@ def encode_pairs(
                 kept.append(_Encoded(Example(text, answer), prompt, (response,), good, pair.place))
     if not kept and alike:
         raise UserError(
-            f"{alike[0]}: chosen and rejected are the same, as in all {len(alike):,} pairs; expected pairs with a "
-            "difference"
+            f"{alike[0]}: the better and the worse response are the same, as in all {len(alike):,} pairs; expected "
+            "some that differ"
         )
     others = _responses_to_others(kept) if unpaired else []
     return GivenResponses(

@@ -106,17 +106,17 @@ def _parse_pair(line: str, place: str, config: PairsConfig, *, unpaired: bool) -
     if not any(name in fields for name in both):
         raise UserError(f"{place}: no field {both[0]!r} or {both[1]!r}, only {listed(fields)}")
     prompt, chosen, rejected = (
-        _text(fields[name], place, name, may_be_empty=name in both) if name in fields else None
-        for name in (config.prompt_field, *both)
+        _text(fields[name], place, name) if name in fields else None for name in (config.prompt_field, *both)
     )
     assert prompt is not None
     return Pair(prompt, chosen, rejected, place)
 
 
-def _text(value: Any, place: str, name: str, *, may_be_empty: bool) -> Text:
-    if isinstance(value, str) and (value or may_be_empty):
+def _text(value: Any, place: str, name: str) -> Text:
+    if isinstance(value, str) and value:
         return value
     if isinstance(value, list) and value and all(type(each) is int and each >= 0 for each in value):
         return value
-    expected = "a string" if may_be_empty else "a non-empty string"
-    raise UserError(f"{place}: field {name!r} is {shortened(repr(value))}, expected {expected} or a list of token ids")
+    raise UserError(
+        f"{place}: field {name!r} is {shortened(repr(value))}, expected a non-empty string or a list of token ids"
+    )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError
+from hybridflow.algorithms.kto import KTOSettings
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.given_responses import encode_pairs
@@ -67,11 +68,12 @@ def _encode_given(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, supervised: Sequence[Example], context: int
 ) -> tuple[Prompts, Prompts, Prompts, list[list[int]]]:
     """As `encode`, where the data have the responses; with these prompts and responses share the context."""
-    policy, unpaired = recipe.data.overlong_prompts, recipe.algorithm.name == "kto"
+    policy, unpaired = recipe.data.overlong_prompts, isinstance(recipe.algorithm, KTOSettings)
+    same = recipe.data.pairs.same_responses if recipe.data.pairs is not None else "refuse"
     pairs = load_pairs(recipe.data, unpaired=unpaired)
     wanted = {"training": pairs.train, "held-out": pairs.evaluation[: recipe.trainer.eval_prompts]}
     phases = {
-        name: encode_pairs(tokenizer, each, context=context, policy=policy, unpaired=unpaired)
+        name: encode_pairs(tokenizer, each, context=context, policy=policy, same=same, unpaired=unpaired)
         for name, each in wanted.items()
     }
     for name, phase in phases.items():

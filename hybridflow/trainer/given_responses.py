@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine3d.errors import UserError
+from hybridflow.algorithms.kto import KTOSettings
 from hybridflow.algorithms.losses.preference import PreferenceLoss, Responses
 from hybridflow.algorithms.preferences import PAIR, sequence_logprobs
 from hybridflow.batch.load_balance import even_ranges
@@ -20,6 +22,7 @@ from hybridflow.checkpoint.evaluation_result import Measured, Subject
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.given_responses import GivenResponses
 from hybridflow.data.prompts import Draw
+from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics
 from hybridflow.roles.groups import PolicyGroup
@@ -51,9 +54,12 @@ class GivenSource:
 
     def measure(self) -> None:
         """Have the actor, as it is, say the log-probs of all responses: those of the reference policy."""
+        began = time.perf_counter()
         for name, given in self._phases.items():
             parts = [self.policy_logprobs(_batch(given, rows)) for rows in self._parts(len(given))]
             self._reference[name] = torch.cat(parts).view(-1, PAIR)
+        count = PAIR * sum(map(len, self._phases.values()))
+        log.info(f"reference: log-probs of {count:,} responses in {time.perf_counter() - began:.1f} s")
 
     def batch(self, draw: Draw, first_sample: int) -> RemoteBatch:
         """Two samples to each prompt that was drawn of those to learn from, side by side.
@@ -78,7 +84,7 @@ class GivenSource:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The reference's log-probs, (n, 2) float64 for each phase; none before `measure`."""
-        return {f"reference.{name}": column for name, column in self._reference.items()}
+        return {self._kept_as(name): column for name, column in self._reference.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on with what `state_dict` gave.
@@ -87,14 +93,19 @@ class GivenSource:
             UserError: it is of other pairs.
         """
         for name, given in self._phases.items():
-            column = state.get(f"reference.{name}")
+            column = state.get(self._kept_as(name))
             if column is None or tuple(column.shape) != (len(given), PAIR):
                 found = "none" if column is None else f"those of {len(column):,}"
                 raise UserError(
                     f"resume: of the {len(given):,} {name} examples the checkpoint has the reference's log-probs of "
-                    f"{found}; expected the data and trainer.eval_prompts of before"
+                    f"{found}; expected the data, trainer.eval_prompts and kind of algorithm of before"
                 )
             self._reference[name] = column
+
+    def _kept_as(self, phase: str) -> str:
+        """Examples of one response each have others beside them than pairs have."""
+        kind = "example" if isinstance(self._recipe.algorithm, KTOSettings) else "pair"
+        return f"reference.{phase}.{kind}"
 
     def _parts(self, count: int) -> list[range]:
         """Consecutive examples, as many at once as a step has, and at least one for each data-parallel rank."""

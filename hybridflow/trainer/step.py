@@ -219,8 +219,9 @@ class TrainerStep(Step[Any]):
         """Whether the trainer finds the log-probs of its own policy before the first update."""
         if (correction := self.config.correction) is not None:
             return bool(correction.needs_proximal)
-        # With one update they are those of the update itself.
-        return self.machinery.recipe.trainer.updates_per_step > 1 and not self.stale
+        # With one update they are those of the update itself; given responses have no ratio to any policy.
+        several = self.machinery.recipe.trainer.updates_per_step > 1
+        return several and not self.stale and bool(self.config.needs_engines)
 
     def teacher_logprobs(self, batch: RemoteBatch, *, top_k: int = 0, of_student: bool = False) -> RemoteBatch:
         roles, asked = self.machinery.roles, batch.as_generated()
