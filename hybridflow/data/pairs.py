@@ -46,7 +46,7 @@ def load_pairs(config: DataConfig, *, unpaired: bool) -> PairSplits:
 
     Args:
         config: with files of pairs, or the arithmetic task: right against wrong answers.
-        unpaired: whether one response to each prompt is enough. Of the arithmetic task there is then only one.
+        unpaired: whether one response to each prompt is enough.
 
     Raises:
         UserError: naming file and line of what cannot serve.
@@ -55,26 +55,18 @@ def load_pairs(config: DataConfig, *, unpaired: bool) -> PairSplits:
         return PairSplits(*(read_pairs(path, pairs, unpaired=unpaired) for path in (pairs.train_path, pairs.eval_path)))
     splits, seed = arithmetic_splits(config.arithmetic), config.arithmetic.seed
     return PairSplits(
-        arithmetic_pairs(splits.train, f"{seed}:train pairs", unpaired=unpaired),
-        arithmetic_pairs(splits.evaluation, f"{seed}:held-out pairs", unpaired=unpaired),
+        arithmetic_pairs(splits.train, f"{seed}:train pairs"),
+        arithmetic_pairs(splits.evaluation, f"{seed}:held-out pairs"),
     )
 
 
-def arithmetic_pairs(problems: Iterable[Example], seed: str, *, unpaired: bool) -> list[Pair]:
-    """The right answer of each problem against one that is off by one or by ten; or one of the two, by chance."""
-    generator, found = random.Random(seed), []
-    for number, problem in enumerate(problems):
-        wrong = with_error(problem, generator).answer
-        desirable = generator.random() < 0.5
-        found.append(
-            Pair(
-                problem.prompt,
-                problem.answer if desirable or not unpaired else None,
-                wrong if not (desirable and unpaired) else None,
-                f"problem {number}",
-            )
-        )
-    return found
+def arithmetic_pairs(problems: Iterable[Example], seed: str) -> list[Pair]:
+    """The right answer of each problem against one that is off by one or by ten."""
+    generator = random.Random(seed)
+    return [
+        Pair(problem.prompt, problem.answer, with_error(problem, generator).answer, f"problem {number}")
+        for number, problem in enumerate(problems)
+    ]
 
 
 def read_pairs(path: Path, config: PairsConfig, *, unpaired: bool) -> list[Pair]:

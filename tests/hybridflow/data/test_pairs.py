@@ -126,17 +126,7 @@ def test_arithmetic_pairs_are_of_the_task_s_problems_right_against_wrong() -> No
     assert [pair.prompt for pair in pairs.train] == [example.prompt for example in splits.train]
     assert [pair.chosen for pair in pairs.evaluation] == [example.answer for example in splits.evaluation]
     assert {abs(int(str(pair.chosen)) - int(str(pair.rejected))) for pair in pairs.train} == {1, 10}
-    assert pairs == load_pairs(data, unpaired=False)
-
-
-def test_arithmetic_examples_without_pairs_are_right_or_wrong() -> None:
-    data = DataConfig(arithmetic=ArithmeticConfig(train_size=50, eval_size=20))
-    pairs, single = load_pairs(data, unpaired=False).train, load_pairs(data, unpaired=True).train
-    assert all((one.chosen is None) != (one.rejected is None) for one in single)
-    assert 10 < sum(one.chosen is not None for one in single) < 40
-    for one, both in zip(single, pairs, strict=True):
-        assert (one.chosen or both.chosen) == both.chosen
-        assert one.rejected is None or one.rejected != both.chosen
+    assert pairs == load_pairs(data, unpaired=True)
 
 
 # Tokens
