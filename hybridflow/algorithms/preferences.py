@@ -39,6 +39,7 @@ class PreferenceSettings(AlgorithmSettings):
         *("entropy_coef_step", "entropy_coef_max", "kl_coef", "kl_in", "kl_estimator", "kl_controller", "kl_target"),
         *("kl_horizon", "kl_guard", "correction"),
     )
+    unscheduled: ClassVar[frozenset[str]] = AlgorithmSettings.unscheduled | frozenset(not_used)
 
     beta: float = Field(default=0.1, gt=0)
     """How strongly the policy is kept near the reference: a response's implicit reward is beta times its log-ratio."""

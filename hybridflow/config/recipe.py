@@ -106,10 +106,17 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _algorithm_has_what_it_needs(self) -> Recipe:
-        fitting = [*misfits(self.algorithm, self.trainer, self.rollout), *engine_errors(self)]
+        fitting = [*misfits(self.algorithm, self.trainer, self.rollout), *self._of_engines()]
         if errors := [*self._missing(), *fitting, *self._unused()]:
             raise ValueError("; ".join(errors))
         return self
+
+    def _of_engines(self) -> Iterator[str]:
+        """What is missing for the engines; or is set for such, where none run."""
+        usual = (None, type(self).model_fields["reward"].default)
+        scored = {"reward": self.reward not in usual, "reward_model": self.reward_model is not None}
+        rewards = [name for name, there in scored.items() if there]
+        return engine_errors(self.algorithm, self.trainer, self.rollout, self.placement, self.data, rewards)
 
     def _missing(self) -> Iterator[str]:
         """What the algorithm needs and the recipe has not."""

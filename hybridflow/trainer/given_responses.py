@@ -1,35 +1,26 @@
-"""In the place of engines in a run without them: responses that the data have, and an evaluation of these."""
+"""In the place of engines in a run without them: responses that the data have."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine3d.errors import UserError
 from hybridflow.algorithms.kto import KTOSettings
-from hybridflow.algorithms.losses.preference import PreferenceLoss, Responses
 from hybridflow.algorithms.preferences import PAIR, sequence_logprobs
 from hybridflow.batch.load_balance import even_ranges
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import FinishReason
-from hybridflow.batch.worker_output import COUNTED
-from hybridflow.checkpoint.evaluation_result import Measured, Subject
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.given_responses import GivenResponses
 from hybridflow.data.prompts import Draw
 from hybridflow.errors.log import log
-from hybridflow.metrics import names as metrics
-from hybridflow.metrics.logger import Metrics
 from hybridflow.roles.groups import PolicyGroup
 from hybridflow.trainer.run_setup import Run
-
-if TYPE_CHECKING:
-    from hybridflow.trainer.step import Machinery
 
 _PHASES = ("train", "evaluation")
 
@@ -118,39 +109,6 @@ class GivenSource:
         rewards = torch.tensor([given.rewards[row] for row in rows], dtype=torch.float32)
         reference = self._reference[phase][torch.as_tensor(rows)]
         return batch.with_facts(rewards=rewards.flatten(), reference_logprobs=reference.flatten())
-
-
-def evaluate_given(machinery: Machinery, sinks: Metrics, step: int, subject: Subject, loss: PreferenceLoss) -> Measured:
-    """How the policy ranks the held-out responses.
-
-    Args:
-        step: after which the policy is evaluated.
-        subject: what is measured, and of what.
-        loss: of the algorithm.
-    """
-    machinery.phases.enter("eval")
-    given = machinery.given
-    assert given is not None
-    batches = list(given.held_out())
-    columns = [
-        (given.policy_logprobs(each), *(each.facts[name] for name in ("reference_logprobs", COUNTED, "rewards")))
-        for each in batches
-    ]
-    config = machinery.controllers.config(max(step, 1))
-    judged = loss(Responses.of_samples(*map(torch.cat, zip(*columns, strict=True))), config)
-    values = {name: float(figure.mean()) for name, figure in judged.values.items() if len(figure)}
-    told = {
-        metrics.PREFERENCE_LOSS: metrics.EVAL_PREFERENCE_LOSS,
-        metrics.PREFERENCE_MARGIN: metrics.EVAL_PREFERENCE_MARGIN,
-    }
-    figures: dict[str, float] = {
-        metrics.EVAL_PROMPTS: subject.prompts,
-        metrics.EVAL_TRAINING_PROMPTS: subject.learned_from,
-    }
-    figures |= {name: values[inner] for inner, name in told.items() if inner in values}
-    accuracy = values[metrics.PREFERENCE_ACCURACY]
-    sinks.log(step, {subject.metric: accuracy} | figures, phase="eval")
-    return Measured(subject, step, accuracy)
 
 
 def _batch(given: GivenResponses, rows: Sequence[int], first_group: int = 0, first_sample: int = 0) -> RemoteBatch:
