@@ -185,17 +185,21 @@ def run_directory(config: PPOConfig) -> Path:
 
 def _defaults(config: PPOConfig, base: Base, algorithm: str, gpus: int) -> Iterator[tuple[Key, Any]]:
     """What holds where neither the settings nor the recipe say otherwise."""
+    settings = load(algorithm).settings if algorithm in ALGORITHMS else AlgorithmSettings
+    compared = settings.group_baseline or (algorithm in ALGORITHMS and load(algorithm).together > 1)
+    unused = {("algorithm", name) for name in settings.not_used}
     for name in _KEYS.keys() - config.model_fields_set:
+        if _KEYS[name] in unused:
+            continue
         if name == "max_steps" and base.get(_EPOCHS_OF_DATA) is not None:
             continue
         if getattr(config, name) is not None:
             yield _KEYS[name], getattr(config, name)
-    settings = load(algorithm).settings if algorithm in ALGORITHMS else AlgorithmSettings
     actor = base.get(("placement", "actor")) or (f"cuda:0-{gpus - 1}" if gpus else "cpu:0")
     rollout = base.get(("placement", "rollout")) or actor
     dtype = base.get(("train", "dtype")) or ("bfloat16" if gpus else "float32")
     yield ("name",), run_directory(config).name
-    yield ("rollout", "samples_per_prompt"), 8 if settings.group_baseline else 1
+    yield ("rollout", "samples_per_prompt"), 8 if compared else 1
     if settings.on_policy and "mini_batch_size" not in config.model_fields_set:
         yield ("trainer", "mini_batches"), 1
     yield ("placement", "actor"), actor
