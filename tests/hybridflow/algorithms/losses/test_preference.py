@@ -69,8 +69,9 @@ def test_margins_far_from_0_have_finite_losses_and_gradients() -> None:
 
 def test_kto_by_hand() -> None:
     log_ratios, desirable = torch.tensor([1.0, 1.0, 0.25], dtype=torch.float64), torch.tensor([True, False, True])
-    z0 = torch.tensor(0.25, dtype=torch.float64)
+    z0 = torch.tensor(0.25, dtype=torch.float64, requires_grad=True)
     found = unpaired_losses(log_ratios, desirable, z0, beta=2.0, weights=(1.0, 1.5))
+    assert not found.requires_grad
     assert found.tolist() == pytest.approx([1 - sigmoid(1.5), 1.5 * (1 - sigmoid(-1.5)), 0.5])
 
 
