@@ -64,7 +64,7 @@ def test_the_current_log_probs_are_the_old_ones_until_the_first_update() -> None
 
 
 def test_the_current_log_probs_are_asked_for_where_there_are_no_old_ones() -> None:
-    """With one update a step, or given responses, nobody finds them; of stale samples they would be another policy's."""
+    """With one update a step, or given responses, nobody finds them; of stale ones they would be another policy's."""
     asked = "forward pass at 0.7"
     assert (
         current(step_of(updates=1)) == current(step_of(stale=True)) == current(step_of(config=DPOSettings())) == asked
