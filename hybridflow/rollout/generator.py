@@ -32,11 +32,11 @@ class Generator:
     """Lets all engines respond to draws; every sample gets an id of its own and the group of its draw.
 
     Args:
-        rollout: the engines.
+        rollout: the engines; None in a run without any, which asks for no responses.
         before: called before engines are asked.
     """
 
-    def __init__(self, rollout: Engines, before: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, rollout: Engines | None, before: Callable[[], None] = lambda: None) -> None:
         self._rollout, self._before = rollout, before
         self.samples_drawn = 0
         """Ids that were given out."""
@@ -47,6 +47,7 @@ class Generator:
 
     def begin(self, draw: Draw, sampling: SamplingConfig, samples_per_prompt: int) -> Future[SampleBatch]:
         """The same as a call whose `batch` the responses are."""
+        assert self._rollout is not None
         self._before()
         first_sample = self.samples_drawn
         self.samples_drawn += len(draw.indices) * samples_per_prompt

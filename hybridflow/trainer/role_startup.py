@@ -41,7 +41,8 @@ class Roles:
     """One handle a role."""
 
     actor: PolicyGroup
-    rollout: RolloutGroup
+    rollout: RolloutGroup | None
+    """None where the data have what is learned from."""
     reference: PolicyGroup | None
     teacher: TeacherGroup | TeacherEngineGroup | None
     scalar: Mapping[str, ValueGroup]
@@ -64,9 +65,8 @@ class Roles:
     @property
     def groups(self) -> list[WorkerGroup]:
         """Every group, once."""
-        teacher = [self.teacher] if self.teacher is not None else []
-        every = [self.actor, self.rollout, *teacher, *self.models.values(), *self.functions.values()]
-        return list(dict.fromkeys(every))
+        engines = [each for each in (self.rollout, self.teacher) if each is not None]
+        return list(dict.fromkeys([self.actor, *engines, *self.models.values(), *self.functions.values()]))
 
     @property
     def learning(self) -> dict[str, ModelGroup]:
@@ -155,10 +155,10 @@ class _Start:
         in_turn = {spec.turn: spec for spec in self._specs if spec.turn is not None}
         for _, spec in sorted(in_turn.items()):
             self._start(self._one_by_one, groups[spec.role], spec)
-        reference, teacher = groups.get("reference"), groups.get("teacher")
+        reference, teacher, rollout = groups.get("reference"), groups.get("teacher"), groups.get("rollout")
         return Roles(
             actor=_typed(groups["actor"], PolicyGroup),
-            rollout=_typed(groups["rollout"], RolloutGroup),
+            rollout=_typed(rollout, RolloutGroup) if rollout is not None else None,
             reference=_typed(reference, PolicyGroup) if reference is not None else None,
             teacher=teacher if isinstance(teacher, TeacherGroup | TeacherEngineGroup) else None,
             scalar={role: group for role, group in groups.items() if isinstance(group, ValueGroup)},

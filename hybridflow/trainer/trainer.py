@@ -39,11 +39,12 @@ from hybridflow.rundir.lock import WEIGHTS, move_aside
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.closing import results
 from hybridflow.trainer.evaluation import evaluate
+from hybridflow.trainer.given_responses import GivenSource
 from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
 from hybridflow.trainer.run_setup import OpenRun, Run, open_run
 from hybridflow.trainer.sft_warmup import warm_up
 from hybridflow.trainer.step import Machinery, TrainerStep
-from hybridflow.trainer.weight_sync import WeightSync
+from hybridflow.trainer.weight_sync import NoEngines, WeightSync
 
 _MOST_STEPS_WITHOUT_UPDATE = 3
 _TIMELINE_EVERY_S = 30.0
@@ -99,14 +100,18 @@ def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
             recipe.metrics.device_interval_s,
             run.directory / DEVICES,
         ) as devices,
-        WeightSync(
-            roles.actor, roles.rollout, initial_spec(recipe), recipe.rollout, run.directory / WEIGHTS
-        ) as weights,
+        _weight_sync(recipe, run, roles) as weights,
     ):
         try:
             yield Trainer(recipe, run, roles, weights, sinks, checkpoints, opened.phases, devices)
         finally:
             write_timeline(run.directory)
+
+
+def _weight_sync(recipe: Recipe, run: Run, roles: Roles) -> WeightSync | NoEngines:
+    if roles.rollout is None:
+        return NoEngines()
+    return WeightSync(roles.actor, roles.rollout, initial_spec(recipe), recipe.rollout, run.directory / WEIGHTS)
 
 
 def write_timeline(directory: Path) -> None:
@@ -138,7 +143,7 @@ class Trainer:
         recipe: Recipe,
         run: Run,
         roles: Roles,
-        weights: WeightSync,
+        weights: WeightSync | NoEngines,
         sinks: Metrics,
         checkpoints: Checkpoints,
         phases: PhaseFile,
@@ -158,6 +163,7 @@ class Trainer:
             generator=generator,
             lookahead=Lookahead(recipe, run.train, sampler, generator),
             controllers=Controllers(recipe.algorithm),
+            given=GivenSource(recipe, run, roles.actor) if not recipe.algorithm.needs_engines else None,
         )
         self.algorithm = load(recipe.algorithm.name)
         self.steps_done = 0
@@ -219,6 +225,9 @@ class Trainer:
             warm_up(self.machinery, self.sinks)
         wait_for(self.roles, *self.roles.starting)
         self.synchronise({})
+        if (given := self.machinery.given) is not None:
+            self.machinery.phases.enter("infer")
+            given.measure()
 
     def go_on(self, state: RunState) -> None:
         """Be where the run was when `state` was taken; the engines serve the same version of the weights."""
@@ -235,6 +244,8 @@ class Trainer:
         if machinery.controllers.replay is not None:
             machinery.controllers.replay.restore(replay)
         machinery.lookahead.restore(held)
+        if machinery.given is not None:
+            machinery.given.load_state_dict(state.kept)
         self.steps_done = machinery.phases.step = state.step
         self.updates = state.updates
         self.steps_without_update = state.steps_without_update
@@ -261,6 +272,7 @@ class Trainer:
             inputs=self.facts.inputs,
             buffer=tuple(batch.fetch() for batch in self.machinery.lookahead.held()) if with_buffer else (),
             replay=replay.samples if replay is not None else None,
+            kept=self.machinery.given.state_dict() if self.machinery.given is not None else {},
         )
 
     def save(self, step: int) -> None:
@@ -366,7 +378,10 @@ class Trainer:
                 self.machinery.lookahead.wait()
 
     def synchronise(self, values: dict[str, float]) -> None:
-        """Bring the rollout engines to the actor's weights."""
+        """Bring the rollout engines, if there are any, to the actor's weights."""
+        if self.roles.rollout is None:
+            self.version += 1
+            return
         self.machinery.phases.enter("sync")
         with Timer(values, metrics.SYNC_TIME):
             self.version += 1
