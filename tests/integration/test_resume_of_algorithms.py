@@ -15,7 +15,7 @@ from hybridflow.checkpoint.batch_files import read_batch
 from tests.support.runs import ROOT, SMALL, records
 from tests.support.warm import warm_python
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 STEPS = 4
 COMMON = [
