@@ -10,12 +10,13 @@ export PATH := $(VENV)/bin:$(PATH)
 # A run has many processes: each would compile every module that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-hosts lint format docs setup lock clean
+.PHONY: help demo test test-fast test-long test-hosts lint format docs setup lock clean
 
 help:
 	@echo "make demo     train the demo: a tiny Qwen3-MoE learns arithmetic under Megatron-Core, SGLang and Ray"
 	@echo "make test     all tests, fast ones first"
 	@echo "make test-fast  those that start no processes and take no seconds"
+	@echo "make test-long  those of whole runs that are killed and resumed, algorithm by algorithm"
 	@echo "make test-hosts  those on several hosts, made of network namespaces: root on Linux"
 	@echo "make lint     ruff and mypy            make format  ruff, in place"
 	@echo "make docs     the site of docs/, into site/, its links checked"
@@ -26,13 +27,16 @@ demo: setup
 	@hybridflow train launch/recipes/demo.yaml $(ARGS)
 
 # Two at a time on two cores: threads of the libraries would only take turns.
-test test-fast test-hosts: export OMP_NUM_THREADS := 1
+test test-fast test-long test-hosts: export OMP_NUM_THREADS := 1
 
 test: setup
-	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not hosts" $(ARGS)
+	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not hosts and not long" $(ARGS)
 
 test-fast: setup
-	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not processes and not slow and not gpu and not hosts" $(ARGS)
+	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not processes and not slow and not gpu and not hosts and not long" $(ARGS)
+
+test-long: setup
+	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long $(ARGS)
 
 # One at a time: each starts a cluster.
 test-hosts: setup

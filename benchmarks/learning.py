@@ -38,6 +38,13 @@ CURVES = ROOT / "docs/algorithms/curves"
 BESIDE = "demo"
 """The recipe that the others are drawn beside: GRPO's."""
 
+_FIGURES = {
+    "eval/accuracy": "held-out accuracy",
+    "eval/reward_mean": "mean reward of held-out prompts",
+    "eval/score_mean": "mean score of held-out prompts",
+    "eval/preference_accuracy": "share of held-out preferences that became likelier",
+}
+"""What a curve shows, by its metric: the first of these that a run has."""
 _LIMIT_S = 3600.0
 _COLOURS = {"--ink": "#444444", "--rule": "#cccccc", "--series-0": "#1f77b4", "--series-1": "#999999"}
 _PACKAGES = ("torch", "megatron-core", "sglang", "ray")
@@ -139,12 +146,14 @@ def learners(run: Path, recipe: str) -> dict[str, Path]:
 
 
 def learned(path: Path, recipe: str, seed: int, seconds: float, command: str) -> Learned:
-    """What a run's metrics tell. Raises ValueError where it has no evaluation."""
+    """What a run's metrics tell. Raises ValueError where it has no evaluation, or one of nothing that is drawn."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     evaluations = [record for record in records if record["phase"] == "eval"]
     if not evaluations:
         raise ValueError(f"{path}: no evaluation, expected at least one")
-    figure = next(name for name in ("eval/accuracy", "eval/reward_mean", *evaluations[0]) if name in evaluations[0])
+    figure = next((name for name in _FIGURES if name in evaluations[0]), None)
+    if figure is None:
+        raise ValueError(f"{path}: evaluations of {', '.join(evaluations[0])}, expected one of {', '.join(_FIGURES)}")
     return Learned(
         recipe=recipe,
         seed=seed,
@@ -189,7 +198,7 @@ def draw_curves(results: Path, curves: Path) -> Iterator[Path]:
         plot = LinePlot(
             name=f"learning-{folder.name}",
             title=folder.name,
-            y_label="held-out accuracy" if runs[0].figure == "eval/accuracy" else runs[0].figure,
+            y_label=_FIGURES.get(runs[0].figure, runs[0].figure),
             lines=tuple(lines),
             band=curve(runs),
         )

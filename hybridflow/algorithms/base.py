@@ -13,6 +13,7 @@ from hybridflow.algorithms.advantages.whitening import Moments
 from hybridflow.algorithms.lagrange_multiplier import LagrangeMultiplier
 from hybridflow.algorithms.losses.clipped import clipped_loss
 from hybridflow.algorithms.losses.policy import PolicyLossFunction
+from hybridflow.algorithms.losses.preference import PreferenceLoss
 from hybridflow.algorithms.losses.value import ValueMoments
 from hybridflow.algorithms.replay import ReplayBuffer
 from hybridflow.algorithms.settings import AlgorithmSettings
@@ -116,6 +117,17 @@ class Step[C: AlgorithmSettings](ABC):
     @abstractmethod
     def draw(self, count: int | None = None) -> Draw:
         """The next prompts: so many, `prompts_per_step` if None."""
+
+    @abstractmethod
+    def tell(self, figures: Mapping[str, Tensor]) -> None:
+        """Figures of the step, by metric name: (k,) each, of which the mean over all that are told is logged."""
+
+    @abstractmethod
+    def given(self, draw: Draw) -> RemoteBatch:
+        """The two responses that the data have to each prompt, side by side, where no engines run.
+
+        With the facts `rewards`, 1 where a response is good and 0 where it is bad, and `reference_logprobs`.
+        """
 
     @abstractmethod
     def generate(self, draw: Draw) -> RemoteBatch:
@@ -222,6 +234,9 @@ class Algorithm[C: AlgorithmSettings]:
         policy_loss: the loss of each token of the actor.
         prepare: what a mini-batch needs beyond its columns, of the policy as it is just before the update from it;
             called for each update of the actor. None where nothing is needed.
+        together: so many samples, side by side, stay in one mini-batch.
+        preference_loss: of two responses to each prompt, in an algorithm that learns from such alone: what an
+            evaluation without engines measures.
     """
 
     settings: type[C]
@@ -230,3 +245,5 @@ class Algorithm[C: AlgorithmSettings]:
     learn: Callable[[Step[C], Experience], None]
     policy_loss: PolicyLossFunction = clipped_loss
     prepare: Callable[[Step[C], RemoteBatch], RemoteBatch] | None = None
+    together: int = 1
+    preference_loss: PreferenceLoss | None = None

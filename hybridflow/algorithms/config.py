@@ -13,6 +13,8 @@ from hybridflow.algorithms.registry import ALGORITHMS
 from hybridflow.algorithms.settings import AlgorithmSettings
 
 DEFAULT = "grpo"
+_OTHERWISE = {"beta": "kl_coef"}
+"""What others call by the name of a key that only some algorithms have here."""
 
 
 def load(name: str) -> Algorithm[Any]:
@@ -43,11 +45,15 @@ def _without_others(data: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         raise ValueError(
             "; ".join(
                 f"{key} is set with name {name!r}, which does not use it; expected name "
-                f"{' or '.join(map(repr, users))}, or no {key}"
+                f"{' or '.join(map(repr, users))}, {_instead(key, own)}or no {key}"
                 for key, users in of_others.items()
             )
         )
     return found
+
+
+def _instead(key: str, own: Mapping[str, Any]) -> str:
+    return f"{_OTHERWISE[key]}, " if _OTHERWISE.get(key) in own else ""
 
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ class Controllers:
     def figures(self, step: int) -> dict[str, float]:
         """The coefficients of a step, by metric name: of controllers, and of every schedule."""
         config, found = self.config(step), dict.fromkeys(self._config.schedules)
-        if self._config.needs_reference:
+        if self._config.needs_reference and "kl_coef" not in self._config.not_used:
             found["kl_coef"] = None
         if self.entropy is not None:
             found["entropy_coef"] = None

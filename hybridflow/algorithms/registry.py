@@ -24,6 +24,8 @@ ALGORITHMS: dict[str, str] = {
     "sapo": "hybridflow.algorithms.sapo",
     "clip_cov": "hybridflow.algorithms.clip_cov",
     "kl_cov": "hybridflow.algorithms.kl_cov",
+    "dpo": "hybridflow.algorithms.dpo",
+    "kto": "hybridflow.algorithms.kto",
     "distillation": "hybridflow.algorithms.distillation",
 }
 """The module of each, which has the algorithm as `ALGORITHM`."""

@@ -45,6 +45,8 @@ class AlgorithmSettings(Settings):
     unscheduled: ClassVar[frozenset[str]] = frozenset().union(*_OF_ADAPTIVE.values())
     """The settings that a schedule cannot change: read at the start alone, or what is checked before a run rests on
     them."""
+    not_used: ClassVar[tuple[str, ...]] = ()
+    """Keys that all algorithms have and this one does not use."""
 
     name: str
     """One of `registry.ALGORITHMS`."""
@@ -95,6 +97,11 @@ class AlgorithmSettings(Settings):
         """Whether `ref_logprobs` are needed, in any step."""
         return largest(self.kl_coef, self.schedules.get("kl_coef")) > 0
 
+    @property
+    def needs_engines(self) -> bool:
+        """Whether engines generate what is learned from; the data have it otherwise."""
+        return True
+
     def normalising_length(self, limit: int) -> int | None:
         """Tokens by which the loss divides, given the most tokens of a response; None with a mode that has no such."""
         if self.loss_aggregation != "seq-mean-token-sum-norm":
@@ -117,7 +124,7 @@ class AlgorithmSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _dependent_defaults(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
+        if not isinstance(data, Mapping) or "kl_in" in cls.not_used:
             return data
         kl_in = data.get("kl_in", cls.model_fields["kl_in"].default)
         of_loss = cls.model_fields["kl_estimator"].default
@@ -181,12 +188,15 @@ class AlgorithmSettings(Settings):
     @property
     def _unused(self) -> dict[str, str]:
         """The keys that have no use, with what takes it from them and what would give it back."""
-        return {
+        of_adaptive = {
             key: self._other(f"{controller} 'adaptive'")
             for controller, keys in _OF_ADAPTIVE.items()
             if getattr(self, controller) == "fixed"
             for key in keys
         }
+        return of_adaptive | dict.fromkeys(
+            self.not_used, f"name {self.name!r}, which does not use it; expected another name"
+        )
 
     def _other(self, user: str) -> str:
         """What takes its use from a key: the setting that `user` begins with, which has another value."""

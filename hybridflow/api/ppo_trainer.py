@@ -144,6 +144,11 @@ class PPOTrainer:
         if whole is not None:
             trainer.learn(step, lambda: whole.experience)
         else:
+            if trainer.algorithm.together > 1:
+                raise UserError(
+                    f"update: not as rollout() returned it, with algorithm {trainer.recipe.algorithm.name}, which "
+                    "learns from pairs of samples; expected one rollout as it is"
+                )
             given = to_learn(rollouts, [made.batch for made in self._made], least=step.least_samples)
             experience = self._experience(given)
             estimate = trainer.algorithm.with_advantages

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from engine3d.errors import UserError
 from hybridflow.algorithms.config import load
@@ -143,6 +146,7 @@ def make_recipe(config: PPOConfig, given: Given, *, gpus: int) -> Recipe:
             base.put(key, value)
     _put_mini_batches(base, config)
     _put_steps(base, config, given)
+    _check_generates(algorithm, base)
     recipe = build_settings(Recipe, base.data, base.places, base.source)
     if given.passes is not None and getattr(recipe.algorithm, "dynamic_sampling", False):
         raise UserError(
@@ -150,6 +154,22 @@ def make_recipe(config: PPOConfig, given: Given, *, gpus: int) -> Recipe:
             "needs; expected max_steps, or dynamic_sampling=false"
         )
     return recipe
+
+
+def _check_generates(algorithm: str, base: Base) -> None:
+    """Whether there is something to roll out. Raises SettingsError."""
+    if algorithm not in ALGORITHMS:
+        return
+    settings = load(algorithm).settings
+    own = {name: value for name in settings.model_fields if (value := base.get(("algorithm", name))) is not None}
+    with contextlib.suppress(ValidationError):  # which the recipe tells, by its place
+        if not settings(**own).needs_engines:
+            raise SettingsError(
+                [
+                    f"algorithm {algorithm} learns from responses that the data have, and generates none; expected "
+                    "hybridflow train with a recipe such as launch/recipes/algorithms/dpo.yaml, or another algorithm"
+                ]
+            )
 
 
 def run_directory(config: PPOConfig) -> Path:
@@ -165,17 +185,21 @@ def run_directory(config: PPOConfig) -> Path:
 
 def _defaults(config: PPOConfig, base: Base, algorithm: str, gpus: int) -> Iterator[tuple[Key, Any]]:
     """What holds where neither the settings nor the recipe say otherwise."""
+    settings = load(algorithm).settings if algorithm in ALGORITHMS else AlgorithmSettings
+    compared = settings.group_baseline or (algorithm in ALGORITHMS and load(algorithm).together > 1)
+    unused = {("algorithm", name) for name in settings.not_used}
     for name in _KEYS.keys() - config.model_fields_set:
+        if _KEYS[name] in unused:
+            continue
         if name == "max_steps" and base.get(_EPOCHS_OF_DATA) is not None:
             continue
         if getattr(config, name) is not None:
             yield _KEYS[name], getattr(config, name)
-    settings = load(algorithm).settings if algorithm in ALGORITHMS else AlgorithmSettings
     actor = base.get(("placement", "actor")) or (f"cuda:0-{gpus - 1}" if gpus else "cpu:0")
     rollout = base.get(("placement", "rollout")) or actor
     dtype = base.get(("train", "dtype")) or ("bfloat16" if gpus else "float32")
     yield ("name",), run_directory(config).name
-    yield ("rollout", "samples_per_prompt"), 8 if settings.group_baseline else 1
+    yield ("rollout", "samples_per_prompt"), 8 if compared else 1
     if settings.on_policy and "mini_batch_size" not in config.model_fields_set:
         yield ("trainer", "mini_batches"), 1
     yield ("placement", "actor"), actor

@@ -53,6 +53,7 @@ def column_types(tokens: Mapping[str, str], response: str) -> dict[str, tuple[st
     """
     types = dict.fromkeys((field.name for field in dataclasses.fields(SampleFields)), (SAMPLE, torch.int64))
     types |= dict.fromkeys(("rewards", "costs"), (SAMPLE, torch.float32))
+    types |= {"reference_logprobs": (SAMPLE, torch.float64)}
     types |= dict.fromkeys(("logprobs", *_OF_RESPONSES, "weights"), (response, torch.float32))
     types |= {"response_mask": (response, torch.bool), "token_versions": (response, torch.int64)}
     types |= {name: (wide(response), dtype) for name, dtype in WIDE.items()}
@@ -98,6 +99,8 @@ class SampleFields(ABC):
     """(B,) float32."""
     costs: Tensor | None = None
     """(B,) float32."""
+    reference_logprobs: Tensor | None = None
+    """(B,) float64: log-prob of each whole response by the reference policy, the sum over its counted tokens."""
     advantages: Tensor | None = None
     """Of responses, float32, 0 outside `response_mask`."""
     old_logprobs: Tensor | None = None

@@ -25,11 +25,14 @@ from hybridflow.data.config import ArithmeticConfig, DataConfig, JsonlConfig
 _COSMETIC = frozenset({"dtype", "torch_dtype", "transformers_version", "_name_or_path"})
 _ABSENT = "nothing"
 
-_FILES_OF_DATA = ("data.jsonl.train_path", "data.jsonl.eval_path", "data.jsonl.sft_path")
+_FILES_OF_JSONL = ("data.jsonl.train_path", "data.jsonl.eval_path", "data.jsonl.sft_path")
+_FILES_OF_PAIRS = ("data.pairs.train_path", "data.pairs.eval_path", "data.pairs.sft_path")
+_FILES_OF_DATA = (*_FILES_OF_JSONL, *_FILES_OF_PAIRS)
 _MADE_BY = ("seed", "model.create.seed", "model.create.dtype")
 
 _SINCE = {
     "data.overlong_prompts": "refuse",
+    "data.pairs": None,
     "trainer.epochs_of_data": None,
     "trainer.eval_before_train": True,
     "metrics.samples_per_step": 0,
@@ -74,6 +77,11 @@ def check_accepted(recipe: Recipe) -> None:
             raise UserError(
                 f"checkpoint.accept: {name!r} is nothing that a recipe could contradict; expected seed, tokenizer, "
                 "model, model.config.KEY, roles, roles.ROLE, data or one of the settings in it"
+            )
+        if not recipe.algorithm.needs_engines and name.partition(".")[0] in ("data", "tokenizer"):
+            raise UserError(
+                f"checkpoint.accept: {name!r} with algorithm.name={recipe.algorithm.name}, whose checkpoints hold what "
+                "the reference policy says of the data of before; expected the same data"
             )
 
 
@@ -138,11 +146,11 @@ def input_checksums(recipe: Recipe) -> dict[str, str]:
     if recipe.model.path is not None:
         with TensorFiles(recipe.model.path) as files:
             found["model.weights"] = files.fingerprint()
-    if (jsonl := recipe.data.jsonl) is not None:
-        paths = (jsonl.train_path, jsonl.eval_path, jsonl.sft_path)
+    for names, given in ((_FILES_OF_JSONL, recipe.data.jsonl), (_FILES_OF_PAIRS, recipe.data.pairs)):
+        paths = (given.train_path, given.eval_path, given.sft_path) if given is not None else ()
         found |= {
             name: checksum(path)
-            for name, path in zip(_FILES_OF_DATA, paths, strict=True)
+            for name, path in zip(names, paths, strict=False)
             if path is not None and path.is_file()
         }
     return found

@@ -14,9 +14,12 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from engine3d.errors import UserError, shortened
-from engine3d.input_files import MOST_LIST_BYTES, read_json_object
+from engine3d.input_files import MOST_LIST_BYTES, check_regular, read_json_object
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.checkpoint.batch_files import read_batch, write_batch
 from hybridflow.checkpoint.evaluation_result import Measured
@@ -24,9 +27,12 @@ from hybridflow.rollout.stream_source import HeldStream
 
 DRIVER = "driver.json"
 _EVALUATIONS = ("first_evaluation", "last_evaluation")
+_KEPT = "kept.safetensors"
 _WITHOUT_SUBJECT = {"accuracy_before", "accuracy_after"}
 _REPLAY = "replay.safetensors"
 _STREAM = {"ended": "stream-ended.safetensors", "begun": "stream-begun.safetensors"}
+_IN_FILES = ("buffer", "replay", "stream", "kept")
+"""Fields that are not in driver.json as they are."""
 _BATCH_NAME = "buffer-{:05d}.safetensors"
 _BATCH = re.compile(r"buffer-\d{5,}\.safetensors")
 
@@ -86,6 +92,7 @@ class RunState:
             numbers by name, by the name of the controller.
         replay: samples of former steps that the algorithm keeps, in its order; None where it keeps none.
         stream: what a stream of rollouts had under way; None of a run without one.
+        kept: what was found once of all the data and later steps need, by name.
     """
 
     step: int
@@ -103,13 +110,14 @@ class RunState:
     algorithm: dict[str, dict[str, float]] = field(default_factory=dict)
     replay: SampleBatch | None = None
     stream: HeldStream | None = None
+    kept: dict[str, Tensor] = field(default_factory=dict)
 
     def write(self, directory: Path) -> list[Path]:
-        """Write driver.json and a file for each batch and for the samples that are kept; their paths."""
+        """Write driver.json, and a file for each batch, for the samples and for what else is kept; their paths."""
         batches = [directory / _BATCH_NAME.format(number) for number in range(len(self.buffer))]
         for path, batch in zip(batches, self.buffer, strict=True):
             write_batch(path, batch)
-        names = [each.name for each in dataclasses.fields(self) if each.name not in ("buffer", "replay", "stream")]
+        names = [each.name for each in dataclasses.fields(self) if each.name not in _IN_FILES]
         facts = {name: getattr(self, name) for name in names}
         if self.replay is not None:
             write_batch(directory / _REPLAY, self.replay)
@@ -126,8 +134,11 @@ class RunState:
         for name in _EVALUATIONS:
             facts[name] = dataclasses.asdict(facts[name]) if facts[name] is not None else None
         (directory / DRIVER).write_text(json.dumps(facts, indent=1) + "\n")
-        replayed = [directory / _REPLAY] if self.replay is not None else []
-        return [directory / DRIVER, *batches, *replayed, *streamed]
+        written = [directory / DRIVER, *batches, *streamed, *([directory / _REPLAY] if self.replay is not None else [])]
+        if self.kept:
+            save_file({name: column.clone().contiguous() for name, column in self.kept.items()}, directory / _KEPT)
+            written.append(directory / _KEPT)
+        return written
 
     @classmethod
     def read(cls, directory: Path) -> RunState:
@@ -153,7 +164,8 @@ class RunState:
                 facts = {name: fact for name, fact in facts.items() if name not in _WITHOUT_SUBJECT}
                 facts |= dict.fromkeys(_EVALUATIONS)
             facts = {name: _checked(cls, name, value) for name, value in facts.items()}
-            return cls(**facts | {"buffer": batches, "replay": replay, "stream": stream})
+            found = {"buffer": batches, "replay": replay, "stream": stream, "kept": _read_kept(directory / _KEPT)}
+            return cls(**facts | found)
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}") from None
         except ValidationError as error:
@@ -174,6 +186,17 @@ def _read_stream(directory: Path, facts: Any) -> HeldStream | None:
             raise ValueError(f"stream.{name}: {shortened(repr(kept))}, expected {file}")
         batches[name] = read_batch(directory / file) if kept is not None else None
     return HeldStream(dict(facts["ledger"]), dict(facts["first_samples"]), **batches)
+
+
+def _read_kept(path: Path) -> dict[str, Tensor]:
+    """What is kept of the data; nothing where there is no such file. Raises ValueError for another file."""
+    if not path.exists():
+        return {}
+    check_regular(path)
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path.name}: {error}") from None
 
 
 def _checked(kind: type, name: str, value: Any) -> Any:

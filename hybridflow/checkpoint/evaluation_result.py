@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.prompts import Prompts
 
-Measure = Literal["accuracy", "reward_mean", "score_mean"]
+Measure = Literal["accuracy", "reward_mean", "score_mean", "preference_accuracy"]
 
 _EXACT_MATCH = "arithmetic"
 """The builtin reward that is 1 for a text that is exactly the answer and 0 for any other: its mean is an accuracy."""
@@ -22,8 +22,9 @@ class Subject:
     """What is measured, and of what.
 
     Args:
-        measure: "accuracy", the share of exact matches; "reward_mean", of the reward functions; or "score_mean", of the
-            reward model where there are no functions, without its weight.
+        measure: "accuracy", the share of exact matches; "reward_mean", of the reward functions; "score_mean", of the
+            reward model where there are no functions, without its weight; or "preference_accuracy", of responses that
+            the data have, where no engines run.
         prompts: how many are evaluated.
         learned_from: how many of them the model learns from too, in training or in the warm-up.
         identity: of the prompts, the rewards and the sampling; two evaluations compare only where it is the same.
@@ -47,14 +48,18 @@ class Subject:
         learned = {example.prompt for phase in learned_from for example in phase.examples}
         rewards: list[Any] = []
         measure: Measure = "score_mean"
-        if recipe.reward is not None:
+        sampling: dict[str, Any] = {}
+        if not recipe.algorithm.needs_engines:
+            measure, rewards = "preference_accuracy", [recipe.algorithm.name]
+        elif recipe.reward is not None:
             functions = recipe.reward.functions
             rewards = [(each.name, each.path, each.weight) for each in functions]
             exact = [(each.path, each.weight) for each in functions] == [(_EXACT_MATCH, 1.0)]
             measure = "accuracy" if exact else "reward_mean"
         elif recipe.reward_model is not None:
             rewards = [str(recipe.reward_model.path.absolute())]
-        sampling = recipe.eval_sampling.model_dump(mode="json")
+        if recipe.algorithm.needs_engines:
+            sampling = recipe.eval_sampling.model_dump(mode="json")
         answers = [example.answer for example in evaluation.examples]
         facts = json.dumps([evaluated, answers, rewards, sampling, recipe.trainer.eval_samples])
         return cls(
@@ -72,6 +77,10 @@ class Subject:
     def __str__(self) -> str:
         if self.measure == "accuracy" and not self.learned_from:
             return "held-out accuracy"
+        if self.measure == "preference_accuracy":
+            kind = {0: "held-out ", self.prompts: "training "}.get(self.learned_from, "")
+            some = f" ({self.learned_from} of them with training prompts)" if kind == "" else ""
+            return f"preference accuracy of {self.prompts} {kind}examples{some}"
         words = {"accuracy": "accuracy", "reward_mean": "mean reward", "score_mean": "mean reward model score"}
         if not self.learned_from:
             return f"{words[self.measure]} of {self.prompts} held-out prompts"
@@ -104,7 +113,7 @@ def summary(first: Measured | None, last: Measured | None) -> list[str]:
         return [_single(each) for each in (last or first,) if each is not None]
     if first.subject != last.subject:
         return [_single(first), f"{_single(last)}; not compared, because it was measured otherwise"]
-    points = f" ({100 * (last.value - first.value):+.1f} points)" if first.subject.measure == "accuracy" else ""
+    points = f" ({100 * (last.value - first.value):+.1f} points)" if "accuracy" in first.subject.measure else ""
     values = f"{first.value:.3f} -> {last.value:.3f}{points}"
     return [f"{first.subject}: {values}{_count(first.subject)}, step {first.step} -> step {last.step}"]
 

@@ -96,10 +96,10 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
 
 def inexact_because(recipe: Recipe) -> list[str]:
     """The settings by which a resumed run of this recipe may differ from an uninterrupted one."""
-    found = []
-    if not recipe.rollout.engine.deterministic:
+    found, engines = [], recipe.algorithm.needs_engines
+    if engines and not recipe.rollout.engine.deterministic:
         found.append("rollout.engine.deterministic=false (generated tokens)")
-    if not recipe.rollout.weights.flush_cache:
+    if engines and not recipe.rollout.weights.flush_cache:
         found.append("rollout.weights.flush_cache=false (keys and values that older weights made)")
     found += [
         f"on_failure={function.on_failure} of reward {function.name} (what fails may depend on time)"

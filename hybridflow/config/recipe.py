@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -18,6 +18,7 @@ from hybridflow.algorithms.grpo import GRPOSettings
 from hybridflow.cluster.hosts.network.network_settings import NetworkConfig
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.config.algorithm_fit import misfits
+from hybridflow.config.engines import engine_errors
 from hybridflow.config.known_names import RECIPE_NAMES
 from hybridflow.config.roles import ModelConfig, ModelRole, RolloutRole, ScoringModel, TeacherModel
 from hybridflow.config.run import CheckpointConfig, PlacementConfig, TrainerConfig, WarmupConfig
@@ -70,6 +71,14 @@ class Recipe(Settings):
     """Start afresh; go on after the newest whole checkpoint of `checkpoint.dir`, if there is one; or after this one: a
     checkpoint, a directory of them, or a run's directory."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null_rollout(cls, data: Any) -> Any:
+        """`rollout: null` takes away that of a base, for an algorithm that needs no engines."""
+        if isinstance(data, Mapping) and data.get("rollout", 0) is None:
+            return {name: value for name, value in data.items() if name != "rollout"}
+        return data
+
     @model_validator(mode="after")
     def _evaluation_can_sample(self) -> Recipe:
         try:
@@ -98,9 +107,17 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _algorithm_has_what_it_needs(self) -> Recipe:
-        if errors := [*self._missing(), *misfits(self.algorithm, self.trainer, self.rollout), *self._unused()]:
+        fitting = [*misfits(self.algorithm, self.trainer, self.rollout), *self._of_engines()]
+        if errors := [*self._missing(), *fitting, *self._unused()]:
             raise ValueError("; ".join(errors))
         return self
+
+    def _of_engines(self) -> Iterator[str]:
+        """What is missing for the engines; or is set for such, where none run."""
+        usual = (None, type(self).model_fields["reward"].default)
+        scored = {"reward": self.reward not in usual, "reward_model": self.reward_model is not None}
+        rewards = [name for name, there in scored.items() if there]
+        return engine_errors(self.algorithm, self.trainer, self.rollout, self.placement, self.data, rewards)
 
     def _missing(self) -> Iterator[str]:
         """What the algorithm needs and the recipe has not."""
@@ -133,11 +150,13 @@ class Recipe(Settings):
                 f"trainer.max_staleness={self.trainer.max_staleness} with algorithm.name={name}, whose baselines are "
                 "generated between rollout and update; expected 0"
             )
-        samples = self.trainer.prompts_per_step * self.rollout.samples_per_prompt
+        samples = self.samples_per_step
         if samples > MOST_SAMPLES:
+            each = f"rollout.samples_per_prompt={self.rollout.samples_per_prompt}"
+            each = each if self.algorithm.needs_engines else "two responses to each"
             yield (
-                f"trainer.prompts_per_step={self.trainer.prompts_per_step} times rollout.samples_per_prompt="
-                f"{self.rollout.samples_per_prompt} are {samples:,} samples a step, expected at most {MOST_SAMPLES:,}"
+                f"trainer.prompts_per_step={self.trainer.prompts_per_step} times {each} are {samples:,} samples a "
+                f"step, expected at most {MOST_SAMPLES:,}"
             )
         if self.algorithm.kl_controller == "adaptive" and self.algorithm.kl_horizon <= samples / 5:
             yield (
@@ -150,7 +169,7 @@ class Recipe(Settings):
             yield f"algorithm.name={name} learns from a teacher, expected teacher.path"
         if self.teacher_engine is not None:
             yield from self._wrong_with_teacher_engine()
-        if self.reward is None and self.reward_model is None:
+        if self.algorithm.needs_engines and self.reward is None and self.reward_model is None:
             yield "reward=null and no reward_model, expected at least one of them"
         if self.algorithm.needs_cost and self.cost is None and self.cost_model is None:
             yield f"algorithm.name={name} learns from costs, expected cost.functions or cost_model.path"
@@ -172,7 +191,7 @@ class Recipe(Settings):
 
     def _unused(self) -> Iterator[str]:
         """What is set for roles that do not run."""
-        runs = {"actor", "rollout", *(["reward"] if self.functions else []), *self.models, *self._served}
+        runs = {"actor", *(["reward"] if self.functions else []), *self.models, *self._served}
         for role in ("reference", "teacher", "critic", "cost_critic", "reward", "reward_model", "cost_model"):
             if role not in runs and getattr(self.placement, role) is not None:
                 yield f"placement.{role} is set, and there is no such role with {self._why_not(role)}"
@@ -186,7 +205,7 @@ class Recipe(Settings):
         return ("cost", "cost_model") if self.algorithm.needs_cost else ()
 
     def _why_not(self, role: str) -> str:
-        if role == "reference":
+        if role == "reference" and "kl_coef" not in self.algorithm.not_used:
             return "algorithm.kl_coef=0"
         return f"{role}=null" if role in ("reward", "reward_model") else f"algorithm.name={self.algorithm.name}"
 
@@ -239,6 +258,12 @@ class Recipe(Settings):
         return self.model_copy(update={"trainer": self.trainer.for_prompts(count)})
 
     @property
+    def samples_per_step(self) -> int:
+        """Samples of a step: responses of the engines, or two that the data have to each prompt."""
+        each = self.rollout.samples_per_prompt if self.algorithm.needs_engines else 2
+        return self.trainer.prompts_per_step * each
+
+    @property
     def offloaded_roles(self) -> tuple[str, ...]:
         """The models that leave their devices between their turns."""
         return tuple(role for role, model in self.models.items() if model.offload)
@@ -251,7 +276,8 @@ class Recipe(Settings):
     @property
     def functions(self) -> dict[str, RewardConfig]:
         """The functions of rewards ("reward") and of costs ("cost"), where there are any."""
-        wanted = {"reward": self.reward, "cost": self.cost if self.algorithm.needs_cost else None}
+        rewards = self.reward if self.algorithm.needs_engines else None
+        wanted = {"reward": rewards, "cost": self.cost if self.algorithm.needs_cost else None}
         return {what: config for what, config in wanted.items() if config is not None}
 
     @property

@@ -168,8 +168,8 @@ class PlacementConfig(Settings):
     """Pools by name; they share no device."""
     actor: str
     """Devices of the actor."""
-    rollout: str
-    """Devices of the engines."""
+    rollout: str | None = None
+    """Devices of the engines. Only where the algorithm needs engines, and then it must be given."""
     reference: str | None = None
     """Only where the algorithm needs a reference policy; the actor's devices if null."""
     teacher: str | None = None
@@ -204,5 +204,5 @@ class PlacementConfig(Settings):
             "reward_model": reward_model,
             "cost_model": self.cost_model or reward_model,
         }
-        roles = {role: found[role] for role in ("actor", "rollout", *models)}
+        roles = {role: text for role in ("actor", "rollout", *models) if (text := found[role]) is not None}
         return roles | ({"reward": self.reward} if self.reward is not None else {})

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from engine3d.settings import AbsolutePath, Settings
 
 OverlongPolicy = Literal["refuse", "drop", "cut_left", "cut_right"]
+SameResponses = Literal["refuse", "drop"]
 Operator = Literal["+", "-", "*"]
 
 MOST_EXAMPLES = 1_000_000
@@ -78,13 +79,36 @@ class JsonlConfig(Settings):
         return self
 
 
+class PairsConfig(Settings):
+    """Prompts with responses of which some are better, from files of one JSON object a line, to learn from without
+    engines. Each field holds a text or a list of token ids; a text as response ends with the end-of-sequence token."""
+
+    train_path: AbsolutePath
+    """File of the pairs to learn from."""
+    eval_path: AbsolutePath
+    """File of the held-out pairs."""
+    sft_path: AbsolutePath | None = None
+    """File of the supervised examples, for `warmup`: texts, of which the better response is learned."""
+    prompt_field: str = "prompt"
+    """Field of a line that holds the prompt."""
+    chosen_field: str = "chosen"
+    """Field of the better response. With kto a line may have only this one, of a desirable response."""
+    rejected_field: str = "rejected"
+    """Field of the worse response. With kto a line may have only this one, of an undesirable response."""
+    same_responses: SameResponses = "refuse"
+    """What becomes of a pair whose responses are the same tokens: "refuse" the recipe, or "drop" the pair. How many
+    there are is said."""
+
+
 class DataConfig(Settings):
     """Where prompts come from, and the order in which they are drawn."""
 
-    source: Literal["arithmetic", "jsonl"] = "arithmetic"
-    """`arithmetic`, the built-in task, or `jsonl`, files of one JSON object a line."""
+    source: Literal["arithmetic", "jsonl", "pairs"] = "arithmetic"
+    """`arithmetic`, the built-in task; `jsonl`, files of one JSON object a line; or `pairs`, such files of prompts with
+    responses, for an algorithm that learns from these. Of the built-in task such have a right and a wrong answer."""
     arithmetic: ArithmeticConfig = ArithmeticConfig()
     jsonl: JsonlConfig | None = None
+    pairs: PairsConfig | None = None
     seed: int = 0
     """Of the order of the training prompts; added to the run's seed."""
     overlong_prompts: OverlongPolicy = "refuse"
@@ -94,9 +118,10 @@ class DataConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        if (self.source == "jsonl") != (self.jsonl is not None):
-            raise ValueError(
-                f"jsonl is {'missing' if self.jsonl is None else 'given'} with source {self.source!r}, "
-                "expected it with source 'jsonl' and with no other"
-            )
+        for name, files in (("jsonl", self.jsonl), ("pairs", self.pairs)):
+            if (self.source == name) != (files is not None):
+                raise ValueError(
+                    f"{name} is {'missing' if files is None else 'given'} with source {self.source!r}, "
+                    f"expected it with source {name!r} and with no other"
+                )
         return self

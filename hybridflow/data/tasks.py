@@ -41,7 +41,17 @@ class Splits:
 
 
 def load_splits(config: DataConfig) -> Splits:
-    """The examples that `config` asks for. Raises UserError naming file and line for a file that cannot serve."""
+    """The examples that `config` asks for; of files of pairs only the supervised ones.
+
+    Raises:
+        UserError: naming file and line of what cannot serve.
+    """
+    if (pairs := config.pairs) is not None:
+        supervised: list[Example] = []
+        if pairs.sft_path is not None:
+            fields = {"prompt_field": pairs.prompt_field, "answer_field": pairs.chosen_field}
+            supervised = read_jsonl(pairs.sft_path, text_answers=True, **fields)
+        return Splits(sft=supervised, train=[], evaluation=[])
     if config.jsonl is None:
         return arithmetic_splits(config.arithmetic)
     jsonl = config.jsonl
@@ -75,13 +85,13 @@ def arithmetic_splits(config: ArithmeticConfig) -> Splits:
     first_train = config.eval_size + config.sft_size
     generator = random.Random(f"{config.seed}:wrong")
     supervised = [
-        _with_error(example, generator) if generator.random() < config.sft_wrong else example
+        with_error(example, generator) if generator.random() < config.sft_wrong else example
         for example in drawn[config.eval_size : first_train]
     ]
     return Splits(evaluation=drawn[: config.eval_size], sft=supervised, train=drawn[first_train:])
 
 
-def _with_error(example: Example, generator: random.Random) -> Example:
+def with_error(example: Example, generator: random.Random) -> Example:
     """The problem with an answer that is off by one or by ten."""
     return Example(example.prompt, str(int(example.answer) + generator.choice((-10, -1, 1, 10))))
 
@@ -139,15 +149,10 @@ def read_jsonl(
 
 
 def _parse_line(line: str, place: str, prompt_field: str, answer_field: str | None, *, text_answers: bool) -> Example:
-    try:
-        fields = parse_json(line, most_digits=MOST_DIGITS_OF_DATA)
-    except JsonError as error:
-        raise UserError(f"{place}: not JSON ({error}), expected one object a line") from None
-    if not isinstance(fields, dict):
-        raise UserError(f"{place}: a JSON {type(fields).__name__}, expected an object with field {prompt_field!r}")
+    fields = parse_fields(line, place, prompt_field)
     for name in (prompt_field, answer_field):
         if name is not None and name not in fields:
-            raise UserError(f"{place}: no field {name!r}, only {_listed(fields)}")
+            raise UserError(f"{place}: no field {name!r}, only {listed(fields)}")
     prompt = fields[prompt_field]
     if not isinstance(prompt, str) or not prompt:
         raise UserError(f"{place}: field {prompt_field!r} is {shortened(repr(prompt))}, expected a non-empty string")
@@ -160,5 +165,21 @@ def _parse_line(line: str, place: str, prompt_field: str, answer_field: str | No
     return Example(prompt, answer, fields)
 
 
-def _listed(fields: Mapping[str, object]) -> str:
+def parse_fields(line: str, place: str, prompt_field: str) -> dict[str, Any]:
+    """The fields of a line that holds one JSON object.
+
+    Raises:
+        UserError: it does not; names its place.
+    """
+    try:
+        fields = parse_json(line, most_digits=MOST_DIGITS_OF_DATA)
+    except JsonError as error:
+        raise UserError(f"{place}: not JSON ({error}), expected one object a line") from None
+    if not isinstance(fields, dict):
+        raise UserError(f"{place}: a JSON {type(fields).__name__}, expected an object with field {prompt_field!r}")
+    return fields
+
+
+def listed(fields: Mapping[str, object]) -> str:
+    """The names of the fields of a line, for an error."""
     return shortened(", ".join(map(repr, fields)), 200) or "an empty object"

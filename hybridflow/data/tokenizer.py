@@ -101,7 +101,7 @@ def encode_prompts(
     """
     encoded = []
     for index, example in enumerate(examples):
-        tokens = _encode(tokenizer, example.prompt, f"prompt {index}", special_tokens=True)
+        tokens = encode_text(tokenizer, example.prompt, f"prompt {index}", special_tokens=True)
         if not 1 <= len(tokens) <= max_tokens:
             raise UserError(
                 f"prompt {index} ({shortened(example.prompt, 40)!r}) has {len(tokens)} tokens, "
@@ -129,20 +129,21 @@ def fit_prompts(
         return list(examples), encode_prompts(tokenizer, examples, max_tokens=max_tokens), 0
     kept, encoded, overlong = [], [], 0
     for index, example in enumerate(examples):
-        tokens = _encode(tokenizer, example.prompt, f"prompt {index}", special_tokens=True)
+        tokens = encode_text(tokenizer, example.prompt, f"prompt {index}", special_tokens=True)
         if not tokens:
             raise UserError(f"prompt {index} ({shortened(example.prompt, 40)!r}) has no tokens, expected at least one")
         if len(tokens) > max_tokens:
             overlong += 1
             if policy == "drop":
                 continue
-            tokens = _cut(tokenizer, example.prompt, max_tokens, "left" if policy == "cut_left" else "right")
+            tokens = encode_cut(tokenizer, example.prompt, max_tokens, "left" if policy == "cut_left" else "right")
         kept.append(example)
         encoded.append(tokens)
     return kept, encoded, overlong
 
 
-def _cut(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int, side: str) -> list[int]:
+def encode_cut(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int, side: str) -> list[int]:
+    """The token ids of a text that is cut at its "left" or "right", special tokens kept."""
     before, tokenizer.truncation_side = tokenizer.truncation_side, side
     try:
         return list(tokenizer.encode(text, truncation=True, max_length=max_tokens))
@@ -159,7 +160,7 @@ def encode_answers(
     """
     encoded = []
     for index, example in enumerate(examples):
-        tokens = _encode(tokenizer, example.answer, f"answer {index}", special_tokens=False)
+        tokens = encode_text(tokenizer, example.answer, f"answer {index}", special_tokens=False)
         tokens = [*tokens, tokenizer.eos_token_id]
         if len(tokens) > max_tokens:
             raise UserError(
@@ -170,7 +171,8 @@ def encode_answers(
     return encoded
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str, name: str, *, special_tokens: bool) -> list[int]:
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, name: str, *, special_tokens: bool) -> list[int]:
+    """The token ids of a text. Raises UserError, with its name, for one that cannot be encoded."""
     try:
         return list(tokenizer.encode(text, add_special_tokens=special_tokens))
     except Exception as error:  # the tokenizers library raises no narrower class

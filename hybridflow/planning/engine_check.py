@@ -66,7 +66,9 @@ def check_sampling(recipe: Recipe, spec: ModelSpec, devices: Mapping[str, Sequen
         )
     if devices is None and recipe.placement.cluster is None:
         return  # a device map that is wrong
-    text = recipe.placement.pools.get(recipe.placement.rollout, recipe.placement.rollout)
+    text = recipe.placement.rollout
+    assert text is not None
+    text = recipe.placement.pools.get(text, text)
     kind = devices["rollout"][0].kind if devices is not None else DeviceMap.parse(text).kind
     if kind != "node":  # of which only the cluster knows whether it has GPUs
         check_deterministic(spec, recipe.rollout.engine, on_gpu=kind == "cuda")
@@ -99,6 +101,12 @@ def check_evaluation(recipe: Recipe, prompts: int, layouts: Mapping[str, Layout]
     Raises:
         UserError: one of them would have none.
     """
+    if "rollout" not in layouts:
+        if prompts < (ranks := layouts["actor"].dp):
+            raise UserError(
+                f"data: {prompts} prompts to evaluate with, expected at least {ranks}: one for each data-parallel rank"
+            )
+        return
     if prompts < (engines := layouts["rollout"].dp):
         raise UserError(
             f"data: {prompts} prompts to evaluate with, expected at least {engines}: a prompt for each rollout engine"

@@ -50,7 +50,7 @@ def check_libraries(recipe: Recipe, devices: Devices | None, spec: ModelSpec) ->
             raise UserError(f"{role}: optimizer.precision_aware=true {lacking}")
         if config.recompute == "selective":
             raise UserError(f"{recipe.train_setting(role)}.recompute=selective {lacking}: expected none or full")
-    if _on_gpus(devices["rollout"]):
+    if _on_gpus(devices.get("rollout", ())):
         check_rollout_libraries(recipe, devices, latent=spec.sizes.latent is not None)
     trained = [held for role, held in devices.items() if role not in ("rollout", "reward")]
     if not any(map(_on_gpus, trained)):

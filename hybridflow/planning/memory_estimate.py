@@ -65,11 +65,13 @@ def foresee(
     ranks = {
         role: _Ranks.of(recipe, role, devices[role], specs[role], sequence_tokens, one_step_experts) for role in specs
     }
-    engines = _engines(recipe, devices, specs["actor"]) if with_engines else dict.fromkeys(devices["rollout"], _NOTHING)
+    engines: dict[Device, Serving] = dict.fromkeys(devices.get("rollout", ()), _NOTHING)
+    if with_engines and engines:
+        engines = _engines(recipe, devices, specs["actor"])
     if cache_tokens is None:
         cache_tokens = recipe.rollout.engine.max_total_tokens
     gpus: list[GpuMemory] = []
-    for device in sorted({device for role in (*specs, "rollout") for device in devices[role]}):
+    for device in sorted({device for role in (*specs, "rollout") for device in devices.get(role, ())}):
         size = gpu_bytes if device.kind == "cuda" else host_bytes
         found = _gpu(recipe, device, specs, ranks, engines, size, cache_tokens, estimate=with_engines)
         like = next((number for number, gpu in enumerate(gpus) if replace(gpu, devices=()) == found), None)
@@ -140,7 +142,7 @@ class _Ranks:
         if not one_step_experts:
             config = config.model_copy(update={"one_step_experts": False})
         layout = config.layout.layout(len(devices))
-        samples = recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt
+        samples = recipe.samples_per_step
         share = -(-samples // layout.dp)
         tokens = [max(sequence_tokens, min(config.micro_batch_tokens, share * sequence_tokens))]
         tokens.append(max(sequence_tokens, min(tokens[0], -(-share // recipe.trainer.mini_batches) * sequence_tokens)))
@@ -331,7 +333,7 @@ def _hosts(
     *,
     estimate: bool,
 ) -> tuple[HostMemory, ...]:
-    nodes = 1 + max(device.node for role in (*specs, "rollout") for device in devices[role])
+    nodes = 1 + max(device.node for role in (*specs, "rollout") for device in devices.get(role, ()))
     found: list[dict[str, int]] = [{} for _ in range(nodes)]
     less = {}
     for role in recipe.offloaded_roles:

@@ -46,7 +46,9 @@ def recipe_ledger(
         gpu_bytes = torch.cuda.get_device_properties(0).total_memory
     specs = recipe_specs(recipe)
     lengths = check_prompts(recipe, specs["actor"])
-    on_engines = devices["rollout"]
+    on_engines, most = devices.get("rollout"), None
+    if on_engines is not None:
+        most = cache_tokens(recipe, lengths, recipe.rollout.layout(len(on_engines)).dp, on_engines[0].kind)
     host_bytes = machine_bytes() if nodes is None else None
     if host_gb is not None:
         host_bytes = round(host_gb * 1e9)
@@ -57,7 +59,7 @@ def recipe_ledger(
         gpu_bytes=gpu_bytes,
         host_bytes=host_bytes,
         sequence_tokens=lengths.sequence,
-        cache_tokens=cache_tokens(recipe, lengths, recipe.rollout.layout(len(on_engines)).dp, on_engines[0].kind),
+        cache_tokens=most,
         one_step_experts=nodes is not None or gpu_without_one_step_experts(devices) is None,
     )
 

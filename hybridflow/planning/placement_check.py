@@ -46,7 +46,7 @@ def check_layouts(
         specs: the model of each role, where it is known.
 
     Returns:
-        The layout of each model, and of the engines as "rollout".
+        The layout of each model, and of the engines, where there are any, as "rollout".
 
     Raises:
         UserError: sizes that do not divide the devices or the model, or a rollout role of another number of devices.
@@ -64,6 +64,10 @@ def check_layouts(
             raise UserError(f"{recipe.train_setting(role)}.layout on placement.{role}: {error}") from None
         if spec is not None:
             check_megatron(recipe, role, spec, layouts[role], gpus=devices[role][0].kind == "cuda")
+    replicas = max(layout.dp for layout in layouts.values())
+    if "rollout" not in devices:
+        check_given_sizes(recipe, replicas)
+        return layouts
     try:
         engines = recipe.rollout.layout(len(devices["rollout"]))
     except UserError as error:
@@ -73,7 +77,7 @@ def check_layouts(
         check_reward_devices(len(devices["reward"]))
     if recipe.runs_ahead:
         check_apart(devices, layouts)
-    check_batch_sizes(recipe, engines=engines.dp, replicas=max(layout.dp for layout in layouts.values()))
+    check_batch_sizes(recipe, engines=engines.dp, replicas=replicas)
     check_baselines(recipe, layouts)
     return layouts | {"rollout": engines}
 
@@ -164,6 +168,29 @@ def check_batch_sizes(recipe: Recipe, *, engines: int, replicas: int) -> None:
         wanted.append(("warmup.batch_size", warmup.batch_size, replicas, "a sample for each data-parallel rank"))
     for name, value, least, why in wanted:
         if value < least:
+            raise UserError(f"{name} = {value}, expected at least {least}: {why}")
+
+
+def check_given_sizes(recipe: Recipe, replicas: int) -> None:
+    """Every batch of given responses against the data-parallel replicas that share it.
+
+    Raises:
+        UserError: naming the setting that leaves one of them without work.
+    """
+    trainer, warmup = recipe.trainer, recipe.warmup
+    rank = "for each data-parallel rank"
+    wanted = [
+        (
+            "trainer.prompts_per_step",
+            trainer.prompts_per_step,
+            trainer.mini_batches * replicas,
+            f"a prompt {rank} of each of trainer.mini_batches",
+        ),
+        ("trainer.eval_prompts", trainer.eval_prompts, replicas, f"a prompt {rank}"),
+        ("warmup.batch_size", warmup.batch_size if warmup is not None else None, replicas, f"a sample {rank}"),
+    ]
+    for name, value, least, why in wanted:
+        if value is not None and value < least:
             raise UserError(f"{name} = {value}, expected at least {least}: {why}")
 
 

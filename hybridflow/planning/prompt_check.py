@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine3d.errors import UserError
@@ -13,6 +13,7 @@ from engine3d.models import ModelSpec
 from engine3d.rollout.cache import RESERVED_TOKENS
 from hybridflow.config.initial_model import initial_tokenizer
 from hybridflow.config.recipe import Recipe
+from hybridflow.data.given_responses import GivenResponses, alike_notes
 from hybridflow.data.tasks import Example
 from hybridflow.planning.cache_size import Lengths
 from hybridflow.planning.engine_check import check_evaluation, check_same_tokens
@@ -63,6 +64,12 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
     limit = prompt_limit(recipe)
     train, evaluation, sft, answers = encode(recipe, tokenizer, limit)
     of = {"prompt": train.tokens, "evaluation prompt": evaluation.tokens, "supervised prompt": sft.tokens}
+    of |= {
+        f"{name} {place}": [each[place == "second"] for each in phase.responses]
+        for name, phase in (("pair", train), ("evaluation pair", evaluation))
+        if isinstance(phase, GivenResponses)
+        for place in ("first", "second")
+    }
     for what, encoded in {**of, "supervised answer": answers}.items():
         check_token_ids(what, encoded, spec.vocab_size)
     check_token_ids(
@@ -71,11 +78,14 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
     recipe.for_prompts(len(train))
     if recipe.warmup is not None and not len(sft):
         raise UserError(
-            "warmup: the data has no supervised examples; expected data.arithmetic.sft_size or jsonl.sft_path"
+            "warmup: the data has no supervised examples; expected data.arithmetic.sft_size, or jsonl.sft_path or "
+            "pairs.sft_path"
         )
     if layouts is not None:
         check_evaluation(recipe, len(evaluation), layouts)
     lengths = Lengths.of(recipe, train.tokens, evaluation.tokens)
+    if isinstance(train, GivenResponses):
+        lengths = replace(lengths, response=max(len(each) for both in train.responses for each in both))
     given = recipe.rollout.engine.max_total_tokens
     longest = max(lengths.prompt, lengths.held_out_prompt) + lengths.response + RESERVED_TOKENS
     if given is not None and given < longest:
@@ -84,7 +94,8 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
             f"response and the {RESERVED_TOKENS} that SGLang keeps; or null for as many as the requests need"
         )
     phases = {"training": train, "held-out": evaluation, "supervised": sft}
-    return EncodedPrompts(lengths, [*train.examples, *evaluation.examples], overlong_notes(recipe, phases, limit))
+    notes = [*overlong_notes(recipe, phases, limit), *alike_notes(phases)]
+    return EncodedPrompts(lengths, [*train.examples, *evaluation.examples], notes)
 
 
 def check_token_ids(what: str, encoded: Sequence[Sequence[int]], vocab_size: int) -> None:

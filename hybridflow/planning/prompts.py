@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError
+from hybridflow.algorithms.kto import KTOSettings
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
+from hybridflow.data.given_responses import encode_pairs
+from hybridflow.data.pairs import load_pairs
 from hybridflow.data.prompts import Prompts
-from hybridflow.data.tasks import load_splits
+from hybridflow.data.tasks import Example, load_splits
 from hybridflow.data.tokenizer import encode_answers, fit_prompts
 
 
 def prompt_limit(recipe: Recipe) -> int:
-    """Most tokens of a prompt: what the context leaves beside the response.
+    """Most tokens of a prompt: what the context leaves beside the response; all of it where the data have responses.
 
     Raises:
         UserError: the response alone fills the context.
     """
     context = recipe.rollout.engine.context_length or initial_spec(recipe).sizes.max_positions
+    if not recipe.algorithm.needs_engines:
+        return context
     response = recipe.rollout.sampling.max_new_tokens
     if response >= context:
         raise UserError(
@@ -39,10 +44,13 @@ def encode(
             dropping those that are too long leaves none.
     """
     splits = load_splits(recipe.data)
+    supervised = splits.sft if recipe.warmup is not None else []
+    if not recipe.algorithm.needs_engines:
+        return _encode_given(recipe, tokenizer, supervised, limit)
     wanted = {
         "training": splits.train,
         "held-out": splits.evaluation[: recipe.trainer.eval_prompts],
-        "supervised": splits.sft if recipe.warmup is not None else [],
+        "supervised": supervised,
     }
     policy = recipe.data.overlong_prompts
     phases = {
@@ -50,14 +58,36 @@ def encode(
         for name, examples in wanted.items()
     }
     for name, phase in phases.items():
-        if wanted[name] and not len(phase):
-            raise UserError(
-                f"data.overlong_prompts=drop leaves no {name} prompt: all {len(wanted[name]):,} have more than "
-                f"{limit} tokens"
-            )
+        _check_left(name, phase, len(wanted[name]), f"more than {limit} tokens")
     train, evaluation, sft = phases.values()
     answers = encode_answers(tokenizer, sft.examples, max_tokens=recipe.rollout.sampling.max_new_tokens)
     return train, evaluation, sft, answers
+
+
+def _encode_given(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, supervised: Sequence[Example], context: int
+) -> tuple[Prompts, Prompts, Prompts, list[list[int]]]:
+    """As `encode`, where the data have the responses; with these prompts and responses share the context."""
+    policy, unpaired = recipe.data.overlong_prompts, isinstance(recipe.algorithm, KTOSettings)
+    same = recipe.data.pairs.same_responses if recipe.data.pairs is not None else "refuse"
+    pairs = load_pairs(recipe.data, unpaired=unpaired)
+    wanted = {"training": pairs.train, "held-out": pairs.evaluation[: recipe.trainer.eval_prompts]}
+    phases = {
+        name: encode_pairs(tokenizer, each, context=context, policy=policy, same=same, unpaired=unpaired)
+        for name, each in wanted.items()
+    }
+    for name, phase in phases.items():
+        _check_left(name, phase, len(wanted[name]), f"no room for their responses in {context} tokens")
+    longest = max(map(len, encode_answers(tokenizer, supervised, max_tokens=context - 1)), default=0)
+    sft = Prompts(*fit_prompts(tokenizer, supervised, max_tokens=context - longest, policy=policy))
+    _check_left("supervised", sft, len(supervised), f"more than {context - longest} tokens")
+    answers = encode_answers(tokenizer, sft.examples, max_tokens=longest or 1)
+    return phases["training"], phases["held-out"], sft, answers
+
+
+def _check_left(name: str, phase: Prompts, wanted: int, have: str) -> None:
+    if wanted and not len(phase):
+        raise UserError(f"data.overlong_prompts=drop leaves no {name} prompt: all {wanted:,} have {have}")
 
 
 def overlong_notes(recipe: Recipe, phases: Mapping[str, Prompts], limit: int) -> list[str]:
@@ -70,9 +100,10 @@ def overlong_notes(recipe: Recipe, phases: Mapping[str, Prompts], limit: int) ->
     """
     policy = recipe.data.overlong_prompts
     done = {"drop": "dropped", "cut_left": "cut, at their beginning", "cut_right": "cut, at their end"}
+    have = f"more than {limit} tokens" if recipe.algorithm.needs_engines else "no room for their responses"
     return [
-        f"data: {phase.overlong:,} of {len(phase) + phase.overlong * (policy == 'drop'):,} {name} prompts have more "
-        f"than {limit} tokens and are {done[policy]} (data.overlong_prompts={policy})"
+        f"data: {phase.overlong:,} of {len(phase) + phase.overlong * (policy == 'drop'):,} {name} prompts have {have} "
+        f"and are {done[policy]} (data.overlong_prompts={policy})"
         for name, phase in phases.items()
         if phase.overlong
     ]

@@ -109,7 +109,7 @@ def check_shared_disks(recipe: Recipe, hosts: Sequence[Host], apart: Collection[
     nodes = [Node(host.name, host.gpus, host.cpu_slots, host.role) for host in hosts]
     if len(hosts) == 1 or (devices := planned_devices(recipe, nodes)) is None:
         return
-    devices.setdefault("reward", devices["rollout"][:1])
+    devices.setdefault("reward", devices.get("rollout", ())[:1])
     of_checkpoints = recipe.checkpoint.dir
 
     def seen_apart(directory: Path) -> Collection[int]:

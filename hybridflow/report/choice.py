@@ -52,6 +52,22 @@ _LEARNING = (
         _Wanted(name, evaluation.title, evaluation.y_label, (evaluation.metric,), phase="eval")
         for name, evaluation in EVALUATIONS.items()
     ),
+    _Wanted("preferences", "Preferences that became likelier", "share", (metrics.PREFERENCE_ACCURACY,), from_zero=True),
+    _Wanted(
+        "implicit-rewards",
+        "Log-ratio to the reference, times beta",
+        "nats per response",
+        (r"preference/(?:chosen|rejected)_reward", metrics.PREFERENCE_MARGIN),
+    ),
+    _Wanted(
+        "preferred-responses",
+        "Log-probs of responses",
+        "nats per response",
+        (r"preference/(?:chosen|rejected)_logprob",),
+    ),
+    _Wanted(
+        "undecided", "Groups without a difference", "groups", (metrics.PREFERENCE_WITHOUT_DIFFERENCE,), from_zero=True
+    ),
     _Wanted("costs", "Costs", "cost", ("cost/mean", "cost/[^/]+/mean"), mean=True),
     _Wanted("cost-multiplier", "Weight of the costs", "multiplier", (metrics.COST_MULTIPLIER,)),
     _Wanted("warmup-loss", "Loss of the warm-up", "nats per token", (metrics.SFT_LOSS,), phase="sft"),
@@ -70,6 +86,9 @@ _OPTIMISATION = (
     _Wanted("cost-value-losses", "Loss of the cost critic", "loss", (metrics.COST_CRITIC.value_loss,)),
     _Wanted("explained-variance", "Explained variance of the returns", "share", (r"\w+/explained_variance",)),
     _Wanted("reference-kl", "KL from the reference", "nats per token", (metrics.TRAIN_REFERENCE_KL,)),
+    _Wanted(
+        "kto-divergence", "KTO's z0: KL from the reference, at least 0", "nats per response", (metrics.PREFERENCE_Z0,)
+    ),
     _Wanted(
         "teacher-kl",
         "Divergence from the teacher",

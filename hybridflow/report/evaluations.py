@@ -27,6 +27,8 @@ EVALUATIONS = {
     "accuracy": Evaluation(metrics.EVAL_ACCURACY, "Held-out accuracy", "accuracy"),
     "eval-reward": Evaluation(metrics.EVAL_REWARD, "Mean reward of held-out prompts", "reward"),
     "eval-score": Evaluation(metrics.EVAL_SCORE, "Mean score of held-out prompts by the reward model", "score"),
+    "eval-preference": Evaluation(metrics.EVAL_PREFERENCE, "Accuracy on held-out pairs", "accuracy"),
+    "training-preference": Evaluation(metrics.EVAL_TRAINING_PREFERENCE, "Accuracy on training pairs", "accuracy"),
     "training-accuracy": Evaluation(metrics.EVAL_TRAINING_ACCURACY, "Accuracy on training prompts", "accuracy"),
     "training-reward": Evaluation(metrics.EVAL_TRAINING_REWARD, "Mean reward of training prompts", "reward"),
     "training-score": Evaluation(

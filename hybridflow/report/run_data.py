@@ -83,7 +83,7 @@ class RunData:
         placement = self.setting("placement")
         placement = placement if isinstance(placement, dict) else {}
         pools = placement.get("pools") or {}
-        maps = [pools.get(text, text) for role, text in placement.items() if role in ("actor", "rollout")]
+        maps = [pools.get(text, text) for role, text in placement.items() if role in ("actor", "rollout") and text]
         return bool(maps) and all(str(text).startswith("cpu") for text in maps)
 
     def series(self, name: str, phase: str = "train") -> Series | None:

@@ -49,13 +49,15 @@ def begin_in_turn(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> tu
     """
     offloaded = recipe.offloaded_roles
     taken = {device for role in offloaded for device in devices[role]}
-    return (*offloaded, "rollout") if not taken.isdisjoint(devices["rollout"]) else offloaded
+    return (*offloaded, "rollout") if not taken.isdisjoint(devices.get("rollout", ())) else offloaded
 
 
-def offloaded_groups(recipe: Recipe, models: Mapping[str, ModelGroup], rollout: RolloutGroup) -> dict[str, Offloaded]:
+def offloaded_groups(
+    recipe: Recipe, models: Mapping[str, ModelGroup], rollout: RolloutGroup | None
+) -> dict[str, Offloaded]:
     """Of the models beside the actor and the engines, those that give back more than what they only cache, by role."""
     groups: dict[str, Offloaded] = {role: models[role] for role in recipe.offloaded_roles}
-    return groups | ({"rollout": rollout} if recipe.rollout.engine.release_weights else {})
+    return groups | ({"rollout": rollout} if rollout is not None and recipe.rollout.engine.release_weights else {})
 
 
 def offload_metrics(groups: Mapping[str, Offloaded]) -> dict[str, float]:

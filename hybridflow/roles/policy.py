@@ -88,7 +88,7 @@ class PolicyWorker(ModelWorker):
         columns = {"advantages": advantages, "weights": batch.weights, "ref_logprobs": batch.ref_logprobs}
         columns |= {name: getattr(batch, name) for name in (*OF_LOSSES, *WIDE)}
         columns["old_logprobs"] = batch.logprobs if against_rollout else batch.old_logprobs
-        if not stale and not against_rollout:
+        if not stale and not against_rollout and algorithm.needs_engines:
             columns["rollout_logprobs"] = batch.logprobs
         sequences = to_sequences(batch, **{name: value for name, value in columns.items() if value is not None})
 

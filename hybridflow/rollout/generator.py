@@ -32,14 +32,14 @@ class Generator:
     """Lets all engines respond to draws; every sample gets an id of its own and the group of its draw.
 
     Args:
-        rollout: the engines.
+        rollout: the engines; None in a run without any, which asks for no responses.
         before: called before engines are asked.
         reserve: gives the first of so many ids of samples, where a stream gives ids out too.
     """
 
     def __init__(
         self,
-        rollout: Engines,
+        rollout: Engines | None,
         before: Callable[[], None] = lambda: None,
         reserve: Callable[[int], int] | None = None,
     ) -> None:
@@ -58,6 +58,7 @@ class Generator:
 
     def begin(self, draw: Draw, sampling: SamplingConfig, samples_per_prompt: int) -> Future[SampleBatch]:
         """The same as a call whose `batch` the responses are."""
+        assert self._rollout is not None
         self._before()
         first_sample = self._reserve(len(draw.indices) * samples_per_prompt)
         drawn = [

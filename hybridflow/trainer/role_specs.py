@@ -104,7 +104,8 @@ def role_specs(
     """
     made = _Specs(recipe, run, devices, nodes)
     models = [made.model(role) for role in ("actor", *recipe.models)]
-    engines = [made.rollout(), *([made.teacher_engine()] if recipe.teacher_engine is not None else [])]
+    engines = [made.rollout()] if recipe.algorithm.needs_engines else []
+    engines += [made.teacher_engine()] if recipe.teacher_engine is not None else []
     return [*engines, *models, *([made.functions()] if recipe.functions else [])]
 
 
@@ -149,7 +150,9 @@ class _Specs:
             environment=platform.training_environment(
                 ranks,
                 deterministic=config.deterministic,
-                sends_to_engines=role == "actor" and recipe.rollout.weights.transport == "collective",
+                sends_to_engines=role == "actor"
+                and recipe.algorithm.needs_engines
+                and recipe.rollout.weights.transport == "collective",
             ),
             sample_costs=lambda lengths: sequence_flops(spec, lengths).tolist(),
             turn=self._turns.get(role),

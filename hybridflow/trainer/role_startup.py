@@ -43,7 +43,8 @@ class Roles:
     """One handle a role."""
 
     actor: PolicyGroup
-    rollout: RolloutGroup
+    rollout: RolloutGroup | None
+    """None where the data have what is learned from."""
     reference: PolicyGroup | None
     teacher: TeacherGroup | TeacherEngineGroup | None
     scalar: Mapping[str, ValueGroup]
@@ -66,18 +67,19 @@ class Roles:
     @property
     def groups(self) -> list[WorkerGroup]:
         """Every group, once."""
-        teacher = [self.teacher] if self.teacher is not None else []
-        every = [self.actor, self.rollout, *teacher, *self.models.values(), *self.functions.values()]
-        return list(dict.fromkeys(every))
+        engines = [each for each in (self.rollout, self.teacher) if each is not None]
+        return list(dict.fromkeys([self.actor, *engines, *self.models.values(), *self.functions.values()]))
 
     @property
     def engine_handles(self) -> EngineHandles:
         """How a rollout controller reaches the engines."""
+        assert self.rollout is not None
         hosts, ranks = self.rollout.layout.tp, self.rollout.ranks  # of an engine the first host's rank answers
         return EngineHandles(tuple(ranks.actors[::hosts]), tuple(ranks.nodes[::hosts]), BESIDE)
 
     def check_engines(self) -> None:
         """Raise what a rank of an engine died of."""
+        assert self.rollout is not None
         self.rollout.ranks.check("stream")
 
     @property
@@ -167,10 +169,10 @@ class _Start:
         in_turn = {spec.turn: spec for spec in self._specs if spec.turn is not None}
         for _, spec in sorted(in_turn.items()):
             self._start(self._one_by_one, groups[spec.role], spec)
-        reference, teacher = groups.get("reference"), groups.get("teacher")
+        reference, teacher, rollout = groups.get("reference"), groups.get("teacher"), groups.get("rollout")
         return Roles(
             actor=_typed(groups["actor"], PolicyGroup),
-            rollout=_typed(groups["rollout"], RolloutGroup),
+            rollout=_typed(rollout, RolloutGroup) if rollout is not None else None,
             reference=_typed(reference, PolicyGroup) if reference is not None else None,
             teacher=teacher if isinstance(teacher, TeacherGroup | TeacherEngineGroup) else None,
             scalar={role: group for role, group in groups.items() if isinstance(group, ValueGroup)},

@@ -23,6 +23,7 @@ from hybridflow.algorithms.losses.aggregation import sequence_weights
 from hybridflow.algorithms.losses.value import explained_variance
 from hybridflow.algorithms.replay import ReplayBuffer
 from hybridflow.algorithms.settings import AlgorithmSettings
+from hybridflow.batch.load_balance import even_ranges
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import COUNTED, Columns
@@ -43,11 +44,12 @@ from hybridflow.rollout.stream_source import StreamSource
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.correcting import Corrected, corrected, tell_empty
+from hybridflow.trainer.given_responses import GivenSource
 from hybridflow.trainer.role_startup import Roles
 from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.sample_texts import sample_texts
 from hybridflow.trainer.step_figures import Scores, rollout_metrics
-from hybridflow.trainer.weight_sync import WeightSync
+from hybridflow.trainer.weight_sync import NoEngines, WeightSync
 from hybridflow.workers.future import Future
 
 _JUDGES = ("reward_model", "cost_model")
@@ -61,13 +63,15 @@ class Machinery:
     recipe: Recipe
     run: Run
     roles: Roles
-    weights: WeightSync
+    weights: WeightSync | NoEngines
     phases: PhaseFile
     sampler: PromptSampler
     generator: Generator
     lookahead: Lookahead | StreamSource
     controllers: Controllers
     contract: Contract
+    given: GivenSource | None = None
+    """The responses that the data have, where no engines run."""
 
     @property
     def stream(self) -> StreamSource | None:
@@ -126,6 +130,7 @@ class TrainerStep(Step[Any]):
     _recalled: set[int] = field(default_factory=set)
     _rollouts: list[Rollout] = field(default_factory=list)
     _scores: dict[str, list[Scores]] = field(default_factory=dict)
+    _told: dict[str, tuple[float, int]] = field(default_factory=dict)
     _under_way: list[Future[Any]] = field(default_factory=list)
     _teaching: Future[Columns] | None = None
     _began: float = math.nan
@@ -155,7 +160,8 @@ class TrainerStep(Step[Any]):
         roles, samples = self.machinery.roles, self.machinery.recipe.rollout.samples_per_prompt
         judges = [*roles.functions.values(), *(group for role, group in roles.scalar.items() if role in _JUDGES)]
         ranks = max((group.layout.dp for group in judges), default=1)
-        return max(roles.rollout.layout.dp, -(-ranks // samples))
+        engines = roles.rollout.layout.dp if roles.rollout is not None else 1
+        return max(engines, -(-ranks // samples))
 
     @property
     def response_limit(self) -> int:
@@ -172,6 +178,15 @@ class TrainerStep(Step[Any]):
         if self.machinery.stream is not None:
             self.machinery.phases.enter("rollout")
         return self.machinery.lookahead.draw(count)
+
+    def given(self, draw: Draw) -> RemoteBatch:
+        source, generator = self.machinery.given, self.machinery.generator
+        assert source is not None
+        batch = source.batch(draw, generator.samples_drawn)
+        generator.samples_drawn += len(batch)
+        self.tokens += int(batch.lengths.sum())
+        self.texts += self.machinery.texts(batch, batch.facts["rewards"], self.machinery.run.train)
+        return batch
 
     def generate(self, draw: Draw) -> RemoteBatch:
         """Responses of the current policy, `rollout.samples_per_prompt` to each prompt.
@@ -220,8 +235,9 @@ class TrainerStep(Step[Any]):
         """Whether the trainer finds the log-probs of its own policy before the first update."""
         if (correction := self.config.correction) is not None:
             return bool(correction.needs_proximal)
-        # With one update they are those of the update itself.
-        return self.machinery.recipe.trainer.updates_per_step > 1 and not self.stale
+        # With one update they are those of the update itself; given responses have no ratio to any policy.
+        several = self.machinery.recipe.trainer.updates_per_step > 1
+        return several and not self.stale and bool(self.config.needs_engines)
 
     def teacher_logprobs(self, batch: RemoteBatch, *, top_k: int = 0, of_student: bool = False) -> RemoteBatch:
         roles, asked = self.machinery.roles, batch.as_generated()
@@ -271,6 +287,12 @@ class TrainerStep(Step[Any]):
             return 0.0
         penalty: Tensor = config.kl_coef * self.apply(batch, sequence_kl).facts()["kl"]
         return penalty
+
+    def tell(self, figures: Mapping[str, Tensor]) -> None:
+        for name, figure in figures.items():
+            total, count = self._told.get(name, (0.0, 0))
+            self._told[name] = total + float(figure.sum()), count + len(figure)
+        self.values |= {name: total / count for name, (total, count) in self._told.items() if count}
 
     def _with_columns(
         self, batch: RemoteBatch, columns: Mapping[str, Future[Columns]], *unnamed: Future[Columns]
@@ -354,7 +376,9 @@ class TrainerStep(Step[Any]):
             raise EngineError(
                 f"step {self.number}: {len(batch)} samples are left to learn from, expected at least {least}"
             )
-        machinery.contract.check(batch, step=self.number, serving=self.version - 1, recalled=frozenset(self._recalled))
+        if machinery.given is None:
+            recalled = frozenset(self._recalled)
+            machinery.contract.check(batch, step=self.number, serving=self.version - 1, recalled=recalled)
         self.learned.append(batch)
         machinery.phases.enter("update")
         models, trainer = machinery.roles.scalar, machinery.recipe.trainer
@@ -362,7 +386,8 @@ class TrainerStep(Step[Any]):
         machinery.weights.before_update(self.version)
         of_actor = Corrected(batch) if critics_only else corrected(self, batch)
         limit = machinery.recipe.rollout.sampling.max_new_tokens
-        mini_batches = [_weighted(each, config, limit) for each in of_actor.batch.split(trainer.mini_batches)]
+        parts = _mini_batches(of_actor.batch, trainer.mini_batches, load(config.name).together)
+        mini_batches = [_weighted(each, config, limit) for each in parts]
         mini_batches *= trainer.epochs
         learned = [] if critics_only else [each for each in mini_batches if of_actor.has_weight(each)]
         self._trace(*critics, *(["actor"] if learned else []))
@@ -425,6 +450,14 @@ class TrainerStep(Step[Any]):
         """Let controllers of coefficients learn from the step."""
         self.values |= self.machinery.controllers.figures(self.number)
         self.machinery.controllers.learn(self.values, samples)
+
+
+def _mini_batches(batch: RemoteBatch, count: int, together: int) -> list[RemoteBatch]:
+    """Consecutive parts of like size, in which so many samples as lie `together` stay so."""
+    if together == 1:
+        return batch.split(count)
+    ranges = even_ranges(len(batch) // together, count)
+    return [batch.select(range(together * each.start, together * each.stop)) for each in ranges]
 
 
 def _weighted(batch: RemoteBatch, config: AlgorithmSettings, limit: int) -> RemoteBatch:

@@ -41,11 +41,12 @@ from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.closing import results
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.evaluation import evaluate
+from hybridflow.trainer.given_responses import GivenSource
 from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
 from hybridflow.trainer.run_setup import OpenRun, Run, open_run
 from hybridflow.trainer.sft_warmup import warm_up
 from hybridflow.trainer.step import Machinery, TrainerStep
-from hybridflow.trainer.weight_sync import WeightSync
+from hybridflow.trainer.weight_sync import NoEngines, WeightSync
 
 _MOST_STEPS_WITHOUT_UPDATE = 3
 _TIMELINE_EVERY_S = 30.0
@@ -101,14 +102,18 @@ def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
             recipe.metrics.device_interval_s,
             run.directory / DEVICES,
         ) as devices,
-        WeightSync(
-            roles.actor, roles.rollout, initial_spec(recipe), recipe.rollout, run.directory / WEIGHTS
-        ) as weights,
+        _weight_sync(recipe, run, roles) as weights,
     ):
         try:
             yield Trainer(recipe, run, roles, weights, sinks, checkpoints, opened.phases, devices)
         finally:
             write_timeline(run.directory)
+
+
+def _weight_sync(recipe: Recipe, run: Run, roles: Roles) -> WeightSync | NoEngines:
+    if roles.rollout is None:
+        return NoEngines()
+    return WeightSync(roles.actor, roles.rollout, initial_spec(recipe), recipe.rollout, run.directory / WEIGHTS)
 
 
 def write_timeline(directory: Path) -> None:
@@ -140,7 +145,7 @@ class Trainer:
         recipe: Recipe,
         run: Run,
         roles: Roles,
-        weights: WeightSync,
+        weights: WeightSync | NoEngines,
         sinks: Metrics,
         checkpoints: Checkpoints,
         phases: PhaseFile,
@@ -167,6 +172,7 @@ class Trainer:
             lookahead=source,
             controllers=Controllers(recipe.algorithm),
             contract=Contract(recipe.trainer.max_staleness),
+            given=GivenSource(recipe, run, roles.actor) if not recipe.algorithm.needs_engines else None,
         )
         self.algorithm = load(recipe.algorithm.name)
         self.steps_done = 0
@@ -230,6 +236,9 @@ class Trainer:
         self.synchronise({})
         if (stream := self.machinery.stream) is not None:
             stream.open(self.version)
+        if (given := self.machinery.given) is not None:
+            self.machinery.phases.enter("infer")
+            given.measure()
 
     def go_on(self, state: RunState) -> None:
         """Be where the run was when `state` was taken; the engines serve the same version of the weights."""
@@ -253,6 +262,8 @@ class Trainer:
             machinery.lookahead.restore(held)
         ahead = [*_numbers(under_way), *(int(group) for batch in held for group in batch.group_ids)]
         machinery.contract.begin(order["position"], ahead)
+        if machinery.given is not None:
+            machinery.given.load_state_dict(state.kept)
         self.steps_done = machinery.phases.step = state.step
         self.updates = state.updates
         self.steps_without_update = state.steps_without_update
@@ -287,6 +298,7 @@ class Trainer:
             buffer=tuple(batch.fetch() for batch in buffer),
             stream=held,
             replay=replay.samples if replay is not None else None,
+            kept=self.machinery.given.state_dict() if self.machinery.given is not None else {},
         )
 
     def save(self, step: int) -> None:
@@ -403,7 +415,10 @@ class Trainer:
                 self.machinery.lookahead.wait()
 
     def synchronise(self, values: dict[str, float]) -> None:
-        """Bring the rollout engines to the actor's weights."""
+        """Bring the rollout engines, if there are any, to the actor's weights."""
+        if self.roles.rollout is None:
+            self.version += 1
+            return
         self.machinery.phases.enter("sync")
         with Timer(values, metrics.SYNC_TIME):
             self.version += 1

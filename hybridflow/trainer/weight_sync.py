@@ -32,6 +32,26 @@ _TRANSPORT_METRICS: dict[Transport, tuple[str, str]] = {
 """Bytes and time of what goes over each transport, by metric name."""
 
 
+class NoEngines:
+    """In the place of a `WeightSync` in a run without engines: there is nobody to bring weights to."""
+
+    def before_update(self, version: int) -> None:
+        """Nothing."""
+
+    def before_generation(self) -> None:
+        """Nothing."""
+
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Nothing; no figures."""
+        return {}
+
+    def __enter__(self) -> NoEngines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing."""
+
+
 class WeightSync:
     """Brings every rollout engine to the actor's weights; a version is served by all engines or by none.
 

@@ -44,6 +44,34 @@ def test_each_actor_of_a_run_is_a_learner(tmp_path: Path) -> None:
     assert list(learners(tmp_path / "several", "ippo")) == ["ippo.adder", "ippo.brief"]
 
 
+def test_a_run_without_engines_is_measured_by_its_preferences(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = [
+        {
+            "phase": "eval",
+            "step": step,
+            "eval/prompts": 8,
+            "eval/preference_loss": 0.6,
+            "eval/preference_accuracy": each,
+        }
+        for step, each in ((0, 0.5), (2, 0.75))
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = learned(path, "dpo", 1, 60.0, "hybridflow train")
+    assert (found.evaluations, found.figure, found.rewards) == ([(0, 0.5), (2, 0.75)], "eval/preference_accuracy", [])
+    (tmp_path / "kept/dpo").mkdir(parents=True)
+    (tmp_path / "kept/demo").mkdir()
+    (tmp_path / "kept/dpo/seed-1.json").write_text(json.dumps(found.__dict__))
+    (tmp_path / "kept/demo/seed-1.json").write_text(json.dumps(_learned(1, (0, 0.25), (2, 0.5)).__dict__))
+    _, dpo = draw_curves(tmp_path / "kept", tmp_path / "curves")
+    text = "".join(ElementTree.parse(dpo).getroot().itertext())
+    assert "share of held-out preferences that became likelier" in text
+    assert "grpo" not in text  # whose accuracy is another figure
+    path.write_text(json.dumps({"phase": "eval", "step": 0, "eval/prompts": 8}) + "\n")
+    with pytest.raises(ValueError, match="expected one of eval/accuracy, "):
+        learned(path, "dpo", 1, 60.0, "hybridflow train")
+
+
 def test_a_curve_is_over_the_evaluations_that_all_seeds_have() -> None:
     band = curve([_learned(1, (0, 0.25), (20, 0.5), (40, 1.0)), _learned(2, (0, 0.5), (20, 0.25))])
     assert (band.x.tolist(), band.low.tolist(), band.high.tolist()) == ([0, 20], [0.25, 0.25], [0.5, 0.5])

@@ -23,13 +23,18 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import ModelRole
 from hybridflow.config.yaml_loader import build_settings, read_with_bases
 from hybridflow.metrics.logger import Metrics
+from hybridflow.planning.prompts import encode, prompt_limit
 from hybridflow.trainer.role_startup import wait_for
 from hybridflow.trainer.run_setup import open_run, prepare
 from hybridflow.trainer.trainer import Trainer, start_trainer
+from hybridflow.trainer.weight_sync import NoEngines
 from tests.integration.reference_runs import ROOT, merged, run_figures, run_module
 
 STEPS = 2
 RECIPES = ROOT / "launch/recipes"
+
+_GIVEN: dict[str, Any] = {"rollout": None, "reward": None, "placement": {"rollout": None}}
+"""Of a case whose data have the responses."""
 
 CASES: dict[str, dict[str, Any]] = {
     "distillation": {"base": "algorithms/distillation"},
@@ -75,6 +80,15 @@ CASES: dict[str, dict[str, Any]] = {
     "opo": {"base": "algorithms/opo"},
     "pass_at_k": {"base": "algorithms/pass_at_k", "algorithm": {"right_above": 1.25}},
     **{name: {"base": f"algorithms/{name}"} for name in ("gspo", "gspo_token", "cispo", "sapo", "clip_cov", "kl_cov")},
+    "dpo": {
+        "base": "algorithms/dpo",
+        **_GIVEN,
+        "algorithm": {"label_smoothing": 0.1, "nll_coef": 0.2},
+        "trainer": {"mini_batches": 2, "epochs": 2},
+    },
+    "dpo-group": {"base": "algorithms/dpo_online", "trainer": {"mini_batches": 2}},
+    "dpo-ipo": {"base": "algorithms/ipo", **_GIVEN, "algorithm": {"length_normalisation": True}},
+    "kto": {"base": "algorithms/kto", **_GIVEN, "algorithm": {"desirable_weight": 1.3}},
 }
 """A recipe in `launch/recipes` each, and what a case has on top of it."""
 
@@ -208,8 +222,12 @@ def _trainer(recipe: Recipe, first: Trainer, sinks: Metrics) -> Trainer:
         functions={what: group for what, group in roles.functions.items() if what in recipe.functions},
         trained=recipe.trained_roles,
     )
-    weights, machinery = first.machinery.weights, first.machinery
-    return Trainer(recipe, first.facts, roles, weights, sinks, first.checkpoints, machinery.phases, first.devices)
+    facts, machinery, weights = first.facts, first.machinery, first.machinery.weights
+    if not recipe.algorithm.needs_engines:
+        train, evaluation, *_ = encode(recipe, facts.tokenizer, prompt_limit(recipe))
+        facts, weights = dataclasses.replace(facts, train=train, evaluation=evaluation), NoEngines()
+        roles = dataclasses.replace(roles, rollout=None)
+    return Trainer(recipe, facts, roles, weights, sinks, first.checkpoints, machinery.phases, first.devices)
 
 
 def main(output: str, *cases: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.support.runs import ROOT, SMALL, records
 from tests.support.warm import warm_python
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 IPPO = ROOT / "launch/recipes/algorithms/ippo.yaml"
 _PPO = """base: {ppo}

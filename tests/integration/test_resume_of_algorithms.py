@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
 from hybridflow.checkpoint.batch_files import read_batch
 from tests.support.runs import ROOT, SMALL, records
 from tests.support.warm import warm_python
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 STEPS = 4
 COMMON = [
@@ -23,6 +26,12 @@ COMMON = [
     "placement={actor: cpu:0, rollout: cpu:1}",
     "train.layout.ep=1",
 ]
+GIVEN = [
+    *("name=small", "warmup.steps=2", "data.arithmetic.train_size=20", "train.layout.ep=1", "placement={actor: cpu:0}"),
+    *(f"trainer.steps={STEPS}", "trainer.prompts_per_step=8", "trainer.eval_prompts=16", "trainer.eval_interval=2"),
+    "checkpoint.save_interval=1",
+]
+"""Of a recipe whose data have the responses."""
 WITH_CRITIC = ["critic.train.layout.ep=1", "algorithm.critic_warmup_steps=0"]
 REWARDS = """def score(generated_texts, prompts):
     # Equal for about half of the prompts, so that groups are left out.
@@ -39,12 +48,12 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def a_run(directory: Path, name: str, *overrides: str) -> KilledRun:
     recipe = str(ROOT / f"launch/recipes/algorithms/{name}.yaml")
-    return KilledRun(directory, [recipe, *COMMON, *overrides], interpreter=warm_python())
+    return KilledRun(directory, [recipe, *overrides], interpreter=warm_python())
 
 
-def whole_and_killed(directory: Path, name: str, *overrides: str) -> Path:
+def whole_and_killed(directory: Path, name: str, *overrides: str, common: Sequence[str] = COMMON) -> Path:
     """The directory of a run that was never interrupted, and whose like was killed in step 3 and resumed."""
-    whole, run = (a_run(directory / each, name, *overrides) for each in ("whole", "killed"))
+    whole, run = (a_run(directory / each, name, *common, *overrides) for each in ("whole", "killed"))
     outcome = whole.run()
     assert outcome.exit_code == 0, whole.output
     outcome = run.run(Kill("driver", "update", 3, 0.0))
@@ -102,3 +111,22 @@ def test_choices_and_coefficients_go_on(reward: str, tmp_path: Path) -> None:
     assert [step["train/entropy_coef"] for step in steps] == pytest.approx([0, 1e-4, 2e-4, 3e-4])
     assert [step["train/clip_high"] for step in steps] == pytest.approx([0.2, 0.3, 0.4, 0.4])
     assert all(step["train/selected_fraction"] > 0 for step in steps)
+
+
+def test_the_reference_of_given_pairs_is_asked_once(tmp_path: Path) -> None:
+    """Before the first update, so that margins are 0 there; a resumed run has its log-probs from the checkpoint."""
+    directory = whole_and_killed(tmp_path, "dpo", "trainer.mini_batches=2", common=GIVEN)
+    evaluations, steps = records(directory, "eval"), records(directory, "train")
+    assert [each["eval/preference_margin"] == 0 for each in evaluations] == [True, False, False]
+    assert [each["preference/examples"] for each in steps] == [8] * STEPS
+    kept = [load_file(directory / f"checkpoints/step-{step:08d}/kept.safetensors") for step in range(1, STEPS + 1)]
+    assert {name: tuple(column.shape) for name, column in kept[0].items()} == {
+        "reference.train.pair": (20, 2),
+        "reference.evaluation.pair": (16, 2),
+    }
+    for each in kept[1:]:
+        assert all(torch.equal(column, kept[0][name]) for name, column in each.items())
+    output = (tmp_path / "killed/output.log").read_text()
+    assert output.count("reference: log-probs of 72 responses") == 1
+    # There is no engine, and no rank of rewards.
+    assert {path.name.partition("-")[0] for path in (directory / "logs").iterdir()} == {"actor"}

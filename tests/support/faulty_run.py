@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from hybridflow.roles import policy, rollout
+from hybridflow.cli.main import main
+from hybridflow.trainer import role_specs
 from tests.support import faulty_roles
 
 if __name__ == "__main__":
     role, name = sys.argv[1:3]
-    home = {"PolicyWorker": policy, "RolloutWorker": rollout}[role]
-    setattr(home, role, getattr(faulty_roles, name))
-    # Only now: whoever imports the role after this has the faulty one.
-    from hybridflow.cli.main import main
-
+    sound, faulty = getattr(role_specs, role), getattr(faulty_roles, name)
+    setattr(role_specs, role, faulty)
+    role_specs._LANGUAGE_MODELS = {
+        model: (group, faulty if worker is sound else worker)
+        for model, (group, worker) in role_specs._LANGUAGE_MODELS.items()
+    }
     sys.exit(main(sys.argv[3:]))

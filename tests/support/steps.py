@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -99,6 +99,12 @@ class NumberedStep(Step[Any]):
         first, self.position = self.position, self.position + count
         self.draws.append(count)
         return Draw(Prompts([], []), list(range(first, self.position)), first)
+
+    def given(self, draw: Draw) -> RemoteBatch:
+        raise NotImplementedError
+
+    def tell(self, figures: Mapping[str, Tensor]) -> None:
+        raise NotImplementedError
 
     def generate(self, draw: Draw) -> RemoteBatch:
         self.calls.append("generate")

@@ -87,6 +87,26 @@ def refused(settings: object) -> str:
         ({"entropy_target": 0.2}, "entropy_target is set with entropy_controller 'fixed', which does not use it"),
         ({"entropy_coef_step": 0.2}, "entropy_coef_step is set with entropy_controller 'fixed', which does not use it"),
         ({"name": "cispo", "clip_high": 0.2}, "clip_high is set with name 'cispo', which does not use it"),
+        (
+            {"name": "dpo", "loss": "ipo", "label_smoothing": 0.1},
+            "label_smoothing is set with loss 'ipo', which does not",
+        ),
+        ({"name": "dpo", "label_smoothing": 0.5}, "label_smoothing"),
+        ({"name": "dpo", "beta": 0.0}, "beta"),
+        (
+            {"name": "dpo", "kl_coef": 0.1},
+            "kl_coef is set with name 'dpo', which does not use it; expected another name",
+        ),
+        ({"name": "kto", "entropy_coef": 0.1}, "entropy_coef is set with name 'kto', which does not use it"),
+        (
+            {"name": "kto", "correction": {"weights": "token"}},
+            "correction is set with name 'kto', which does not use it",
+        ),
+        ({"name": "kto", "pairs": "file"}, "pairs is set with name 'kto', which does not use it; expected name 'dpo'"),
+        (
+            {"name": "grpo", "beta": 0.1},
+            "beta is set with name 'grpo', which does not use it; expected name 'dpo' or 'kto', kl_coef, or no beta",
+        ),
         ({"name": "kl_cov", "dual_clip": 3.0}, "dual_clip is set with name 'kl_cov', which does not use it"),
         ({"name": "sapo", "weight_clip_high": 0.2}, "expected name 'cispo', or no weight_clip_high"),
         ({"name": "sapo", "gate_temperature_negative": 0.0}, "gate_temperature_negative = 0.0: expected more than 0"),
@@ -142,6 +162,8 @@ def test_every_algorithm_is_there_and_needs_a_reference_only_where_it_is_asked_f
         ("sapo", {"group_baseline"}),
         ("clip_cov", {"group_baseline"}),
         ("kl_cov", {"group_baseline", "needs_old_policy"}),
+        ("dpo", set()),
+        ("kto", set()),
     ],
 )
 def test_what_the_published_algorithms_need(name: str, needs: set[str]) -> None:
@@ -222,6 +244,21 @@ def test_settings_that_were_written_are_read_again(name: str) -> None:
     of_entropy = {"entropy_target", "entropy_coef_step", "entropy_coef_max"}
     assert adaptive.model_dump(mode="json")["algorithm"].keys() - written.keys() == of_entropy
     assert build(adaptive.model_dump(mode="json")["algorithm"]) == adaptive.algorithm
+
+
+@pytest.mark.parametrize(
+    ("settings", "own"),
+    [
+        ({"name": "dpo"}, {"pairs", "loss", "beta", "label_smoothing", "length_normalisation", "nll_coef"}),
+        ({"name": "dpo", "loss": "ipo"}, {"pairs", "loss", "beta", "length_normalisation", "nll_coef"}),
+        ({"name": "kto"}, {"beta", "desirable_weight", "undesirable_weight"}),
+    ],
+)
+def test_settings_of_preferences_are_those_that_are_used(settings: dict[str, object], own: set[str]) -> None:
+    config = build(settings)
+    written = Part(algorithm=config).model_dump(mode="json")["algorithm"]
+    assert written.keys() == {"name", "schedules"} | own
+    assert build(written) == config
 
 
 CLIP = {"clip_low", "clip_high", "dual_clip"}

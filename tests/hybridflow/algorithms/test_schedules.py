@@ -165,6 +165,8 @@ SCHEDULABLE = {
     "sapo": COMMON | {"gate_temperature_positive", "gate_temperature_negative"},
     "clip_cov": CLIPPED | {"clip_cov_fraction"},
     "kl_cov": COMMON | {"kl_cov_fraction", "kl_cov_coef"},
+    "dpo": {"beta", "label_smoothing", "nll_coef"},
+    "kto": {"beta", "desirable_weight", "undesirable_weight"},
 }
 
 

@@ -16,6 +16,7 @@ import torch
 import hybridflow
 from engine3d.errors import UserError
 from hybridflow import PPOConfig, PPOTrainer, RLTrainer, TrainerConfig, get_ppo_config
+from hybridflow.algorithms.dpo import DPOSettings
 from hybridflow.algorithms.registry import ALGORITHMS
 from hybridflow.api.input_files import InputFiles, Sources, importable_path
 from hybridflow.api.ppo_trainer import to_learn
@@ -230,6 +231,12 @@ def test_rewards() -> None:
             lambda: recipe_of(PPOConfig(algorithm="gpg", mini_batch_size=64)),
             "trainer.mini_batches=2 and epochs=1 with algorithm.name=gpg, whose loss has no ratio",
         ),
+        (lambda: recipe_of(PPOConfig(algorithm="kto")), "algorithm kto learns from responses that the data have, and"),
+        (lambda: recipe_of(PPOConfig(algorithm="dpo")), "generates none; expected hybridflow train with a recipe such"),
+        (
+            lambda: recipe_of(PPOConfig(algorithm="dpo", kl_coef=0.1, recipe={"algorithm": {"pairs": "group"}})),
+            "algorithm: kl_coef is set with name 'dpo', which does not use it",
+        ),
         (
             lambda: recipe_of(PPOConfig(algorithm="grpo", critic_device_mapping="cpu:1")),
             "placement.critic is set, and there is no such role with algorithm.name=grpo",
@@ -247,6 +254,12 @@ def test_rewards() -> None:
 )  # fmt: skip
 def test_settings_that_make_no_sense_give_one_line(call: Callable[[], Any], line: str) -> None:
     assert line in refusal(call)
+
+
+def test_dpo_from_groups_has_a_recipe() -> None:
+    recipe = recipe_of(PPOConfig(algorithm="dpo", recipe={"algorithm": {"pairs": "group", "beta": 0.3}}))
+    assert recipe.algorithm == DPOSettings(pairs="group", beta=0.3)
+    assert recipe.rollout.samples_per_prompt == 8 and "reference" in recipe.device_maps
 
 
 # Arguments

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybridflow.algorithms.dpo import DPOSettings
 from hybridflow.algorithms.grpo import GRPOSettings
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.trainer.step import TrainerStep, old_logprobs
@@ -34,14 +35,16 @@ class Actor:
         pass
 
 
-def step_of(*, updates: int = 2, stale: bool = False, seed: int = 3, number: int = 1) -> TrainerStep:
+def step_of(
+    *, updates: int = 2, stale: bool = False, seed: int = 3, number: int = 1, config: Any = None
+) -> TrainerStep:
     """On an actor that tells what it is asked."""
     recipe = SimpleNamespace(
         seed=seed,
         trainer=SimpleNamespace(updates_per_step=updates),
         rollout=SimpleNamespace(sampling=SimpleNamespace(temperature=0.7)),
     )
-    controllers = SimpleNamespace(config=lambda step: GRPOSettings())
+    controllers = SimpleNamespace(config=lambda step: config or GRPOSettings())
     machinery: Any = SimpleNamespace(recipe=recipe, roles=SimpleNamespace(actor=Actor()), controllers=controllers)
     return TrainerStep(machinery, number, version=number, poll=lambda: None, stale=stale)
 
@@ -61,8 +64,12 @@ def test_the_current_log_probs_are_the_old_ones_until_the_first_update() -> None
 
 
 def test_the_current_log_probs_are_asked_for_where_there_are_no_old_ones() -> None:
-    """With one update a step nobody finds them; of stale samples they would be another policy's."""
-    assert current(step_of(updates=1)) == current(step_of(stale=True)) == "forward pass at 0.7"
+    """With one update a step, or given responses, nobody finds them; of stale ones they would be another policy's."""
+    asked = "forward pass at 0.7"
+    assert (
+        current(step_of(updates=1)) == current(step_of(stale=True)) == current(step_of(config=DPOSettings())) == asked
+    )
+    assert current(step_of(config=DPOSettings(pairs="group"))) == "old_logprobs"
 
 
 def test_old_log_probs_are_another_column_or_missed_by_name() -> None:

@@ -1,0 +1,141 @@
+"""What algorithms share that learn from preferences: from two responses to each prompt, and no advantages.
+
+An update is made in two passes, exact on every layout and however a mini-batch is cut. `prepare` has the policy of just
+before the update say the log-prob of each response; the loss of whole responses, and its derivative by each log-prob,
+are found in the driver; the update's loss is the sum of the log-probs by these coefficients: see
+`losses/preference.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hybridflow.algorithms.base import Experience, Step
+from hybridflow.algorithms.checks import check_finite, check_rows
+from hybridflow.algorithms.losses.preference import PreferenceLoss, Responses, coefficients
+from hybridflow.algorithms.settings import AlgorithmSettings
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.batch.worker_output import COUNTED, Columns
+from hybridflow.metrics import names as metrics
+
+PAIR = 2
+"""Samples of a prompt, which lie side by side and stay in one mini-batch."""
+
+_OF_NO_MEANING = (metrics.TRAIN_RATIO, metrics.TRAIN_KL_K1, metrics.TRAIN_KL_K3, metrics.TRAIN_REFERENCE_KL)
+"""Figures that every policy loss has, and that say nothing of responses that the data gave or that were chosen."""
+
+
+class PreferenceSettings(AlgorithmSettings):
+    """Settings of an algorithm that learns from preferences."""
+
+    not_used: ClassVar[tuple[str, ...]] = (
+        *("loss_aggregation", "loss_normalising_length", "entropy_coef", "entropy_controller", "entropy_target"),
+        *("entropy_coef_step", "entropy_coef_max", "kl_coef", "kl_in", "kl_estimator", "kl_controller", "kl_target"),
+        *("kl_horizon", "kl_guard", "correction"),
+    )
+    unscheduled: ClassVar[frozenset[str]] = AlgorithmSettings.unscheduled | frozenset(not_used)
+
+    beta: float = Field(default=0.1, gt=0)
+    """How strongly the policy is kept near the reference: a response's implicit reward is beta times its log-ratio."""
+
+
+def sequence_logprobs(batch: SampleBatch, *, config: Any) -> Columns:
+    """Fact `policy`, (b,) float64: the sum of `current_logprobs` over each sample's counted tokens."""
+    assert batch.current_logprobs is not None
+    return Columns(facts={"policy": _sums(batch, batch.current_logprobs)})
+
+
+def reference_sums(batch: SampleBatch, *, config: Any) -> Columns:
+    """Fact `reference`, (b,) float64: the sum of `ref_logprobs` over each sample's counted tokens."""
+    assert batch.ref_logprobs is not None
+    return Columns(facts={"reference": _sums(batch, batch.ref_logprobs)})
+
+
+def _sums(batch: SampleBatch, column: Tensor) -> Tensor:
+    """Sums of (R,) figures over each sample's counted tokens; they do not depend on which samples lie beside it."""
+    counted = column.where(batch.response_mask, 0.0).to(torch.float64)
+    return torch.segment_reduce(counted, "sum", lengths=batch.response_lengths, initial=0)
+
+
+def best_and_worst(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, int]:
+    """The best and the worst sample of each group, by their rewards; of equal ones the first.
+
+    A group in which all rewards are equal, and so every group of one, makes no pair.
+
+    Args:
+        rewards: (B,) float32.
+        group_ids: (B,) int64.
+
+    Returns:
+        (2n,) int64: rows of the best and the worst sample of each group, side by side, in the order in which the groups
+        first appear; and the number of groups that make no pair.
+
+    Raises:
+        ValueError: a reward that is not finite, naming its row, or columns of other shapes.
+    """
+    check_rows("best_and_worst", rows=len(rewards), rewards=rewards, group_ids=group_ids)
+    check_finite("best_and_worst", "reward", rewards)
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(group_ids.tolist()):
+        members.setdefault(group, []).append(row)
+    values, found, without = rewards.tolist(), [], 0
+    for rows in members.values():
+        best, worst = max(rows, key=values.__getitem__), min(rows, key=values.__getitem__)
+        if values[best] == values[worst]:
+            without += 1
+        else:
+            found += [best, worst]
+    return torch.tensor(found, dtype=torch.int64), without
+
+
+def pairs_of_groups(step: Step[Any], batch: RemoteBatch) -> RemoteBatch:
+    """The best and worst response of each group, with what the reference says of them."""
+    rows, without = best_and_worst(batch.facts["rewards"], batch.facts["group_ids"])
+    step.values[metrics.PREFERENCE_WITHOUT_DIFFERENCE] = without
+    batch = batch.select(rows)
+    if len(batch) < PAIR * step.least_samples:
+        return batch  # there will be no update
+    batch = step.logprobs(batch)
+    return batch.with_facts(reference_logprobs=step.apply(batch, reference_sums).facts()["reference"])
+
+
+def with_advantages[C: PreferenceSettings](_: Step[C], experience: Experience) -> Experience:
+    """As it is: what a response weighs depends on the policy of each update, before which `prepare` finds it."""
+    return experience
+
+
+def prepare(step: Step[Any], mini_batch: RemoteBatch, *, loss: PreferenceLoss, learned: int = PAIR) -> RemoteBatch:
+    """The mini-batch with the coefficient of each response as its advantage.
+
+    Args:
+        step: of the update.
+        mini_batch: two samples a prompt, side by side.
+        loss: of the two.
+        learned: how many of the two are learned from, the first ones.
+    """
+    facts = mini_batch.facts
+    policy = step.apply(step.current_logprobs(mini_batch), sequence_logprobs).facts()["policy"]
+    responses = Responses.of_samples(policy, facts["reference_logprobs"], facts[COUNTED], facts["rewards"])
+    found, judged = coefficients(responses, loss, step.config)
+    step.tell(judged.values)
+    step.values[metrics.PREFERENCE_EXAMPLES] = step.values.get(metrics.PREFERENCE_EXAMPLES, 0) + len(found)
+    # The coefficients hold all weight there is; those of tokens only say which ones count.
+    batch = mini_batch.with_facts(advantages=-found.flatten().float(), weights=torch.ones(len(mini_batch)))
+    return batch if learned == PAIR else batch.select(torch.arange(0, len(batch), PAIR))
+
+
+def learn[C: PreferenceSettings](step: Step[C], experience: Experience) -> None:
+    """Update the actor, unless too few groups made a pair. The loss that is told is that of the responses."""
+    if len(experience.batch) < PAIR * step.least_samples:
+        return
+    step.update(replace(experience, whiten=None))
+    for name in (metrics.TRAIN_LOSS, metrics.TRAIN_POLICY_LOSS):
+        step.values[name] = step.values[metrics.PREFERENCE_LOSS]
+    for name in _OF_NO_MEANING:
+        step.values.pop(name, None)

@@ -1,0 +1,71 @@
+"""Recipes with and without engines: what each needs, and what means nothing in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pydantic import BaseModel
+
+from hybridflow.algorithms.preferences import PreferenceSettings
+from hybridflow.algorithms.settings import AlgorithmSettings
+from hybridflow.config.roles import RolloutRole
+from hybridflow.config.run import PlacementConfig, TrainerConfig
+from hybridflow.data.config import DataConfig
+
+_OF_ENGINES = ("eval_samples", "eval_temperature", "eval_sampling")
+"""Settings of the trainer that are of what engines generate."""
+
+
+def engine_errors(
+    algorithm: AlgorithmSettings,
+    trainer: TrainerConfig,
+    rollout: RolloutRole,
+    placement: PlacementConfig,
+    data: DataConfig,
+    rewards: Sequence[str],
+) -> Iterator[str]:
+    """What a recipe lacks for its engines; or what it says of engines, rewards and evaluation where none run.
+
+    Args:
+        algorithm, trainer, rollout, placement, data: of the recipe.
+        rewards: the keys of rewards that are set.
+    """
+    name = f"algorithm.name={algorithm.name}"
+    if isinstance(algorithm, PreferenceSettings) and trainer.max_staleness:
+        yield f"trainer.max_staleness={trainer.max_staleness} with {name}, which was not tried; expected 0"
+    if algorithm.needs_engines:
+        if placement.rollout is None:
+            yield f"placement.rollout is missing: the devices of the engines that {name} needs"
+        if data.source == "pairs":
+            yield (
+                f"data.source=pairs with {name}, whose responses engines generate; expected data.source=jsonl, or an "
+                "algorithm that learns from given responses, such as dpo with algorithm.pairs=file"
+            )
+        return
+    why = f"{name}, which learns from responses that the data have, without engines"
+    if getattr(algorithm, "pairs", None) == "file":
+        why = f"{name} and algorithm.pairs=file, which learns from responses that the data have, without engines"
+    if placement.rollout is not None:
+        yield f"placement.rollout is set with {why}; expected null, or none of it"
+    if found := _others(rollout, type(rollout)()):
+        yield f"rollout.{found[0]} is set with {why}; expected rollout=null, or none of it"
+    for name in rewards:
+        yield f"{name} is set with {why}; expected null, or none of it"
+    for setting in _OF_ENGINES:
+        default = type(trainer).model_fields[setting].default
+        if getattr(trainer, setting) != default:
+            yield f"trainer.{setting} is set with {why}; expected none of it: an evaluation is of held-out pairs"
+    if data.source == "jsonl":
+        yield f"data.source=jsonl with {why}; expected data.source=pairs, or arithmetic"
+
+
+def _others(settings: BaseModel, default: BaseModel) -> list[str]:
+    """The settings that differ from their defaults, by their dotted names."""
+    found = []
+    for name in type(settings).model_fields:
+        own, usual = getattr(settings, name), getattr(default, name)
+        if own != usual and isinstance(own, BaseModel) and isinstance(usual, BaseModel):
+            found += [f"{name}.{inner}" for inner in _others(own, usual)]
+        elif own != usual:
+            found.append(name)
+    return found

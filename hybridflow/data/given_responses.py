@@ -1,0 +1,184 @@
+"""Prompts with two given responses each, as tokens: what is learned from where no engines generate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from engine3d.errors import UserError
+from hybridflow.data.config import OverlongPolicy, SameResponses
+from hybridflow.data.pairs import Pair, Text
+from hybridflow.data.prompts import Prompts
+from hybridflow.data.tasks import Example
+from hybridflow.data.tokenizer import encode_cut, encode_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenResponses(Prompts):
+    """Prompts of one phase with two responses to each.
+
+    Args:
+        responses: token ids: the better and the worse one of a pair; or of an unpaired example its response, and one to
+            another prompt.
+        rewards: of the two: 1 where a response is good, 0 where it is bad or to another prompt.
+        alike: places of pairs that were left out because both responses are the same.
+    """
+
+    responses: list[tuple[list[int], list[int]]]
+    rewards: list[tuple[float, float]]
+    alike: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """A prompt with the responses that are learned from: one of an unpaired example."""
+
+    example: Example
+    prompt: list[int]
+    responses: tuple[list[int], ...]
+    good: bool
+    place: str
+
+
+def encode_pairs(
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Sequence[Pair],
+    *,
+    context: int,
+    policy: OverlongPolicy,
+    same: SameResponses,
+    unpaired: bool,
+) -> GivenResponses:
+    """Pairs as tokens.
+
+    Args:
+        tokenizer: of texts; a response that is one ends with its end-of-sequence token.
+        pairs: of one phase.
+        context: most tokens of a prompt and a response to it.
+        policy: for prompts that leave no room for their longest response.
+        same: for pairs of which both responses are the same tokens.
+        unpaired: each response is an example of its own, beside a response to another prompt: that of the next example
+            whose prompt is another, cut where it does not fit.
+
+    Raises:
+        UserError: naming the pair that cannot be encoded, has no room or no difference, or none has one.
+    """
+    kept: list[_Encoded] = []
+    alike, overlong = [], 0
+    for pair in pairs:
+        prompt = _prompt(tokenizer, pair)
+        chosen, rejected = (
+            _response(tokenizer, pair.chosen, pair.place),
+            _response(tokenizer, pair.rejected, pair.place),
+        )
+        if chosen is not None and chosen == rejected:
+            if same == "refuse":
+                raise UserError(
+                    f"{pair.place}: the better and the worse response are the same; expected two that differ, or "
+                    "data.pairs.same_responses=drop"
+                )
+            alike.append(pair.place)
+            continue
+        there = [each for each in (chosen, rejected) if each is not None]
+        room = context - max(map(len, there))
+        if len(prompt) > max(room, 0):
+            if policy == "refuse" or (room < 1 and policy != "drop"):
+                raise UserError(
+                    f"{pair.place}: the prompt has {len(prompt)} tokens and its longest response "
+                    f"{max(map(len, there))}, expected at most {context} together"
+                )
+            overlong += 1
+            if policy == "drop":
+                continue
+            prompt = _cut(tokenizer, pair.prompt, prompt, room, policy)
+        text = pair.prompt if isinstance(pair.prompt, str) else str(tokenizer.decode(pair.prompt))
+        if not unpaired:
+            kept.append(_Encoded(Example(text, [pair.chosen, pair.rejected]), prompt, tuple(there), True, pair.place))
+            continue
+        for response, said, good in ((chosen, pair.chosen, True), (rejected, pair.rejected, False)):
+            if response is not None:
+                answer = {"response": said, "desirable": good}
+                kept.append(_Encoded(Example(text, answer), prompt, (response,), good, pair.place))
+    if not kept and alike:
+        raise UserError(
+            f"{alike[0]}: the better and the worse response are the same, as in all {len(alike):,} pairs; expected "
+            "some that differ"
+        )
+    others = _responses_to_others(kept) if unpaired else []
+    return GivenResponses(
+        [each.example for each in kept],
+        [each.prompt for each in kept],
+        overlong,
+        responses=[
+            (each.responses[0], other[: context - len(each.prompt)]) for each, other in zip(kept, others, strict=True)
+        ]
+        if unpaired
+        else [(each.responses[0], each.responses[1]) for each in kept],
+        rewards=[(1.0 if each.good else 0.0, 0.0) for each in kept],
+        alike=alike,
+    )
+
+
+def alike_notes(phases: dict[str, Prompts]) -> list[str]:
+    """A line for each phase of which pairs were left out because both responses are the same.
+
+    Args:
+        phases: by the name of their prompts.
+    """
+    return [
+        f"data: {len(phase.alike):,} of {len(phase) + len(phase.alike):,} {name} pairs have the same response twice "
+        f"and are left out; the first is {phase.alike[0]}"
+        for name, phase in phases.items()
+        if isinstance(phase, GivenResponses) and phase.alike
+    ]
+
+
+def _responses_to_others(examples: Sequence[_Encoded]) -> list[list[int]]:
+    """For each example the response of the next one, in a circle, whose prompt is another.
+
+    Raises:
+        UserError: all prompts are the same, or all responses are of one kind.
+    """
+    if not examples:
+        return []
+    if len(kinds := {each.good for each in examples}) == 1:
+        kind, other = ("desirable", "undesirable") if kinds == {True} else ("undesirable", "desirable")
+        raise UserError(
+            f"{examples[0].place}: the response is {kind}, as all {len(examples):,} are; expected some that are {other}"
+        )
+    # From the end of a second round: the next other prompt of an example is its neighbour, or its neighbour's.
+    count, following = len(examples), [0] * (2 * len(examples))
+    for place in reversed(range(2 * count - 1)):
+        same = examples[place % count].prompt == examples[(place + 1) % count].prompt
+        following[place] = following[place + 1] if same else (place + 1) % count
+    if examples[following[0]].prompt == examples[0].prompt:
+        raise UserError(
+            f"{examples[0].place}: all {count:,} examples have the same prompt; expected several, since a response is "
+            "compared with one to another prompt"
+        )
+    return [examples[following[place]].responses[0] for place in range(count)]
+
+
+def _prompt(tokenizer: PreTrainedTokenizerBase, pair: Pair) -> list[int]:
+    if not isinstance(pair.prompt, str):
+        return pair.prompt
+    tokens = encode_text(tokenizer, pair.prompt, f"{pair.place}: the prompt", special_tokens=True)
+    if not tokens:
+        raise UserError(f"{pair.place}: the prompt has no tokens, expected at least one")
+    return tokens
+
+
+def _response(tokenizer: PreTrainedTokenizerBase, text: Text | None, place: str) -> list[int] | None:
+    if not isinstance(text, str):
+        return text
+    return [*encode_text(tokenizer, text, f"{place}: the response", special_tokens=False), tokenizer.eos_token_id]
+
+
+def _cut(
+    tokenizer: PreTrainedTokenizerBase, prompt: Text, tokens: list[int], room: int, policy: OverlongPolicy
+) -> list[int]:
+    if isinstance(prompt, str):
+        return encode_cut(tokenizer, prompt, room, "left" if policy == "cut_left" else "right")
+    return tokens[-room:] if policy == "cut_left" else tokens[:room]

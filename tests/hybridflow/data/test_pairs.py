@@ -1,0 +1,210 @@
+"""Pairs of responses: from files and of the arithmetic task, and as tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from engine3d.errors import UserError
+from hybridflow.data.config import ArithmeticConfig, DataConfig, OverlongPolicy, PairsConfig
+from hybridflow.data.given_responses import GivenResponses, alike_notes, encode_pairs
+from hybridflow.data.pairs import Pair, load_pairs, read_pairs
+from hybridflow.data.tasks import ARITHMETIC_CHARACTERS, load_splits
+from hybridflow.data.tokenizer import make_character_tokenizer
+
+GOOD = '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    return make_character_tokenizer(ARITHMETIC_CHARACTERS, directory)
+
+
+def config(path: Path, **fields: Any) -> PairsConfig:
+    return PairsConfig(train_path=path, eval_path=path, **fields)
+
+
+def read(path: Path, text: str, *, unpaired: bool = False, **fields: Any) -> list[Pair]:
+    path.write_text(text)
+    return read_pairs(path, config(path, **fields), unpaired=unpaired)
+
+
+def a_pair(prompt: Any, chosen: Any, rejected: Any, place: str = "p:1") -> Pair:
+    return Pair(prompt, chosen, rejected, place)
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, *pairs: Pair, **settings: Any) -> GivenResponses:
+    return encode_pairs(
+        tokenizer, pairs, **{"context": 12, "policy": "refuse", "same": "refuse", "unpaired": False} | settings
+    )
+
+
+# Files
+
+
+def test_pairs_in_order_with_the_named_fields_as_texts_or_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    lines = [{"q": "1+1=", "good": "2", "bad": "3", "more": 0}, {"q": [5, 6], "good": [7], "bad": [8, 9]}]
+    text = "\n\n".join(map(json.dumps, lines))
+    found = read(path, text, prompt_field="q", chosen_field="good", rejected_field="bad")
+    assert found == [a_pair("1+1=", "2", "3", f"{path}:1"), a_pair([5, 6], [7], [8, 9], f"{path}:3")]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "x", "chosen": "2"}', "no field 'rejected', only 'prompt', 'chosen'"),
+        ('{"prompt": "x", "rejected": "2"}', "no field 'chosen', only"),
+        ('{"chosen": "x", "rejected": "2"}', "no field 'prompt', only"),
+        ("{}", "no field 'prompt', only an empty object"),
+        (
+            '{"prompt": "", "chosen": "1", "rejected": "2"}',
+            "field 'prompt' is '', expected a non-empty string or a list",
+        ),
+        (
+            '{"prompt": "x", "chosen": "", "rejected": "2"}',
+            "field 'chosen' is '', expected a non-empty string or a list",
+        ),
+        ('{"prompt": "x", "chosen": "1", "rejected": []}', "field 'rejected' is [], expected a non-empty string"),
+        ('{"prompt": "x", "chosen": null, "rejected": "2"}', "field 'chosen' is None"),
+        ('{"prompt": "x", "chosen": [1, -2], "rejected": "2"}', "field 'chosen' is [1, -2], expected"),
+        ('{"prompt": "x", "chosen": [true], "rejected": "2"}', "field 'chosen' is [True], expected"),
+        (
+            '{"prompt": [{"role": "user"}], "chosen": "1", "rejected": "2"}',
+            "field 'prompt' is [{'role': 'user'}], expected",
+        ),
+        ("[1]", "a JSON list, expected an object with field 'prompt'"),
+        ("{", "not JSON"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "p.jsonl"
+    with pytest.raises(UserError) as caught:
+        read(path, f"{GOOD}\n{line}\n")
+    assert f"{path}:2: " in str(caught.value) and message in str(caught.value)
+
+
+def test_one_response_is_enough_only_without_pairs(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    lines = '{"prompt": "x", "chosen": "1"}\n{"prompt": "y", "rejected": "2"}\n'
+    assert read(path, lines, unpaired=True) == [
+        a_pair("x", "1", None, f"{path}:1"),
+        a_pair("y", None, "2", f"{path}:2"),
+    ]
+    with pytest.raises(UserError, match="no field 'chosen' or 'rejected', only 'prompt'"):
+        read(path, '{"prompt": "x"}', unpaired=True)
+
+
+def test_a_file_that_cannot_serve_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read pairs from .*none\.jsonl"):
+        read_pairs(tmp_path / "none.jsonl", config(tmp_path / "none.jsonl"), unpaired=False)
+    with pytest.raises(UserError, match="holds no pairs, expected one JSON object a line"):
+        read(tmp_path / "p.jsonl", "\n")
+
+
+def test_pairs_of_files_and_supervised_examples_of_their_better_responses(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(GOOD)
+    data = DataConfig(source="pairs", pairs=config(path, sft_path=path))
+    splits = load_pairs(data, unpaired=False)
+    assert splits.train == splits.evaluation == [a_pair("1+1=", "2", "3", f"{path}:1")]
+    [example] = load_splits(data).sft
+    assert (example.prompt, example.answer) == ("1+1=", "2")
+
+
+# The arithmetic task
+
+
+def test_arithmetic_pairs_are_of_the_task_s_problems_right_against_wrong() -> None:
+    data = DataConfig(arithmetic=ArithmeticConfig(train_size=50, eval_size=20))
+    pairs, splits = load_pairs(data, unpaired=False), load_splits(data)
+    assert [pair.prompt for pair in pairs.train] == [example.prompt for example in splits.train]
+    assert [pair.chosen for pair in pairs.evaluation] == [example.answer for example in splits.evaluation]
+    assert {abs(int(str(pair.chosen)) - int(str(pair.rejected))) for pair in pairs.train} == {1, 10}
+    assert pairs == load_pairs(data, unpaired=True)
+
+
+# Tokens
+
+
+def test_texts_end_with_the_end_and_tokens_stay_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:
+    found = encoded(tokenizer, a_pair("1+1=", "2", "13"), a_pair([5, 6], [7], [8, 9], "p:2"))
+    end, digits = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(["2", "1", "3"])
+    assert found.responses == [([digits[0], end], [digits[1], digits[2], end]), ([7], [8, 9])]
+    assert found.tokens == [tokenizer.encode("1+1="), [5, 6]]
+    assert found.rewards == [(1.0, 0.0), (1.0, 0.0)]
+    assert found.examples[0].answer == ["2", "13"]
+
+
+def test_pairs_without_a_difference_are_refused_or_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    pairs = [a_pair("1+1=", "2", "3"), a_pair("1+2=", "3", "3", "p:2"), a_pair([5], [9], [9], "p:3")]
+    expected = "p:2: the better and the worse response are the same; expected two that differ, or "
+    with pytest.raises(UserError, match=f"^{expected}data.pairs.same_responses=drop$"):
+        encoded(tokenizer, *pairs)
+    found = encoded(tokenizer, *pairs, same="drop")
+    assert len(found) == len(found.responses) == len(found.rewards) == 1
+    assert found.alike == ["p:2", "p:3"]
+    assert alike_notes({"training": found}) == [
+        "data: 2 of 3 training pairs have the same response twice and are left out; the first is p:2"
+    ]
+    with pytest.raises(UserError, match=r"p:2: the better and .*, as in all 2 pairs; expected some that differ"):
+        encoded(tokenizer, *pairs[1:], same="drop")
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [("drop", [[6]]), ("cut_left", [[4, 5], [6]]), ("cut_right", [[3, 4], [6]])],
+)
+def test_prompts_without_room_for_their_longest_response(
+    tokenizer: PreTrainedTokenizerBase, policy: OverlongPolicy, kept: list[list[int]]
+) -> None:
+    pairs = [a_pair([3, 4, 5], [7], [8, 8]), a_pair([6], [7], [8], "p:2")]
+    found = encoded(tokenizer, *pairs, context=4, policy=policy)
+    assert found.tokens == kept and found.overlong == 1
+    assert len(found.responses) == len(kept)
+    with pytest.raises(UserError, match="p:1: the prompt has 3 tokens and its longest response 2, expected at most 4"):
+        encoded(tokenizer, *pairs, context=4)
+
+
+def test_a_response_that_leaves_no_room_for_any_prompt_is_refused_or_dropped(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    pairs = [a_pair([3], [7], [8, 8, 8, 8]), a_pair([6], [7], [8], "p:2")]
+    with pytest.raises(UserError, match="p:1: the prompt has 1 tokens and its longest response 4"):
+        encoded(tokenizer, *pairs, context=4, policy="cut_left")
+    assert encoded(tokenizer, *pairs, context=4, policy="drop").tokens == [[6]]
+
+
+def test_each_response_of_examples_is_beside_one_to_another_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
+    pairs = [a_pair([3], [7, 7, 7], None), a_pair([4, 4], [8], [9, 9], "p:2"), a_pair([4, 4], None, [6], "p:3")]
+    found = encoded(tokenizer, *pairs, context=4, unpaired=True)
+    # Those to prompt [4, 4] are beside the one to [3], which follows in a circle, and is cut where it does not fit.
+    assert found.tokens == [[3], [4, 4], [4, 4], [4, 4]]
+    assert found.responses == [([7, 7, 7], [8]), ([8], [7, 7]), ([9, 9], [7, 7]), ([6], [7, 7])]
+    assert found.rewards == [(1.0, 0.0), (1.0, 0.0), (0.0, 0.0), (0.0, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        (
+            [([3], [7], None), ([4], [8], None)],
+            "p:1: the response is desirable, as all 2 are; expected some that are un",
+        ),
+        (
+            [([3], None, [7]), ([4], None, [8])],
+            "p:1: the response is undesirable, as all 2 are; expected some that are d",
+        ),
+        ([([3], [7], [8])], "p:1: all 2 examples have the same prompt; expected several"),
+    ],
+)
+def test_examples_that_say_nothing_are_refused(
+    tokenizer: PreTrainedTokenizerBase, pairs: list[tuple[Any, Any, Any]], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        encoded(tokenizer, *(a_pair(*each, f"p:{row}") for row, each in enumerate(pairs, start=1)), unpaired=True)
