@@ -53,6 +53,7 @@ def _state(run: KilledRun, step: int) -> tuple[Path, dict[str, Any]]:
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_each_prompt_is_learned_from_once_although_the_run_was_killed(run: KilledRun) -> None:
     learned: list[set[int]] = []
     for step in range(STEPS + 1):
@@ -70,6 +71,7 @@ def test_each_prompt_is_learned_from_once_although_the_run_was_killed(run: Kille
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_a_checkpoint_holds_what_has_ended_and_what_has_begun(run: KilledRun) -> None:
     begun = 0
     for step in range(STEPS):
@@ -97,6 +99,7 @@ def test_a_checkpoint_holds_what_has_ended_and_what_has_begun(run: KilledRun) ->
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_samples_are_as_old_as_they_may_be_and_some_are_of_several_versions(run: KilledRun) -> None:
     train = records(run.run_directory, "train")
     assert [record["step"] for record in train] == list(range(1, STEPS + 1))
