@@ -41,7 +41,8 @@ def with_selection[C: AlgorithmSettings](
         step: the step.
         mini_batch: with advantages and the weight of each token.
         order: by which they are chosen, a function of a module.
-        fraction: of the tokens that count, rounded down, and at least one: as in the authors' code.
+        fraction: of the tokens that count, rounded down, and at least one: as in the authors' code. Those that
+            `algorithm.correction` leaves out do not count, as in verl, whose masks take them from the response.
         salt: what `order` is given.
     """
     mini_batch = step.current_logprobs(mini_batch)
@@ -96,8 +97,11 @@ def _keys(
 
 
 def _columns(batch: SampleBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, advantages, and which tokens have a weight in the loss."""
+    """Log-probs, advantages, and which tokens have a weight in the loss: not those that a correction leaves out."""
     assert batch.current_logprobs is not None
     assert batch.advantages is not None
     assert batch.weights is not None
-    return batch.current_logprobs, batch.advantages, batch.response_mask & (batch.weights > 0)
+    counted = batch.response_mask & (batch.weights > 0)
+    if batch.correction_weights is not None:
+        counted &= batch.correction_weights > 0
+    return batch.current_logprobs, batch.advantages, counted

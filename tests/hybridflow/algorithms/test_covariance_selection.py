@@ -183,6 +183,19 @@ def test_tokens_without_a_weight_neither_count_nor_are_chosen() -> None:
         assert selected(algorithm, [filtered], config) == selected(algorithm, [remaining], config) != set()
 
 
+@pytest.mark.parametrize("name", ["kl_cov", "clip_cov"])
+def test_tokens_that_a_correction_leaves_out_neither_count_nor_are_chosen(name: str) -> None:
+    batch, algorithm = samples(40), load(name)
+    config = algorithm.settings(**{f"{name}_fraction": 0.1})
+    assert batch.weights is not None
+    kept = torch.rand(len(batch.weights)) < 0.6
+    filtered = batch.replace(weights=batch.weights.where(kept, 0.0))
+    corrected = batch.replace(correction_weights=torch.where(kept, 0.3, 0.0))
+    expected = selected(algorithm, [filtered], config)
+    assert expected != selected(algorithm, [batch], config)
+    assert [selected(algorithm, parts, config) for parts in cuts(corrected)] == [expected] * 5
+
+
 def test_a_rank_names_no_more_tokens_than_can_be_chosen() -> None:
     batch = samples(40)
     arguments = {"order": largest_first, "means": CovarianceMeans(-1.0, 0.0, 100), "salt": 0}
