@@ -9,13 +9,14 @@ from pydantic import model_validator
 
 from hybridflow.algorithms.advantages.group_relative import group_relative_advantages
 from hybridflow.algorithms.base import Experience, Step
+from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
 from hybridflow.algorithms.losses.aggregation import AggregationMode
 from hybridflow.algorithms.losses.kl import KLEstimator
 from hybridflow.algorithms.settings import ClippedSettings
 from hybridflow.algorithms.without_critic import without_critic
 
 
-class DrGRPOSettings(ClippedSettings):
+class DrGRPOSettings(DynamicSamplingSettings, ClippedSettings):
     """Settings of Dr. GRPO.
 
     Advantages are not divided by the standard deviation of the group's rewards, which would favour prompts that are

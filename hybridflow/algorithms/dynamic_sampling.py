@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -160,8 +160,10 @@ def next_round(tally: Tally, wanted: int, config: DynamicSamplingSettings, *, le
     return max(min(wanted, math.ceil(missing * tally.drawn / tally.good)), least)
 
 
-def rewarded_samples[C: DynamicSamplingSettings](step: Step[C], counted: Counted | None = None) -> RemoteBatch:
+def rewarded_samples[C: AlgorithmSettings](step: Step[C], counted: Counted | None = None) -> RemoteBatch:
     """The step's samples with rewards and the log-probs that are needed; by dynamic sampling if the settings say so.
+
+    Those of an algorithm without dynamic sampling never do.
 
     Args:
         counted: which samples are going to be in the loss; all if None.
@@ -169,13 +171,14 @@ def rewarded_samples[C: DynamicSamplingSettings](step: Step[C], counted: Counted
     Raises:
         EngineError: too few groups after the last round.
     """
-    if not step.config.dynamic_sampling:
-        return step.rewards(step.logprobs(step.generate(step.draw())))
-    return step.logprobs(_draw_until_full(step, counted))
+    config: AlgorithmSettings = step.config
+    if isinstance(config, DynamicSamplingSettings) and config.dynamic_sampling:
+        return step.logprobs(_draw_until_full(step, config, counted))
+    return step.rewards(step.logprobs(step.generate(step.draw())))
 
 
-def _draw_until_full[C: DynamicSamplingSettings](step: Step[C], counted: Counted | None) -> RemoteBatch:
-    config, wanted = step.config, step.prompts_per_step
+def _draw_until_full(step: Step[Any], config: DynamicSamplingSettings, counted: Counted | None) -> RemoteBatch:
+    wanted = step.prompts_per_step
     tally, parts = Tally(), []
     while tally.used < wanted and tally.rounds < config.dynamic_sampling_rounds:
         draw = step.draw(next_round(tally, wanted, config, least=step.least_prompts))

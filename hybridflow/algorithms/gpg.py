@@ -9,14 +9,14 @@ from pydantic import model_validator
 
 from hybridflow.algorithms.advantages.group_relative import valid_group_advantages
 from hybridflow.algorithms.base import Experience, Step
+from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
 from hybridflow.algorithms.losses.kl import KLEstimator
 from hybridflow.algorithms.losses.reinforce import reinforce_loss
-from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.algorithms.without_critic import without_critic
 from hybridflow.metrics import names as metrics
 
 
-class GPGSettings(AlgorithmSettings):
+class GPGSettings(DynamicSamplingSettings):
     """Settings of GPG: no clip, because the loss has no ratio. The paper has no KL divergence either."""
 
     group_baseline: ClassVar[bool] = True

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 from hybridflow.algorithms.advantages.group_relative import length_weighted_advantages
 from hybridflow.algorithms.base import Experience, Step
+from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
 from hybridflow.algorithms.losses.reinforce import reinforce_loss
-from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.algorithms.without_critic import without_critic
 from hybridflow.batch.worker_output import COUNTED
 
 
-class OPOSettings(AlgorithmSettings):
+class OPOSettings(DynamicSamplingSettings):
     """Settings of OPO: no clip, because each rollout makes one update. The paper has neither KL nor entropy terms."""
 
     group_baseline: ClassVar[bool] = True

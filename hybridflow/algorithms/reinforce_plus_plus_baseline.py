@@ -11,13 +11,14 @@ from typing import ClassVar, Literal
 from hybridflow.algorithms.advantages.group_relative import group_relative_advantages
 from hybridflow.algorithms.advantages.whitening import sample_moments
 from hybridflow.algorithms.base import Experience, Step
+from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
 from hybridflow.algorithms.losses.kl import KLEstimator
 from hybridflow.algorithms.settings import ClippedSettings
 from hybridflow.algorithms.without_critic import without_critic
 from hybridflow.batch.worker_output import COUNTED
 
 
-class ReinforcePlusPlusBaselineSettings(ClippedSettings):
+class ReinforcePlusPlusBaselineSettings(DynamicSamplingSettings, ClippedSettings):
     """Settings of REINFORCE++ with baseline. Its KL divergence is in the loss with k2, whose gradient is unbiased."""
 
     group_baseline: ClassVar[bool] = True

@@ -7,12 +7,13 @@ from typing import ClassVar
 
 from hybridflow.algorithms.advantages.group_relative import leave_one_out_advantages
 from hybridflow.algorithms.base import Experience, Step
+from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
 from hybridflow.algorithms.losses.aggregation import AggregationMode
 from hybridflow.algorithms.settings import ClippedSettings
 from hybridflow.algorithms.without_critic import without_critic
 
 
-class RLOOSettings(ClippedSettings):
+class RLOOSettings(DynamicSamplingSettings, ClippedSettings):
     """Settings of RLOO.
 
     In the paper a response is one action, whose log-prob is the sum over its tokens, the KL divergence is in its

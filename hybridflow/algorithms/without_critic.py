@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridflow.algorithms.base import Algorithm, Experience, Step
+from hybridflow.algorithms.dynamic_sampling import rewarded_samples
 from hybridflow.algorithms.losses.clipped import clipped_loss
 from hybridflow.algorithms.losses.policy import PolicyLossFunction
 from hybridflow.algorithms.settings import AlgorithmSettings
@@ -16,7 +17,7 @@ def without_critic[C: AlgorithmSettings](
     with_advantages: Callable[[Step[C], Experience], Experience],
     policy_loss: PolicyLossFunction = clipped_loss,
 ) -> Algorithm[C]:
-    """An algorithm that is its advantages and its loss.
+    """An algorithm that is its advantages and its loss, with dynamic sampling where its settings have it.
 
     Args:
         settings: its settings.
@@ -25,8 +26,7 @@ def without_critic[C: AlgorithmSettings](
     """
 
     def make_experience(step: Step[C]) -> Experience:
-        batch = step.logprobs(step.generate(step.draw()))
-        return with_advantages(step, Experience(step.rewards(batch)))
+        return with_advantages(step, Experience(rewarded_samples(step)))
 
     return Algorithm(settings, make_experience, with_advantages, learn, policy_loss)
 

@@ -54,6 +54,10 @@ def refused(settings: object) -> str:
         ({"clip": 0.2}, "clip"),
         ({"kl_controller": "adaptive", "kl_coef": 0.1}, "kl_target None and kl_coef 0.1, expected a target"),
         ({"kl_controller": "adaptive", "kl_target": 0.1}, "kl_coef 0.0, expected a target, and a coefficient above 0"),
+        (
+            {"name": "pass_at_k", "dynamic_sampling": True},
+            "dynamic_sampling is set with name 'pass_at_k', which does not use it; expected name 'grpo' or",
+        ),
         ({"dynamic_sampling_rounds": 3}, "dynamic_sampling_rounds is set with dynamic_sampling false, which does not"),
         (
             {"name": "dapo", "dynamic_sampling": False, "dynamic_sampling_draw": "missing"},
@@ -164,6 +168,7 @@ def test_every_algorithm_is_there_and_needs_a_reference_only_where_it_is_asked_f
         ("kl_cov", {"group_baseline", "needs_old_policy"}),
         ("dpo", set()),
         ("kto", set()),
+        ("ippo", {"needs_critic"}),
     ],
 )
 def test_what_the_published_algorithms_need(name: str, needs: set[str]) -> None:
@@ -211,6 +216,7 @@ USED = {
         *("filtration", "filter_prob", "replay_buffer_size", "replay_ratio", "replay_max_age"),
     },
     "ppo": {"gamma", "gae_lambda", "value_clip", "whiten_advantages", "critic_warmup_steps"},
+    "ippo": {"gamma", "gae_lambda", "value_clip", "whiten_advantages", "critic_warmup_steps"},
     "remax": set(),
     "gspo": {*OF_GROUPS},
     "gspo_token": {*OF_GROUPS},
@@ -222,17 +228,17 @@ USED = {
         *("gamma", "gae_lambda", "value_clip", "whiten_advantages", "critic_warmup_steps"),
         *("cost_limit", "lagrange_initial", "lagrange_lr", "lagrange_max"),
     },
-    "rloo": set(),
+    "rloo": {"dynamic_sampling"},
     "reinforce_plus_plus": {"gamma"},
-    "reinforce_plus_plus_baseline": set(),
-    "dr_grpo": set(),
-    "gpg": set(),
-    "opo": set(),
+    "reinforce_plus_plus_baseline": {"dynamic_sampling"},
+    "dr_grpo": {"dynamic_sampling"},
+    "gpg": {"dynamic_sampling"},
+    "opo": {"dynamic_sampling"},
     "pass_at_k": {"pass_k", "right_above"},
 }
 
 
-@pytest.mark.parametrize("name", USED)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_settings_that_were_written_are_read_again(name: str) -> None:
     part = build_settings(Part, {"algorithm": {"name": name, "kl_coef": 0.1}}, {}, "recipe")
     written = part.model_dump(mode="json")["algorithm"]

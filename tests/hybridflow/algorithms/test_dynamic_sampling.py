@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine3d.errors import EngineError
-from hybridflow.algorithms import dapo, grpo
+from hybridflow.algorithms.config import load
 from hybridflow.algorithms.dapo import DAPOSettings
 from hybridflow.algorithms.dynamic_sampling import GroupKind, Tally, group_kinds, next_round, rewarded_samples
 from hybridflow.algorithms.grpo import GRPOSettings
@@ -183,8 +183,28 @@ def test_without_dynamic_sampling_a_step_is_one_rollout_of_everything() -> None:
     assert len(batch) == 16 and step.calls == ["generate", "logprobs", "rewards"] and not step.values
 
 
-def test_grpo_can_have_it_too_and_the_advantages_are_those_of_the_groups() -> None:
-    for algorithm, settings in ((grpo, GRPOSettings(dynamic_sampling=True)), (dapo, DAPOSettings())):
-        step = NumberedStep(settings, by_group(wrong=lambda g: g % 2 == 0), samples=2)
-        advantages = algorithm.make_experience(step).batch.facts["advantages"]
-        assert advantages.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5] * 4, rel=1e-5)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *[("grpo", 0.5**0.5), ("dapo", 0.5**0.5), ("dr_grpo", 0.5), ("rloo", 1.0), ("gpg", 0.5), ("opo", 0.5)],
+        ("reinforce_plus_plus_baseline", 0.5),
+    ],
+)
+def test_any_algorithm_of_groups_can_have_it_and_the_advantages_are_those_of_the_groups(name: str, size: float) -> None:
+    algorithm = load(name)
+    step = NumberedStep(algorithm.settings(dynamic_sampling=True), by_group(wrong=lambda g: g % 2 == 0), samples=2)
+    batch = algorithm.make_experience(step).batch
+    assert batch.facts["group_ids"].tolist() == [1, 1, 3, 3, 5, 5, 7, 7]
+    assert batch.facts["advantages"].tolist() == pytest.approx([-size, size] * 4, rel=1e-5)
+    assert step.calls[-1] == "logprobs"  # of those that are learned from alone
+    check_accounts(step)
+    # GPG's alpha is 1 where every group says something.
+    assert step.values.get(metrics.REWARD_VALID_FRACTION, 1.0) == 1.0
+
+
+def test_without_it_a_step_of_these_is_one_rollout_too() -> None:
+    for name in ("rloo", "dr_grpo", "gpg", "opo", "reinforce_plus_plus_baseline", "pass_at_k", "reinforce_plus_plus"):
+        algorithm = load(name)
+        step = NumberedStep(algorithm.settings(), by_group(right=lambda g: g == 0))
+        assert len(algorithm.make_experience(step).batch) == 16
+        assert step.calls[:3] == ["generate", "logprobs", "rewards"], name
