@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
 from hybridflow.checkpoint.batch_files import read_batch
+from tests.integration.algorithm_steps import TEACHER, make_teacher
 from tests.support.runs import ROOT, SMALL, records
 from tests.support.warm import warm_python
 
@@ -130,3 +131,18 @@ def test_the_reference_of_given_pairs_is_asked_once(tmp_path: Path) -> None:
     assert output.count("reference: log-probs of 72 responses") == 1
     # There is no engine, and no rank of rewards.
     assert {path.name.partition("-")[0] for path in (directory / "logs").iterdir()} == {"actor"}
+
+
+def test_a_student_goes_on_from_samples_of_older_weights(tmp_path: Path) -> None:
+    """The engines are a step ahead, and the teacher leaves its device, which is the actor's, between its turns."""
+    make_teacher(tmp_path)
+    directory = whole_and_killed(
+        tmp_path,
+        "distillation",
+        f"teacher={{path: {tmp_path / TEACHER}, offload: true, train: {{layout: {{tp: 1}}, dtype: float32}}}}",
+        "trainer.max_staleness=1",
+    )
+    steps = records(directory, "train")
+    assert [step["rollout/staleness_mean"] for step in steps] == [0, 1, 1, 1]
+    assert all(step["memory/teacher_offload_ms"] > 0 < step["memory/teacher_onload_ms"] for step in steps)
+    assert all(step["distillation/kl_k3"] > 0 < step["train/gradient_norm"] for step in steps)
