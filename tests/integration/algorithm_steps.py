@@ -79,6 +79,23 @@ CASES: dict[str, dict[str, Any]] = {
     "gpg": {"base": "algorithms/gpg"},
     "opo": {"base": "algorithms/opo"},
     "pass_at_k": {"base": "algorithms/pass_at_k", "algorithm": {"right_above": 1.25}},
+    # Of two samples to a prompt, which are equal here and there.
+    "rloo-dynamic": {
+        "base": "algorithms/rloo",
+        "algorithm": {"dynamic_sampling": True},
+        "rollout": {"samples_per_prompt": 2},
+    },
+    # The second step is of samples of older weights, of which the teacher reads the tokens alone.
+    "distillation-ahead": {"base": "algorithms/distillation", "trainer": {"max_staleness": 1}},
+    # Whose tokens are chosen among those that the correction leaves.
+    "kl_cov-corrected": {
+        "base": "algorithms/kl_cov",
+        "algorithm": {
+            "kl_cov_fraction": 0.2,
+            "correction": {"weights": "token", "mask": "token", "mask_low": 0.9, "mask_high": 1.1},
+        },
+        "trainer": {"max_staleness": 1},
+    },
     **{name: {"base": f"algorithms/{name}"} for name in ("gspo", "gspo_token", "cispo", "sapo", "clip_cov", "kl_cov")},
     "dpo": {
         "base": "algorithms/dpo",

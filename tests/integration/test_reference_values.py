@@ -81,6 +81,27 @@ def test_samples_of_older_weights_are_weighed_by_how_far_the_policy_has_moved(st
 
 
 @pytest.mark.processes
+def test_tokens_that_a_correction_leaves_out_are_not_chosen(stepped: dict[str, Any]) -> None:
+    whole, corrected = stepped["kl_cov-corrected"]["metrics"]
+    assert whole["train/selected_fraction"] == pytest.approx(0.2, abs=0.02)  # a fifth of two mini-batches, rounded down
+    left = 1 - corrected["correction/masked_low_fraction"] - corrected["correction/masked_high_fraction"]
+    assert 0 < left < 0.5
+    assert 0 < corrected["train/selected_fraction"] <= 0.2 * left
+
+
+@pytest.mark.processes
+def test_prompts_of_equal_rewards_are_drawn_again(stepped: dict[str, Any]) -> None:
+    steps = stepped["rloo-dynamic"]["metrics"]
+    for step in steps:
+        parts = ("used", "filtered", "failed", "surplus")
+        assert step["sampling/drawn_prompts"] == sum(step[f"sampling/{part}_prompts"] for part in parts)
+        assert step["sampling/used_prompts"] == 8
+    assert max(step["sampling/rounds"] for step in steps) > 1
+    for columns in stepped["rloo-dynamic"]["columns"]:
+        assert len(columns["group_ids"]) == 16 and all(columns["advantages"])
+
+
+@pytest.mark.processes
 def test_a_step_of_which_a_correction_leaves_nothing_updates_nothing(stepped: dict[str, Any]) -> None:
     kept, lost = stepped["grpo-bypass"]["metrics"]
     assert (kept["correction/empty_updates"], kept["correction/lost_samples"]) == (0, 0)

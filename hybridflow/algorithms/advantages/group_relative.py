@@ -23,6 +23,9 @@ def group_relative_advantages(rewards: Tensor, group_ids: Tensor, *, normalise_b
     that are left. A group in which all rewards are equal, and so every group of one, says nothing about which response
     is better: its advantages are exactly 0, and its tokens count in the loss like any others.
 
+    Where public implementations differ: the paper does not say which standard deviation; n - 1 and 1e-6 are verl's
+    (`compute_grpo_outcome_advantage`), TRL adds 1e-4. verl learns from the bare reward of a group of one.
+
     `rewards` (B,) float32, `group_ids` (B,) int64. Returns (B,) float32, computed in float64. Raises ValueError for a
     reward that is not finite, naming its row, and for columns of other shapes.
     """

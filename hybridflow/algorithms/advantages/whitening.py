@@ -83,8 +83,9 @@ def whiten(advantages: Tensor, mask: Tensor, moments: Moments) -> Tensor:
         (A - mean) / (sqrt(variance) + 1e-6)
 
     Where all are equal the result is 0. The usual normalisation of PPO's advantages (Andrychowicz et al.,
-    arXiv:2006.05990), over the counted tokens of the whole batch: each piece is whitened with the merged
-    moments of all. `advantages` (B, S') float32, `mask` (B, S') bool. Returns (B, S') float32, 0 outside the mask.
+    arXiv:2006.05990), over the counted tokens of the whole batch: each piece is whitened with the merged moments of
+    all. The variance has n below the line, as in OpenRLHF; verl's `masked_whiten` has n - 1 there, and 1e-8 in the
+    variance. `advantages` (B, S') float32, `mask` (B, S') bool. Returns (B, S') float32, 0 outside the mask.
     Raises ValueError for a mask that is not boolean or of another shape, and for moments that are not finite.
     """
     check_mask("whiten", mask)

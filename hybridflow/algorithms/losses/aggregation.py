@@ -28,6 +28,9 @@ def sequence_weights(counts: Tensor, mode: AggregationMode, *, normalising_lengt
         seq-mean-token-sum        1 / M
         seq-mean-token-sum-norm   1 / (M L)        Dr. GRPO, arXiv:2503.20783, with L = normalising_length
 
+    Where public implementations differ: verl's `seq-mean-token-sum-norm` divides by L alone and not by M, with the
+    width of the padded batch as L unless it is set. A sequence of which no token counts is none of the M here.
+
     `counts` (B,) int64: the counted tokens of each sequence of the **whole** mini-batch over all data-parallel ranks.
     Returns (B,) float32, 0 for a sequence without any. Raises ValueError if no token is counted, or if
     `normalising_length` is missing where the mode needs it or given where it does not.
