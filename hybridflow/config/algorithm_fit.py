@@ -61,6 +61,13 @@ def _of_correction(
             f"algorithm.correction.against='rollout' with algorithm.name={algorithm.name}, whose loss has no ratio to "
             "any policy; expected 'proximal', with weights"
         )
+    older_alone = trainer.max_staleness and trainer.updates_per_step == 1
+    if algorithm.needs_old_policy and older_alone and correction.against == "proximal":
+        yield (
+            f"algorithm.correction.against='proximal' with algorithm.name={algorithm.name} and one update a step, "
+            "which starts from the very policy that its ratio is to; expected trainer.mini_batches or epochs above 1, "
+            "against='rollout', or no correction"
+        )
     if isinstance(algorithm, DistillationSettings) and algorithm.divergence_in == "loss":
         yield (
             "algorithm.correction is set with algorithm.divergence_in='loss', a loss that is exact whoever drew the "

@@ -13,6 +13,7 @@ from hybridflow.planning.recipe_check import check_recipe
 from hybridflow.planning.replay_check import check_replay, replay_bytes
 from tests.support.runs import DEMO
 
+AHEAD = ("trainer.mini_batches=1", "trainer.epochs=1", "trainer.max_staleness=1", "placement.rollout=cpu:2")
 PRETRAINED = "algorithm={name: vapo, critic_warmup_steps: 1}"
 
 
@@ -49,6 +50,12 @@ PRETRAINED = "algorithm={name: vapo, critic_warmup_steps: 1}"
             "not make all samples; expected no kl_guard, or replay_buffer_size=0",
         ),
         (
+            ["algorithm={name: kl_cov, correction: {weights: token}}", *AHEAD],
+            "algorithm.correction.against='proximal' with algorithm.name=kl_cov and one update a step, which starts "
+            "from the very policy that its ratio is to; expected trainer.mini_batches or epochs above 1, "
+            "against='rollout', or no correction",
+        ),
+        (
             ["algorithm={name: vapo, critic_warmup_steps: 120}"],
             "algorithm.critic_warmup_steps=120 with trainer.steps=120, in which the policy would never learn; expected "
             "more steps, or fewer of the critic alone",
@@ -70,6 +77,9 @@ def test_what_does_not_go_together_is_refused_in_one_line(overrides: list[str], 
         ["algorithm={name: dapo, overlong_buffer: 4}"],
         ["algorithm={name: pf_ppo, replay_buffer_size: 0}", "trainer.max_staleness=1", "placement.rollout=cpu:2"],
         [PRETRAINED, "trainer.max_staleness=1", "placement.rollout=cpu:2"],
+        ["algorithm.name=kl_cov", *AHEAD],
+        ["algorithm={name: kl_cov, correction: {against: rollout}}", *AHEAD],
+        ["algorithm={name: kl_cov, correction: {weights: token}}", *AHEAD, "trainer.epochs=2"],
     ],
 )
 def test_what_goes_together_is_not(overrides: list[str]) -> None:
