@@ -34,9 +34,12 @@ LAYOUTS: dict[int, list[tuple[dict[str, int], int, bool]]] = {
 }
 """For each number of ranks the layouts, the tokens of a micro-batch, and whether samples are packed."""
 LOSSES = [
-    name for name in ALGORITHMS if name in ("grpo", "rloo", "dr_grpo") or load(name).policy_loss is not clipped_loss
+    name
+    for name in ALGORITHMS
+    if load(name).preference_loss is None
+    and (name in ("grpo", "rloo", "dr_grpo") or load(name).policy_loss is not clipped_loss)
 ]
-"""Every loss once, and PPO's surrogate in every aggregation that is somebody's default."""
+"""Every loss once, but those of pairs, and PPO's surrogate in every aggregation that is somebody's default."""
 ONLY = {"clip_cov": ("selected",), "kl_cov": ("selected",), "vapo": ("lm_weights",)}
 """Columns that one algorithm reads; that of distillation has those of a teacher."""
 TEACHER = ("teacher_logprobs", "teacher_agrees")
