@@ -75,6 +75,9 @@ class PPOConfig(Settings):
     """Where the critic is; on the actor's devices if not given."""
     reward_device_mapping: DeviceMapping = None
     """Where the reward model is, or the reward functions are called if there is none."""
+    async_rollout: bool = False
+    """Let engines generate while models learn (`rollout.stream`), from weights a version older at most unless `recipe`
+    has another `trainer.max_staleness`; they need a `rollout_device_mapping` of their own."""
     checkpoint_config: dict[str, Any] | None = None
     """What a recipe has under `checkpoint`: save_interval, keep_last_k, async_save and so on."""
     recipe: Path | dict[str, Any] | None = None

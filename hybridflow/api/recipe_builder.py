@@ -135,6 +135,10 @@ def make_recipe(config: PPOConfig, given: Given, *, gpus: int) -> Recipe:
     for name in config.model_fields_set & _KEYS.keys():
         if getattr(config, name) is not None:
             base.put(_KEYS[name], getattr(config, name))
+    if config.async_rollout:
+        for key, value in ((("rollout", "stream"), {}), (("trainer", "max_staleness"), 1)):
+            if not base.get(key):
+                base.put(key, value)
     for name, value in (config.checkpoint_config or {}).items():
         base.put(("checkpoint", name), value)
     if "max_steps" in config.model_fields_set or given.passes is not None:

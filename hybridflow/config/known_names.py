@@ -408,8 +408,6 @@ API_NAMES: Mapping[str, str] = {name: f"{text} ({_SET_IN_RECIPE})" for name, tex
     "async_save": _is("checkpoint_config", note='{"async_save": ...}'),
     "use_vllm": "absent, because SGLang generates; leave it out",
     "fsdp_config": 'absent, because Megatron-Core trains; recipe={"train": {"layout": {"tp": 2}}} cuts a model',
-    "async_rollout": 'here it is recipe={"trainer": {"max_staleness": 1}, "rollout": {"stream": {}}}, with a '
-    "rollout_device_mapping of its own",
     "use_dynamic_batching": "absent, because it is always so; leave it out",
 }
 """Of the Python API's settings and arguments."""

@@ -24,6 +24,7 @@ from hybridflow.api.recipe_builder import Given, make_recipe, run_directory
 from hybridflow.api.rollout_batch import RolloutBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.config.stream import StreamConfig
 from hybridflow.rewards.builtin import length
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
@@ -172,6 +173,16 @@ def test_placement() -> None:
     assert (functions.reward_model, functions.reward) == (None, "cuda:3")
     separate = recipe_of(PPOConfig(rollout_device_mapping="cuda:7"), gpus=8)
     assert (separate.placement.rollout, separate.rollout.engine.mem_fraction_static) == ("cuda:7", 0.7)
+
+
+def test_asynchronous_rollout_is_a_stream_one_version_ahead() -> None:
+    assert recipe_of(PPOConfig()).rollout.stream is None
+    recipe = recipe_of(PPOConfig(async_rollout=True, rollout_device_mapping="cpu:1"))
+    assert (recipe.rollout.stream, recipe.trainer.max_staleness) == (StreamConfig(), 1)
+    own = {"trainer": {"max_staleness": 3}, "rollout": {"stream": {"on_new_weights": "resend"}}}
+    recipe = recipe_of(PPOConfig(async_rollout=True, rollout_device_mapping="cpu:1", recipe=own))
+    assert recipe.rollout.stream == StreamConfig(on_new_weights="resend")
+    assert recipe.trainer.max_staleness == 3
 
 
 def test_steps_pass_over_all_prompts() -> None:

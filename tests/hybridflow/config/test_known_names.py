@@ -109,7 +109,6 @@ def test_a_whole_section_of_another_system_is_told_of_in_a_line(tmp_path: Path) 
     [
         ("learning_rate", "here it is lr"),
         ("num_train_epochs", "here it is train(prompts, num_epochs=...)"),
-        ("async_rollout", 'here it is recipe={"trainer": {"max_staleness": 1}, "rollout": {"stream": {}}}'),
         ("use_vllm", "absent, because SGLang generates; leave it out"),
         ("fsdp_config", "absent, because Megatron-Core trains"),
         ("gamma", "here it is algorithm.gamma of the recipe, as recipe={...}"),
