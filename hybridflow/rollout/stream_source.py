@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayError
@@ -26,6 +26,12 @@ from hybridflow.rollout.prefetch import Rollout
 from hybridflow.rollout.stream import GroupState, Row, StepRows, StreamPlan, StreamState
 
 _LOOK_S = 0.2
+
+
+class Check(Protocol):
+    """Raises what an engine's rank died of."""
+
+    def __call__(self, *, ask: bool = False) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -82,10 +88,10 @@ class StreamSource:
         recipe: with `rollout.stream`.
         prompts: to learn from.
         engines: that serve the stream, once they were started.
-        check: raises what an engine's rank died of, where it knows.
+        check: raises what an engine's rank died of, where that is known; with `ask` it finds out.
     """
 
-    def __init__(self, recipe: Recipe, prompts: Prompts, engines: EngineHandles, check: Callable[[], None]) -> None:
+    def __init__(self, recipe: Recipe, prompts: Prompts, engines: EngineHandles, check: Check) -> None:
         self._recipe, self._prompts, self._check, self._engines = recipe, prompts, check, engines
         self._packed = PackedPrompts.of(prompts.tokens)
         plan = StreamPlan(
@@ -226,7 +232,7 @@ class StreamSource:
                     raise EngineError(f"rollout controller: no answer within {limit_s:g} s (limits.call_s)")
             return ray.get(ref)
         except RayError as error:
-            self._check()
+            self._check(ask=True)
             cause = getattr(error, "cause", None)
             if isinstance(cause, EngineError | UserError):
                 raise cause from None

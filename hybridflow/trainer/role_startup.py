@@ -77,10 +77,12 @@ class Roles:
         hosts, ranks = self.rollout.layout.tp, self.rollout.ranks  # of an engine the first host's rank answers
         return EngineHandles(tuple(ranks.actors[::hosts]), tuple(ranks.nodes[::hosts]), BESIDE)
 
-    def check_engines(self) -> None:
-        """Raise what a rank of an engine died of."""
+    def check_engines(self, *, ask: bool = False) -> None:
+        """Raise what a rank of an engine died of, if that is known. `ask`: find out whether all answer."""
         assert self.rollout is not None
         self.rollout.ranks.check("stream")
+        if ask:
+            self.rollout.take_offload_figures().wait()
 
     @property
     def learning(self) -> dict[str, ModelGroup]:

@@ -37,10 +37,15 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
-    """A run that was killed in its third step, and went on."""
+    """A run that was killed in its second step, lost its engine in the fourth, and went on each time."""
     run = KilledRun(tmp_path_factory.mktemp("stream"), recipe, interpreter=warm_python())
-    outcome = run.run(Kill("driver", "update", 3, 0.0))
+    outcome = run.run(Kill("driver", "update", 2, 0.0))
     assert outcome.killed and not outcome.left_over, run.output
+    outcome = run.run(Kill("rollout", "update", 4, 0.0))
+    assert outcome.killed and not outcome.left_over, run.output
+    assert outcome.exit_code == 1
+    lines = [line for line in run.output.splitlines() if line.startswith("hybridflow: rollout rank 0, ")]
+    assert len(lines) == 1 and "rollout engine died" in lines[0], run.output
     outcome = run.run()
     assert outcome.exit_code == 0, run.output
     return run
