@@ -136,9 +136,9 @@ def make_recipe(config: PPOConfig, given: Given, *, gpus: int) -> Recipe:
         if getattr(config, name) is not None:
             base.put(_KEYS[name], getattr(config, name))
     if config.async_rollout:
-        for key, value in ((("rollout", "stream"), {}), (("trainer", "max_staleness"), 1)):
-            if not base.get(key):
-                base.put(key, value)
+        for setting, default in ((("rollout", "stream"), {}), (("trainer", "max_staleness"), 1)):
+            if not base.get(setting):
+                base.put(setting, default)
     for name, value in (config.checkpoint_config or {}).items():
         base.put(("checkpoint", name), value)
     if "max_steps" in config.model_fields_set or given.passes is not None:
