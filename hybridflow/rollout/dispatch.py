@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+_NOTES_PER_ENGINE = 16
+"""How often what an engine has may be noted before the notes that hold no more are thrown away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,14 @@ class Dispatcher:
             raise ValueError(f"Dispatcher: {engines} engines, {limit} requests each, expected at least 1 of both")
         self._engines = {number: _Engine(number, limit=limit) for number in range(engines)}
         self._expected = expected
-        self._waiting: deque[Asked] = deque()
+        self._waiting: OrderedDict[int, Asked] = OrderedDict()
         self._in_flight: dict[int, tuple[_Engine, Asked, float]] = {}
+        self._groups: dict[int, set[int]] = {}
+        """Samples of each group that wait or are in flight."""
+        self.busy = 0
+        """Engines that have requests in flight."""
+        self.tokens = 0.0
+        """Tokens that all requests in flight are expected to have."""
         self._holders: dict[int, int] = {}
         self._stamps = itertools.count()
         self._heap: list[tuple[float, int, int, int]] = []
@@ -76,26 +85,28 @@ class Dispatcher:
 
     def add(self, *asked: Asked, first: bool = False) -> None:
         """Requests to send, behind those that wait, or before them."""
-        self._waiting.extendleft(reversed(asked)) if first else self._waiting.extend(asked)
+        for each in reversed(asked) if first else asked:
+            self._waiting[each.sample] = each
+            self._groups.setdefault(each.group, set()).add(each.sample)
+            if first:
+                self._waiting.move_to_end(each.sample, last=False)
 
     def send(self) -> Iterator[tuple[int, Asked]]:
         """Requests for which an engine has room, with its number, in the order in which they came."""
         while self._waiting:
-            asked = self._waiting[0]
+            asked = next(iter(self._waiting.values()))
             engine = self._holder(asked.group)
             if engine is None:
                 engine = self._emptiest()
             if engine is None:
                 return
-            self._waiting.popleft()
+            del self._waiting[asked.sample]
             self._put(engine, asked)
             yield engine.number, asked
 
     def ended(self, sample: int) -> None:
         """A request is not in flight any more."""
-        engine, _, tokens = self._in_flight.pop(sample)
-        engine.requests -= 1
-        engine.tokens -= tokens
+        engine = self._take_out(sample)
         if self._engines.get(engine.number) is engine:
             self._push(engine)
 
@@ -106,11 +117,12 @@ class Dispatcher:
             Those in flight, by engine, which are to be aborted; each still ends.
         """
         self._holders.pop(group, None)
-        self._waiting = deque(asked for asked in self._waiting if asked.group != group)
         found: dict[int, list[int]] = {}
-        for sample, (engine, asked, _) in self._in_flight.items():
-            if asked.group == group:
-                found.setdefault(engine.number, []).append(sample)
+        for sample in sorted(self._groups.get(group, ())):
+            if self._waiting.pop(sample, None) is not None:
+                self._leave(group, sample)
+            else:
+                found.setdefault(self._in_flight[sample][0].number, []).append(sample)
         return found
 
     def limit(self, engine: int, requests: int) -> None:
@@ -124,7 +136,7 @@ class Dispatcher:
         lost = self._engines.pop(engine)
         found = tuple(asked for each, asked, _ in self._in_flight.values() if each is lost)
         for asked in found:
-            del self._in_flight[asked.sample]
+            self._take_out(asked.sample)
         return found
 
     def gain(self, engine: int, limit: int) -> None:
@@ -151,13 +163,37 @@ class Dispatcher:
     def _put(self, engine: _Engine, asked: Asked) -> None:
         tokens = asked.tokens + self._expected(asked.tokens)
         self._in_flight[asked.sample] = (engine, asked, tokens)
+        self.busy += not engine.requests
         engine.requests += 1
         engine.tokens += tokens
+        self.tokens += tokens
         self._holders[asked.group] = engine.number
         self._push(engine)
+
+    def _take_out(self, sample: int) -> _Engine:
+        engine, asked, tokens = self._in_flight.pop(sample)
+        self._leave(asked.group, sample)
+        engine.requests -= 1
+        engine.tokens -= tokens
+        self.busy -= not engine.requests
+        self.tokens -= tokens
+        return engine
+
+    def _leave(self, group: int, sample: int) -> None:
+        samples = self._groups[group]
+        samples.discard(sample)
+        if not samples:
+            del self._groups[group]
 
     def _push(self, engine: _Engine) -> None:
         """Note how much an engine has; what was noted before does not hold any more."""
         engine.stamp = next(self._stamps)
         if engine.has_room:
-            heapq.heappush(self._heap, (engine.tokens, engine.requests, engine.number, engine.stamp))
+            heapq.heappush(self._heap, self._noted(engine))
+        if len(self._heap) > _NOTES_PER_ENGINE * len(self._engines):
+            self._heap = [self._noted(each) for each in self._engines.values() if each.has_room]
+            heapq.heapify(self._heap)
+
+    @staticmethod
+    def _noted(engine: _Engine) -> tuple[float, int, int, int]:
+        return engine.tokens, engine.requests, engine.number, engine.stamp

@@ -11,6 +11,7 @@ answers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -70,6 +71,11 @@ class _Entry:
     place: int | None = None
     """How many became whole before it; None of one that is not whole."""
 
+    @property
+    def kind(self) -> tuple[int | None, bool]:
+        """Version of its oldest token, and whether it is whole."""
+        return self.oldest, self.place is not None
+
 
 @dataclass(frozen=True)
 class Taken:
@@ -101,6 +107,8 @@ class Ledger:
     def __init__(self, limits: StreamLimits, draw: Callable[[int], Iterable[tuple[int, int]]]) -> None:
         self._limits, self._draw = limits, draw
         self._entries: dict[int, _Entry] = {}
+        # A step asks again at every response that ends: it counts kinds, of which there are few, and not groups.
+        self._kinds: Counter[tuple[int | None, bool]] = Counter()
         self._returned: list[Group] = []
         self._learning: tuple[_Entry, ...] = ()
         self._whole = 0
@@ -112,12 +120,12 @@ class Ledger:
     @property
     def under_way(self) -> int:
         """Groups that were admitted and are not whole."""
-        return sum(entry.place is None for entry in self._entries.values())
+        return len(self._entries) - self.ready
 
     @property
     def ready(self) -> int:
         """Whole groups that no step has taken."""
-        return sum(entry.place is not None for entry in self._entries.values())
+        return sum(number for (_, whole), number in self._kinds.items() if whole)
 
     @property
     def learning(self) -> tuple[Group, ...]:
@@ -161,7 +169,10 @@ class Ledger:
     def sent(self, number: int, version: int) -> None:
         """The first of a group's requests is with an engine that serves this version."""
         entry = self._entries[number]
-        entry.oldest = version if entry.oldest is None else min(entry.oldest, version)
+        if entry.oldest is None or version < entry.oldest:
+            self._uncount(entry)
+            entry.oldest = version
+            self._kinds[entry.kind] += 1
 
     def became_whole(self, number: int, oldest: int) -> None:
         """All samples of a group are there. `oldest`: version of the oldest weights that drew a token of it.
@@ -174,7 +185,9 @@ class Ledger:
             raise ValueError(
                 f"group {number} became whole, and is {'no group under way' if entry is None else 'whole'}"
             )
+        self._uncount(entry)
         entry.oldest, entry.place = oldest, self._whole
+        self._kinds[entry.kind] += 1
         self._whole += 1
 
     def lost(self, number: int) -> None:
@@ -188,12 +201,14 @@ class Ledger:
             for entry in self._entries.values()
             if entry.place is None
             and entry.oldest is not None
-            and self._age(entry, version) >= self._limits.max_staleness
+            and self._age(entry.oldest, version) >= self._limits.max_staleness
         )
 
     def evict(self, version: int) -> tuple[Group, ...]:
         """Give back what no step from `version` on can learn from. Returns what went back, as it was."""
-        stale = [each for each in self._entries.values() if self._age(each, version) > self._limits.max_staleness]
+        stale = [
+            each for each in self._entries.values() if self._age(each.oldest, version) > self._limits.max_staleness
+        ]
         self._give_back(stale)
         return tuple(each.group for each in stale)
 
@@ -204,21 +219,20 @@ class Ledger:
             ValueError: a step learns already, or something is too old, for which `evict` comes before.
         """
         limits, count = self._limits, self._limits.groups_per_step
-        ages = {number: self._age(entry, version) for number, entry in self._entries.items()}
-        if self._learning or max(ages.values(), default=0) > limits.max_staleness:
-            raise ValueError(
-                f"take: {len(self._learning)} groups are being learned from, the oldest is {max(ages.values())}"
-            )
+        oldest = max((self._age(oldest, version) for oldest, _ in self._kinds), default=0)
+        if self._learning or oldest > limits.max_staleness:
+            raise ValueError(f"take: {len(self._learning)} groups are being learned from, the oldest is {oldest}")
+        if self.ready < count or (limits.late == "wait" and self._waits(version)):
+            return None
+        ages = {number: self._age(entry.oldest, version) for number, entry in self._entries.items()}
         whole = [entry for entry in self._entries.values() if entry.place is not None]
         last = [entry for entry in whole if ages[entry.group.number] == limits.max_staleness]
-        if len(whole) < count or (limits.late == "wait" and len(last) < count and self.overdue(version)):
-            return None
         others = [entry for entry in whole if ages[entry.group.number] < limits.max_staleness]
         # What no later step could learn from comes first, whatever the order.
         taken = (sorted(last, key=self._preference) + sorted(others, key=self._preference))[:count]
         taken.sort(key=lambda entry: entry.group.number)
         for entry in taken:
-            del self._entries[entry.group.number]
+            self._remove(entry)
         left = sorted(self._entries.values(), key=lambda each: (-ages[each.group.number], *self._slowness(each)))
         excess = len(left) - limits.max_staleness * count
         dropped = left[: max(0, excess)] if limits.excess == "drop" else []
@@ -241,6 +255,7 @@ class Ledger:
         """The step will not learn: what it took is whole, as it was."""
         for entry in self._learning:
             self._entries[entry.group.number] = entry
+            self._kinds[entry.kind] += 1
         self._learning = ()
 
     # Over a restart
@@ -272,11 +287,31 @@ class Ledger:
     def _add(self, group: Group) -> None:
         if group.number in self._entries:
             raise ValueError(f"group {group.number} was admitted, and is under way already")
-        self._entries[group.number] = _Entry(group)
+        entry = self._entries[group.number] = _Entry(group)
+        self._kinds[entry.kind] += 1
 
-    def _age(self, entry: _Entry, version: int) -> int:
-        """By how many versions its oldest token may be older; 0 of what was not sent yet."""
-        return version - entry.oldest if entry.oldest is not None else 0
+    def _remove(self, entry: _Entry) -> None:
+        del self._entries[entry.group.number]
+        self._uncount(entry)
+
+    def _uncount(self, entry: _Entry) -> None:
+        self._kinds[entry.kind] -= 1
+        if not self._kinds[entry.kind]:
+            del self._kinds[entry.kind]
+
+    def _age(self, oldest: int | None, version: int) -> int:
+        """By how many versions a group's oldest token may be older; 0 of what was not sent yet."""
+        return version - oldest if oldest is not None else 0
+
+    def _waits(self, version: int) -> bool:
+        """Whether groups that are not whole are to be learned from in the step from `version`, and it has room for
+        them."""
+        limits, last, late = self._limits, 0, False
+        for (oldest, whole), number in self._kinds.items():
+            if self._age(oldest, version) >= limits.max_staleness and oldest is not None:
+                last += number if whole else 0
+                late = late or not whole
+        return late and last < limits.groups_per_step
 
     def _preference(self, entry: _Entry) -> tuple[int, int]:
         assert entry.oldest is not None
@@ -289,6 +324,6 @@ class Ledger:
 
     def _give_back(self, entries: Iterable[_Entry]) -> None:
         for entry in entries:
-            del self._entries[entry.group.number]
+            self._remove(entry)
             self._returned.append(replace(entry.group, attempt=entry.group.attempt + 1))
         self._returned.sort(key=lambda group: group.number)

@@ -34,7 +34,7 @@ class StreamFigures:
         self._tokens = 0
         self._waited_s = 0.0
         self._since = self._at = clock()
-        self._busy = [False] * engines
+        self._busy = 0
         self._in_flight = 0.0
         self._busy_s = self._token_s = 0.0
 
@@ -54,11 +54,9 @@ class StreamFigures:
         """What is in flight has changed."""
         now = self._clock()
         passed, self._at = now - self._at, now
-        self._busy_s += passed * sum(self._busy)
+        self._busy_s += passed * self._busy
         self._token_s += passed * self._in_flight
-        in_flight = [dispatcher.in_flight(engine) for engine in range(self._engines)]
-        self._busy = [requests > 0 for requests, _ in in_flight]
-        self._in_flight = sum(tokens for _, tokens in in_flight)
+        self._busy, self._in_flight = dispatcher.busy, dispatcher.tokens
 
     def collect(self, dispatcher: Dispatcher, ledger: Ledger) -> dict[str, float]:
         """All since the last call."""

@@ -103,6 +103,40 @@ def test_the_engine_with_the_least_is_found_however_requests_come_and_end() -> N
             open_ = {engine: tokens for engine, (requests, tokens) in before.items() if requests < 6}
             assert open_[sent[0][0]] == min(open_.values())
         flying |= {sample: engine for engine, sample in sent}
+        assert dispatcher.busy == len(set(flying.values()))
+        assert dispatcher.tokens == pytest.approx(sum(dispatcher.in_flight(engine)[1] for engine in range(5)))
     counts = [sum(engine == each for each in flying.values()) for engine in range(5)]
     assert counts == [dispatcher.in_flight(engine)[0] for engine in range(5)]
     assert max(counts) <= 6
+
+
+def test_what_is_given_up_while_it_waits_is_gone_and_the_order_of_the_rest_stays() -> None:
+    dispatcher = _dispatcher(1, 1)
+    dispatcher.add(*_group(1, 1), *_group(2, 2), *_group(3, 1))
+    dispatcher.add(*_group(4, 2), first=True)
+    assert _sent(dispatcher) == [(0, 400)]
+    assert dispatcher.forget(2) == {} and dispatcher.forget(9) == {}
+    assert dispatcher.waiting == 3
+    order = []
+    for sample in (400, 401, 100):
+        dispatcher.ended(sample)
+        order += _sent(dispatcher)
+    assert order == [(0, 401), (0, 100), (0, 300)]
+    assert dispatcher.forget(3) == {0: [300]}
+    dispatcher.ended(300)
+    assert (dispatcher.busy, dispatcher.tokens, dispatcher.forget(3)) == (0, 0, {})
+
+
+def test_it_holds_no_more_after_many_requests_than_after_few() -> None:
+    dispatcher = _dispatcher(4, 8)
+    flying: list[int] = []
+    for number in range(5000):
+        dispatcher.add(Asked(number, number, 1 + number % 97))
+        flying += [sample for _, sample in _sent(dispatcher)]
+        if len(flying) == 32:
+            for sample in flying[:16]:
+                dispatcher.ended(sample)
+            del flying[:16]
+        dispatcher.forget(number)
+    assert len(dispatcher._heap) <= 64 + 1
+    assert len(dispatcher._groups) <= 32 and len(dispatcher._in_flight) <= 32 and not dispatcher._holders

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -187,7 +188,10 @@ def test_each_prompt_is_learned_from_once(staleness: int, late: str, queue: str,
         while True:
             for number in _begin(ledger, version):
                 oldest[number] = version
-            assert len(ledger.state()["groups"]) <= (staleness + 1) * 4 + extra
+            held = ledger.state()["groups"]
+            assert len(held) <= (staleness + 1) * 4 + extra
+            assert ledger.ready == sum(each["oldest"] is not None for each in held)
+            assert ledger.under_way == len(held) - ledger.ready
             if (taken := ledger.take(version)) is not None:
                 break
             waiting = [each["number"] for each in ledger.state()["groups"] if each["oldest"] is None]
@@ -213,3 +217,29 @@ def test_each_prompt_is_learned_from_once(staleness: int, late: str, queue: str,
     assert len(set(learned)) == len(learned)
     held = {each["number"] for each in ledger.state()["groups"]} | set(_numbers(ledger.returned))
     assert set(learned) | held == set(range(max(set(learned) | held) + 1))
+
+
+class _Watched(dict[int, Any]):
+    """Counts how often all its values are gone through."""
+
+    looked_at = 0
+
+    def values(self) -> Any:
+        self.looked_at += 1
+        return super().values()
+
+    def items(self) -> Any:
+        self.looked_at += 1
+        return super().items()
+
+
+def test_asking_for_a_step_does_not_look_at_every_group() -> None:
+    ledger = _ledger(500, 4)
+    _begin(ledger, 0)
+    entries = ledger._entries = _Watched(ledger._entries)
+    for number in range(499):
+        ledger.became_whole(number, 0)
+        assert ledger.take(0) is None and (ledger.ready, ledger.under_way) == (number + 1, 2499 - number)
+    assert entries.looked_at == 0
+    ledger.became_whole(2000, 0)
+    assert ledger.take(0) is not None and entries.looked_at
