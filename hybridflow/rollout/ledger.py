@@ -29,7 +29,8 @@ class StreamLimits:
         groups_per_step: that each step learns from.
         max_staleness: by how many versions the oldest token of a sample may be older than the weights that learn.
         extra: further groups under way, of which a step takes the first that are whole.
-        late: whether a step waits for groups that no later step could learn from, or does without them.
+        late: whether a step waits for groups that no later step could learn from, or does without them; it always does
+            without as many as it drops of its `extra` ones.
         queue: which of the whole groups a step takes.
         excess: whether the groups that a step did not take of its `extra` ones go on, or go back.
     """
@@ -304,14 +305,17 @@ class Ledger:
         return version - oldest if oldest is not None else 0
 
     def _waits(self, version: int) -> bool:
-        """Whether groups that are not whole are to be learned from in the step from `version`, and it has room for
-        them."""
-        limits, last, late = self._limits, 0, False
+        """Whether the step from `version` is to learn from groups that are not whole, as no later one may.
+
+        It does without as many as it drops anyway: those are the slowest of its over-sampling.
+        """
+        limits, last, late = self._limits, 0, 0
         for (oldest, whole), number in self._kinds.items():
-            if self._age(oldest, version) >= limits.max_staleness and oldest is not None:
+            if oldest is not None and self._age(oldest, version) >= limits.max_staleness:
                 last += number if whole else 0
-                late = late or not whole
-        return late and last < limits.groups_per_step
+                late += 0 if whole else number
+        spare = len(self._entries) - (limits.max_staleness + 1) * limits.groups_per_step
+        return late > (max(0, spare) if limits.excess == "drop" else 0) and last < limits.groups_per_step
 
     def _preference(self, entry: _Entry) -> tuple[int, int]:
         assert entry.oldest is not None

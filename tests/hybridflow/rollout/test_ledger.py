@@ -115,6 +115,24 @@ def test_a_step_takes_the_first_of_more_than_it_needs_and_drops_the_slowest() ->
     assert _begin(ledger, 1) == [0, 2, 4, 5]
 
 
+def test_a_step_drops_the_late_ones_of_more_than_it_needs_and_waits_for_no_more_than_are_left() -> None:
+    ledger = _ledger(2, 1, extra=1)
+    assert _begin(ledger, 0) == [0, 1, 2, 3, 4]
+    _whole(ledger, 0, 4, 3)
+    taken = ledger.take(0)
+    assert taken is not None and (_numbers(taken.groups), _numbers(taken.dropped)) == ([3, 4], [0])
+    ledger.learned()
+    assert _begin(ledger, 1) == [0, 5, 6]
+    _whole(ledger, 1, 0, 5)
+    assert _numbers(ledger.overdue(1)) == [1, 2]
+    assert ledger.take(1) is None  # one can be dropped
+    _whole(ledger, 0, 2)
+    taken = ledger.take(1)
+    assert taken is not None
+    assert (_numbers(taken.groups), _numbers(taken.dropped), taken.evicted) == ([0, 2], [1], ())
+    assert taken.staleness == (0, 1)
+
+
 def test_what_a_step_leaves_can_go_on() -> None:
     ledger = _ledger(2, 2, extra=1, excess="carry")
     assert _begin(ledger, 0) == list(range(7))
