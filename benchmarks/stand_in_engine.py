@@ -67,6 +67,11 @@ class StandInEngine:
         self._told.set()
         self._fill()
 
+    def look(self) -> tuple[float, float, float]:
+        """`busy_s`, `slot_s` and `tokens` up to now."""
+        self._advance()
+        return self.busy_s, self.slot_s, self.tokens
+
     async def under_way(self) -> Mapping[int, Any]:
         return {}
 

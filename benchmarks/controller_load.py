@@ -1,0 +1,118 @@
+"""What the controller's own work costs: the real one over stand-in engines, in real time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.stand_in_engine import StandInEngine
+from benchmarks.stream_load import Setup, Workload, start
+from hybridflow.batch.stream_requests import StreamRequest
+from hybridflow.rollout.ledger import StreamLimits
+
+
+class MeteredEngine(StandInEngine):
+    """A stand-in that knows for how long it has had the process's only thread."""
+
+    spent_s = 0.0
+    """By all of them."""
+    ends = 0
+
+    async def submit(self, requests: Sequence[StreamRequest]) -> None:
+        began = time.thread_time()
+        await super().submit(requests)
+        MeteredEngine.spent_s += time.thread_time() - began
+
+    def _end(self) -> None:
+        began, before = time.thread_time(), len(self._ended)
+        super()._end()
+        MeteredEngine.ends += len(self._ended) - before
+        MeteredEngine.spent_s += time.thread_time() - began
+
+
+@dataclass(frozen=True)
+class ControllerLoad:
+    """What a second took.
+
+    Args:
+        seconds: that were measured.
+        requests: in flight at the end.
+        groups: under way, whole or being learned from, at the end.
+        ends_per_s: responses that ended in a second.
+        steps: that were learned from.
+        controller: CPU seconds a second, without those of the engines.
+        engines: those of the engines.
+        memory_bytes: most that the process had, the engines' books included.
+    """
+
+    seconds: float
+    requests: int
+    groups: int
+    ends_per_s: float
+    steps: int
+    controller: float
+    engines: float
+    memory_bytes: int
+
+
+def measure_controller(workload: Workload, max_staleness: int, seconds: float, settle_s: float) -> ControllerLoad:
+    """Let the controller run in real time.
+
+    Args:
+        workload: whose groups fill all slots; its numbers of steps do not matter.
+        max_staleness: of the stream. The trainer takes no time.
+        seconds: to measure.
+        settle_s: before them, from the first request on.
+    """
+
+    async def learn() -> ControllerLoad:
+        setup = Setup(workload)
+        first, more = workload.step_s
+        setup.engines = [
+            MeteredEngine(workload.slots, lambda n: first + more * n, setup._length, lambda: setup.version)
+            for _ in range(workload.engines)
+        ]
+        stream = start(setup, StreamLimits(workload.groups, max_staleness), time.monotonic)
+        steps = 0
+
+        async def train() -> None:
+            nonlocal steps
+            while True:
+                await stream.take(setup.version)
+                setup.version += 1
+                steps += 1
+                stream.learned(setup.version)
+
+        trainer = asyncio.create_task(train())
+        await asyncio.sleep(settle_s)
+        began, cpu, spent, ends, before = _now(steps)
+        await asyncio.sleep(seconds)
+        ended, cpu_, spent_, ends_, after = _now(steps)
+        if trainer.done():
+            trainer.result()
+        trainer.cancel()
+        passed = ended - began
+        found = ControllerLoad(
+            seconds=passed,
+            requests=sum(stream._dispatcher.in_flight(engine)[0] for engine in range(workload.engines)),
+            groups=stream.ledger.under_way + stream.ledger.ready + len(stream.ledger.learning),
+            ends_per_s=(ends_ - ends) / passed,
+            steps=after - before,
+            controller=(cpu_ - cpu - (spent_ - spent)) / passed,
+            engines=(spent_ - spent) / passed,
+            memory_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        )
+        stream.close()
+        return found
+
+    gc.collect()
+    return asyncio.run(learn())
+
+
+def _now(steps: int) -> tuple[Any, ...]:
+    return time.monotonic(), time.process_time(), MeteredEngine.spent_s, MeteredEngine.ends, steps

@@ -1,0 +1,260 @@
+"""Steps of a batch call and of a stream over stand-in engines on a virtual clock, and what they made of the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.response_lengths import Lengths
+from benchmarks.stand_in_engine import StandInEngine
+from benchmarks.virtual_clock import run
+from hybridflow.batch.stream_requests import StreamRequest
+from hybridflow.rollout.ledger import StreamLimits
+from hybridflow.rollout.stream import RolloutStream, StreamPlan
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be generated, and how fast.
+
+    Args:
+        engines, slots: how many there are, and requests that each runs at the same time.
+        groups, samples: of a step, and responses in a group.
+        task: whose published lengths responses have.
+        step_s: seconds of an engine's decoding step: with no request, and of each request more.
+        warm_up, steps: steps that are not measured, and those that are.
+        seed: of the lengths.
+        as_long_again: whether a response that was given up is as long when its prompt comes again; else it is drawn
+            anew.
+    """
+
+    engines: int = 64
+    slots: int = 128
+    groups: int = 512
+    samples: int = 8
+    task: str = "math"
+    step_s: tuple[float, float] = (0.006, 0.0000364)
+    warm_up: int = 6
+    steps: int = 18
+    seed: int = 0
+    as_long_again: bool = False
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A step's groups.
+
+    Args:
+        groups: numbers of their draws.
+        staleness: of each group.
+        tokens: of all responses.
+    """
+
+    groups: tuple[int, ...]
+    staleness: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What steps took.
+
+    Args:
+        step_s: seconds of a step in the mean.
+        busy: share of the time in which an engine has at least one request, in the mean of the engines.
+        slots: share of an engine's slots that are in use, in the mean of time and engines.
+        trainer: share of the time in which the trainer learns.
+        tokens_per_s: of responses that were learned from.
+        given_up: share of the generated tokens that no step learned from, or will.
+        mean_tokens: of a response that was learned from.
+        mean_staleness, most_staleness: of groups.
+        evicted, dropped, carried: groups a step.
+        learned: of every step, those of the warm-up too.
+    """
+
+    step_s: float
+    busy: float
+    slots: float
+    trainer: float
+    tokens_per_s: float
+    given_up: float
+    mean_tokens: float
+    mean_staleness: float
+    most_staleness: int
+    evicted: float
+    dropped: float
+    carried: float
+    learned: tuple[Learned, ...] = field(repr=False)
+
+
+class Setup:
+    """Engines of a workload, and the version that they serve."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload, self.version = workload, 0
+        self._lengths = Lengths(workload.task, workload.seed)
+        self._known: dict[int, int] = {}
+        self._tries: dict[tuple[int, int], int] = {}
+        first, more = workload.step_s
+        self.engines = [
+            StandInEngine(workload.slots, lambda n: first + more * n, self._length, lambda: self.version)
+            for _ in range(workload.engines)
+        ]
+
+    def _length(self, request: StreamRequest) -> int:
+        if request.sample not in self._known:
+            name = request.group, request.place
+            again = self._tries[name] = self._tries.get(name, -1) + 1
+            again = 0 if self.workload.as_long_again else again
+            self._known[request.sample] = self._lengths.draw(request.group, request.place, again)
+        return self._known[request.sample]
+
+    def look(self) -> tuple[float, ...]:
+        """The time, and sums over the engines of `StandInEngine.look`."""
+        looks = zip(*(engine.look() for engine in self.engines), strict=True)
+        return asyncio.get_running_loop().time(), *(sum(each) for each in looks)
+
+
+def measure_batch(workload: Workload, train_s: float, *, ahead: bool) -> tuple[Measured, float]:
+    """Steps of today's batch call: the prompts are cut into equal parts, and all responses are waited for.
+
+    Args:
+        workload: of all steps.
+        train_s: seconds of training.
+        ahead: whether engines respond to the next step's prompts while a step learns. They serve the new weights once
+            the responses are there.
+
+    Returns:
+        The figures, and seconds of the rollout alone.
+    """
+
+    async def respond(setup: Setup, first_group: int) -> tuple[int, float]:
+        began = asyncio.get_running_loop().time()
+        parts = [
+            range(
+                first_group + workload.groups * part // workload.engines,
+                first_group + workload.groups * (part + 1) // workload.engines,
+            )
+            for part in range(workload.engines)
+        ]
+        tokens = await asyncio.gather(
+            *(_all(*each, workload.samples) for each in zip(setup.engines, parts, strict=True))
+        )
+        return sum(tokens), asyncio.get_running_loop().time() - began
+
+    async def learn() -> tuple[Measured, float]:
+        setup, learned, looks, rollouts = Setup(workload), list[Learned](), list[tuple[float, ...]](), list[float]()
+        groups = itertools.count(0, workload.groups)
+        following = asyncio.ensure_future(respond(setup, next(groups)))
+        for step in range(workload.warm_up + workload.steps):
+            tokens, seconds = await following
+            if ahead:
+                following = asyncio.ensure_future(respond(setup, next(groups)))
+            await asyncio.sleep(train_s)
+            if ahead:
+                await asyncio.wait([following])
+            else:
+                following = asyncio.ensure_future(respond(setup, next(groups)))
+            numbers = tuple(range(step * workload.groups, (step + 1) * workload.groups))
+            stale = int(ahead and step > 0)
+            learned.append(Learned(numbers, (stale,) * workload.groups, tokens))
+            looks.append(setup.look())
+            rollouts.append(seconds)
+        following.cancel()
+        figures = _figures(workload, learned, looks, train_s, {})
+        return figures, sum(rollouts[workload.warm_up :]) / workload.steps
+
+    return run(learn())[0]
+
+
+async def _all(engine: StandInEngine, groups: Sequence[int], samples: int) -> int:
+    """Tokens of the responses to these groups, once all are there."""
+    await engine.submit(
+        [StreamRequest(group * samples + place, group, place, group, 0) for group in groups for place in range(samples)]
+    )
+    left, tokens = len(groups) * samples, 0
+    while left:
+        ended = await engine.ended()
+        left -= len(ended.samples)
+        tokens += sum(each.tokens for each in ended.samples)
+    return tokens
+
+
+def measure_stream(workload: Workload, train_s: float, limits: StreamLimits) -> Measured:
+    """Steps of a stream, which weights that change do not stop.
+
+    Args:
+        workload: of all steps.
+        train_s: seconds of training.
+        limits: of the stream; `groups_per_step` is that of the workload.
+    """
+
+    async def learn() -> Measured:
+        setup, learned, looks = Setup(workload), list[Learned](), list[tuple[float, ...]]()
+        counts: dict[str, int] = {"evicted": 0, "dropped": 0, "carried": 0}
+        stream = start(setup, limits)
+        for step in range(workload.warm_up + workload.steps):
+            rows = await stream.take(setup.version)
+            await asyncio.sleep(train_s)
+            setup.version += 1
+            stream.learned(setup.version)
+            learned.append(
+                Learned(
+                    tuple(each.group.number for each in rows.groups),
+                    rows.taken.staleness,
+                    sum(end.tokens for each in rows.groups for end in each.ends),
+                )
+            )
+            looks.append(setup.look())
+            if step >= workload.warm_up:
+                counts["evicted"] += len(rows.taken.evicted)
+                counts["dropped"] += len(rows.taken.dropped)
+                counts["carried"] += rows.taken.carried
+        stream.close()
+        return _figures(workload, learned, looks, train_s, counts)
+
+    return run(learn())[0]
+
+
+def start(setup: Setup, limits: StreamLimits, clock: Callable[[], float] | None = None) -> RolloutStream:
+    """A stream over the engines, open."""
+    workload, numbers = setup.workload, itertools.count()
+
+    def draw(count: int) -> Iterator[tuple[int, int]]:
+        return ((number, number) for number in itertools.islice(numbers, count))
+
+    plan = StreamPlan(limits, workload.samples, workload.slots, workload.engines)
+    stream = RolloutStream(plan, setup.engines, draw, lambda _: 0, clock or asyncio.get_running_loop().time)
+    stream.open(0)
+    return stream
+
+
+def _figures(
+    workload: Workload,
+    learned: Sequence[Learned],
+    looks: Sequence[tuple[float, ...]],
+    train_s: float,
+    counts: dict[str, int],
+) -> Measured:
+    began, busy, slots, tokens = looks[workload.warm_up - 1]
+    ended, busy_, slots_, tokens_ = looks[-1]
+    seconds, measured = ended - began, learned[workload.warm_up :]
+    staleness = [each for step in measured for each in step.staleness]
+    useful = sum(step.tokens for step in measured)
+    a_step: dict[str, Any] = {name: counts.get(name, 0) / workload.steps for name in ("evicted", "dropped", "carried")}
+    return Measured(
+        step_s=seconds / workload.steps,
+        busy=(busy_ - busy) / seconds / workload.engines,
+        slots=(slots_ - slots) / seconds / workload.engines,
+        trainer=train_s * workload.steps / seconds,
+        tokens_per_s=useful / seconds,
+        given_up=1 - useful / (tokens_ - tokens),
+        mean_tokens=useful / len(staleness) / workload.samples,
+        mean_staleness=sum(staleness) / len(staleness),
+        most_staleness=max(staleness),
+        learned=tuple(learned),
+        **a_step,
+    )
