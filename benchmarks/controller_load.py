@@ -14,6 +14,7 @@ from benchmarks.stand_in_engine import StandInEngine
 from benchmarks.stream_load import Setup, Workload, start
 from hybridflow.batch.stream_requests import StreamRequest
 from hybridflow.rollout.ledger import StreamLimits
+from hybridflow.rollout.stream import RolloutStream
 
 
 class MeteredEngine(StandInEngine):
@@ -41,7 +42,7 @@ class ControllerLoad:
 
     Args:
         seconds: that were measured.
-        requests: in flight at the end.
+        requests_before, requests: in flight at the beginning and at the end.
         groups: under way, whole or being learned from, at the end.
         ends_per_s: responses that ended in a second.
         steps: that were learned from.
@@ -51,6 +52,7 @@ class ControllerLoad:
     """
 
     seconds: float
+    requests_before: int
     requests: int
     groups: int
     ends_per_s: float
@@ -90,6 +92,7 @@ def measure_controller(workload: Workload, max_staleness: int, seconds: float, s
 
         trainer = asyncio.create_task(train())
         await asyncio.sleep(settle_s)
+        in_flight = _in_flight(stream, workload.engines)
         began, cpu, spent, ends, before = _now(steps)
         await asyncio.sleep(seconds)
         ended, cpu_, spent_, ends_, after = _now(steps)
@@ -99,7 +102,8 @@ def measure_controller(workload: Workload, max_staleness: int, seconds: float, s
         passed = ended - began
         found = ControllerLoad(
             seconds=passed,
-            requests=sum(stream._dispatcher.in_flight(engine)[0] for engine in range(workload.engines)),
+            requests_before=in_flight,
+            requests=_in_flight(stream, workload.engines),
             groups=stream.ledger.under_way + stream.ledger.ready + len(stream.ledger.learning),
             ends_per_s=(ends_ - ends) / passed,
             steps=after - before,
@@ -112,6 +116,10 @@ def measure_controller(workload: Workload, max_staleness: int, seconds: float, s
 
     gc.collect()
     return asyncio.run(learn())
+
+
+def _in_flight(stream: RolloutStream, engines: int) -> int:
+    return sum(stream._dispatcher.in_flight(engine)[0] for engine in range(engines))
 
 
 def _now(steps: int) -> tuple[Any, ...]:

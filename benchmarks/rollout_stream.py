@@ -116,8 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--controller", action="store_true", help="measure the controller's CPU, in real time")
     parser.add_argument("--staleness", type=int, default=16, help="with --controller")
-    parser.add_argument("--settle", type=float, default=90.0, help="seconds before those of --seconds")
-    parser.add_argument("--seconds", type=float, default=60.0, help="with --controller")
+    parser.add_argument("--settle", type=float, default=10.0, help="seconds before those of --seconds")
+    parser.add_argument("--seconds", type=float, default=20.0, help="with --controller")
     parser.add_argument("--output", type=Path, help="file for the JSON object; else it is printed")
     options = parser.parse_args(arguments)
     workload = Workload(
@@ -202,9 +202,9 @@ def _least_step_s(workload: Workload, case: Case, measured: Measured) -> float:
 
 def _controller_line(load: ControllerLoad) -> str:
     return (
-        f"{load.requests:,} requests in flight, {load.groups:,} groups, {load.ends_per_s:,.0f} ends/s, "
-        f"{load.steps} steps in {load.seconds:.0f} s: controller {load.controller:.3f} cores, engines' books "
-        f"{load.engines:.3f}, memory {load.memory_bytes >> 20} MiB"
+        f"{load.requests_before:,} to {load.requests:,} requests in flight, {load.groups:,} groups, "
+        f"{load.ends_per_s:,.0f} ends/s, {load.steps} steps in {load.seconds:.0f} s: controller {load.controller:.3f} "
+        f"cores, engines' books {load.engines:.3f}, memory {load.memory_bytes >> 20} MiB"
     )
 
 
