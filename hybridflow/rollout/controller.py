@@ -7,8 +7,9 @@ go from there to whoever learns from them.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -124,10 +125,12 @@ class RolloutController:
         self._stream.open(version)
 
     async def take(self, version: int) -> StepRows:
-        """The groups of the step from `version`."""
+        """The groups of the step from `version`; times in seconds since the epoch."""
         self._taking = asyncio.current_task()
         try:
-            return await self._stream.take(version)
+            rows = await self._stream.take(version)
+            offset = time.time() - time.monotonic()
+            return replace(rows, busy=tuple((engine, begin + offset, end + offset) for engine, begin, end in rows.busy))
         finally:
             self._taking = None
 

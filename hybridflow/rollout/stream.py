@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from hybridflow.rollout.stream_figures import StreamFigures
 
 _FIRST_GUESS = 256.0
 """Tokens that a response is expected to have before any has ended."""
+_MOST_BUSY = 4096
+"""Times in which engines were busy that are told for a step; the last ones."""
 _REMEMBERED = 0.99
 """Weight of the responses before in the running mean of lengths."""
 
@@ -78,11 +81,13 @@ class StepRows:
         groups: in the order of their draws.
         taken: what the ledger says of them.
         figures: of the stream since the last step, by metric name.
+        busy: engine, begin and end of the times in which one had requests in flight, by the stream's clock.
     """
 
     groups: tuple[GroupRows, ...]
     taken: Taken
     figures: dict[str, float]
+    busy: tuple[tuple[int, float, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,8 @@ class RolloutStream:
         """Ids of samples that were given out."""
         self._version = 0
         self._length = _FIRST_GUESS
+        self._busy_since: dict[int, float] = {}
+        self._busy: deque[tuple[int, float, float]] = deque(maxlen=_MOST_BUSY)
         self._changed = asyncio.Condition()
         self._failure: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -180,7 +187,8 @@ class RolloutStream:
         self.figures.count("carried", taken.carried)
         self._learning = tuple(self._rows(group) for group in taken.groups)
         self._feed()
-        return StepRows(self._learning, taken, self.figures.collect(self._dispatcher, self.ledger))
+        figures = self.figures.collect(self._dispatcher, self.ledger)
+        return StepRows(self._learning, taken, figures, self._take_busy())
 
     def learned(self, version: int) -> None:
         """The step is over, and the engines serve this version."""
@@ -250,6 +258,8 @@ class RolloutStream:
                 self._ended(end, Row(ended.rows, place))
             if ended.samples:
                 self._feed()
+                if number in self._busy_since and not self._dispatcher.in_flight(number)[0]:
+                    self._busy.append((number, self._busy_since.pop(number), self._clock()))
                 async with self._changed:
                     self._changed.notify_all()
 
@@ -289,8 +299,17 @@ class RolloutStream:
             sent.setdefault(engine, []).append(self._requests[asked.sample])
             self.ledger.sent(asked.group, self._version)
         for engine, requests in sent.items():
+            self._busy_since.setdefault(engine, self._clock())
             self._spawn(self._engines[engine].submit(requests))
         self.figures.look(self._dispatcher)
+
+    def _take_busy(self) -> tuple[tuple[int, float, float], ...]:
+        """When engines had something to do since the last call."""
+        now, found = self._clock(), tuple(self._busy)
+        under_way = tuple((engine, since, now) for engine, since in self._busy_since.items())
+        self._busy.clear()
+        self._busy_since = dict.fromkeys(self._busy_since, now)
+        return found + under_way
 
     def _ask(self, gathered: _Gathered, begun: Mapping[int, Any]) -> None:
         group, tokens = gathered.group, self._prompt_tokens(gathered.group.prompt)

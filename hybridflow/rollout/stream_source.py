@@ -20,6 +20,7 @@ from hybridflow.batch.worker_output import pack
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Draw, Prompts
+from hybridflow.metrics.timeline import Span, timeline
 from hybridflow.rollout.controller import StoredRows, start_controller
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.prefetch import Rollout
@@ -42,11 +43,13 @@ class EngineHandles:
         actors: handle of the first rank of every engine, by number.
         nodes: Ray's id of the node of each.
         threads: Ray's name of the threads in which they take calls beside those of their group.
+        hosts: of each engine, each of which has a rank.
     """
 
     actors: Sequence[Any]
     nodes: Sequence[str]
     threads: str
+    hosts: int = 1
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,8 @@ class StreamSource:
         if self._drawn is None:
             rows: StepRows = self._get(self._controller.take.remote(self._version))
             rollout = Rollout(_batch(rows), None)  # they took no time of the step's own
+            hosts = self._engines.hosts
+            timeline.record(Span("rollout", hosts * engine, "stream", begin, end) for engine, begin, end in rows.busy)
             draw = Draw(self._prompts, [each.group.prompt for each in rows.groups], rows.groups[0].group.number)
             self._drawn, self._figures = (draw, rollout), rows.figures
         return self._drawn[0]

@@ -75,7 +75,7 @@ class Roles:
         """How a rollout controller reaches the engines."""
         assert self.rollout is not None
         hosts, ranks = self.rollout.layout.tp, self.rollout.ranks  # of an engine the first host's rank answers
-        return EngineHandles(tuple(ranks.actors[::hosts]), tuple(ranks.nodes[::hosts]), BESIDE)
+        return EngineHandles(tuple(ranks.actors[::hosts]), tuple(ranks.nodes[::hosts]), BESIDE, hosts)
 
     def check_engines(self, *, ask: bool = False) -> None:
         """Raise what a rank of an engine died of, if that is known. `ask`: find out whether all answer."""

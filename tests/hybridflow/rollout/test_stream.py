@@ -153,6 +153,21 @@ def test_what_a_step_took_that_does_not_learn_is_there_again() -> None:
     assert first.groups == second.groups
 
 
+def test_a_step_tells_when_each_engine_was_at_work() -> None:
+    async def learn() -> tuple[list[StepRows], float, list[float]]:
+        setup = _Setup(StreamLimits(4, 0))
+        setup.stream.open(0)
+        steps = [await setup.step() for _ in range(5)]
+        return steps, asyncio.get_running_loop().time(), [engine.busy_s for engine in setup.engines]
+
+    steps, now, busy = run(learn())[0]
+    for number, expected in enumerate(busy):
+        times = [(begin, end) for rows in steps for engine, begin, end in rows.busy if engine == number]
+        assert all(0 <= begin <= end <= now for begin, end in times)
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
+        assert sum(end - begin for begin, end in times) == pytest.approx(expected, rel=0.02)
+
+
 def test_an_engine_that_fails_ends_the_wait_for_groups() -> None:
     class Failing(StandInEngine):
         async def ended(self) -> Ended:
