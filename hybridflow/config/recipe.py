@@ -244,6 +244,12 @@ class Recipe(Settings):
         return math.ceil(self.rollout.over_sampling * self.trainer.prompts_per_step)
 
     @property
+    def groups_under_way(self) -> int:
+        """Prompts to which engines respond at the same time, at most."""
+        steps = self.trainer.max_staleness + 1 if self.rollout.stream is not None else 1
+        return steps * self.trainer.prompts_per_step + self.extra_groups
+
+    @property
     def runs_ahead(self) -> bool:
         """Whether engines generate while models learn."""
         return self.trainer.max_staleness > 0 or self.rollout.stream is not None

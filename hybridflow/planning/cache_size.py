@@ -56,7 +56,7 @@ def cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: DeviceKin
         return given
     trainer, page = recipe.trainer, PAGE_TOKENS[kind]
     phases = (
-        (trainer.prompts_per_step, recipe.rollout.samples_per_prompt, lengths.prompt),
+        (recipe.groups_under_way, recipe.rollout.samples_per_prompt, lengths.prompt),
         (lengths.held_out, trainer.eval_samples, lengths.held_out_prompt),
     )
     return max(

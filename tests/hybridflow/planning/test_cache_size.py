@@ -14,6 +14,9 @@ DEMO = Path(__file__).parents[3] / "launch" / "recipes" / "demo.yaml"
 LENGTHS = Lengths(prompt=20, held_out_prompt=30, response=12, held_out=10)
 
 
+STREAM = ["rollout.stream={}", "trainer.max_staleness=2", "rollout.over_sampling=0.25", "placement.rollout=cpu:2"]
+
+
 def recipe(*overrides: str) -> Recipe:
     unset = ["rollout.engine.max_total_tokens=null", "trainer.prompts_per_step=64", "rollout.samples_per_prompt=8"]
     return load_recipe(DEMO, [*unset, *overrides])
@@ -32,6 +35,8 @@ def needed(requests: int, sequence_tokens: int, page_tokens: int = 1) -> int:
         (["rollout.engine.max_running_requests=100"], 1, needed(100, 32)),
         (["trainer.prompts_per_step=2"], 1, needed(40, 42)),  # ten held-out prompts, four samples each
         (["rollout.engine.max_total_tokens=5000"], 1, 5000),
+        ([*STREAM, "rollout.engine.max_running_requests=4096"], 1, needed((3 * 64 + 16) * 8, 32)),
+        ([*STREAM, "rollout.engine.max_running_requests=100"], 1, needed(100, 32)),
     ],
 )
 def test_a_cache_holds_the_requests_of_a_step_or_of_an_evaluation(
