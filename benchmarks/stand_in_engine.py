@@ -6,9 +6,8 @@ import asyncio
 import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from hybridflow.batch.stream_requests import Ended, SampleEnd, StreamRequest
+from hybridflow.batch.stream_requests import Begun, Ended, SampleEnd, StreamRequest
 
 
 class StandInEngine:
@@ -72,7 +71,7 @@ class StandInEngine:
         self._advance()
         return self.busy_s, self.slot_s, self.tokens
 
-    async def under_way(self) -> Mapping[int, Any]:
+    async def under_way(self) -> Mapping[int, Begun]:
         return {}
 
     def _advance(self) -> None:

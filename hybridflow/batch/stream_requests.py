@@ -8,6 +8,19 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """What a response under way has.
+
+    Args:
+        oldest: version of the oldest weights that drew a token of it.
+        content: as the engine's worker reads it.
+    """
+
+    oldest: int
+    content: Any
+
+
+@dataclass(frozen=True, slots=True)
 class StreamRequest:
     """A response to make.
 
@@ -17,7 +30,7 @@ class StreamRequest:
         place: of the sample in its group.
         prompt: index of the prompt.
         tokens: of the prompt, and of what the response has already.
-        begun: where the tokens lie that a response has from before a restart, as the engine's worker reads them.
+        begun: what the response has from before a restart.
     """
 
     sample: int
@@ -25,7 +38,7 @@ class StreamRequest:
     place: int
     prompt: int
     tokens: int
-    begun: Any = None
+    begun: Begun | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,5 +85,5 @@ class StreamEngine(Protocol):
     async def abort(self, samples: Sequence[int]) -> None:
         """Give responses up; each ends."""
 
-    async def under_way(self) -> Mapping[int, Any]:
-        """What the responses under way have, by sample."""
+    async def under_way(self) -> Mapping[int, Begun]:
+        """What the responses under way that have a token have, by sample."""

@@ -10,7 +10,7 @@ from engine3d.rollout.engine import RolloutEngine
 from engine3d.rollout.host.messages import Response
 from engine3d.rollout.streams import Asked
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.stream_requests import SampleEnd, StreamRequest
+from hybridflow.batch.stream_requests import Begun, SampleEnd, StreamRequest
 from hybridflow.batch.worker_output import Packed, Summary, pack, send_tensors_as_arrays
 from hybridflow.data.packed_prompts import PackedPrompts
 
@@ -65,9 +65,10 @@ class EngineStream:
         """Give responses up; each ends with what it has."""
         self._engine.abort(samples)
 
-    def under_way(self) -> dict[int, Response]:
-        """What the responses under way have, by sample."""
-        return self._engine.responses_under_way()
+    def under_way(self) -> dict[int, Begun]:
+        """What the responses under way that have a token have, by sample."""
+        found = self._engine.responses_under_way().items()
+        return {sample: Begun(min(each.versions), each) for sample, each in found if each.token_ids}
 
     def _samples(self, requests: Sequence[StreamRequest], responses: Sequence[Response]) -> SampleBatch:
         return SampleBatch.from_generations(

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from engine3d.errors import EngineError, UserError
-from hybridflow.batch.stream_requests import Ended, StreamRequest
+from hybridflow.batch.stream_requests import Begun, Ended, StreamRequest
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.errors.rank_failure import Failure
@@ -55,7 +55,7 @@ class RemoteEngine:
         self._number, self._actor, self._node, self._threads = number, actor, node, threads
 
     async def submit(self, requests: Sequence[StreamRequest]) -> None:
-        begun = [request.begun for request in requests]
+        begun = [request.begun.content if request.begun is not None else None for request in requests]
         await self._call("submit", 1, [_without(request) for request in requests], begun)
 
     async def ended(self) -> Ended:
@@ -65,8 +65,8 @@ class RemoteEngine:
     async def abort(self, samples: Sequence[int]) -> None:
         await self._call("abort", 1, list(samples))
 
-    async def under_way(self) -> Mapping[int, Any]:
-        found: Mapping[int, Any] = await self._call("under_way", 1)
+    async def under_way(self) -> Mapping[int, Begun]:
+        found: Mapping[int, Begun] = await self._call("under_way", 1)
         return found
 
     async def _call(self, method: str, results: int, *arguments: Any) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine3d.errors import EngineError
-from hybridflow.batch.stream_requests import SampleEnd, StreamEngine, StreamRequest
+from hybridflow.batch.stream_requests import Begun, SampleEnd, StreamEngine, StreamRequest
 from hybridflow.rollout.dispatch import Asked, Dispatcher
 from hybridflow.rollout.ledger import Group, Ledger, StreamLimits, Taken
 from hybridflow.rollout.stream_figures import StreamFigures
@@ -104,7 +104,7 @@ class GroupState:
     number: int
     first_sample: int
     ended: tuple[tuple[SampleEnd, Row], ...]
-    begun: dict[int, Any]
+    begun: dict[int, Begun | None]
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,6 @@ class RolloutStream:
             EngineError: an engine failed.
         """
         began = self._clock()
-        self._drop(self.ledger.evict(version), "evicted")
-        self._feed()
         async with self._changed:
             while (taken := self._taken(version)) is None:
                 await self._changed.wait()
@@ -215,7 +213,7 @@ class RolloutStream:
 
     async def state(self) -> StreamState:
         """All that is under way, with what it has; the stream goes on meanwhile."""
-        partial: dict[int, Any] = {}
+        partial: dict[int, Begun] = {}
         for engine in self._engines:
             partial |= await engine.under_way()
         self._raise_failure()
@@ -238,7 +236,7 @@ class RolloutStream:
     def restore(self, state: StreamState) -> None:
         """Go on where `state` was taken, before `open`."""
         self.samples_drawn = state.samples_drawn
-        self.ledger.restore(state.ledger)
+        unfinished = {group.number for group in self.ledger.restore(state.ledger)}
         known = {
             each["number"]: Group(each["number"], each["prompt"], each["attempt"]) for each in state.ledger["groups"]
         }
@@ -247,6 +245,11 @@ class RolloutStream:
             gathered = _Gathered(known[each.number], each.first_sample, ends, began=self._clock())
             self._groups[each.number] = gathered
             self._ask(gathered, each.begun)
+            if each.number in unfinished:
+                drawn = [end.oldest for end, _ in each.ended]
+                drawn += [begun.oldest for begun in each.begun.values() if begun is not None]
+                if drawn:
+                    self.ledger.sent(each.number, min(drawn))
 
     # What happens
 
@@ -277,12 +280,16 @@ class RolloutStream:
         self._length = _REMEMBERED * self._length + (1 - _REMEMBERED) * end.tokens
         self.figures.ended(end.tokens)
         gathered.ends[end.place] = end, row
+        self.ledger.sent(end.group, end.oldest)  # it may have begun before a restart, with older weights
         if len(gathered.ends) == self._plan.samples_per_prompt:
             self._dispatcher.forget(end.group)
             self.ledger.became_whole(end.group, min(each.oldest for each, _ in gathered.ends.values()))
 
     def _taken(self, version: int) -> Taken | None:
         self._raise_failure()
+        # What has become whole may show that it is older than was known.
+        self._drop(self.ledger.evict(version), "evicted")
+        self._feed()
         return self.ledger.take(version)
 
     def _feed(self) -> None:
@@ -311,7 +318,7 @@ class RolloutStream:
         self._busy_since = dict.fromkeys(self._busy_since, now)
         return found + under_way
 
-    def _ask(self, gathered: _Gathered, begun: Mapping[int, Any]) -> None:
+    def _ask(self, gathered: _Gathered, begun: Mapping[int, Begun | None]) -> None:
         group, tokens = gathered.group, self._prompt_tokens(gathered.group.prompt)
         for place in range(self._plan.samples_per_prompt):
             if place in gathered.ends:

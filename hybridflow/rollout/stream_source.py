@@ -15,7 +15,7 @@ from engine3d.rollout.host.messages import Response
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import FinishReason
-from hybridflow.batch.stream_requests import SampleEnd
+from hybridflow.batch.stream_requests import Begun, SampleEnd
 from hybridflow.batch.worker_output import pack
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.packed_prompts import PackedPrompts
@@ -183,10 +183,10 @@ class StreamSource:
         assert isinstance(state, StreamState)
         rows = [row for each in state.groups for _, row in each.ended]
         begun = [
-            (each, place, response)
+            (each, place, begun.content)
             for each in state.groups
-            for place, response in sorted(each.begun.items())
-            if response is not None and response.token_ids
+            for place, begun in sorted(each.begun.items())
+            if begun is not None
         ]
         groups = {each["number"]: each for each in state.ledger["groups"]}
         return (
@@ -280,7 +280,7 @@ def _restored(held: HeldStream, samples_drawn: int, samples_per_prompt: int) -> 
         for place, (sample, group, tokens, oldest) in enumerate(facts):
             end = SampleEnd(sample, group, sample - firsts[group], tokens, oldest, whole=True)
             ended[group].append((end, Row(rows, place)))
-    begun: dict[int, Response] = {}
+    begun: dict[int, Begun] = {}
     if held.begun is not None:
         batch = held.begun
         assert batch.token_versions is not None
@@ -289,7 +289,8 @@ def _restored(held: HeldStream, samples_drawn: int, samples_per_prompt: int) -> 
             batch.responses(), batch.logprobs.split(lengths), batch.token_versions.split(lengths), strict=True
         )
         for sample, (tokens, logprobs, versions) in zip(batch.sample_ids.tolist(), columns, strict=True):
-            begun[sample] = Response(tokens, logprobs.tolist(), versions.tolist())
+            response = Response(tokens, logprobs.tolist(), versions.tolist())
+            begun[sample] = Begun(min(response.versions), response)
     groups = []
     for number, first in firsts.items():
         there = {end.place for end, _ in ended[number]}

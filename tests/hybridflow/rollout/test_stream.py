@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import pickle
 import random
 from collections.abc import Iterator, Sequence
 
@@ -23,7 +24,7 @@ class _Setup:
     """A stream with stand-in engines and a version that counts steps."""
 
     def __init__(self, limits: StreamLimits, *, engines: int = 2, slots: int = 4, seed: int = 0) -> None:
-        self.version = 0
+        self.version = self.drawn = 0
         chance = random.Random(seed)
         lengths: dict[tuple[int, int], int] = {}
 
@@ -42,7 +43,12 @@ class _Setup:
         return RolloutStream(self.plan, self.engines, self._draw, lambda prompt: 3 + prompt, clock)
 
     def _draw(self, count: int) -> Iterator[tuple[int, int]]:
+        self.drawn += count
         return ((number, number % 5) for number in itertools.islice(self._numbers, count))
+
+    def restart(self, drawn: int, version: int) -> None:
+        """Be where so many prompts had been drawn, and engines served this version."""
+        self.drawn, self.version, self._numbers = drawn, version, itertools.count(drawn)
 
     async def step(self, train_s: float = 0.5) -> StepRows:
         rows = await self.stream.take(self.version)
@@ -139,6 +145,54 @@ def test_a_stream_goes_on_where_its_state_was_taken() -> None:
     )
     held = {each["number"] for each in state.ledger["groups"]}
     assert held <= set(groups)
+
+
+@pytest.mark.parametrize(
+    ("limits", "seed"),
+    [
+        (StreamLimits(4, 3, queue="freshest_first"), 0),
+        (StreamLimits(4, 1, extra=2), 1),
+        (StreamLimits(4, 2, extra=2, excess="carry", late="evict"), 2),
+    ],
+)
+def test_thirty_kills_lose_and_repeat_nothing(limits: StreamLimits, seed: int) -> None:
+    """The state is saved after each second step, and a run that is killed goes on after the last one."""
+    steps_wanted, chance = 100, random.Random(seed)
+    learned: dict[int, list[int]] = {}
+    saved: tuple[bytes, int, int] | None = None
+    kills = 0
+
+    async def learn(setup: _Setup, done: int) -> None:
+        nonlocal saved
+        setup.stream.open(setup.version)
+        for step in range(done + 1, steps_wanted + 1):
+            rows = await setup.step()
+            learned[step] = [each.group.number for each in rows.groups]
+            if step % 2 == 0:
+                state = await setup.stream.state()
+                saved = pickle.dumps(state), step, setup.drawn
+
+    async def attempt(limit_s: float | None) -> bool:
+        setup = _Setup(limits, engines=2, slots=4, seed=seed)
+        done = 0
+        if saved is not None:
+            state, done, drawn = pickle.loads(saved[0]), saved[1], saved[2]
+            setup.restart(drawn, version=done)
+            setup.stream.restore(state)
+        setup.stream.ledger.draws_left = 4 * steps_wanted - setup.drawn
+        try:
+            await asyncio.wait_for(learn(setup, done), limit_s)
+        except TimeoutError:
+            return False
+        return True
+
+    while kills < 30:
+        assert not run(attempt(chance.uniform(0.1, 3.0)))[0]
+        kills += 1
+    assert saved is not None and 0 < saved[1] < steps_wanted
+    assert run(attempt(None))[0]
+    every = [number for step in range(1, steps_wanted + 1) for number in learned[step]]
+    assert sorted(every) == list(range(4 * steps_wanted))
 
 
 def test_what_a_step_took_that_does_not_learn_is_there_again() -> None:
