@@ -209,8 +209,12 @@ def step_case(trainer: Trainer) -> list[dict[str, Any]]:
         step.wait_for_columns()
         columns = experience.batch.fetch().columns()
         trainer.learn(step, functools.partial(_same, experience))
-        found.append({name: column.tolist() for name, column in columns.items() if name != "policy_versions"})
+        found.append({name: column.tolist() for name, column in columns.items() if name not in _OF_THE_RUN})
     return found
+
+
+_OF_THE_RUN = frozenset({"policy_versions", "engines", "began", "ended"})
+"""Columns that differ from run to run."""
 
 
 def _same(experience: Experience) -> Experience:
@@ -244,7 +248,9 @@ def _trainer(recipe: Recipe, first: Trainer, sinks: Metrics) -> Trainer:
         train, evaluation, *_ = encode(recipe, facts.tokenizer, prompt_limit(recipe))
         facts, weights = dataclasses.replace(facts, train=train, evaluation=evaluation), NoEngines()
         roles = dataclasses.replace(roles, rollout=None)
-    return Trainer(recipe, facts, roles, weights, sinks, first.checkpoints, machinery.phases, first.devices)
+    return Trainer(
+        recipe, facts, roles, weights, sinks, first.checkpoints, machinery.phases, first.devices, first.samples
+    )
 
 
 def main(output: str, *cases: str) -> None:
