@@ -171,6 +171,13 @@ class SamplesConfig(Settings):
     """Megabytes (1e6 bytes) that they may take: the oldest steps go first, never the newest. All of them stay if
     null."""
 
+    @model_validator(mode="after")
+    def _keeps_what_is_stored(self) -> SamplesConfig:
+        if not self.store and self.keep_mb != type(self).model_fields["keep_mb"].default:
+            given = "null" if self.keep_mb is None else self.keep_mb
+            raise ValueError(f"keep_mb={given} with store=false, which keeps nothing; expected store=true")
+        return self
+
 
 class PlacementConfig(Settings):
     """Which devices each role runs on: a device map such as "cuda:0-3", or the name of a pool."""
