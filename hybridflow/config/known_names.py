@@ -37,7 +37,6 @@ _ASYNC = _is(
     "rollout.stream", "trainer.max_staleness", note="engines go on while models learn, on devices of their own"
 )
 _PARTIAL = _is("rollout.stream.on_new_weights", note="continue, recompute or resend")
-_ASYNC = _is("trainer.max_staleness", note="1 lets the engines run a step ahead, on devices of their own")
 _STORE = _is("samples.store", note="in samples/ of the run's directory, which hybridflow samples shows")
 _TP = _is("train.layout.tp", note="of the engines rollout.engine.tp")
 
