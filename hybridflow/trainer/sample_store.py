@@ -28,7 +28,7 @@ from hybridflow.rundir.sample_files import forget_later_steps, forget_oldest_ste
 FORMAT = 1
 _MB = 1_000_000
 _MOST_TOKENS = 1 << 20
-"""That are in the driver's memory at a time: some 130 bytes for each, with what Arrow makes of them."""
+"""That are in the driver's memory at a time: some 200 bytes for each, with what Arrow makes of them."""
 _MOST_HELD = 2
 """Steps whose samples are kept in the object store for being written."""
 _PATIENCE_S = 30.0
