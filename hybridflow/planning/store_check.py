@@ -20,7 +20,7 @@ def store_notes(recipe: Recipe, sequence_tokens: int) -> list[str]:
         sequence_tokens: of the longest prompt with its response.
     """
     keep_mb = recipe.samples.keep_mb
-    samples = recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt
+    samples = recipe.samples_per_step
     most = samples * sequence_tokens * _TOKEN_BYTES
     if not recipe.samples.store or keep_mb is None or most <= keep_mb * _MB:
         return []

@@ -54,7 +54,11 @@ def test_every_column_comes_back_bit_for_bit(tmp_path: Path) -> None:
         token_versions=[[token % 3 for token in range(length)] for length in lengths],
         engine=5,
         times=[(1e9 + sample / 7, 1e9 + sample / 3) for sample in range(30)],
-    ).replace(rewards=torch.tensor([math.nan, math.inf, *torch.rand(28).tolist()]), costs=torch.rand(30))
+    ).replace(
+        rewards=torch.tensor([math.nan, math.inf, *torch.rand(28).tolist()]),
+        costs=torch.rand(30),
+        reference_logprobs=torch.rand(30).double(),
+    )
     for number, batch in enumerate((plain, full)):
         path = tmp_path / f"{number}.parquet"
         pq.write_table(table_of(batch, Scored(), 12), path, row_group_size=7)
