@@ -66,7 +66,7 @@ class ReplayBuffer:
         """Go on with what `samples` was; the oldest leave where the buffer is smaller now."""
         self.samples = None
         if samples is not None:
-            self.add(samples)
+            self.add(samples.with_origins())
 
     def _keep(self, kept: Tensor) -> None:
         assert self.samples is not None

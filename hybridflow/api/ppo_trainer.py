@@ -139,6 +139,7 @@ class PPOTrainer:
         for made in self._made:
             step.values |= made.step.values
             step.texts += made.step.texts
+            step.take_scores(made.step)
             step.stale |= made.step.stale
         whole = next((made for made in self._made if made.batch is rollouts), None)
         if whole is not None:

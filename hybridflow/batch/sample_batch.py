@@ -73,12 +73,15 @@ class SampleBatch(SampleFields):
         finish_reasons: Sequence[FinishReason | str],
         response_masks: Sequence[Sequence[bool]] | None = None,
         token_versions: Sequence[Sequence[int]] | None = None,
+        engine: int | None = None,
+        times: Sequence[tuple[float, float]] | None = None,
     ) -> SampleBatch:
         """Build a batch from lists, one entry a sample.
 
         `finish_reasons` takes the names "stop", "length" and "abort" too. `response_masks` says which response tokens
-        the policy wrote; without it, all of them. `token_versions` is of the weights that drew each token. Raises
-        ValueError naming the sample whose lists do not fit together.
+        the policy wrote; without it, all of them. `token_versions` is of the weights that drew each token.
+        `engine` is the number of the one that drew all of them, and `times` are when each was asked for and whole.
+        Raises ValueError naming the sample whose lists do not fit together.
         """
         for name, rows in (
             ("responses", responses),
@@ -90,6 +93,7 @@ class SampleBatch(SampleFields):
             ("finish_reasons", finish_reasons),
             ("response_masks", prompts if response_masks is None else response_masks),
             ("token_versions", prompts if token_versions is None else token_versions),
+            ("times", prompts if times is None else times),
         ):
             if len(rows) != len(prompts):
                 raise ValueError(f"samples: {len(rows)} entries of {name} for {len(prompts)} prompts")
@@ -120,6 +124,9 @@ class SampleBatch(SampleFields):
             newest_versions=None
             if token_versions is None
             else _int64([max(each, default=oldest) for each, oldest in zip(versions, policy_versions, strict=True)]),
+            engines=None if engine is None else torch.full((len(prompts),), engine),
+            began=None if times is None else _float64([began for began, _ in times]),
+            ended=None if times is None else _float64([ended for _, ended in times]),
         )
         bad = (~batch.logprobs.isfinite()).nonzero()
         if len(bad):
@@ -203,6 +210,10 @@ class SampleBatch(SampleFields):
 
 def _int64(values: Sequence[int]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.int64)
+
+
+def _float64(values: Sequence[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float64)
 
 
 def _end_to_end(rows: Iterable[Sequence[Any]], code: str) -> Tensor:

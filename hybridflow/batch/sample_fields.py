@@ -53,7 +53,7 @@ def column_types(tokens: Mapping[str, str], response: str) -> dict[str, tuple[st
     """
     types = dict.fromkeys((field.name for field in dataclasses.fields(SampleFields)), (SAMPLE, torch.int64))
     types |= dict.fromkeys(("rewards", "costs"), (SAMPLE, torch.float32))
-    types |= {"reference_logprobs": (SAMPLE, torch.float64)}
+    types |= dict.fromkeys(("reference_logprobs", "began", "ended"), (SAMPLE, torch.float64))
     types |= dict.fromkeys(("logprobs", *_OF_RESPONSES, "weights"), (response, torch.float32))
     types |= {"response_mask": (response, torch.bool), "token_versions": (response, torch.int64)}
     types |= {name: (wide(response), dtype) for name, dtype in WIDE.items()}
@@ -95,6 +95,13 @@ class SampleFields(ABC):
     oldest; None where it is for all."""
     token_versions: Tensor | None = None
     """Of responses, int64: version of the weights that drew each token; None where `policy_versions` holds for all."""
+    engines: Tensor | None = None
+    """(B,) int64: number of the engine that drew the response; -1 where that is not known."""
+    began: Tensor | None = None
+    """(B,) float64: when the engine was asked for the response, in seconds since the epoch; of a call for several
+    responses, when the call began. nan where that is not known."""
+    ended: Tensor | None = None
+    """(B,) float64: when the response was whole, as `began`."""
     rewards: Tensor | None = None
     """(B,) float32."""
     costs: Tensor | None = None
@@ -151,6 +158,13 @@ class SampleFields(ABC):
         """The same batch with the named columns set, for example `batch.replace(rewards=rewards)`."""
         self.check_names(columns)
         return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
+
+    def with_origins(self) -> Self:
+        """The same batch with `engines`, `began` and `ended`: not known, in one of an earlier version's checkpoint."""
+        if self.engines is not None:
+            return self
+        unknown = torch.full((len(self),), torch.nan, dtype=torch.float64)
+        return self.replace(engines=torch.full((len(self),), -1), began=unknown, ended=unknown)
 
     @property
     def width(self) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ _SINCE = {
 }
 """What a checkpoint's recipe means that is older than these settings."""
 
-_OF_NO_RESULT = ("checkpoint.", "limits.", "network.", "model.create.config.", "model.create.tokenizer")
+_OF_NO_RESULT = ("checkpoint.", "limits.", "network.", "samples.", "model.create.config.", "model.create.tokenizer")
 """Settings that a resumed run may change without a word, or that are compared otherwise."""
 
 _ACCEPTED = frozenset(

@@ -10,6 +10,7 @@
     hybridflow checkpoint export DIR OUT        write its model as a HuggingFace directory
     hybridflow checkpoint import MODEL OUT      make a checkpoint of a HuggingFace directory
     hybridflow report RUN [--out FILE]          draw a run's metrics as one HTML page
+    hybridflow samples RUN [--step N] ...       show the samples that a run has learned from, with their rewards
     hybridflow status RUN                       say what a run is at, also while it goes on
     hybridflow logs RUN [--follow]              show the output of its ranks and engines
     hybridflow launch slurm RECIPE --nodes N    submit a run on several nodes of Slurm
@@ -182,6 +183,13 @@ def _report() -> Command:
     return Command("Draw a run's metrics as one HTML page.", report.add_arguments, report.run, is_guarded=True)
 
 
+def _samples() -> Command:
+    from hybridflow.cli import samples
+
+    description = "Show the samples that a run has learned from, as texts with their rewards."
+    return Command(description, samples.add_arguments, samples.run, is_guarded=True)
+
+
 def _status() -> Command:
     from hybridflow.cli import watch
 
@@ -230,6 +238,7 @@ _COMMANDS: dict[str, Callable[[], Command]] = {
     "check": _check,
     "checkpoint": _checkpoint,
     "report": _report,
+    "samples": _samples,
     "status": _status,
     "logs": _logs,
     "doctor": _doctor,

@@ -37,6 +37,7 @@ _ASYNC = _is(
     "rollout.stream", "trainer.max_staleness", note="engines go on while models learn, on devices of their own"
 )
 _PARTIAL = _is("rollout.stream.on_new_weights", note="continue, recompute or resend")
+_STORE = _is("samples.store", note="in samples/ of the run's directory, which hybridflow samples shows")
 _TP = _is("train.layout.tp", note="of the engines rollout.engine.tp")
 
 _VERL = {
@@ -201,6 +202,9 @@ _ANYWHERE = {
     "bf16": _is("train.dtype", note="bfloat16"),
     "use_remove_padding": _is("train.packing"),
     "packing_samples": _is("train.packing"),
+    # Samples on the disk.
+    "rollout_data_dir": _STORE,
+    "save_debug_rollout_data": _STORE,
     # Rollout.
     "n": _is("rollout.samples_per_prompt"),
     "num_generations": _is("rollout.samples_per_prompt"),

@@ -21,7 +21,7 @@ from hybridflow.config.algorithm_fit import misfits
 from hybridflow.config.engines import engine_errors
 from hybridflow.config.known_names import RECIPE_NAMES
 from hybridflow.config.roles import ModelConfig, ModelRole, RolloutRole, ScoringModel, TeacherModel
-from hybridflow.config.run import CheckpointConfig, PlacementConfig, TrainerConfig, WarmupConfig
+from hybridflow.config.run import CheckpointConfig, PlacementConfig, SamplesConfig, TrainerConfig, WarmupConfig
 from hybridflow.config.yaml_loader import load_settings
 from hybridflow.data.config import DataConfig
 from hybridflow.metrics.config import MetricsConfig
@@ -64,6 +64,7 @@ class Recipe(Settings):
     trainer: TrainerConfig = TrainerConfig()
     placement: PlacementConfig
     metrics: MetricsConfig = MetricsConfig()
+    samples: SamplesConfig = SamplesConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     limits: LimitsConfig = LimitsConfig()
     network: NetworkConfig = NetworkConfig()

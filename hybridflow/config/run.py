@@ -1,4 +1,5 @@
-"""Settings of the loop, of checkpoints and of devices: `trainer:`, `warmup:`, `checkpoint:`, `placement:`."""
+"""Settings of the loop, of checkpoints and of devices: `trainer:`, `warmup:`, `checkpoint:`, `samples:`,
+`placement:`."""
 
 from __future__ import annotations
 
@@ -159,6 +160,23 @@ class CheckpointConfig(Settings):
     @property
     def saves_in_background(self) -> bool:
         return self.save_interval is not None and self.async_save
+
+
+class SamplesConfig(Settings):
+    """What is kept of the samples that were learned from: Parquet files in `samples/` of the run's directory."""
+
+    store: bool = True
+    """Keep every sample that was learned from, with its tokens, log-probs, versions and rewards."""
+    keep_mb: int | None = Field(1000, ge=1)
+    """Megabytes (1e6 bytes) that they may take: the oldest steps go first, never the newest. All of them stay if
+    null."""
+
+    @model_validator(mode="after")
+    def _keeps_what_is_stored(self) -> SamplesConfig:
+        if not self.store and self.keep_mb != type(self).model_fields["keep_mb"].default:
+            given = "null" if self.keep_mb is None else self.keep_mb
+            raise ValueError(f"keep_mb={given} with store=false, which keeps nothing; expected store=true")
+        return self
 
 
 class PlacementConfig(Settings):

@@ -31,6 +31,7 @@ from hybridflow.planning.model_check import check_engines, check_model, check_mo
 from hybridflow.planning.placement_check import check_engine_devices, check_layouts, groups_over_nodes, planned_devices
 from hybridflow.planning.prompt_check import EncodedPrompts, encoded_prompts
 from hybridflow.planning.replay_check import check_replay
+from hybridflow.planning.store_check import store_notes
 from hybridflow.planning.teacher_check import check_teacher_engine
 from hybridflow.rewards.builtin import check_text_answers
 from hybridflow.rewards.functions import RewardFunctions
@@ -103,7 +104,7 @@ def check_recipe(
             warnings += attempt(check_libraries, recipe, devices, spec) or []
         encoded = attempt(encoded_prompts, recipe, spec, layouts)
         if encoded is not None:
-            warnings += encoded.notes
+            warnings += [*encoded.notes, *store_notes(recipe, encoded.lengths.sequence)]
             own = machine_bytes() if here and host_bytes is None else host_bytes
             attempt(check_replay, recipe, encoded.lengths.sequence, own)
     attempt(check_rewards, recipe, encoded)

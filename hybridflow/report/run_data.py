@@ -16,10 +16,12 @@ from engine3d.errors import UserError
 from engine3d.input_files import JsonError, open_regular, parse_json
 from hybridflow.metrics.device_samples import DeviceSample, read_samples
 from hybridflow.metrics.timeline import Span, read_spans
+from hybridflow.report.stored_texts import StoredText, read_stored
 from hybridflow.rundir.atomic_files import whole_lines
 from hybridflow.rundir.file_names import DEVICES, METRICS, RECIPE, SAMPLES, TIMELINE
 from hybridflow.rundir.hosts_file import RunHost, read_hosts
 from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe
+from hybridflow.rundir.stored_samples import has_store
 
 Floats = NDArray[np.float64]
 
@@ -66,6 +68,7 @@ class RunData:
         spans: of the timeline; empty where there is none.
         samples: of the GPUs; empty where there are none.
         texts: samples as texts, of the first step that has some and of the last ones.
+        stored: samples of the last steps from the run's store, the newest step first; empty where it has none.
         hosts: of the run; empty where no launcher has started it.
     """
 
@@ -75,6 +78,7 @@ class RunData:
     spans: Sequence[Span] = ()
     samples: Sequence[DeviceSample] = ()
     texts: Sequence[Mapping[str, Any]] = ()
+    stored: Sequence[StoredText] = ()
     hosts: Sequence[RunHost] = ()
 
     @property
@@ -117,6 +121,7 @@ def read_run(directory: Path) -> RunData:
             spans=read_spans(timeline) if timeline.exists() else (),
             samples=read_samples(devices) if devices.exists() else (),
             texts=read_texts(directory / SAMPLES) if (directory / SAMPLES).exists() else (),
+            stored=read_stored(directory) if has_store(directory) else (),
             hosts=read_hosts(directory),
         )
     except OSError as error:

@@ -1,36 +1,63 @@
-"""The table of sampled texts."""
+"""The table of samples: those of the run's store, and those that it has written as texts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
 from hybridflow.report.run_data import RunData
+from hybridflow.report.stored_texts import StoredText
 
 _MOST_CHARACTERS = 600
 _COLUMNS = ("step", "reward", "version", "prompt", "response", "answer")
+_OF_STORE = ("group", "sample", "length", "by function")
 
 
 def sample_table(run: RunData) -> str:
-    """Samples of the first step that has some and of the last ones, as HTML; empty where there are none."""
-    if not run.texts:
+    """Of the last steps in the run's store the samples of the highest and lowest rewards, and samples that were written
+    as texts: of the first step that has some and of the last ones. As HTML; empty where there are none."""
+    stored = {text.sample.step for text in run.stored}
+    texts = [text for text in run.texts if text["phase"] != "train" or text["step"] not in stored]
+    if not texts and not run.stored:
         return ""
-    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-    rows = "\n".join(map(_row, run.texts))
+    names = [*_COLUMNS[:3], *(_OF_STORE if stored else ()), *_COLUMNS[3:]]
+    head = "".join(f"<th>{name}</th>" for name in names)
+    rows = "\n".join([*map(_stored_row, run.stored), *(_row(text, bool(stored)) for text in texts)])
     return (
-        '<h2>Samples</h2>\n<div class="samples"><table>\n'
+        f'<h2>Samples</h2>\n{_note(run) if stored else ""}<div class="samples"><table>\n'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table></div>\n"
     )
 
 
-def _row(text: Mapping[str, Any]) -> str:
+def _note(run: RunData) -> str:
+    return (
+        "<p>Of the last steps those of the highest and lowest rewards. "
+        f"<code>hybridflow samples {escape(run.name)} --step N</code> shows the others.</p>\n"
+    )
+
+
+def _row(text: Mapping[str, Any], with_store: bool) -> str:
     step = f"{text['phase']} {text['step']}"
     reward = text["reward"]
     shown = f"{reward:.4g}" if isinstance(reward, int | float) else str(reward)
-    numbers = "".join(f"<td>{escape(str(value))}</td>" for value in (step, shown, text["version"]))
-    return f"<tr>{numbers}{''.join(_cell(text[name]) for name in ('prompt', 'response', 'answer'))}</tr>"
+    others = ("", text.get("sample", ""), "", "") if with_store else ()
+    return _cells((step, shown, text["version"], *others), (text[name] for name in ("prompt", "response", "answer")))
+
+
+def _stored_row(text: StoredText) -> str:
+    sample = text.sample
+    length = f"{len(sample.response_tokens)}, {sample.finish_reason}"
+    by_name = ", ".join(f"{name} {value:.4g}" for name, value in sample.by_name.items())
+    reward = "" if sample.reward is None else f"{sample.reward:.4g}"
+    facts = (f"train {sample.step}", reward, sample.version, sample.group, sample.sample, length, by_name)
+    return _cells(facts, iter((text.prompt, text.response, "")))
+
+
+def _cells(facts: tuple[Any, ...], texts: Iterator[Any]) -> str:
+    numbers = "".join(f"<td>{escape(str(value))}</td>" for value in facts)
+    return f"<tr>{numbers}{''.join(map(_cell, texts))}</tr>"
 
 
 def _cell(value: Any) -> str:

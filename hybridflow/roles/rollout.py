@@ -126,6 +126,7 @@ class RolloutWorker:
     def generate(self, drawn: list[DrawnPrompt], *, sampling: SamplingConfig, samples_per_prompt: int) -> SampleBatch:
         """Responses to prompts: `samples_per_prompt` samples of each, in order."""
         seeds = [prompt.group for prompt in drawn] if self._engine.config.deterministic else None
+        began = time.time()
         groups = self._engine.generate([prompt.tokens for prompt in drawn], sampling, samples_per_prompt, seeds)
         rows = [
             (prompt, place, generation)
@@ -141,6 +142,8 @@ class RolloutWorker:
             prompt_indices=[prompt.index for prompt, _, _ in rows],
             policy_versions=[generation.weight_version for _, _, generation in rows],
             finish_reasons=[generation.finish_reason for _, _, generation in rows],
+            engine=self._number,
+            times=[(began, time.time())] * len(rows),
         )
 
     @register(ONE_TO_ALL, exclusive=True)
@@ -232,7 +235,7 @@ class RolloutWorker:
 
     def open_stream(self, prompts: PackedPrompts, sampling: SamplingConfig) -> None:
         """Take requests for responses to these prompts from here on."""
-        self._stream = EngineStream(self._engine, prompts, sampling)
+        self._stream = EngineStream(self._number, self._engine, prompts, sampling)
 
     def of_stream(self, method: str, *arguments: Any) -> Any:
         """Call a method of the `EngineStream`. Raises UserError before `open_stream`."""

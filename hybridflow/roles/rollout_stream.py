@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,19 +20,22 @@ class EngineStream:
     """What the controller asks of an engine, beside the calls of its group.
 
     Args:
+        number: of the engine.
         engine: that has been started.
         prompts: that requests name by their index.
         sampling: of all responses.
     """
 
-    def __init__(self, engine: RolloutEngine, prompts: PackedPrompts, sampling: SamplingConfig) -> None:
-        self._engine, self._prompts, self._sampling = engine, prompts, sampling
+    def __init__(self, number: int, engine: RolloutEngine, prompts: PackedPrompts, sampling: SamplingConfig) -> None:
+        self._number, self._engine, self._prompts, self._sampling = number, engine, prompts, sampling
         self._requests: dict[int, StreamRequest] = {}
+        self._began: dict[int, float] = {}
 
     def submit(self, requests: Sequence[StreamRequest], begun: Sequence[Response | None]) -> None:
         """Begin responses. `begun`: what each has from before a restart."""
         seeded = self._engine.config.deterministic
         self._requests |= {request.sample: request for request in requests}
+        self._began |= dict.fromkeys((request.sample for request in requests), time.time())
         self._engine.submit(
             [
                 Asked(
@@ -53,12 +57,15 @@ class EngineStream:
         ended = self._engine.take_ended(wait_s)
         requests = [self._requests.pop(sample) for sample in ended]
         ends = [_end(request, ended[request.sample]) for request in requests]
+        began = {sample: self._began.pop(sample) for sample in ended}
         whole = [request for request, end in zip(requests, ends, strict=True) if end.whole]
         ends.sort(key=lambda end: not end.whole)  # so that the n-th whole end is of the n-th sample
         if not whole:
             return ends, None, None
         send_tensors_as_arrays()
-        packed, summary = pack(self._samples(whole, [ended[request.sample] for request in whole]))
+        now = time.time()
+        times = [(began[request.sample], now) for request in whole]
+        packed, summary = pack(self._samples(whole, [ended[request.sample] for request in whole], times))
         return ends, summary, packed
 
     def abort(self, samples: Sequence[int]) -> None:
@@ -70,7 +77,12 @@ class EngineStream:
         found = self._engine.responses_under_way().items()
         return {sample: Begun(min(each.versions), each) for sample, each in found if each.token_ids}
 
-    def _samples(self, requests: Sequence[StreamRequest], responses: Sequence[Response]) -> SampleBatch:
+    def _samples(
+        self,
+        requests: Sequence[StreamRequest],
+        responses: Sequence[Response],
+        times: Sequence[tuple[float, float]],
+    ) -> SampleBatch:
         return SampleBatch.from_generations(
             prompts=[self._prompts[request.prompt] for request in requests],
             responses=[response.token_ids for response in responses],
@@ -81,6 +93,8 @@ class EngineStream:
             policy_versions=[min(response.versions) for response in responses],
             finish_reasons=[_reason(response) for response in responses],
             token_versions=[response.versions for response in responses],
+            engine=self._number,
+            times=times,
         )
 
 

@@ -78,6 +78,12 @@ class Run:
         )
 
     @property
+    def steps_done(self) -> int:
+        """After which the run goes on; 0 of one that begins."""
+        state = self.resumption.state if self.resumption is not None else None
+        return 0 if state is None else state.step
+
+    @property
     def log_directory(self) -> Path:
         return self.directory / LOGS
 

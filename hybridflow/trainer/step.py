@@ -47,6 +47,7 @@ from hybridflow.trainer.correcting import Corrected, corrected, tell_empty
 from hybridflow.trainer.given_responses import GivenSource
 from hybridflow.trainer.role_startup import Roles
 from hybridflow.trainer.run_setup import Run
+from hybridflow.trainer.sample_store import LearnedSamples
 from hybridflow.trainer.sample_texts import sample_texts
 from hybridflow.trainer.step_figures import Scores, rollout_metrics
 from hybridflow.trainer.weight_sync import NoEngines, WeightSync
@@ -345,12 +346,23 @@ class TrainerStep(Step[Any]):
             scores = self._scores.setdefault(what, [])
             if what == "reward" and not scores:
                 self.texts += self.machinery.texts(generated.select(rows), total[rows], self.machinery.run.train)
-            scores.append(Scores(total, kept, result, score))
+            scores.append(Scores(batch.facts["sample_ids"], total, kept, result, score))
             self.values |= Scores.join(scores).metrics(what)
             self.values[latency] = self.values.get(latency, 0.0) + times[latency]
             if not part:
                 self._check_enough(len(rows), len(batch), what)
         return batch.with_facts(**{fact: total}).select(rows)
+
+    def take_scores(self, made: TrainerStep) -> None:
+        """Have what another step has found of the rewards and costs of samples that this one learns from."""
+        for what, scores in made._scores.items():
+            self._scores.setdefault(what, []).extend(scores)
+
+    def learned_samples(self) -> LearnedSamples:
+        """What the step has learned from, for the run's sample store."""
+        named = {what: Scores.join(scores).by_name(what) for what, scores in self._scores.items()}
+        by_name = {name: figures for each in named.values() for name, figures in each.items()}
+        return LearnedSamples(self.number, self.version, tuple(self.learned), by_name)
 
     @property
     def least_samples(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch.sample_fields import FinishReason
+from hybridflow.batch.sample_table import ByName
 from hybridflow.batch.worker_output import joined_facts
 from hybridflow.metrics import names as metrics
 from hybridflow.rewards.result import RewardResult, join_results, reward_metrics
@@ -42,12 +43,14 @@ class Scores:
     """The rewards, or costs, of B samples.
 
     Args:
+        sample_ids: (B,) int64.
         total: (B,) float32: of functions and model.
         kept: (B,) bool: not dropped.
         result: of the functions; None where there are none.
         model: (B,) float32: of the scoring model, without its weight; None where there is none.
     """
 
+    sample_ids: Tensor
     total: Tensor
     kept: Tensor
     result: RewardResult | None
@@ -59,11 +62,18 @@ class Scores:
         results = [each.result for each in parts if each.result is not None]
         models = [each.model for each in parts if each.model is not None]
         return Scores(
+            torch.cat([each.sample_ids for each in parts]),
             torch.cat([each.total for each in parts]),
             torch.cat([each.kept for each in parts]),
             join_results(results) if results else None,
             torch.cat(models) if models else None,
         )
+
+    def by_name(self, what: str) -> dict[str, ByName]:
+        """What each function has given, without its weight, and the model. `what`: "reward" or "cost"."""
+        found = {} if self.result is None else dict(self.result.by_name)
+        found |= {} if self.model is None else {"model": self.model}
+        return {f"{what}/{name}": ByName(self.sample_ids, values) for name, values in found.items()}
 
     def metrics(self, what: str) -> dict[str, float]:
         """Figures by metric name. `what`: "reward" or "cost"."""

@@ -35,7 +35,7 @@ from hybridflow.roles.offload import offload_metrics, offloaded_groups
 from hybridflow.rollout.generator import Generator
 from hybridflow.rollout.prefetch import Lookahead
 from hybridflow.rollout.stream_source import HeldStream, StreamSource
-from hybridflow.rundir.file_names import DEVICES, EXPORT, TIMELINE
+from hybridflow.rundir.file_names import DEVICES, EXPORT, SAMPLE_STORE, TIMELINE
 from hybridflow.rundir.lock import WEIGHTS, move_aside
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.closing import results
@@ -44,6 +44,7 @@ from hybridflow.trainer.evaluation import evaluate
 from hybridflow.trainer.given_responses import GivenSource
 from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
 from hybridflow.trainer.run_setup import OpenRun, Run, open_run
+from hybridflow.trainer.sample_store import SampleStore
 from hybridflow.trainer.sft_warmup import warm_up
 from hybridflow.trainer.step import Machinery, TrainerStep
 from hybridflow.trainer.weight_sync import NoEngines, WeightSync
@@ -103,9 +104,10 @@ def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
             run.directory / DEVICES,
         ) as devices,
         _weight_sync(recipe, run, roles) as weights,
+        SampleStore(recipe.samples, run.directory / SAMPLE_STORE, run.steps_done) as samples,
     ):
         try:
-            yield Trainer(recipe, run, roles, weights, sinks, checkpoints, opened.phases, devices)
+            yield Trainer(recipe, run, roles, weights, sinks, checkpoints, opened.phases, devices, samples)
         finally:
             write_timeline(run.directory)
 
@@ -150,9 +152,10 @@ class Trainer:
         checkpoints: Checkpoints,
         phases: PhaseFile,
         devices: DeviceMonitor,
+        samples: SampleStore,
     ) -> None:
         self.recipe, self.facts, self.roles = recipe, run, roles
-        self.sinks, self.checkpoints, self.devices = sinks, checkpoints, devices
+        self.sinks, self.checkpoints, self.devices, self.samples = sinks, checkpoints, devices, samples
         sampler = PromptSampler(len(run.train), recipe.seed + recipe.data.seed)
         source: Lookahead | StreamSource
         if recipe.rollout.stream is not None:
@@ -384,6 +387,7 @@ class Trainer:
         self.steps_done = step.number
         self.sinks.log(step.number, step.values)
         self.sinks.log_samples(step.number, step.texts)
+        self.samples.keep(step.learned_samples())
         self.show_timeline()
 
     def show_timeline(self) -> None:

@@ -28,6 +28,7 @@ from hybridflow.trainer.role_startup import wait_for
 from hybridflow.trainer.run_setup import open_run, prepare
 from hybridflow.trainer.trainer import Trainer, start_trainer
 from hybridflow.trainer.weight_sync import NoEngines
+from tests.integration.own_loop import OF_THE_RUN
 from tests.integration.reference_runs import ROOT, merged, run_figures, run_module
 
 STEPS = 2
@@ -209,8 +210,11 @@ def step_case(trainer: Trainer) -> list[dict[str, Any]]:
         step.wait_for_columns()
         columns = experience.batch.fetch().columns()
         trainer.learn(step, functools.partial(_same, experience))
-        found.append({name: column.tolist() for name, column in columns.items() if name != "policy_versions"})
+        found.append({name: column.tolist() for name, column in columns.items() if name not in _OF_THE_RUN})
     return found
+
+
+_OF_THE_RUN = OF_THE_RUN | {"policy_versions"}
 
 
 def _same(experience: Experience) -> Experience:
@@ -244,7 +248,9 @@ def _trainer(recipe: Recipe, first: Trainer, sinks: Metrics) -> Trainer:
         train, evaluation, *_ = encode(recipe, facts.tokenizer, prompt_limit(recipe))
         facts, weights = dataclasses.replace(facts, train=train, evaluation=evaluation), NoEngines()
         roles = dataclasses.replace(roles, rollout=None)
-    return Trainer(recipe, facts, roles, weights, sinks, first.checkpoints, machinery.phases, first.devices)
+    return Trainer(
+        recipe, facts, roles, weights, sinks, first.checkpoints, machinery.phases, first.devices, first.samples
+    )
 
 
 def main(output: str, *cases: str) -> None:

@@ -1,6 +1,6 @@
 """Three steps by the Python API: `python -m tests.integration.own_loop RECIPE OUTPUT`.
 
-It writes every column of each rollout, which no file of a run has, and exports the model.
+It writes the columns of each rollout, of which no file of a run has all, and exports the model.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from pathlib import Path
 from hybridflow import PPOConfig, PPOTrainer
 
 STEPS = 3
+OF_THE_RUN = frozenset({"engines", "began", "ended"})
+"""Columns that differ from run to run."""
 
 
 def main(recipe: str, output: str) -> None:
@@ -21,7 +23,8 @@ def main(recipe: str, output: str) -> None:
         for _ in range(STEPS):
             rollout = trainer.rollout()
             trainer.update(rollout)
-            rollouts.append({name: column.tolist() for name, column in rollout.columns().items()})
+            columns = rollout.columns()
+            rollouts.append({name: column.tolist() for name, column in columns.items() if name not in OF_THE_RUN})
         trainer.export(Path(output) / "model")
     (Path(output) / "columns.json").write_text(json.dumps(rollouts))
 

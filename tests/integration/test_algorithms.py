@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -158,6 +159,15 @@ def test_safe_rlhf_weighs_costs_that_models_and_functions_find(tmp_path: Path) -
         assert all(step[f"{model}/expert_load_max"] > 1 for model in learning)
         assert step["step"] == 1 or (step["train/router_z_loss"] > 0 and step["train/update_balance_loss"] > 0.9)
         assert step["cost_critic/return_mean"] != pytest.approx(step["critic/return_mean"])
+    stored = pq.read_table(tmp_path / "small" / "samples").to_pandas()
+    assert stored["step"].value_counts().to_dict() == {1: 16, 2: 16, 3: 16}
+    given = stored["reward/arithmetic"] + 0.5 * stored["reward/model"]
+    assert stored["reward"].to_numpy() == pytest.approx(given.to_numpy())
+    assert stored["cost"].to_numpy() == pytest.approx((stored["cost/length"] + 2 * stored["cost/model"]).to_numpy())
+    means = stored.groupby("step")["reward"].mean().tolist()
+    assert means == pytest.approx([step["reward/mean"] for step in steps])
+    assert stored["advantage"].isna().all()  # each token has its own
+    assert (stored["ended"] > stored["began"]).all() and (stored["engine"] == 0).all()
     # lambda <- exp(min(log lambda + lr * lambda * (mean cost - limit), log max)); the step uses the one before.
     for before, after in itertools.pairwise(steps):
         old = before["cost/multiplier"]

@@ -119,6 +119,8 @@ class NumberedStep(Step[Any]):
             prompt_indices=[group for group, _ in places],
             policy_versions=[self.number] * len(places),
             finish_reasons=[FinishReason.LENGTH if each >= self.limit else FinishReason.STOP for each in lengths],
+            engine=0,
+            times=[(float(group), group + 0.5) for group, _ in places],
         )
         return self._remote(made)
 

@@ -99,3 +99,14 @@ def test_the_estimate_of_its_memory_is_what_its_columns_take_at_most() -> None:
     held = sum(column.numel() * column.element_size() for column in batch.columns().values())
     estimate = most_bytes(10, 52)
     assert held <= estimate <= 1.1 * held
+
+
+def test_samples_of_an_earlier_version_join_those_that_say_where_they_are_from() -> None:
+    buffer = ReplayBuffer(10)
+    buffer.restore(samples(1, 2))
+    times = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    buffer.add(samples(3, 4).replace(engines=torch.tensor([0, 1]), began=times, ended=times))
+    joined = buffer.samples
+    assert joined is not None and joined.engines is not None and joined.began is not None
+    assert joined.engines.tolist() == [-1, -1, 0, 1]
+    assert joined.began[:2].isnan().all() and torch.equal(joined.began[2:], times)

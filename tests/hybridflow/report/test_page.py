@@ -29,6 +29,7 @@ from hybridflow.report.plots import BarPlot, LanePlot, LinePlot, Plot
 from hybridflow.report.run_data import read_run
 from hybridflow.report.thinning import bucketed
 from hybridflow.rundir.hosts_file import NetworkSetting, RunHost, write_hosts
+from tests.support.stored_samples import learned_from, make_run, samples_of, store
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks/results"
@@ -341,6 +342,33 @@ def test_samples_stand_in_a_table(tmp_path: Path) -> None:
     assert "<i>" not in table and "&lt;i&gt;&amp;" in table and "[1, &quot;&lt;b&gt;&quot;]" in table
     assert len(table) < 17 * 4000
     assert "<td>train 400</td><td>0.5</td><td>400</td>" in table
+
+
+def test_samples_of_the_store_stand_by_reward_above_those_that_are_texts(tmp_path: Path) -> None:
+    small_run(make_run(tmp_path))
+    texts = [a_text(number) | {"prompt": f"p{number}=", "response": "r"} for number in (0, 2)]
+    texts += [a_text(2) | {"phase": "eval", "prompt": "e2=", "response": "r"}]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    response = "9" * 2000
+    store(tmp_path, learned_from(4, samples_of([("4=", response)] * 40, [float(number % 37) for number in range(40)])))
+    report(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    [table] = re.findall(r"<table>.*</table>", page, re.DOTALL)
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in table.split("<tr>")[2:]]
+    assert [row[0] for row in rows] == [
+        *["train 4"] * 16,
+        *["train 3"] * 8,
+        *["train 2"] * 8,
+        *("train 0", "eval 2"),
+    ]
+    assert [float(row[1]) for row in rows[:16]] == [*range(36, 28, -1), 4, 3, 2, 2, 1, 1, 0, 0]
+    assert [float(row[1]) for row in rows[16:24]] == [2.0, 1.0, 0.5, 0.5, 0.25, 0.0, -0.5, -3.0]
+    assert rows[16][:7] == ["train 3", "2", "3", "7", "28", "4, stop", "reward/exact 1"]
+    assert rows[16][7:] == ["1+3=", "4 a&lt;eos&gt;", ""]
+    assert f"hybridflow samples {tmp_path.name} --step N" in page
+    assert len(table) < 40 * 1500
+    (tmp_path / "samples" / "step-00000003.parquet").write_text("half")
+    assert main(["report", str(tmp_path)]) == 2
 
 
 def test_hosts_and_what_is_in_force_of_their_network_stand_in_a_table(tmp_path: Path) -> None:

@@ -35,7 +35,11 @@ def test_scores_of_parts_are_those_of_the_whole() -> None:
     scores = []
     for values, dropped in parts:
         result = a_result(values, *([dropped] if dropped is not None else []))
-        scores.append(Scores(result.total, ~result.dropped, result, torch.ones(len(values))))
+        ids = torch.arange(len(values)) + 10 * len(scores)
+        scores.append(Scores(ids, result.total, ~result.dropped, result, torch.ones(len(values))))
+    by_name = Scores.join(scores).by_name("cost")
+    assert list(by_name) == ["cost/length", "cost/model"]
+    assert by_name["cost/length"].of(torch.tensor([10, 2, 7])).to_pylist() == [6.0, 2.0, None]
     assert Scores.join(scores).metrics("reward") == {
         "reward/length/mean": 3.0,
         "reward/length/failed": 1,
@@ -44,7 +48,7 @@ def test_scores_of_parts_are_those_of_the_whole() -> None:
         "reward/mean": 3.0,
         "reward/std": pytest.approx((14 / 3) ** 0.5),
     }
-    alone = Scores(torch.tensor([1.0, 3.0]), torch.ones(2, dtype=torch.bool), None, None)
+    alone = Scores(torch.arange(2), torch.tensor([1.0, 3.0]), torch.ones(2, dtype=torch.bool), None, None)
     assert Scores.join([alone]).metrics("cost") == {"cost/mean": 2.0, "cost/std": 1.0}
 
 

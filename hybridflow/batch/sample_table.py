@@ -1,0 +1,164 @@
+"""Samples as a table of Arrow, one row a sample, and back: what the files of a run's sample store hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.batch.sample_fields import FinishReason
+
+_OF_SAMPLES = {
+    "sample_id": ("sample_ids", pa.int64()),
+    "group_id": ("group_ids", pa.int64()),
+    "prompt_index": ("prompt_indices", pa.int64()),
+    "policy_version": ("policy_versions", pa.int64()),
+    "newest_version": ("newest_versions", pa.int64()),
+    "reward": ("rewards", pa.float32()),
+    "cost": ("costs", pa.float32()),
+    "reference_logprob": ("reference_logprobs", pa.float64()),
+    "engine": ("engines", pa.int32()),
+    "began": ("began", pa.float64()),
+    "ended": ("ended", pa.float64()),
+}
+"""Columns with one figure a sample: the column of a `SampleBatch` that each is, and its type."""
+_OF_RESPONSES = {
+    "logprobs": pa.float32(),
+    "response_mask": pa.bool_(),
+    "token_versions": pa.int32(),
+}
+"""Columns of responses, which a `SampleBatch` has under the same names, and the types of their figures."""
+_TOKEN = pa.int32()
+_REASONS = [reason.name.lower() for reason in FinishReason]
+
+
+@dataclass(frozen=True, eq=False)
+class ByName:
+    """A figure of some samples, such as what a reward function has given.
+
+    Args:
+        sample_ids: (n,) int64.
+        values: (n,) float32.
+    """
+
+    sample_ids: Tensor
+    values: Tensor
+
+    def of(self, sample_ids: Tensor) -> pa.Array:
+        """(B,) figures of these samples; null for those that have none here."""
+        if not len(self.sample_ids):
+            return pa.nulls(len(sample_ids), pa.float32())
+        order = self.sample_ids.argsort()
+        known = self.sample_ids[order]
+        place = torch.searchsorted(known, sample_ids).clamp(max=len(known) - 1)
+        unknown = known[place] != sample_ids
+        return pa.array(self.values[order][place].numpy(), pa.float32(), mask=unknown.numpy())
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """What samples were given beside their sums.
+
+    Args:
+        by_name: such as "reward/exact_match", "reward/model" or "cost/length".
+        advantages: of samples whose tokens share one.
+    """
+
+    by_name: Mapping[str, ByName] = field(default_factory=dict)
+    advantages: ByName | None = None
+
+
+def sample_schema(names: tuple[str, ...] = ()) -> pa.Schema:
+    """The columns, with one for each name of rewards and costs."""
+    fields = [pa.field("step", pa.int64(), nullable=False)]
+    fields += [pa.field(name, kind) for name, (_, kind) in _OF_SAMPLES.items()]
+    fields += [pa.field(name, pa.float32()) for name in names]
+    fields += [pa.field("advantage", pa.float32()), pa.field("finish_reason", pa.string())]
+    fields += [pa.field(name, pa.list_(_TOKEN)) for name in ("prompt_tokens", "response_tokens")]
+    fields += [pa.field(name, pa.list_(kind)) for name, kind in _OF_RESPONSES.items()]
+    return pa.schema(fields)
+
+
+def table_of(batch: SampleBatch, scored: Scored, step: int) -> pa.Table:
+    """The samples of a batch as rows, in its order.
+
+    Args:
+        batch: with the tokens.
+        scored: what else is known of them.
+        step: that has learned from them.
+
+    Raises:
+        pyarrow.ArrowInvalid: a token or a version is beyond 32 bits.
+    """
+    ids, is_response = batch.sample_ids, batch.is_response
+    columns: dict[str, pa.Array] = {"step": pa.array(np.full(len(batch), step), pa.int64())}
+    for name, (column, kind) in _OF_SAMPLES.items():
+        found = getattr(batch, column)
+        columns[name] = pa.nulls(len(batch), kind) if found is None else pa.array(found.numpy()).cast(kind)
+    columns |= {name: figures.of(ids) for name, figures in scored.by_name.items()}
+    advantages = scored.advantages
+    columns["advantage"] = pa.nulls(len(batch), pa.float32()) if advantages is None else advantages.of(ids)
+    columns["finish_reason"] = pa.array([_REASONS[reason] for reason in batch.finish_reasons.tolist()])
+    columns["prompt_tokens"] = _lists(batch.prompt_lengths, batch.tokens[~is_response], _TOKEN)
+    columns["response_tokens"] = _lists(batch.response_lengths, batch.tokens[is_response], _TOKEN)
+    for name, kind in _OF_RESPONSES.items():
+        found = getattr(batch, name)
+        lists = pa.nulls(len(batch), pa.list_(kind))
+        columns[name] = lists if found is None else _lists(batch.response_lengths, found, kind)
+    return pa.table(columns, sample_schema(tuple(scored.by_name)))
+
+
+def batch_of(table: pa.Table) -> SampleBatch:
+    """The samples of rows, with every column that `table_of` has taken from a batch, bit for bit.
+
+    Raises:
+        ValueError: rows that are no samples.
+        KeyError: a column is not there.
+    """
+    prompt_lengths, prompts = _values(table["prompt_tokens"])
+    response_lengths, responses = _values(table["response_tokens"])
+    parts = torch.stack([prompt_lengths, response_lengths], dim=1).flatten()
+    is_response = torch.tensor([False, True]).repeat(len(prompt_lengths)).repeat_interleave(parts)
+    tokens = torch.empty(len(is_response), dtype=torch.int64)
+    tokens[~is_response], tokens[is_response] = prompts.long(), responses.long()
+    of_responses = {name: None if _is_null(table[name]) else _values(table[name])[1] for name in _OF_RESPONSES}
+    versions = of_responses["token_versions"]
+    of_samples = {
+        column: None if _is_null(table[name]) else _tensor(table[name].combine_chunks())
+        for name, (column, _) in _OF_SAMPLES.items()
+    }
+    engines = of_samples["engines"]
+    reasons = [_REASONS.index(reason) for reason in table["finish_reason"].to_pylist()]
+    known = {"engines": None if engines is None else engines.long(), "finish_reasons": torch.tensor(reasons).long()}
+    return SampleBatch(
+        tokens=tokens,
+        prompt_lengths=prompt_lengths,
+        response_lengths=response_lengths,
+        **(of_samples | of_responses | known | {"token_versions": None if versions is None else versions.long()}),  # type: ignore[arg-type]
+    )
+
+
+def _lists(lengths: Tensor, values: Tensor, kind: pa.DataType) -> pa.Array:
+    ends = np.concatenate([[0], lengths.cumsum(0).numpy()])
+    return pa.ListArray.from_arrays(pa.array(ends).cast(pa.int32()), pa.array(values.numpy()).cast(kind))
+
+
+def _values(column: pa.ChunkedArray) -> tuple[Tensor, Tensor]:
+    """How many figures each row has, and all of them end to end."""
+    rows = column.combine_chunks()
+    return _tensor(rows.value_lengths()).long(), _tensor(rows.flatten())
+
+
+def _tensor(array: pa.Array) -> Tensor:
+    if array.null_count:
+        raise ValueError(f"{array.null_count} of {len(array)} figures are null, expected none")
+    return torch.from_numpy(array.to_numpy(zero_copy_only=False).copy())
+
+
+def _is_null(column: pa.ChunkedArray) -> bool:
+    return len(column) > 0 and column.null_count == len(column)

@@ -1,0 +1,208 @@
+"""`hybridflow samples`: the samples that a run has learned from, as texts with their rewards."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from engine3d.errors import UserError, shortened, visible
+from hybridflow.cli.differences import Part, marked
+from hybridflow.report.stored_texts import TextOf
+from hybridflow.rundir.actor_runs import runs_in
+from hybridflow.rundir.file_names import SAMPLE_STORE
+from hybridflow.rundir.stored_samples import Place, StepFile, StoredSample, Wanted, newest_first, store_of
+from hybridflow.rundir.watching import checked_run
+
+_LIMIT = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `hybridflow samples`."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory, such as runs/demo")
+    parser.add_argument("--step", type=int, metavar="N", help="only of this step")
+    parser.add_argument("--reward-below", type=_number, metavar="X", help="only with a reward below X")
+    parser.add_argument("--reward-above", type=_number, metavar="X", help="only with a reward above X")
+    parser.add_argument("--group", type=int, metavar="G", help="only of this group: the samples of one drawn prompt")
+    parser.add_argument("--sample", type=int, metavar="S", help="only the sample of this id")
+    parser.add_argument(
+        "--limit", type=int, default=_LIMIT, metavar="N", help=f"most samples, or groups with --diff ({_LIMIT})"
+    )
+    parser.add_argument(
+        "--diff", action="store_true", help="the responses of each group beside the best one, with what differs marked"
+    )
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """The command.
+
+    Raises:
+        UserError: it is no run's directory, it has no such samples, or something in it cannot be read.
+    """
+    wanted = Wanted(parsed.reward_below, parsed.reward_above, parsed.group, parsed.sample)
+    _check(parsed)
+    if len(runs := runs_in(parsed.run)) > 1:
+        raise UserError(f"{parsed.run} holds the runs of several actors, expected one: {', '.join(map(str, runs))}")
+    directory = checked_run(parsed.run)
+    files = _chosen(store_of(directory), parsed, wanted, directory)
+    shown, text_of = 0, None
+    for step, file in newest_first(files):
+        found = _groups(file, wanted, parsed.limit - shown) if parsed.diff else _samples(file, wanted, parsed, shown)
+        if found and text_of is None:
+            text_of = TextOf.of_run(directory)
+            if text_of.tokenizer is None:
+                print(f"hybridflow: {text_of.reason}; tokens are shown by their ids", file=sys.stderr)
+        for each in found:
+            assert text_of is not None
+            if shown:
+                print()
+            _show_group(each, text_of) if parsed.diff else _show(each[0], text_of)
+            shown += 1
+        if found and wanted.is_any and not parsed.diff and len(found) < len(file):
+            print(f"\n{len(found)} of the {len(file)} samples of step {step}; --limit {len(file)} shows all")
+        if shown >= parsed.limit:
+            return 0
+    if not shown:
+        raise UserError(_nothing(files, wanted, directory))
+    return 0
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    """Raises UserError for options that nothing can fit."""
+    if parsed.limit < 1:
+        raise UserError(f"--limit {parsed.limit}: expected at least 1")
+    below, above = parsed.reward_below, parsed.reward_above
+    if below is not None and above is not None and above >= below:
+        raise UserError(f"--reward-above {above:g} with --reward-below {below:g}: no reward is both")
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"expected a number, found {shortened(text)}")
+    return value
+
+
+def _chosen(
+    files: Mapping[int, Path], parsed: argparse.Namespace, wanted: Wanted, directory: Path
+) -> Mapping[int, Path]:
+    """The steps to look through: the one that was asked for, all for what is looked for, or else the newest.
+
+    Raises:
+        UserError: the step is not there.
+    """
+    steps = list(files)
+    if parsed.step is not None:
+        if parsed.step not in files:
+            there = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+            raise UserError(
+                f"no samples of step {parsed.step} in {directory / SAMPLE_STORE}; there are those of {there}"
+            )
+        return {parsed.step: files[parsed.step]}
+    return {steps[-1]: files[steps[-1]]} if wanted.is_any else files
+
+
+def _samples(file: StepFile, wanted: Wanted, parsed: argparse.Namespace, shown: int) -> list[list[StoredSample]]:
+    """As many as may still be shown, each alone."""
+    places = [place for place, _ in file.find(wanted)][: parsed.limit - shown]
+    return [[sample] for sample in file.with_tokens(places)]
+
+
+def _groups(file: StepFile, wanted: Wanted, most: int) -> list[list[StoredSample]]:
+    """Whole groups of what is looked for, the best sample of each first, the others as they stand in the file."""
+    ids = list(dict.fromkeys(sample.group for _, sample in file.find(wanted)))[:most]
+    if not ids:
+        return []
+    places: dict[int, list[Place]] = {group: [] for group in ids}
+    for place, sample in file.find(Wanted()):
+        if sample.group in places:
+            places[sample.group].append(place)
+    return [_best_first(file.with_tokens(of_group)) for of_group in places.values()]
+
+
+def _best_first(samples: Sequence[StoredSample]) -> list[StoredSample]:
+    def reward(number: int) -> float:
+        value = samples[number].reward
+        return -math.inf if value is None or math.isnan(value) else value
+
+    best = max(range(len(samples)), key=reward)
+    return [samples[best], *samples[:best], *samples[best + 1 :]]
+
+
+def _nothing(files: Mapping[int, Path], wanted: Wanted, directory: Path) -> str:
+    """That there is nothing of what was looked for, and what there is."""
+    steps = list(files)
+    where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    line = f"no sample with {wanted} among those of {where} in {directory / SAMPLE_STORE}"
+    if wanted.group is None and wanted.sample is None:
+        rewards = [reward for _, file in newest_first(files) for reward in file.rewards()]
+        line += f"; rewards are from {min(rewards):g} to {max(rewards):g}" if rewards else "; none has a reward"
+    return line
+
+
+def _show(sample: StoredSample, text_of: TextOf) -> None:
+    print(_head(sample))
+    _block("prompt", text_of(sample.prompt_tokens))
+    _block("response", text_of(sample.response_tokens))
+
+
+def _head(sample: StoredSample) -> str:
+    parts = [f"step {sample.step}", f"group {sample.group}", f"sample {sample.sample}", _rewards(sample)]
+    parts += [f"advantage {sample.advantage:.4g}"] if sample.advantage is not None else []
+    tokens = len(sample.response_tokens)
+    others = tokens - sum(sample.response_mask)
+    parts.append(f"{tokens} tokens" + (f", {others} of them not the policy's" if others else ""))
+    parts += [sample.finish_reason, f"version {sample.version}"]
+    parts += [f"engine {sample.engine}"] if sample.engine is not None else []
+    parts += [f"{sample.seconds:.2f} s"] if sample.seconds is not None else []
+    return visible("  ".join(parts))
+
+
+def _rewards(sample: StoredSample) -> str:
+    """Sums, and what functions and models have given behind each."""
+    said = []
+    for what, value in (("reward", sample.reward), ("cost", sample.cost)):
+        prefix = f"{what}/"
+        names = {name.removeprefix(prefix): each for name, each in sample.by_name.items() if name.startswith(prefix)}
+        of = ", ".join(f"{name} {each:.4g}" for name, each in names.items())
+        if value is not None:
+            said.append(f"{what} {value:.4g}" + (f" ({of})" if of else ""))
+    return "  ".join(said) or "no reward"
+
+
+def _block(name: str, text: str) -> None:
+    """A text under its name, each line after a bar, so that it is seen where it ends."""
+    for number, line in enumerate(visible(text).split("\n")):
+        print(f"{name if not number else '':<8} | {line}")
+
+
+def _show_group(samples: Sequence[StoredSample], text_of: TextOf) -> None:
+    """The responses of a group, each beside the best one."""
+    best, *others = samples
+    _block("prompt", text_of(best.prompt_tokens))
+    print(f"best      {_head(best)}")
+    response = text_of(best.response_tokens)
+    if not others:
+        _block("response", response)
+        return
+    table = Table("best", "other", show_lines=True, expand=True)
+    for other in others:
+        print(f"other     {_head(other)}")
+        sides = marked(response, text_of(other.response_tokens))
+        table.add_row(*(_cell(sample, side) for sample, side in zip((best, other), sides, strict=True)))
+    Console(highlight=False).print(table)
+
+
+def _cell(sample: StoredSample, parts: Sequence[Part]) -> Text:
+    reward = "no reward" if sample.reward is None else f"reward {sample.reward:.4g}"
+    of_parts = ((visible(text), style) for text, style in parts)
+    return Text.assemble((f"sample {sample.sample}, {reward}\n", "dim"), *of_parts)

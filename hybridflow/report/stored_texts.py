@@ -1,0 +1,98 @@
+"""Stored samples as texts: their tokens, decoded with the run's tokenizer where it has one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine3d.errors import UserError
+from hybridflow.rundir.file_names import EXPORT
+from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe
+from hybridflow.rundir.stored_samples import Place, StoredSample, Wanted, newest_first, store_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_STEPS = 3
+_OF_A_STEP = 16
+_INITIAL = "initial"
+"""In a run's directory: the model that its recipe has made."""
+
+
+@dataclass(frozen=True)
+class StoredText:
+    """A sample of a run's store as texts."""
+
+    sample: StoredSample
+    prompt: str
+    response: str
+
+
+@dataclass(frozen=True)
+class TextOf:
+    """Decodes the tokens of a run.
+
+    Args:
+        tokenizer: of the run; None where there is none, and then texts are the ids of tokens.
+        reason: why there is none.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    reason: str = ""
+
+    @classmethod
+    def of_run(cls, run: Path) -> TextOf:
+        """With the tokenizer of the model that the run began with, or has exported.
+
+        Raises:
+            UserError: the recipe of the run cannot be read.
+        """
+        from hybridflow.data.tokenizer import load_tokenizer  # takes seconds
+
+        named = kept_setting(read_kept_recipe(run), "model.path")
+        places = [run / _INITIAL, *([Path(named)] if isinstance(named, str) else []), run / EXPORT]
+        place = next((each for each in places if (each / "tokenizer_config.json").exists()), None)
+        if place is None:
+            return cls(None, f"no tokenizer in {' or '.join(map(str, places))}")
+        try:
+            return cls(load_tokenizer(place))
+        except UserError as error:
+            return cls(None, str(error))
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens, special ones included."""
+        if self.tokenizer is None:
+            return " ".join(map(str, tokens))
+        return str(self.tokenizer.decode(list(tokens)))
+
+
+def read_stored(run: Path) -> list[StoredText]:
+    """Of the last steps of a run's store the samples of the highest and of the lowest rewards, the highest first.
+
+    Raises:
+        UserError: something in the store cannot be read.
+    """
+    files = store_of(run)
+    newest = {step: files[step] for step in list(files)[-_STEPS:]}
+    text_of = TextOf.of_run(run)
+    return [
+        StoredText(sample, text_of(sample.prompt_tokens), text_of(sample.response_tokens))
+        for _, file in newest_first(newest)
+        for sample in file.with_tokens(_extremes(file.find(Wanted())))
+    ]
+
+
+def _extremes(found: Sequence[tuple[Place, StoredSample]]) -> list[Place]:
+    """Where the samples of the highest and of the lowest rewards are."""
+
+    def reward(each: tuple[Place, StoredSample]) -> float:
+        value = each[1].reward
+        return -math.inf if value is None or math.isnan(value) else value
+
+    places = [place for place, _ in sorted(found, key=reward, reverse=True)]
+    if len(places) <= _OF_A_STEP:
+        return places
+    return [*places[: _OF_A_STEP // 2], *places[-(_OF_A_STEP // 2) :]]

@@ -1,0 +1,219 @@
+"""A run's sample store, as those read it who look at samples: of large files, no more than is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from engine3d.errors import UserError, first_line, shortened
+from engine3d.input_files import check_regular
+from hybridflow.rundir.file_names import SAMPLE_STORE
+from hybridflow.rundir.sample_files import stored_steps
+
+_SUMS = ("reward", "cost")
+_PLAIN = ("step", "sample_id", "group_id", "prompt_index", "policy_version", "finish_reason", "advantage")
+_WHERE = ("engine", "began", "ended")
+_TOKENS = ("prompt_tokens", "response_tokens", "response_mask")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which samples are looked for.
+
+    Args:
+        reward_below, reward_above: of their rewards; any if None.
+        group, sample: their ids; any if None.
+    """
+
+    reward_below: float | None = None
+    reward_above: float | None = None
+    group: int | None = None
+    sample: int | None = None
+
+    @property
+    def is_any(self) -> bool:
+        """Whether every sample is."""
+        return self == Wanted()
+
+    def has(self, row: Mapping[str, Any]) -> bool:
+        """Whether a sample with these fields is."""
+        reward = row["reward"]
+        reward = math.nan if reward is None else reward
+        return (
+            (self.group is None or row["group_id"] == self.group)
+            and (self.sample is None or row["sample_id"] == self.sample)
+            and (self.reward_below is None or reward < self.reward_below)
+            and (self.reward_above is None or reward > self.reward_above)
+        )
+
+    def __str__(self) -> str:
+        said = [
+            f"a reward {word} {value:g}"
+            for word, value in (("below", self.reward_below), ("above", self.reward_above))
+            if value is not None
+        ]
+        ids = (("group", self.group), ("id", self.sample))
+        said += [f"{name} {value}" for name, value in ids if value is not None]
+        return " and ".join(said)
+
+
+@dataclass(frozen=True)
+class StoredSample:
+    """A sample as it was learned from.
+
+    Args:
+        step: that has learned from it.
+        sample, group, prompt: its id, that of its group, and the index of the prompt in the data.
+        version: of the oldest weights that drew a token of the response.
+        finish_reason: stop, length or abort.
+        reward: the sum; None without one.
+        cost: the sum; None without one.
+        by_name: what functions and models have given, such as "reward/exact_match".
+        advantage: of all its tokens; None where these have different ones.
+        engine: number of the one that drew it; None where that is not known.
+        seconds: from asking the engine to the whole response; None where that is not known.
+        prompt_tokens, response_tokens: their ids; none where they were not asked for.
+        response_mask: which response tokens the policy wrote.
+    """
+
+    step: int
+    sample: int
+    group: int
+    prompt: int
+    version: int
+    finish_reason: str
+    reward: float | None
+    cost: float | None
+    by_name: Mapping[str, float] = field(default_factory=dict)
+    advantage: float | None = None
+    engine: int | None = None
+    seconds: float | None = None
+    prompt_tokens: Sequence[int] = ()
+    response_tokens: Sequence[int] = ()
+    response_mask: Sequence[bool] = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a sample stands in a file."""
+
+    row_group: int
+    row: int
+
+
+class StepFile:
+    """The samples of one step.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        UserError: it cannot be read, or is none of samples.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        check_regular(path)
+        self._file: pq.ParquetFile = self._try(lambda: pq.ParquetFile(path, memory_map=False))
+        names = self._file.schema_arrow.names
+        if missing := [name for name in (*_PLAIN, *_SUMS, *_WHERE, *_TOKENS) if name not in names]:
+            raise UserError(f"{path} has no column {missing[0]}, expected the samples of a step")
+        self._named = [name for name in names if name.startswith(tuple(f"{each}/" for each in _SUMS))]
+
+    def __len__(self) -> int:
+        return int(self._file.metadata.num_rows)
+
+    def rewards(self) -> list[float]:
+        """Of all samples that have one."""
+        table = self._try(lambda: self._file.read(["reward"]))
+        return [value for value in table["reward"].to_pylist() if value is not None and not math.isnan(value)]
+
+    def find(self, wanted: Wanted) -> list[tuple[Place, StoredSample]]:
+        """What is looked for, in the order of the file, without its tokens."""
+        names = [*_PLAIN, *_SUMS, *_WHERE, *self._named]
+        found = []
+        for number in range(self._file.num_row_groups):
+            rows = self._rows(number, names)
+            found += [(Place(number, row), self._sample(each)) for row, each in enumerate(rows) if wanted.has(each)]
+        return found
+
+    def with_tokens(self, places: Sequence[Place]) -> list[StoredSample]:
+        """The samples at some places, in that order."""
+        found: dict[Place, StoredSample] = {}
+        for number in dict.fromkeys(place.row_group for place in places):
+            here = [place for place in places if place.row_group == number]
+            names = [*_PLAIN, *_SUMS, *_WHERE, *self._named, *_TOKENS]
+            rows = self._rows(number, names, [place.row for place in here])
+            found |= {place: self._sample(each) for place, each in zip(here, rows, strict=True)}
+        return [found[place] for place in places]
+
+    def _rows(self, number: int, names: Sequence[str], rows: Sequence[int] | None = None) -> list[dict[str, Any]]:
+        def read() -> list[dict[str, Any]]:
+            table = self._file.read_row_group(number, list(names))
+            found: list[dict[str, Any]] = (table if rows is None else table.take(rows)).to_pylist()
+            return found
+
+        found: list[dict[str, Any]] = self._try(read)
+        return found
+
+    def _sample(self, row: Mapping[str, Any]) -> StoredSample:
+        engine, began, ended = (row[name] for name in _WHERE)
+        seconds = None if began is None or ended is None else ended - began
+        return StoredSample(
+            step=row["step"],
+            sample=row["sample_id"],
+            group=row["group_id"],
+            prompt=row["prompt_index"],
+            version=row["policy_version"],
+            finish_reason=row["finish_reason"],
+            reward=row["reward"],
+            cost=row["cost"],
+            by_name={name: row[name] for name in self._named if row[name] is not None},
+            advantage=row["advantage"],
+            engine=engine if engine is not None and engine >= 0 else None,
+            seconds=None if seconds is None or math.isnan(seconds) else seconds,
+            prompt_tokens=row.get("prompt_tokens") or (),
+            response_tokens=row.get("response_tokens") or (),
+            response_mask=row.get("response_mask") or (),
+        )
+
+    def _try(self, read: Any) -> Any:
+        try:
+            return read()
+        except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+            reason = shortened(" ".join(first_line(error).split()), 120)
+            raise UserError(f"{self._path} holds no samples that can be read: {reason}") from None
+
+
+def has_store(run: Path) -> bool:
+    """Whether samples of any step are there. Raises OSError where that cannot be seen."""
+    return bool(stored_steps(run / SAMPLE_STORE))
+
+
+def store_of(run: Path) -> dict[int, Path]:
+    """The files of a run's samples by step, the oldest first.
+
+    Raises:
+        UserError: there are none, or they cannot be listed.
+    """
+    store = run / SAMPLE_STORE
+    try:
+        files = stored_steps(store)
+    except OSError as error:
+        raise UserError(f"{store} cannot be read: {error.strerror}") from None
+    if not files:
+        raise UserError(f"no samples in {store}; a run writes them after each step unless samples.store=false")
+    return files
+
+
+def newest_first(files: Mapping[int, Path]) -> Iterator[tuple[int, StepFile]]:
+    """Each step's samples; those that a run removes meanwhile, to stay within its bound, are left out."""
+    for step in sorted(files, reverse=True):
+        if files[step].exists():
+            yield step, StepFile(files[step])

@@ -1,0 +1,203 @@
+"""The samples that a run has learned from, written to its directory in a thread while the next step goes on.
+
+The driver holds references: tokens lie in the object store, from which the thread has a bounded number of them at a
+time. Training does not depend on it: what cannot be written of a step is missing, and said to be.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import pyarrow.parquet as pq
+import torch
+
+from engine3d.errors import first_line
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.sample_table import ByName, Scored, sample_schema, table_of
+from hybridflow.config.run import SamplesConfig
+from hybridflow.errors.log import log
+from hybridflow.rundir.sample_files import forget_later_steps, forget_oldest_steps, replacing, sample_file
+
+FORMAT = 1
+_MB = 1_000_000
+_MOST_TOKENS = 1 << 20
+"""That are in the driver's memory at a time: some 200 bytes for each, with what Arrow makes of them."""
+_MOST_HELD = 2
+"""Steps whose samples are kept in the object store for being written."""
+_PATIENCE_S = 30.0
+"""That a step waits for those before it to be written; a disk that takes longer gets no more until it has."""
+_END_S = 60.0
+_FAILED_END_S = 5.0
+_COMPRESSED = {"compression": "zstd", "use_byte_stream_split": ["logprobs.list.element"]}
+_REPEATED = [
+    *("prompt_tokens.list.element", "response_tokens.list.element", "token_versions.list.element"),
+    *("step", "group_id", "prompt_index", "policy_version", "reward", "engine", "finish_reason", "began", "ended"),
+]
+"""Columns whose values are written once, with numbers for where they stand."""
+
+
+@dataclass(frozen=True, eq=False)
+class LearnedSamples:
+    """What a step has learned from.
+
+    Args:
+        step: its number.
+        version: of the weights that it has made.
+        batches: the samples, in the order in which they were learned from.
+        by_name: what functions and models have given them, such as "reward/exact_match".
+    """
+
+    step: int
+    version: int
+    batches: tuple[RemoteBatch, ...]
+    by_name: Mapping[str, ByName] = field(default_factory=dict)
+
+
+class SampleStore:
+    """The store of one run.
+
+    Args:
+        settings: whether there is one, and how much it may hold.
+        directory: of its files; made once it is needed.
+        steps_done: that the run goes on after: what is there of later ones it will make again.
+    """
+
+    def __init__(self, settings: SamplesConfig, directory: Path, steps_done: int) -> None:
+        self._settings, self._directory, self._steps_done = settings, directory, steps_done
+        self._changed = threading.Condition()
+        self._waiting: deque[LearnedSamples] = deque()
+        self._writing: LearnedSamples | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = self._stuck = self._left = False
+        self._missing: tuple[int, int] | None = None
+        self._prunes = True
+
+    def __enter__(self) -> SampleStore:
+        try:
+            forget_later_steps(self._directory, self._steps_done)
+        except OSError as error:
+            log.warning(f"samples: {self._directory} has steps that the run makes again: {error.strerror}")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Wait for what is being written, but not for long in a run that has failed."""
+        limit_s = _END_S if kind is None else _FAILED_END_S
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(limit_s)
+        with self._changed:
+            unwritten = [each.step for each in (self._writing, *self._waiting) if each is not None]
+            self._waiting.clear()
+            if unwritten:
+                self._miss(unwritten[0], f"not written within {limit_s:g} s of the end")
+            self._left = True
+
+    def keep(self, learned: LearnedSamples) -> None:
+        """Have the samples of a step written; waits for earlier ones where the disk is slower than training."""
+        if not self._settings.store or not any(map(len, learned.batches)):
+            return
+        held = LearnedSamples(
+            learned.step, learned.version, tuple(batch.as_generated() for batch in learned.batches), learned.by_name
+        )
+        with self._changed:
+            if self._changed.wait_for(self._has_room, 0.0 if self._stuck else _PATIENCE_S):
+                self._waiting.append(held)
+                self._changed.notify_all()
+            else:
+                self._stuck = True
+                self._miss(learned.step, f"those of {_MOST_HELD} earlier steps have been waiting for the disk too long")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_all, name="sample-store", daemon=True)
+            self._thread.start()
+
+    def _has_room(self) -> bool:
+        return len(self._waiting) + (self._writing is not None) < _MOST_HELD
+
+    # In the thread
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._writing = None
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    return
+                learned = self._writing = self._waiting.popleft()
+            self._write(learned)
+
+    def _write(self, learned: LearnedSamples) -> None:
+        try:
+            self._directory.mkdir(exist_ok=True)  # not its parents: a run's directory that is gone stays so
+            with replacing(sample_file(self._directory, learned.step)) as file:
+                write_samples(file, learned)
+        except Exception as error:  # of the disk, of Ray or of Arrow: it costs this step's samples and nothing else
+            with self._changed:
+                self._miss(learned.step, getattr(error, "strerror", None) or first_line(error))
+            return
+        with self._changed:
+            self._stuck = False
+            if self._missing is not None and not self._left:
+                first, last = self._missing
+                of = f"step {first}" if first == last else f"steps {first} to {last}"
+                log.info(f"samples: written again from step {learned.step} on; those of {of} are missing")
+            self._missing = None
+        self._prune()
+
+    def _prune(self) -> None:
+        if self._settings.keep_mb is None:
+            return
+        try:
+            forget_oldest_steps(self._directory, self._settings.keep_mb * _MB)
+            self._prunes = True
+        except OSError as error:
+            if self._prunes:
+                log.warning(f"samples: old ones in {self._directory} could not be removed: {error.strerror}")
+            self._prunes = False
+
+    def _miss(self, step: int, reason: str) -> None:
+        """A step's samples are not there; said once, until others are written again."""
+        if self._missing is None and not self._left:
+            log.warning(f"samples: {self._directory} lacks those of step {step} on: {reason}; training goes on")
+        self._missing = (step if self._missing is None else self._missing[0]), step
+
+
+def write_samples(file: BinaryIO, learned: LearnedSamples, *, most_tokens: int = _MOST_TOKENS) -> None:
+    """Write the samples of a step as Parquet, with so many tokens in memory at a time (but for a longer sample).
+
+    Raises:
+        OSError: they could not be written.
+    """
+    schema = sample_schema(tuple(learned.by_name))
+    facts = {"format": FORMAT, "step": learned.step, "version": learned.version}
+    schema = schema.with_metadata({"hybridflow": json.dumps(facts)})
+    with pq.ParquetWriter(file, schema, use_dictionary=_REPEATED, **_COMPRESSED) as writer:
+        for batch in learned.batches:
+            for rows in _pieces(batch.lengths.tolist(), most_tokens):
+                few = batch.select(rows)
+                shared = few.facts.get("advantages")
+                advantages = None if shared is None else ByName(few.facts["sample_ids"], shared.float())
+                table = table_of(few.fetch(), Scored(learned.by_name, advantages), learned.step)
+                writer.write_table(table.replace_schema_metadata(schema.metadata))
+
+
+def _pieces(lengths: list[int], most_tokens: int) -> Iterator[torch.Tensor]:
+    """Consecutive samples that have no more tokens together, or one that has more."""
+    first, tokens = 0, 0
+    for row, length in enumerate(lengths):
+        if row > first and tokens + length > most_tokens:
+            yield torch.arange(first, row)
+            first, tokens = row, 0
+        tokens += length
+    yield torch.arange(first, len(lengths))
