@@ -56,7 +56,7 @@ class RemoteEngine:
 
     async def submit(self, requests: Sequence[StreamRequest]) -> None:
         begun = [request.begun.content if request.begun is not None else None for request in requests]
-        await self._call("submit", 1, [_without(request) for request in requests], begun)
+        await self._call("submit", 1, [replace(request, begun=None) for request in requests], begun)
 
     async def ended(self) -> Ended:
         found, summary, packed = await self._call("take_ended", 3, _WAIT_S)
@@ -84,10 +84,6 @@ class RemoteEngine:
             kind = UserError if value.user_error else EngineError
             raise kind(f"{value.role} rank {value.rank}, {value.method}: {value.error}")
         return (value, *others) if results > 1 else value
-
-
-def _without(request: StreamRequest) -> StreamRequest:
-    return StreamRequest(request.sample, request.group, request.place, request.prompt, request.tokens)
 
 
 class RolloutController:

@@ -207,9 +207,10 @@ class Ledger:
 
     def evict(self, version: int) -> tuple[Group, ...]:
         """Give back what no step from `version` on can learn from. Returns what went back, as it was."""
-        stale = [
-            each for each in self._entries.values() if self._age(each.oldest, version) > self._limits.max_staleness
-        ]
+        limit = self._limits.max_staleness
+        if self._oldest_age(version) <= limit:  # as at nearly every response that ends
+            return ()
+        stale = [each for each in self._entries.values() if self._age(each.oldest, version) > limit]
         self._give_back(stale)
         return tuple(each.group for each in stale)
 
@@ -220,7 +221,7 @@ class Ledger:
             ValueError: a step learns already, or something is too old, for which `evict` comes before.
         """
         limits, count = self._limits, self._limits.groups_per_step
-        oldest = max((self._age(oldest, version) for oldest, _ in self._kinds), default=0)
+        oldest = self._oldest_age(version)
         if self._learning or oldest > limits.max_staleness:
             raise ValueError(f"take: {len(self._learning)} groups are being learned from, the oldest is {oldest}")
         if self.ready < count or (limits.late == "wait" and self._waits(version)):
@@ -303,6 +304,10 @@ class Ledger:
     def _age(self, oldest: int | None, version: int) -> int:
         """By how many versions a group's oldest token may be older; 0 of what was not sent yet."""
         return version - oldest if oldest is not None else 0
+
+    def _oldest_age(self, version: int) -> int:
+        """Of the group that is oldest; 0 without any."""
+        return max((self._age(oldest, version) for oldest, _ in self._kinds), default=0)
 
     def _waits(self, version: int) -> bool:
         """Whether the step from `version` is to learn from groups that are not whole, as no later one may.

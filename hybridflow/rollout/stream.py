@@ -61,7 +61,6 @@ class _Gathered:
     first_sample: int
     ends: dict[int, tuple[SampleEnd, Row]] = field(default_factory=dict)
     """By place."""
-    began: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -242,7 +241,7 @@ class RolloutStream:
         }
         for each in state.groups:
             ends = {end.place: (end, row) for end, row in each.ended}
-            gathered = _Gathered(known[each.number], each.first_sample, ends, began=self._clock())
+            gathered = _Gathered(known[each.number], each.first_sample, ends)
             self._groups[each.number] = gathered
             self._ask(gathered, each.begun)
             if each.number in unfinished:
@@ -288,8 +287,9 @@ class RolloutStream:
     def _taken(self, version: int) -> Taken | None:
         self._raise_failure()
         # What has become whole may show that it is older than was known.
-        self._drop(self.ledger.evict(version), "evicted")
-        self._feed()
+        if evicted := self.ledger.evict(version):
+            self._drop(evicted, "evicted")
+            self._feed()
         return self.ledger.take(version)
 
     def _feed(self) -> None:
@@ -297,7 +297,7 @@ class RolloutStream:
         if not self._open:
             return
         for group in self.ledger.admit():
-            gathered = _Gathered(group, self.samples_drawn, began=self._clock())
+            gathered = _Gathered(group, self.samples_drawn)
             self.samples_drawn += self._plan.samples_per_prompt
             self._groups[group.number] = gathered
             self._ask(gathered, {})

@@ -96,14 +96,13 @@ class StreamSource:
 
     def __init__(self, recipe: Recipe, prompts: Prompts, engines: EngineHandles, check: Check) -> None:
         self._recipe, self._prompts, self._check, self._engines = recipe, prompts, check, engines
-        self._packed = PackedPrompts.of(prompts.tokens)
         plan = StreamPlan(
             stream_limits(recipe),
             recipe.rollout.samples_per_prompt,
             recipe.rollout.engine.max_running_requests,
             len(engines.actors),
         )
-        self._prompts_ref = ray.put(self._packed)
+        self._prompts_ref = ray.put(PackedPrompts.of(prompts.tokens))
         seed = recipe.seed + recipe.data.seed
         self._controller = start_controller(
             plan, self._prompts_ref, seed, engines.actors, engines.nodes, engines.threads
@@ -111,7 +110,6 @@ class StreamSource:
         self._version = 0
         self._drawn: tuple[Draw, Rollout] | None = None
         self._figures: dict[str, float] = {}
-        self.samples_drawn = 0
 
     # A step
 
@@ -162,9 +160,6 @@ class StreamSource:
         self._version = version
         self._get(self._controller.learned.remote(version))
 
-    def wait(self) -> None:
-        """Nothing: engines go on while weights change."""
-
     def reserve_samples(self, count: int) -> int:
         """Ids for so many samples that are none of the stream: the first of them."""
         first: int = self._get(self._controller.reserve_samples.remote(count))
@@ -182,36 +177,31 @@ class StreamSource:
         sampler, state = self._get(self._controller.state.remote())
         assert isinstance(state, StreamState)
         rows = [row for each in state.groups for _, row in each.ended]
-        begun = [
-            (each, place, begun.content)
-            for each in state.groups
-            for place, begun in sorted(each.begun.items())
-            if begun is not None
-        ]
-        groups = {each["number"]: each for each in state.ledger["groups"]}
-        return (
-            sampler,
-            state.samples_drawn,
-            HeldStream(
-                state.ledger,
-                {str(each.number): each.first_sample for each in state.groups},
-                _gathered(rows).fetch() if rows else None,
-                self._begun(
-                    [(each, place, groups[each.number]["prompt"], response) for each, place, response in begun]
-                ),
-            ),
+        held = HeldStream(
+            state.ledger,
+            {str(each.number): each.first_sample for each in state.groups},
+            _gathered(rows).fetch() if rows else None,
+            self._begun(state),
         )
+        return sampler, state.samples_drawn, held
 
     def restore(self, sampler: dict[str, int], samples_drawn: int, held: HeldStream | None) -> None:
         """Go on where `state` was taken, before `open`."""
         state = None if held is None else _restored(held, samples_drawn, self._recipe.rollout.samples_per_prompt)
         self._get(self._controller.restore.remote(sampler, state, samples_drawn))
 
-    def _begun(self, parts: Sequence[tuple[GroupState, int, int, Response]]) -> SampleBatch | None:
+    def _begun(self, state: StreamState) -> SampleBatch | None:
+        prompts = {each["number"]: each["prompt"] for each in state.ledger["groups"]}
+        parts = [
+            (each, place, prompts[each.number], begun.content)
+            for each in state.groups
+            for place, begun in sorted(each.begun.items())
+            if begun is not None
+        ]
         if not parts:
             return None
         return SampleBatch.from_generations(
-            prompts=[self._packed[prompt] for _, _, prompt, _ in parts],
+            prompts=[self._prompts.tokens[prompt] for _, _, prompt, _ in parts],
             responses=[response.token_ids for *_, response in parts],
             logprobs=[response.logprobs for *_, response in parts],
             sample_ids=[group.first_sample + place for group, place, _, _ in parts],
@@ -221,10 +211,6 @@ class StreamSource:
             finish_reasons=[FinishReason.ABORT] * len(parts),
             token_versions=[response.versions for *_, response in parts],
         )
-
-    def close(self) -> None:
-        """End the controller."""
-        ray.kill(self._controller)
 
     def _get(self, ref: Any) -> Any:
         """A result of the controller. Raises what an engine's rank died of, or else what the controller says."""

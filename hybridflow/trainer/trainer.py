@@ -413,10 +413,11 @@ class Trainer:
 
     def finish_rollout(self, values: dict[str, float]) -> None:
         """Wait for the rollout that runs ahead, if one does: weights change between two of them."""
-        if self.recipe.trainer.max_staleness and self.machinery.stream is None:
+        lookahead = self.machinery.lookahead
+        if self.recipe.trainer.max_staleness and isinstance(lookahead, Lookahead):
             self.machinery.phases.enter("rollout")
             with Timer(values, metrics.ROLLOUT_WAIT_TIME):
-                self.machinery.lookahead.wait()
+                lookahead.wait()
 
     def synchronise(self, values: dict[str, float]) -> None:
         """Bring the rollout engines, if there are any, to the actor's weights."""
