@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError, shortened
-from engine3d.input_files import FileError, lines
 from hybridflow.data.config import DataConfig, PairsConfig
-from hybridflow.data.tasks import Example, arithmetic_splits, listed, parse_fields, with_error
+from hybridflow.data.tasks import Example, arithmetic_splits, listed, parse_fields, parse_lines, with_error
 
 Text = str | list[int]
 """A text, or its token ids."""
@@ -75,17 +74,11 @@ def read_pairs(path: Path, config: PairsConfig, *, unpaired: bool) -> list[Pair]
     Raises:
         UserError: naming the file and the line.
     """
-    try:
-        found = [
-            _parse_pair(line, f"{path}:{number}", config, unpaired=unpaired)
-            for number, (line, _) in enumerate(lines(path), start=1)
-            if line.strip()
-        ]
-    except FileError as error:
-        raise UserError(f"cannot read pairs from {error}") from None
-    if not found:
-        raise UserError(f"{path} holds no pairs, expected one JSON object a line")
-    return found
+
+    def parse(line: str, place: str) -> Pair:
+        return _parse_pair(line, place, config, unpaired=unpaired)
+
+    return parse_lines(path, parse, what="pairs")
 
 
 def _parse_pair(line: str, place: str, config: PairsConfig, *, unpaired: bool) -> Pair:

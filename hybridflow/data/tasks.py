@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,17 +135,33 @@ def read_jsonl(
     Raises:
         UserError: naming the file and the line.
     """
+
+    def parse(line: str, place: str) -> Example:
+        return _parse_line(line, place, prompt_field, answer_field, text_answers=text_answers)
+
+    return parse_lines(path, parse, what="prompts")
+
+
+def parse_lines[T](path: Path, parse: Callable[[str, str], T], *, what: str) -> list[T]:
+    """What a function makes of each line of a file and its place, in order; lines of white space are skipped.
+
+    Args:
+        path: of the file.
+        parse: raises UserError for a wrong line.
+        what: the lines hold, in errors.
+
+    Raises:
+        UserError: naming the file.
+    """
     try:
-        examples = [
-            _parse_line(line, f"{path}:{number}", prompt_field, answer_field, text_answers=text_answers)
-            for number, (line, _) in enumerate(lines(path), start=1)
-            if line.strip()
+        found = [
+            parse(line, f"{path}:{number}") for number, (line, _) in enumerate(lines(path), start=1) if line.strip()
         ]
     except FileError as error:
-        raise UserError(f"cannot read prompts from {error}") from None
-    if not examples:
-        raise UserError(f"{path} holds no prompts, expected one JSON object a line")
-    return examples
+        raise UserError(f"cannot read {what} from {error}") from None
+    if not found:
+        raise UserError(f"{path} holds no {what}, expected one JSON object a line")
+    return found
 
 
 def _parse_line(line: str, place: str, prompt_field: str, answer_field: str | None, *, text_answers: bool) -> Example:
