@@ -15,7 +15,7 @@ from benchmarks.virtual_clock import run
 from engine3d.errors import EngineError
 from hybridflow.batch.stored_rows import Row
 from hybridflow.batch.stream_requests import Ended, StreamRequest
-from hybridflow.rollout.ledger import StreamLimits
+from hybridflow.rollout.ledger import Queue, StreamLimits
 from hybridflow.rollout.stream import RolloutStream, StepRows, StreamPlan, StreamState
 
 SAMPLES = 2
@@ -271,6 +271,54 @@ def test_an_engine_that_fails_ends_the_wait_for_groups() -> None:
             await setup.stream.take(0)
 
     run(learn())
+
+
+@pytest.mark.parametrize(
+    ("train_s", "queue"), [(20.0, "oldest_first"), (20.0, "freshest_first"), (0.01, "oldest_first")]
+)
+def test_whoever_is_slower_bounds_the_other(train_s: float, queue: Queue) -> None:
+    """A trainer that takes ten times as long as the responses to its groups, or a tenth."""
+
+    async def learn() -> list[StepRows]:
+        setup = _Setup(StreamLimits(4, 2, queue=queue))
+        setup.stream.open(0)
+        steps = []
+        for _ in range(12):
+            rows = await setup.step(train_s)
+            steps.append(rows)
+            assert setup.stream.ledger.ready + setup.stream.ledger.under_way <= 3 * 4
+        return steps
+
+    steps, _ = run(learn())
+    for rows in steps:
+        _check(rows, 4, 2)
+    groups = [each.group.number for rows in steps for each in rows.groups]
+    assert len(set(groups)) == len(groups)
+    waits = [rows.figures["stream/trainer_wait_share"] for rows in steps[4:]]
+    busy = [rows.figures["stream/engines_busy_share"] for rows in steps[4:]]
+    if train_s > 1:  # the queue is full, engines stand still, and nobody waits
+        assert max(waits) < 0.01 and max(busy) < 0.3
+        assert {rows.figures["stream/ready_groups"] for rows in steps[4:]} == {4}
+    else:
+        assert sum(waits) / len(waits) > 0.3 and sum(busy) / len(busy) > 0.7
+
+
+def test_a_response_that_is_never_scored_keeps_no_other_group_back() -> None:
+    class Stuck(_Scorer):
+        async def score(self, rows: Sequence[Row]) -> list[int]:
+            if any(row.rows[row.place] == 5 for row in rows):  # of the third group
+                await asyncio.sleep(1e6)
+            return await super().score(rows)
+
+    async def learn() -> list[StepRows]:
+        setup = _Setup(StreamLimits(4, 1, late="evict"), scorers=[Stuck(0.05), Stuck(0.05)])
+        setup.stream.open(0)
+        return [await setup.step() for _ in range(8)]
+
+    steps, _ = run(learn())
+    groups = [each.group for rows in steps for each in rows.groups]
+    assert [len(rows.groups) for rows in steps] == [4] * 8
+    assert next(group.attempt for group in groups if group.number == 2) == 1  # drawn again once it was too old
 
 
 def test_each_sample_is_scored_once_and_its_group_waits_for_that() -> None:
