@@ -8,7 +8,8 @@
 The first runs the recipes, each with each seed and an evaluation every `--eval-interval` steps, `--jobs` runs at a
 time, and keeps what they learned in `results/learning/<recipe>/seed-<N>.json`; of a recipe with several actors in
 `<recipe>.<actor>`. The second does so for a variant of a recipe, which is kept by a name of its own. The third draws
-every curve that is kept into `docs/algorithms/curves/<recipe>.svg`, beside GRPO's; the last prints a table of what is kept.
+every curve that is kept into `docs/algorithms/curves/<recipe>.svg`, beside GRPO's; the last prints a table of all that
+is kept.
 """
 
 from __future__ import annotations
