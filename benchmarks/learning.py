@@ -1,11 +1,15 @@
 """What each algorithm's recipe learns, over several seeds, and its learning curve.
 
     python benchmarks/learning.py launch/recipes/demo.yaml launch/recipes/remax.yaml --seeds 1 2 3 --jobs 2
+    python benchmarks/learning.py launch/recipes/stream.yaml --name stale-4 --set trainer.max_staleness=4 --results DIR
     python benchmarks/learning.py --draw
+    python benchmarks/learning.py --table --results DIR
 
 The first runs the recipes, each with each seed and an evaluation every `--eval-interval` steps, `--jobs` runs at a
 time, and keeps what they learned in `results/learning/<recipe>/seed-<N>.json`; of a recipe with several actors in
-`<recipe>.<actor>`. The second draws every curve that is kept into `docs/algorithms/curves/<recipe>.svg`, beside GRPO's.
+`<recipe>.<actor>`. The second does so for a variant of a recipe, which is kept by a name of its own. The third draws
+every curve that is kept into `docs/algorithms/curves/<recipe>.svg`, beside GRPO's; the last prints a table of all that
+is kept.
 """
 
 from __future__ import annotations
@@ -87,28 +91,37 @@ def main() -> int:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of every run")
     parser.add_argument("--directory", type=Path, default=Path("runs/learning"), help="of the runs")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where what was learned is kept")
+    parser.add_argument("--name", help="that one recipe is kept by, with --set; its own without")
     parser.add_argument("--draw", action="store_true", help="draw every curve that is kept")
+    parser.add_argument("--table", action="store_true", help="print what every recipe that is kept has learned")
     options = parser.parse_args()
-    if not options.recipes and not options.draw:
-        parser.error("nothing to do, expected recipes or --draw")
+    if not (options.recipes or options.draw or options.table):
+        parser.error("nothing to do, expected recipes, --draw or --table")
+    if options.name is not None and len(options.recipes) != 1:
+        parser.error(f"--name with {len(options.recipes)} recipes, expected one")
     failed = 0
     if options.recipes:
         wanted = [(recipe, seed) for seed in options.seeds for recipe in options.recipes]
 
         def one(each: tuple[Path, int]) -> bool:
-            return _run(*each, options.directory, options.results, options.eval_interval, options.set)
+            kept_by = options.name or each[0].stem
+            return _run(*each, kept_by, options.directory, options.results, options.eval_interval, options.set)
 
         with ThreadPoolExecutor(options.jobs) as pool:
             failed = sum(not succeeded for succeeded in pool.map(one, wanted))
     if options.draw:
         for path in draw_curves(options.results, CURVES):
             print(path)
+    if options.table:
+        print("\n".join(table(options.results)))
     return int(failed > 0)
 
 
-def _run(recipe: Path, seed: int, directory: Path, results: Path, interval: int, settings: Sequence[str]) -> bool:
+def _run(
+    recipe: Path, seed: int, kept_by: str, directory: Path, results: Path, interval: int, settings: Sequence[str]
+) -> bool:
     """Train, and keep what was learned; whether that succeeded."""
-    name = f"{recipe.stem}-{seed}"
+    name = f"{kept_by}-{seed}"
     arguments = [str(recipe), f"seed={seed}", f"trainer.eval_interval={interval}", "trainer.export=false", *settings]
     log = directory / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +141,7 @@ def _run(recipe: Path, seed: int, directory: Path, results: Path, interval: int,
     if done.returncode:
         print(f"{name}: exit code {done.returncode} after {seconds:.0f} s; {log}", flush=True)
         return False
-    for learner, metrics in learners(directory / name, recipe.stem).items():
+    for learner, metrics in learners(directory / name, kept_by).items():
         found = learned(metrics, learner, seed, seconds, " ".join(["hybridflow train", *arguments]))
         path = results / learner / f"seed-{seed}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,6 +197,18 @@ def _mean(label: str, runs: Sequence[Learned]) -> Line:
     band = curve(runs)
     figures = np.array([[dict(map(tuple, run.evaluations))[int(step)] for step in band.x] for run in runs])
     return Line(label, band.x, figures.mean(axis=0))
+
+
+def table(results: Path) -> Iterator[str]:
+    """What every recipe that is kept has learned, as lines of a table: means over seeds, with lowest and highest."""
+    yield "| | seeds | first evaluation | last evaluation | seconds of a run |"
+    yield "|---|---|---|---|---|"
+    for folder in sorted(path for path in results.iterdir() if path.is_dir()):
+        runs = read(results, folder.name)
+        ends = [[run.evaluations[place][1] for run in runs] for place in (0, -1)]
+        first, last = (f"{np.mean(each):.3f} ({min(each):.3f} to {max(each):.3f})" for each in ends)
+        seconds = np.mean([run.seconds for run in runs])
+        yield f"| {folder.name} | {len(runs)} | {first} | {last} | {seconds:.0f} |"
 
 
 def draw_curves(results: Path, curves: Path) -> Iterator[Path]:

@@ -124,7 +124,7 @@ class RunState:
             facts["replay"] = _REPLAY
         streamed = []
         if self.stream is not None:
-            facts["stream"] = {"ledger": self.stream.ledger, "first_samples": self.stream.first_samples}
+            facts["stream"] = {name: getattr(self.stream, name) for name in ("ledger", "first_samples", "scores")}
             for name, samples in (("ended", self.stream.ended), ("begun", self.stream.begun)):
                 if samples is not None:
                     streamed.append(directory / _STREAM[name])
@@ -185,7 +185,9 @@ def _read_stream(directory: Path, facts: Any) -> HeldStream | None:
         if (kept := facts.get(name)) not in (None, file):
             raise ValueError(f"stream.{name}: {shortened(repr(kept))}, expected {file}")
         batches[name] = read_batch(directory / file) if kept is not None else None
-    return HeldStream(dict(facts["ledger"]), dict(facts["first_samples"]), **batches)
+    return HeldStream(
+        dict(facts["ledger"]), dict(facts["first_samples"]), **batches, scores=dict(facts.get("scores", {}))
+    )
 
 
 def _read_kept(path: Path) -> dict[str, Tensor]:

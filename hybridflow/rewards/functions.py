@@ -18,10 +18,13 @@ from hybridflow.rewards.scoring import Scoring, Worker
 class PendingRewards:
     """Rewards that threads and processes work on. Made by `RewardFunctions.submit`; for the thread that called it."""
 
-    def __init__(self, scorings: Sequence[Scoring], workers: Sequence[Worker], close: Callable[[], None]) -> None:
+    def __init__(
+        self, scorings: Sequence[Scoring], workers: Sequence[Worker], close: Callable[[], None], *, whole: bool = True
+    ) -> None:
         self._scorings = scorings
         self._workers = workers
         self._close = close
+        self._whole = whole
         self._errors: list[BaseException] = []
         self._outcome: RewardResult | BaseException | None = None
         # Daemons: at the end of the program they do not wait for their processes, which end with it.
@@ -72,7 +75,7 @@ class PendingRewards:
             thread.join()
         if self._errors:
             raise self._errors[0]  # the others are of processes killed because of it
-        return combine(self._scorings)
+        return combine(self._scorings, whole=self._whole)
 
     def cancel(self) -> None:
         """End the work: `result` raises unless it was called before."""
@@ -131,9 +134,11 @@ class RewardFunctions:
         prompts: Sequence[str],
         answers: Sequence[Any],
         fields: Mapping[str, Sequence[Any]] | None = None,
+        *,
+        whole: bool = True,
     ) -> RewardResult:
         """The rewards of B generated texts: `submit` and its `result`, with the arguments and errors of both."""
-        return self.submit(texts, prompts, answers, fields).result()
+        return self.submit(texts, prompts, answers, fields, whole=whole).result()
 
     def submit(
         self,
@@ -141,6 +146,8 @@ class RewardFunctions:
         prompts: Sequence[str],
         answers: Sequence[Any],
         fields: Mapping[str, Sequence[Any]] | None = None,
+        *,
+        whole: bool = True,
     ) -> PendingRewards:
         """Begin with the rewards of B generated texts, given the B prompts and answers that belong to them.
 
@@ -150,6 +157,7 @@ class RewardFunctions:
             texts, prompts: (B,).
             answers: (B,), each what JSON may hold.
             fields: (B,) each, by name: those that the data have.
+            whole: whether these are all of a step, of which a function must not fail on all.
 
         Raises:
             RuntimeError: the result of an earlier submit has not been taken. The processes are for one batch at a time.
@@ -170,7 +178,7 @@ class RewardFunctions:
                 scoring.record(range(len(values)), values)
             else:
                 workers += [Worker(process, scoring) for process in self._processes[function.name]]
-        self._pending = PendingRewards(scorings, workers, self.close)
+        self._pending = PendingRewards(scorings, workers, self.close, whole=whole)
         self._pending.start()
         return self._pending
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -47,11 +47,22 @@ class RewardResult:
     """What `failed` marks, by function and sample."""
 
 
-def combine(scorings: Sequence[Scoring]) -> RewardResult:
-    """The rewards of a batch from the finished scorings of all functions.
+@dataclass(frozen=True, slots=True)
+class SampleScore:
+    """The rewards of one sample, as plain values. See `RewardResult`."""
+
+    total: float
+    dropped: bool
+    by_name: Mapping[str, float]
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """For each function that gave none, why: one line, to follow the name of the reward."""
+
+
+def combine(scorings: Sequence[Scoring], *, whole: bool = True) -> RewardResult:
+    """The rewards of a batch from the finished scorings of all functions. `whole`: as of `RewardFunctions.evaluate`.
 
     Raises:
-        UserError: a function failed on all samples, or every sample is dropped.
+        UserError: a sum is not finite; if `whole`, also as `check_given`.
     """
     size = len(scorings[0].batch.texts)
     total = torch.zeros(size)
@@ -61,9 +72,8 @@ def combine(scorings: Sequence[Scoring]) -> RewardResult:
     for scoring in scorings:
         function = scoring.config
         mask = torch.tensor([sample in scoring.failures for sample in range(size)], dtype=torch.bool)
-        if size and mask.all():
-            reason = f"failed on all {size} samples of a step: it {scoring.failures[0]}"
-            raise UserError(str(CallError(function, reason)))
+        if whole and size and mask.all():
+            raise _failed_on_all(function, size, scoring.failures[0])
         column = torch.tensor(scoring.values, dtype=torch.float32)
         column[mask] = function.failure_value if function.on_failure == "value" else math.nan
         if function.on_failure == "drop":
@@ -77,10 +87,65 @@ def combine(scorings: Sequence[Scoring]) -> RewardResult:
         sample = int((~dropped & ~total.isfinite()).nonzero()[0])
         names = " + ".join(f"{each.config.weight:g} x {each.config.name!r}" for each in scorings)
         raise UserError(f"rewards: their sum {names} of sample {sample} is not finite in float32")
-    if size and dropped.all():
-        counts = ", ".join(f"reward {name!r} failed on {int(mask.sum())}" for name, mask in failed.items())
-        raise UserError(f"rewards: all {size} samples of a step are dropped: {counts}; first, {failures[0]}")
-    return RewardResult(total, by_name, failed, dropped, tuple(failures))
+    result = RewardResult(total, by_name, failed, dropped, tuple(failures))
+    if whole:
+        check_given(result, [scoring.config for scoring in scorings])
+    return result
+
+
+def check_given(result: RewardResult, functions: Sequence[RewardFunctionConfig]) -> None:
+    """Refuse what all samples of a step were scored with, if nothing came of it.
+
+    Raises:
+        UserError: a function failed on all samples, or every sample is dropped.
+    """
+    size = len(result.total)
+    if not size:
+        return
+    for function in functions:
+        if result.failed[function.name].all():
+            first = next(failure for failure in result.failures if failure.function == function.name)
+            raise _failed_on_all(function, size, first.reason)
+    if result.dropped.all():
+        counts = ", ".join(f"reward {name!r} failed on {int(mask.sum())}" for name, mask in result.failed.items())
+        raise UserError(f"rewards: all {size} samples of a step are dropped: {counts}; first, {result.failures[0]}")
+
+
+def _failed_on_all(function: RewardFunctionConfig, size: int, reason: str) -> UserError:
+    return UserError(str(CallError(function, f"failed on all {size} samples of a step: it {reason}")))
+
+
+def by_sample(result: RewardResult) -> list[SampleScore]:
+    """What a result says of each of its samples."""
+    failures: list[dict[str, str]] = [{} for _ in result.total]
+    for failure in result.failures:
+        failures[failure.sample][failure.function] = failure.reason
+    columns = {name: column.tolist() for name, column in result.by_name.items()}
+    rows = zip(result.total.tolist(), result.dropped.tolist(), failures, strict=True)
+    return [
+        SampleScore(total, dropped, {name: column[row] for name, column in columns.items()}, failed)
+        for row, (total, dropped, failed) in enumerate(rows)
+    ]
+
+
+def of_samples(scores: Sequence[SampleScore], functions: Sequence[RewardFunctionConfig]) -> RewardResult:
+    """The result of a batch of these samples, which `functions` have scored. Errors as of `check_given`."""
+    names = [function.name for function in functions]
+    failures = [
+        RewardFailure(name, row, reason)
+        for name in names
+        for row, score in enumerate(scores)
+        if (reason := score.failures.get(name)) is not None
+    ]
+    result = RewardResult(
+        torch.tensor([score.total for score in scores], dtype=torch.float32),
+        {name: torch.tensor([score.by_name[name] for score in scores], dtype=torch.float32) for name in names},
+        {name: torch.tensor([name in score.failures for score in scores], dtype=torch.bool) for name in names},
+        torch.tensor([score.dropped for score in scores], dtype=torch.bool),
+        tuple(failures),
+    )
+    check_given(result, functions)
+    return result
 
 
 def join_results(parts: Sequence[RewardResult]) -> RewardResult:

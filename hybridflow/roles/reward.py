@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from torch import Tensor
 from engine3d.errors import UserError
 from engine3d.startup.imports import quick_imports
 from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.batch.stored_rows import Row, gathered
 from hybridflow.batch.worker_output import Columns
 from hybridflow.data.tasks import Example, field_names
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
-from hybridflow.rewards.result import RewardResult
+from hybridflow.rewards.result import RewardResult, SampleScore, by_sample
 from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.future import Future
 from hybridflow.workers.protocols import DP_PROTO, ONE_TO_ALL, register
@@ -37,6 +39,9 @@ class FunctionRewardWorker:
         UserError: the directory is not there on this node.
     """
 
+    threads_beside = 1
+    """For a stream, whose responses are scored as they end."""
+
     def __init__(
         self,
         context: WorkerContext,
@@ -51,6 +56,7 @@ class FunctionRewardWorker:
         self._fields = field_names(example for split in examples.values() for example in split)
         self._functions = {what: RewardFunctions(config, self._fields) for what, config in configs.items()}
         self._tokenizer_directory, self._examples = tokenizer, examples
+        self._turn = threading.Lock()  # the functions are for one batch at a time
 
     @register(ONE_TO_ALL)
     def start(self) -> None:
@@ -68,20 +74,35 @@ class FunctionRewardWorker:
 
         Failures go into this rank's log too, by the id of their sample.
         """
-        texts = self._tokenizer.batch_decode(batch.responses(), skip_special_tokens=True)
-        examples = [self._examples[split][index] for index in batch.prompt_indices.tolist()]
-        result = self._functions[what].evaluate(
-            texts,
-            [example.prompt for example in examples],
-            [example.answer for example in examples],
-            {name: [example.fields.get(name) for example in examples] for name in self._fields},
-        )
-        for failure in result.failures:
-            print(f"sample {int(batch.sample_ids[failure.sample])}: {failure}")
+        result = self._evaluated(batch, split, what, whole=True)
         facts = {_TOTAL: result.total, _DROPPED: result.dropped}
         facts |= {f"{_VALUE}{name}": column for name, column in result.by_name.items()}
         facts |= {f"{_FAILED}{name}": mask for name, mask in result.failed.items()}
         return Columns(facts=facts, note=result.failures)
+
+    def score_rows(self, rows: Sequence[Row]) -> list[dict[str, SampleScore]]:
+        """What each function of rewards and of costs gives samples of a stream, by what it is for.
+
+        Of a part of a step's samples a function may fail on all.
+        """
+        batch = gathered(rows).fetch()
+        found = {what: by_sample(self._evaluated(batch, "train", what, whole=False)) for what in self._functions}
+        return [{what: scores[row] for what, scores in found.items()} for row in range(len(rows))]
+
+    def _evaluated(self, batch: SampleBatch, split: str, what: str, *, whole: bool) -> RewardResult:
+        texts = self._tokenizer.batch_decode(batch.responses(), skip_special_tokens=True)
+        examples = [self._examples[split][index] for index in batch.prompt_indices.tolist()]
+        with self._turn:
+            result = self._functions[what].evaluate(
+                texts,
+                [example.prompt for example in examples],
+                [example.answer for example in examples],
+                {name: [example.fields.get(name) for example in examples] for name in self._fields},
+                whole=whole,
+            )
+        for failure in result.failures:
+            print(f"sample {int(batch.sample_ids[failure.sample])}: {failure}")
+        return result
 
     def shutdown(self) -> None:
         """End the functions' processes."""

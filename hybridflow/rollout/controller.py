@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from engine3d.errors import EngineError, UserError
+from hybridflow.batch.stored_rows import Row, StoredRows
 from hybridflow.batch.stream_requests import Begun, Ended, StreamRequest
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.sampler import PromptSampler
@@ -26,19 +27,47 @@ _WAIT_S = 2.0
 """How long an engine's rank waits for something to end before it says that nothing has."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRows:
-    """Samples that an engine has made.
+class _RemoteRank:
+    """A rank by its handle.
 
     Args:
-        summary: reference to their facts, a `Summary`.
-        packed: reference to their columns, a `Packed`.
-        node: Ray's id of the node that they lie on.
+        name: of it in errors.
+        actor: of the rank.
+        threads: Ray's name of the threads that take calls beside those of the group.
     """
 
-    summary: Any
-    packed: Any
-    node: str
+    def __init__(self, name: str, actor: Any, threads: str) -> None:
+        self._name, self._actor, self._threads = name, actor, threads
+
+    async def call(self, method: str, results: int, *arguments: Any, what: str = "") -> Any:
+        """What a method returns; of several results only the first, and references to others."""
+        calling = self._actor.call_beside.options(concurrency_group=self._threads, num_returns=results)
+        refs = calling.remote(method, results, *arguments)
+        first, *others = refs if results > 1 else [refs]
+        try:
+            value = await first
+        except RayError as error:
+            raise EngineError(f"{self._name}, {what or method}: {' '.join(str(error).split())}") from None
+        if isinstance(value, Failure):
+            kind = UserError if value.user_error else EngineError
+            raise kind(f"{value.role} rank {value.rank}, {value.method}: {value.error}")
+        return (value, *others) if results > 1 else value
+
+
+class RemoteScorer:
+    """A rank of the reward functions.
+
+    Args:
+        actor: of the rank.
+        threads: Ray's name of its threads.
+    """
+
+    def __init__(self, actor: Any, threads: str) -> None:
+        self._rank = _RemoteRank("reward rank", actor, threads)
+
+    async def score(self, rows: Sequence[Row]) -> Sequence[Any]:
+        found: Sequence[Any] = await self._rank.call("score_rows", 1, list(rows))
+        return found
 
 
 class RemoteEngine:
@@ -52,7 +81,8 @@ class RemoteEngine:
     """
 
     def __init__(self, number: int, actor: Any, node: str, threads: str) -> None:
-        self._number, self._actor, self._node, self._threads = number, actor, node, threads
+        self._rank = _RemoteRank(f"rollout rank of engine {number}", actor, threads)
+        self._node = node
 
     async def submit(self, requests: Sequence[StreamRequest]) -> None:
         begun = [request.begun.content if request.begun is not None else None for request in requests]
@@ -71,19 +101,7 @@ class RemoteEngine:
 
     async def _call(self, method: str, results: int, *arguments: Any) -> Any:
         """What a method of the engine's stream returns; of several results only the first, and references to others."""
-        calling = self._actor.call_beside.options(concurrency_group=self._threads, num_returns=results)
-        refs = calling.remote("of_stream", results, method, *arguments)
-        first, *others = refs if results > 1 else [refs]
-        try:
-            value = await first
-        except RayError as error:
-            raise EngineError(
-                f"rollout rank of engine {self._number}, {method}: {' '.join(str(error).split())}"
-            ) from None
-        if isinstance(value, Failure):
-            kind = UserError if value.user_error else EngineError
-            raise kind(f"{value.role} rank {value.rank}, {value.method}: {value.error}")
-        return (value, *others) if results > 1 else value
+        return await self._rank.call("of_stream", results, method, *arguments, what=method)
 
 
 class RolloutController:
@@ -96,6 +114,7 @@ class RolloutController:
         actors: of the first rank of every engine, by number.
         nodes: Ray's id of the node of each.
         threads: Ray's name of the threads in which they take calls.
+        scorers: of every rank of the reward functions, which take calls in threads of the same name.
     """
 
     def __init__(
@@ -106,6 +125,7 @@ class RolloutController:
         actors: Sequence[Any],
         nodes: Sequence[str],
         threads: str,
+        scorers: Sequence[Any] = (),
     ) -> None:
         self._prompts, self._sampler = prompts, PromptSampler(len(prompts), seed)
         engines = [
@@ -113,7 +133,8 @@ class RolloutController:
             for number, (actor, node) in enumerate(zip(actors, nodes, strict=True))
         ]
         self._taking: asyncio.Task[Any] | None = None
-        self._stream = RolloutStream(plan, engines, self._draw, prompts.length)
+        scoring = [RemoteScorer(actor, threads) for actor in scorers]
+        self._stream = RolloutStream(plan, engines, self._draw, prompts.length, scorers=scoring)
 
     async def open(self, version: int, last_group: int) -> None:
         """Begin with engines that serve `version`; draw no prompt from `last_group` on."""
@@ -129,6 +150,10 @@ class RolloutController:
             return replace(rows, busy=tuple((engine, begin + offset, end + offset) for engine, begin, end in rows.busy))
         finally:
             self._taking = None
+
+    async def waiting_for(self) -> str:
+        """What the step that waits for its groups waits for, in words."""
+        return self._stream.waiting_for()
 
     async def learned(self, version: int) -> None:
         """The step is over, and engines serve `version`."""

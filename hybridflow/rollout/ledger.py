@@ -154,9 +154,9 @@ class Ledger:
 
     # What happens
 
-    def admit(self, most: int | None = None) -> tuple[Group, ...]:
-        """Groups to begin: those that have gone back, by number, and then newly drawn ones; at most `most`."""
-        room = self.room if most is None else min(self.room, most)
+    def admit(self) -> tuple[Group, ...]:
+        """Groups to begin: those that have gone back, by number, and then newly drawn ones."""
+        room = self.room
         again, self._returned = self._returned[:room], self._returned[room:]
         count = room - len(again)
         if self.draws_left is not None:
@@ -194,16 +194,6 @@ class Ledger:
     def lost(self, number: int) -> None:
         """A group cannot become whole; its prompt goes back."""
         self._give_back([self._entries[number]])
-
-    def overdue(self, version: int) -> tuple[Group, ...]:
-        """Groups that are not whole, and that no later step than the one from `version` may learn from."""
-        return tuple(
-            entry.group
-            for entry in self._entries.values()
-            if entry.place is None
-            and entry.oldest is not None
-            and self._age(entry.oldest, version) >= self._limits.max_staleness
-        )
 
     def evict(self, version: int) -> tuple[Group, ...]:
         """Give back what no step from `version` on can learn from. Returns what went back, as it was."""

@@ -15,15 +15,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine3d.errors import EngineError
+from hybridflow.batch.stored_rows import Row
 from hybridflow.batch.stream_requests import Begun, SampleEnd, StreamEngine, StreamRequest
+from hybridflow.metrics import names as metrics
 from hybridflow.rollout.dispatch import Asked, Dispatcher
 from hybridflow.rollout.ledger import Group, Ledger, StreamLimits, Taken
+from hybridflow.rollout.scoring_queue import Scorer, ScoringQueue
 from hybridflow.rollout.stream_figures import StreamFigures
 
 _FIRST_GUESS = 256.0
 """Tokens that a response is expected to have before any has ended."""
 _MOST_BUSY = 4096
 """Times in which engines were busy that are told for a step; the last ones."""
+_MOST_NAMED = 4
+"""Engines that a line names."""
 _REMEMBERED = 0.99
 """Weight of the responses before in the running mean of lengths."""
 
@@ -45,14 +50,6 @@ class StreamPlan:
     engines: int
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Where a sample lies: `rows` of an `Ended`, and its place in it."""
-
-    rows: Any
-    place: int
-
-
 @dataclass(slots=True)
 class _Gathered:
     """The samples of a group so far."""
@@ -61,15 +58,18 @@ class _Gathered:
     first_sample: int
     ends: dict[int, tuple[SampleEnd, Row]] = field(default_factory=dict)
     """By place."""
+    scores: dict[int, Any] = field(default_factory=dict)
+    """By place."""
 
 
 @dataclass(frozen=True)
 class GroupRows:
-    """A whole group: the end of each sample in order, and where it lies."""
+    """A whole group: the end of each sample in order, where it lies, and its score if there are any."""
 
     group: Group
     ends: tuple[SampleEnd, ...]
     rows: tuple[Row, ...]
+    scores: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,14 @@ class GroupState:
         first_sample: id of its first sample; the others follow.
         ended: what has ended, and where it lies.
         begun: what each other sample has, by its place in the group; None of one that has nothing.
+        scores: of the samples that have ended and were scored, by place in the group.
     """
 
     number: int
     first_sample: int
     ended: tuple[tuple[SampleEnd, Row], ...]
     begun: dict[int, Begun | None]
+    scores: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ class RolloutStream:
         draw: gives so many further prompts: the number of each draw, and the index of its prompt.
         prompt_tokens: of a prompt, by its index.
         clock: in seconds.
+        scorers: that score every sample as it ends; a group is whole once all of its are scored.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class RolloutStream:
         draw: Callable[[int], Iterable[tuple[int, int]]],
         prompt_tokens: Callable[[int], int],
         clock: Callable[[], float] = time.monotonic,
+        scorers: Sequence[Scorer] = (),
     ) -> None:
         self._plan, self._engines, self._prompt_tokens, self._clock = plan, list(engines), prompt_tokens, clock
         self.ledger = Ledger(plan.limits, draw)
@@ -157,6 +161,7 @@ class RolloutStream:
         self._failure: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._open = False
+        self._scoring = ScoringQueue(scorers, self._scored, self._spawn)
         self.figures = StreamFigures(len(engines), clock)
 
     # What the driver asks for
@@ -177,6 +182,8 @@ class RolloutStream:
         began = self._clock()
         async with self._changed:
             while (taken := self._taken(version)) is None:
+                if not (self.ledger.under_way or self._dispatcher.waiting or self._dispatcher.busy):
+                    raise EngineError(f"no group is under way, and the step still {self.waiting_for()}")
                 await self._changed.wait()
         self.figures.waited(self._clock() - began)
         self._drop(taken.evicted, "evicted")
@@ -185,7 +192,20 @@ class RolloutStream:
         self._learning = tuple(self._rows(group) for group in taken.groups)
         self._feed()
         figures = self.figures.collect(self._dispatcher, self.ledger)
+        if self._scoring.needed:
+            figures[metrics.STREAM_WAITING_REWARDS] = len(self._scoring)
         return StepRows(self._learning, taken, figures, self._take_busy())
+
+    def waiting_for(self) -> str:
+        """What a step waits for that has not got its groups, in words."""
+        counts = {number: self._dispatcher.in_flight(number)[0] for number in range(len(self._engines))}
+        busy = [f"{count} at engine {number}" for number, count in counts.items() if count]
+        if len(busy) > _MOST_NAMED:
+            busy = [*busy[:_MOST_NAMED], f"{sum(counts.values())} at {len(busy)} engines in all"]
+        parts = [f"responses under way: {', '.join(busy) or 'none'}"]
+        if self._scoring.needed:
+            parts.append(f"{len(self._scoring)} wait for their reward")
+        return f"has {self.ledger.ready} of {self._plan.limits.groups_per_step} groups; {'; '.join(parts)}"
 
     def learned(self, version: int) -> None:
         """The step is over, and the engines serve this version."""
@@ -198,7 +218,8 @@ class RolloutStream:
         """The step that is under way will not learn: what it took is there again."""
         for each in self._learning:
             ends = {end.place: (end, row) for end, row in zip(each.ends, each.rows, strict=True)}
-            self._groups[each.group.number] = _Gathered(each.group, each.ends[0].sample, ends)
+            scores = dict(enumerate(each.scores))
+            self._groups[each.group.number] = _Gathered(each.group, each.ends[0].sample, ends, scores)
         self._learning = ()
         self.ledger.give_back()
 
@@ -227,6 +248,7 @@ class RolloutStream:
                     for place in range(self._plan.samples_per_prompt)
                     if place not in gathered.ends
                 },
+                dict(gathered.scores),
             )
             for gathered in sorted(self._groups.values(), key=lambda each: each.group.number)
         ]
@@ -241,9 +263,13 @@ class RolloutStream:
         }
         for each in state.groups:
             ends = {end.place: (end, row) for end, row in each.ended}
-            gathered = _Gathered(known[each.number], each.first_sample, ends)
+            gathered = _Gathered(known[each.number], each.first_sample, ends, dict(each.scores))
             self._groups[each.number] = gathered
             self._ask(gathered, each.begun)
+            if each.number in unfinished:
+                for place, (end, row) in ends.items():
+                    if place not in gathered.scores:
+                        self._score(end, row)
             if each.number in unfinished:
                 drawn = [end.oldest for end, _ in each.ended]
                 drawn += [begun.oldest for begun in each.begun.values() if begun is not None]
@@ -282,7 +308,27 @@ class RolloutStream:
         self.ledger.sent(end.group, end.oldest)  # it may have begun before a restart, with older weights
         if len(gathered.ends) == self._plan.samples_per_prompt:
             self._dispatcher.forget(end.group)
-            self.ledger.became_whole(end.group, min(each.oldest for each, _ in gathered.ends.values()))
+        self._score(end, row)
+        self._look_whether_whole(gathered)
+
+    def _score(self, end: SampleEnd, row: Row) -> None:
+        if self._scoring.needed:
+            self._scoring.add(end, row)
+
+    async def _scored(self, ends: Sequence[SampleEnd], scores: Sequence[Any]) -> None:
+        """Samples have been scored; of some the group may be gone, or begun anew."""
+        for end, score in zip(ends, scores, strict=True):
+            gathered = self._groups.get(end.group)
+            if gathered is not None and gathered.first_sample + end.place == end.sample:
+                gathered.scores[end.place] = score
+                self._look_whether_whole(gathered)
+        await self._wake()
+
+    def _look_whether_whole(self, gathered: _Gathered) -> None:
+        count = self._plan.samples_per_prompt
+        if len(gathered.ends) == count and (len(gathered.scores) == count or not self._scoring.needed):
+            oldest = min(each.oldest for each, _ in gathered.ends.values())
+            self.ledger.became_whole(gathered.group.number, oldest)
 
     def _taken(self, version: int) -> Taken | None:
         self._raise_failure()
@@ -334,6 +380,7 @@ class RolloutStream:
             self.figures.count(why)
             for sample in range(gathered.first_sample, gathered.first_sample + self._plan.samples_per_prompt):
                 self._requests.pop(sample, None)
+                self._scoring.forget(sample)
             for engine, samples in self._dispatcher.forget(group.number).items():
                 self._given_up.update(samples)
                 self._spawn(self._engines[engine].abort(samples))
@@ -341,7 +388,7 @@ class RolloutStream:
     def _rows(self, group: Group) -> GroupRows:
         gathered = self._groups.pop(group.number)
         ends, rows = zip(*(gathered.ends[place] for place in range(self._plan.samples_per_prompt)), strict=True)
-        return GroupRows(group, ends, rows)
+        return GroupRows(group, ends, rows, tuple(gathered.scores[place] for place in sorted(gathered.scores)))
 
     def _expected(self, prompt_tokens: int) -> float:
         return self._length

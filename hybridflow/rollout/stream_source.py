@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import ray
@@ -12,19 +12,21 @@ from ray.exceptions import RayError
 
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout.host.messages import Response
-from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import FinishReason
+from hybridflow.batch.stored_rows import Row, StoredRows, gathered
 from hybridflow.batch.stream_requests import Begun, SampleEnd
 from hybridflow.batch.worker_output import pack
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Draw, Prompts
+from hybridflow.errors.log import log
 from hybridflow.metrics.timeline import Span, timeline
-from hybridflow.rollout.controller import StoredRows, start_controller
+from hybridflow.rewards.result import RewardResult, SampleScore, of_samples
+from hybridflow.rollout.controller import start_controller
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.prefetch import Rollout
-from hybridflow.rollout.stream import GroupState, Row, StepRows, StreamPlan, StreamState
+from hybridflow.rollout.stream import GroupState, StepRows, StreamPlan, StreamState
 
 _LOOK_S = 0.2
 
@@ -44,12 +46,14 @@ class EngineHandles:
         nodes: Ray's id of the node of each.
         threads: Ray's name of the threads in which they take calls beside those of their group.
         hosts: of each engine, each of which has a rank.
+        scorers: handle of every rank of the reward functions.
     """
 
     actors: Sequence[Any]
     nodes: Sequence[str]
     threads: str
     hosts: int = 1
+    scorers: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,14 @@ class HeldStream:
         first_samples: id of the first sample of each group under way, by the group's number.
         ended: the samples of these groups that have ended; None without any.
         begun: those that have a part of their response; None without any.
+        scores: of samples that have ended, by their ids: for "reward" and "cost", fields of a `SampleScore`.
     """
 
     ledger: dict[str, Any]
     first_samples: dict[str, int]
     ended: SampleBatch | None = None
     begun: SampleBatch | None = None
+    scores: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
 
 
 def stream_limits(recipe: Recipe) -> StreamLimits:
@@ -105,11 +111,12 @@ class StreamSource:
         self._prompts_ref = ray.put(PackedPrompts.of(prompts.tokens))
         seed = recipe.seed + recipe.data.seed
         self._controller = start_controller(
-            plan, self._prompts_ref, seed, engines.actors, engines.nodes, engines.threads
+            plan, self._prompts_ref, seed, engines.actors, engines.nodes, engines.threads, engines.scorers
         )
         self._version = 0
         self._drawn: tuple[Draw, Rollout] | None = None
         self._figures: dict[str, float] = {}
+        self._scores: dict[int, Mapping[str, SampleScore]] = {}
 
     # A step
 
@@ -132,8 +139,11 @@ class StreamSource:
         if count is not None:
             raise UserError(f"{count} prompts beside those of the step with rollout.stream, expected null of it")
         if self._drawn is None:
-            rows: StepRows = self._get(self._controller.take.remote(self._version))
-            rollout = Rollout(_batch(rows), None)  # they took no time of the step's own
+            rows: StepRows = self._get(self._controller.take.remote(self._version), of_step=True)
+            batch = gathered([row for each in rows.groups for row in each.rows])
+            rollout = Rollout(batch, None)  # they took no time of the step's own
+            ends = ((end, score) for each in rows.groups for end, score in zip(each.ends, each.scores, strict=False))
+            self._scores = {end.sample: score for end, score in ends}
             hosts = self._engines.hosts
             timeline.record(Span("rollout", hosts * engine, "stream", begin, end) for engine, begin, end in rows.busy)
             draw = Draw(self._prompts, [each.group.prompt for each in rows.groups], rows.groups[0].group.number)
@@ -149,6 +159,21 @@ class StreamSource:
                 "step.generate(step.draw()) once a step with rollout.stream"
             )
         return held[1]
+
+    def rewards(self, what: str, sample_ids: Sequence[int]) -> RewardResult | None:
+        """What functions have given these samples; None where not all of them were scored.
+
+        Args:
+            what: "reward" or "cost".
+            sample_ids: of the last step's samples.
+
+        Raises:
+            UserError: a function failed on all of them, or every sample is dropped.
+        """
+        config = self._recipe.functions.get(what)
+        if config is None or not all(sample in self._scores for sample in sample_ids):
+            return None
+        return of_samples([self._scores[sample][what] for sample in sample_ids], config.functions)
 
     def take_figures(self) -> dict[str, float]:
         """Figures of the stream up to the last step's groups, by metric name."""
@@ -180,8 +205,13 @@ class StreamSource:
         held = HeldStream(
             state.ledger,
             {str(each.number): each.first_sample for each in state.groups},
-            _gathered(rows).fetch() if rows else None,
+            gathered(rows).fetch() if rows else None,
             self._begun(state),
+            {
+                str(each.first_sample + place): {what: asdict(score) for what, score in scores.items()}
+                for each in state.groups
+                for place, scores in each.scores.items()
+            },
         )
         return sampler, state.samples_drawn, held
 
@@ -189,6 +219,10 @@ class StreamSource:
         """Go on where `state` was taken, before `open`."""
         state = None if held is None else _restored(held, samples_drawn, self._recipe.rollout.samples_per_prompt)
         self._get(self._controller.restore.remote(sampler, state, samples_drawn))
+
+    def _waiting_for(self) -> str:
+        found: str = self._get(self._controller.waiting_for.remote())
+        return found
 
     def _begun(self, state: StreamState) -> SampleBatch | None:
         prompts = {each["number"]: each["prompt"] for each in state.ledger["groups"]}
@@ -212,15 +246,21 @@ class StreamSource:
             token_versions=[response.versions for *_, response in parts],
         )
 
-    def _get(self, ref: Any) -> Any:
-        """A result of the controller. Raises what an engine's rank died of, or else what the controller says."""
-        limit_s = self._recipe.limits.call_s
-        end = time.monotonic() + limit_s
+    def _get(self, ref: Any, *, of_step: bool = False) -> Any:
+        """A result of the controller. Raises what an engine's rank died of, or else what the controller says.
+
+        `of_step`: a step's groups, which may take as long as engines come further, and functions of rewards have time.
+        """
+        limits, began = self._recipe.limits, time.monotonic()
+        end, quiet = began + limits.call_s, began + limits.quiet_s
         try:
             while not ray.wait([ref], timeout=_LOOK_S)[0]:
                 self._check()
-                if time.monotonic() > end:
-                    raise EngineError(f"rollout controller: no answer within {limit_s:g} s (limits.call_s)")
+                if of_step and time.monotonic() > quiet:
+                    log.info(f"rollout: after {time.monotonic() - began:.0f} s the step {self._waiting_for()}")
+                    quiet = time.monotonic() + limits.quiet_s
+                elif not of_step and time.monotonic() > end:
+                    raise EngineError(f"rollout controller: no answer within {limits.call_s:g} s (limits.call_s)")
             return ray.get(ref)
         except RayError as error:
             self._check(ask=True)
@@ -228,24 +268,6 @@ class StreamSource:
             if isinstance(cause, EngineError | UserError):
                 raise cause from None
             raise EngineError(f"rollout controller: {' '.join(str(error).split())}") from None
-
-
-def _batch(rows: StepRows) -> RemoteBatch:
-    return _gathered([row for each in rows.groups for row in each.rows])
-
-
-def _gathered(rows: Sequence[Row]) -> RemoteBatch:
-    """The samples that lie at these places, in this order."""
-    stored: dict[Any, StoredRows] = {row.rows.packed: row.rows for row in rows}
-    summaries = ray.get([each.summary for each in stored.values()])
-    sizes = [len(summary.facts["sample_ids"]) for summary in summaries]
-    firsts, first = {}, 0
-    for ref, size in zip(stored, sizes, strict=True):
-        firsts[ref], first = first, first + size
-    whole = RemoteBatch.of_results(
-        summaries, [each.packed for each in stored.values()], [each.node for each in stored.values()]
-    )
-    return whole.select([firsts[row.rows.packed] + row.place for row in rows])
 
 
 def _restored(held: HeldStream, samples_drawn: int, samples_per_prompt: int) -> StreamState:
@@ -266,6 +288,10 @@ def _restored(held: HeldStream, samples_drawn: int, samples_per_prompt: int) -> 
         for place, (sample, group, tokens, oldest) in enumerate(facts):
             end = SampleEnd(sample, group, sample - firsts[group], tokens, oldest, whole=True)
             ended[group].append((end, Row(rows, place)))
+    scores: dict[int, Mapping[str, SampleScore]] = {
+        int(sample): {what: SampleScore(**values) for what, values in each.items()}
+        for sample, each in held.scores.items()
+    }
     begun: dict[int, Begun] = {}
     if held.begun is not None:
         batch = held.begun
@@ -281,7 +307,7 @@ def _restored(held: HeldStream, samples_drawn: int, samples_per_prompt: int) -> 
     for number, first in firsts.items():
         there = {end.place for end, _ in ended[number]}
         missing = [place for place in range(samples_per_prompt) if place not in there]
-        groups.append(
-            GroupState(number, first, tuple(ended[number]), {place: begun.get(first + place) for place in missing})
-        )
+        of_ended = {place: scores[first + place] for place in sorted(there) if first + place in scores}
+        going_on = {place: begun.get(first + place) for place in missing}
+        groups.append(GroupState(number, first, tuple(ended[number]), going_on, of_ended))
     return StreamState(held.ledger, samples_drawn, tuple(groups))

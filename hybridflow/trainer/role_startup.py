@@ -75,12 +75,18 @@ class Roles:
         """How a rollout controller reaches the engines."""
         assert self.rollout is not None
         hosts, ranks = self.rollout.layout.tp, self.rollout.ranks  # of an engine the first host's rank answers
-        return EngineHandles(tuple(ranks.actors[::hosts]), tuple(ranks.nodes[::hosts]), BESIDE, hosts)
+        groups = dict.fromkeys(self.functions.values())
+        scorers = tuple(actor for group in groups for actor in group.ranks.actors)
+        return EngineHandles(tuple(ranks.actors[::hosts]), tuple(ranks.nodes[::hosts]), BESIDE, hosts, scorers)
 
     def check_engines(self, *, ask: bool = False) -> None:
-        """Raise what a rank of an engine died of, if that is known. `ask`: find out whether all answer."""
+        """Raise what a rank of engines or reward functions died of, if that is known.
+
+        `ask`: find out whether engines answer.
+        """
         assert self.rollout is not None
-        self.rollout.ranks.check("stream")
+        for group in dict.fromkeys([self.rollout, *self.functions.values()]):
+            group.ranks.check("stream")
         if ask:
             self.rollout.take_offload_figures().wait()
 

@@ -335,7 +335,9 @@ class TrainerStep(Step[Any]):
             scoring = roles.scalar[f"{what}_model"].score(generated) if model is not None else None
             total, kept = torch.zeros(len(batch)), torch.ones(len(batch), dtype=torch.bool)
             if what in roles.functions:
-                result = reward_result(roles.functions[what].score(generated, split="train", what=what))
+                result = self._scored_already(what, batch)
+                if result is None:
+                    result = reward_result(roles.functions[what].score(generated, split="train", what=what))
                 tell_failures(f"step {self.number}, {phases.phase}", result)
                 total, kept = result.total, ~result.dropped
             if model is not None and scoring is not None:
@@ -352,6 +354,11 @@ class TrainerStep(Step[Any]):
             if not part:
                 self._check_enough(len(rows), len(batch), what)
         return batch.with_facts(**{fact: total}).select(rows)
+
+    def _scored_already(self, what: str, batch: RemoteBatch) -> RewardResult | None:
+        """What functions gave the samples of a stream as they ended."""
+        stream = self.machinery.stream
+        return None if stream is None else stream.rewards(what, batch.facts["sample_ids"].tolist())
 
     def take_scores(self, made: TrainerStep) -> None:
         """Have what another step has found of the rewards and costs of samples that this one learns from."""

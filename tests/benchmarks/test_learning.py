@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.learning import RESULTS, Learned, curve, draw_curves, learned, learners, read
+from benchmarks.learning import RESULTS, Learned, curve, draw_curves, learned, learners, read, table
 from hybridflow.config.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +76,15 @@ def test_a_curve_is_over_the_evaluations_that_all_seeds_have() -> None:
     band = curve([_learned(1, (0, 0.25), (20, 0.5), (40, 1.0)), _learned(2, (0, 0.5), (20, 0.25))])
     assert (band.x.tolist(), band.low.tolist(), band.high.tolist()) == ([0, 20], [0.25, 0.25], [0.5, 0.5])
     assert band.label == "2 seeds"
+
+
+def test_a_table_says_what_every_recipe_has_learned(tmp_path: Path) -> None:
+    (tmp_path / "stale-4").mkdir()
+    for seed, last in ((1, 0.5), (2, 0.75)):
+        found = _learned(seed, (0, 0.25), (20, last), recipe="stale-4")
+        (tmp_path / f"stale-4/seed-{seed}.json").write_text(json.dumps(found.__dict__))
+    *_, row = table(tmp_path)
+    assert row == "| stale-4 | 2 | 0.250 (0.250 to 0.250) | 0.625 (0.500 to 0.750) | 1 |"
 
 
 def test_every_recipe_is_drawn_beside_grpo(tmp_path: Path) -> None:

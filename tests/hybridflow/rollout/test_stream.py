@@ -13,17 +13,51 @@ import pytest
 from benchmarks.stand_in_engine import StandInEngine
 from benchmarks.virtual_clock import run
 from engine3d.errors import EngineError
+from hybridflow.batch.stored_rows import Row
 from hybridflow.batch.stream_requests import Ended, StreamRequest
-from hybridflow.rollout.ledger import StreamLimits
+from hybridflow.rollout.ledger import Queue, StreamLimits
 from hybridflow.rollout.stream import RolloutStream, StepRows, StreamPlan, StreamState
 
 SAMPLES = 2
 
 
+class _Named(StandInEngine):
+    """Where its samples lie is their ids."""
+
+    async def ended(self) -> Ended:
+        samples = (await super().ended()).samples
+        return Ended(samples, [end.sample for end in samples])
+
+
+class _Scorer:
+    """Gives a sample its id, after some time, and counts."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.scored: list[int] = []
+        self.most = 0
+
+    async def score(self, rows: Sequence[Row]) -> list[int]:
+        await asyncio.sleep(self._seconds)
+        found = [row.rows[row.place] for row in rows]
+        self.scored += found
+        self.most = max(self.most, len(found))
+        return found
+
+
 class _Setup:
     """A stream with stand-in engines and a version that counts steps."""
 
-    def __init__(self, limits: StreamLimits, *, engines: int = 2, slots: int = 4, seed: int = 0) -> None:
+    def __init__(
+        self,
+        limits: StreamLimits,
+        *,
+        engines: int = 2,
+        slots: int = 4,
+        seed: int = 0,
+        scorers: Sequence[_Scorer] = (),
+    ) -> None:
+        self._scorers = scorers
         self.version = self.drawn = 0
         chance = random.Random(seed)
         lengths: dict[tuple[int, int], int] = {}
@@ -31,16 +65,16 @@ class _Setup:
         def length(request: StreamRequest) -> int:
             return lengths.setdefault((request.group, request.place), min(200, int(chance.paretovariate(1.2) * 5)))
 
-        self.engines = [
-            StandInEngine(slots, lambda n: 0.01 + 0.001 * n, length, lambda: self.version) for _ in range(engines)
-        ]
+        self.engines = [_Named(slots, lambda n: 0.01 + 0.001 * n, length, lambda: self.version) for _ in range(engines)]
         self._numbers = itertools.count()
         self.plan = StreamPlan(limits, SAMPLES, slots, engines)
         self.stream = self.another()
 
     def another(self) -> RolloutStream:
         clock = asyncio.get_running_loop().time
-        return RolloutStream(self.plan, self.engines, self._draw, lambda prompt: 3 + prompt, clock)
+        return RolloutStream(
+            self.plan, self.engines, self._draw, lambda prompt: 3 + prompt, clock, scorers=self._scorers
+        )
 
     def _draw(self, count: int) -> Iterator[tuple[int, int]]:
         self.drawn += count
@@ -64,7 +98,7 @@ def _check(rows: StepRows, groups: int, staleness: int) -> None:
         assert [end.place for end in each.ends] == list(range(SAMPLES))
         assert {end.group for end in each.ends} == {each.group.number}
         for end, row in zip(each.ends, each.rows, strict=True):
-            assert isinstance(row.rows, type(None)) and row.place >= 0 and end.whole
+            assert row.rows[row.place] == end.sample and end.whole
     assert max(rows.taken.staleness) <= staleness
 
 
@@ -148,14 +182,14 @@ def test_a_stream_goes_on_where_its_state_was_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "seed"),
+    ("limits", "seed", "scored"),
     [
-        (StreamLimits(4, 3, queue="freshest_first"), 0),
-        (StreamLimits(4, 1, extra=2), 1),
-        (StreamLimits(4, 2, extra=2, excess="carry", late="evict"), 2),
+        (StreamLimits(4, 3, queue="freshest_first"), 0, False),
+        (StreamLimits(4, 1, extra=2), 1, True),
+        (StreamLimits(4, 2, extra=2, excess="carry", late="evict"), 2, True),
     ],
 )
-def test_thirty_kills_lose_and_repeat_nothing(limits: StreamLimits, seed: int) -> None:
+def test_thirty_kills_lose_and_repeat_nothing(limits: StreamLimits, seed: int, *, scored: bool) -> None:
     """The state is saved after each second step, and a run that is killed goes on after the last one."""
     steps_wanted, chance = 100, random.Random(seed)
     learned: dict[int, list[int]] = {}
@@ -173,7 +207,7 @@ def test_thirty_kills_lose_and_repeat_nothing(limits: StreamLimits, seed: int) -
                 saved = pickle.dumps(state), step, setup.drawn
 
     async def attempt(limit_s: float | None) -> bool:
-        setup = _Setup(limits, engines=2, slots=4, seed=seed)
+        setup = _Setup(limits, engines=2, slots=4, seed=seed, scorers=[_Scorer(0.02)] if scored else [])
         done = 0
         if saved is not None:
             state, done, drawn = pickle.loads(saved[0]), saved[1], saved[2]
@@ -237,6 +271,132 @@ def test_an_engine_that_fails_ends_the_wait_for_groups() -> None:
             await setup.stream.take(0)
 
     run(learn())
+
+
+@pytest.mark.parametrize(
+    ("train_s", "queue"), [(20.0, "oldest_first"), (20.0, "freshest_first"), (0.01, "oldest_first")]
+)
+def test_whoever_is_slower_bounds_the_other(train_s: float, queue: Queue) -> None:
+    """A trainer that takes ten times as long as the responses to its groups, or a tenth."""
+
+    async def learn() -> list[StepRows]:
+        setup = _Setup(StreamLimits(4, 2, queue=queue))
+        setup.stream.open(0)
+        steps = []
+        for _ in range(12):
+            rows = await setup.step(train_s)
+            steps.append(rows)
+            assert setup.stream.ledger.ready + setup.stream.ledger.under_way <= 3 * 4
+        return steps
+
+    steps, _ = run(learn())
+    for rows in steps:
+        _check(rows, 4, 2)
+    groups = [each.group.number for rows in steps for each in rows.groups]
+    assert len(set(groups)) == len(groups)
+    waits = [rows.figures["stream/trainer_wait_share"] for rows in steps[4:]]
+    busy = [rows.figures["stream/engines_busy_share"] for rows in steps[4:]]
+    if train_s > 1:  # the queue is full, engines stand still, and nobody waits
+        assert max(waits) < 0.01 and max(busy) < 0.3
+        assert {rows.figures["stream/ready_groups"] for rows in steps[4:]} == {4}
+    else:
+        assert sum(waits) / len(waits) > 0.3 and sum(busy) / len(busy) > 0.7
+
+
+def test_a_response_that_is_never_scored_keeps_no_other_group_back() -> None:
+    class Stuck(_Scorer):
+        async def score(self, rows: Sequence[Row]) -> list[int]:
+            if any(row.rows[row.place] == 5 for row in rows):  # of the third group
+                await asyncio.sleep(1e6)
+            return await super().score(rows)
+
+    async def learn() -> list[StepRows]:
+        setup = _Setup(StreamLimits(4, 1, late="evict"), scorers=[Stuck(0.05), Stuck(0.05)])
+        setup.stream.open(0)
+        return [await setup.step() for _ in range(8)]
+
+    steps, _ = run(learn())
+    groups = [each.group for rows in steps for each in rows.groups]
+    assert [len(rows.groups) for rows in steps] == [4] * 8
+    assert next(group.attempt for group in groups if group.number == 2) == 1  # drawn again once it was too old
+
+
+def test_each_sample_is_scored_once_and_its_group_waits_for_that() -> None:
+    scorers = [_Scorer(0.2), _Scorer(0.3)]
+
+    async def learn() -> list[StepRows]:
+        setup = _Setup(StreamLimits(4, 1, extra=2), scorers=scorers)
+        setup.stream.open(0)
+        return [await setup.step() for _ in range(20)]
+
+    steps, _ = run(learn())
+    for rows in steps:
+        _check(rows, 4, 1)
+        for each in rows.groups:
+            assert each.scores == tuple(end.sample for end in each.ends)
+    assert sum(len(rows.taken.dropped) for rows in steps)
+    every = [sample for scorer in scorers for sample in scorer.scored]
+    assert len(set(every)) == len(every) and all(scorer.scored for scorer in scorers)
+    assert max(scorer.most for scorer in scorers) > 1  # what ends while one is at work waits together
+
+
+def test_what_was_scored_before_a_restart_is_not_scored_again() -> None:
+    async def learn() -> tuple[list[int], list[int], StreamState]:
+        before, after = _Scorer(0.3), _Scorer(0.05)
+        setup = _Setup(StreamLimits(4, 2), scorers=[before])
+        setup.stream.open(0)
+        for _ in range(3):
+            await setup.step(0.2)
+        await asyncio.sleep(0.15)
+        state = await setup.stream.state()
+        setup.stream.close()
+        setup._scorers = [after]
+        setup.engines = [_Named(4, lambda n: 0.01, lambda _: 7, lambda: setup.version) for _ in range(2)]
+        setup.stream = setup.another()
+        setup.stream.restore(state)
+        setup.stream.open(setup.version)
+        for _ in range(5):
+            rows = await setup.step()
+            assert all(each.scores == tuple(end.sample for end in each.ends) for each in rows.groups)
+        return before.scored, after.scored, state
+
+    before, after, state = run(learn())[0]
+    kept = [each.first_sample + place for each in state.groups for place in each.scores]
+    unscored = [end.sample for each in state.groups for end, _ in each.ended if end.place not in each.scores]
+    assert kept and unscored
+    assert set(kept) <= set(before) and not set(kept) & set(after) and set(unscored) <= set(after)
+
+
+def test_a_score_that_cannot_be_made_ends_the_wait_for_groups() -> None:
+    class Failing(_Scorer):
+        async def score(self, rows: Sequence[Row]) -> list[int]:
+            await asyncio.sleep(0.05)
+            raise EngineError("reward 'judge' is gone")
+
+    async def learn() -> None:
+        setup = _Setup(StreamLimits(4, 1), scorers=[Failing(0.0)])
+        setup.stream.open(0)
+        with pytest.raises(EngineError, match="'judge' is gone"):
+            await setup.stream.take(0)
+
+    run(learn())
+
+
+def test_a_step_says_what_it_waits_for() -> None:
+    async def learn() -> tuple[str, str]:
+        setup = _Setup(StreamLimits(4, 0), scorers=[_Scorer(1000.0)])
+        setup.stream.open(0)
+        step = asyncio.create_task(setup.stream.take(0))
+        await asyncio.sleep(0.01)
+        first = setup.stream.waiting_for()
+        await asyncio.sleep(100)
+        second = setup.stream.waiting_for()
+        step.cancel()
+        return first, second
+
+    first, second = run(learn())[0]
+    assert first == ("has 0 of 4 groups; responses under way: 4 at engine 0, 4 at engine 1; 0 wait for their reward")
+    assert second == "has 0 of 4 groups; responses under way: none; 8 wait for their reward"
 
 
 def test_prompts_go_to_engines_that_have_room_as_responses_end() -> None:
