@@ -7,7 +7,7 @@ import datetime
 import importlib.metadata
 import platform as machine
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
@@ -115,6 +115,8 @@ class Checkpoints:
         self._root = recipe.checkpoint_directory
         self._save: _Save | None = None
         self._lock: TextIO | None = None
+        self.after: Callable[[int], bool] = lambda step: True
+        """Whether a checkpoint of this step may become whole; asked again later where not."""
 
     def __enter__(self) -> Checkpoints:
         """Make the directory; remove what saves that were killed left in it.
@@ -225,10 +227,9 @@ class Checkpoints:
         save.figures[metrics.CHECKPOINT_BYTES] = sum(each.nbytes for each in took)
         save.figures[metrics.CHECKPOINT_HOST_BYTES] = max(each.host_bytes for each in took)
 
-    @staticmethod
-    def _is_written(save: _Save) -> bool:
+    def _is_written(self, save: _Save) -> bool:
         calls = {name: group.checkpoint_written() for name, group in save.trained.items()}
-        return all(all(ranks) for ranks in _collect(calls).values())
+        return all(all(ranks) for ranks in _collect(calls).values()) and self.after(save.state.step)
 
     def _finish(self, save: _Save) -> None:
         try:

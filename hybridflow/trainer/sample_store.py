@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class SampleStore:
         self._changed = threading.Condition()
         self._waiting: deque[LearnedSamples] = deque()
         self._writing: LearnedSamples | None = None
+        self._began = 0.0
         self._thread: threading.Thread | None = None
         self._closing = self._stuck = self._left = False
         self._missing: tuple[int, int] | None = None
@@ -121,6 +123,13 @@ class SampleStore:
             self._thread = threading.Thread(target=self._write_all, name="sample-store", daemon=True)
             self._thread.start()
 
+    def written(self, step: int) -> bool:
+        """Whether the samples of the steps up to this one are on the disk, or it is too slow or too full for them."""
+        with self._changed:
+            late = self._writing is not None and time.monotonic() - self._began > _PATIENCE_S
+            under_way = [each for each in (self._writing, *self._waiting) if each is not None and each.step <= step]
+            return not under_way or late or self._stuck
+
     def _has_room(self) -> bool:
         return len(self._waiting) + (self._writing is not None) < _MOST_HELD
 
@@ -135,6 +144,7 @@ class SampleStore:
                 if not self._waiting:
                     return
                 learned = self._writing = self._waiting.popleft()
+                self._began = time.monotonic()
             self._write(learned)
 
     def _write(self, learned: LearnedSamples) -> None:

@@ -106,6 +106,7 @@ def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
         _weight_sync(recipe, run, roles) as weights,
         SampleStore(recipe.samples, run.directory / SAMPLE_STORE, run.steps_done) as samples,
     ):
+        checkpoints.after = samples.written  # a run that goes on from one has the samples of the steps before it
         try:
             yield Trainer(recipe, run, roles, weights, sinks, checkpoints, opened.phases, devices, samples)
         finally:

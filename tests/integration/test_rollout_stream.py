@@ -78,12 +78,15 @@ def test_each_prompt_is_learned_from_once_although_the_run_was_killed(run: Kille
     _, state = _state(run, STEPS)
     assert state["stream"]["ledger"] == {"groups": [], "returned": []}
     assert not list(run.run_directory.glob("checkpoints/*5/stream-*"))
+    # Each checkpoint that a run went on from became whole after the samples of its step.
+    stored = sorted(path.name for path in (run.run_directory / "samples").iterdir())
+    assert stored == [f"step-{step:08d}.parquet" for step in range(1, STEPS + 1)]
 
 
 @pytest.mark.processes
 @pytest.mark.long
 def test_a_checkpoint_holds_what_has_ended_and_what_has_begun(run: KilledRun) -> None:
-    begun = 0
+    begun = scored = 0
     for step in range(STEPS):
         checkpoint, state = _state(run, step)
         held = state["stream"]
@@ -104,8 +107,11 @@ def test_a_checkpoint_holds_what_has_ended_and_what_has_begun(run: KilledRun) ->
                 assert whole if name == "ended" else max(batch.response_lengths.tolist()) < 24
                 ids += batch.sample_ids.tolist()
                 begun += name == "begun"
+                if name == "ended":
+                    assert set(held["scores"]) <= set(map(str, batch.sample_ids.tolist()))
+                    scored += len(held["scores"])
         assert len(ids) == len(set(ids)) and max(ids, default=-1) < state["samples_drawn"]
-    assert begun
+    assert begun and scored
 
 
 @pytest.mark.processes

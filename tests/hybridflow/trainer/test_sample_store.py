@@ -142,6 +142,28 @@ def test_a_disk_that_does_not_answer_holds_up_neither_steps_nor_the_end(
     assert list(written(tmp_path)) == [1]
 
 
+def test_a_checkpoint_waits_for_the_samples_of_its_step_but_not_for_a_disk_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    write = sample_store.write_samples
+    monkeypatch.setattr(sample_store, "write_samples", lambda *given: (answers.wait(60), write(*given)))
+    with SampleStore(SamplesConfig(), tmp_path, 0) as samples:
+        assert samples.written(1)  # of which nothing is to be written
+        samples.keep(a_step(1))
+        samples.keep(a_step(2))
+        assert [samples.written(step) for step in (0, 1, 2)] == [True, False, False]
+        monkeypatch.setattr(sample_store, "_PATIENCE_S", 0.0)
+        with samples._changed:
+            assert samples._changed.wait_for(lambda: samples._writing is not None, 60)
+        assert samples.written(2)
+        monkeypatch.setattr(sample_store, "_PATIENCE_S", 60.0)
+        assert not samples.written(2)
+        answers.set()
+        _settle(samples)
+        assert samples.written(2)
+
+
 def _noting(wait_for: Any, limits: list[float | None]) -> Any:
     def noted(self: Any, condition: Any, timeout: float | None = None) -> Any:
         if threading.current_thread() is threading.main_thread():

@@ -1,0 +1,54 @@
+"""What pages tell of what recipes learn is what is kept of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.learning import Learned
+
+ROOT = Path(__file__).parents[2]
+
+
+def _generator() -> Any:
+    spec = importlib.util.spec_from_file_location("generate_curves", ROOT / "docs/generate_curves.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pages_tell_what_is_kept() -> None:
+    done = subprocess.run(
+        [sys.executable, "docs/generate_curves.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_means_over_seeds_stand_beside_the_recipe_and_curves_on_its_page(tmp_path: Path) -> None:
+    for name, last in {"gspo": 0.5, "gspo_token": 0.7, "ippo.adder": 0.9, "ippo.brief": 0.8}.items():
+        (tmp_path / name).mkdir()
+        for seed, more in ((1, 0.0), (2, 0.1)):
+            found = Learned(name, seed, [(0, 0.25), (20, last + more)], "eval/accuracy", [], 1.0, "", "", {})
+            (tmp_path / name / f"seed-{seed}.json").write_text(json.dumps(found.__dict__))
+    generator = _generator()
+    pages = dict(generator.pages(tmp_path))
+    rows = {line.split("`")[1]: line for line in pages[generator.TABLE].splitlines() if line.startswith("| [`")}
+    assert rows["gspo"].endswith("| [0.25 → 0.55](algorithms/curves/gspo.svg) |")
+    assert rows["ippo"].endswith(
+        "](algorithms/curves/ippo.adder.svg), [0.25 → 0.85](algorithms/curves/ippo.brief.svg) |"
+    )
+    assert rows["ppo"].endswith(" |  |")
+    gspo = pages[ROOT / "docs/algorithms/gspo.md"]
+    assert gspo.count(generator.HEADING) == 1 and "Mean over 2 seeds" in gspo
+    assert "![gspo: 0.25 → 0.55](curves/gspo.svg)\n![gspo_token: 0.25 → 0.75](curves/gspo_token.svg)\n" in gspo
+    for path, text in pages.items():  # nothing is told twice where it is written again
+        names = ["gspo", "gspo_token"] if path.name == "gspo.md" else []
+        if path == generator.TABLE:
+            assert generator.table(text, tmp_path) == text
+        elif names:
+            assert generator.page(text, names, tmp_path) == text
