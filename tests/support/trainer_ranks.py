@@ -133,7 +133,7 @@ class Trainer:
 
     def try_send(self, *, version: int, hold_in_round: int) -> str:
         """Send over the process group, stand still in a round until released, and return the error, if there is one."""
-        wire = self._sender._participant._wire
+        wire = self._sender._outlets[0].participant._wire
         exchange, exchanges = wire._exchange, itertools.count(1)
 
         def holding(*arguments: Any) -> Any:
