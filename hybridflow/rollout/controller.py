@@ -138,9 +138,9 @@ class RolloutController:
         """The weights of these engines are about to change."""
         self._stream.change(engines)
 
-    async def serve(self, engine: int, version: int) -> None:
-        """An engine serves this version."""
-        self._stream.serve(engine, version)
+    async def serve(self, engines: Sequence[int], version: int) -> None:
+        """These engines serve this version."""
+        self._stream.serve(engines, version)
 
     async def give_back(self) -> None:
         """The step will not learn, whether it has its groups or waits for them."""

@@ -209,9 +209,10 @@ class RolloutStream:
             self.ledger.learned()
             self._feed()
 
-    def serve(self, engine: int, version: int) -> None:
-        """An engine serves this version, while others may serve the one before."""
-        self._dispatcher.serve(engine, version)
+    def serve(self, engines: Iterable[int], version: int) -> None:
+        """These engines serve this version, while others may serve the one before."""
+        for number in engines:
+            self._dispatcher.serve(number, version)
         self._feed()
 
     def give_back(self) -> None:

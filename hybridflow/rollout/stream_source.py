@@ -167,10 +167,10 @@ class StreamSource:
         if self._open:
             self._get(self._controller.change.remote(engines))
 
-    def serve(self, engine: int, version: int) -> None:
-        """An engine serves this version: requests may go there again."""
+    def serve(self, engines: Sequence[int], version: int) -> None:
+        """These engines serve this version: requests may go there again."""
         if self._open:
-            self._get(self._controller.serve.remote(engine, version))
+            self._get(self._controller.serve.remote(engines, version))
 
     def reserve_samples(self, count: int) -> int:
         """Ids for so many samples that are none of the stream: the first of them."""

@@ -44,8 +44,8 @@ class Requests(Protocol):
     def change(self, engines: Sequence[int]) -> None:
         """The weights of these engines are about to change."""
 
-    def serve(self, engine: int, version: int) -> None:
-        """An engine serves this version."""
+    def serve(self, engines: Sequence[int], version: int) -> None:
+        """These engines serve this version."""
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,7 @@ class WeightSync:
                 with Timer(values, metrics.SYNC_COMMIT_TIME):
                     commit(part)
                 if requests is not None:
-                    for engine in part.engines:
-                        requests.serve(engine, version)
+                    requests.serve(part.engines, version)
                 for name, figure in _figures(part.plan, sent).items():
                     values[name] = values.get(name, 0.0) + figure
         return values
