@@ -136,6 +136,23 @@ def test_samples_are_as_old_as_they_may_be_and_some_are_of_several_versions(run:
             ["rollout.stream=null", "trainer.max_staleness=1", "rollout.over_sampling=0.5"],
             "over_sampling=0.5 without a",
         ),
+        (
+            ["rollout.weights.rolling=true", "trainer.max_staleness=0"],
+            r"rollout\.weights\.rolling=true with trainer\.max_staleness=0, .* expected false, or a max",
+        ),
+        (
+            ["rollout.weights.rolling=true", "rollout.stream=null", "trainer.max_staleness=1"],
+            r"weights\.rolling=true without a stream, .* expected stream: \{\}, or false",
+        ),
+        (
+            [
+                "rollout.weights.rolling=true",
+                "rollout.engine.memory_saver=true",
+                "rollout.engine.release_weights=true",
+            ],
+            r"rolling=true with rollout\.engine\.release_weights=true, .* expected one of them",
+        ),
+        (["rollout.weights.rolling_engines=2"], r"rolling_engines=2 without rolling=true, expected it, or 1"),
         (["placement.rollout=cpu:0"], r"rollout\.stream with placement\.rollout and placement\.actor both on cpu:0"),
     ],
 )
