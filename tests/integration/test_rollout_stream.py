@@ -14,6 +14,7 @@ from benchmarks.kill_harness import Kill, KilledRun
 from hybridflow.checkpoint.batch_files import read_batch
 from hybridflow.config.recipe import load_recipe
 from hybridflow.config.yaml_loader import SettingsError
+from hybridflow.metrics.timeline import read_spans
 from hybridflow.planning.recipe_check import check_recipe
 from tests.support.runs import ROOT, SMALL, records, rewarded_by_length
 from tests.support.warm import warm_python
@@ -28,6 +29,8 @@ STREAMED = [
     "rollout.sampling.ignore_eos=true",
     "rollout.engine.max_running_requests=24",  # fewer than are under way, so that some wait for others
     "checkpoint.save_interval=1",
+    "placement.rollout=cpu:2-3",  # two engines
+    "rollout.weights.rolling=true",
 ]
 
 
@@ -45,7 +48,7 @@ def run(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> KilledRu
     outcome = run.run(Kill("rollout", "update", 4, 0.0))
     assert outcome.killed and not outcome.left_over, run.output
     assert outcome.exit_code == 1
-    lines = [line for line in run.output.splitlines() if line.startswith("hybridflow: rollout rank 0, ")]
+    lines = [line for line in run.output.splitlines() if re.match(r"hybridflow: rollout rank [01], ", line)]
     # One of SGLang's processes, in the middle of a call or before the next one; or the rank that has them.
     assert len(lines) == 1, run.output
     assert re.search(
@@ -120,6 +123,18 @@ def test_samples_are_as_old_as_they_may_be_and_some_are_of_several_versions(run:
     assert {"stream/engines_busy_share", "stream/trainer_wait_ms", "stream/throughput_tokens_per_sec"} <= train[
         1
     ].keys()
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_engines_get_new_weights_one_after_another(run: KilledRun) -> None:
+    for record in records(run.run_directory, "train"):
+        assert 0 < record["sync/pause_max_ms"] <= record["sync/pause_sum_ms"] <= record["sync/time_ms"]
+    spans = [span for span in read_spans(run.run_directory / "timeline.json") if span.role == "rollout"]
+    paused = {rank: [span for span in spans if (span.rank, span.method) == (rank, "paused")] for rank in (0, 1)}
+    assert len(paused[0]) == len(paused[1]) > 1
+    for first, second in zip(paused[0], paused[1], strict=True):
+        assert first.begin < first.end <= second.begin < second.end
 
 
 @pytest.mark.parametrize(
