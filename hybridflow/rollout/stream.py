@@ -149,7 +149,7 @@ class RolloutStream:
         self._requests: dict[int, StreamRequest] = {}
         self.samples_drawn = 0
         """Ids of samples that were given out."""
-        self._version = 0
+        self._step_version = 0
         """That the last step began from."""
         self._length = _FIRST_GUESS
         self._busy_since: dict[int, float] = {}
@@ -180,7 +180,7 @@ class RolloutStream:
         async with self._changed:
             while (taken := self._taken(version)) is None:
                 await self._changed.wait()
-        self._version = version
+        self._step_version = version
         self.figures.waited(self._clock() - began)
         self._drop(taken.evicted, "evicted")
         self._drop(taken.dropped, "dropped")
@@ -205,7 +205,7 @@ class RolloutStream:
         """
         for number in engines:
             self._dispatcher.change(number)
-        if not self._dispatcher.sends_older_than(self._version + 1):
+        if not self._dispatcher.sends_older_than(self._step_version + 1):
             self.ledger.learned()
             self._feed()
 
