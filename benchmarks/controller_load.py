@@ -86,7 +86,7 @@ def measure_controller(workload: Workload, max_staleness: int, seconds: float, s
             nonlocal steps
             while True:
                 await stream.take(setup.version)
-                setup.version += 1
+                await setup.new_weights()
                 steps += 1
                 stream.learned(setup.version)
 

@@ -81,7 +81,7 @@ class TrainerRank:
     def connect(self, order: SendOrder, method: CopyMethod | None) -> dict[str, float]:
         """Seconds to make ready, and bytes that are taken for messages."""
         start = time.perf_counter()
-        self._sender.connect(order, method)
+        self._sender.connect(order, method=method)
         return {"connect_s": time.perf_counter() - start, "staging_bytes": self._sender.staged_bytes}
 
     def send(self, version: int) -> tuple[float, dict[str, Sent]]:

@@ -1,6 +1,7 @@
 """What a stream of rollouts makes of its engines, beside today's batch call, and what its controller costs.
 
     python benchmarks/rollout_stream.py --output stream.json                   64 engines, on a virtual clock
+    python benchmarks/rollout_stream.py --transfers --output transfers.json    the same, all at once and rolling
     python benchmarks/rollout_stream.py --controller --output controller.json  256 engines of 512 requests, in real time
 
 The controller, its scheduler and its books are the real ones; engines only count tokens (`stand_in_engine.py`).
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.controller_load import ControllerLoad, measure_controller
 from benchmarks.response_lengths import LONGEST, PUBLISHED, Lengths
-from benchmarks.stream_load import Measured, Workload, measure_batch, measure_stream
+from benchmarks.stream_load import Measured, Transfer, Workload, measure_batch, measure_stream
 from hybridflow.rollout.ledger import StreamLimits
 
 
@@ -67,6 +68,39 @@ def cases(groups: int, extra: int) -> list[Case]:
         stream("staleness 1, over-sampled, late evicted", 1, extra=extra, late="evict"),
         stream("staleness 4, over-sampled and carried", 4, extra=extra, excess="carry"),
     ]
+
+
+def transfers(engine_s: float, actor_s: float) -> dict[str, Transfer | None]:
+    """Ways in which engines get new weights, by name."""
+    some = max(1, round(engine_s / actor_s)) if actor_s else 1
+    found: dict[str, Transfer | None] = {"in no time": None}
+    for policy, wait in (("wait", True), ("go on", False)):
+        for name, at_a_time in {"all at once": None, "rolling, 1": 1, f"rolling, {some}": some}.items():
+            found[f"{policy}, {name}"] = Transfer(wait, at_a_time, engine_s, actor_s)
+    return found
+
+
+def measure_transfers(workload: Workload, train_s: float, staleness: int, ways: dict[str, Transfer | None]) -> Any:
+    """The figures of each way, which are printed as they come."""
+    print(f"staleness {staleness}, training takes {train_s:.1f} s")
+    print(
+        f"{'':24}{'step s':>8}{'busy':>8}{'slots':>8}{'trainer':>9}{'waits s':>9}{'pause s':>9}{'longest':>9}"
+        f"{'tokens/s':>10}{'of at once':>12}{'staleness':>11}"
+    )
+    found: dict[str, dict[str, Any]] = {}
+    for name, transfer in ways.items():
+        measured = measure_stream(workload, train_s, StreamLimits(workload.groups, staleness), transfer)
+        figures = {key: value for key, value in vars(measured).items() if key != "learned"}
+        found[name] = figures | {"transfer": transfer and asdict(transfer)}
+        at_once = found.get(f"{name.split(',')[0]}, all at once", figures)
+        found[name]["of_at_once"] = measured.tokens_per_s / at_once["tokens_per_s"]
+        print(
+            f"{name:24}{measured.step_s:8.1f}{measured.busy:8.1%}{measured.slots:8.1%}{measured.trainer:9.1%}"
+            f"{measured.sync_s:9.1f}{measured.pause_s:9.2f}{measured.longest_pause_s:9.1f}{measured.tokens_per_s:10,.0f}"
+            f"{found[name]['of_at_once']:12.2f}{measured.mean_staleness:7.2f} ≤ {measured.most_staleness}",
+            flush=True,
+        )
+    return {"staleness": staleness, "train_s": train_s, "ways": found}
 
 
 def measure(workload: Workload, train_share: float, extra: int) -> Iterator[tuple[Case, Measured]]:
@@ -114,6 +148,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm-up", type=int, default=8, help="steps before those that are measured")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--transfers", action="store_true", help="compare ways of bringing new weights to engines")
+    parser.add_argument(
+        "--transfer-s",
+        type=float,
+        nargs=2,
+        default=(0.76, 0.0477),
+        metavar=("ENGINE", "ACTOR"),
+        help="with --transfers: in which an engine takes the weights in, and in which the actor sends them to one",
+    )
     parser.add_argument("--controller", action="store_true", help="measure the controller's CPU, in real time")
     parser.add_argument("--staleness", type=int, default=16, help="with --controller")
     parser.add_argument("--settle", type=float, default=10.0, help="seconds before those of --seconds")
@@ -150,6 +193,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         load = measure_controller(workload, options.staleness, options.seconds, options.settle)
         print(_controller_line(load))
         found |= {"staleness": options.staleness, "load_before": load_before, "controller": asdict(load)}
+    elif options.transfers:
+        _, rollout_s = measure_batch(workload, 0.0, ahead=False)
+        ways = transfers(*options.transfer_s)
+        found["transfer_s"] = options.transfer_s
+        found["measured"] = [
+            measure_transfers(workload, share * rollout_s, staleness, ways)
+            for share in options.train_share
+            for staleness in (1, 4)
+        ]
     else:
         found["measured"] = [
             _measured(workload, share, round(options.over_sampling * workload.groups)) for share in options.train_share

@@ -35,6 +35,8 @@ class StandInEngine:
         self._ended: list[SampleEnd] = []
         self._timer: asyncio.TimerHandle | None = None
         self._told = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._begins = self._runs = True
         self.busy_s = 0.0
         """For how long it had something to do."""
         self.slot_s = 0.0
@@ -52,6 +54,21 @@ class StandInEngine:
             await self._told.wait()
         ended, self._ended = self._ended, []
         return Ended(ended)
+
+    async def begin_weights(self, *, wait: bool) -> None:
+        """Begin nothing until `commit_weights`. What runs ends, if `wait`, before this returns; or stands still."""
+        self._advance()
+        self._begins, self._runs = False, wait
+        while wait and self._running:
+            self._drained.clear()
+            await self._drained.wait()
+        self._fill()
+
+    def commit_weights(self) -> None:
+        """Go on, with the version that is served now."""
+        self._advance()
+        self._begins = self._runs = True
+        self._fill()
 
     async def abort(self, samples: Sequence[int]) -> None:
         self._advance()
@@ -78,7 +95,7 @@ class StandInEngine:
         """Come as far as time has."""
         now = asyncio.get_running_loop().time()
         passed, self._at = now - self._at, now
-        if running := len(self._running):
+        if (running := len(self._running)) and self._runs:
             steps = passed / self._step_s(running)
             self._progress += steps
             self.tokens += steps * running
@@ -86,7 +103,7 @@ class StandInEngine:
             self.slot_s += passed * running / self._slots
 
     def _fill(self) -> None:
-        while self._waiting and len(self._running) < self._slots:
+        while self._begins and self._waiting and len(self._running) < self._slots:
             request = self._waiting.popleft()
             end = self._progress + self._length(request)
             self._running[request.sample] = request, end, self._version()
@@ -95,7 +112,9 @@ class StandInEngine:
             heapq.heappop(self._ends)
         if self._timer is not None:
             self._timer.cancel()
-        if self._ends:
+        if not self._running:
+            self._drained.set()
+        if self._ends and self._runs:
             left = max(0.0, self._ends[0][0] - self._progress)
             self._timer = asyncio.get_running_loop().call_later(left * self._step_s(len(self._running)), self._end)
 

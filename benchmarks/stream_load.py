@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.response_lengths import Lengths
@@ -72,6 +73,8 @@ class Measured:
         mean_tokens: of a response that was learned from.
         mean_staleness, most_staleness: of groups.
         evicted, dropped, carried: groups a step.
+        sync_s: seconds of a step in which the trainer waits for transfers.
+        pause_s, longest_pause_s: seconds of a step in which an engine cannot generate, in the mean and at the most.
         learned: of every step, those of the warm-up too.
     """
 
@@ -88,21 +91,89 @@ class Measured:
     dropped: float
     carried: float
     learned: tuple[Learned, ...] = field(repr=False)
+    sync_s: float = 0.0
+    pause_s: float = 0.0
+    longest_pause_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How engines get new weights.
+
+    Args:
+        wait: whether responses under way end first; else they stand still.
+        at_a_time: engines that get them together; all if None.
+        engine_s: seconds in which an engine can take them in.
+        actor_s: seconds in which the actor can send them to one engine.
+    """
+
+    wait: bool
+    at_a_time: int | None = None
+    engine_s: float = 0.0
+    actor_s: float = 0.0
+
+    def seconds(self, engines: int) -> float:
+        """Of a transfer to so many."""
+        return max(self.engine_s, engines * self.actor_s)
 
 
 class Setup:
-    """Engines of a workload, and the version that they serve."""
+    """Engines of a workload, the newest version of the weights, and that which each serves."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload, self.version = workload, 0
+        self.versions = [0] * workload.engines
+        self.pauses: list[float] = []
+        """How long each engine could not generate, in each transfer."""
         self._lengths = Lengths(workload.task, workload.seed)
         self._known: dict[int, int] = {}
         self._tries: dict[tuple[int, int], int] = {}
         first, more = workload.step_s
         self.engines = [
-            StandInEngine(workload.slots, lambda n: first + more * n, self._length, lambda: self.version)
-            for _ in range(workload.engines)
+            StandInEngine(
+                workload.slots,
+                lambda n: first + more * n,
+                self._length,
+                functools.partial(self.versions.__getitem__, number),
+            )
+            for number in range(workload.engines)
         ]
+
+    async def new_weights(self, stream: RolloutStream | None = None, transfer: Transfer | None = None) -> None:
+        """Bring the next version to all engines, as `WeightSync` does; at once, and in no time, without a transfer."""
+        self.version += 1
+        engines = range(len(self.engines))
+        if transfer is None:
+            self.versions[:] = [self.version] * len(engines)
+            return
+        rolling, clock = transfer.at_a_time is not None, asyncio.get_running_loop().time
+        each = transfer.at_a_time or len(engines)
+        parts = [engines[first : first + each] for first in range(0, len(engines), each)]
+        sending = asyncio.Lock()
+
+        async def stand(number: int) -> float:
+            began = clock()
+            await self.engines[number].begin_weights(wait=transfer.wait)
+            return clock() if transfer.wait else began
+
+        async def renew(part: range) -> None:
+            if rolling and stream is not None:
+                stream.change(part)
+            since = await asyncio.gather(*(stand(number) for number in part))
+            async with sending:
+                await asyncio.sleep(transfer.seconds(len(part)))
+            for number in part:
+                self.versions[number] = self.version
+                self.engines[number].commit_weights()
+            if rolling and stream is not None:
+                stream.serve(part, self.version)
+            self.pauses += [clock() - each for each in since]
+
+        if transfer.wait:
+            await asyncio.gather(*map(renew, parts))
+        else:
+            for part in parts:
+                await renew(part)
 
     def _length(self, request: StreamRequest) -> int:
         if request.sample not in self._known:
@@ -183,24 +254,32 @@ async def _all(engine: StandInEngine, groups: Sequence[int], samples: int) -> in
     return tokens
 
 
-def measure_stream(workload: Workload, train_s: float, limits: StreamLimits) -> Measured:
-    """Steps of a stream, which weights that change do not stop.
+def measure_stream(
+    workload: Workload, train_s: float, limits: StreamLimits, transfer: Transfer | None = None
+) -> Measured:
+    """Steps of a stream.
 
     Args:
         workload: of all steps.
         train_s: seconds of training.
         limits: of the stream; `groups_per_step` is that of the workload.
+        transfer: how engines get new weights; in no time, and stopped by nothing, if None.
     """
 
     async def learn() -> Measured:
         setup, learned, looks = Setup(workload), list[Learned](), list[tuple[float, ...]]()
         counts: dict[str, int] = {"evicted": 0, "dropped": 0, "carried": 0}
-        stream = start(setup, limits)
+        stream, synced = start(setup, limits), list[float]()
         for step in range(workload.warm_up + workload.steps):
             rows = await stream.take(setup.version)
             await asyncio.sleep(train_s)
-            setup.version += 1
+            began = asyncio.get_running_loop().time()
+            await setup.new_weights(stream, transfer)
             stream.learned(setup.version)
+            if step == workload.warm_up - 1:
+                setup.pauses.clear()
+            elif step >= workload.warm_up:
+                synced.append(asyncio.get_running_loop().time() - began)
             learned.append(
                 Learned(
                     tuple(each.group.number for each in rows.groups),
@@ -214,7 +293,13 @@ def measure_stream(workload: Workload, train_s: float, limits: StreamLimits) -> 
                 counts["dropped"] += len(rows.taken.dropped)
                 counts["carried"] += rows.taken.carried
         stream.close()
-        return _figures(workload, learned, looks, train_s, counts)
+        figures = _figures(workload, learned, looks, train_s, counts)
+        return replace(
+            figures,
+            sync_s=sum(synced) / workload.steps,
+            pause_s=sum(setup.pauses) / workload.steps / workload.engines,
+            longest_pause_s=max(setup.pauses, default=0.0),
+        )
 
     return run(learn())[0]
 

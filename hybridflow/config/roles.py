@@ -51,10 +51,21 @@ class WeightsConfig(Settings):
     """Write into the engine's memory where it can be reached; or send everything over a process group."""
     staging_mb: int = Field(256, ge=2, le=1_000_000)
     """Most memory of a rank, in MB (1e6 bytes), through which weights pass on their way to other nodes."""
+    rolling: bool = False
+    """With `stream`: one engine after another gets the weights, and pauses only while its own arrive; the others go on.
+    All engines pause until all have them if false."""
+    rolling_engines: int = Field(1, ge=1, le=MOST_DEVICES)
+    """Engines that get them at the same time with `rolling`, for an actor that sends faster than one takes in."""
     flush_cache: bool = True
     """Drop the KV cache, which the old weights made, with every new version."""
     timeout_s: float = Field(600.0, gt=0, le=LONGEST_S)
     """Limit of each wait for another rank, in what goes over a process group."""
+
+    @model_validator(mode="after")
+    def _rolls(self) -> WeightsConfig:
+        if self.rolling_engines > 1 and not self.rolling:
+            raise ValueError(f"rolling_engines={self.rolling_engines} without rolling=true, expected it, or 1")
+        return self
 
 
 class RolloutRole(Settings):
@@ -92,6 +103,11 @@ class RolloutRole(Settings):
     def _streams(self) -> RolloutRole:
         if self.over_sampling and self.stream is None:
             raise ValueError(f"over_sampling={self.over_sampling:g} without a stream, expected stream: {{}}, or 0")
+        if self.weights.rolling and self.stream is None:
+            raise ValueError(
+                "weights.rolling=true without a stream, where no engine generates while weights change; expected "
+                "stream: {}, or false"
+            )
         return self
 
     def layout(self, devices: int) -> Layout:

@@ -34,3 +34,13 @@ def stream_misfits(algorithm: AlgorithmSettings, trainer: TrainerConfig, rollout
             "rollout.stream.left_over=carry with trainer.max_staleness=0: what a step leaves would be too old for the "
             "next; expected drop, or a max_staleness above 0"
         )
+    if rollout.weights.rolling and not trainer.max_staleness:
+        yield (
+            "rollout.weights.rolling=true with trainer.max_staleness=0, where engines have nothing to generate while "
+            "weights change; expected false, or a max_staleness above 0"
+        )
+    if rollout.weights.rolling and rollout.engine.release_weights:
+        yield (
+            "rollout.weights.rolling=true with rollout.engine.release_weights=true, whose memory goes and comes back "
+            "for all engines at once; expected one of them"
+        )

@@ -22,7 +22,7 @@ def check_engine_nodes(recipe: Recipe, devices: Sequence[Device]) -> None:
         devices: of the rollout role, which hold its engines one after another.
 
     Raises:
-        UserError: engines that SGLang cannot be cut into.
+        UserError: engines that SGLang cannot be cut into, or that cannot do what the recipe asks for.
     """
     tp = recipe.rollout.engine.tp
     hosts = hosts_of_engine(devices, tp)
@@ -37,6 +37,11 @@ def check_engine_nodes(recipe: Recipe, devices: Sequence[Device]) -> None:
                 f"placement.rollout: the {tp} devices of engine {engine} are on nodes {nodes}; expected them on one, "
                 f"or {each or 'as many on each, '}node by node: by another rollout.engine.tp or other devices"
             )
+    if recipe.rollout.weights.rolling and hosts > 1:
+        raise UserError(
+            f"rollout.weights.rolling=true with engines over {hosts} nodes each, which was not tried; expected false, "
+            "or engines of one node"
+        )
 
 
 def hosts_of_engine(devices: Sequence[Device], tp: int) -> int:

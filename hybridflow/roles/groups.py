@@ -5,6 +5,8 @@ Apart from the workers, since only the driver has groups: a rank imports nothing
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hybridflow.roles.model import ModelWorker
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
@@ -12,7 +14,7 @@ from hybridflow.roles.rollout import RolloutWorker
 from hybridflow.roles.teacher import TeacherWorker
 from hybridflow.roles.teacher_engine import TeacherEngineWorker
 from hybridflow.roles.value import ValueWorker
-from hybridflow.workers.worker_group import WorkerGroup
+from hybridflow.workers.worker_group import SomeRanks, WorkerGroup
 
 
 class ModelGroup(WorkerGroup):
@@ -78,6 +80,22 @@ class RolloutGroup(WorkerGroup):
     take_offload_figures = RolloutWorker.take_offload_figures
     share_weights = RolloutWorker.share_weights
     connect_weights = RolloutWorker.connect_weights
+    begin_weights = RolloutWorker.begin_weights
+    receive_weights = RolloutWorker.receive_weights
+    seal_weights = RolloutWorker.seal_weights
+    verify_weights = RolloutWorker.verify_weights
+    commit_weights = RolloutWorker.commit_weights
+    recommit_weights = RolloutWorker.recommit_weights
+
+    def engines(self, numbers: Sequence[int]) -> EngineCalls:
+        """Some of the engines, by their numbers in order."""
+        hosts = self.layout.tp
+        return EngineCalls(self, [hosts * number + host for number in numbers for host in range(hosts)])
+
+
+class EngineCalls(SomeRanks):
+    """Some of the engines of a group: what a transfer of weights asks of them."""
+
     begin_weights = RolloutWorker.begin_weights
     receive_weights = RolloutWorker.receive_weights
     seal_weights = RolloutWorker.seal_weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -130,14 +131,14 @@ class PolicyWorker(ModelWorker):
         return self._sender.share()
 
     @register(ALL_TO_ALL)
-    def connect_weights(self, order: SendOrder) -> None:
-        """Make ready to send."""
-        self._sender.connect(order)
+    def connect_weights(self, orders: Sequence[SendOrder]) -> None:
+        """Make ready to send. `orders`: one for each transfer that is made by itself."""
+        self._sender.connect(*orders)
 
     @register(ONE_TO_ALL)
-    def send_weights(self, version: int) -> dict[Transport, Sent]:
-        """Send this rank's part of every engine's weights; what went over each transport."""
-        return self._sender.send(version)
+    def send_weights(self, version: int, *, part: int = 0) -> dict[Transport, Sent]:
+        """Send this rank's part of one transfer of those that were connected; what went over each transport."""
+        return self._sender.send(version, part)
 
 
 def _policy_kl(facts: list[Statistics]) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, cast
 
@@ -32,6 +32,14 @@ type _Method[**P, R] = Callable[Concatenate[RolloutWorker, P], R]
 
 _LONGEST_ROLLOUT_S = 24 * 3600.0
 """Of all responses of a call. The engine itself ends a call that comes no further (`request_timeout_s`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """When an engine could not generate because its weights changed, in seconds since the epoch by its host's clock."""
+
+    begin: float
+    end: float
 
 
 def on_first_host[**P, R](elsewhere: R) -> Callable[[_Method[P, R]], _Method[P, R]]:
@@ -84,6 +92,7 @@ class RolloutWorker:
         self._number, self._ranks, self._places = number, ranks, places[ranks]
         self._weight_bytes, self._moved = 0, OffloadFigures()
         self._stream: EngineStream | None = None
+        self._paused_since: float | None = None
         part = EnginePart(context.coordinates.tp, context.layout.tp, context.store)
         self._calls = PartCalls(part, config.start_timeout_s)
         given = config, context.devices, log_path, weight_sources[ranks]
@@ -198,7 +207,10 @@ class RolloutWorker:
 
         `under_way`: what becomes of the responses of a stream.
         """
+        began = time.time()
         self._engine.begin_weights(version, under_way=under_way)
+        if self._paused_since is None:  # with "wait" it generated meanwhile
+            self._paused_since = time.time() if under_way == "wait" else began
 
     @register(ONE_TO_ALL)
     @on_first_host(list[dict[Transport, Sent]]())
@@ -220,16 +232,20 @@ class RolloutWorker:
         return self._engine.verify_weights(directory)
 
     @register(ONE_TO_ALL)
-    @on_first_host(None)
-    def commit_weights(self, version: int) -> None:
-        """Serve `version`."""
+    @on_first_host(cast("Pause | None", None))
+    def commit_weights(self, version: int) -> Pause | None:
+        """Serve `version`. When the engine could not generate; None on another host than its first."""
         self._engine.commit_weights(version)
+        end = time.time()
+        begin, self._paused_since = self._paused_since, None
+        return Pause(end if begin is None else begin, end)
 
     @register(ONE_TO_ALL)
     @on_first_host(None)
     def recommit_weights(self, version: int) -> None:
         """Serve `version` again, which was served before its memory was given back: no step ends with it."""
         self._engine.commit_weights(version)
+        self._paused_since = None
 
     # Beside the calls of the group, of the controller of a stream (`RankProcess.call_beside`)
 

@@ -159,6 +159,14 @@ class RolloutController:
         """The step is over, and engines serve `version`."""
         self._stream.learned(version)
 
+    async def change(self, engines: Sequence[int]) -> None:
+        """The weights of these engines are about to change."""
+        self._stream.change(engines)
+
+    async def serve(self, engines: Sequence[int], version: int) -> None:
+        """These engines serve this version."""
+        self._stream.serve(engines, version)
+
     async def give_back(self) -> None:
         """The step will not learn, whether it has its groups or waits for them."""
         if self._taking is not None:

@@ -1,4 +1,5 @@
-"""Which engine gets a request: the one that holds its prefix, then the one with the fewest tokens in flight.
+"""Which engine gets a request: the one that holds its prefix, then the one with the fewest tokens in flight, of equals
+one with the newest weights.
 
 A request waits here, and not at an engine, until one has room for it: so it goes to whichever is the first to have
 room, and none idles beside another's queue. Bookkeeping alone, as `ledger`.
@@ -38,10 +39,14 @@ class _Engine:
     tokens: float = 0.0
     limit: int = 0
     stamp: int = 0
+    version: int = 0
+    """Of its weights."""
+    changes: bool = False
+    """Whether these are about to be others."""
 
     @property
     def has_room(self) -> bool:
-        return self.requests < self.limit
+        return self.requests < self.limit and not self.changes
 
 
 class Dispatcher:
@@ -69,7 +74,7 @@ class Dispatcher:
         """Tokens that all requests in flight are expected to have."""
         self._holders: dict[int, int] = {}
         self._stamps = itertools.count()
-        self._heap: list[tuple[float, int, int, int]] = []
+        self._heap: list[tuple[float, int, int, int, int]] = []
         for engine in self._engines.values():
             self._push(engine)
 
@@ -131,6 +136,29 @@ class Dispatcher:
         found.limit = requests
         self._push(found)
 
+    def version(self, engine: int) -> int:
+        """Of the weights that an engine serves, or served until they began to change."""
+        return self._engines[engine].version
+
+    def sends_older_than(self, version: int) -> bool:
+        """Whether a request may be sent to an engine whose weights are older."""
+        return any(each.version < version and not each.changes for each in self._engines.values())
+
+    def change(self, engine: int) -> None:
+        """Send nothing to an engine until `serve`; what is in flight there is not touched."""
+        self._engines[engine].changes = True
+
+    def serve(self, engine: int, version: int) -> None:
+        """An engine serves this version of the weights from here on."""
+        found = self._engines[engine]
+        found.version, found.changes = version, False
+        self._push(found)
+
+    def serve_all(self, version: int) -> None:
+        """All engines serve this version."""
+        for engine in self._engines:
+            self.serve(engine, version)
+
     def lose(self, engine: int) -> tuple[Asked, ...]:
         """An engine is gone. Returns what was in flight there, which is not any more."""
         lost = self._engines.pop(engine)
@@ -153,7 +181,7 @@ class Dispatcher:
 
     def _emptiest(self) -> _Engine | None:
         while self._heap:
-            _, _, number, stamp = self._heap[0]
+            *_, number, stamp = self._heap[0]
             engine = self._engines.get(number)
             if engine is not None and engine.stamp == stamp and engine.has_room:
                 return engine
@@ -195,5 +223,5 @@ class Dispatcher:
             heapq.heapify(self._heap)
 
     @staticmethod
-    def _noted(engine: _Engine) -> tuple[float, int, int, int]:
-        return engine.tokens, engine.requests, engine.number, engine.stamp
+    def _noted(engine: _Engine) -> tuple[float, int, int, int, int]:
+        return engine.tokens, engine.requests, -engine.version, engine.number, engine.stamp

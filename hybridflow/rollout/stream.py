@@ -153,7 +153,8 @@ class RolloutStream:
         self._requests: dict[int, StreamRequest] = {}
         self.samples_drawn = 0
         """Ids of samples that were given out."""
-        self._version = 0
+        self._step_version = 0
+        """That the last step began from."""
         self._length = _FIRST_GUESS
         self._busy_since: dict[int, float] = {}
         self._busy: deque[tuple[int, float, float]] = deque(maxlen=_MOST_BUSY)
@@ -168,7 +169,8 @@ class RolloutStream:
 
     def open(self, version: int) -> None:
         """Begin: engines serve this version, and what they make from here on is collected."""
-        self._version, self._open = version, True
+        self._open = True
+        self._dispatcher.serve_all(version)
         for number in range(len(self._engines)):
             self._spawn(self._collect(number))
         self._feed()
@@ -185,6 +187,7 @@ class RolloutStream:
                 if not (self.ledger.under_way or self._dispatcher.waiting or self._dispatcher.busy):
                     raise EngineError(f"no group is under way, and the step still {self.waiting_for()}")
                 await self._changed.wait()
+        self._step_version = version
         self.figures.waited(self._clock() - began)
         self._drop(taken.evicted, "evicted")
         self._drop(taken.dropped, "dropped")
@@ -208,10 +211,28 @@ class RolloutStream:
         return f"has {self.ledger.ready} of {self._plan.limits.groups_per_step} groups; {'; '.join(parts)}"
 
     def learned(self, version: int) -> None:
-        """The step is over, and the engines serve this version."""
-        self._version = version
+        """The step is over, and all engines serve this version."""
+        self._dispatcher.serve_all(version)
         self._learning = ()
         self.ledger.learned()
+        self._feed()
+
+    def change(self, engines: Iterable[int]) -> None:
+        """Send nothing more to these engines: their weights are about to become those of the step that learns.
+
+        What is on its way to one is of the weights that it served, or of newer ones. Once no engine with older weights
+        is left, what is begun is as new as after the step, and as much of it.
+        """
+        for number in engines:
+            self._dispatcher.change(number)
+        if not self._dispatcher.sends_older_than(self._step_version + 1):
+            self.ledger.learned()
+            self._feed()
+
+    def serve(self, engines: Iterable[int], version: int) -> None:
+        """These engines serve this version, while others may serve the one before."""
+        for number in engines:
+            self._dispatcher.serve(number, version)
         self._feed()
 
     def give_back(self) -> None:
@@ -350,7 +371,7 @@ class RolloutStream:
         sent: dict[int, list[StreamRequest]] = {}
         for engine, asked in self._dispatcher.send():
             sent.setdefault(engine, []).append(self._requests[asked.sample])
-            self.ledger.sent(asked.group, self._version)
+            self.ledger.sent(asked.group, self._dispatcher.version(engine))
         for engine, requests in sent.items():
             self._busy_since.setdefault(engine, self._clock())
             self._spawn(self._engines[engine].submit(requests))

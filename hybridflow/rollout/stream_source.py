@@ -114,6 +114,7 @@ class StreamSource:
             plan, self._prompts_ref, seed, engines.actors, engines.nodes, engines.threads, engines.scorers
         )
         self._version = 0
+        self._open = False
         self._drawn: tuple[Draw, Rollout] | None = None
         self._figures: dict[str, float] = {}
         self._scores: dict[int, Mapping[str, SampleScore]] = {}
@@ -128,6 +129,7 @@ class StreamSource:
             self._get(call.remote("open_stream", 1, self._prompts_ref, self._recipe.rollout.sampling))
         last = self._recipe.trainer.steps * self._recipe.trainer.prompts_per_step
         self._get(self._controller.open.remote(version, last))
+        self._open = True
 
     def draw(self, count: int | None = None) -> Draw:
         """The prompts of the step's groups, once these are whole.
@@ -184,6 +186,16 @@ class StreamSource:
         """The step is over, and engines serve this version."""
         self._version = version
         self._get(self._controller.learned.remote(version))
+
+    def change(self, engines: Sequence[int]) -> None:
+        """Have nothing more sent to these engines, whose weights are about to change."""
+        if self._open:
+            self._get(self._controller.change.remote(engines))
+
+    def serve(self, engines: Sequence[int], version: int) -> None:
+        """These engines serve this version: requests may go there again."""
+        if self._open:
+            self._get(self._controller.serve.remote(engines, version))
 
     def reserve_samples(self, count: int) -> int:
         """Ids for so many samples that are none of the stream: the first of them."""

@@ -428,7 +428,7 @@ class Trainer:
         self.machinery.phases.enter("sync")
         with Timer(values, metrics.SYNC_TIME):
             self.version += 1
-            values |= self.machinery.weights.sync_weights(self.version)
+            values |= self.machinery.weights.sync_weights(self.version, self.machinery.stream)
 
 
 def _numbers(held: HeldStream | None) -> list[int]:

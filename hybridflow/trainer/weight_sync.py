@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import ray.util
 
 from engine3d.errors import EngineError
 from engine3d.models import ModelSpec
-from engine3d.reshard.plan.coordinate import ReceiveOrder, coordinate
+from engine3d.reshard.describe.memory import SharedShards
+from engine3d.reshard.plan.coordinate import Orders, ReceiveOrder, coordinate
 from engine3d.reshard.plan.pieces import Plan
 from engine3d.reshard.transport.sender import Sent, Transport
 from engine3d.rollout.host.stream import UnderWay
@@ -20,16 +25,46 @@ from hybridflow.cluster.runtime import ray_runtime
 from hybridflow.config.roles import RolloutRole
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
-from hybridflow.roles.groups import PolicyGroup, RolloutGroup
+from hybridflow.metrics.timeline import Span, timeline
+from hybridflow.roles.groups import EngineCalls, PolicyGroup, RolloutGroup
+from hybridflow.roles.rollout import Pause
 from hybridflow.workers.device_turns import turns
-from hybridflow.workers.future import Future
-from hybridflow.workers.worker_group import wait_together
+from hybridflow.workers.future import as_they_answer, wait_together
 
 _TRANSPORT_METRICS: dict[Transport, tuple[str, str]] = {
     "one_sided": (metrics.SYNC_ONE_SIDED_BYTES, metrics.SYNC_ONE_SIDED_TIME),
     "collective": (metrics.SYNC_COLLECTIVE_BYTES, metrics.SYNC_COLLECTIVE_TIME),
 }
 """Bytes and time of what goes over each transport, by metric name."""
+
+
+class Requests(Protocol):
+    """Who sends requests to engines while weights change: a stream."""
+
+    def change(self, engines: Sequence[int]) -> None:
+        """The weights of these engines are about to change."""
+
+    def serve(self, engines: Sequence[int], version: int) -> None:
+        """These engines serve this version."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What is transferred by itself.
+
+    Args:
+        number: of this transfer, among those that the ranks have connected.
+        engines: that get it, by their numbers.
+        calls: of them.
+        plan: of what goes to them.
+        engines_receive: whether their ranks take part.
+    """
+
+    number: int
+    engines: range
+    calls: EngineCalls
+    plan: Plan
+    engines_receive: bool
 
 
 class NoEngines:
@@ -41,7 +76,7 @@ class NoEngines:
     def before_generation(self) -> None:
         """Nothing."""
 
-    def sync_weights(self, version: int) -> dict[str, float]:
+    def sync_weights(self, version: int, stream: Requests | None = None) -> dict[str, float]:
         """Nothing; no figures."""
         return {}
 
@@ -53,7 +88,10 @@ class NoEngines:
 
 
 class WeightSync:
-    """Brings every rollout engine to the actor's weights; a version is served by all engines or by none.
+    """Brings every rollout engine to the actor's weights.
+
+    A version is served by all engines or by none; where they get it one after another (`rolling`), by all when
+    `sync_weights` returns.
 
     Args:
         actor: the ranks that train.
@@ -68,47 +106,90 @@ class WeightSync:
     ) -> None:
         self._actor, self._rollout, self._spec = actor, rollout, spec
         self._config, self._verify, self._directory = config.weights, config.verify_weights, directory
-        self._plan: Plan | None = None
-        self._engines_receive = False
+        self._parts: tuple[_Part, ...] = ()
         self._store: StoreServer | None = None
+        self._streams = config.stream is not None
         self._releases = config.engine.release_weights
         self._version: int | None = None
         self._under_way: UnderWay = config.stream.on_new_weights if config.stream is not None else "wait"
 
     def before_update(self, version: int) -> None:
         """The actor's weights are about to change into `version`: engines that share their memory stop serving it."""
-        if self._plan is not None and self._plan.bytes_aliased:
+        if any(part.plan.bytes_aliased for part in self._parts):
             self._rollout.begin_weights(version, under_way=self._under_way).result()
 
-    def sync_weights(self, version: int) -> dict[str, float]:
-        """Every engine serves `version` when this returns; after an error none does, nor any other version.
+    def sync_weights(self, version: int, stream: Requests | None = None) -> dict[str, float]:
+        """Every engine serves `version` when this returns; after an error the run ends.
+
+        Args:
+            version: of the weights.
+            stream: from which engines have requests that go on meanwhile.
 
         Returns:
             Bytes and times of the transfer, by metric name.
         """
-        values = self._transfer(version, self._rollout.commit_weights)
-        self._version = version
-        return values
+        pauses: dict[int, Pause] = {}
 
-    def _transfer(self, version: int, commit: Callable[[int], Future[list[None]]]) -> dict[str, float]:
+        def commit(part: _Part) -> None:
+            found = part.calls.commit_weights(version).result()[:: self._hosts]
+            pauses.update((engine, each) for engine, each in zip(part.engines, found, strict=True) if each is not None)
+
+        values = self._transfer(version, commit, stream)
+        self._version = version
+        lasted = [1000 * (pause.end - pause.begin) for pause in pauses.values()]
+        if self._streams:
+            timeline.record(
+                Span("rollout", self._hosts * engine, "paused", pause.begin, pause.end)
+                for engine, pause in pauses.items()
+            )
+        return values | {metrics.SYNC_PAUSE_SUM: sum(lasted), metrics.SYNC_PAUSE_MAX: max(lasted)}
+
+    def _transfer(
+        self, version: int, commit: Callable[[_Part], None], stream: Requests | None = None
+    ) -> dict[str, float]:
         values: dict[str, float] = {}
         if self._releases:
             with Timer(values, metrics.SYNC_MEMORY_TIME):
                 self._rollout.take_turn().result()  # what is written has to be there
-        if self._plan is None:
-            self._plan = self._connect()
-        with Timer(values, metrics.SYNC_BEGIN_TIME):
-            self._rollout.begin_weights(version, under_way=self._under_way).result()
-        with Timer(values, metrics.SYNC_SEND_TIME):
-            sent = self._send(version)
-        with Timer(values, metrics.SYNC_SEAL_TIME):
-            self._rollout.seal_weights(version, flush_cache=self._config.flush_cache).result()
-        if self._verify:
-            with Timer(values, metrics.SYNC_VERIFY_TIME):
-                self.verify(version)
-        with Timer(values, metrics.SYNC_COMMIT_TIME):
-            commit(version).result()
-        return values | _figures(self._plan, sent)
+        if not self._parts:
+            self._parts = self._connect()
+        requests = stream if self._config.rolling else None
+        with closing(self._begun(version, requests)) as begun, self._exported(version) as export:
+            while True:
+                with Timer(values, metrics.SYNC_BEGIN_TIME):
+                    part = next(begun, None)
+                if part is None:
+                    break
+                with Timer(values, metrics.SYNC_SEND_TIME):
+                    sent = self._send(part, version)
+                with Timer(values, metrics.SYNC_SEAL_TIME):
+                    part.calls.seal_weights(version, flush_cache=self._config.flush_cache).result()
+                if self._verify:
+                    with Timer(values, metrics.SYNC_VERIFY_TIME):
+                        self._verify_part(part, version, export())
+                with Timer(values, metrics.SYNC_COMMIT_TIME):
+                    commit(part)
+                if requests is not None:
+                    requests.serve(part.engines, version)
+                for name, figure in _figures(part.plan, sent).items():
+                    values[name] = values.get(name, 0.0) + figure
+        return values
+
+    def _begun(self, version: int, requests: Requests | None) -> Generator[_Part, None, None]:
+        """The parts one after another, each once its engines stand still.
+
+        Where responses are waited for, all engines come to their end at the same time, each with its own: one after
+        another they would take as much longer as there are engines.
+        """
+        waits = self._under_way == "wait" and len(self._parts) > 1
+        together = [self._parts] if waits else [[part] for part in self._parts]
+        for parts in together:
+            if requests is not None:
+                requests.change([engine for part in parts for engine in part.engines])
+            beginning = [part.calls.begin_weights(version, under_way=self._under_way) for part in parts]
+            with closing(as_they_answer(beginning)) as answered:
+                for place in answered:
+                    yield parts[place]
 
     def before_generation(self) -> None:
         """Let the engines have whole weights, where they gave them back since the last transfer.
@@ -116,30 +197,42 @@ class WeightSync:
         Nothing has changed in the actor's since: an update is followed by the transfer of its own version.
         """
         if self._releases and self._version is not None and turns.gave_back(self._rollout.ranks):
-            self._transfer(self._version, self._rollout.recommit_weights)
+            version = self._version
+            self._transfer(version, lambda part: part.calls.recommit_weights(version).wait())
 
-    def _send(self, version: int) -> Sequence[dict[Transport, Sent]]:
+    def _send(self, part: _Part, version: int) -> Sequence[dict[Transport, Sent]]:
         """What each rank sent, or took itself, once all of it is in the engines."""
-        sending = self._actor.send_weights(version)
-        receiving = [self._rollout.receive_weights(version)] if self._engines_receive else []
+        sending = self._actor.send_weights(version, part=part.number)
+        receiving = [part.calls.receive_weights(version)] if part.engines_receive else []
         wait_together(sending, *receiving)
         sent = list(sending.result())
         for each in receiving:
             sent += itertools.chain.from_iterable(each.result())
         return sent
 
-    def verify(self, version: int) -> None:
-        """Prove that every engine holds what SGLang's loader makes of an export of the actor's weights.
+    @contextmanager
+    def _exported(self, version: int) -> Iterator[Callable[[], Path]]:
+        """What makes an export of the actor's weights, once, which is there until the block ends."""
+        weights = self._directory / f"version-{version}"
+
+        @functools.cache
+        def export() -> Path:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._actor.export(weights).result()
+            return weights
+
+        yield export
+        if self._verify:
+            shutil.rmtree(weights)
+
+    def _verify_part(self, part: _Part, version: int, export: Path) -> None:
+        """Prove that engines hold what SGLang's loader makes of an export of the actor's weights.
 
         Raises:
-            EngineError: it does not; names engine, rank, parameter and tensor.
+            EngineError: they do not; names engine, rank, parameter and tensor.
         """
-        weights = self._directory / f"version-{version}"
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._actor.export(weights).result()
-        found = self._rollout.verify_weights(weights).result()[:: self._rollout.layout.tp]
-        shutil.rmtree(weights)
-        for engine, ranks in enumerate(found):
+        found = part.calls.verify_weights(export).result()[:: self._hosts]
+        for engine, ranks in zip(part.engines, found, strict=True):
             for rank, differences in enumerate(ranks):
                 if differences:
                     more = f", and {len(differences) - 1} more" if len(differences) > 1 else ""
@@ -148,35 +241,53 @@ class WeightSync:
                         f"makes of the actor's export: {differences[0]}{more}"
                     )
 
-    def _connect(self) -> Plan:
+    @property
+    def _hosts(self) -> int:
+        """Of an engine, of which the first answers."""
+        return self._rollout.layout.tp
+
+    def _connect(self) -> tuple[_Part, ...]:
         sources = self._actor.share_weights().result()
-        hosts = self._rollout.layout.tp  # of an engine, of which the first answers
-        engines = self._rollout.share_weights().result()[::hosts]
-        orders = coordinate(
+        shared = self._rollout.share_weights().result()[:: self._hosts]
+        # Each has a plan of its own, so that every rank of the actor has a like share of each transfer.
+        each = self._config.rolling_engines if self._config.rolling else len(shared)
+        parts = [range(len(shared))[first : first + each] for first in range(0, len(shared), each)]
+        orders = [self._coordinate(number, sources, [shared[e] for e in part]) for number, part in enumerate(parts)]
+        connecting = [
+            self._actor.connect_weights([[each.send[rank] for each in orders] for rank in range(len(sources))])
+        ]
+        if any(each.engines_receive for each in orders):
+            receive = list(itertools.chain.from_iterable(each.receive for each in orders))
+            ranks = len(shared[0])
+            per_engine = [receive[first : first + ranks] for first in range(0, len(receive), ranks)]
+            nothing: list[list[ReceiveOrder]] = [[]] * (self._hosts - 1)
+            per_rank = list(itertools.chain.from_iterable([orders, *nothing] for orders in per_engine))
+            connecting.append(self._rollout.connect_weights(per_rank))
+        wait_together(*connecting)
+        return tuple(
+            _Part(number, part, self._rollout.engines(part), each.plan, each.engines_receive)
+            for number, (part, each) in enumerate(zip(parts, orders, strict=True))
+        )
+
+    def _coordinate(
+        self, number: int, sources: Sequence[SharedShards], engines: Sequence[Sequence[SharedShards]]
+    ) -> Orders:
+        return coordinate(
             sources,
             list(itertools.chain.from_iterable(engines)),
             {name: tensor.shape for name, tensor in self._spec.hf_tensors.items()},
             transport=self._config.transport,
             store=self._open_store,
+            group=f"weights-{number}",
             staging_bytes=self._config.staging_mb * 10**6,
             timeout_s=self._config.timeout_s,
         )
-        ranks = len(engines[0])
-        connecting = [self._actor.connect_weights(orders.send)]
-        self._engines_receive = orders.engines_receive
-        if orders.engines_receive:
-            per_engine = [list(orders.receive[first : first + ranks]) for first in range(0, len(orders.receive), ranks)]
-            nothing: list[list[ReceiveOrder]] = [[]] * (hosts - 1)
-            per_rank = list(itertools.chain.from_iterable([orders, *nothing] for orders in per_engine))
-            connecting.append(self._rollout.connect_weights(per_rank))
-        wait_together(*connecting)
-        return orders.plan
 
     def _open_store(self) -> str:
         """Where ranks meet that send and receive over a process group; its address."""
         if (file := ray_runtime.store_file("weights")) is not None:
             return file_address(file)
-        self._store = serve(listen(ray.util.get_node_ip_address()))
+        self._store = self._store or serve(listen(ray.util.get_node_ip_address()))
         return tcp_address(self._store.host, self._store.port)
 
     def __enter__(self) -> WeightSync:

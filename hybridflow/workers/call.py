@@ -1,4 +1,4 @@
-"""A call on every rank of a group: waiting for it, and ending the groups that its failure ends."""
+"""A call on the ranks of a group: waiting for it, and ending the groups that its failure ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOK_EVERY_S = 1.0  # at earlier calls, while ranks wait for their turn
 
 
 class Call:
-    """A call on every rank of a group, answered or not: what there is to wait for, apart from the results.
+    """A call on the ranks of a group, answered or not: what there is to wait for, apart from the results.
 
     Args:
         ranks, method: what was called.
@@ -30,6 +30,7 @@ class Call:
         statuses: one a rank: an `Answer`, a `Failure`, or anything else for success.
         inputs: the calls that make what it needs: one that failed, or has not answered either, is the cause.
         earlier: the calls after whose end it has its turn: one that failed is the cause, one that is slow is not.
+        members: the ranks that are called, in the order of their numbers; all of the group if None.
     """
 
     def __init__(
@@ -40,9 +41,11 @@ class Call:
         statuses: Sequence[ray.ObjectRef],
         inputs: Sequence[Call] = (),
         earlier: Sequence[Call] = (),
+        members: Sequence[int] | None = None,
     ) -> None:
         self.ranks, self.method, self.statuses = ranks, method, list(statuses)
         self.limit_s = limit_s
+        self.members = range(len(self.statuses)) if members is None else members
         self._actors = tuple(ranks.actors)  # the group has none any more once it is dead
         self._inputs: Sequence[Call] = inputs
         self.earlier: Sequence[Call] = earlier
@@ -59,7 +62,7 @@ class Call:
             return
         self.ranks.check(self.method)
         limit = self.limit_s if timeout_s is None else timeout_s
-        with waits.on(self.ranks, self.method, len(self.statuses)) as wait, termination.waiting():
+        with waits.on(self.ranks, self.method, self.members) as wait, termination.waiting():
             try:
                 failures, silent = self._outcome(limit, wait)
             except StandsStillError as found:
@@ -111,8 +114,10 @@ class Call:
         return self._statuses_within(deadline - time.monotonic(), wait)
 
     def _statuses_within(self, timeout_s: float, wait: Wait | None = None) -> tuple[list[Failure], list[int]]:
-        told = [wait.progress] if wait is not None else []
-        return wait_for_statuses(self.ranks.role, self.method, self.statuses, self._actors, timeout_s, *told)
+        told = {"silent": wait.progress} if wait is not None else {}
+        return wait_for_statuses(
+            self.ranks.role, self.method, self.statuses, self._actors, timeout_s, numbers=self.members, **told
+        )
 
     def _answer(self) -> None:
         self._answered = True

@@ -7,8 +7,8 @@ others, whose `result` raises.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Generator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, as_completed, wait
 from typing import Any
 
 import ray
@@ -46,8 +46,9 @@ class Future[T]:
         asked: Asked | None = None,
     ) -> None:
         self.call, self._joined = call, joined
-        self._statuses = [call.statuses[rank] for rank in collected]
-        self.refs = [results[rank] for rank in collected]
+        places = [call.members.index(rank) for rank in collected]
+        self._statuses = [call.statuses[place] for place in places]
+        self.refs = [results[place] for place in places]
         """The result of each collected rank, where it lies."""
         self.nodes = [call.ranks.places[rank].node for rank in collected]
         """Ray's id of the node of each."""
@@ -148,6 +149,24 @@ def _by_sample(values: Sequence[Any], parts: Sequence[Sequence[int]]) -> bool:
     return apart and all(
         isinstance(value, Tensor | list) and len(value) == len(part) for value, part in zip(values, parts, strict=True)
     )
+
+
+def as_they_answer(futures: Sequence[Future[Any]]) -> Generator[int, None, None]:
+    """Which of some calls has been answered, by its place, one after another; waits for each.
+
+    Raises:
+        RankError, RankUserError: a call failed; the group of every other that is unfinished is dead then, as it is
+            when the caller does not go on to the last.
+    """
+    with ThreadPoolExecutor(len(futures), thread_name_prefix="wait") as threads:
+        waiting = {threads.submit(future.wait): place for place, future in enumerate(futures)}
+        try:
+            for each in as_completed(waiting):
+                each.result()
+                yield waiting[each]
+        finally:
+            for future in futures:
+                future.abandon()
 
 
 def wait_together(*futures: Future[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Sending a call to every rank of a group."""
+"""Sending a call to the ranks of a group."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class Request:
     Args:
         ranks, method: what is called.
         limit_s: for an answer, in seconds.
-        arguments: of each rank, each stored already where it is large.
+        arguments: of each rank that is called, each stored already where it is large.
         wanted: the ranks whose results are wanted.
         exclusive: whether it takes turns with groups that share its devices.
         inputs: the calls that make what it needs.
+        members: the ranks that are called, in the order of their numbers; all of the group if None.
     """
 
     ranks: Ranks
@@ -32,10 +33,11 @@ class Request:
     wanted: Collection[int] = ()
     exclusive: bool = False
     inputs: Sequence[Call] = ()
+    members: Sequence[int] | None = None
 
 
 def send(request: Request, earlier: Sequence[Call] = ()) -> tuple[Call, list[ray.ObjectRef]]:
-    """Send a call to every rank: the call, and where each rank's result will lie. Waits for nobody.
+    """Send a call to the ranks: the call, and where each rank's result will lie. Waits for nobody.
 
     `Turns.send` alone calls it, which holds the order of calls.
 
@@ -51,13 +53,14 @@ def send(request: Request, earlier: Sequence[Call] = ()) -> tuple[Call, list[ray
     actors = tuple(ranks.actors)
     if not actors:
         ranks.check(method)
+    members = range(len(actors)) if request.members is None else request.members
     # Within an object of its own: Ray would wait for arguments, and fail the call with one that failed.
     statuses = ray.put([status for call in earlier for status in call.statuses]) if earlier else ()
     answers: list[tuple[ray.ObjectRef, ray.ObjectRef]] = [
-        actor.call.options(num_returns=2).remote(
-            method, rank in request.wanted, statuses, *arguments.positional, **arguments.keyword
-        )
-        for rank, (actor, arguments) in enumerate(zip(actors, request.arguments, strict=True))
+        actors[rank]
+        .call.options(num_returns=2)
+        .remote(method, rank in request.wanted, statuses, *arguments.positional, **arguments.keyword)
+        for rank, arguments in zip(members, request.arguments, strict=True)
     ]
-    call = Call(ranks, method, request.limit_s, [status for status, _ in answers], request.inputs, earlier)
-    return call, [result for _, result in answers]
+    own, results = ([each[place] for each in answers] for place in (0, 1))
+    return Call(ranks, method, request.limit_s, own, request.inputs, earlier, request.members), results

@@ -28,15 +28,17 @@ def wait_for_statuses(
     actors: Sequence[ActorHandle],
     timeout_s: float,
     silent: Callable[[Sequence[int]], None] = lambda _: None,
+    numbers: Sequence[int] | None = None,
 ) -> tuple[list[Failure], list[int]]:
     """Wait until every rank has answered, one has failed for a reason of its own, or the time is up.
 
     Args:
         role, method: for the failures that are made here.
-        statuses: one a rank: a `Failure`, or anything else for success.
-        actors: the ranks, to tell a rank's own death from that of a process that made its input.
+        statuses: one a rank that was called: a `Failure`, or anything else for success.
+        actors: all ranks of the group, to tell a rank's own death from that of a process that made its input.
         timeout_s: limit in seconds.
         silent: is called with the ranks that have not answered, again and again.
+        numbers: of the ranks that were called; all of the group if None.
 
     Returns:
         The failures so far, and the ranks that have not answered.
@@ -45,7 +47,7 @@ def wait_for_statuses(
         EngineError: a part of the local Ray is gone.
     """
     deadline = time.monotonic() + timeout_s
-    waiting = {status: rank for rank, status in enumerate(statuses)}
+    waiting = dict(zip(statuses, range(len(statuses)) if numbers is None else numbers, strict=True))
     failures: list[Failure] = []
     while waiting:
         remaining = deadline - time.monotonic()

@@ -1,6 +1,6 @@
 """What this process waits for: a line on stderr, and the stacks of all ranks, where no answer comes for long.
 
-    with waits.on(ranks, method, count) as wait:
+    with waits.on(ranks, method, called) as wait:
         ...
         wait.silent = [1, 3]        # the ranks that have not answered
 
@@ -145,11 +145,11 @@ class Waits:
             return [group for group in self._groups if group.is_alive]
 
     @contextlib.contextmanager
-    def on(self, ranks: Ranks, method: str, count: int) -> Iterator[Wait]:
-        """Wait for the answers of `count` ranks to a call in the block."""
+    def on(self, ranks: Ranks, method: str, called: Sequence[int]) -> Iterator[Wait]:
+        """Wait for the answers of the ranks that were `called`, by their numbers, in the block."""
         kind = (ranks.role, method)
         quiet_s = max(ranks.quiet_s, _UNUSUAL * self._usual_s.get(kind, 0.0))
-        wait = Wait(ranks, method, range(count), quiet_s)
+        wait = Wait(ranks, method, called, quiet_s)
         with self._changed:
             self._waits.add(wait)
             if self._thread is None:

@@ -49,7 +49,7 @@ from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.device_turns import GIVE_BACK, TAKE_BACK, turns
 from hybridflow.workers.failure_diagnosis import RankError, RankUserError
 from hybridflow.workers.future import Future, wait_together
-from hybridflow.workers.methods import Arguments, Caller, Grid, Protocol, Registration, registrations
+from hybridflow.workers.methods import Arguments, Caller, Grid, Protocol, Registration, ToAll, registrations
 from hybridflow.workers.rank_process import BESIDE, RankProcess
 from hybridflow.workers.ranks import Ranks
 from hybridflow.workers.sending import Request
@@ -155,6 +155,16 @@ class WorkerGroup(Caller):
         registration = self._registration(method)
         future = self._call(method, registration, args, kwargs)
         return future.result() if registration.blocking else future
+
+    def call_some(self, members: Sequence[int], method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a registered method on these ranks alone, by their numbers in order; results come from them.
+
+        Only a method that every rank has the same arguments of. Raises as `call`; UserError for another method.
+        """
+        registration = self._registration(method)
+        if not isinstance(registration.protocol, ToAll) or registration.exclusive:
+            raise UserError(f"{self.role}.{method}: of some ranks, expected a method of ONE_TO_ALL that takes no turn")
+        return self._call(method, registration, args, kwargs, members)
 
     def _registration(self, name: str) -> Registration:
         known: Mapping[str, Registration] = self.__dict__.get("_registrations", {})
@@ -276,9 +286,14 @@ class WorkerGroup(Caller):
         }
 
     def _call(
-        self, method: str, registration: Registration, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        method: str,
+        registration: Registration,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        members: Sequence[int] | None = None,
     ) -> Future[Any]:
-        """Send a call to every rank."""
+        """Send a call to every rank, or to some."""
         if self.ranks.failure is not None:
             raise self.ranks.failure
         if not self.is_alive:
@@ -302,6 +317,8 @@ class WorkerGroup(Caller):
             spread, parts = self._deal(batches[0], spread)
             asked = Asked(batches[0].facts["sample_ids"], parts)
         collected = protocol.collect(self.grid)
+        if members is not None:
+            spread, collected = [spread[rank] for rank in members], [rank for rank in collected if rank in members]
         call, results = turns.send(
             Request(
                 self.ranks,
@@ -311,6 +328,7 @@ class WorkerGroup(Caller):
                 frozenset(collected),
                 registration.exclusive,
                 inputs,
+                members,
             )
         )
         return Future(call, results, collected, joined=protocol.concatenate, asked=asked)
@@ -341,6 +359,21 @@ class WorkerGroup(Caller):
         if protocol.splits and protocol.cuts_into is not None and protocol.cuts_into(self.grid) == len(shards.parts):
             return shards
         return value.result()
+
+
+class SomeRanks(Caller):
+    """Some ranks of a group, with those of its methods that a subclass names.
+
+    Args:
+        group: of the ranks. They end with it, and it with them.
+        members: their numbers, in order.
+    """
+
+    def __init__(self, group: WorkerGroup, members: Sequence[int]) -> None:
+        self.group, self.members = group, members
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        return self.group.call_some(self.members, method, *args, **kwargs)
 
 
 def _heartbeat(log_path: Path | None) -> str | None:

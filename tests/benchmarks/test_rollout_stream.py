@@ -10,8 +10,9 @@ import pytest
 
 from benchmarks.controller_load import measure_controller
 from benchmarks.response_lengths import LONGEST, PUBLISHED, Lengths
-from benchmarks.rollout_stream import cases, main
+from benchmarks.rollout_stream import cases, main, transfers
 from benchmarks.stream_load import Workload, measure_batch, measure_stream
+from hybridflow.rollout.ledger import StreamLimits
 
 _SMALL = Workload(engines=4, slots=16, groups=16, samples=4, warm_up=3, steps=8)
 _CASES = cases(_SMALL.groups, 4)
@@ -45,6 +46,26 @@ def test_a_synchronous_stream_has_the_responses_of_the_batch_call_and_running_ah
     assert [step.tokens for step in ahead.learned] == [step.tokens for step in batch.learned]
     assert steps["staleness 1"].step_s < ahead.step_s < batch.step_s
     assert steps["staleness 1"].busy > batch.busy
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_rolling_transfers_keep_engines_at_work_and_samples_as_fresh(staleness: int) -> None:
+    limits, found = StreamLimits(_SMALL.groups, staleness), {}
+    for name, transfer in transfers(0.5, 0.25).items():
+        found[name] = measured = measure_stream(_SMALL, 20.0, limits, transfer)
+        groups = [number for step in measured.learned for number in step.groups]
+        assert len(set(groups)) == len(groups) == 11 * _SMALL.groups
+        assert max(each for step in measured.learned for each in step.staleness) <= staleness
+        assert measured.evicted == measured.dropped == 0
+    assert found["in no time"].sync_s == found["in no time"].pause_s == 0
+    for policy in ("wait", "go on"):
+        one, some, all_ = (found[f"{policy}, {name}"] for name in ("rolling, 1", "rolling, 2", "all at once"))
+        assert one.pause_s < some.pause_s + 1e-6 < all_.pause_s and all_.pause_s <= all_.longest_pause_s
+    assert found["go on, all at once"].pause_s == pytest.approx(4 * 0.25) == found["go on, all at once"].sync_s
+    assert found["go on, rolling, 1"].pause_s == pytest.approx(0.5)
+    assert found["go on, rolling, 1"].sync_s == pytest.approx(4 * 0.5)
+    assert found["go on, rolling, 2"].sync_s == pytest.approx(2 * 0.5)
+    assert found["wait, rolling, 1"].tokens_per_s > found["wait, all at once"].tokens_per_s
 
 
 def test_the_same_seed_gives_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from benchmarks.kill_harness import Kill, KilledRun
 from hybridflow.checkpoint.batch_files import read_batch
 from hybridflow.config.recipe import load_recipe
 from hybridflow.config.yaml_loader import SettingsError
+from hybridflow.metrics.timeline import read_spans
 from hybridflow.planning.recipe_check import check_recipe
 from tests.support.runs import ROOT, SMALL, records, rewarded_by_length
 from tests.support.warm import warm_python
@@ -26,8 +27,10 @@ STREAMED = [
     "rollout.stream.on_new_weights=resend",
     "rollout.sampling.max_new_tokens=24",
     "rollout.sampling.ignore_eos=true",
-    "rollout.engine.max_running_requests=24",  # fewer than are under way, so that some wait for others
+    "rollout.engine.max_running_requests=12",  # fewer than are under way, so that some wait for others
     "checkpoint.save_interval=1",
+    "placement.rollout=cpu:2-3",  # two engines
+    "rollout.weights.rolling=true",
 ]
 
 
@@ -45,7 +48,7 @@ def run(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> KilledRu
     outcome = run.run(Kill("rollout", "update", 4, 0.0))
     assert outcome.killed and not outcome.left_over, run.output
     assert outcome.exit_code == 1
-    lines = [line for line in run.output.splitlines() if line.startswith("hybridflow: rollout rank 0, ")]
+    lines = [line for line in run.output.splitlines() if re.match(r"hybridflow: rollout rank [01], ", line)]
     # One of SGLang's processes, in the middle of a call or before the next one; or the rank that has them.
     assert len(lines) == 1, run.output
     assert re.search(
@@ -128,6 +131,18 @@ def test_samples_are_as_old_as_they_may_be_and_some_are_of_several_versions(run:
     ].keys()
 
 
+@pytest.mark.processes
+@pytest.mark.long
+def test_engines_get_new_weights_one_after_another(run: KilledRun) -> None:
+    for record in records(run.run_directory, "train"):
+        assert 0 < record["sync/pause_max_ms"] <= record["sync/pause_sum_ms"] <= record["sync/time_ms"]
+    spans = [span for span in read_spans(run.run_directory / "timeline.json") if span.role == "rollout"]
+    paused = {rank: [span for span in spans if (span.rank, span.method) == (rank, "paused")] for rank in (0, 1)}
+    assert len(paused[0]) == len(paused[1]) > 1
+    for first, second in zip(paused[0], paused[1], strict=True):
+        assert first.begin < first.end <= second.begin < second.end
+
+
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
@@ -142,6 +157,23 @@ def test_samples_are_as_old_as_they_may_be_and_some_are_of_several_versions(run:
             ["rollout.stream=null", "trainer.max_staleness=1", "rollout.over_sampling=0.5"],
             "over_sampling=0.5 without a",
         ),
+        (
+            ["rollout.weights.rolling=true", "trainer.max_staleness=0"],
+            r"rollout\.weights\.rolling=true with trainer\.max_staleness=0, .* expected false, or a max",
+        ),
+        (
+            ["rollout.weights.rolling=true", "rollout.stream=null", "trainer.max_staleness=1"],
+            r"weights\.rolling=true without a stream, .* expected stream: \{\}, or false",
+        ),
+        (
+            [
+                "rollout.weights.rolling=true",
+                "rollout.engine.memory_saver=true",
+                "rollout.engine.release_weights=true",
+            ],
+            r"rolling=true with rollout\.engine\.release_weights=true, .* expected one of them",
+        ),
+        (["rollout.weights.rolling_engines=2"], r"rolling_engines=2 without rolling=true, expected it, or 1"),
         (["placement.rollout=cpu:0"], r"rollout\.stream with placement\.rollout and placement\.actor both on cpu:0"),
     ],
 )

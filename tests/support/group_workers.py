@@ -55,6 +55,11 @@ class Arithmetic:
     def echo(self, value: int) -> tuple[int, int]:
         return self.context.rank, value
 
+    @register(ONE_TO_ALL)
+    def rest(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return self.context.rank
+
     @register(THREE_D_PP_ONLY)
     def stage(self) -> list[int]:
         return [self.context.coordinates.pp]

@@ -128,12 +128,15 @@ class Trainer:
     def connect(self, order: Any) -> None:
         self._sender.connect(order)
 
-    def send(self, *, version: int) -> Any:
-        return self._sender.send(version)
+    def connect_each(self, orders: Sequence[Any]) -> None:
+        self._sender.connect(*orders)
+
+    def send(self, *, version: int, part: int = 0) -> Any:
+        return self._sender.send(version, part)
 
     def try_send(self, *, version: int, hold_in_round: int) -> str:
         """Send over the process group, stand still in a round until released, and return the error, if there is one."""
-        wire = self._sender._participant._wire
+        wire = self._sender._outlets[0].participant._wire
         exchange, exchanges = wire._exchange, itertools.count(1)
 
         def holding(*arguments: Any) -> Any:

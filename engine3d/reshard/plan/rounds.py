@@ -7,7 +7,7 @@ with the most bytes: no schedule needs fewer rounds. Both ends of a pair compute
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +67,17 @@ def cuts(nbytes: int, rounds: int) -> Column:
 def message_sizes(nbytes: int, rounds: int) -> Column:
     """Bytes of a pair's message in each round, aligned."""
     return _aligned(np.diff(cuts(nbytes, rounds)))
+
+
+def longest_round(messages: Sequence[int], rounds: int) -> int:
+    """Bytes of a participant's messages of one direction together, in the round that has the most.
+
+    Args:
+        messages: bytes of all rounds to or from each other participant.
+        rounds: of the transfer.
+    """
+    sizes = sum((message_sizes(nbytes, rounds) for nbytes in messages), start=np.zeros(rounds, dtype=np.int64))
+    return int(sizes.max(initial=0))
 
 
 def _aligned(nbytes: Column) -> Column:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,6 +61,26 @@ class Incoming:
     tensor_at: TensorAt | None = None
 
 
+class MessageMemory:
+    """Message buffers that transfers have in common, of which one runs at a time: two of each direction, used in turn.
+
+    Args:
+        nbytes: that a transfer needs of each buffer of a direction at the most.
+        device: of the memory.
+    """
+
+    def __init__(self, nbytes: Mapping[Way, int], device: torch.device) -> None:
+        self._buffers = {
+            way: [torch.empty(each, dtype=torch.uint8, device=device) for _ in range(2)] for way, each in nbytes.items()
+        }
+        self.nbytes = 2 * sum(nbytes.values())
+        """Of all of them."""
+
+    def buffers(self, way: Way, nbytes: int) -> list[torch.Tensor]:
+        """The first bytes of both buffers of a direction."""
+        return [each[:nbytes] for each in self._buffers[way]]
+
+
 class CollectiveTransfer:
     """One participant's part of a transfer, built once and run for every version.
 
@@ -71,7 +91,7 @@ class CollectiveTransfer:
         rounds: that the transfer takes (`count_rounds`).
         outgoing, incoming: of this participant. Both ends of a pair have the same pieces and dtypes: each works out
             the pair's messages from its own.
-        device: of the memory.
+        memory: where the messages are packed, or the device for memory of its own.
 
     Raises:
         ValueError: the pieces are not of so many bytes in this memory, so that the two ends would cut other messages.
@@ -83,7 +103,7 @@ class CollectiveTransfer:
         rounds: int,
         outgoing: Sequence[Outgoing],
         incoming: Sequence[Incoming],
-        device: torch.device,
+        memory: MessageMemory | torch.device,
     ) -> None:
         self._wire = wire
         self.rounds = rounds
@@ -100,8 +120,8 @@ class CollectiveTransfer:
                 raise ValueError(f"pieces of {part.nbytes} bytes to {part.way} for {part.peer}, planned {nbytes}")
         # They keep the memory, which copies on a GPU know by its address alone.
         self._parts = (*unpack, *pack)
-        self._sent = _Staging(pack, "pack", self.rounds, wire.size, device)
-        self._received = _Staging(unpack, "unpack", self.rounds, wire.size, device)
+        self._sent = _Staging(pack, "pack", self.rounds, wire.size, memory)
+        self._received = _Staging(unpack, "unpack", self.rounds, wire.size, memory)
         self.nbytes = sum(part.nbytes for part in pack)
         self.staged_bytes = self._sent.nbytes + self._received.nbytes
 
@@ -204,13 +224,14 @@ class _Staging:
         way: Way,
         rounds: int,
         participants: int,
-        device: torch.device,
+        memory: MessageMemory | torch.device,
     ) -> None:
         self.sizes = np.zeros((rounds, participants), dtype=np.int64)
         for part in parts:
             self.sizes[:, part.peer] = message_sizes(part.nbytes, rounds)
         longest = int(self.sizes.sum(axis=1).max(initial=0))
-        self.buffers = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(2)]
+        memory = MessageMemory({way: longest}, memory) if isinstance(memory, torch.device) else memory
+        self.buffers = memory.buffers(way, longest)
         self.nbytes = 2 * longest
         self._copies = self._rounds(parts, way, rounds) if parts else [_nothing] * rounds
 

@@ -14,7 +14,8 @@ from engine3d.platform.wire import Wire
 from engine3d.reshard.describe.shards import Shards
 from engine3d.reshard.plan.coordinate import CollectiveOrder, Message
 from engine3d.reshard.plan.pieces import Pieces
-from engine3d.reshard.transport.collective import CollectiveTransfer, Incoming, Outgoing
+from engine3d.reshard.plan.rounds import longest_round
+from engine3d.reshard.transport.collective import CollectiveTransfer, Incoming, MessageMemory, Outgoing, Way
 from engine3d.stores import join
 
 
@@ -26,12 +27,23 @@ class Held:
     tensors: Sequence[torch.Tensor]
 
 
+def message_memory(orders: Sequence[CollectiveOrder], device: torch.device) -> MessageMemory:
+    """What a trainer's rank needs for messages in the largest of these transfers, of which one runs at a time."""
+    ways: tuple[Way, ...] = ("pack", "unpack")
+    needed = dict.fromkeys(ways, 0)
+    for order in orders:
+        for way, messages in zip(ways, (order.outgoing, order.incoming), strict=True):
+            nbytes = longest_round([message.nbytes for message in messages], order.rounds)
+            needed[way] = max(needed[way], nbytes)
+    return MessageMemory(needed, device)
+
+
 class Participant:
     """A rank that sends or receives over the process group; it meets the others when it is made.
 
     Args:
         order: its part.
-        device: of its memory.
+        memory: for messages, or the device for memory of its own.
         source: what a trainer's rank sends from; None for an engine's rank.
         targets: what it receives into, by index among the targets.
 
@@ -42,7 +54,7 @@ class Participant:
     def __init__(
         self,
         order: CollectiveOrder,
-        device: torch.device,
+        memory: MessageMemory | torch.device,
         source: Held | None,
         targets: Mapping[int, Held],
     ) -> None:
@@ -63,7 +75,7 @@ class Participant:
         incoming = [
             _incoming(message, [targets[each.target] for each in message.transfers]) for message in order.incoming
         ]
-        self._transfer = CollectiveTransfer(self._wire, order.rounds, outgoing, incoming, device)
+        self._transfer = CollectiveTransfer(self._wire, order.rounds, outgoing, incoming, memory)
 
     @property
     def sent_bytes(self) -> int:

@@ -17,7 +17,8 @@ from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Buffer, Shards
 from engine3d.reshard.plan.coordinate import SendOrder
 from engine3d.reshard.plan.pieces import Link
-from engine3d.reshard.transport.participant import Held, Participant
+from engine3d.reshard.transport.collective import MessageMemory
+from engine3d.reshard.transport.participant import Held, Participant, message_memory
 from engine3d.reshard.transport.program import CopyProgram, Route, flat
 
 Transport = Literal["one_sided", "collective"]
@@ -31,6 +32,28 @@ class Sent:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Outlet:
+    """What a rank does in the transfer to some of the engines."""
+
+    program: CopyProgram
+    participant: Participant | None
+
+    def send(self, version: int) -> dict[Transport, Sent]:
+        sent: dict[Transport, Sent] = {}
+        platform.synchronize()
+        if self.program.nbytes:
+            start = time.perf_counter()
+            self.program.run()
+            platform.synchronize()
+            sent["one_sided"] = Sent(self.program.nbytes, time.perf_counter() - start)
+        if self.participant is not None:
+            start = time.perf_counter()
+            self.participant.run(version)
+            sent["collective"] = Sent(self.participant.sent_bytes, time.perf_counter() - start)
+        return sent
+
+
 class WeightSender:
     """The weights of one rank, and the way they take to the engines.
 
@@ -42,8 +65,8 @@ class WeightSender:
     def __init__(self, shards: Shards, storages: Sequence[torch.UntypedStorage]) -> None:
         self.shards = shards
         self._storages = tuple(storages)
-        self._program: CopyProgram | None = None
-        self._participant: Participant | None = None
+        self._outlets: list[_Outlet] = []
+        self._messages: MessageMemory | None = None
 
     def share(self) -> SharedShards:
         """The shards, with handles by which other processes of the node can map their memory."""
@@ -56,60 +79,61 @@ class WeightSender:
         partial.write_bytes(pickle.dumps(self.share()))
         partial.replace(path)
 
-    def connect(self, order: SendOrder, method: CopyMethod | None = None) -> None:
+    def connect(self, *orders: SendOrder, method: CopyMethod | None = None) -> None:
         """Make ready to send: map the memory that is written, build the copies, join the collective transport's group.
 
         Args:
-            order: what to send, from `coordinate`.
+            orders: what to send, from `coordinate`; one for each transfer that is made by itself. All ranks connect
+                these in the same order.
             method: how a GPU copies; the platform's choice if None.
         """
         self.close()
+        device = self._storages[0].device
+        collective = [order.collective for order in orders if order.collective is not None]
+        self._messages = message_memory(collective, device)
+        for order in orders:
+            self._outlets.append(self._outlet(order, method, self._messages))
+
+    def _outlet(self, order: SendOrder, method: CopyMethod | None, messages: MessageMemory) -> _Outlet:
         sources = flat_buffers(self.shards.buffers, self._storages)
         targets = {index: mapped(shared) for index, shared in order.targets.items()}
-        self._program = CopyProgram(
+        program = CopyProgram(
             [
                 Route(transfer.pieces, sources, targets[transfer.target], near=transfer.link is Link.DEVICE)
                 for transfer in order.one_sided
             ],
             method,
         )
+        participant = None
         if order.collective is not None:
             held = {index: Held(shared.shards, targets[index]) for index, shared in order.targets.items()}
-            self._participant = Participant(
-                order.collective, self._storages[0].device, Held(self.shards, sources), held
-            )
+            participant = Participant(order.collective, messages, Held(self.shards, sources), held)
+        return _Outlet(program, participant)
 
-    def send(self, version: int) -> dict[Transport, Sent]:
-        """Write this rank's part of `version` into every engine; return when all of it is there.
+    def send(self, version: int, part: int = 0) -> dict[Transport, Sent]:
+        """Write this rank's part of `version` into the engines; return when all of it is there.
+
+        Args:
+            version: of the weights.
+            part: which of the transfers that were connected.
 
         Raises:
             EngineError: another rank of the collective transport failed or did not answer in time.
         """
-        assert self._program is not None, "connect comes first"
-        sent: dict[Transport, Sent] = {}
-        platform.synchronize()
-        if self._program.nbytes:
-            start = time.perf_counter()
-            self._program.run()
-            platform.synchronize()
-            sent["one_sided"] = Sent(self._program.nbytes, time.perf_counter() - start)
-        if self._participant is not None:
-            start = time.perf_counter()
-            self._participant.run(version)
-            sent["collective"] = Sent(self._participant.sent_bytes, time.perf_counter() - start)
-        return sent
+        assert self._outlets, "connect comes first"
+        return self._outlets[part].send(version)
 
     @property
     def staged_bytes(self) -> int:
         """Memory that the collective transport takes for messages."""
-        return self._participant.staged_bytes if self._participant is not None else 0
+        return self._messages.nbytes if self._messages is not None else 0
 
     def close(self) -> None:
-        """Let go of the memory of others, and leave the collective transport's group."""
-        self._program = None
-        if self._participant is not None:
-            self._participant.close()
-            self._participant = None
+        """Let go of the memory of others, and leave the collective transport's groups."""
+        outlets, self._outlets, self._messages = self._outlets, [], None
+        for outlet in outlets:
+            if outlet.participant is not None:
+                outlet.participant.close()
 
 
 def flat_buffers(buffers: Sequence[Buffer], storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:

@@ -219,7 +219,8 @@ class EngineRank:
                 ]
             )
         if order.collective is not None:
-            held = {shards.rank: Held(shards, flat)}
+            incoming = [transfer for message in order.collective.incoming for transfer in message.transfers]
+            held = {transfer.target: Held(shards, flat) for transfer in incoming}  # all of it is for this rank
             self._participant = Participant(order.collective, memory[0].device, None, held)
 
     def receive(self, version: int) -> dict[Transport, Sent]:

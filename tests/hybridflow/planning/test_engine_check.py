@@ -127,6 +127,14 @@ def test_engines_are_on_as_many_nodes_each(tp: int, nodes: tuple[int, ...], host
         assert line in refusal(lambda: check_engine_nodes(recipe, devices))
 
 
+def test_engines_over_several_nodes_do_not_get_weights_one_after_another() -> None:
+    rolling = ["rollout.stream={}", "rollout.weights.rolling=true", "trainer.max_staleness=1", "rollout.engine.tp=2"]
+    recipe = a_recipe(*rolling)
+    check_engine_nodes(recipe, [Device(0, "cpu", index) for index in range(4)])
+    line = refusal(lambda: check_engine_nodes(recipe, [Device(index, "cpu", 0) for index in range(4)]))
+    assert line.startswith("rollout.weights.rolling=true with engines over 2 nodes each, which was not tried; expected")
+
+
 def test_evaluations_and_baselines_have_something_for_everyone() -> None:
     recipe = a_recipe("reward=null", "reward_model.path=/models/scorer", "trainer.eval_samples=2")
     layouts = {"rollout": Layout(dp=3), "reward_model": Layout(dp=8)}

@@ -18,7 +18,7 @@ from hybridflow.roles.groups import FunctionRewardGroup, PolicyGroup, RolloutGro
 from hybridflow.roles.model import Update
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
-from hybridflow.roles.rollout import RolloutWorker
+from hybridflow.roles.rollout import Pause, RolloutWorker
 from hybridflow.roles.value import ValueWorker
 from hybridflow.workers.future import Future
 from hybridflow.workers.methods import Method, registrations
@@ -56,7 +56,8 @@ def accepted(
     assert_type(responses, Future[SampleBatch])
     assert_type(responses.batch(), RemoteBatch)
     assert_type(critic.values(responses), Future[Columns])
-    assert_type(rollout.commit_weights(1), Future[list[None]])
+    assert_type(rollout.commit_weights(1), Future[list[Pause | None]])
+    assert_type(rollout.engines([0]).commit_weights(1), Future[list[Pause | None]])
     assert_type(actor.start().result(), list[dict[str, str]])
 
 

@@ -48,6 +48,27 @@ def test_a_group_that_has_begun_somewhere_goes_on_there() -> None:
     assert _sent(dispatcher) == [(1, 201)]
 
 
+def test_an_engine_whose_weights_change_is_sent_nothing_and_of_equals_the_newest_come_first() -> None:
+    dispatcher = _dispatcher(3, 2)
+    dispatcher.serve_all(3)
+    dispatcher.change(0)
+    dispatcher.add(*_group(1, 1))
+    assert _sent(dispatcher) == [(1, 100)]
+    dispatcher.change(1)
+    dispatcher.add(Asked(101, 1, 5))  # not where its group is
+    assert _sent(dispatcher) == [(2, 101)]
+    dispatcher.ended(100)  # which changes nothing
+    dispatcher.change(2)
+    dispatcher.add(*_group(2, 1))
+    assert _sent(dispatcher) == [] and [dispatcher.version(engine) for engine in range(3)] == [3, 3, 3]
+    dispatcher.serve(1, 4)
+    assert _sent(dispatcher) == [(1, 200)]
+    dispatcher.serve(0, 3)
+    dispatcher.ended(200)
+    dispatcher.add(*_group(3, 1))
+    assert _sent(dispatcher) == [(1, 300)] and dispatcher.version(1) == 4  # 0 has as little, and older weights
+
+
 def test_what_is_given_up_is_sent_no_more_and_ends_where_it_is() -> None:
     dispatcher = _dispatcher(2, 1)
     dispatcher.add(*_group(1, 3), *_group(2, 1))

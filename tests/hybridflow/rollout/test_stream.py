@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import pickle
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -239,6 +241,118 @@ def test_what_a_step_took_that_does_not_learn_is_there_again() -> None:
 
     first, second = run(learn())[0]
     assert first.groups == second.groups
+
+
+class _Rolling(_Setup):
+    """Engines with a version each, that get new weights one after another."""
+
+    def __init__(self, limits: StreamLimits, *, wait: bool, transfer_s: float = 0.3, **sizes: int) -> None:
+        super().__init__(limits, **sizes)
+        self._wait, self._transfer_s = wait, transfer_s
+        self.versions = [0] * len(self.engines)
+        self.sent: list[tuple[int, int, int, bool]] = []
+        """Group, engine, its version, and whether others had another one, of each request."""
+        for number, engine in enumerate(self.engines):
+            engine._step_s = lambda n: 0.05 + 0.005 * n  # so that there is something to do when weights change
+            engine._version = functools.partial(self.versions.__getitem__, number)
+            engine.submit = functools.partial(self._submit, number, engine.submit)  # type: ignore[method-assign]
+
+    async def _submit(self, number: int, submit: Any, requests: Sequence[StreamRequest]) -> None:
+        mixed = len(set(self.versions)) > 1
+        self.sent += [(request.group, number, self.versions[number], mixed) for request in requests]
+        await submit(requests)
+
+    async def step(self, train_s: float = 0.5) -> StepRows:
+        rows = await self.stream.take(self.version)
+        await asyncio.sleep(train_s)
+        self.version += 1
+        transfer = asyncio.Lock()
+
+        async def renew(number: int) -> None:
+            self.stream.change([number])
+            await self.engines[number].begin_weights(wait=self._wait)
+            async with transfer:
+                await asyncio.sleep(self._transfer_s)
+            self.versions[number] = self.version
+            self.engines[number].commit_weights()
+            self.stream.serve([number], self.version)
+
+        renewals = [renew(number) for number in range(len(self.engines))]
+        if self._wait:  # all come to their end, each has its transfer when it has
+            await asyncio.gather(*renewals)
+        else:
+            for each in renewals:
+                await each
+        self.stream.learned(self.version)
+        return rows
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        StreamLimits(8, 1),
+        StreamLimits(8, 3, queue="freshest_first"),
+        StreamLimits(8, 1, extra=4, late="evict"),
+        StreamLimits(8, 2, extra=4, excess="carry", late="evict"),
+    ],
+)
+def test_engines_of_two_versions_make_nothing_that_is_too_old(limits: StreamLimits, wait: bool) -> None:
+    async def learn() -> tuple[list[tuple[int, StepRows]], list[tuple[int, int, int, bool]]]:
+        setup = _Rolling(limits, wait=wait, engines=3, slots=6)
+        setup.stream.open(0)
+        return [(setup.version, await setup.step()) for _ in range(40)], setup.sent
+
+    steps, sent = run(learn())[0]
+    for serving, rows in steps:
+        _check(rows, 8, limits.max_staleness)
+        if limits == StreamLimits(8, 1):  # no more was begun than steps can learn from
+            assert rows.figures["stream/evicted_groups"] == 0
+        for each, staleness in zip(rows.groups, rows.taken.staleness, strict=True):
+            drawn = min(end.oldest for end in each.ends)
+            assert staleness == serving - drawn and 0 <= staleness <= limits.max_staleness
+    groups = [each.group.number for _, rows in steps for each in rows.groups]
+    assert len(set(groups)) == len(groups)
+    assert len({engine for _, engine, _, others in sent if others}) > 1  # also while their versions differed
+
+
+def test_nothing_is_sent_to_an_engine_whose_weights_change() -> None:
+    async def learn() -> int:
+        setup = _Rolling(StreamLimits(4, 2), wait=True, slots=2)
+        for number, engine in enumerate(setup.engines):
+
+            async def submit(
+                requests: Sequence[StreamRequest], number: int = number, send: Any = engine.submit
+            ) -> None:
+                assert setup.engines[number]._begins  # what is sent before `change` arrives before it too
+                await send(requests)
+
+            engine.submit = submit  # type: ignore[method-assign]
+        setup.stream.open(0)
+        for _ in range(20):
+            await setup.step()
+        return sum(others for *_, others in setup.sent)
+
+    assert run(learn())[0]  # and to the other, that is not
+
+
+def test_a_request_on_its_way_to_an_engine_that_changes_counts_as_the_older() -> None:
+    async def learn() -> tuple[int | None, int | None]:
+        setup = _Rolling(StreamLimits(1, 2), wait=False, engines=1, slots=8)
+        setup.stream.open(0)  # sends to the engine, of version 0
+        setup.stream.change([0])
+        await setup.engines[0].begin_weights(wait=False)
+        await asyncio.sleep(0.1)  # the request arrives, and is begun with the new weights
+        entry = setup.stream.ledger._entries[0]
+        sent = entry.oldest
+        setup.versions[0] = 1
+        setup.engines[0].commit_weights()
+        setup.stream.serve([0], 1)
+        while entry.place is None:
+            await asyncio.sleep(0.1)
+        return sent, entry.oldest
+
+    assert run(learn())[0] == (0, 1)
 
 
 def test_a_step_tells_when_each_engine_was_at_work() -> None:

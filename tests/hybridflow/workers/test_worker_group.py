@@ -20,6 +20,7 @@ from hybridflow.cluster.devices.device_map import pool_devices
 from hybridflow.cluster.runtime.resource_pool import ResourcePool, cluster_nodes, release, reserve
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.workers.failure_diagnosis import error_of
+from hybridflow.workers.future import as_they_answer
 from hybridflow.workers.standstill import ProgressLimits
 from hybridflow.workers.worker_group import Future, RankError, RankUserError, WorkerGroup, wait_together
 from tests.support.group_workers import FULL, Arithmetic, Failing
@@ -79,6 +80,22 @@ def test_a_future_is_data_for_the_next_call(group: WorkerGroup) -> None:
     assert isinstance(first, Future)
     assert group.multiply(first).result() == [9, 18, 27, 36]
     assert group.echo(group.multiply([0, 1, 2, 3])).result() == [(0, 0), (1, 3), (2, 6), (3, 9)]
+
+
+def test_some_ranks_are_called_by_themselves_and_answer_one_after_another(group: WorkerGroup) -> None:
+    slow, quick = group.call_some([3], "rest", 2.0), group.call_some([0, 2], "rest", 0.0)
+    assert list(as_they_answer([slow, quick])) == [1, 0]
+    assert (slow.result(), quick.result()) == ([3], [0, 2])
+    assert [(span.rank, span.method) for span in quick.spans] == [(0, "rest"), (2, "rest")]
+    with pytest.raises(UserError, match=r"actor\.multiply: of some ranks, expected a method of ONE_TO_ALL"):
+        group.call_some([0], "multiply", [1, 2])
+
+
+def test_of_some_ranks_the_one_that_dies_is_named_and_ends_the_group(failing: WorkerGroup) -> None:
+    waiting = failing.call_some([0], "raise_on", 1)  # for a minute
+    with pytest.raises(RankError, match="critic rank 1, die_on: the process died"):
+        list(as_they_answer([waiting, failing.call_some([1], "die_on", 1)]))
+    assert not failing.is_alive
 
 
 def test_output_goes_to_one_file_a_rank(group: WorkerGroup) -> None:
