@@ -6,8 +6,36 @@ import asyncio
 import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from engine3d.engine_figures import EngineFigures
 from hybridflow.batch.stream_requests import Begun, Ended, SampleEnd, StreamRequest
+
+_TELLS_EVERY_S = 2.0
+
+
+@dataclass(frozen=True)
+class StandInCache:
+    """A KV cache. Prompts that requests have in common are held once for each.
+
+    Args:
+        tokens: that it has room for. Where they are used up, the request with the fewest tokens drawn goes back to the
+            queue.
+        reserve: tokens that are to be free for each running request before another begins.
+        prefill_s: seconds in which one token of a prompt is computed, or of what a response had.
+    """
+
+    tokens: int
+    reserve: int = 0
+    prefill_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Running:
+    request: StreamRequest
+    end: float
+    oldest: int
+    length: int
 
 
 class StandInEngine:
@@ -18,6 +46,7 @@ class StandInEngine:
         step_s: seconds of a decoding step of so many requests.
         length: tokens of the response to a request.
         version: of the weights that are served.
+        cache: of its keys and values; without an end if None.
     """
 
     def __init__(
@@ -26,17 +55,24 @@ class StandInEngine:
         step_s: Callable[[int], float],
         length: Callable[[StreamRequest], int],
         version: Callable[[], int] = lambda: 0,
+        cache: StandInCache | None = None,
     ) -> None:
         self._slots, self._step_s, self._length, self._version = slots, step_s, length, version
+        self._cache = cache
         self._waiting: deque[StreamRequest] = deque()
-        self._running: dict[int, tuple[StreamRequest, float, int]] = {}
+        self._running: dict[int, _Running] = {}
         self._ends: list[tuple[float, int]] = []
-        self._progress = self._at = 0.0
+        self._progress = self._at = self._held = self._computing_s = 0.0
+        self._batch_tokens = 0.0
+        self._begun: dict[int, tuple[int, int]] = {}
+        """Of requests that were retracted: tokens drawn, and the oldest version."""
         self._ended: list[SampleEnd] = []
         self._timer: asyncio.TimerHandle | None = None
         self._told = asyncio.Event()
         self._drained = asyncio.Event()
         self._begins = self._runs = True
+        self._figures = EngineFigures(cache.tokens if cache is not None else 1)
+        self._prompts: set[int] = set()
         self.busy_s = 0.0
         """For how long it had something to do."""
         self.slot_s = 0.0
@@ -51,9 +87,13 @@ class StandInEngine:
     async def ended(self) -> Ended:
         while not self._ended:
             self._told.clear()
-            await self._told.wait()
+            try:
+                await asyncio.wait_for(self._told.wait(), _TELLS_EVERY_S if self._cache is not None else None)
+            except TimeoutError:
+                self._advance()
+                break
         ended, self._ended = self._ended, []
-        return Ended(ended)
+        return Ended(ended, figures=self.figures)
 
     async def begin_weights(self, *, wait: bool) -> None:
         """Begin nothing until `commit_weights`. What runs ends, if `wait`, before this returns; or stands still."""
@@ -74,12 +114,11 @@ class StandInEngine:
         self._advance()
         for sample in samples:
             if sample in self._running:
-                request, end, oldest = self._running.pop(sample)
-                done = self._length(request) - int(end - self._progress)
-                self._ended.append(SampleEnd(sample, request.group, request.place, done, oldest, False))
+                self._leave(sample, whole=False)
             elif found := [request for request in self._waiting if request.sample == sample]:
                 self._waiting.remove(found[0])
-                self._ended.append(SampleEnd(sample, found[0].group, found[0].place, 0, self._version(), False))
+                drawn, oldest = self._begun.pop(sample, (0, self._version()))
+                self._ended.append(SampleEnd(sample, found[0].group, found[0].place, drawn, oldest, False))
         self._told.set()
         self._fill()
 
@@ -87,6 +126,19 @@ class StandInEngine:
         """`busy_s`, `slot_s` and `tokens` up to now."""
         self._advance()
         return self.busy_s, self.slot_s, self.tokens
+
+    @property
+    def figures(self) -> EngineFigures | None:
+        """As an engine tells them; None without a cache."""
+        if self._cache is None:
+            return None
+        return replace(
+            self._figures,
+            used_tokens=round(self._held),
+            queued=len(self._waiting),
+            batches=round(self._progress),
+            batch_tokens=round(self._batch_tokens),
+        )
 
     async def under_way(self) -> Mapping[int, Begun]:
         return {}
@@ -96,18 +148,19 @@ class StandInEngine:
         now = asyncio.get_running_loop().time()
         passed, self._at = now - self._at, now
         if (running := len(self._running)) and self._runs:
-            steps = passed / self._step_s(running)
-            self._progress += steps
-            self.tokens += steps * running
             self.busy_s += passed
             self.slot_s += passed * running / self._slots
+            computing = min(passed, self._computing_s)
+            self._computing_s -= computing
+            steps = (passed - computing) / self._step_s(running)
+            self._progress += steps
+            self._batch_tokens += steps * (self._held + steps * running / 2)
+            self._held += steps * running
+            self.tokens += steps * running
 
     def _fill(self) -> None:
-        while self._begins and self._waiting and len(self._running) < self._slots:
-            request = self._waiting.popleft()
-            end = self._progress + self._length(request)
-            self._running[request.sample] = request, end, self._version()
-            heapq.heappush(self._ends, (end, request.sample))
+        while self._begins and self._waiting and len(self._running) < self._slots and self._has_room(self._waiting[0]):
+            self._begin(self._waiting.popleft())
         while self._ends and self._ends[0][1] not in self._running:
             heapq.heappop(self._ends)
         if self._timer is not None:
@@ -116,16 +169,61 @@ class StandInEngine:
             self._drained.set()
         if self._ends and self._runs:
             left = max(0.0, self._ends[0][0] - self._progress)
-            self._timer = asyncio.get_running_loop().call_later(left * self._step_s(len(self._running)), self._end)
+            if self._cache is not None and len(self._running) > 1:
+                left = min(left, max(0.0, self._cache.tokens - self._held) / len(self._running))
+            left_s = self._computing_s + left * self._step_s(len(self._running))
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._end)
+
+    def _has_room(self, request: StreamRequest) -> bool:
+        if self._cache is None or not self._running:
+            return True
+        asked = request.tokens + self._begun.get(request.sample, (0, 0))[0]
+        reserved = self._cache.reserve * (len(self._running) + 1)
+        return self._held + asked + reserved < self._cache.tokens
+
+    def _begin(self, request: StreamRequest) -> None:
+        drawn, oldest = self._begun.pop(request.sample, (0, self._version()))
+        length = self._length(request)
+        end = self._progress + length - drawn
+        self._running[request.sample] = _Running(request, end, oldest, length)
+        self._held += request.tokens + drawn
+        heapq.heappush(self._ends, (end, request.sample))
+        if self._cache is not None:
+            found = request.tokens if request.group in self._prompts else 0
+            self._prompts.add(request.group)
+            self._computing_s += self._cache.prefill_s * (request.tokens + drawn - found)
+            self._figures = replace(
+                self._figures,
+                prompt_tokens=self._figures.prompt_tokens + request.tokens + drawn,
+                cached_tokens=self._figures.cached_tokens + found,
+            )
 
     def _end(self) -> None:
         self._advance()
         while self._ends and self._ends[0][0] <= self._progress + 1e-6:
             _, sample = heapq.heappop(self._ends)
-            if sample in self._running:
-                request, _, oldest = self._running.pop(sample)
-                tokens = self._length(request)
-                self._ended.append(SampleEnd(sample, request.group, request.place, tokens, oldest, True))
+            running = self._running.get(sample)
+            if running is not None and running.end <= self._progress + 1e-6:
+                self._leave(sample, whole=True)
+        while self._cache is not None and self._held >= self._cache.tokens - 1e-6 and len(self._running) > 1:
+            self._retract()
         if self._ended:
             self._told.set()
         self._fill()
+
+    def _leave(self, sample: int, *, whole: bool) -> None:
+        running = self._running.pop(sample)
+        request, left = running.request, max(0.0, running.end - self._progress)
+        self._held -= request.tokens + running.length - left
+        tokens = running.length if whole else running.length - int(left)
+        self._ended.append(SampleEnd(sample, request.group, request.place, tokens, running.oldest, whole))
+
+    def _retract(self) -> None:
+        """Take the request back that has drawn the least."""
+        sample = max(self._running, key=lambda each: (self._running[each].end - self._running[each].length, each))
+        running = self._running.pop(sample)
+        drawn = running.length - (running.end - self._progress)
+        self._held -= running.request.tokens + drawn
+        self._begun[sample] = int(drawn), running.oldest
+        self._waiting.append(running.request)
+        self._figures = replace(self._figures, retracted=self._figures.retracted + 1)

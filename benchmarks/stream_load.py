@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.response_lengths import Lengths
-from benchmarks.stand_in_engine import StandInEngine
+from benchmarks.response_lengths import LONGEST, Lengths
+from benchmarks.stand_in_engine import StandInCache, StandInEngine
 from benchmarks.virtual_clock import run
 from hybridflow.batch.stream_requests import StreamRequest
+from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.stream import RolloutStream, StreamPlan
 
@@ -30,6 +31,8 @@ class Workload:
         seed: of the lengths.
         as_long_again: whether a response that was given up is as long when its prompt comes again; else it is drawn
             anew.
+        cache: of each engine; without an end if None.
+        dynamic_batching: whether requests in flight follow the room in it.
     """
 
     engines: int = 64
@@ -42,6 +45,8 @@ class Workload:
     steps: int = 18
     seed: int = 0
     as_long_again: bool = False
+    cache: StandInCache | None = None
+    dynamic_batching: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,7 @@ class Setup:
                 lambda n: first + more * n,
                 self._length,
                 functools.partial(self.versions.__getitem__, number),
+                workload.cache,
             )
             for number in range(workload.engines)
         ]
@@ -311,9 +317,10 @@ def start(setup: Setup, limits: StreamLimits, clock: Callable[[], float] | None 
     def draw(count: int) -> Iterator[tuple[int, int]]:
         return ((number, number) for number in itertools.islice(numbers, count))
 
-    plan = StreamPlan(limits, workload.samples, workload.slots, workload.engines)
+    bounds = RequestBounds(workload.slots, LONGEST) if workload.dynamic_batching else None
+    plan = StreamPlan(limits, workload.samples, workload.slots, workload.engines, bounds)
     stream = RolloutStream(plan, setup.engines, draw, lambda _: 0, clock or asyncio.get_running_loop().time)
-    stream.open(0)
+    stream.open(0, [engine.figures for engine in setup.engines if engine.figures is not None])
     return stream
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -119,6 +119,13 @@ class Alterations(Settings):
         return {name: value for name, neutral in NEUTRAL.items() if (value := getattr(self, name)) != neutral}
 
 
+class Sampling(Protocol):
+    """How responses are drawn, by their prompts."""
+
+    def for_prompt(self, tokens: int) -> SamplingConfig:
+        """For a prompt of so many tokens."""
+
+
 NEUTRAL: Mapping[str, float] = {name: field.default for name, field in Alterations.model_fields.items()}
 """The values that change nothing."""
 
@@ -152,4 +159,8 @@ class SamplingConfig(Alterations):
             )
         if any(token < 0 for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids {list(self.stop_token_ids)} must not be negative")
+        return self
+
+    def for_prompt(self, tokens: int) -> SamplingConfig:
+        """For a prompt of so many tokens: as for any other."""
         return self

@@ -10,7 +10,7 @@ from engine3d.errors import EngineError, UserError
 from engine3d.platform import platform
 from engine3d.rollout import launch
 from engine3d.rollout.cache import RESERVED_TOKENS
-from engine3d.rollout.config import RolloutConfig, SamplingConfig
+from engine3d.rollout.config import RolloutConfig, Sampling
 from engine3d.rollout.host.messages import Generation, GivenLogprobs
 from engine3d.rollout.host.process import HostProcess
 from engine3d.rollout.host.stream import UnderWay
@@ -89,13 +89,14 @@ class RolloutEngine(ResponseStreams):
         )
         limits = self._host.wait_until_up(self.config.start_timeout_s)
         assert limits is not None
+        self._cache_tokens = limits.max_total_tokens
         self._context_length = min(self._context_length, limits.max_total_tokens - RESERVED_TOKENS)
         return self
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: SamplingConfig,
+        sampling: Sampling,
         samples_per_prompt: int = 1,
         seeds: Sequence[int] | None = None,
         timeout_s: float | None = None,
@@ -112,19 +113,19 @@ class RolloutEngine(ResponseStreams):
         `max_new_tokens` in the context; EngineError while the weights are not whole.
         """
         host = self._able()
-        self._check_prompts(prompts, sampling, samples_per_prompt, seeds)
+        drawn_by = [sampling.for_prompt(len(prompt)) for prompt in prompts]
+        self._check_prompts(prompts, drawn_by, samples_per_prompt, seeds)
         if not prompts:
             return []
-        parameters = sampling_parameters(sampling)
-        samples = [parameters] * (len(prompts) * samples_per_prompt)
+        known = {id(each): sampling_parameters(each) for each in drawn_by}
+        samples = [known[id(each)] for each in drawn_by for _ in range(samples_per_prompt)]
         if self.config.deterministic:
             first, self._sampled = self._sampled, self._sampled + len(prompts)
             keys = seeds if seeds is not None else range(first, self._sampled)
-            samples = [
-                {**parameters, "sampling_seed": sample_seed(self.config.seed, key, sample)}
-                for key in keys
-                for sample in range(samples_per_prompt)
-            ]
+            seeded = (
+                sample_seed(self.config.seed, key, sample) for key in keys for sample in range(samples_per_prompt)
+            )
+            samples = [{**parameters, "sampling_seed": seed} for parameters, seed in zip(samples, seeded, strict=True)]
         timeout_s = timeout_s if timeout_s is not None else self.config.request_timeout_s
         result: list[list[Generation]] = host.call(
             "generate",

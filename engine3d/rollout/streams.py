@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine3d.engine_figures import EngineFigures
 from engine3d.errors import UserError
 from engine3d.rollout.config import SamplingConfig
 from engine3d.rollout.host.messages import Response, ResponseRequest
@@ -44,6 +45,7 @@ class ResponseStreams(HostOwner):
 
     _model: ModelFacts
     _context_length: int
+    _cache_tokens: int
 
     @abstractmethod
     def _able(self) -> HostProcess:
@@ -69,7 +71,7 @@ class ResponseStreams(HostOwner):
         if not self.config.token_versions:
             raise UserError("a stream of responses needs rollout.token_versions=true when the engine is started")
         for each in asked:
-            self._check_prompts([each.prompt], each.sampling, 1, None if each.seed is None else [each.seed[0]])
+            self._check_prompts([each.prompt], [each.sampling], 1, None if each.seed is None else [each.seed[0]])
             if self.config.deterministic and each.seed is None:
                 raise UserError(f"sample {each.sample} has no seed, and the engine is deterministic")
         requests = [
@@ -106,10 +108,15 @@ class ResponseStreams(HostOwner):
         )
         return found
 
+    @property
+    def figures(self) -> EngineFigures:
+        """How the engine is, as it has told last, with what ended or within a second."""
+        return self._running().responses.figures or EngineFigures(self._cache_tokens)
+
     def _check_prompts(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: SamplingConfig,
+        drawn_by: Sequence[SamplingConfig],
         samples_per_prompt: int,
         seeds: Sequence[int] | None,
     ) -> None:
@@ -119,15 +126,10 @@ class ResponseStreams(HostOwner):
             raise UserError("seeds need an engine with rollout.deterministic=true")
         if seeds is not None and len(seeds) != len(prompts):
             raise UserError(f"{len(seeds)} seeds for {len(prompts)} prompts")
-        if self.config.deterministic and sampling.min_p > 0:
-            raise UserError(f"min_p is {sampling.min_p}: SGLang cannot sample deterministically with min_p above 0")
-        if sampling.stop and not (self._model.directory / "tokenizer_config.json").is_file():
-            raise UserError(
-                f"stop is {list(sampling.stop)}: {self._model.directory} has no tokenizer_config.json, and without a "
-                "tokenizer responses have no text"
-            )
-        longest = self._context_length - sampling.max_new_tokens
-        for index, prompt in enumerate(prompts):
+        for sampling in {id(each): each for each in drawn_by}.values():
+            self._check_sampling(sampling)
+        for index, (prompt, sampling) in enumerate(zip(prompts, drawn_by, strict=True)):
+            longest = self._context_length - sampling.max_new_tokens
             if not prompt:
                 raise UserError(f"prompt {index} is empty")
             if len(prompt) > longest:
@@ -136,6 +138,15 @@ class ResponseStreams(HostOwner):
                     f"{sampling.max_new_tokens} in a context of {self._context_length}"
                 )
             self._check_tokens(f"prompt {index}", prompt)
+
+    def _check_sampling(self, sampling: SamplingConfig) -> None:
+        if self.config.deterministic and sampling.min_p > 0:
+            raise UserError(f"min_p is {sampling.min_p}: SGLang cannot sample deterministically with min_p above 0")
+        if sampling.stop and not (self._model.directory / "tokenizer_config.json").is_file():
+            raise UserError(
+                f"stop is {list(sampling.stop)}: {self._model.directory} has no tokenizer_config.json, and without a "
+                "tokenizer responses have no text"
+            )
 
     def _check_tokens(self, name: str, tokens: Sequence[int]) -> None:
         if min(tokens) < 0 or max(tokens) >= self._model.vocab_size:

@@ -100,10 +100,9 @@ class Step[C: AlgorithmSettings](ABC):
     def least_prompts(self) -> int:
         """The fewest that can be drawn at once: one for each engine, and a response for each rank that rewards them."""
 
-    @property
     @abstractmethod
-    def response_limit(self) -> int:
-        """The most tokens of a response: `rollout.sampling.max_new_tokens`."""
+    def response_limits(self, batch: RemoteBatch) -> Tensor:
+        """(B,) int64: the most tokens that each response could have, by its prompt."""
 
     @property
     @abstractmethod

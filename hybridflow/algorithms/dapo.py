@@ -35,8 +35,8 @@ class DAPOSettings(DynamicSamplingSettings, ClippedSettings):
     """Leave truncated responses out of the loss. Their rewards count in the baseline of their group and in dynamic
     sampling."""
     overlong_buffer: int | None = Field(default=None, ge=1)
-    """Tokens before `rollout.sampling.max_new_tokens` within which a response is punished for its length, in
-    proportion; no punishment if null."""
+    """Tokens before the most that a response may have within which it is punished for its length, in proportion; no
+    punishment if null."""
     overlong_penalty: float = Field(default=1.0, gt=0)
     """What is taken from the reward of a response of the greatest length."""
 
@@ -59,7 +59,7 @@ def with_advantages(step: Step[DAPOSettings], experience: Experience) -> Experie
     if config.overlong_buffer is not None:
         penalty = overlong_penalty(
             batch.facts["response_lengths"],
-            limit=step.response_limit,
+            limit=step.response_limits(batch),
             buffer=config.overlong_buffer,
             factor=config.overlong_penalty,
         )

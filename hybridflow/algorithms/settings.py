@@ -54,7 +54,8 @@ class AlgorithmSettings(Settings):
     """How the losses of the tokens of an update become one. If not set: "seq-mean-token-mean" with gspo, gspo_token and
     sapo, "token-mean" with all others."""
     loss_normalising_length: int | None = Field(default=None, gt=0)
-    """Tokens by which "seq-mean-token-sum-norm" divides, and no other mode; rollout.sampling.max_new_tokens if null."""
+    """Tokens by which "seq-mean-token-sum-norm" divides, and no other mode; the most that a response may have if null:
+    rollout.sampling.max_new_tokens, or the largest of rollout.adaptive_sampling."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     entropy_controller: Literal["fixed", "adaptive"] = "fixed"

@@ -78,6 +78,12 @@ class PPOConfig(Settings):
     async_rollout: bool = False
     """Let engines generate while models learn (`rollout.stream`), from weights a version older at most unless `recipe`
     has another `trainer.max_staleness`; they need a `rollout_device_mapping` of their own."""
+    use_dynamic_batching: bool = False
+    """With `async_rollout`: let the requests in flight at each engine follow the room in its KV cache
+    (`rollout.stream.dynamic_batching`). Micro-batches are always filled by tokens."""
+    adaptive_sampling: list[dict[str, Any]] | None = None
+    """What responses are drawn by, by the length of their prompts: rows of a recipe's `rollout.adaptive_sampling`, such
+    as {"prompt_tokens": 512, "max_new_tokens": 2048}."""
     checkpoint_config: dict[str, Any] | None = None
     """What a recipe has under `checkpoint`: save_interval, keep_last_k, async_save and so on."""
     recipe: Path | dict[str, Any] | None = None

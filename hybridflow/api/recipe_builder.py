@@ -28,6 +28,7 @@ _KEYS: dict[str, Key] = {
     "max_steps": ("trainer", "steps"),
     "samples_per_prompt": ("rollout", "samples_per_prompt"),
     "max_new_tokens": ("rollout", "sampling", "max_new_tokens"),
+    "adaptive_sampling": ("rollout", "adaptive_sampling"),
     "actor_device_mapping": ("placement", "actor"),
     "rollout_device_mapping": ("placement", "rollout"),
     "critic_device_mapping": ("placement", "critic"),
@@ -139,6 +140,12 @@ def make_recipe(config: PPOConfig, given: Given, *, gpus: int) -> Recipe:
         for setting, default in ((("rollout", "stream"), {}), (("trainer", "max_staleness"), 1)):
             if not base.get(setting):
                 base.put(setting, default)
+    if config.use_dynamic_batching:
+        if base.get(("rollout", "stream")) is None:
+            raise UserError(
+                "use_dynamic_batching=true of engines that get all prompts at once; expected async_rollout=true"
+            )
+        base.put(("rollout", "stream", "dynamic_batching"), True)
     for name, value in (config.checkpoint_config or {}).items():
         base.put(("checkpoint", name), value)
     if "max_steps" in config.model_fields_set or given.passes is not None:

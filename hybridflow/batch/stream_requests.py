@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from engine3d.engine_figures import EngineFigures
+
 
 @dataclass(frozen=True, slots=True)
 class Begun:
@@ -67,10 +69,12 @@ class Ended:
     Args:
         samples: in the order of the rows of `rows`.
         rows: where the samples with their tokens lie, for whoever learns from them.
+        figures: of the engine, if it tells them.
     """
 
     samples: Sequence[SampleEnd]
     rows: Any = None
+    figures: EngineFigures | None = None
 
 
 class StreamEngine(Protocol):

@@ -27,7 +27,7 @@ def misfits(algorithm: AlgorithmSettings, trainer: TrainerConfig, rollout: Rollo
     if algorithm.on_policy:
         yield from _of_one_update(algorithm.name, trainer)
     if isinstance(algorithm, DAPOSettings):
-        yield from _of_length_penalty(algorithm, rollout.sampling.max_new_tokens)
+        yield from _of_length_penalty(algorithm, rollout)
     if isinstance(algorithm, PFPPOSettings):
         yield from _of_filtration(algorithm, trainer, rollout)
     if isinstance(algorithm, VAPOSettings) and trainer.epochs_of_data is None:
@@ -99,10 +99,12 @@ def _of_dynamic_sampling(trainer: TrainerConfig) -> Iterator[str]:
         )
 
 
-def _of_length_penalty(algorithm: DAPOSettings, limit: int) -> Iterator[str]:
+def _of_length_penalty(algorithm: DAPOSettings, rollout: RolloutRole) -> Iterator[str]:
+    limit = rollout.sampling_table.shortest_limit
     if algorithm.overlong_buffer is not None and algorithm.overlong_buffer > limit:
+        where = "adaptive_sampling and its " if rollout.adaptive_sampling else "sampling."
         yield (
-            f"algorithm.overlong_buffer={algorithm.overlong_buffer} with rollout.sampling.max_new_tokens={limit}, "
+            f"algorithm.overlong_buffer={algorithm.overlong_buffer} with rollout.{where}max_new_tokens={limit}, "
             "before which it lies; expected at most as many"
         )
 

@@ -134,7 +134,8 @@ _ANYWHERE = {
     "gradient_accumulation_steps": _MICRO_BATCHES,
     "use_dynamic_bsz": _BALANCED,
     "use_dynamic_batch_size": _BALANCED,
-    "use_dynamic_batching": _BALANCED,
+    "use_dynamic_batching": _is("rollout.stream.dynamic_batching", note="micro-batches are always filled by tokens"),
+    "adaptive_sampling": _is("rollout.adaptive_sampling", note="rows of prompt_tokens and max_new_tokens"),
     # Models and devices.
     "actor": _is("train", note="its model is model, its devices are placement.actor"),
     "ref": _is("reference", note="its devices are placement.reference"),
@@ -412,6 +413,5 @@ API_NAMES: Mapping[str, str] = {name: f"{text} ({_SET_IN_RECIPE})" for name, tex
     "async_save": _is("checkpoint_config", note='{"async_save": ...}'),
     "use_vllm": "absent, because SGLang generates; leave it out",
     "fsdp_config": 'absent, because Megatron-Core trains; recipe={"train": {"layout": {"tp": 2}}} cuts a model',
-    "use_dynamic_batching": "absent, because it is always so; leave it out",
 }
 """Of the Python API's settings and arguments."""

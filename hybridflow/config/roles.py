@@ -12,6 +12,7 @@ from engine3d.rollout.config import NEUTRAL, RolloutConfig, SamplingConfig
 from engine3d.settings import LONGEST_S, MOST_SAMPLES, AbsolutePath, Settings
 from engine3d.training.config import TrainConfig
 from hybridflow.cluster.devices.device_map import MOST_DEVICES
+from hybridflow.config.adaptive_sampling import PromptSampling, SamplingTable
 from hybridflow.config.stream import StreamConfig
 
 
@@ -75,6 +76,9 @@ class RolloutRole(Settings):
     engines: int | None = Field(None, ge=1, le=MOST_DEVICES)
     """Engines side by side; as many as the role's devices hold if null."""
     sampling: SamplingConfig = SamplingConfig()
+    adaptive_sampling: tuple[PromptSampling, ...] = ()
+    """A table of what is drawn otherwise, by the length of the prompt: rows by rising prompt_tokens, of which the first
+    holds that the prompt is not longer than. `sampling` holds for longer prompts, and for evaluation."""
     samples_per_prompt: int = Field(8, ge=1, le=MOST_SAMPLES)
     """Responses to each prompt of a step."""
     stream: StreamConfig | None = None
@@ -98,6 +102,16 @@ class RolloutRole(Settings):
                 f"expected {NEUTRAL[name]:g}, or trainer.eval_sampling.{name} for evaluation alone"
             )
         return self
+
+    @model_validator(mode="after")
+    def _in_order(self) -> RolloutRole:
+        SamplingTable.of(self.adaptive_sampling, self.sampling)
+        return self
+
+    @property
+    def sampling_table(self) -> SamplingTable:
+        """How the responses of a step are drawn."""
+        return SamplingTable.of(self.adaptive_sampling, self.sampling)
 
     @model_validator(mode="after")
     def _streams(self) -> RolloutRole:

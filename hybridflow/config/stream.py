@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from engine3d.settings import Settings
 
 
@@ -19,6 +21,12 @@ class StreamConfig(Settings):
     late: Literal["wait", "evict"] = "wait"
     """Whether a step waits for groups that no later step may learn from, as they would be too old; or does without
     them, and their prompts are drawn again."""
+    dynamic_batching: bool = False
+    """Let the requests in flight at each engine follow the room in its KV cache, up to
+    `rollout.engine.max_running_requests`. They are as many as that, whatever the room, if false."""
+    cache_target: float = Field(0.85, gt=0, le=1)
+    """With `dynamic_batching`: share of a KV cache that is to be in use. With more of it tokens come faster, and more
+    requests are taken back to be computed again."""
     left_over: Literal["drop", "carry"] = "drop"
     """What becomes of the groups that a step did not take of those that `rollout.over_sampling` began: they are aborted
     and their prompts drawn again, or they go on, for a later step."""

@@ -19,27 +19,41 @@ class Lengths:
         held_out_prompt: of the longest one of an evaluation.
         response: of the longest response.
         held_out: prompts of an evaluation.
+        together: of the longest prompt to learn from with the longest response to it; as many as both if None.
+        held_out_response: of the longest response of an evaluation; as `response` if None.
     """
 
     prompt: int
     held_out_prompt: int
     response: int
     held_out: int
+    together: int | None = None
+    held_out_response: int | None = None
 
     @classmethod
     def of(cls, recipe: Recipe, train: Sequence[Sequence[int]], held_out: Sequence[Sequence[int]]) -> Lengths:
         """Of prompts as token ids."""
+        table, response = recipe.rollout.sampling_table, recipe.rollout.sampling.max_new_tokens
+        adaptive = bool(recipe.rollout.adaptive_sampling)
         return cls(
             prompt=max(map(len, train), default=0),
             held_out_prompt=max(map(len, held_out), default=0),
-            response=recipe.rollout.sampling.max_new_tokens,
+            response=table.longest_response,
             held_out=len(held_out),
+            together=max(map(table.sequence_tokens, map(len, train)), default=0) if adaptive else None,
+            held_out_response=response if adaptive else None,
         )
 
     @property
     def sequence(self) -> int:
         """Of the longest prompt to learn from, with the longest response to it."""
-        return self.prompt + self.response
+        return self.prompt + self.response if self.together is None else self.together
+
+    @property
+    def held_out_sequence(self) -> int:
+        """The same of an evaluation."""
+        response = self.response if self.held_out_response is None else self.held_out_response
+        return self.held_out_prompt + response
 
 
 def cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: DeviceKind) -> int:
@@ -56,16 +70,16 @@ def cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: DeviceKin
         return given
     trainer, page = recipe.trainer, PAGE_TOKENS[kind]
     phases = (
-        (recipe.groups_under_way, recipe.rollout.samples_per_prompt, lengths.prompt),
-        (lengths.held_out, trainer.eval_samples, lengths.held_out_prompt),
+        (recipe.groups_under_way, recipe.rollout.samples_per_prompt, lengths.sequence),
+        (lengths.held_out, trainer.eval_samples, lengths.held_out_sequence),
     )
     return max(
         tokens_needed(
             requests=running_requests(recipe, prompts=prompts, samples=samples, engines=engines),
-            sequence_tokens=prompt + lengths.response,
+            sequence_tokens=sequence,
             page_tokens=page,
         )
-        for prompts, samples, prompt in phases
+        for prompts, samples, sequence in phases
     )
 
 

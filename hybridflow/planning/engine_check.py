@@ -63,12 +63,19 @@ def check_sampling(recipe: Recipe, spec: ModelSpec, devices: Mapping[str, Sequen
     Raises:
         UserError: naming the setting.
     """
-    beyond = [token for token in recipe.rollout.sampling.stop_token_ids if token >= spec.vocab_size]
-    if beyond:
-        raise UserError(
-            f"rollout.sampling.stop_token_ids: {beyond[0]} is no token of the model, whose vocabulary has "
-            f"{spec.vocab_size}"
-        )
+    rollout = recipe.rollout
+    for setting, stops in (
+        ("sampling", rollout.sampling.stop_token_ids),
+        *(
+            (f"adaptive_sampling.{row}", each.stop_token_ids or ())
+            for row, each in enumerate(rollout.adaptive_sampling)
+        ),
+    ):
+        if beyond := [token for token in stops if token >= spec.vocab_size]:
+            raise UserError(
+                f"rollout.{setting}.stop_token_ids: {beyond[0]} is no token of the model, whose vocabulary has "
+                f"{spec.vocab_size}"
+            )
     if devices is None and recipe.placement.cluster is None:
         return  # a device map that is wrong
     text = recipe.placement.rollout

@@ -87,7 +87,7 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
     if isinstance(train, GivenResponses):
         lengths = replace(lengths, response=max(len(each) for both in train.responses for each in both))
     given = recipe.rollout.engine.max_total_tokens
-    longest = max(lengths.prompt, lengths.held_out_prompt) + lengths.response + RESERVED_TOKENS
+    longest = max(lengths.sequence, lengths.held_out_sequence) + RESERVED_TOKENS
     if given is not None and given < longest:
         raise UserError(
             f"rollout.engine.max_total_tokens={given}, expected at least {longest}: the longest prompt, the longest "

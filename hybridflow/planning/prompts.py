@@ -34,6 +34,17 @@ def prompt_limit(recipe: Recipe) -> int:
     return context - response
 
 
+def training_limit(recipe: Recipe, limit: int) -> int:
+    """Most tokens of a prompt to learn from, where an evaluation has room for `limit`.
+
+    Raises:
+        UserError: by `rollout.adaptive_sampling` some responses would not fit into the context.
+    """
+    if not recipe.rollout.adaptive_sampling:
+        return limit
+    return recipe.rollout.sampling_table.prompt_limit(limit + recipe.rollout.sampling.max_new_tokens)
+
+
 def encode(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int
 ) -> tuple[Prompts, Prompts, Prompts, list[list[int]]]:
@@ -52,13 +63,13 @@ def encode(
         "held-out": splits.evaluation[: recipe.trainer.eval_prompts],
         "supervised": supervised,
     }
-    policy = recipe.data.overlong_prompts
+    policy, limits = recipe.data.overlong_prompts, {"training": training_limit(recipe, limit)}
     phases = {
-        name: Prompts(*fit_prompts(tokenizer, examples, max_tokens=limit, policy=policy))
+        name: Prompts(*fit_prompts(tokenizer, examples, max_tokens=limits.get(name, limit), policy=policy))
         for name, examples in wanted.items()
     }
     for name, phase in phases.items():
-        _check_left(name, phase, len(wanted[name]), f"more than {limit} tokens")
+        _check_left(name, phase, len(wanted[name]), f"more than {limits.get(name, limit)} tokens")
     train, evaluation, sft = phases.values()
     answers = encode_answers(tokenizer, sft.examples, max_tokens=recipe.rollout.sampling.max_new_tokens)
     return train, evaluation, sft, answers
@@ -96,14 +107,18 @@ def overlong_notes(recipe: Recipe, phases: Mapping[str, Prompts], limit: int) ->
     Args:
         recipe: with the policy.
         phases: by the name of their prompts.
-        limit: tokens of the longest prompt that stays as it is.
+        limit: tokens of the longest prompt that stays as it is; to learn from, by `rollout.adaptive_sampling`.
     """
-    policy = recipe.data.overlong_prompts
+    policy, limits = recipe.data.overlong_prompts, {"training": training_limit(recipe, limit)}
     done = {"drop": "dropped", "cut_left": "cut, at their beginning", "cut_right": "cut, at their end"}
-    have = f"more than {limit} tokens" if recipe.algorithm.needs_engines else "no room for their responses"
+    given = not recipe.algorithm.needs_engines
+    have = {
+        name: "no room for their responses" if given else f"more than {limits.get(name, limit)} tokens"
+        for name in phases
+    }
     return [
-        f"data: {phase.overlong:,} of {len(phase) + phase.overlong * (policy == 'drop'):,} {name} prompts have {have} "
-        f"and are {done[policy]} (data.overlong_prompts={policy})"
+        f"data: {phase.overlong:,} of {len(phase) + phase.overlong * (policy == 'drop'):,} {name} prompts have "
+        f"{have[name]} and are {done[policy]} (data.overlong_prompts={policy})"
         for name, phase in phases.items()
         if phase.overlong
     ]

@@ -164,6 +164,33 @@ _GENERATION = (
     _Wanted("replay-size", "Samples in the replay buffer", "samples", (metrics.REPLAY_SIZE,), from_zero=True),
     _Wanted("replay-age", "Age of replayed samples", "versions", (metrics.REPLAY_AGE,), from_zero=True),
     _Wanted("staleness", "Staleness of the policy", "versions", (r".*staleness.*",), from_zero=True),
+    _Wanted("sample-age", "From a response's end to the step", "s", (r"stream/sample_age_\w+",), from_zero=True),
+    _Wanted(
+        "stream-requests",
+        "Requests in flight, at most at each engine, and queued",
+        "requests",
+        (
+            metrics.STREAM_REQUESTS_IN_FLIGHT,
+            metrics.STREAM_REQUEST_LIMIT,
+            metrics.STREAM_WAITING_REQUESTS,
+            metrics.STREAM_QUEUED_REQUESTS,
+        ),
+        from_zero=True,
+    ),
+    _Wanted(
+        "engines",
+        "Engines at work, their KV caches in use, and prompt tokens found there",
+        "share",
+        (metrics.STREAM_BUSY, r"stream/cache_use_\w+", metrics.STREAM_PREFIX_HITS, metrics.STREAM_WAIT_SHARE),
+        from_zero=True,
+    ),
+    _Wanted(
+        "stream-groups",
+        "Groups evicted, dropped, carried, lost; requests retracted",
+        "number",
+        (r"stream/(?:evicted|dropped|carried|lost)_groups", metrics.STREAM_RETRACTED),
+        from_zero=True,
+    ),
 )
 _SPEED = (
     _Wanted("throughput", "Throughput of the rollout", "tokens/s", (metrics.ROLLOUT_THROUGHPUT,), from_zero=True),

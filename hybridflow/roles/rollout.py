@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, cast
 
+from engine3d.engine_figures import EngineFigures
 from engine3d.errors import UserError
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Place
 from engine3d.reshard.plan.coordinate import ReceiveOrder
 from engine3d.reshard.transport.sender import Sent, Transport
 from engine3d.reshard.verify import Difference
-from engine3d.rollout.config import RolloutConfig, SamplingConfig
+from engine3d.rollout.config import RolloutConfig, Sampling
 from engine3d.rollout.engine import RolloutEngine
 from engine3d.rollout.host.stream import UnderWay
 from engine3d.rollout.member import EngineMember
@@ -132,7 +133,7 @@ class RolloutWorker:
 
     @register(THREE_D_PROTO, exclusive=True, timeout_s=_LONGEST_ROLLOUT_S)
     @on_first_host(_UNUSED)
-    def generate(self, drawn: list[DrawnPrompt], *, sampling: SamplingConfig, samples_per_prompt: int) -> SampleBatch:
+    def generate(self, drawn: list[DrawnPrompt], *, sampling: Sampling, samples_per_prompt: int) -> SampleBatch:
         """Responses to prompts: `samples_per_prompt` samples of each, in order."""
         seeds = [prompt.group for prompt in drawn] if self._engine.config.deterministic else None
         began = time.time()
@@ -249,9 +250,10 @@ class RolloutWorker:
 
     # Beside the calls of the group, of the controller of a stream (`RankProcess.call_beside`)
 
-    def open_stream(self, prompts: PackedPrompts, sampling: SamplingConfig) -> None:
-        """Take requests for responses to these prompts from here on."""
+    def open_stream(self, prompts: PackedPrompts, sampling: Sampling) -> EngineFigures:
+        """Take requests for responses to these prompts from here on. Returns how the engine is."""
         self._stream = EngineStream(self._number, self._engine, prompts, sampling)
+        return self._stream.figures
 
     def of_stream(self, method: str, *arguments: Any) -> Any:
         """Call a method of the `EngineStream`. Raises UserError before `open_stream`."""

@@ -6,12 +6,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from engine3d.rollout.config import SamplingConfig
+from engine3d.engine_figures import EngineFigures
+from engine3d.rollout.config import Sampling
 from engine3d.rollout.engine import RolloutEngine
 from engine3d.rollout.host.messages import Response
 from engine3d.rollout.streams import Asked
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.stream_requests import Begun, SampleEnd, StreamRequest
+from hybridflow.batch.stream_requests import Begun, Ended, SampleEnd, StreamRequest
 from hybridflow.batch.worker_output import Packed, Summary, pack, send_tensors_as_arrays
 from hybridflow.data.packed_prompts import PackedPrompts
 
@@ -26,7 +27,7 @@ class EngineStream:
         sampling: of all responses.
     """
 
-    def __init__(self, number: int, engine: RolloutEngine, prompts: PackedPrompts, sampling: SamplingConfig) -> None:
+    def __init__(self, number: int, engine: RolloutEngine, prompts: PackedPrompts, sampling: Sampling) -> None:
         self._number, self._engine, self._prompts, self._sampling = number, engine, prompts, sampling
         self._requests: dict[int, StreamRequest] = {}
         self._began: dict[int, float] = {}
@@ -41,7 +42,7 @@ class EngineStream:
                 Asked(
                     request.sample,
                     self._prompts[request.prompt],
-                    self._sampling,
+                    self._sampling.for_prompt(self._prompts.length(request.prompt)),
                     seed=(request.group, request.place) if seeded else None,
                     begun=response,
                 )
@@ -49,7 +50,12 @@ class EngineStream:
             ]
         )
 
-    def take_ended(self, wait_s: float) -> tuple[list[SampleEnd], Summary | None, Packed | None]:
+    @property
+    def figures(self) -> EngineFigures:
+        """How the engine is."""
+        return self._engine.figures
+
+    def take_ended(self, wait_s: float) -> tuple[Ended, Summary | None, Packed | None]:
         """What has ended since the last call: without its tokens, and the samples; waits for something, for `wait_s`.
 
         What was given up is among the ends, and not among the samples.
@@ -61,12 +67,12 @@ class EngineStream:
         whole = [request for request, end in zip(requests, ends, strict=True) if end.whole]
         ends.sort(key=lambda end: not end.whole)  # so that the n-th whole end is of the n-th sample
         if not whole:
-            return ends, None, None
+            return Ended(ends, figures=self.figures), None, None
         send_tensors_as_arrays()
         now = time.time()
         times = [(began[request.sample], now) for request in whole]
         packed, summary = pack(self._samples(whole, [ended[request.sample] for request in whole], times))
-        return ends, summary, packed
+        return Ended(ends, figures=self.figures), summary, packed
 
     def abort(self, samples: Sequence[int]) -> None:
         """Give responses up; each ends with what it has."""

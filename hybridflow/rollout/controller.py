@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from engine3d.engine_figures import EngineFigures
 from engine3d.errors import EngineError, UserError
 from hybridflow.batch.stored_rows import Row, StoredRows
 from hybridflow.batch.stream_requests import Begun, Ended, StreamRequest
@@ -90,7 +91,8 @@ class RemoteEngine:
 
     async def ended(self) -> Ended:
         found, summary, packed = await self._call("take_ended", 3, _WAIT_S)
-        return Ended(found, StoredRows(summary, packed, self._node))
+        ended: Ended = replace(found, rows=StoredRows(summary, packed, self._node))
+        return ended
 
     async def abort(self, samples: Sequence[int]) -> None:
         await self._call("abort", 1, list(samples))
@@ -136,10 +138,10 @@ class RolloutController:
         scoring = [RemoteScorer(actor, threads) for actor in scorers]
         self._stream = RolloutStream(plan, engines, self._draw, prompts.length, scorers=scoring)
 
-    async def open(self, version: int, last_group: int) -> None:
-        """Begin with engines that serve `version`; draw no prompt from `last_group` on."""
+    async def open(self, version: int, last_group: int, figures: Sequence[EngineFigures]) -> None:
+        """Begin with engines that serve `version`; draw no prompt from `last_group` on. `figures`: of each engine."""
         self._stream.ledger.draws_left = max(0, last_group - self._sampler.position)
-        self._stream.open(version)
+        self._stream.open(version, figures)
 
     async def take(self, version: int) -> StepRows:
         """The groups of the step from `version`; times in seconds since the epoch."""

@@ -83,6 +83,16 @@ class Dispatcher:
         """Requests that no engine has room for."""
         return len(self._waiting)
 
+    @property
+    def requests(self) -> int:
+        """Requests in flight at all engines."""
+        return len(self._in_flight)
+
+    @property
+    def mean_limit(self) -> float:
+        """Most requests in flight at an engine, in the mean of the engines."""
+        return sum(engine.limit for engine in self._engines.values()) / max(1, len(self._engines))
+
     def in_flight(self, engine: int) -> tuple[int, float]:
         """Requests at an engine, and tokens that they are expected to have in all."""
         found = self._engines[engine]

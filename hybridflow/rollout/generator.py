@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from engine3d.rollout.config import SamplingConfig
+from engine3d.rollout.config import Sampling
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.data.prompts import Draw, DrawnPrompt
@@ -24,7 +24,7 @@ class Generate(Protocol):
     """Responses to prompts; see `RolloutWorker.generate`."""
 
     def __call__(
-        self, drawn: list[DrawnPrompt], /, *, sampling: SamplingConfig, samples_per_prompt: int
+        self, drawn: list[DrawnPrompt], /, *, sampling: Sampling, samples_per_prompt: int
     ) -> Future[SampleBatch]: ...
 
 
@@ -52,11 +52,11 @@ class Generator:
         first, self.samples_drawn = self.samples_drawn, self.samples_drawn + count
         return first
 
-    def generate(self, draw: Draw, sampling: SamplingConfig, samples_per_prompt: int) -> RemoteBatch:
+    def generate(self, draw: Draw, sampling: Sampling, samples_per_prompt: int) -> RemoteBatch:
         """So many responses to each prompt, those to one prompt side by side."""
         return self.begin(draw, sampling, samples_per_prompt).batch()
 
-    def begin(self, draw: Draw, sampling: SamplingConfig, samples_per_prompt: int) -> Future[SampleBatch]:
+    def begin(self, draw: Draw, sampling: Sampling, samples_per_prompt: int) -> Future[SampleBatch]:
         """The same as a call whose `batch` the responses are."""
         assert self._rollout is not None
         self._before()

@@ -97,7 +97,7 @@ class Lookahead:
 
     def _begin(self, draw: Draw) -> Future[SampleBatch]:
         rollout = self._recipe.rollout
-        return self._generator.begin(draw, rollout.sampling, rollout.samples_per_prompt)
+        return self._generator.begin(draw, rollout.sampling_table, rollout.samples_per_prompt)
 
 
 def _finished(made: Future[SampleBatch] | RemoteBatch) -> Rollout:

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine3d.engine_figures import EngineFigures
 from engine3d.errors import EngineError
 from hybridflow.batch.stored_rows import Row
 from hybridflow.batch.stream_requests import Begun, SampleEnd, StreamEngine, StreamRequest
 from hybridflow.metrics import names as metrics
 from hybridflow.rollout.dispatch import Asked, Dispatcher
+from hybridflow.rollout.dynamic_batching import DynamicBatching, RequestBounds
 from hybridflow.rollout.ledger import Group, Ledger, StreamLimits, Taken
 from hybridflow.rollout.scoring_queue import Scorer, ScoringQueue
 from hybridflow.rollout.stream_figures import StreamFigures
@@ -42,12 +44,15 @@ class StreamPlan:
         samples_per_prompt: responses in a group.
         requests_per_engine: most that are in flight at each engine.
         engines: how many there are.
+        bounds: of the requests in flight at each engine, where they follow the room in its cache; as many as there may
+            be are in flight if None.
     """
 
     limits: StreamLimits
     samples_per_prompt: int
     requests_per_engine: int
     engines: int
+    bounds: RequestBounds | None = None
 
 
 @dataclass(slots=True)
@@ -147,6 +152,9 @@ class RolloutStream:
         self._plan, self._engines, self._prompt_tokens, self._clock = plan, list(engines), prompt_tokens, clock
         self.ledger = Ledger(plan.limits, draw)
         self._dispatcher = Dispatcher(len(engines), plan.requests_per_engine, self._expected)
+        self._batching: DynamicBatching | None = None
+        if plan.bounds is not None:
+            self._batching = DynamicBatching(plan.bounds)
         self._groups: dict[int, _Gathered] = {}
         self._learning: tuple[GroupRows, ...] = ()
         self._given_up: set[int] = set()
@@ -167,10 +175,19 @@ class RolloutStream:
 
     # What the driver asks for
 
-    def open(self, version: int) -> None:
-        """Begin: engines serve this version, and what they make from here on is collected."""
+    def open(self, version: int, figures: Sequence[EngineFigures] = ()) -> None:
+        """Begin: engines serve this version, and what they make from here on is collected.
+
+        Args:
+            version: of the weights.
+            figures: of each engine, if they tell them.
+        """
         self._open = True
         self._dispatcher.serve_all(version)
+        for number, each in enumerate(figures):
+            self.figures.begin(number, each)
+            if self._batching is not None:
+                self._dispatcher.limit(number, self._batching.begin(number, each))
         for number in range(len(self._engines)):
             self._spawn(self._collect(number))
         self._feed()
@@ -193,10 +210,13 @@ class RolloutStream:
         self._drop(taken.dropped, "dropped")
         self.figures.count("carried", taken.carried)
         self._learning = tuple(self._rows(group) for group in taken.groups)
+        self.figures.took(end.sample for each in self._learning for end in each.ends)
         self._feed()
         figures = self.figures.collect(self._dispatcher, self.ledger)
         if self._scoring.needed:
             figures[metrics.STREAM_WAITING_REWARDS] = len(self._scoring)
+        if self._batching is not None:
+            figures[metrics.STREAM_REQUEST_LIMIT] = self._dispatcher.mean_limit
         return StepRows(self._learning, taken, figures, self._take_busy())
 
     def waiting_for(self) -> str:
@@ -213,6 +233,7 @@ class RolloutStream:
     def learned(self, version: int) -> None:
         """The step is over, and all engines serve this version."""
         self._dispatcher.serve_all(version)
+        self.figures.forget(end.sample for each in self._learning for end in each.ends)
         self._learning = ()
         self.ledger.learned()
         self._feed()
@@ -303,6 +324,8 @@ class RolloutStream:
         """See what ends at an engine, for as long as the stream is open."""
         while self._open:
             ended = await self._engines[number].ended()
+            if ended.figures is not None:
+                self._told(number, ended.figures, ended.samples)
             for place, end in enumerate(ended.samples):
                 self._ended(end, Row(ended.rows, place))
             if ended.samples:
@@ -311,6 +334,16 @@ class RolloutStream:
                     self._busy.append((number, self._busy_since.pop(number), self._clock()))
                 async with self._changed:
                     self._changed.notify_all()
+
+    def _told(self, number: int, figures: EngineFigures, ended: Sequence[SampleEnd]) -> None:
+        """An engine says how it is, and what has ended."""
+        self.figures.told(number, figures)
+        if self._batching is not None:
+            flying = self._dispatcher.in_flight(number)[0]
+            freed = sum(each.tokens for each in ended)
+            self._dispatcher.limit(number, self._batching.told(number, figures, flying, len(ended), freed))
+            if not ended:
+                self._feed()
 
     def _ended(self, end: SampleEnd, row: Row) -> None:
         self._dispatcher.ended(end.sample)
@@ -324,7 +357,7 @@ class RolloutStream:
             self.ledger.lost(end.group)
             return
         self._length = _REMEMBERED * self._length + (1 - _REMEMBERED) * end.tokens
-        self.figures.ended(end.tokens)
+        self.figures.ended(end.sample, end.tokens)
         gathered.ends[end.place] = end, row
         self.ledger.sent(end.group, end.oldest)  # it may have begun before a restart, with older weights
         if len(gathered.ends) == self._plan.samples_per_prompt:
@@ -399,7 +432,9 @@ class RolloutStream:
         for group in groups:
             gathered = self._groups.pop(group.number)
             self.figures.count(why)
-            for sample in range(gathered.first_sample, gathered.first_sample + self._plan.samples_per_prompt):
+            samples_of_group = range(gathered.first_sample, gathered.first_sample + self._plan.samples_per_prompt)
+            self.figures.forget(samples_of_group)
+            for sample in samples_of_group:
                 self._requests.pop(sample, None)
                 self._scoring.forget(sample)
             for engine, samples in self._dispatcher.forget(group.number).items():

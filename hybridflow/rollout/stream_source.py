@@ -24,6 +24,7 @@ from hybridflow.errors.log import log
 from hybridflow.metrics.timeline import Span, timeline
 from hybridflow.rewards.result import RewardResult, SampleScore, of_samples
 from hybridflow.rollout.controller import start_controller
+from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.prefetch import Rollout
 from hybridflow.rollout.stream import GroupState, StepRows, StreamPlan, StreamState
@@ -107,6 +108,7 @@ class StreamSource:
             recipe.rollout.samples_per_prompt,
             recipe.rollout.engine.max_running_requests,
             len(engines.actors),
+            self._bounds(),
         )
         self._prompts_ref = ray.put(PackedPrompts.of(prompts.tokens))
         seed = recipe.seed + recipe.data.seed
@@ -119,16 +121,25 @@ class StreamSource:
         self._figures: dict[str, float] = {}
         self._scores: dict[int, Mapping[str, SampleScore]] = {}
 
+    def _bounds(self) -> RequestBounds | None:
+        """Of requests in flight, where these follow the room in caches."""
+        rollout = self._recipe.rollout
+        if rollout.stream is None or not rollout.stream.dynamic_batching:
+            return None
+        longest = max(map(rollout.sampling_table.sequence_tokens, map(len, self._prompts.tokens)))
+        return RequestBounds(rollout.engine.max_running_requests, longest, rollout.stream.cache_target)
+
     # A step
 
     def open(self, version: int) -> None:
         """Begin, with engines that serve this version."""
         self._version = version
+        figures, table = [], self._recipe.rollout.sampling_table
         for actor in self._engines.actors:
             call = actor.call_beside.options(concurrency_group=self._engines.threads)
-            self._get(call.remote("open_stream", 1, self._prompts_ref, self._recipe.rollout.sampling))
+            figures.append(self._get(call.remote("open_stream", 1, self._prompts_ref, table)))
         last = self._recipe.trainer.steps * self._recipe.trainer.prompts_per_step
-        self._get(self._controller.open.remote(version, last))
+        self._get(self._controller.open.remote(version, last, figures))
         self._open = True
 
     def draw(self, count: int | None = None) -> Draw:

@@ -24,6 +24,7 @@ from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_table import ByName, Scored, sample_schema, table_of
 from hybridflow.config.run import SamplesConfig
 from hybridflow.errors.log import log
+from hybridflow.metrics import names as metrics
 from hybridflow.rundir.sample_files import forget_later_steps, forget_oldest_steps, replacing, sample_file
 
 FORMAT = 1
@@ -80,6 +81,8 @@ class SampleStore:
         self._closing = self._stuck = self._left = False
         self._missing: tuple[int, int] | None = None
         self._prunes = True
+        self._written: list[tuple[int, float]] = []
+        """Bytes and seconds of each step that was written."""
 
     def __enter__(self) -> SampleStore:
         try:
@@ -130,6 +133,17 @@ class SampleStore:
             under_way = [each for each in (self._writing, *self._waiting) if each is not None and each.step <= step]
             return not under_way or late or self._stuck
 
+    def take_figures(self) -> dict[str, float]:
+        """What was written since the last call, by metric name; nothing where nothing was."""
+        with self._changed:
+            written, self._written = self._written, []
+        if not written:
+            return {}
+        return {
+            metrics.SAMPLES_BYTES: sum(nbytes for nbytes, _ in written),
+            metrics.SAMPLES_TIME: 1000 * sum(seconds for _, seconds in written),
+        }
+
     def _has_room(self) -> bool:
         return len(self._waiting) + (self._writing is not None) < _MOST_HELD
 
@@ -148,15 +162,18 @@ class SampleStore:
             self._write(learned)
 
     def _write(self, learned: LearnedSamples) -> None:
+        began = time.perf_counter()
         try:
             self._directory.mkdir(exist_ok=True)  # not its parents: a run's directory that is gone stays so
             with replacing(sample_file(self._directory, learned.step)) as file:
                 write_samples(file, learned)
+                nbytes = file.tell()
         except Exception as error:  # of the disk, of Ray or of Arrow: it costs this step's samples and nothing else
             with self._changed:
                 self._miss(learned.step, getattr(error, "strerror", None) or first_line(error))
             return
         with self._changed:
+            self._written.append((nbytes, time.perf_counter() - began))
             self._stuck = False
             if self._missing is not None and not self._left:
                 first, last = self._missing

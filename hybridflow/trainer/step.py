@@ -164,9 +164,11 @@ class TrainerStep(Step[Any]):
         engines = roles.rollout.layout.dp if roles.rollout is not None else 1
         return max(engines, -(-ranks // samples))
 
-    @property
-    def response_limit(self) -> int:
-        return self.machinery.recipe.rollout.sampling.max_new_tokens
+    def response_limits(self, batch: RemoteBatch) -> Tensor:
+        table = self.machinery.recipe.rollout.sampling_table
+        prompts = batch.lengths - batch.facts["response_lengths"]
+        limits = [table.for_prompt(tokens).max_new_tokens for tokens in prompts.tolist()]
+        return torch.tensor(limits, dtype=torch.int64)
 
     def generator(self, name: str) -> torch.Generator:
         text = f"{self.machinery.recipe.seed}:{self.number}:{name}"
@@ -215,7 +217,7 @@ class TrainerStep(Step[Any]):
 
     def generate_greedy(self, draw: Draw) -> RemoteBatch:
         self.machinery.phases.enter("rollout")
-        sampling = self.machinery.recipe.rollout.sampling.model_copy(update={"temperature": 0.0})
+        sampling = self.machinery.recipe.rollout.sampling_table.greedy()
         with Timer(self.values, metrics.BASELINE_TIME):
             return self.machinery.generator.generate(draw, sampling, 1)
 
@@ -404,7 +406,7 @@ class TrainerStep(Step[Any]):
         critics = {role: kind for role, kind in _CRITICS.items() if role in models}
         machinery.weights.before_update(self.version)
         of_actor = Corrected(batch) if critics_only else corrected(self, batch)
-        limit = machinery.recipe.rollout.sampling.max_new_tokens
+        limit = machinery.recipe.rollout.sampling_table.longest_response
         parts = _mini_batches(of_actor.batch, trainer.mini_batches, load(config.name).together)
         mini_batches = [_weighted(each, config, limit) for each in parts]
         mini_batches *= trainer.epochs

@@ -384,7 +384,7 @@ class Trainer:
         if step.tokens:  # none where the responses were given
             rate = step.tokens / (timer.milliseconds / 1000)
             step.values[metrics.STEP_DEVICE_THROUGHPUT] = rate / self.roles.devices
-        step.values |= self.devices.collect()
+        step.values |= self.devices.collect() | self.samples.take_figures()
         self.steps_done = step.number
         self.sinks.log(step.number, step.values)
         self.sinks.log_samples(step.number, step.texts)

@@ -82,9 +82,8 @@ class NumberedStep(Step[Any]):
     def least_prompts(self) -> int:
         return self.engines
 
-    @property
-    def response_limit(self) -> int:
-        return self.limit
+    def response_limits(self, batch: RemoteBatch) -> torch.Tensor:
+        return torch.full((len(batch),), self.limit)
 
     @property
     def least_samples(self) -> int:

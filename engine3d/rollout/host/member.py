@@ -12,7 +12,7 @@ from typing import Any
 
 from engine3d.rollout.host.client_connection import ClientConnection
 from engine3d.rollout.host.messages import START_ID, Progress, Reply, Request
-from engine3d.rollout.host.progress import PROGRESS_EVERY_S, batches_run
+from engine3d.rollout.host.progress import PROGRESS_EVERY_S, scheduler_state
 from engine3d.run_files import remove_run_files
 
 
@@ -43,7 +43,7 @@ def serve_member(engine: Any, client: ClientConnection) -> None:
             if request.method == "shutdown":
                 end_engine(engine, client, request.id)
             client.send(Reply(request.id))
-        if (batches := batches_run(client.launch.run_directory)) != told:
+        if (batches := scheduler_state(client.launch.run_directory).batches) != told:
             told = batches
             client.send(Progress({}))
     fail()

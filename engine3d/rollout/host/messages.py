@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from engine3d.engine_figures import EngineFigures
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -65,9 +67,15 @@ class ResponseRequest:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Sent as responses of a stream end. `responses`: by sample."""
+    """Sent as responses of a stream end.
+
+    Args:
+        responses: by sample.
+        figures: of the engine.
+    """
 
     responses: dict[int, Response]
+    figures: EngineFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +139,11 @@ class Progress:
 
     Args:
         done: for each request that generates, by id, how many of its responses have ended.
+        figures: of the engine, once it has told them.
     """
 
     done: dict[int, int]
+    figures: EngineFigures | None = None
 
 
 START_ID = 0  # the id of the Reply that says that the engine is up, with its Limits

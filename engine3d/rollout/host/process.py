@@ -190,8 +190,10 @@ class HostProcess:
                 if isinstance(message, Progress):
                     self._progress, self._progress_at = message, time.monotonic()
                     progress.part_done()
+                    self.responses.figures = message.figures or self.responses.figures
                     self.responses.came_further()
                 elif isinstance(message, Ended):
+                    self.responses.figures = message.figures
                     self.responses.add(message.responses)
                 elif isinstance(message, StreamFailed):
                     self.responses.fail(f"rollout engine: {message.error}; log: {self.log_path}")

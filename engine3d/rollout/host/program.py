@@ -35,7 +35,7 @@ from engine3d.rollout.host.messages import (
     Response,
     ResponseRequest,
 )
-from engine3d.rollout.host.progress import PROGRESS_EVERY_S, batches_run
+from engine3d.rollout.host.progress import PROGRESS_EVERY_S, SchedulerState, scheduler_state
 from engine3d.rollout.host.stream import ResponseStream, UnderWay
 from engine3d.rollout.scheduler.plugin import ANSWER_METHOD
 from engine3d.rollout.scheduler.rank import Answer, Call, answers_path
@@ -55,7 +55,9 @@ class _Server:
         self._engine = engine
         self._manager = engine.tokenizer_manager
         self._client = client
-        self._stream = ResponseStream(self._manager, client.send)
+        info = engine._scheduler_init_result.scheduler_infos[0]
+        self._cache_tokens = int(info["max_total_num_tokens"])
+        self._stream = ResponseStream(self._manager, client.send, self._scheduler_state, self._cache_tokens)
         self._pauses = self._keeps_cache = False  # for the transfer that was begun
         self._updating = asyncio.Lock()
         self._calling = asyncio.Lock()  # SGLang has one socket for calls of all ranks
@@ -72,9 +74,8 @@ class _Server:
         # SGLang signals SIGQUIT when one of its processes has failed; its own handler would wait five seconds first.
         self._manager.auto_create_handle_loop()
         loop.add_signal_handler(signal.SIGQUIT, self._fail)
-        info = self._engine._scheduler_init_result.scheduler_infos[0]
         vocab_size = self._manager.model_config.vocab_size
-        self._client.send(Reply(START_ID, Limits(int(info["max_total_num_tokens"]), int(vocab_size))))
+        self._client.send(Reply(START_ID, Limits(self._cache_tokens, int(vocab_size))))
         telling = asyncio.create_task(self._tell_progress())
         telling.add_done_callback(lambda _: self._client.die())
         while True:
@@ -90,11 +91,14 @@ class _Server:
             await asyncio.sleep(PROGRESS_EVERY_S)
             if not self._tasks and not self._stream:
                 continue
-            batches = batches_run(self._client.launch.run_directory)
+            batches = self._scheduler_state().batches
             if batches != told:
                 told, under_way = batches, self._manager.rid_to_state
                 done = {id: sum(name not in under_way for name in names) for id, names in self._generating.items()}
-                self._client.send(Progress(done))
+                self._client.send(Progress(done, self._stream.figures))
+
+    def _scheduler_state(self) -> SchedulerState:
+        return scheduler_state(self._client.launch.run_directory)
 
     def _fail(self) -> None:
         # The process that failed first may have been killed, and what reached us be from one that misses it.
@@ -235,6 +239,7 @@ class _Server:
 
     async def _stand_still(self, under_way: UnderWay) -> None:
         if under_way != "resend":
+            self._stream.continues()
             await self.pause(0, "in_place" if under_way == "continue" else "retract")
             return
         # Not SGLang's own abort, which looks once a second whether all have ended.

@@ -1,12 +1,15 @@
 """How far an engine is, seen from outside its scheduler: every batch that it has run brought a request further.
 
 SGLang's scheduler sends tokens of a response that nobody streams fifty at a time, and of a prompt nothing: a counter in
-a file of the engine's run directory tells a slow engine from one that stands still.
+a file of the engine's run directory tells a slow engine from one that stands still. Beside it is what the KV cache
+holds.
 """
 
 from __future__ import annotations
 
 import os
+import struct
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +17,80 @@ from engine3d.run_files import RUN_DIRECTORY_VARIABLE
 
 PROGRESS_EVERY_S = 0.5
 """How often a host process tells its client whether the engine comes further."""
-_BYTES = 8
+_FORMAT = struct.Struct("<5q")
 
 
-class BatchCounter:
-    """Counts batches for other processes.
+@dataclass(frozen=True, slots=True)
+class SchedulerState:
+    """A scheduler after its last batch.
+
+    Args:
+        batches: that it has run so far.
+        used_tokens: of its KV cache that requests hold; what they have in common counts once.
+        queued: requests that wait for room.
+        retracted: requests that gave their room back so far.
+        batch_tokens: sum over all batches of the tokens that requests held after each.
+    """
+
+    batches: int = 0
+    used_tokens: int = 0
+    queued: int = 0
+    retracted: int = 0
+    batch_tokens: int = 0
+
+
+class SchedulerReporter:
+    """Tells other processes of a scheduler.
 
     Args:
         run_directory: of the engine.
+        scheduler: SGLang's.
     """
 
-    def __init__(self, run_directory: Path) -> None:
+    def __init__(self, run_directory: Path, scheduler: Any) -> None:
         self._file = os.open(_path(run_directory), os.O_WRONLY | os.O_CREAT, 0o600)
-        self._batches = 0
+        self._scheduler = scheduler
+        self._batches = self._batch_tokens = 0
 
-    def count(self) -> None:
+    def batch_done(self) -> None:
+        """Another batch was run."""
         self._batches += 1
-        os.pwrite(self._file, self._batches.to_bytes(_BYTES, "little"), 0)
+        scheduler = self._scheduler
+        used, _ = scheduler.pool_stats_observer.get_pool_stats().get_kv_token_stats()
+        self._batch_tokens += int(used)
+        queued = len(scheduler.waiting_queue)
+        state = SchedulerState(self._batches, int(used), queued, _retracted, self._batch_tokens)
+        os.pwrite(self._file, _FORMAT.pack(*astuple(state)), 0)
 
 
-def batches_run(run_directory: Path) -> int:
-    """Batches that the engine's scheduler has run so far."""
+_retracted = 0
+"""Requests that the scheduler of this process took back, as its KV cache was full."""
+
+
+def scheduler_state(run_directory: Path) -> SchedulerState:
+    """The engine's scheduler after its last batch."""
     path = _path(run_directory)
-    return int.from_bytes(path.read_bytes(), "little") if path.exists() else 0
+    return SchedulerState(*_FORMAT.unpack(path.read_bytes())) if path.exists() else SchedulerState()
 
 
 def start_counting(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """After SGLang's `Scheduler.__init__`: the first rank of each host counts, since all run the same batches."""
+    """After SGLang's `Scheduler.__init__`: the first rank of each host tells, since all run the same batches."""
     arguments = scheduler.server_args
     if scheduler.tp_worker.model_runner.ps.tp_rank % (arguments.tp_size // arguments.nnodes) == 0:
-        scheduler.engine3d_batches = BatchCounter(Path(os.environ[RUN_DIRECTORY_VARIABLE]))
+        scheduler.engine3d_reporter = SchedulerReporter(Path(os.environ[RUN_DIRECTORY_VARIABLE]), scheduler)
 
 
 def count_batch(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After SGLang's `Scheduler.process_batch_result`."""
-    counter: BatchCounter | None = getattr(scheduler, "engine3d_batches", None)
-    if counter is not None:
-        counter.count()
+    reporter: SchedulerReporter | None = getattr(scheduler, "engine3d_reporter", None)
+    if reporter is not None:
+        reporter.batch_done()
+
+
+def count_retracted(result: tuple[list[Any], float, list[Any]], *args: Any, **kwargs: Any) -> None:
+    """After SGLang's `ScheduleBatch.retract_decode`, with the requests that it took back."""
+    global _retracted
+    _retracted += len(result[0])
 
 
 def _path(run_directory: Path) -> Path:

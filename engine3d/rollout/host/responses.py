@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterable
 
+from engine3d.engine_figures import EngineFigures
 from engine3d.errors import EngineError
 from engine3d.rollout.host.messages import Response
 
@@ -19,6 +20,8 @@ class Responses:
         self._ended: dict[int, Response] = {}
         self._error: str | None = None
         self._further_at = time.monotonic()
+        self.figures: EngineFigures | None = None
+        """That the engine has told last."""
 
     @property
     def under_way(self) -> int:

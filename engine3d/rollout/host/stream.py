@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
+from engine3d.engine_figures import EngineFigures
 from engine3d.errors import EngineError
 from engine3d.rollout.host.log import log_answered
 from engine3d.rollout.host.messages import Ended, Response, ResponseRequest, StreamFailed
+from engine3d.rollout.host.progress import SchedulerState
 from engine3d.rollout.scheduler.text_stops import BEFORE, PARAMETER, window
 from engine3d.rollout.scheduler.under_way import Drawn
 from engine3d.rollout.scheduler.versions import VERSIONS
@@ -29,10 +31,20 @@ class ResponseStream:
     Args:
         manager: SGLang's tokenizer manager.
         tell: sends to the client what has ended, or why a response could not be made.
+        scheduler_state: says how the scheduler is.
+        cache_tokens: that its KV cache has room for.
     """
 
-    def __init__(self, manager: Any, tell: Callable[[Ended | StreamFailed], None]) -> None:
+    def __init__(
+        self,
+        manager: Any,
+        tell: Callable[[Ended | StreamFailed], None],
+        scheduler_state: Callable[[], SchedulerState],
+        cache_tokens: int,
+    ) -> None:
         self._manager, self._tell = manager, tell
+        self._scheduler_state, self._cache_tokens = scheduler_state, cache_tokens
+        self._prompt_tokens = self._cached_tokens = self._resent = self._continued = 0
         self._serial = itertools.count()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._names: dict[int, str] = {}
@@ -77,6 +89,27 @@ class ResponseStream:
             await self._parked.wait()
         self._resends = False
 
+    def continues(self) -> None:
+        """What is with the scheduler stands still while weights change, and goes on."""
+        self._continued += len(self._names)
+
+    @property
+    def figures(self) -> EngineFigures:
+        """How the engine is."""
+        state = self._scheduler_state()
+        return EngineFigures(
+            self._cache_tokens,
+            state.used_tokens,
+            state.queued,
+            state.retracted,
+            state.batches,
+            state.batch_tokens,
+            self._prompt_tokens,
+            self._cached_tokens,
+            self._resent,
+            self._continued,
+        )
+
     def so_far(self, drawn: dict[str, Drawn]) -> dict[int, Response]:
         """What the responses under way have, given what the scheduler has drawn of those that are with it."""
         found = {}
@@ -113,6 +146,8 @@ class ResponseStream:
         if sample in self._given_up:
             return replace(begun, finish_reason="abort")
         left = request.sampling["max_new_tokens"] - len(begun.token_ids)
+        if left <= 0:  # it was begun with a larger limit, before a restart
+            return replace(begun, finish_reason="length")
         name = f"stream-{next(self._serial)}"
         sampling = request.sampling | {"max_new_tokens": left}
         if (texts := sampling.get("custom_params")) and begun.token_ids:  # a text may begin in what is there already
@@ -132,6 +167,8 @@ class ResponseStream:
             del self._names[sample]
             if not self._names:
                 self._parked.set()
+        self._prompt_tokens += len(request.prompt) + len(begun.token_ids)
+        self._cached_tokens += int(meta.get("cached_tokens") or 0)
         reason = meta["finish_reason"]["type"]
         tokens = meta.get("output_token_logprobs") or []
         # An abort in SGLang's queue tells tokens and no versions: such a piece is drawn again.
@@ -142,6 +179,7 @@ class ResponseStream:
         elif reason != "abort":
             raise EngineError(f"sample {sample} has {len(tokens)} tokens and {len(versions)} versions")
         if reason == "abort" and self._resends and sample not in self._given_up:
+            self._resent += 1
             return None
         return replace(begun, finish_reason=reason)
 
@@ -152,7 +190,7 @@ class ResponseStream:
 
     def _tell_ended(self) -> None:
         ended, self._ended = self._ended, {}
-        self._tell(Ended(ended))
+        self._tell(Ended(ended, self.figures))
 
 
 def _joined(begun: Response, tokens: list[int], logprobs: list[float], versions: list[int]) -> Response:

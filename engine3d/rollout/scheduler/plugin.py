@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from engine3d.platform import platform
 from engine3d.platform.cpu.sglang import START_METHOD_VARIABLE
-from engine3d.rollout.host.progress import count_batch, start_counting
+from engine3d.rollout.host.progress import count_batch, count_retracted, start_counting
 from engine3d.rollout.scheduler.text_stops import end_at_text
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE, note_version
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE, segment_name
@@ -63,6 +63,8 @@ def register() -> None:
     HookRegistry.register(f"{scheduler}.__init__", _add_answer, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.__init__", start_counting, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.process_batch_result", count_batch, HookType.AFTER)
+    batch = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+    HookRegistry.register(f"{batch}.retract_decode", count_retracted, HookType.AFTER)
     if VERSIONS_VARIABLE in os.environ:
         HookRegistry.register(f"{scheduler}.run_batch", note_version, HookType.AFTER)
     request = "sglang.srt.managers.schedule_batch.Req"

@@ -91,6 +91,7 @@ def test_weights_change_in_the_middle_of_responses(
             engine.load_weights(tiny_model_dirs[0], version=0)
         if not _begun(engine, first):
             continue
+        before = engine.figures
         engine.load_weights(tiny_model_dirs[1], version=1, under_way=policy)
         engine.submit(_asked(SHORT, first + 10))
         ended = _all_ended(engine, *range(first, first + 3), *range(first + 10, first + 13))
@@ -108,6 +109,8 @@ def test_weights_change_in_the_middle_of_responses(
             assert all(set(response.versions) == {0} for response in old.values())
             return
         if all(set(response.versions) == {0, 1} for response in old.values()):
+            resent, continued = engine.figures.resent - before.resent, engine.figures.continued - before.continued
+            assert (resent, continued) == ((3, 0) if policy == "resend" else (0, 3))
             return
     pytest.fail("weights never changed in the middle of all responses")
 

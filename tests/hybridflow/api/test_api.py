@@ -185,6 +185,19 @@ def test_asynchronous_rollout_is_a_stream_one_version_ahead() -> None:
     assert recipe.trainer.max_staleness == 3
 
 
+def test_dynamic_batching_and_adaptive_sampling_have_the_names_of_guides() -> None:
+    rows = [{"prompt_tokens": 64, "max_new_tokens": 128}]
+    config = PPOConfig(
+        async_rollout=True, use_dynamic_batching=True, adaptive_sampling=rows, rollout_device_mapping="cpu:1"
+    )
+    recipe = recipe_of(config)
+    assert recipe.rollout.stream == StreamConfig(dynamic_batching=True)
+    assert [row.max_new_tokens for row in recipe.rollout.adaptive_sampling] == [128]
+    assert recipe_of(PPOConfig(use_dynamic_batching=False)).rollout.adaptive_sampling == ()
+    with pytest.raises(UserError, match="get all prompts at once; expected async_rollout=true"):
+        recipe_of(PPOConfig(use_dynamic_batching=True))
+
+
 def test_steps_pass_over_all_prompts() -> None:
     config = PPOConfig(batch_size=8, mini_batch_size=8)
     prompts = Path("prompts.jsonl")

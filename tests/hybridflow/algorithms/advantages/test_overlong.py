@@ -40,3 +40,13 @@ def test_what_makes_no_sense_is_refused() -> None:
             overlong_penalty(torch.tensor([1]), limit=10, buffer=buffer, factor=1.0)
     with pytest.raises(ValueError, match="lengths has shape"):
         overlong_penalty(torch.ones(2, 2), limit=10, buffer=2, factor=1.0)
+
+
+def test_each_response_may_have_a_limit_of_its_own() -> None:
+    lengths, limits = torch.tensor([8, 8, 8]), torch.tensor([8, 10, 100])
+    found = overlong_penalty(lengths, limit=limits, buffer=4, factor=1.0)
+    assert found.tolist() == [-1.0, -0.5, 0.0]
+    with pytest.raises(ValueError, match="a buffer of 9 tokens before a limit of 8"):
+        overlong_penalty(lengths, limit=limits, buffer=9, factor=1.0)
+    with pytest.raises(ValueError, match="limit"):
+        overlong_penalty(lengths, limit=limits[:2], buffer=4, factor=1.0)

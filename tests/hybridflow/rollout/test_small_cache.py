@@ -1,0 +1,145 @@
+"""An engine whose KV cache is too small for all its requests: what it tells, and that fewer in flight have room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from engine3d.errors import UserError
+from engine3d.rollout import RolloutEngine, SamplingConfig
+from engine3d.rollout.streams import Asked
+from hybridflow.batch.stream_requests import Begun, Ended, SampleEnd, StreamRequest
+from hybridflow.config.adaptive_sampling import PromptSampling, SamplingTable
+from hybridflow.data.packed_prompts import PackedPrompts
+from hybridflow.roles.rollout_stream import EngineStream
+from hybridflow.rollout.dynamic_batching import RequestBounds
+from hybridflow.rollout.ledger import StreamLimits
+from hybridflow.rollout.stream import RolloutStream, StreamPlan
+from tests.support.tiny_rollout import TINY_ROLLOUT
+from tests.support.warm import warm_starts
+
+pytestmark = pytest.mark.processes
+
+PROMPT = [3, 4, 5, 6, 7, 8]
+RESPONSE = 48
+CACHE_TOKENS = 300
+SHORT = SamplingConfig(max_new_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def small_cache(tiny_model_dirs: tuple[Path, Path]) -> Iterator[RolloutEngine]:
+    """An engine with room for five of the longest sequences, that runs sixteen."""
+    config = TINY_ROLLOUT.model_copy(update={"max_total_tokens": CACHE_TOKENS, "max_running_requests": 16})
+    engine = RolloutEngine(tiny_model_dirs[0], config)
+    try:
+        with warm_starts():
+            engine.start()
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+class _Engine:
+    """The engine as a controller sees it, which learns no tokens."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine, self._requests = engine, dict[int, StreamRequest]()
+
+    async def submit(self, requests: Sequence[StreamRequest]) -> None:
+        self._requests |= {request.sample: request for request in requests}
+        sampling = SamplingConfig(max_new_tokens=RESPONSE, ignore_eos=True)
+        asked = [Asked(request.sample, [*PROMPT, 9 + request.group % 20], sampling) for request in requests]
+        await asyncio.to_thread(self._engine.submit, asked)
+
+    async def ended(self) -> Ended:
+        found = await asyncio.to_thread(self._engine.take_ended, 1.0)
+        ends = []
+        for sample, response in found.items():
+            request = self._requests.pop(sample)
+            whole = response.finish_reason == "length"
+            ends.append(SampleEnd(sample, request.group, request.place, len(response.token_ids), 0, whole))
+        return Ended(ends, figures=self._engine.figures)
+
+    async def abort(self, samples: Sequence[int]) -> None:
+        await asyncio.to_thread(self._engine.abort, samples)
+
+    async def under_way(self) -> Mapping[int, Begun]:
+        return {}
+
+
+async def _steps(engine: RolloutEngine, bounds: RequestBounds | None, first_sample: int) -> list[dict[str, float]]:
+    """The figures of three steps of 24 responses."""
+    numbers = iter(range(1000))
+    stream = RolloutStream(
+        StreamPlan(StreamLimits(12, 0), 2, 16, 1, bounds),
+        [_Engine(engine)],
+        lambda count: [(number, 0) for number in (next(numbers) for _ in range(count))],
+        lambda _: len(PROMPT) + 1,
+    )
+    stream.samples_drawn = first_sample
+    stream.open(0, [engine.figures])
+    found = []
+    for _ in range(3):
+        rows = await stream.take(0)
+        assert all(end.tokens == RESPONSE and end.whole for each in rows.groups for end in each.ends)
+        stream.learned(0)
+        found.append(rows.figures)
+    stream.close()
+    return found
+
+
+def test_requests_in_flight_keep_within_a_cache_in_which_they_were_retracted(small_cache: RolloutEngine) -> None:
+    fixed = asyncio.run(_steps(small_cache, None, 0))
+    # Whatever their length: nothing is ever retracted then.
+    most = CACHE_TOKENS // (len(PROMPT) + 1 + RESPONSE)
+    few = asyncio.run(_steps(small_cache, RequestBounds(16, len(PROMPT) + 1 + RESPONSE, 0.05), 1000))
+    usual = asyncio.run(_steps(small_cache, RequestBounds(16, len(PROMPT) + 1 + RESPONSE), 2000))
+    retracted = [sum(each["stream/retracted_requests"] for each in steps) for steps in (fixed, few, usual)]
+    print(retracted, fixed, few, usual)
+    assert retracted[0] > 0 == retracted[1]
+    assert retracted[2] < retracted[0]
+    assert few[-1]["stream/request_limit_mean"] == most
+    for steps in (fixed, few, usual):
+        assert 0.3 < max(each["stream/cache_use_max"] for each in steps) <= 1
+        # The prompts but for their last token are alike.
+        assert steps[-1]["stream/prefix_hit_share"] > 0.5
+    assert few[-1]["stream/queued_requests_mean"] == 0 < fixed[-1]["stream/queued_requests_mean"]
+
+
+def test_responses_are_as_long_as_the_table_has_it_for_their_prompts(small_cache: RolloutEngine) -> None:
+    rows = [PromptSampling(prompt_tokens=2, max_new_tokens=3), PromptSampling(prompt_tokens=4, max_new_tokens=40)]
+    table = SamplingTable.of(rows, SHORT)
+    prompts = [[3] * length for length in (1, 2, 3, 4, 5)]
+    expected = [3, 3, 40, 40, 4]
+    groups = small_cache.generate(prompts, table, samples_per_prompt=2)
+    assert [[len(each.token_ids) for each in group] for group in groups] == [[length] * 2 for length in expected]
+    stream = EngineStream(0, small_cache, PackedPrompts.of(prompts), table)
+    stream.submit([StreamRequest(6000 + place, 0, place, place, 0) for place in range(5)], [None] * 5)
+    found: dict[int, int] = {}
+    while len(found) < 5:
+        ended, _, _ = stream.take_ended(10.0)
+        found |= {end.place: end.tokens for end in ended.samples}
+        assert ended.figures is not None and ended.figures.cache_tokens == CACHE_TOKENS
+    assert [found[place] for place in range(5)] == expected
+    long = [4] * (TINY_ROLLOUT.context_length or 0)
+    with pytest.raises(UserError, match="prompt 1 has 30 tokens; at most 24 leave room for max_new_tokens 40"):
+        small_cache.generate(
+            [long[:60], long[:30]], SamplingTable.of([PromptSampling(prompt_tokens=40, max_new_tokens=40)], SHORT)
+        )
+
+
+def test_an_engine_tells_what_its_cache_had_of_prompts(small_cache: RolloutEngine) -> None:
+    small_cache.flush_cache()
+    before = small_cache.figures
+    for sample, cached in ((5000, 0), (5001, 19)):
+        small_cache.submit([Asked(sample, list(range(10, 30)), SHORT)])
+        while not small_cache.take_ended(10.0):
+            pass
+        now = small_cache.figures
+        assert now.prompt_tokens - before.prompt_tokens == 20
+        assert now.cached_tokens - before.cached_tokens == cached
+        assert (now.cache_tokens, now.used_tokens, now.queued) == (CACHE_TOKENS, 0, 0)
+        before = now
