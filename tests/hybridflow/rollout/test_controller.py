@@ -15,7 +15,7 @@ import torch
 
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.stored_rows import gathered
-from hybridflow.batch.stream_requests import SampleEnd, StreamRequest
+from hybridflow.batch.stream_requests import Ended, SampleEnd, StreamRequest
 from hybridflow.batch.worker_output import pack, send_tensors_as_arrays
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.rewards.result import SampleScore
@@ -45,12 +45,12 @@ class Rank:
         with self._lock:
             self._asked += requests
 
-    def take_ended(self, wait_s: float) -> tuple[list[SampleEnd], Any, Any]:
+    def take_ended(self, wait_s: float) -> tuple[Ended, Any, Any]:
         with self._lock:
             requests, self._asked = self._asked[:2], self._asked[2:]
         if not requests:
             time.sleep(0.05)
-            return [], None, None
+            return Ended([]), None, None
         send_tensors_as_arrays()
         count, tokens = len(requests), torch.arange(TOKENS) % 100
         batch = SampleBatch.from_generations(
@@ -66,7 +66,7 @@ class Rank:
         )
         packed, summary = pack(batch)
         ends = [SampleEnd(request.sample, request.group, request.place, TOKENS, 0, whole=True) for request in requests]
-        return ends, summary, packed
+        return Ended(ends), summary, packed
 
     def score_rows(self, rows: Sequence[Any]) -> list[dict[str, SampleScore]]:
         lengths = gathered(rows).fetch().response_lengths.tolist()
@@ -86,7 +86,7 @@ def test_neither_the_controller_nor_the_driver_holds_tokens() -> None:
     prompts = PackedPrompts.of([torch.tensor(prompt) for prompt in PROMPTS])
     controller = start_controller(plan, ray.put(prompts), 0, engines, [node] * 2, THREADS, [scorer])
     here, there = psutil.Process(), psutil.Process(ray.get(controller.__ray_call__.remote(lambda _: os.getpid())))
-    ray.get(controller.open.remote(0, GROUPS * STEPS))
+    ray.get(controller.open.remote(0, GROUPS * STEPS, []))
 
     def take(version: int) -> StepRows:
         rows: StepRows = ray.get(controller.take.remote(version), timeout=120)

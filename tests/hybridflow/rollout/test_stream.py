@@ -270,6 +270,7 @@ class _Rolling(_Setup):
 
         async def renew(number: int) -> None:
             self.stream.change([number])
+            await asyncio.sleep(0)  # what is on its way to the engine arrives
             await self.engines[number].begin_weights(wait=self._wait)
             async with transfer:
                 await asyncio.sleep(self._transfer_s)

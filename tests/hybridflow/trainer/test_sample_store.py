@@ -62,6 +62,18 @@ def test_steps_are_there_when_the_run_ends_and_a_resumed_one_makes_later_ones_ag
     assert written(store) == {1: [4, 5, 6, 7], 2: [100, 101, 102, 103]}
 
 
+def test_what_was_written_is_told_once(tmp_path: Path) -> None:
+    with SampleStore(SamplesConfig(), tmp_path / "samples", 0) as samples:
+        assert samples.take_figures() == {}
+        for step in (1, 2):
+            samples.keep(a_step(step))
+    sizes = [path.stat().st_size for path in stored_steps(tmp_path / "samples").values()]
+    found = samples.take_figures()
+    assert found["samples/written_bytes"] == sum(sizes) > 0
+    assert 0 < found["samples/write_ms"] < 60_000
+    assert samples.take_figures() == {}
+
+
 def test_without_a_store_nothing_is_written(tmp_path: Path) -> None:
     with SampleStore(SamplesConfig(store=False), tmp_path / "samples", 0) as samples:
         samples.keep(a_step(1))
