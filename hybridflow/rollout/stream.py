@@ -21,6 +21,7 @@ from hybridflow.metrics import names as metrics
 from hybridflow.rollout.dispatch import Asked, Dispatcher
 from hybridflow.rollout.ledger import Group, Ledger, StreamLimits, Taken
 from hybridflow.rollout.scoring_queue import Scorer, ScoringQueue
+from hybridflow.rollout.stream_events import StreamEvents
 from hybridflow.rollout.stream_figures import StreamFigures
 
 _FIRST_GUESS = 256.0
@@ -81,12 +82,14 @@ class StepRows:
         taken: what the ledger says of them.
         figures: of the stream since the last step, by metric name.
         busy: engine, begin and end of the times in which one had requests in flight, by the stream's clock.
+        events: what was decided since the last step, in order; see `StreamEvents`.
     """
 
     groups: tuple[GroupRows, ...]
     taken: Taken
     figures: dict[str, float]
     busy: tuple[tuple[int, float, float], ...] = ()
+    events: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,7 @@ class RolloutStream:
         self._open = False
         self._scoring = ScoringQueue(scorers, self._scored, self._spawn)
         self.figures = StreamFigures(len(engines), clock)
+        self.events = StreamEvents()
 
     # What the driver asks for
 
@@ -192,12 +196,14 @@ class RolloutStream:
         self._drop(taken.evicted, "evicted")
         self._drop(taken.dropped, "dropped")
         self.figures.count("carried", taken.carried)
+        self.events.took(version, taken)
+        events = self.events.collect()  # what is begun from here on is of the next step
         self._learning = tuple(self._rows(group) for group in taken.groups)
         self._feed()
         figures = self.figures.collect(self._dispatcher, self.ledger)
         if self._scoring.needed:
             figures[metrics.STREAM_WAITING_REWARDS] = len(self._scoring)
-        return StepRows(self._learning, taken, figures, self._take_busy())
+        return StepRows(self._learning, taken, figures, self._take_busy(), events)
 
     def waiting_for(self) -> str:
         """What a step waits for that has not got its groups, in words."""
@@ -367,6 +373,7 @@ class RolloutStream:
             gathered = _Gathered(group, self.samples_drawn)
             self.samples_drawn += self._plan.samples_per_prompt
             self._groups[group.number] = gathered
+            self.events.admitted(group, gathered.first_sample)
             self._ask(gathered, {})
         sent: dict[int, list[StreamRequest]] = {}
         for engine, asked in self._dispatcher.send():
@@ -374,6 +381,7 @@ class RolloutStream:
             self.ledger.sent(asked.group, self._dispatcher.version(engine))
         for engine, requests in sent.items():
             self._busy_since.setdefault(engine, self._clock())
+            self.events.sent(engine, self._version, [request.sample for request in requests])
             self._spawn(self._engines[engine].submit(requests))
         self.figures.look(self._dispatcher)
 
@@ -396,6 +404,8 @@ class RolloutStream:
 
     def _drop(self, groups: Iterable[Group], why: str) -> None:
         """Have nothing more of groups that went back."""
+        groups = tuple(groups)
+        self.events.returned(why, groups)
         for group in groups:
             gathered = self._groups.pop(group.number)
             self.figures.count(why)
@@ -404,6 +414,7 @@ class RolloutStream:
                 self._scoring.forget(sample)
             for engine, samples in self._dispatcher.forget(group.number).items():
                 self._given_up.update(samples)
+                self.events.given_up(engine, samples)
                 self._spawn(self._engines[engine].abort(samples))
 
     def _rows(self, group: Group) -> GroupRows:

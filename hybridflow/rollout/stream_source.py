@@ -118,6 +118,7 @@ class StreamSource:
         self._drawn: tuple[Draw, Rollout] | None = None
         self._figures: dict[str, float] = {}
         self._scores: dict[int, Mapping[str, SampleScore]] = {}
+        self._events: tuple[dict[str, Any], ...] = ()
 
     # A step
 
@@ -149,7 +150,7 @@ class StreamSource:
             hosts = self._engines.hosts
             timeline.record(Span("rollout", hosts * engine, "stream", begin, end) for engine, begin, end in rows.busy)
             draw = Draw(self._prompts, [each.group.prompt for each in rows.groups], rows.groups[0].group.number)
-            self._drawn, self._figures = (draw, rollout), rows.figures
+            self._drawn, self._figures, self._events = (draw, rollout), rows.figures, rows.events
         return self._drawn[0]
 
     def rollout(self, draw: Draw, step: int) -> Rollout:
@@ -180,6 +181,11 @@ class StreamSource:
     def take_figures(self) -> dict[str, float]:
         """Figures of the stream up to the last step's groups, by metric name."""
         found, self._figures = self._figures, {}
+        return found
+
+    def take_events(self) -> tuple[dict[str, Any], ...]:
+        """What the stream has decided up to the last step's groups; see `StreamEvents`."""
+        found, self._events = self._events, ()
         return found
 
     def learned(self, version: int) -> None:

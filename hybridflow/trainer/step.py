@@ -128,6 +128,10 @@ class TrainerStep(Step[Any]):
     """Some of the step's samples as texts, with their rewards."""
     learned: list[RemoteBatch] = field(default_factory=list)
     """What the step has learned from."""
+    baselines: dict[int, float] = field(default_factory=dict)
+    """What rewards were compared with, by group, where that is no reward of the group's samples."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """What has decided what is learned from; see `event_log`."""
     _recalled: set[int] = field(default_factory=set)
     _rollouts: list[Rollout] = field(default_factory=list)
     _scores: dict[str, list[Scores]] = field(default_factory=dict)
@@ -178,7 +182,12 @@ class TrainerStep(Step[Any]):
     def draw(self, count: int | None = None) -> Draw:
         if self.machinery.stream is not None:
             self.machinery.phases.enter("rollout")
-        return self.machinery.lookahead.draw(count)
+        draw = self.machinery.lookahead.draw(count)
+        if self.machinery.stream is not None:
+            self.events += self.machinery.stream.take_events()
+        else:
+            self.events.append({"event": "drawn", "first_group": draw.first_group, "prompts": list(draw.indices)})
+        return draw
 
     def given(self, draw: Draw) -> RemoteBatch:
         source, generator = self.machinery.given, self.machinery.generator
@@ -362,6 +371,7 @@ class TrainerStep(Step[Any]):
 
     def take_scores(self, made: TrainerStep) -> None:
         """Have what another step has found of the rewards and costs of samples that this one learns from."""
+        self.events += made.events
         for what, scores in made._scores.items():
             self._scores.setdefault(what, []).extend(scores)
 
@@ -369,7 +379,7 @@ class TrainerStep(Step[Any]):
         """What the step has learned from, for the run's sample store."""
         named = {what: Scores.join(scores).by_name(what) for what, scores in self._scores.items()}
         by_name = {name: figures for each in named.values() for name, figures in each.items()}
-        return LearnedSamples(self.number, self.version, tuple(self.learned), by_name)
+        return LearnedSamples(self.number, self.version, tuple(self.learned), by_name, self.baselines)
 
     @property
     def least_samples(self) -> int:
@@ -399,6 +409,7 @@ class TrainerStep(Step[Any]):
             recalled = frozenset(self._recalled)
             machinery.contract.check(batch, step=self.number, serving=self.version - 1, recalled=recalled)
         self.learned.append(batch)
+        self.baselines |= experience.baselines
         machinery.phases.enter("update")
         models, trainer = machinery.roles.scalar, machinery.recipe.trainer
         critics = {role: kind for role, kind in _CRITICS.items() if role in models}
@@ -419,6 +430,8 @@ class TrainerStep(Step[Any]):
             results = {role: [future.result() for future in futures] for role, futures in calls.items()}
         self.updates = results.pop("actor")
         self._tell_refused()
+        left_out = [number for number, each in enumerate(mini_batches) if not of_actor.has_weight(each)]
+        self._note_updates(batch, [len(each) for each in parts], [] if critics_only else left_out)
         if not critics_only:
             tell_empty(self, len(mini_batches) - len(learned), len(mini_batches))
         self.values |= update_metrics(self.updates) if self.updates else {}
@@ -450,6 +463,23 @@ class TrainerStep(Step[Any]):
             whitening=whiten,
             stale=self.stale,
             against_rollout=self.stale if correction is None else correction.against == "rollout",
+        )
+
+    def _note_updates(self, batch: RemoteBatch, mini_batches: list[int], left_out: list[int]) -> None:
+        """The order that was learned from, how it was cut, and which updates of the actor were not made."""
+        made = [number for number in range(len(self.updates) + len(left_out)) if number not in set(left_out)]
+        outcomes = {number: ranks[0] for number, ranks in zip(made, self.updates, strict=True)}
+        self.events.append(
+            {
+                "event": "learned",
+                "samples": batch.facts["sample_ids"].tolist(),
+                "recalled": sorted(self._recalled),
+                "mini_batches": mini_batches,
+                "actor_updates": len(self.updates),
+                "left_out": left_out,
+                "refused": [number for number, each in outcomes.items() if each.refused],
+                "skipped": [number for number, each in outcomes.items() if not each.applied and not each.refused],
+            }
         )
 
     def _tell_refused(self) -> None:
