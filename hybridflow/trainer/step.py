@@ -405,7 +405,7 @@ class TrainerStep(Step[Any]):
             raise EngineError(
                 f"step {self.number}: {len(batch)} samples are left to learn from, expected at least {least}"
             )
-        if machinery.given is None:
+        if config.needs_engines:
             recalled = frozenset(self._recalled)
             machinery.contract.check(batch, step=self.number, serving=self.version - 1, recalled=recalled)
         self.learned.append(batch)
