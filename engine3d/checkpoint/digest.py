@@ -20,7 +20,8 @@ _CHUNK = 1 << 22
 _SPREAD = -7046029254386353131
 """2^64 divided by the golden ratio, as int64: multiples of it look as if drawn at random."""
 _STEP = 6364136223846793005
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = {1: torch.int8, 2: torch.int16}
+"""What elements are read as, by their bytes; longer ones as several words of 32 bits."""
 
 
 def weights_digest(engine: TrainEngine) -> str:
@@ -51,7 +52,9 @@ class Digest:
 
     def add(self, values: Tensor) -> None:
         """Take in the bits of (n,) values, each with its place."""
-        words = values.detach().contiguous().view(_WORDS[values.element_size()]).to(torch.int64)
+        words = (
+            values.detach().contiguous().view(_WORDS.get(values.element_size(), torch.int32)).to(torch.int64, copy=True)
+        )
         if len(words) > len(self._factors):
             places = torch.arange(len(words), device=self._value.device)
             self._factors = (places * _SPREAD).bitwise_or_(1)

@@ -231,23 +231,16 @@ def _step_lines(number: int, step: StepCompared) -> list[str]:
     if not figures.differing:
         said += "the same bits"
     else:
-        name, before, now = max(figures.differing, key=lambda each: _distance(each[1], each[2]))
+        name, before, now = figures.differing[0]
         outside = f", {len(figures.outside)} of them beyond the tolerance" if figures.outside else ""
         said += f"{len(figures.differing)} differ{outside}; most {name}: {before:.9g} in the run, {now:.9g} now"
     if step.digests is not None:
         said += f"; the actor's weights: {'the same bits' if step.digests else 'other bits'} (digests of all ranks)"
     lines = [said]
     if figures.not_made:
-        lines.append(
-            f"step {number}: {len(figures.not_made)} figures of samples that are not stored are not found again: "
-            f"{', '.join(figures.not_made)}"
-        )
+        of = f"{len(figures.not_made)} figures of how samples were drawn and rewarded"
+        lines.append(f"step {number}: {of} are not found again: {', '.join(figures.not_made)}")
     return lines
-
-
-def _distance(before: float, now: float) -> float:
-    found = abs(now - before) / max(abs(before), 1e-12)
-    return found if found == found else float("inf")
 
 
 def _tensors_line(plan: ReplayPlan, role: str, tensors: TensorsCompared) -> str:

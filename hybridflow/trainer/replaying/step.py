@@ -58,6 +58,8 @@ def _score_metrics(stored: StoredStep) -> dict[str, float]:
     for what, total in sums.items():
         if total is not None:
             kept = torch.ones(len(batch), dtype=torch.bool)
-            scores = Scores(batch.sample_ids, total, kept, None, stored.scores.get(what))
+            scores = Scores(batch.sample_ids, total, kept, None, stored.by_name.get(f"{what}/model"))
             found |= scores.metrics(what)
+    for name, column in stored.by_name.items():
+        found[f"{name}/mean"] = float(column[~column.isnan()].mean())
     return found

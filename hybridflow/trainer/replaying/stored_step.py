@@ -65,14 +65,15 @@ class StoredStep:
         advantages: (B,) float32 of samples whose tokens share one; None where tokens have their own.
         baselines: what rewards were compared with, by group, where that is no reward of the group's samples.
         recalled: (B,) bool: those that an algorithm has kept from an earlier step.
-        scores: of scoring models, by what they are added to: "reward" and "cost".
+        by_name: (B,) float32 that each function and scoring model has given, such as "reward/exact" and "reward/model";
+            of those alone that have a figure of every sample.
     """
 
     batch: SampleBatch
     advantages: Tensor | None
     baselines: dict[int, float]
     recalled: Tensor
-    scores: dict[str, Tensor]
+    by_name: dict[str, Tensor]
 
     @classmethod
     def read(cls, path: Path, *, keeps_samples: bool) -> StoredStep:
@@ -97,11 +98,7 @@ class StoredStep:
                 _figures(table["advantage"]),
                 {group: value for group, value in zip(groups, baselines, strict=False) if value is not None},
                 ~torch.stack(found).any(0) if found else torch.zeros(len(batch), dtype=torch.bool),
-                {
-                    what: score
-                    for what in ("reward", "cost")
-                    if f"{what}/model" in own and (score := _figures(table[f"{what}/model"])) is not None
-                },
+                {name: figures for name in own if (figures := _figures(table[name])) is not None},
             )
         except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise _unreadable(path, error) from None
