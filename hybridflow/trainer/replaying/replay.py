@@ -19,6 +19,7 @@ from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.rollout.generator import Generator
 from hybridflow.rollout.prefetch import Lookahead
+from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.replaying.comparison import (
     TOLERANCES,
@@ -121,7 +122,7 @@ def replay(plan: ReplayPlan) -> Replayed:
     with open_run(plan.recipe) as opened:
         recipe, run, sinks = opened.recipe, opened.run, opened.sinks
         with Checkpoints(recipe, run.model_directory, sinks) as checkpoints, start_roles(recipe, run) as roles:
-            machinery = _machinery(recipe, run, roles, opened.phases)
+            machinery = replay_machinery(recipe, run, roles, opened.phases)
             wait_for(roles, *roles.starting)
             made = _Replaying(plan, machinery, sinks)
             state = made.begin()
@@ -136,14 +137,15 @@ def replay(plan: ReplayPlan) -> Replayed:
     return found
 
 
-def _machinery(recipe: Recipe, run: Run, roles: Roles, phases: object) -> Machinery:
+def replay_machinery(recipe: Recipe, run: Run, roles: Roles, phases: PhaseFile) -> Machinery:
+    """What all steps of a replay share: nothing that generates, and controllers as a run begins with them."""
     sampler, generator = PromptSampler(len(run.train), recipe.seed + recipe.data.seed), Generator(None)
     return Machinery(
         recipe=recipe,
         run=run,
         roles=roles,
         weights=NoEngines(),
-        phases=phases,  # type: ignore[arg-type]
+        phases=phases,
         sampler=sampler,
         generator=generator,
         lookahead=Lookahead(recipe, run.train, sampler, generator),
