@@ -15,8 +15,8 @@ from engine3d.checkpoint.state import held_parameters
 if TYPE_CHECKING:
     from engine3d.training.engine import TrainEngine
 
-_CHUNK = 1 << 22
-"""Elements at a time, of which copies take some 100 MB."""
+_CHUNK = 1 << 21
+"""Elements at a time, of which copies take some 50 MB."""
 _SPREAD = -7046029254386353131
 """2^64 divided by the golden ratio, as int64: multiples of it look as if drawn at random."""
 _STEP = 6364136223846793005
