@@ -49,10 +49,19 @@ def run(parsed: argparse.Namespace) -> int:
     for line in [*check_recipe(plan.recipe), *plan.lines()]:
         print(line, flush=True)
     termination.grace_s = plan.recipe.limits.stop_s
+    if plan.recipe.placement.cluster is not None and (code := guarded(lambda: _check_cluster(plan))):
+        return code
     try:
         return guarded(lambda: _replay(plan))
     except UserError as error:
         return fail(error, 1)
+
+
+def _check_cluster(plan: ReplayPlan) -> int:
+    from hybridflow.trainer.attached_cluster import check_cluster_of
+
+    check_cluster_of(plan.recipe)
+    return 0
 
 
 def _replay(plan: ReplayPlan) -> int:

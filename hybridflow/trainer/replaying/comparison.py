@@ -16,8 +16,10 @@ _OF_TIME_AND_PLACE = re.compile(
     r"(?:device|memory|sync|step|checkpoint|offload|stream)/.*|.*(?:_ms|_sec|/mfu|_mb|_w|_j|_bytes)"
 )
 """Figures that say how long something took, what it took of a machine, or how engines were used meanwhile."""
-_OF_ALL_SAMPLES = ("rollout/", "reward/", "cost/", "sampling/", "replay/")
+_OF_ALL_SAMPLES = ("rollout/", "reward/", "cost/")
 """Groups of figures of how samples were drawn and rewarded, some of which may not be stored."""
+_OF_CHOICE = ("sampling/", "replay/", metrics.PREFERENCE_WITHOUT_DIFFERENCE)
+"""Figures of how the samples that are stored were chosen, which is not done again."""
 _OF_LAYOUT = (metrics.TRAIN_PADDING_SHARE,)
 _OF_VERSIONS = (metrics.STREAM_STALENESS_MAX, metrics.STREAM_MIXED_SHARE)
 
@@ -87,7 +89,8 @@ def compare_figures(
     not_made: list[str] = []
     for name in names:
         before, now = float(ran[name]), float(replayed.get(name, math.nan))
-        if name not in replayed and (name.startswith(_OF_ALL_SAMPLES) or name in _OF_VERSIONS):
+        of_samples = name.startswith(_OF_ALL_SAMPLES) or name in _OF_VERSIONS
+        if name.startswith(_OF_CHOICE) or (of_samples and name not in replayed):
             not_made.append(name)
         elif not (before == now or (name in replayed and math.isnan(before) and math.isnan(now))):
             differing[name] = before, now

@@ -44,6 +44,8 @@ _OWN = (
     "trainer.profile=null",
 )
 """Settings of every replay."""
+_OF_THE_LOOP = ("trainer.steps", "trainer.epochs_of_data", "trainer.eval_", "trainer.export", "trainer.profile")
+_LIBRARIES = ("torch", "megatron-core", "python")
 _OF_NO_RESULT = ("name", "run_dir", "resume", "checkpoint", "samples", "metrics", "limits", "network")
 """Groups of settings that do not change what a step makes of its samples."""
 
@@ -124,8 +126,9 @@ def plan_replay(run: Path, step: int, overrides: Sequence[str] = ()) -> ReplayPl
     _check_versions(run, base, checkpoint, steps)
     changed = tuple(_changed(kept, recipe))
     _check_what_is_stored(kept, steps)
-    inexact = tuple(_inexact(kept, recipe, changed, checkpoint, steps))
     after = _checkpoints(run).get(step)
+    saved = [read_manifest(each) for each in (checkpoint, after) if each is not None]
+    inexact = tuple(_inexact(kept, recipe, changed, saved, steps))
     return ReplayPlan(run, step, base, checkpoint, after, recipe, steps, changed, inexact)
 
 
@@ -266,27 +269,38 @@ def _changed(kept: Recipe, recipe: Recipe) -> Iterator[str]:
 
 
 def _differences(before: Any, now: Any, key: tuple[str, ...], own: set[tuple[Any, ...]]) -> Iterator[str]:
+    """Settings that have other values, but for a replay's own and those of no result."""
     if key in own or (key and key[0] in _OF_NO_RESULT):
         return
     if isinstance(before, Mapping) and isinstance(now, Mapping):
-        for name in dict.fromkeys((*before, *now)):
-            yield from _differences(before.get(name), now.get(name), (*key, str(name)), own)
+        for name in before:
+            if name in now:  # a setting that the version of before did not have is no difference
+                yield from _differences(before[name], now[name], (*key, str(name)), own)
     elif before != now:
         yield f"{'.'.join(key)}={json.dumps(now)}"
 
 
 def _inexact(
-    kept: Recipe, recipe: Recipe, changed: Sequence[str], checkpoint: Path | None, steps: Mapping[int, Original]
+    kept: Recipe, recipe: Recipe, changed: Sequence[str], saved: Sequence[Manifest], steps: Mapping[int, Original]
 ) -> Iterator[str]:
+    """Why bits may be others.
+
+    Args:
+        kept: the run's recipe of now: it may have been resumed with other settings.
+        recipe: of the replay.
+        changed: settings in which these differ.
+        saved: of the checkpoints of before and of after the steps.
+        steps: that are made again.
+    """
     if changed:
         yield f"the run had other settings than {', '.join(changed)}"
-    if checkpoint is not None:
-        manifest: Manifest = read_manifest(checkpoint)
-        now = software()
-        others = [name for name in ("torch", "megatron-core", "python") if manifest.software.get(name) != now[name]]
-        if others:
-            was = ", ".join(f"{name} {manifest.software.get(name, 'unknown')}" for name in others)
-            yield f"the run had {was}"
+    before = [each for manifest in saved for each in _differences(manifest.recipe, public_settings(kept), (), set())]
+    if others := [each for each in dict.fromkeys(before) if not each.startswith(_OF_THE_LOOP)]:
+        yield f"the run's checkpoints were saved with other settings than {', '.join(others)}"
+    now = software()
+    was = {name: manifest.software.get(name, "unknown") for manifest in saved for name in _LIBRARIES}
+    if others := [f"{name} {version}" for name, version in was.items() if version != now[name]]:
+        yield f"the run had {', '.join(others)}"
     if platform.gpus and not recipe.train.deterministic:
         yield "train.deterministic=false (order of sums on a GPU)"
     reads = any(role != "actor" for role in ReplayRecipe.of(kept).models) or kept.teacher_engine is not None

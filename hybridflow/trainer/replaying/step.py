@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from engine3d.errors import UserError
 from hybridflow.algorithms.base import Experience
 from hybridflow.algorithms.config import load
 from hybridflow.batch.remote_batch import RemoteBatch
@@ -45,7 +46,8 @@ class ReplayedStep(TrainerStep):
         batch = algorithm.read(self, batch)
         experience = Experience(batch, baselines=stored.baselines)
         if self.config.compares_with_left_out:
-            assert stored.advantages is not None
+            if stored.advantages is None:
+                raise UserError(f"replay: step {self.number}: the samples have no advantages, expected one of each")
             return Experience(batch.with_facts(advantages=stored.advantages))
         return algorithm.with_advantages(self, experience)
 

@@ -42,6 +42,8 @@ MADE = {
 def test_what_tells_time_is_not_compared_and_what_is_not_stored_is_named() -> None:
     found = compare_figures(RAN, MADE, EXACT, same_layout=True)
     assert (found.compared, found.verdict, found.not_made) == (7, "same", ("sampling/rounds",))
+    chosen = MADE | {"sampling/rounds": 1.0}  # of the stored samples alone
+    assert compare_figures(RAN, chosen, EXACT, same_layout=True) == found
 
 
 def test_differences_are_told_by_how_far_they_are_beyond_the_tolerance() -> None:

@@ -82,6 +82,15 @@ def test_other_settings_make_other_bits(tmp_path: Path) -> None:
     assert "the run had other settings than train.layout.tp=2" in plan.inexact[0]
 
 
+def test_a_run_that_was_resumed_with_other_settings_may_have_made_other_bits(tmp_path: Path) -> None:
+    recipe = make_run(tmp_path, checkpoints=())
+    make_checkpoint(a_recipe(tmp_path, "train.micro_batch_tokens=4096", "trainer.steps=3", "limits.call_s=99"), 2)
+    plan = plan_replay(recipe.directory, 3)
+    assert plan.changed == ()
+    others = [line for line in plan.inexact if "checkpoints were saved" in line]
+    assert others == ["the run's checkpoints were saved with other settings than train.micro_batch_tokens=8192"]
+
+
 def test_a_step_that_has_updated_nothing_needs_no_samples(tmp_path: Path) -> None:
     run = make_run(tmp_path, "warmup=null", checkpoints=(4,)).directory
     plan = plan_replay(run, 3)
