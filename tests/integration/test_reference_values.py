@@ -64,7 +64,10 @@ def test_two_steps_of_each_algorithm_are_those_recorded(name: str, stepped: dict
 
 
 _NOT_FOUND_AGAIN = {"dapo": {"rollout", "reward", "sampling"}, "rloo-dynamic": {"rollout", "reward", "sampling"}}
-_NOT_FOUND_AGAIN |= {"pf_ppo": {"rollout", "reward", "sampling", "replay"}, "dpo-group": {"rollout", "reward"}}
+_NOT_FOUND_AGAIN |= {
+    "pf_ppo": {"rollout", "reward", "sampling", "replay"},
+    "dpo-group": {"rollout", "reward", "preference"},
+}
 """Groups of figures of samples that were drawn and not learned from, by case."""
 
 
