@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.data.prompts import Draw
 from hybridflow.errors.log import log
+from hybridflow.roles.model import Update
 from hybridflow.rundir.atomic_files import AppendedFile
 
 Event = Mapping[str, Any]
@@ -74,6 +77,36 @@ class EventLog:
             of = f"step {first}" if first == last else f"steps {first} to {last}"
             log.info(f"events: written again from step {step} on; those of {of} are missing")
             self._missing = None
+
+
+def drawn_event(draw: Draw) -> Event:
+    """The prompts that were drawn for a step."""
+    return {"event": "drawn", "first_group": draw.first_group, "prompts": list(draw.indices)}
+
+
+def learned_event(
+    batch: RemoteBatch,
+    recalled: Iterable[int],
+    mini_batches: Sequence[RemoteBatch],
+    updates: Mapping[int, list[Update]],
+) -> Event:
+    """What a step has learned from.
+
+    Args:
+        batch: in the order that was learned from.
+        recalled: ids of the samples among them that an algorithm has kept from an earlier step.
+        mini_batches: of each pass, in order.
+        updates: of the actor that were asked for, by their number in all passes; what each rank tells of it.
+    """
+    return {
+        "event": "learned",
+        "samples": batch.facts["sample_ids"].tolist(),
+        "recalled": sorted(recalled),
+        "mini_batches": [len(each) for each in mini_batches],
+        "actor_updates": list(updates),
+        "refused": [number for number, ranks in updates.items() if ranks[0].refused],
+        "skipped": [number for number, ranks in updates.items() if not (ranks[0].applied or ranks[0].refused)],
+    }
 
 
 def forget_later_events(path: Path, step: int) -> None:

@@ -44,6 +44,7 @@ from hybridflow.rollout.stream_source import StreamSource
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.correcting import Corrected, corrected, tell_empty
+from hybridflow.trainer.event_log import Event, drawn_event, learned_event
 from hybridflow.trainer.given_responses import GivenSource
 from hybridflow.trainer.role_startup import Roles
 from hybridflow.trainer.run_setup import Run
@@ -130,7 +131,7 @@ class TrainerStep(Step[Any]):
     """What the step has learned from."""
     baselines: dict[int, float] = field(default_factory=dict)
     """What rewards were compared with, by group, where that is no reward of the group's samples."""
-    events: list[dict[str, Any]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     """What has decided what is learned from; see `event_log`."""
     _recalled: set[int] = field(default_factory=set)
     _rollouts: list[Rollout] = field(default_factory=list)
@@ -186,7 +187,7 @@ class TrainerStep(Step[Any]):
         if self.machinery.stream is not None:
             self.events += self.machinery.stream.take_events()
         else:
-            self.events.append({"event": "drawn", "first_group": draw.first_group, "prompts": list(draw.indices)})
+            self.events.append(drawn_event(draw))
         return draw
 
     def given(self, draw: Draw) -> RemoteBatch:
@@ -430,8 +431,8 @@ class TrainerStep(Step[Any]):
             results = {role: [future.result() for future in futures] for role, futures in calls.items()}
         self.updates = results.pop("actor")
         self._tell_refused()
-        left_out = [number for number, each in enumerate(mini_batches) if not of_actor.has_weight(each)]
-        self._note_updates(batch, [len(each) for each in parts], [] if critics_only else left_out)
+        made = [number for number, each in enumerate(mini_batches) if not critics_only and of_actor.has_weight(each)]
+        self.events.append(learned_event(batch, self._recalled, parts, dict(zip(made, self.updates, strict=True))))
         if not critics_only:
             tell_empty(self, len(mini_batches) - len(learned), len(mini_batches))
         self.values |= update_metrics(self.updates) if self.updates else {}
@@ -463,23 +464,6 @@ class TrainerStep(Step[Any]):
             whitening=whiten,
             stale=self.stale,
             against_rollout=self.stale if correction is None else correction.against == "rollout",
-        )
-
-    def _note_updates(self, batch: RemoteBatch, mini_batches: list[int], left_out: list[int]) -> None:
-        """The order that was learned from, how it was cut, and which updates of the actor were not made."""
-        made = [number for number in range(len(self.updates) + len(left_out)) if number not in set(left_out)]
-        outcomes = {number: ranks[0] for number, ranks in zip(made, self.updates, strict=True)}
-        self.events.append(
-            {
-                "event": "learned",
-                "samples": batch.facts["sample_ids"].tolist(),
-                "recalled": sorted(self._recalled),
-                "mini_batches": mini_batches,
-                "actor_updates": len(self.updates),
-                "left_out": left_out,
-                "refused": [number for number, each in outcomes.items() if each.refused],
-                "skipped": [number for number, each in outcomes.items() if not each.applied and not each.refused],
-            }
         )
 
     def _tell_refused(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from engine3d.checkpoint.hf import export_checkpoint
 from engine3d.cleaning import cleaning
@@ -41,7 +41,7 @@ from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.closing import results
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.evaluation import evaluate
-from hybridflow.trainer.event_log import EventLog
+from hybridflow.trainer.event_log import Event, EventLog
 from hybridflow.trainer.given_responses import GivenSource
 from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
 from hybridflow.trainer.run_setup import OpenRun, Run, open_run
@@ -426,7 +426,7 @@ class Trainer:
         """Of the weights of each rank of the actor, for the events; none where no events are written."""
         return self.roles.actor.weights_digest().result() if self.events.wanted else []
 
-    def weights_event(self, digests: list[str]) -> dict[str, Any]:
+    def weights_event(self, digests: list[str]) -> Event:
         """That the engines have taken the weights of these digests."""
         engines = list(range(self.roles.rollout.layout.dp)) if self.roles.rollout is not None else []
         return {"event": "weights", "version": self.version, "engines": engines, "digests": digests}
