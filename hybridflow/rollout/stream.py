@@ -239,6 +239,7 @@ class RolloutStream:
         """These engines serve this version, while others may serve the one before."""
         for number in engines:
             self._dispatcher.serve(number, version)
+            self.events.serves(number, version)
         self._feed()
 
     def give_back(self) -> None:
@@ -381,7 +382,7 @@ class RolloutStream:
             self.ledger.sent(asked.group, self._dispatcher.version(engine))
         for engine, requests in sent.items():
             self._busy_since.setdefault(engine, self._clock())
-            self.events.sent(engine, self._version, [request.sample for request in requests])
+            self.events.sent(engine, self._dispatcher.version(engine), [request.sample for request in requests])
             self._spawn(self._engines[engine].submit(requests))
         self.figures.look(self._dispatcher)
 

@@ -26,6 +26,10 @@ class StreamEvents:
         """An engine that serves this version gets the requests of some samples."""
         self._add("sent", {"version": version}, samples=samples, engines=[engine] * len(samples))
 
+    def serves(self, engine: int, version: int) -> None:
+        """An engine serves this version from here on, where others may serve the one before."""
+        self._add("serves", {"version": version}, engines=[engine])
+
     def given_up(self, engine: int, samples: Sequence[int]) -> None:
         """Requests of samples are aborted at an engine."""
         self._add("given_up", samples=samples, engines=[engine] * len(samples))

@@ -61,12 +61,15 @@ def test_what_is_of_another_version_has_a_line_of_its_own() -> None:
     events.sent(0, 3, [7, 8])
     events.sent(1, 3, [9])
     events.sent(1, 4, [10])
+    events.serves(0, 4)
+    events.serves(1, 4)
     events.admitted(Group(5, 2, 1), 40)
     events.admitted(Group(6, 3), 44)
     events.returned("evicted", [])
     assert events.collect() == (
         {"event": "sent", "version": 3, "samples": [7, 8, 9], "engines": [0, 0, 1]},
         {"event": "sent", "version": 4, "samples": [10], "engines": [1]},
+        {"event": "serves", "version": 4, "engines": [0, 1]},
         {"event": "admitted", "groups": [[5, 2, 1, 40], [6, 3, 0, 44]]},
     )
     assert events.collect() == ()
