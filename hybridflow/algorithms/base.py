@@ -220,6 +220,11 @@ class Step[C: AlgorithmSettings](ABC):
         """
 
 
+def read_by_models(step: Step[Any], batch: RemoteBatch) -> RemoteBatch:
+    """The batch with the log-probs that are needed, and the values of every critic."""
+    return step.critic_values(step.logprobs(batch))
+
+
 @dataclass(frozen=True)
 class Algorithm[C: AlgorithmSettings]:
     """An algorithm.
@@ -236,6 +241,8 @@ class Algorithm[C: AlgorithmSettings]:
         together: so many samples, side by side, stay in one mini-batch.
         preference_loss: of two responses to each prompt, in an algorithm that learns from such alone: what an
             evaluation without engines measures.
+        read: what the models say of rewarded samples that are all learned from: the part of `make_experience` that is
+            done again, before `with_advantages`, where a step is made again from stored samples.
     """
 
     settings: type[C]
@@ -246,3 +253,4 @@ class Algorithm[C: AlgorithmSettings]:
     prepare: Callable[[Step[C], RemoteBatch], RemoteBatch] | None = None
     together: int = 1
     preference_loss: PreferenceLoss | None = None
+    read: Callable[[Step[C], RemoteBatch], RemoteBatch] = read_by_models

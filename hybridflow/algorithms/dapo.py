@@ -41,6 +41,10 @@ class DAPOSettings(DynamicSamplingSettings, ClippedSettings):
     """What is taken from the reward of a response of the greatest length."""
 
     @property
+    def compares_with_left_out(self) -> bool:
+        return self.overlong_filter
+
+    @property
     def _unused(self) -> dict[str, str]:
         why = "overlong_buffer null, which does not use it; expected overlong_buffer"
         return super()._unused | ({"overlong_penalty": why} if self.overlong_buffer is None else {})

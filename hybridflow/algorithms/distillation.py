@@ -20,6 +20,7 @@ from hybridflow.algorithms.losses.divergence import Divergence, truncated_diverg
 from hybridflow.algorithms.losses.kl import KLEstimator, kl_estimate
 from hybridflow.algorithms.losses.policy import CHOSEN_LOGPROBS, PolicyLoss, TokenColumns
 from hybridflow.algorithms.settings import ClippedSettings
+from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.metrics import names as metrics
 
 _OF_LOSS = ("divergence", "jsd_beta", "top_k", "top_k_of")
@@ -80,10 +81,14 @@ class DistillationSettings(ClippedSettings):
 
 def make_experience(step: Step[DistillationSettings]) -> Experience:
     """The teacher reads what the student wrote."""
-    config, batch = step.config, step.logprobs(step.generate(step.draw()))
-    in_loss = config.divergence_in == "loss"
-    batch = step.teacher_logprobs(batch, top_k=config.top_k if in_loss else 0, of_student=config.top_k_of == "student")
-    return with_advantages(step, Experience(step.rewards(batch)))
+    return with_advantages(step, Experience(step.rewards(read_by_teacher(step, step.generate(step.draw())))))
+
+
+def read_by_teacher(step: Step[DistillationSettings], batch: RemoteBatch) -> RemoteBatch:
+    """The responses with the log-probs that are needed, and what the teacher says of them."""
+    config, batch = step.config, step.logprobs(batch)
+    top_k = config.top_k if config.divergence_in == "loss" else 0
+    return step.teacher_logprobs(batch, top_k=top_k, of_student=config.top_k_of == "student")
 
 
 def with_advantages(step: Step[DistillationSettings], experience: Experience) -> Experience:
@@ -142,4 +147,6 @@ def distillation_loss(columns: TokenColumns, config: DistillationSettings) -> Po
     return PolicyLoss(loss, policy.ratio, {**policy.figures, **figures})
 
 
-ALGORITHM = Algorithm(DistillationSettings, make_experience, with_advantages, learn, distillation_loss)
+ALGORITHM = Algorithm(
+    DistillationSettings, make_experience, with_advantages, learn, distillation_loss, read=read_by_teacher
+)

@@ -26,6 +26,7 @@ from hybridflow.algorithms.preferences import (
     pairs_of_groups,
     prepare,
     with_advantages,
+    with_reference,
 )
 from hybridflow.metrics import names as metrics
 
@@ -116,4 +117,5 @@ ALGORITHM = Algorithm(
     prepare=partial(prepare, loss=dpo_loss),
     together=PAIR,
     preference_loss=dpo_loss,
+    read=with_reference,
 )

@@ -19,7 +19,7 @@ from hybridflow.algorithms.losses.preference import (
     shares_above,
     unpaired_losses,
 )
-from hybridflow.algorithms.preferences import PAIR, PreferenceSettings, learn, prepare, with_advantages
+from hybridflow.algorithms.preferences import PAIR, PreferenceSettings, learn, prepare, with_advantages, with_reference
 from hybridflow.metrics import names as metrics
 
 
@@ -74,4 +74,5 @@ ALGORITHM = Algorithm(
     prepare=partial(prepare, loss=kto_loss, learned=1),
     together=PAIR,
     preference_loss=kto_loss,
+    read=with_reference,
 )

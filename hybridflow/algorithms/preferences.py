@@ -101,6 +101,13 @@ def pairs_of_groups(step: Step[Any], batch: RemoteBatch) -> RemoteBatch:
     batch = batch.select(rows)
     if len(batch) < PAIR * step.least_samples:
         return batch  # there will be no update
+    return with_reference(step, batch)
+
+
+def with_reference(step: Step[Any], batch: RemoteBatch) -> RemoteBatch:
+    """Pairs with what the reference says of them; those that the data gave have it."""
+    if not step.config.needs_reference:
+        return batch
     batch = step.logprobs(batch)
     return batch.with_facts(reference_logprobs=step.apply(batch, reference_sums).facts()["reference"])
 

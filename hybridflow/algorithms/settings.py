@@ -187,6 +187,11 @@ class AlgorithmSettings(Settings):
         return 0
 
     @property
+    def compares_with_left_out(self) -> bool:
+        """Whether advantages depend on samples of the step that are not learned from, beside `Experience.baselines`."""
+        return False
+
+    @property
     def _unused(self) -> dict[str, str]:
         """The keys that have no use, with what takes it from them and what would give it back."""
         of_adaptive = {

@@ -11,6 +11,7 @@
     hybridflow checkpoint import MODEL OUT      make a checkpoint of a HuggingFace directory
     hybridflow report RUN [--out FILE]          draw a run's metrics as one HTML page
     hybridflow samples RUN [--step N] ...       show the samples that a run has learned from, with their rewards
+    hybridflow replay RUN --step N [key=value]  make a step again from its checkpoint and its samples, and compare
     hybridflow status RUN                       say what a run is at, also while it goes on
     hybridflow logs RUN [--follow]              show the output of its ranks and engines
     hybridflow launch slurm RECIPE --nodes N    submit a run on several nodes of Slurm
@@ -19,8 +20,8 @@
     hybridflow token [FILE]                     make the secret that lets the hosts of a run know each other
 
 Ends with 0; with 2 for bad input and for what `check` finds; with 1 for a failure while running and for what `verify`
-finds; with 130 after Ctrl-C and 143 after SIGTERM, or 75 where it has saved first. The first line on stderr says what
-was wrong.
+finds; with 3 for what `replay` finds; with 130 after Ctrl-C and 143 after SIGTERM, or 75 where it has saved first. The
+first line on stderr says what was wrong.
 """
 
 from __future__ import annotations
@@ -190,6 +191,13 @@ def _samples() -> Command:
     return Command(description, samples.add_arguments, samples.run, is_guarded=True)
 
 
+def _replay() -> Command:
+    from hybridflow.cli import replay
+
+    description = "Make a step of a run again from the nearest checkpoint and its samples, and compare what comes out."
+    return Command(description, replay.add_arguments, replay.run)
+
+
 def _status() -> Command:
     from hybridflow.cli import watch
 
@@ -239,6 +247,7 @@ _COMMANDS: dict[str, Callable[[], Command]] = {
     "checkpoint": _checkpoint,
     "report": _report,
     "samples": _samples,
+    "replay": _replay,
     "status": _status,
     "logs": _logs,
     "doctor": _doctor,

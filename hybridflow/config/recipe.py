@@ -251,6 +251,11 @@ class Recipe(Settings):
         return steps * self.trainer.prompts_per_step + self.extra_groups
 
     @property
+    def starts_engines(self) -> bool:
+        """Whether engines generate in this run."""
+        return self.algorithm.needs_engines
+
+    @property
     def runs_ahead(self) -> bool:
         """Whether engines generate while models learn."""
         return self.trainer.max_staleness > 0 or self.rollout.stream is not None

@@ -170,6 +170,9 @@ class SamplesConfig(Settings):
     keep_mb: int | None = Field(1000, ge=1)
     """Megabytes (1e6 bytes) that they may take: the oldest steps go first, never the newest. All of them stay if
     null."""
+    events: bool = True
+    """Write `events.jsonl`: what has decided which samples each step learned from, and digests of the weights that it
+    has made, which `hybridflow replay` compares."""
 
     @model_validator(mode="after")
     def _keeps_what_is_stored(self) -> SamplesConfig:

@@ -66,7 +66,8 @@ def check_layouts(
             check_megatron(recipe, role, spec, layouts[role], gpus=devices[role][0].kind == "cuda")
     replicas = max(layout.dp for layout in layouts.values())
     if "rollout" not in devices:
-        check_given_sizes(recipe, replicas)
+        if not recipe.algorithm.needs_engines:
+            check_given_sizes(recipe, replicas)
         return layouts
     try:
         engines = recipe.rollout.layout(len(devices["rollout"]))

@@ -88,14 +88,14 @@ def check_recipe(
         warnings += groups_over_nodes(layouts, devices, cluster)
     if devices is not None:
         attempt(check_offload, recipe, devices)
-        if recipe.algorithm.needs_engines:
+        if recipe.starts_engines:
             attempt(check_engine_devices, recipe, devices)
     if recipe.placement.cluster is not None and cluster is None:
         attempt(check_cluster_answers, recipe.placement.cluster)
     if spec is not None:
         if recipe.model.path is not None:
             warnings += attempt(check_model_files, "model.path", spec, recipe.model.path) or []
-        if recipe.algorithm.needs_engines:
+        if recipe.starts_engines:
             attempt(check_engines, recipe, spec)
             attempt(check_sampling, recipe, spec, devices)
         if recipe.teacher_engine is not None:

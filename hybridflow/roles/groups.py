@@ -30,6 +30,7 @@ class ModelGroup(WorkerGroup):
     checkpoint_written = ModelWorker.checkpoint_written
     finish_checkpoint = ModelWorker.finish_checkpoint
     abandon_checkpoint = ModelWorker.abandon_checkpoint
+    weights_digest = ModelWorker.weights_digest
     export = ModelWorker.export
     give_back = ModelWorker.give_back
     take_back = ModelWorker.take_back

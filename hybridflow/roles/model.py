@@ -244,6 +244,13 @@ class ModelWorker:
         """Give up the save that is under way, if there is one."""
         self._checkpoint.abandon()
 
+    @register(ONE_TO_ALL, exclusive=True)
+    def weights_digest(self) -> str:
+        """Of the weights that this rank holds; see `engine3d.checkpoint.digest`."""
+        from engine3d.checkpoint.digest import weights_digest
+
+        return weights_digest(self._engine)
+
     @register(ONE_TO_ALL)
     def export(self, directory: Path) -> None:
         """Write the weights as a HuggingFace directory; every rank writes its own part."""

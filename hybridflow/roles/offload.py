@@ -24,7 +24,7 @@ def check_offload(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> No
     """
     settings = {role: f"{role}.offload" for role in recipe.offloaded_roles}
     weights = recipe.rollout.weights
-    if recipe.rollout.engine.release_weights:
+    if recipe.rollout.engine.release_weights and recipe.starts_engines:
         settings["rollout"] = "rollout.engine.release_weights"
     for role, setting in settings.items():
         others = {device for other, held in devices.items() if other not in (role, "reward") for device in held}

@@ -23,6 +23,7 @@ from hybridflow.rollout.dispatch import Asked, Dispatcher
 from hybridflow.rollout.dynamic_batching import DynamicBatching, RequestBounds
 from hybridflow.rollout.ledger import Group, Ledger, StreamLimits, Taken
 from hybridflow.rollout.scoring_queue import Scorer, ScoringQueue
+from hybridflow.rollout.stream_events import StreamEvents
 from hybridflow.rollout.stream_figures import StreamFigures
 
 _FIRST_GUESS = 256.0
@@ -86,12 +87,14 @@ class StepRows:
         taken: what the ledger says of them.
         figures: of the stream since the last step, by metric name.
         busy: engine, begin and end of the times in which one had requests in flight, by the stream's clock.
+        events: what was decided since the last step, in order; see `StreamEvents`.
     """
 
     groups: tuple[GroupRows, ...]
     taken: Taken
     figures: dict[str, float]
     busy: tuple[tuple[int, float, float], ...] = ()
+    events: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,7 @@ class RolloutStream:
         self._open = False
         self._scoring = ScoringQueue(scorers, self._scored, self._spawn)
         self.figures = StreamFigures(len(engines), clock)
+        self.events = StreamEvents()
 
     # What the driver asks for
 
@@ -209,6 +213,8 @@ class RolloutStream:
         self._drop(taken.evicted, "evicted")
         self._drop(taken.dropped, "dropped")
         self.figures.count("carried", taken.carried)
+        self.events.took(version, taken)
+        events = self.events.collect()  # what is begun from here on is of the next step
         self._learning = tuple(self._rows(group) for group in taken.groups)
         self.figures.took(end.sample for each in self._learning for end in each.ends)
         self._feed()
@@ -217,7 +223,7 @@ class RolloutStream:
             figures[metrics.STREAM_WAITING_REWARDS] = len(self._scoring)
         if self._batching is not None:
             figures[metrics.STREAM_REQUEST_LIMIT] = self._dispatcher.mean_limit
-        return StepRows(self._learning, taken, figures, self._take_busy())
+        return StepRows(self._learning, taken, figures, self._take_busy(), events)
 
     def waiting_for(self) -> str:
         """What a step waits for that has not got its groups, in words."""
@@ -254,6 +260,7 @@ class RolloutStream:
         """These engines serve this version, while others may serve the one before."""
         for number in engines:
             self._dispatcher.serve(number, version)
+            self.events.serves(number, version)
         self._feed()
 
     def give_back(self) -> None:
@@ -400,6 +407,7 @@ class RolloutStream:
             gathered = _Gathered(group, self.samples_drawn)
             self.samples_drawn += self._plan.samples_per_prompt
             self._groups[group.number] = gathered
+            self.events.admitted(group, gathered.first_sample)
             self._ask(gathered, {})
         sent: dict[int, list[StreamRequest]] = {}
         for engine, asked in self._dispatcher.send():
@@ -407,6 +415,7 @@ class RolloutStream:
             self.ledger.sent(asked.group, self._dispatcher.version(engine))
         for engine, requests in sent.items():
             self._busy_since.setdefault(engine, self._clock())
+            self.events.sent(engine, self._dispatcher.version(engine), [request.sample for request in requests])
             self._spawn(self._engines[engine].submit(requests))
         self.figures.look(self._dispatcher)
 
@@ -429,6 +438,8 @@ class RolloutStream:
 
     def _drop(self, groups: Iterable[Group], why: str) -> None:
         """Have nothing more of groups that went back."""
+        groups = tuple(groups)
+        self.events.returned(why, groups)
         for group in groups:
             gathered = self._groups.pop(group.number)
             self.figures.count(why)
@@ -439,6 +450,7 @@ class RolloutStream:
                 self._scoring.forget(sample)
             for engine, samples in self._dispatcher.forget(group.number).items():
                 self._given_up.update(samples)
+                self.events.given_up(engine, samples)
                 self._spawn(self._engines[engine].abort(samples))
 
     def _rows(self, group: Group) -> GroupRows:

@@ -120,6 +120,7 @@ class StreamSource:
         self._drawn: tuple[Draw, Rollout] | None = None
         self._figures: dict[str, float] = {}
         self._scores: dict[int, Mapping[str, SampleScore]] = {}
+        self._events: tuple[dict[str, Any], ...] = ()
 
     def _bounds(self) -> RequestBounds | None:
         """Of requests in flight, where these follow the room in caches."""
@@ -160,7 +161,7 @@ class StreamSource:
             hosts = self._engines.hosts
             timeline.record(Span("rollout", hosts * engine, "stream", begin, end) for engine, begin, end in rows.busy)
             draw = Draw(self._prompts, [each.group.prompt for each in rows.groups], rows.groups[0].group.number)
-            self._drawn, self._figures = (draw, rollout), rows.figures
+            self._drawn, self._figures, self._events = (draw, rollout), rows.figures, rows.events
         return self._drawn[0]
 
     def rollout(self, draw: Draw, step: int) -> Rollout:
@@ -191,6 +192,11 @@ class StreamSource:
     def take_figures(self) -> dict[str, float]:
         """Figures of the stream up to the last step's groups, by metric name."""
         found, self._figures = self._figures, {}
+        return found
+
+    def take_events(self) -> tuple[dict[str, Any], ...]:
+        """What the stream has decided up to the last step's groups; see `StreamEvents`."""
+        found, self._events = self._events, ()
         return found
 
     def learned(self, version: int) -> None:

@@ -104,7 +104,7 @@ def role_specs(
     """
     made = _Specs(recipe, run, devices, nodes)
     models = [made.model(role) for role in ("actor", *recipe.models)]
-    engines = [made.rollout()] if recipe.algorithm.needs_engines else []
+    engines = [made.rollout()] if recipe.starts_engines else []
     engines += [made.teacher_engine()] if recipe.teacher_engine is not None else []
     return [*engines, *models, *([made.functions()] if recipe.functions else [])]
 
@@ -151,7 +151,7 @@ class _Specs:
                 ranks,
                 deterministic=config.deterministic,
                 sends_to_engines=role == "actor"
-                and recipe.algorithm.needs_engines
+                and recipe.starts_engines
                 and recipe.rollout.weights.transport == "collective",
             ),
             sample_costs=lambda lengths: sequence_flops(spec, lengths).tolist(),

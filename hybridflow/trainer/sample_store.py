@@ -28,6 +28,8 @@ from hybridflow.metrics import names as metrics
 from hybridflow.rundir.sample_files import forget_later_steps, forget_oldest_steps, replacing, sample_file
 
 FORMAT = 1
+BASELINE = "baseline"
+"""The column of what rewards were compared with."""
 _MB = 1_000_000
 _MOST_TOKENS = 1 << 20
 """That are in the driver's memory at a time: some 200 bytes for each, with what Arrow makes of them."""
@@ -54,12 +56,14 @@ class LearnedSamples:
         version: of the weights that it has made.
         batches: the samples, in the order in which they were learned from.
         by_name: what functions and models have given them, such as "reward/exact_match".
+        baselines: what rewards were compared with, by group, where that is no reward of the group's samples.
     """
 
     step: int
     version: int
     batches: tuple[RemoteBatch, ...]
     by_name: Mapping[str, ByName] = field(default_factory=dict)
+    baselines: Mapping[int, float] = field(default_factory=dict)
 
 
 class SampleStore:
@@ -113,7 +117,11 @@ class SampleStore:
         if not self._settings.store or not any(map(len, learned.batches)):
             return
         held = LearnedSamples(
-            learned.step, learned.version, tuple(batch.as_generated() for batch in learned.batches), learned.by_name
+            learned.step,
+            learned.version,
+            tuple(batch.as_generated() for batch in learned.batches),
+            learned.by_name,
+            learned.baselines,
         )
         with self._changed:
             if self._changed.wait_for(self._has_room, 0.0 if self._stuck else _PATIENCE_S):
@@ -206,8 +214,14 @@ def write_samples(file: BinaryIO, learned: LearnedSamples, *, most_tokens: int =
     Raises:
         OSError: they could not be written.
     """
-    schema = sample_schema(tuple(learned.by_name))
-    facts = {"format": FORMAT, "step": learned.step, "version": learned.version}
+    by_name = _with_baselines(learned)
+    schema = sample_schema(tuple(by_name))
+    facts = {
+        "format": FORMAT,
+        "step": learned.step,
+        "version": learned.version,
+        "batches": list(map(len, learned.batches)),
+    }
     schema = schema.with_metadata({"hybridflow": json.dumps(facts)})
     with pq.ParquetWriter(file, schema, use_dictionary=_REPEATED, **_COMPRESSED) as writer:
         for batch in learned.batches:
@@ -215,8 +229,18 @@ def write_samples(file: BinaryIO, learned: LearnedSamples, *, most_tokens: int =
                 few = batch.select(rows)
                 shared = few.facts.get("advantages")
                 advantages = None if shared is None else ByName(few.facts["sample_ids"], shared.float())
-                table = table_of(few.fetch(), Scored(learned.by_name, advantages), learned.step)
+                table = table_of(few.fetch(), Scored(by_name, advantages), learned.step)
                 writer.write_table(table.replace_schema_metadata(schema.metadata))
+
+
+def _with_baselines(learned: LearnedSamples) -> Mapping[str, ByName]:
+    """Figures by name, and what the reward of each sample was compared with, where that is none of its group's."""
+    if not learned.baselines:
+        return learned.by_name
+    ids = torch.cat([batch.facts["sample_ids"] for batch in learned.batches])
+    groups = [group for batch in learned.batches for group in batch.facts["group_ids"].tolist()]
+    values = torch.tensor([learned.baselines[group] for group in groups])
+    return {**learned.by_name, BASELINE: ByName(ids, values)}
 
 
 def _pieces(lengths: list[int], most_tokens: int) -> Iterator[torch.Tensor]:

@@ -44,6 +44,7 @@ from hybridflow.rollout.stream_source import StreamSource
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.correcting import Corrected, corrected, tell_empty
+from hybridflow.trainer.event_log import Event, drawn_event, learned_event
 from hybridflow.trainer.given_responses import GivenSource
 from hybridflow.trainer.role_startup import Roles
 from hybridflow.trainer.run_setup import Run
@@ -128,6 +129,10 @@ class TrainerStep(Step[Any]):
     """Some of the step's samples as texts, with their rewards."""
     learned: list[RemoteBatch] = field(default_factory=list)
     """What the step has learned from."""
+    baselines: dict[int, float] = field(default_factory=dict)
+    """What rewards were compared with, by group, where that is no reward of the group's samples."""
+    events: list[Event] = field(default_factory=list)
+    """What has decided what is learned from; see `event_log`."""
     _recalled: set[int] = field(default_factory=set)
     _rollouts: list[Rollout] = field(default_factory=list)
     _scores: dict[str, list[Scores]] = field(default_factory=dict)
@@ -180,7 +185,12 @@ class TrainerStep(Step[Any]):
     def draw(self, count: int | None = None) -> Draw:
         if self.machinery.stream is not None:
             self.machinery.phases.enter("rollout")
-        return self.machinery.lookahead.draw(count)
+        draw = self.machinery.lookahead.draw(count)
+        if self.machinery.stream is not None:
+            self.events += self.machinery.stream.take_events()
+        else:
+            self.events.append(drawn_event(draw))
+        return draw
 
     def given(self, draw: Draw) -> RemoteBatch:
         source, generator = self.machinery.given, self.machinery.generator
@@ -364,6 +374,7 @@ class TrainerStep(Step[Any]):
 
     def take_scores(self, made: TrainerStep) -> None:
         """Have what another step has found of the rewards and costs of samples that this one learns from."""
+        self.events += made.events
         for what, scores in made._scores.items():
             self._scores.setdefault(what, []).extend(scores)
 
@@ -371,7 +382,7 @@ class TrainerStep(Step[Any]):
         """What the step has learned from, for the run's sample store."""
         named = {what: Scores.join(scores).by_name(what) for what, scores in self._scores.items()}
         by_name = {name: figures for each in named.values() for name, figures in each.items()}
-        return LearnedSamples(self.number, self.version, tuple(self.learned), by_name)
+        return LearnedSamples(self.number, self.version, tuple(self.learned), by_name, self.baselines)
 
     @property
     def least_samples(self) -> int:
@@ -397,10 +408,11 @@ class TrainerStep(Step[Any]):
             raise EngineError(
                 f"step {self.number}: {len(batch)} samples are left to learn from, expected at least {least}"
             )
-        if machinery.given is None:
+        if config.needs_engines:
             recalled = frozenset(self._recalled)
             machinery.contract.check(batch, step=self.number, serving=self.version - 1, recalled=recalled)
         self.learned.append(batch)
+        self.baselines |= experience.baselines
         machinery.phases.enter("update")
         models, trainer = machinery.roles.scalar, machinery.recipe.trainer
         critics = {role: kind for role, kind in _CRITICS.items() if role in models}
@@ -421,6 +433,8 @@ class TrainerStep(Step[Any]):
             results = {role: [future.result() for future in futures] for role, futures in calls.items()}
         self.updates = results.pop("actor")
         self._tell_refused()
+        made = [number for number, each in enumerate(mini_batches) if not critics_only and of_actor.has_weight(each)]
+        self.events.append(learned_event(batch, self._recalled, parts, dict(zip(made, self.updates, strict=True))))
         if not critics_only:
             tell_empty(self, len(mini_batches) - len(learned), len(mini_batches))
         self.values |= update_metrics(self.updates) if self.updates else {}

@@ -35,12 +35,13 @@ from hybridflow.roles.offload import offload_metrics, offloaded_groups
 from hybridflow.rollout.generator import Generator
 from hybridflow.rollout.prefetch import Lookahead
 from hybridflow.rollout.stream_source import HeldStream, StreamSource
-from hybridflow.rundir.file_names import DEVICES, EXPORT, SAMPLE_STORE, TIMELINE
+from hybridflow.rundir.file_names import DEVICES, EVENTS, EXPORT, SAMPLE_STORE, TIMELINE
 from hybridflow.rundir.lock import WEIGHTS, move_aside
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.closing import results
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.evaluation import evaluate
+from hybridflow.trainer.event_log import Event, EventLog
 from hybridflow.trainer.given_responses import GivenSource
 from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
 from hybridflow.trainer.run_setup import OpenRun, Run, open_run
@@ -105,10 +106,11 @@ def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
         ) as devices,
         _weight_sync(recipe, run, roles) as weights,
         SampleStore(recipe.samples, run.directory / SAMPLE_STORE, run.steps_done) as samples,
+        EventLog(run.directory / EVENTS, run.steps_done, wanted=recipe.samples.events) as events,
     ):
         checkpoints.after = samples.written  # a run that goes on from one has the samples of the steps before it
         try:
-            yield Trainer(recipe, run, roles, weights, sinks, checkpoints, opened.phases, devices, samples)
+            yield Trainer(recipe, run, roles, weights, sinks, checkpoints, opened.phases, devices, samples, events)
         finally:
             write_timeline(run.directory)
 
@@ -154,9 +156,11 @@ class Trainer:
         phases: PhaseFile,
         devices: DeviceMonitor,
         samples: SampleStore,
+        events: EventLog,
     ) -> None:
         self.recipe, self.facts, self.roles = recipe, run, roles
         self.sinks, self.checkpoints, self.devices, self.samples = sinks, checkpoints, devices, samples
+        self.events = events
         sampler = PromptSampler(len(run.train), recipe.seed + recipe.data.seed)
         source: Lookahead | StreamSource
         if recipe.rollout.stream is not None:
@@ -237,7 +241,9 @@ class Trainer:
         if self.recipe.warmup is not None:
             warm_up(self.machinery, self.sinks)
         wait_for(self.roles, *self.roles.starting)
+        digests = self.digests()
         self.synchronise({})
+        self.events.write(0, [self.weights_event(digests)])
         if (stream := self.machinery.stream) is not None:
             stream.open(self.version)
         if (given := self.machinery.given) is not None:
@@ -274,6 +280,7 @@ class Trainer:
         self.first_evaluation, self.last_evaluation = state.first_evaluation, state.last_evaluation
         self.version = state.policy_version - 1
         self.synchronise({})
+        self.events.write(state.step, [{"event": "resumed", "version": self.version}])
         if machinery.stream is not None:
             machinery.stream.open(self.version)
         state.random.restore()
@@ -376,8 +383,10 @@ class Trainer:
                 experience = make_experience()
             self.algorithm.learn(step, experience)
             self.count(step)
+            digests = self.digests()  # while the actor has its devices
             self.finish_rollout(step.values)
             self.synchronise(step.values)
+            step.events.append(self.weights_event(digests))
             if self.machinery.stream is not None:
                 self.machinery.stream.learned(self.version)
         step.values |= offload_metrics(offloaded_groups(self.recipe, self.roles.models, self.roles.rollout))
@@ -389,6 +398,7 @@ class Trainer:
         self.sinks.log(step.number, step.values)
         self.sinks.log_samples(step.number, step.texts)
         self.samples.keep(step.learned_samples())
+        self.events.write(step.number, step.events)
         self.show_timeline()
 
     def show_timeline(self) -> None:
@@ -411,6 +421,15 @@ class Trainer:
                 f"actor: the gradient was not finite in all updates of {_MOST_STEPS_WITHOUT_UPDATE} steps in a row; "
                 "nothing is learned"
             )
+
+    def digests(self) -> list[str]:
+        """Of the weights of each rank of the actor, for the events; none where no events are written."""
+        return self.roles.actor.weights_digest().result() if self.events.wanted else []
+
+    def weights_event(self, digests: list[str]) -> Event:
+        """That the engines have taken the weights of these digests."""
+        engines = list(range(self.roles.rollout.layout.dp)) if self.roles.rollout is not None else []
+        return {"event": "weights", "version": self.version, "engines": engines, "digests": digests}
 
     def finish_rollout(self, values: dict[str, float]) -> None:
         """Wait for the rollout that runs ahead, if one does: weights change between two of them."""

@@ -1,4 +1,5 @@
-"""Two steps of the recipe of every algorithm, on roles that are started once, and all figures of them.
+"""Two steps of the recipe of every algorithm, on roles that are started once, and all figures of them; then the same
+steps once more from their stored samples (`replayed_steps`).
 
     python -m tests.integration.algorithm_steps OUTPUT [CASE ...]
 
@@ -24,12 +25,16 @@ from hybridflow.config.roles import ModelRole
 from hybridflow.config.yaml_loader import build_settings, read_with_bases
 from hybridflow.metrics.logger import Metrics
 from hybridflow.planning.prompts import encode, prompt_limit
+from hybridflow.rundir.file_names import EVENTS, SAMPLE_STORE
+from hybridflow.trainer.event_log import EventLog
 from hybridflow.trainer.role_startup import wait_for
 from hybridflow.trainer.run_setup import open_run, prepare
+from hybridflow.trainer.sample_store import SampleStore
 from hybridflow.trainer.trainer import Trainer, start_trainer
 from hybridflow.trainer.weight_sync import NoEngines
 from tests.integration.own_loop import OF_THE_RUN
 from tests.integration.reference_runs import ROOT, merged, run_figures, run_module
+from tests.integration.replayed_steps import REPLAYED, initial_models, replayed
 
 STEPS = 2
 RECIPES = ROOT / "launch/recipes"
@@ -183,13 +188,18 @@ def run_cases(directory: Path, cases: Sequence[str]) -> dict[str, Any]:
         version = 0
         for case in cases:
             recipe = build_settings(Recipe, recipe_of(case, directory, CASES[case]), {}, case)
-            with Metrics(recipe.metrics, directory / case) as sinks:
-                trainer = _trainer(recipe, first, sinks)
+            with (
+                Metrics(recipe.metrics, directory / case) as sinks,
+                SampleStore(recipe.samples, directory / case / SAMPLE_STORE, 0) as samples,
+                EventLog(directory / case / EVENTS, None) as events,
+            ):
+                trainer = _trainer(recipe, first, sinks, samples, events)
                 trainer.version = version
                 columns = step_case(trainer)
                 version = trainer.version
             trainer.roles.actor.export(directory / case / "model").result()
             found[case] = {"columns": columns, **_without_versions(run_figures(directory / case))}
+            (directory / case / REPLAYED).write_text(json.dumps(replayed(trainer, directory / case, STEPS)))
             print(case, flush=True)
     return found
 
@@ -223,16 +233,11 @@ def _same(experience: Experience) -> Experience:
 
 def begin_anew(trainer: Trainer) -> None:
     """The initial weights, in every model and in the engines, and fresh optimizers."""
-    roles, recipe = trainer.roles, trainer.recipe
-    for role, group in {"actor": roles.actor, **roles.models}.items():
-        if role != "teacher":
-            group.load(trainer.facts.model_directory).result()
-        if role in roles.trained:
-            group.reset_optimizer(recipe.train_config(role).optimizer).result()
+    initial_models(trainer)
     trainer.begin()
 
 
-def _trainer(recipe: Recipe, first: Trainer, sinks: Metrics) -> Trainer:
+def _trainer(recipe: Recipe, first: Trainer, sinks: Metrics, samples: SampleStore, events: EventLog) -> Trainer:
     """Of a case, over those of the roles that it needs."""
     roles, wanted = first.roles, recipe.models
     roles = dataclasses.replace(
@@ -249,7 +254,7 @@ def _trainer(recipe: Recipe, first: Trainer, sinks: Metrics) -> Trainer:
         facts, weights = dataclasses.replace(facts, train=train, evaluation=evaluation), NoEngines()
         roles = dataclasses.replace(roles, rollout=None)
     return Trainer(
-        recipe, facts, roles, weights, sinks, first.checkpoints, machinery.phases, first.devices, first.samples
+        recipe, facts, roles, weights, sinks, first.checkpoints, machinery.phases, first.devices, samples, events
     )
 
 

@@ -13,6 +13,7 @@ With other versions of torch, Megatron-Core or SGLang nothing can be said: the v
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.integration.reference_runs import (
     run_case,
     without_digests,
 )
+from tests.integration.replayed_steps import REPLAYED
 
 
 def test_every_algorithm_has_a_case() -> None:
@@ -45,15 +47,41 @@ def test_values_are_those_recorded(name: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def stepped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def steps_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("steps")
+
+
+@pytest.fixture(scope="module")
+def stepped(steps_directory: Path) -> dict[str, Any]:
     """What two steps of each algorithm found, on roles that were started once."""
-    return run_cases_apart(tmp_path_factory.mktemp("steps"))
+    return run_cases_apart(steps_directory)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", STEPPED)
 def test_two_steps_of_each_algorithm_are_those_recorded(name: str, stepped: dict[str, Any]) -> None:
     expect_recorded(recorded_as(name), stepped[name])
+
+
+_NOT_FOUND_AGAIN = {"dapo": {"rollout", "reward", "sampling"}, "rloo-dynamic": {"rollout", "reward", "sampling"}}
+_NOT_FOUND_AGAIN |= {
+    "pf_ppo": {"rollout", "reward", "sampling", "replay"},
+    "dpo-group": {"rollout", "reward", "preference"},
+}
+"""Groups of figures of samples that were drawn and not learned from, by case."""
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("stepped")
+@pytest.mark.parametrize("name", STEPPED)
+def test_two_steps_of_each_algorithm_are_made_again_from_their_samples(name: str, steps_directory: Path) -> None:
+    found = json.loads((steps_directory / name / REPLAYED).read_text())
+    assert found["differing"] == []
+    assert any(step["compared"] for step in found["steps"])
+    for step in found["steps"]:
+        assert step["weights"] and step["differing"] == []
+        not_made = {each for each in step["not_made"] if not each.endswith(("/failed", "/dropped"))}
+        assert {each.partition("/")[0] for each in not_made} <= _NOT_FOUND_AGAIN.get(name, set())
 
 
 @pytest.mark.processes

@@ -54,6 +54,12 @@ def driver_state(checkpoint: Path) -> dict[str, object]:
     return state
 
 
+def events(directory: Path) -> list[dict[str, object]]:
+    """All but that the run was resumed."""
+    lines = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    return [event for event in lines if event["event"] != "resumed"]
+
+
 def test_what_a_run_saves(whole: KilledRun) -> None:
     directory = whole.run_directory
     kept = sorted(path.name for path in (directory / "checkpoints").glob("step-*"))
@@ -104,6 +110,8 @@ def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(
     assert written[0] == written[1] and len(written[0].splitlines()) == 4 * 5 + 4 * 4
     stored = [pq.read_table(each.run_directory / "samples").drop_columns(["began", "ended"]) for each in (whole, run)]
     assert stored[0].equals(stored[1]) and stored[0]["step"].to_pylist() == [1 + row // 32 for row in range(5 * 32)]
+    decided = [events(each.run_directory) for each in (whole, run)]  # digests of the weights of each step among them
+    assert decided[0] == decided[1] and {event["step"] for event in decided[0]} == set(range(6))
     states = [driver_state(each.run_directory / "checkpoints" / "step-00000005") for each in (whole, run)]
     assert states[0].pop("run") != states[1].pop("run")
     assert states[0] == states[1]

@@ -78,7 +78,7 @@ def learned_from(
     step: int, batch: SampleBatch, by_name: Mapping[str, ByName] | None = None, **facts: Tensor
 ) -> LearnedSamples:
     """What a step has learned from."""
-    facts |= {"sample_ids": batch.sample_ids}
+    facts |= {"sample_ids": batch.sample_ids, "group_ids": batch.group_ids}
     local: Any = LocalBatch(batch, facts, [])
     return LearnedSamples(step, step + 1, (local,), by_name or {})
 

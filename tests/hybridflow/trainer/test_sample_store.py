@@ -46,7 +46,7 @@ def test_a_step_is_written_in_bounded_pieces_in_its_order(tmp_path: Path) -> Non
     table = found.read()
     assert torch.equal(batch_of(table).tokens, batch.tokens)
     assert table["advantage"].to_pylist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert found.schema_arrow.metadata[b"hybridflow"] == b'{"format": 1, "step": 9, "version": 10}'
+    assert found.schema_arrow.metadata[b"hybridflow"] == b'{"format": 1, "step": 9, "version": 10, "batches": [6]}'
 
 
 def test_steps_are_there_when_the_run_ends_and_a_resumed_one_makes_later_ones_again(tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""A run's recipe where its steps are made again from stored samples: nothing generates, and nothing is scored."""
+
+from __future__ import annotations
+
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.roles import ModelRole, ScoringModel
+from hybridflow.rewards.config import RewardConfig
+
+_SCORING = ("reward_model", "cost_model")
+_OF_SAMPLES = ("rollout", "reward", *_SCORING)
+"""Roles by which samples came about that the store has."""
+
+
+class ReplayRecipe(Recipe):
+    """The same settings; the roles are those that learn, and those that say of samples what is learned from."""
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> ReplayRecipe:
+        """A recipe that has been checked."""
+        values = {name: getattr(recipe, name) for name in Recipe.model_fields}
+        return cls.model_construct(recipe.model_fields_set, **values)
+
+    @property
+    def starts_engines(self) -> bool:
+        return False
+
+    @property
+    def runs_ahead(self) -> bool:
+        return False
+
+    @property
+    def models(self) -> dict[str, ModelRole]:
+        return {role: model for role, model in super().models.items() if role not in _SCORING}
+
+    @property
+    def functions(self) -> dict[str, RewardConfig]:
+        return {}
+
+    @property
+    def scoring(self) -> dict[str, ScoringModel]:
+        return {}
+
+    @property
+    def device_maps(self) -> dict[str, str]:
+        return {role: devices for role, devices in super().device_maps.items() if role not in _OF_SAMPLES}

@@ -1,0 +1,125 @@
+"""A run's `events.jsonl`: what has decided which samples each step learned from, in which order, and what came of it.
+
+The driver is its only writer. The events of a step are written at once, when the step is over; training does not depend
+on them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.data.prompts import Draw
+from hybridflow.errors.log import log
+from hybridflow.roles.model import Update
+from hybridflow.rundir.atomic_files import AppendedFile
+
+Event = Mapping[str, Any]
+"""One: its kind as "event", and the facts of this kind."""
+
+_STEP = re.compile(rb'\{"step": (\d{1,18}), ')
+
+
+class EventLog:
+    """The events of one run.
+
+    Args:
+        path: of the file.
+        steps_done: that the run goes on after: what is there of later ones it will decide again; None for a run that
+            begins.
+        wanted: whether any are written.
+    """
+
+    def __init__(self, path: Path, steps_done: int | None, *, wanted: bool = True) -> None:
+        self._path, self._steps_done, self.wanted = path, steps_done, wanted
+        self._file: AppendedFile | None = None
+        self._missing: tuple[int, int] | None = None
+
+    def __enter__(self) -> EventLog:
+        if not self.wanted:
+            return self
+        try:
+            if self._steps_done is not None and self._path.exists():
+                forget_later_events(self._path, self._steps_done)
+            self._file = AppendedFile(self._path)
+        except OSError as error:
+            log.warning(f"events: {self._path} cannot be written: {error.strerror}; the run goes on without it")
+            self.wanted = False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def write(self, step: int, events: Sequence[Event]) -> None:
+        """Write the events of a step, all or none of them: on a full disk they are lost, which one line says."""
+        if self._file is None or not events:
+            return
+        lines = [json.dumps({"step": step, **event}, allow_nan=False) for event in events]
+        try:
+            self._file.add("\n".join(lines) + "\n")
+        except OSError as error:
+            if self._missing is None:
+                log.warning(f"events: {self._path} lacks those of step {step} on: {error.strerror}; training goes on")
+            self._missing = (step if self._missing is None else self._missing[0]), step
+            return
+        if self._missing is not None:
+            first, last = self._missing
+            of = f"step {first}" if first == last else f"steps {first} to {last}"
+            log.info(f"events: written again from step {step} on; those of {of} are missing")
+            self._missing = None
+
+
+def drawn_event(draw: Draw) -> Event:
+    """The prompts that were drawn for a step."""
+    return {"event": "drawn", "first_group": draw.first_group, "prompts": list(draw.indices)}
+
+
+def learned_event(
+    batch: RemoteBatch,
+    recalled: Iterable[int],
+    mini_batches: Sequence[RemoteBatch],
+    updates: Mapping[int, list[Update]],
+) -> Event:
+    """What a step has learned from.
+
+    Args:
+        batch: in the order that was learned from.
+        recalled: ids of the samples among them that an algorithm has kept from an earlier step.
+        mini_batches: of each pass, in order.
+        updates: of the actor that were asked for, by their number in all passes; what each rank tells of it.
+    """
+    return {
+        "event": "learned",
+        "samples": batch.facts["sample_ids"].tolist(),
+        "recalled": sorted(recalled),
+        "mini_batches": [len(each) for each in mini_batches],
+        "actor_updates": list(updates),
+        "refused": [number for number, ranks in updates.items() if ranks[0].refused],
+        "skipped": [number for number, ranks in updates.items() if not (ranks[0].applied or ranks[0].refused)],
+    }
+
+
+def forget_later_events(path: Path, step: int) -> None:
+    """Cut off what a run that resumes after `step` will decide again, and what a kill has left half written.
+
+    Raises:
+        OSError: it cannot be read or cut.
+    """
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            found = _STEP.match(line)
+            if found is None or int(found[1]) > step or not line.endswith(b"\n"):
+                break
+            end += len(line)
+    os.truncate(path, end)

@@ -1,0 +1,1 @@
+"""A step of a run once more, from its checkpoint and its stored samples, without engines."""

@@ -1,0 +1,272 @@
+"""Makes steps of a run again from its store, and says how what comes out lies to what the run has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from engine3d.checkpoint.compare import TensorsCompared, compare_checkpoints
+from engine3d.checkpoint.manifest import find_checkpoints, remove_checkpoint, step_directory
+from hybridflow.algorithms.controllers import Controllers
+from hybridflow.checkpoint.driver_state import RandomState, RunState
+from hybridflow.checkpoint.manager import Checkpoints
+from hybridflow.config.recipe import Recipe
+from hybridflow.data.sampler import PromptSampler
+from hybridflow.errors.log import log
+from hybridflow.metrics import names as metrics
+from hybridflow.metrics.logger import Metrics, Timer
+from hybridflow.rollout.generator import Generator
+from hybridflow.rollout.prefetch import Lookahead
+from hybridflow.rundir.progress import PhaseFile
+from hybridflow.trainer.contract import Contract
+from hybridflow.trainer.replaying.comparison import (
+    TOLERANCES,
+    FiguresCompared,
+    Verdict,
+    compare_figures,
+    worst,
+)
+from hybridflow.trainer.replaying.plan import Original, ReplayPlan
+from hybridflow.trainer.replaying.step import ReplayedStep
+from hybridflow.trainer.replaying.stored_step import StoredStep, all_learned
+from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
+from hybridflow.trainer.run_setup import Run, open_run
+from hybridflow.trainer.step import Machinery
+from hybridflow.trainer.weight_sync import NoEngines
+
+RESULT = "replay.json"
+"""What came of a replay, in its directory."""
+
+
+@dataclass(frozen=True)
+class StepCompared:
+    """A step that was made again.
+
+    Args:
+        figures: beside those of the run.
+        digests: whether the actor's weights have the digests of the run's on every rank; None where that is not known,
+            or ranks hold other weights.
+    """
+
+    figures: FiguresCompared
+    digests: bool | None
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What came of a replay.
+
+    Args:
+        plan: that was followed.
+        steps: each that was made again.
+        tensors: of the checkpoint of after the last, by role; none where the run has kept none.
+    """
+
+    plan: ReplayPlan
+    steps: Mapping[int, StepCompared]
+    tensors: Mapping[str, TensorsCompared] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of the last step's figures and weights."""
+        last = self.steps[self.plan.step]
+        return worst(last.figures.verdict, self._weights(last))
+
+    def _weights(self, last: StepCompared) -> Verdict:
+        tolerance = TOLERANCES[self.plan.recipe.train.dtype]
+        found: list[Verdict] = []
+        for each in self.tensors.values():
+            known = each.of_change == each.of_change  # is not nan
+            near = each.of_change <= tolerance.of_change if known else each.of_weights <= tolerance.of_weights
+            found.append("same" if not each.differing else "close" if near else "different")
+        if not found and last.digests is False:
+            return "close" if self.plan.inexact else "different"  # by how much weights differ is not known
+        return worst(*found)
+
+    @property
+    def as_expected(self) -> bool:
+        """The same bits, or within the tolerance where the same bits are not expected."""
+        return self.verdict == "same" or (self.verdict == "close" and bool(self.plan.inexact))
+
+    def lines(self) -> list[str]:
+        """What is told of it."""
+        found = []
+        for number, step in self.steps.items():
+            found += _step_lines(number, step)
+        for role, tensors in self.tensors.items():
+            found.append(_tensors_line(self.plan, role, tensors))
+        if not self.tensors and all(step.digests is None for step in self.steps.values()):
+            found.append("weights: not compared: the run has no checkpoint of this step, and no digests of this layout")
+        tolerance = TOLERANCES[self.plan.recipe.train.dtype]
+        within = (
+            f"relative {tolerance.relative:g} + absolute {tolerance.absolute:g} of a figure, "
+            f"{tolerance.of_change:g} of what the steps have changed of the weights"
+        )
+        said = {
+            "same": "the same bits",
+            "close": f"not the same bits, but within the tolerance ({within})",
+            "different": f"different, beyond the tolerance ({within})",
+        }
+        return [*found, f"replay: step {self.plan.step}: {said[self.verdict]}"]
+
+
+def replay(plan: ReplayPlan) -> Replayed:
+    """Make the steps of a plan again.
+
+    Raises:
+        UserError: something that the user can put right.
+        EngineError: a role failed; everything that was started is gone.
+    """
+    with open_run(plan.recipe) as opened:
+        recipe, run, sinks = opened.recipe, opened.run, opened.sinks
+        with Checkpoints(recipe, run.model_directory, sinks) as checkpoints, start_roles(recipe, run) as roles:
+            machinery = replay_machinery(recipe, run, roles, opened.phases)
+            wait_for(roles, *roles.starting)
+            made = _Replaying(plan, machinery, sinks)
+            state = made.begin()
+            steps = {number: made.step(number, original) for number, original in plan.steps.items()}
+            if plan.after is not None:
+                opened.phases.enter("save")
+                checkpoints.save(roles.learning, replace(state, step=plan.step, policy_version=made.version))
+                checkpoints.wait()
+        opened.phases.enter("end")
+        found = Replayed(plan, steps, _tensors(plan, recipe.checkpoint_directory))
+        (run.directory / RESULT).write_text(json.dumps(_facts(found), indent=1) + "\n")
+    return found
+
+
+def replay_machinery(recipe: Recipe, run: Run, roles: Roles, phases: PhaseFile) -> Machinery:
+    """What all steps of a replay share: nothing that generates, and controllers as a run begins with them."""
+    sampler, generator = PromptSampler(len(run.train), recipe.seed + recipe.data.seed), Generator(None)
+    return Machinery(
+        recipe=recipe,
+        run=run,
+        roles=roles,
+        weights=NoEngines(),
+        phases=phases,
+        sampler=sampler,
+        generator=generator,
+        lookahead=Lookahead(recipe, run.train, sampler, generator),
+        controllers=Controllers(recipe.algorithm),
+        contract=Contract(recipe.trainer.max_staleness),
+    )
+
+
+class _Replaying:
+    """The steps, one after another."""
+
+    def __init__(self, plan: ReplayPlan, machinery: Machinery, sinks: Metrics) -> None:
+        self._plan, self._machinery, self._sinks = plan, machinery, sinks
+        self.version = 1
+
+    def begin(self) -> RunState:
+        """Be where the run was. Returns the driver's state then."""
+        machinery, resumption = self._machinery, self._machinery.run.resumption
+        state = resumption.state if resumption is not None else None
+        if state is None:
+            RandomState.seed(machinery.recipe.seed)
+            return _first_state(machinery)
+        machinery.controllers.load_state_dict(state.algorithm)
+        if machinery.controllers.replay is not None:
+            machinery.controllers.replay.restore(state.replay)
+        self.version = state.policy_version
+        state.random.restore()
+        return replace(state, stream=None, buffer=())
+
+    def step(self, number: int, original: Original) -> StepCompared:
+        """Make one again, and compare what it tells."""
+        machinery, plan = self._machinery, self._plan
+        machinery.run.check_directory()
+        machinery.phases.step = number
+        step = ReplayedStep(machinery, number, version=self.version + 1, poll=lambda: None)
+        with Timer(step.values, metrics.TRAIN_STEP_TIME):
+            if original.path is not None and original.facts is not None:
+                keeps = machinery.recipe.algorithm.kept_samples > 0
+                stored = StoredStep.read(original.path, keeps_samples=keeps)
+                step.make_again(stored, all_learned=all_learned(machinery.recipe, original.facts))
+                machinery.contract.learned(step.learned[0])
+        self.version += 1
+        digests = tuple(machinery.roles.actor.weights_digest().result())
+        self._sinks.log(number, step.values)
+        tolerance = TOLERANCES[machinery.recipe.train.dtype]
+        figures = compare_figures(original.figures, step.values, tolerance, same_layout=not plan.changed)
+        comparable = original.digests and len(digests) == len(original.digests)
+        same = digests == original.digests if comparable and (not plan.changed or digests == original.digests) else None
+        return StepCompared(figures, same)
+
+
+def _first_state(machinery: Machinery) -> RunState:
+    return RunState(
+        step=0,
+        policy_version=1,
+        samples_drawn=0,
+        sampler=machinery.sampler.state_dict(),
+        updates=0,
+        steps_without_update=0,
+        first_evaluation=None,
+        last_evaluation=None,
+        random=RandomState.capture(),
+        run=machinery.run.identity,
+        inputs=machinery.run.inputs,
+    )
+
+
+def _tensors(plan: ReplayPlan, saved_in: Path) -> dict[str, TensorsCompared]:
+    """How the run's checkpoint of after the step differs from the replay's, by role; the replay's is removed."""
+    made = step_directory(saved_in, plan.step)
+    if plan.after is None or made not in find_checkpoints(saved_in)[0]:
+        return {}
+    roles = plan.recipe.trained_roles
+    found = {role: compare_checkpoints(plan.after, made, role, before=plan.checkpoint) for role in roles}
+    try:
+        remove_checkpoint(made)
+    except OSError as error:
+        log.warning(f"replay: {made} could not be removed: {error.strerror}")
+    return found
+
+
+def _step_lines(number: int, step: StepCompared) -> list[str]:
+    figures = step.figures
+    said = f"step {number}: {figures.compared} figures: "
+    if not figures.differing:
+        said += "the same bits"
+    else:
+        name, before, now = figures.differing[0]
+        outside = f", {len(figures.outside)} of them beyond the tolerance" if figures.outside else ""
+        said += f"{len(figures.differing)} differ{outside}; most {name}: {before:.9g} in the run, {now:.9g} now"
+    if step.digests is not None:
+        said += f"; the actor's weights: {'the same bits' if step.digests else 'other bits'} (digests of all ranks)"
+    lines = [said]
+    if figures.not_made:
+        of = f"{len(figures.not_made)} figures of how samples were drawn and rewarded"
+        lines.append(f"step {number}: {of} are not found again: {', '.join(figures.not_made)}")
+    return lines
+
+
+def _tensors_line(plan: ReplayPlan, role: str, tensors: TensorsCompared) -> str:
+    said = f"checkpoint of step {plan.step}: {tensors.tensors} tensors of {role} (weights and moments): "
+    if not tensors.differing:
+        return said + "the same bits"
+    change = f"; their difference is {tensors.of_change:.3g} of what the steps have changed"
+    change = change if tensors.of_change == tensors.of_change else ""
+    most = (
+        f"; largest difference of a weight {tensors.largest:.3g} ({tensors.largest_in})" if tensors.largest_in else ""
+    )
+    return f"{said}{len(tensors.differing)} differ{most}{change}, {tensors.of_weights:.3g} of the weights"
+
+
+def _facts(found: Replayed) -> dict[str, object]:
+    plan = found.plan
+    return {
+        "run": str(plan.run),
+        "step": plan.step,
+        "base": plan.base,
+        "changed": list(plan.changed),
+        "inexact": list(plan.inexact),
+        "verdict": found.verdict,
+        "as_expected": found.as_expected,
+        "steps": {str(number): asdict(step) for number, step in found.steps.items()},
+        "tensors": {role: asdict(tensors) for role, tensors in found.tensors.items()},
+    }
