@@ -37,7 +37,7 @@ class StreamFigures:
         self._tokens = 0
         self._waited_s = 0.0
         self._began = self._since = self._at = clock()
-        self._busy = self._requests = 0
+        self._busy = self._requests = self._queued = 0
         self._in_flight = 0.0
         self._busy_s = self._token_s = self._request_s = 0.0
         self._ended_at: dict[int, float] = {}
@@ -77,6 +77,8 @@ class StreamFigures:
     def begin(self, engine: int, figures: EngineFigures) -> None:
         """How an engine is to which nothing was sent yet: what it has counted so far is of before."""
         self._pass()
+        before = self._told.get(engine)
+        self._queued += figures.queued - (before.queued if before is not None else 0)
         self._told[engine] = figures
 
     def told(self, engine: int, figures: EngineFigures) -> None:
@@ -141,4 +143,4 @@ class StreamFigures:
         self._busy_s += passed * self._busy
         self._token_s += passed * self._in_flight
         self._request_s += passed * self._requests
-        self._queued_s += passed * sum(each.queued for each in self._told.values())
+        self._queued_s += passed * self._queued
