@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.kill_harness import Kill, KilledRun
@@ -16,7 +18,7 @@ from hybridflow.config.recipe import load_recipe
 from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.metrics.timeline import read_spans
 from hybridflow.planning.recipe_check import check_recipe
-from tests.support.runs import ROOT, SMALL, records, rewarded_by_length
+from tests.support.runs import ROOT, SMALL, records
 from tests.support.warm import warm_python
 
 RECIPE = str(ROOT / "launch/recipes/stream.yaml")
@@ -34,9 +36,23 @@ STREAMED = [
 ]
 
 
+HANGS_ON = "26+24="
+"""A prompt, which each epoch draws once, whose responses are never rewarded."""
+REWARD = f"""
+import time
+def score(generated_texts, prompts):
+    if {HANGS_ON!r} in prompts:
+        time.sleep(1000)
+    return [len(text) / 4 for text in generated_texts]
+"""
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return [RECIPE, *SMALL, *STREAMED, rewarded_by_length(tmp_path_factory.mktemp("rewards"))]
+    path = tmp_path_factory.mktemp("rewards") / "length.py"
+    path.write_text(REWARD)
+    function = f'{{name: length, path: "{path}:score", on_failure: drop, timeout_s: 1}}'
+    return [RECIPE, *SMALL, *STREAMED, f"reward.functions=[{function}]"]
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +157,18 @@ def test_engines_get_new_weights_one_after_another(run: KilledRun) -> None:
     assert len(paused[0]) == len(paused[1]) > 1
     for first, second in zip(paused[0], paused[1], strict=True):
         assert first.begin < first.end <= second.begin < second.end
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_responses_that_are_never_rewarded_are_left_out_and_nothing_else(run: KilledRun) -> None:
+    tables = [pq.read_table(path) for path in sorted((run.run_directory / "samples").iterdir())]
+    learned = Counter(prompt for table in tables for prompt in table["prompt_index"].to_pylist())
+    prompts = {record["prompt"]: record for record in map(json.loads, (run.run_directory / "samples.jsonl").open())}
+    assert HANGS_ON not in prompts
+    epochs = STEPS * GROUPS / 20
+    assert Counter(learned.values()) == {epochs * 4: 19}
+    assert sum(record["reward/dropped"] for record in records(run.run_directory, "train")) == epochs * 4
 
 
 @pytest.mark.parametrize(
