@@ -164,9 +164,10 @@ def test_engines_get_new_weights_one_after_another(run: KilledRun) -> None:
 def test_responses_that_are_never_rewarded_are_left_out_and_nothing_else(run: KilledRun) -> None:
     tables = [pq.read_table(path) for path in sorted((run.run_directory / "samples").iterdir())]
     learned = Counter(prompt for table in tables for prompt in table["prompt_index"].to_pylist())
-    prompts = {record["prompt"]: record for record in map(json.loads, (run.run_directory / "samples.jsonl").open())}
+    with (run.run_directory / "samples.jsonl").open() as file:
+        prompts = {json.loads(line)["prompt"] for line in file}
     assert HANGS_ON not in prompts
-    epochs = STEPS * GROUPS / 20
+    epochs = STEPS * GROUPS // 20
     assert Counter(learned.values()) == {epochs * 4: 19}
     assert sum(record["reward/dropped"] for record in records(run.run_directory, "train")) == epochs * 4
 
