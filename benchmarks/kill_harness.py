@@ -269,7 +269,8 @@ def _phase(path: Path) -> tuple[int, str]:
 
 
 def _varies(name: str) -> bool:
-    return name.endswith(("_ms", "_per_sec", "mfu")) or name.startswith(("memory/", "device/"))
+    """Whether a figure tells time, or what was written when: two runs of the same bits differ in it."""
+    return name.endswith(("_ms", "_per_sec", "mfu")) or name.startswith(("memory/", "device/", "samples/"))
 
 
 def _shared_memory() -> set[str]:

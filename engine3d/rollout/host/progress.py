@@ -68,9 +68,12 @@ _retracted = 0
 
 
 def scheduler_state(run_directory: Path) -> SchedulerState:
-    """The engine's scheduler after its last batch."""
-    path = _path(run_directory)
-    return SchedulerState(*_FORMAT.unpack(path.read_bytes())) if path.exists() else SchedulerState()
+    """The engine's scheduler after its last batch. Before the first the file is not there, or empty."""
+    try:
+        told = _path(run_directory).read_bytes()
+    except FileNotFoundError:
+        return SchedulerState()
+    return SchedulerState(*_FORMAT.unpack(told)) if told else SchedulerState()
 
 
 def start_counting(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,25 @@
+"""What a scheduler tells other processes of itself, at any moment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from engine3d.rollout.host.progress import SchedulerReporter, SchedulerState, scheduler_state
+
+
+def _scheduler(used: int, waiting: int) -> Any:
+    stats = SimpleNamespace(get_kv_token_stats=lambda: (used, 0.0))
+    return SimpleNamespace(
+        pool_stats_observer=SimpleNamespace(get_pool_stats=lambda: stats), waiting_queue=[None] * waiting
+    )
+
+
+def test_a_scheduler_is_read_before_it_is_there_before_its_first_batch_and_after(tmp_path: Path) -> None:
+    assert scheduler_state(tmp_path) == SchedulerState()
+    reporter = SchedulerReporter(tmp_path, _scheduler(used=7, waiting=2))
+    assert scheduler_state(tmp_path) == SchedulerState()
+    for batches in (1, 2):
+        reporter.batch_done()
+        assert scheduler_state(tmp_path) == SchedulerState(batches, 7, 2, 0, 7 * batches)
