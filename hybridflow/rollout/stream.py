@@ -315,15 +315,16 @@ class RolloutStream:
             gathered = _Gathered(known[each.number], each.first_sample, ends, dict(each.scores))
             self._groups[each.number] = gathered
             self._ask(gathered, each.begun)
-            if each.number in unfinished:
-                for place, (end, row) in ends.items():
-                    if place not in gathered.scores:
-                        self._score(end, row)
-            if each.number in unfinished:
-                drawn = [end.oldest for end, _ in each.ended]
-                drawn += [begun.oldest for begun in each.begun.values() if begun is not None]
-                if drawn:
-                    self.ledger.sent(each.number, min(drawn))
+            if each.number not in unfinished:
+                continue
+            for place, (end, row) in ends.items():
+                if place not in gathered.scores:
+                    self._score(end, row)
+            drawn = [end.oldest for end, _ in each.ended]
+            drawn += [begun.oldest for begun in each.begun.values() if begun is not None]
+            if drawn:
+                self.ledger.sent(each.number, min(drawn))
+            self._look_whether_whole(gathered)  # what nothing scores any more is not waited for
 
     # What happens
 
@@ -339,8 +340,7 @@ class RolloutStream:
                 self._feed()
                 if number in self._busy_since and not self._dispatcher.in_flight(number)[0]:
                     self._busy.append((number, self._busy_since.pop(number), self._clock()))
-                async with self._changed:
-                    self._changed.notify_all()
+                await self._wake()
 
     def _told(self, number: int, figures: EngineFigures, ended: Sequence[SampleEnd]) -> None:
         """An engine says how it is, and what has ended."""

@@ -482,6 +482,25 @@ def test_what_was_scored_before_a_restart_is_not_scored_again() -> None:
     assert set(kept) <= set(before) and not set(kept) & set(after) and set(unscored) <= set(after)
 
 
+def test_what_was_not_scored_before_a_restart_is_not_waited_for_where_nothing_scores_any_more() -> None:
+    async def learn() -> tuple[StreamState, list[StepRows]]:
+        setup = _Setup(StreamLimits(4, 2), scorers=[_Scorer(1000.0)])
+        setup.stream.open(0)
+        await asyncio.sleep(100)
+        state = await setup.stream.state()
+        setup.stream.close()
+        setup._scorers = []
+        setup.engines = [_Named(4, lambda n: 0.01, lambda _: 7, lambda: setup.version) for _ in range(2)]
+        setup.stream = setup.another()
+        setup.stream.restore(state)
+        setup.stream.open(setup.version)
+        return state, [await setup.step() for _ in range(4)]
+
+    state, steps = run(learn())[0]
+    unscored = {each.number for each in state.groups if len(each.ended) == SAMPLES}
+    assert unscored and unscored <= {each.group.number for rows in steps for each in rows.groups}
+
+
 def test_a_score_that_cannot_be_made_ends_the_wait_for_groups() -> None:
     class Failing(_Scorer):
         async def score(self, rows: Sequence[Row]) -> list[int]:
