@@ -59,15 +59,10 @@ def shared_engine(tiny_model_dirs: tuple[Path, Path]) -> Iterator[RolloutEngine]
     """The session's engine. Its weights are whatever the last test loaded: use `engine` to have the first model's."""
     from engine3d.rollout import RolloutEngine
     from tests.support.tiny_rollout import TINY_ROLLOUT
-    from tests.support.warm import warm_starts
+    from tests.support.transfers import started
 
-    engine = RolloutEngine(tiny_model_dirs[0], TINY_ROLLOUT)
-    try:
-        with warm_starts():
-            engine.start()
+    with started([RolloutEngine(tiny_model_dirs[0], TINY_ROLLOUT)]) as [engine]:
         yield engine
-    finally:
-        engine.shutdown()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from hybridflow.roles.rollout import RolloutWorker
 from hybridflow.roles.teacher import TeacherWorker
 from hybridflow.roles.teacher_engine import TeacherEngineWorker
 from hybridflow.roles.value import ValueWorker
+from hybridflow.workers.methods import Caller
 from hybridflow.workers.worker_group import SomeRanks, WorkerGroup
 
 
@@ -70,7 +71,18 @@ class ValueGroup(ModelGroup):
     update_values = ValueWorker.update_values
 
 
-class RolloutGroup(WorkerGroup):
+class _TransferCalls(Caller):
+    """What a transfer of weights asks of engines."""
+
+    begin_weights = RolloutWorker.begin_weights
+    receive_weights = RolloutWorker.receive_weights
+    seal_weights = RolloutWorker.seal_weights
+    verify_weights = RolloutWorker.verify_weights
+    commit_weights = RolloutWorker.commit_weights
+    recommit_weights = RolloutWorker.recommit_weights
+
+
+class RolloutGroup(_TransferCalls, WorkerGroup):
     """Engines side by side."""
 
     start = RolloutWorker.start
@@ -81,12 +93,6 @@ class RolloutGroup(WorkerGroup):
     take_offload_figures = RolloutWorker.take_offload_figures
     share_weights = RolloutWorker.share_weights
     connect_weights = RolloutWorker.connect_weights
-    begin_weights = RolloutWorker.begin_weights
-    receive_weights = RolloutWorker.receive_weights
-    seal_weights = RolloutWorker.seal_weights
-    verify_weights = RolloutWorker.verify_weights
-    commit_weights = RolloutWorker.commit_weights
-    recommit_weights = RolloutWorker.recommit_weights
 
     def engines(self, numbers: Sequence[int]) -> EngineCalls:
         """Some of the engines, by their numbers in order."""
@@ -94,15 +100,8 @@ class RolloutGroup(WorkerGroup):
         return EngineCalls(self, [hosts * number + host for number in numbers for host in range(hosts)])
 
 
-class EngineCalls(SomeRanks):
-    """Some of the engines of a group: what a transfer of weights asks of them."""
-
-    begin_weights = RolloutWorker.begin_weights
-    receive_weights = RolloutWorker.receive_weights
-    seal_weights = RolloutWorker.seal_weights
-    verify_weights = RolloutWorker.verify_weights
-    commit_weights = RolloutWorker.commit_weights
-    recommit_weights = RolloutWorker.recommit_weights
+class EngineCalls(_TransferCalls, SomeRanks):
+    """Some of the engines of a group."""
 
 
 class FunctionRewardGroup(WorkerGroup):

@@ -422,21 +422,20 @@ class TrainerStep(Step[Any]):
         parts = _mini_batches(of_actor.batch, trainer.mini_batches, load(config.name).together)
         mini_batches = [_weighted(each, config, limit) for each in parts]
         mini_batches *= trainer.epochs
-        learned = [] if critics_only else [each for each in mini_batches if of_actor.has_weight(each)]
-        self._trace(*critics, *(["actor"] if learned else []))
+        made = {n: each for n, each in enumerate(mini_batches) if not critics_only and of_actor.has_weight(each)}
+        self._trace(*critics, *(["actor"] if made else []))
         calls: dict[str, list[Future[list[Update]]]] = {role: [] for role in (*critics, "actor")}
         with Timer(self.values, metrics.TRAIN_UPDATE_TIME):
             # One model after another: where they share devices, each has one turn.
             for role, kind in critics.items():
                 calls[role] = [models[role].update_values(each, clip=value_clip, kind=kind) for each in mini_batches]
-            calls["actor"] = [self._update_actor(each, config, experience.whiten) for each in learned]
+            calls["actor"] = [self._update_actor(each, config, experience.whiten) for each in made.values()]
             results = {role: [future.result() for future in futures] for role, futures in calls.items()}
         self.updates = results.pop("actor")
         self._tell_refused()
-        made = [number for number, each in enumerate(mini_batches) if not critics_only and of_actor.has_weight(each)]
         self.events.append(learned_event(batch, self._recalled, parts, dict(zip(made, self.updates, strict=True))))
         if not critics_only:
-            tell_empty(self, len(mini_batches) - len(learned), len(mini_batches))
+            tell_empty(self, len(mini_batches) - len(made), len(mini_batches))
         self.values |= update_metrics(self.updates) if self.updates else {}
         for role, updates in results.items():
             self.values |= update_metrics(updates, NAMES[critics[role]])

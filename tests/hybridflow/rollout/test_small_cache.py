@@ -19,7 +19,7 @@ from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.stream import RolloutStream, StreamPlan
 from tests.support.tiny_rollout import TINY_ROLLOUT
-from tests.support.warm import warm_starts
+from tests.support.transfers import started
 
 pytestmark = pytest.mark.processes
 
@@ -33,13 +33,8 @@ SHORT = SamplingConfig(max_new_tokens=4, ignore_eos=True)
 def small_cache(tiny_model_dirs: tuple[Path, Path]) -> Iterator[RolloutEngine]:
     """An engine with room for five of the longest sequences, that runs sixteen."""
     config = TINY_ROLLOUT.model_copy(update={"max_total_tokens": CACHE_TOKENS, "max_running_requests": 16})
-    engine = RolloutEngine(tiny_model_dirs[0], config)
-    try:
-        with warm_starts():
-            engine.start()
+    with started([RolloutEngine(tiny_model_dirs[0], config)]) as [engine]:
         yield engine
-    finally:
-        engine.shutdown()
 
 
 class _Engine:
