@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning import Learned
+import pytest
+
+from benchmarks.learning import Learned, read
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,3 +54,15 @@ def test_means_over_seeds_stand_beside_the_recipe_and_curves_on_its_page(tmp_pat
             assert generator.table(text, tmp_path) == text
         elif names:
             assert generator.page(text, names, tmp_path) == text
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_what_staleness_costs_is_what_is_kept(staleness: int) -> None:
+    results = ROOT / "benchmarks/results/staleness"
+    lasts = []
+    for name in (f"staleness-{staleness}", f"staleness-{staleness}-uncorrected"):
+        runs = read(results, name)
+        assert [run.seed for run in runs] == [1, 2, 3]
+        last = [run.evaluations[-1][1] for run in runs]
+        lasts.append(f"{sum(last) / 3:.3f} ({min(last):.3f} to {max(last):.3f})")
+    assert f"| {staleness} | {lasts[0]} | {lasts[1]} |" in (ROOT / "docs/async_rollout.md").read_text()
