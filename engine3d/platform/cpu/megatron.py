@@ -18,6 +18,8 @@ import torch.distributed
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
+_GPU_ONLY = ("transformer_engine", "apex")
+"""Whose kernels Megatron-Core calls wherever they are installed."""
 
 
 class _Event:
@@ -188,6 +190,8 @@ def answer_for_cuda() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if "torch._dynamo" in sys.modules:  # the variable is only for processes that have not imported it yet
         sys.modules["torch._dynamo"].config.disable = True
+    for name in _GPU_ONLY:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     # Imported before the answers are given: what it imports in turn asks torch.cuda at import, and needs the truth.
     with _uncompiled():
         import megatron.core.models.gpt.gpt_model  # noqa: F401

@@ -15,9 +15,9 @@ import torch
 # Read by our SGLang plugin (engine3d.rollout.scheduler.plugin), in SGLang's main process.
 START_METHOD_VARIABLE = "ENGINE3D_SGLANG_START_METHOD"
 
-_LEFT_OUT = ("scipy", "torchao")
-"""What transformers imports with any model where it is installed, for object detection and a quantization: a second of
-each start, for nothing here."""
+_LEFT_OUT = ("scipy", "sklearn", "torchao")
+"""What transformers imports with any model where it is installed, for object detection, assisted generation and a
+quantization: a second of each start, for nothing here. scikit-learn needs SciPy."""
 
 
 def activate() -> str | None:
