@@ -1,4 +1,9 @@
-"""What a run failed of, in its directory: the cause and where, and what every rank was at."""
+"""What a run failed of, in its directory: the cause and where, and what every rank was at.
+
+    python -m hybridflow.rundir.first_failure DIRECTORY CAUSE
+
+keeps the cause of a run that is gone without having said why.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from engine3d.input_files import JsonError, parse_json
 from engine3d.stacks import STACKS
 from hybridflow.rundir.file_names import EARLIER_FAILURE, FAILURE, FLIGHT_RECORDER, LOGS
 from hybridflow.rundir.heartbeat import Heartbeat, read_heartbeats
-from hybridflow.rundir.watching import last_lines
+from hybridflow.rundir.watching import last_lines, read_place
 
 _LINE = 300
 """Characters of a log's line."""
@@ -125,6 +130,19 @@ def write_failure(directory: Path, failure: FirstFailure) -> None:
     (directory / FAILURE).write_text(json.dumps(asdict(failure), indent=1) + "\n")
 
 
+def keep_cause(directory: Path, cause: str, *, host: str | None = None) -> None:
+    """Make, print and keep the card of a run whose driver is gone without having done so.
+
+    Raises:
+        OSError: it cannot be kept.
+        UserError: a file of the run is damaged.
+    """
+    place = read_place(directory)
+    card = describe(directory, cause, "start" if place is None else f"step {place.step}, {place.phase}", host=host)
+    say_card(card)
+    write_failure(directory, card)
+
+
 def keep_earlier(directory: Path, failures: Sequence[FirstFailure]) -> None:
     """Keep in the run's directory what it failed of before it was started again, each time. Raises OSError."""
     for number, failure in enumerate(failures, 1):
@@ -206,3 +224,7 @@ def _span(least: int, most: int) -> str:
 
 def _clock(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
+if __name__ == "__main__":
+    keep_cause(Path(sys.argv[1]), sys.argv[2])

@@ -9,7 +9,8 @@ DIRECTORY open (a process that sets its title overwrites what others can see of 
 process group of one of these.
 
 Until then it reads lines. `PID NAME` tells of a process by whose death Ray may end the one at the other end before that
-has said why; it is said here then, unless the line `end` has come before. `within SECONDS` bounds a start, and the end
+has said why; it is said here then, unless the line `end` has come before, and kept where `directory PATH` says that the
+run's is. `within SECONDS` bounds a start, and the end
 of one: after so long all that has started is killed, so that the process at the other end comes back from where it
 waits for it, perhaps in C++ and without a thread that can run; `within 0` says that the start is over.
 """
@@ -22,16 +23,20 @@ import runpy
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 WITHIN = "within"
+DIRECTORY = "directory"
 END = "end"
 """The line by which the process at the other end says that it needs no last word."""
 LOCK = ".lock"
 """Ends the name of the file beside DIRECTORY that its owner holds."""
+_KEEP = "hybridflow.rundir.first_failure"
+"""The program that keeps what a run failed of; it imports more than this one."""
 _LIMIT_S = 20.0
 _LATER_S = 2.0
 
@@ -99,10 +104,11 @@ def _has_ended(pid: int) -> bool:
         return True
 
 
-def listen(marker: str, directory: str) -> str | None:
-    """Wait until standard input closes; which process had died before, if nobody has said so."""
+def listen(marker: str, directory: str) -> tuple[str | None, str | None]:
+    """Wait until standard input closes; which process had died unsaid, and the run's directory."""
     inbox, died, spoken = b"", None, False
     deadline: float | None = None
+    run: str | None = None
     names: dict[int, str] = {}
     poll = select.poll()
     poll.register(0, select.POLLIN)
@@ -126,12 +132,15 @@ def listen(marker: str, directory: str) -> str | None:
             if pid == WITHIN:
                 deadline = time.monotonic() + float(name) if float(name) else None
                 continue
+            if pid == DIRECTORY:
+                run = name
+                continue
             with contextlib.suppress(OSError):  # it is gone already, or may not be watched
                 descriptor = os.pidfd_open(int(pid))
                 names[descriptor] = f"{name} (process {pid})"
                 poll.register(descriptor, select.POLLIN)
         if not data:
-            return None if spoken else died
+            return None if spoken else died, run
 
 
 def main() -> None:
@@ -140,11 +149,13 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     starter = os.getppid()
-    died = listen(marker, directory)
+    died, run = listen(marker, directory)
     if died is not None:
-        how = "died, and the run ended without a word: by Ray, or both were killed"
-        print(f"hybridflow: {died} {how}", file=sys.stderr, flush=True)
+        died += " died, and the run ended without a word: by Ray, or both were killed"
+        print(f"hybridflow: {died}", file=sys.stderr, flush=True)
     kill_run(marker, directory)
+    if died is not None and run is not None:
+        _keep(run, died)
     shutil.rmtree(directory, ignore_errors=True)
     Path(directory + LOCK).unlink(missing_ok=True)
     _run(programs)
@@ -152,6 +163,13 @@ def main() -> None:
         # Nobody waits for this process. One of the run's that others have ended may have held its locks until now.
         time.sleep(_LATER_S)
         _run(programs)
+
+
+def _keep(run: str, cause: str) -> None:
+    """Have the card of what the run failed of made, in the environment that the run had."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # the cause has been said
+        command = [sys.executable, "-m", _KEEP, run, cause]
+        subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_LIMIT_S, check=False)
 
 
 def _run(programs: list[str]) -> None:

@@ -53,6 +53,8 @@ class LocalRay:
         object_store_bytes: shared memory for data between roles; Ray's own choice (30 % of memory) if None.
         limits: how long the start may take, and how long a process of Ray may be stopped; the defaults if None.
         launch: the supervisor of the launch whose driver this process is; None if Ray is this host's alone.
+        run: the run's directory, where the watchdog keeps what the run failed of if this process cannot; a launch's
+            supervisor does.
 
     Raises:
         EngineError: Ray did not start.
@@ -65,9 +67,10 @@ class LocalRay:
         object_store_bytes: int | None = None,
         limits: LimitsConfig | None = None,
         launch: DriverLink | None = None,
+        run: Path | None = None,
     ) -> None:
         self._cpus, self._object_store_bytes, self._limits = cpus, object_store_bytes, limits or LimitsConfig()
-        self._launch = launch
+        self._launch, self._run = launch, run
         self._host: RayHost | None = None
         self._environment: PrivateEnvironment | None = None
         self._watch: RayWatch | None = None
@@ -180,6 +183,8 @@ class LocalRay:
             parts = {_PARTS[name]: pid for name, pid in started["processes"].items() if name in _PARTS}
             for name, pid in parts.items():
                 host.tell_watchdog(f"{pid} {name}")
+            if self._run is not None and launch is None:
+                host.tell_watchdog(f"{watchdog.DIRECTORY} {self._run.resolve()}")
             limits = self._limits
             self._watch = RayWatch(parts, self._lost, quiet_s=limits.quiet_s, limit_s=limits.call_s, how=host.how_ended)
             if launch is not None:

@@ -75,8 +75,12 @@ class RayHost:
         """Environment of what belongs to this Ray: values, or None for what must not be set."""
         marker = f"{_MARKER}={name}"
         command = [sys.executable, "-I", watchdog.__file__, marker, name, run_files.__file__]
+        # Isolated itself, it has one program import what this one can.
+        imports = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         # A session of its own: Ctrl-C is not for the watchdog.
-        self._watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._watchdog = subprocess.Popen(
+            command, stdin=subprocess.PIPE, start_new_session=True, env=os.environ | {"PYTHONPATH": imports}
+        )
         self._node: RayNode | None = None
 
     @property

@@ -34,6 +34,7 @@ def start_ray(
     address: str | None = None,
     object_store_bytes: int | None = None,
     limits: LimitsConfig | None = None,
+    run: Path | None = None,
 ) -> None:
     """Start Ray on this machine, or on all hosts of the launch whose driver this process is; or attach to a cluster.
 
@@ -43,6 +44,7 @@ def start_ray(
         address: of a running cluster ("auto", "host:6379" or "ray://..."); None starts one.
         object_store_bytes: shared memory for data between roles; Ray's own choice (30 % of memory) if None.
         limits: how long the start may take, and how long a process of Ray may be stopped; the defaults if None.
+        run: the run's directory, if it is for a run.
 
     Raises:
         UserError: no cluster at `address`, or the environment lets anybody into Ray.
@@ -59,7 +61,7 @@ def start_ray(
         else:
             launch = driver_link()
             cpus = max(os.cpu_count() or 1, cpu_slots) if launch is None else launch.cluster.head.cpu_slots
-            local = LocalRay(cpus=cpus, object_store_bytes=object_store_bytes, limits=limits, launch=launch)
+            local = LocalRay(cpus=cpus, object_store_bytes=object_store_bytes, limits=limits, launch=launch, run=run)
             local.start()
             _local = local
     finally:

@@ -18,8 +18,7 @@ from hybridflow.cluster.hosts.description import Cluster, Host
 from hybridflow.cluster.hosts.driver_link import DESCRIPTOR
 from hybridflow.cluster.hosts.logs.log_keeper import QUESTIONS, GatheredLogs
 from hybridflow.errors.log import log
-from hybridflow.rundir.first_failure import FirstFailure, describe, keep_earlier, say_card, write_failure
-from hybridflow.rundir.watching import read_place
+from hybridflow.rundir.first_failure import FirstFailure, keep_cause, keep_earlier
 
 GRACE_S = 5.0
 """Beyond what the driver has to end in an orderly way."""
@@ -165,8 +164,4 @@ class DriverProcess:
         if self.directory is None:
             return
         with contextlib.suppress(OSError, UserError):
-            place = read_place(self.directory)
-            phase = "start" if place is None else f"step {place.step}, {place.phase}"
-            card = describe(self.directory, cause, phase, host=str(host))
-            say_card(card)
-            write_failure(self.directory, card)
+            keep_cause(self.directory, cause, host=str(host))

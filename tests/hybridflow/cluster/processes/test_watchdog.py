@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from hybridflow.cluster.processes import watchdog
 from hybridflow.cluster.processes.watchdog import _has_ended, run_processes
+from hybridflow.rundir.first_failure import read_failure
 
 pytestmark = pytest.mark.processes
 
@@ -59,3 +61,35 @@ def test_what_asks_all_processes_of_a_job_to_end_does_not_end_it(tmp_path: Path)
     process.stdin.close()
     assert process.wait(20) == 0
     assert not directory.exists()
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["without a word", "with one"])
+def test_what_a_run_failed_of_is_kept_where_it_has_not_said_so_itself(
+    told: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory, run = tmp_path / "ray", tmp_path / "run of a name"
+    directory.mkdir()
+    run.mkdir()
+    part = subprocess.Popen(["sleep", "60"])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-I", watchdog.__file__, "TEST_WATCHDOG=1", str(directory)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    assert process.stdin is not None
+    process.stdin.write(f"{part.pid} A part\n{watchdog.DIRECTORY} {run}\n".encode())
+    if told:
+        process.stdin.write(f"{watchdog.END}\n".encode())
+    process.stdin.flush()
+    time.sleep(0.5)
+    part.kill()
+    part.wait()
+    time.sleep(0.1)
+    process.stdin.close()
+    assert process.wait(30) == 0
+    failure, lines = read_failure(run), capfd.readouterr().err.splitlines()
+    if told:
+        assert (failure, lines) == (None, [])
+        return
+    assert failure is not None and failure.phase == "start"
+    cause = f"A part (process {part.pid}) died, and the run ended without a word: by Ray, or both were killed"
+    assert failure.cause == cause
+    assert lines[:3] == [f"hybridflow: {cause}", "hybridflow: first failure", f"  cause      {cause}"]
