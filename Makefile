@@ -16,7 +16,7 @@ help:
 	@echo "make demo     train the demo: a tiny Qwen3-MoE learns arithmetic under Megatron-Core, SGLang and Ray"
 	@echo "make test     all tests, fast ones first"
 	@echo "make test-fast  those that start no processes and take no seconds"
-	@echo "make test-long  those of whole runs that are killed and resumed, algorithm by algorithm"
+	@echo "make test-long  those of half a minute and more that have shorter ones beside them: runs killed and resumed, and the like"
 	@echo "make test-hosts  those on several hosts, made of network namespaces: root on Linux"
 	@echo "make lint     ruff and mypy            make format  ruff, in place"
 	@echo "make docs     the site of docs/, into site/, its links checked"

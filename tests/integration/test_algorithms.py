@@ -73,6 +73,7 @@ def overlapping(directory: Path, methods: set[str]) -> list[tuple[str, str]]:
 COMPUTES = {"generate", "logprobs", "values", "score", "update", "update_values"}
 
 
+@pytest.mark.long
 def test_ppo_is_the_same_on_every_placement(tmp_path: Path) -> None:
     """Bit for bit, where the layouts of each role are equal; roles that share devices take turns."""
     found = {}
@@ -239,6 +240,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_safe_rlhf_in_a_loop_of_ones_own_learns_what_a_run_learns(tmp_path: Path) -> None:
     """Bit for bit: figures, multiplier and weights."""
     shared = [*SMALL, "placement={actor: cpu:0, rollout: cpu:0}", *ONE_RANK, "cost_critic.train.layout.ep=1"]

@@ -18,6 +18,7 @@ OFFLOAD = ROOT / "launch/recipes/ppo-offload.yaml"
 COMPARED = ("loss", "norm", "mean", "accuracy", "variance", "kl", "std")
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_ppo_with_offloaded_models_learns_the_same_bits_and_resumes_with_them(tmp_path: Path) -> None:
     """PPO with every model on the same devices; checkpoints are saved after an evaluation, when the critic is away."""

@@ -139,6 +139,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(
     assert compare(run, whole).identical
 
 
+@pytest.mark.long
 def test_a_run_that_is_asked_to_end_saves_and_resumes_as_the_uninterrupted_one(
     whole: KilledRun, recipe: list[str], tmp_path: Path
 ) -> None:
@@ -171,6 +172,7 @@ def test_a_run_that_is_asked_to_end_saves_and_resumes_as_the_uninterrupted_one(
     assert states[0] == states[1]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_under_another_name_on_another_layout(
     whole: KilledRun, recipe: list[str], tmp_path: Path
 ) -> None:

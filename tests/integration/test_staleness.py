@@ -81,6 +81,7 @@ def test_every_prompt_is_drawn_once_and_a_checkpoint_holds_what_was_made_ahead(w
     assert len(seen) == len(set(seen)) == (STEPS - 1) * 32
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_killed_run_learns_from_the_rollout_that_was_made_ahead(
     whole: KilledRun, recipe: list[str], tmp_path: Path
@@ -96,6 +97,7 @@ def test_a_killed_run_learns_from_the_rollout_that_was_made_ahead(
     assert compare(run, whole) == Comparison(identical=True, lost=0, duplicated=0)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_with_other_data_what_was_made_ahead_is_made_again(whole: KilledRun, recipe: list[str], tmp_path: Path) -> None:
     checkpoint = whole.run_directory / "checkpoints" / "step-00000002"
