@@ -21,6 +21,8 @@ from benchmarks.learning import RESULTS, read  # noqa: E402
 TABLE = ROOT / "docs/algorithms.md"
 COLUMN = "what the recipe learns"
 HEADING = "## What the recipe learns"
+BESIDE = {"corrections.md": ("corrected",)}
+"""Pages of what is no algorithm, and their recipes."""
 _RECIPE = re.compile(r"\]\(\.\./launch/recipes/(?:\w+/)?([\w-]+)\.yaml\)")
 _PAGE = re.compile(r"\]\((algorithms/\w+\.md)\)")
 _SPLIT = re.compile(r"(?<!\\)\|")
@@ -59,13 +61,13 @@ def table(text: str, results: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(text: str, names: list[str], results: Path) -> str:
-    """An algorithm's page, with the curves of these recipes at its end."""
+def page(text: str, names: list[str], results: Path, folder: str = "curves") -> str:
+    """A page, with the curves of these recipes at its end, drawn in a folder beside it."""
     body = text.split(f"\n{HEADING}\n")[0].rstrip("\n") + "\n"
     if not names:
         return body
     seeds = len(read(results, names[0]))
-    curves = [f"![{name}: {ends(name, results)}](curves/{name}.svg)" for name in names]
+    curves = [f"![{name}: {ends(name, results)}]({folder}/{name}.svg)" for name in names]
     said = f"Mean over {seeds} seeds, lowest and highest; the demo's GRPO beside it where the figure is the same."
     command = (
         "`benchmarks/learning.py` runs the recipes and draws what is kept of them in `benchmarks/results/learning`."
@@ -87,6 +89,10 @@ def pages(results: Path = RESULTS) -> Iterator[tuple[Path, str]]:
     for name, names in found.items():
         path = ROOT / "docs" / name
         yield path, page(path.read_text(), list(dict.fromkeys(names)), results)
+    for name, beside in BESIDE.items():
+        path = ROOT / "docs" / name
+        names = [each for recipe in beside for each in kept(recipe, results)]
+        yield path, page(path.read_text(), names, results, "algorithms/curves")
 
 
 def main() -> int:
