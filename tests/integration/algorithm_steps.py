@@ -102,6 +102,29 @@ CASES: dict[str, dict[str, Any]] = {
         },
         "trainer": {"max_staleness": 1},
     },
+    # Coefficients that change from the first step to the second.
+    "grpo-coefficients": {
+        "base": "demo",
+        "algorithm": {
+            "kl_coef": 0.05,
+            "kl_estimator": "k3+",
+            "dual_clip": 3.0,
+            "entropy_controller": "adaptive",
+            "entropy_target": 5.0,
+            "entropy_coef_step": 0.01,
+            "entropy_coef_max": 0.05,
+            "schedules": {
+                "kl_coef": {"shape": "cosine", "to": 0.01, "over": 2},
+                "clip_high": {"shape": "steps", "at": {2: 0.25}},
+            },
+        },
+    },
+    # Most of whose responses are truncated, and out of the loss.
+    "dapo-overlong": {
+        "base": "algorithms/dapo",
+        "algorithm": {"overlong_filter": True, "kl_coef": 0.05, "kl_estimator": "k1+"},
+        "rollout": {"samples_per_prompt": 2},
+    },
     **{name: {"base": f"algorithms/{name}"} for name in ("gspo", "gspo_token", "cispo", "sapo", "clip_cov", "kl_cov")},
     "dpo": {
         "base": "algorithms/dpo",
