@@ -40,9 +40,14 @@ LOSSES = [
     and (name in ("grpo", "rloo", "dr_grpo") or load(name).policy_loss is not clipped_loss)
 ]
 """Every loss once, but those of pairs, and PPO's surrogate in every aggregation that is somebody's default."""
+OF_CHOSEN = "distillation of chosen tokens"
+"""The divergence from the teacher as the loss, over several tokens in the place of each."""
+LOSSES.append(OF_CHOSEN)
+CHOSEN, VOCABULARY = 5, 96
 ONLY = {"clip_cov": ("selected",), "kl_cov": ("selected",), "vapo": ("lm_weights",)}
 """Columns that one algorithm reads; that of distillation has those of a teacher."""
 TEACHER = ("teacher_logprobs", "teacher_agrees")
+OF_TEACHER = {"distillation": TEACHER, OF_CHOSEN: (*TEACHER, "chosen_tokens", "teacher_chosen_logprobs")}
 
 
 def a_batch(name: str, config: Any) -> SampleBatch:
@@ -61,9 +66,11 @@ def a_batch(name: str, config: Any) -> SampleBatch:
         "lm_weights": (torch.rand(SAMPLES) < 0.5).float().repeat_interleave(batch.response_lengths),
         "teacher_logprobs": old + 0.3 * torch.randn(count),
         "teacher_agrees": (torch.rand(count) < 0.3).float(),
+        "chosen_tokens": torch.rand(count, VOCABULARY).topk(CHOSEN).indices,
+        "teacher_chosen_logprobs": torch.randn(count, CHOSEN).log_softmax(-1) - 0.1,
     }
-    spare = {each for other in (*ONLY.values(), TEACHER) for each in other}
-    spare -= set(TEACHER if name == "distillation" else ONLY.get(name, ()))
+    readers = ONLY | OF_TEACHER
+    spare = {each for other in readers.values() for each in other} - set(readers.get(name, ()))
     counts = batch.sums(batch.response_mask).to(torch.int64)
     weights = sequence_weights(
         counts, config.loss_aggregation, normalising_length=config.normalising_length(LIMIT)
@@ -75,8 +82,12 @@ def a_batch(name: str, config: Any) -> SampleBatch:
 
 
 def settings_of(name: str) -> Any:
+    common = {"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k3", "entropy_coef": 0.01}
+    if name == OF_CHOSEN:
+        own = {"divergence_in": "loss", "divergence": "jsd", "top_k": CHOSEN, "reward_coef": 0.5}
+        return load("distillation").settings(**common, **own)
     clip = {"clip_low": 0.2, "clip_high": 0.3} if name.startswith("gspo") else {}
-    return load(name).settings(kl_coef=0.1, kl_in="loss", kl_estimator="k3", entropy_coef=0.01, **clip)
+    return load(name).settings(**common, **clip)
 
 
 def _updates(
