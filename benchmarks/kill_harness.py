@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+import pyarrow.parquet as pq
 
 ROOT = Path(__file__).resolve().parents[1]
 Target = Literal["driver", "trainer", "rollout", "everything"]
@@ -36,6 +37,17 @@ RECIPE = (
     "checkpoint={save_interval: 2, keep_last_k: 2}",
 )
 """The demo in small: the prompts begin a second epoch within step 3, and evaluations lie between checkpoints."""
+STREAM = (
+    str(ROOT / "launch/recipes/stream.yaml"),
+    *RECIPE[1:],
+    "trainer.steps=10",
+    "placement.rollout=cpu:2-3",
+    "rollout.stream.on_new_weights=resend",
+    "rollout.over_sampling=0.25",
+    "rollout.sampling={max_new_tokens: 24, ignore_eos: true}",
+    "rollout.engine.max_running_requests=3",
+)
+"""The same as a stream of two engines: of responses of 24 tokens some are under way whenever weights change."""
 _MARK = "HYBRIDFLOW_KILL_HARNESS"
 _EXIT_LIMIT_S = 180.0
 _GONE_LIMIT_S = 60.0
@@ -219,6 +231,55 @@ class Comparison:
     identical: bool
     lost: int
     duplicated: int
+
+
+@dataclass(frozen=True)
+class Account:
+    """Which draws of a stream were learned from.
+
+    Args:
+        learned: draws of prompts that were, once or more.
+        lost: draws, and prompts of an epoch, that no step has learned from; and steps without a record.
+        duplicated: draws and prompts of an epoch that were learned from more than once, samples beside those of their
+            group, and records of a step beside its own.
+        of_several_versions: responses whose tokens were drawn with different weights.
+    """
+
+    learned: int
+    lost: int
+    duplicated: int
+    of_several_versions: int
+
+
+def account(run: KilledRun, *, steps: int, groups: int, samples: int, prompts: int) -> Account:
+    """Take stock of a stream that has ended well, by its sample store.
+
+    Args:
+        run: which keeps the samples of all its steps.
+        steps, groups, samples: of the run, of a step, of a group.
+        prompts: of an epoch.
+    """
+    found: dict[int, list[tuple[int, int]]] = {}
+    several = 0
+    for path in sorted((run.run_directory / "samples").glob("step-*.parquet")):
+        table = pq.read_table(path, columns=["step", "group_id", "prompt_index", "policy_version", "newest_version"])
+        for row in table.to_pylist():
+            found.setdefault(row["group_id"], []).append((row["step"], row["prompt_index"]))
+            several += row["newest_version"] > row["policy_version"]
+    draws = range(steps * groups)
+    lost = len(set(draws) - found.keys())
+    duplicated = len(found.keys() - set(draws)) + sum(max(0, len(rows) - samples) for rows in found.values())
+    lost += sum(max(0, samples - len(rows)) for rows in found.values())
+    duplicated += sum(len({step for step, _ in rows}) > 1 for rows in found.values())
+    for first in range(0, len(draws), prompts):
+        epoch = [found[draw][0][1] for draw in draws[first : first + prompts] if draw in found]
+        duplicated += len(epoch) - len(set(epoch))
+        if len(draws) >= first + prompts:
+            lost += prompts - len(set(epoch))
+    told = [record["step"] for record in run.records() if record["phase"] == "train"]
+    lost += len(set(range(1, steps + 1)) - set(told))
+    duplicated += len(told) - len(set(told))
+    return Account(len(found), lost, duplicated, several)
 
 
 def compare(run: KilledRun, reference: KilledRun) -> Comparison:
