@@ -74,6 +74,7 @@ def real_rank(config: dict[str, Any], tp: int, ep: int, rank: int, rendezvous: P
     initialize_dp_attention(server_args, model_config)  # type: ignore[arg-type]
     trace = trace_load(build_model(config, torch.bfloat16, "cpu"), hf_tensors(config))
     traces.put((rank, LoadTrace(trace.buffers, trace.holdings)))
+    parallel_state.destroy_model_parallel()  # with its shared memory
 
 
 @pytest.mark.processes
@@ -98,6 +99,7 @@ def test_process_groups_of_sglang_give_the_same(name: str, tmp_path: Path, monke
     for process in ranks:
         process.join(timeout=60)
     assert [found[rank] for rank in range(tp)] == simulated
+    assert not [path for process in ranks for path in Path("/dev/shm").glob(f"sgl_shm_*_{process.pid}_*")]
 
 
 def test_experts_are_cut_over_tp_by_ep_ranks() -> None:
