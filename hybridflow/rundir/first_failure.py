@@ -2,7 +2,7 @@
 
     python -m hybridflow.rundir.first_failure DIRECTORY CAUSE
 
-keeps the cause of a run that is gone without having said why.
+keeps the cause of a run that is gone without having said why, unless it goes on again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine3d.input_files import JsonError, parse_json
 from engine3d.stacks import STACKS
 from hybridflow.rundir.file_names import EARLIER_FAILURE, FAILURE, FLIGHT_RECORDER, LOGS
 from hybridflow.rundir.heartbeat import Heartbeat, read_heartbeats
-from hybridflow.rundir.watching import last_lines, read_place
+from hybridflow.rundir.watching import goes_on, last_lines, read_place
 
 _LINE = 300
 """Characters of a log's line."""
@@ -227,4 +227,5 @@ def _clock(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    keep_cause(Path(sys.argv[1]), sys.argv[2])
+    if not goes_on(Path(sys.argv[1])):  # where it does, it was resumed meanwhile
+        keep_cause(Path(sys.argv[1]), sys.argv[2])

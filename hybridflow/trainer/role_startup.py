@@ -113,7 +113,7 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
             cpu_slots=highest_cpu_slot([*wanted.values(), *pools.values()]),
             address=recipe.placement.cluster,
             limits=recipe.limits,
-            run=run.directory,
+            run=recipe.directory,
         )
         stack.callback(ray_runtime.stop_ray)
         nodes = resource_pool.cluster_nodes()
