@@ -1,0 +1,38 @@
+"""What a stream of two real engines is measured by."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.stream_engines import BATCH, COMMON, PROMPTS, RECIPE, SAMPLES, WAYS, measured, table
+from hybridflow.config.recipe import load_recipe
+from hybridflow.planning.recipe_check import check_recipe
+from tests.support.runs import ROOT
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_is_a_recipe(way: str) -> None:
+    recipe = load_recipe(ROOT / RECIPE, [*COMMON, *WAYS[way]])
+    check_recipe(recipe)
+    assert (recipe.rollout.stream is None) == way.startswith(BATCH)
+
+
+def test_tokens_are_those_of_the_steps_that_are_measured() -> None:
+    records = [
+        {"train/step_time_ms": 500.0, "rollout/response_length_mean": 20.0},
+        {"train/step_time_ms": 1500.0, "rollout/response_length_mean": 30.0},
+    ]
+    assert measured(records) == {"tokens_per_s": 50 * PROMPTS * SAMPLES / 2, "step_s": 1.0}
+    shares = {"stream/trainer_wait_share": 0.25, "stream/engines_busy_share": 0.75}
+    figures = measured([records[0] | shares])
+    assert (figures["trainer_wait_share"], figures["engines_busy_share"]) == (0.25, 0.75)
+
+
+def test_ratios_are_to_the_batch_call_of_the_same_turn() -> None:
+    found = {
+        BATCH: [{"tokens_per_s": 100.0, "step_s": 2.0}, {"tokens_per_s": 50.0, "step_s": 4.0}],
+        "stream": [{"tokens_per_s": 150.0, "step_s": 1.5}, {"tokens_per_s": 100.0, "step_s": 2.0}],
+    }
+    *_, batch, stream = table(found)
+    assert batch == f"| {BATCH} | 75 | 3.00 | 1.00 (1.00 to 1.00) |"
+    assert stream == "| stream | 125 | 1.75 | 1.75 (1.50 to 2.00) |"
