@@ -240,6 +240,11 @@ class Recipe(Settings):
         return ("teacher",) if self.teacher_engine is not None else ()
 
     @property
+    def order_seed(self) -> int:
+        """Of the order of prompts."""
+        return self.seed + self.data.seed
+
+    @property
     def extra_groups(self) -> int:
         """Groups under way beyond those that the steps ahead need."""
         return math.ceil(self.rollout.over_sampling * self.trainer.prompts_per_step)

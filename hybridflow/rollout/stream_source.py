@@ -111,9 +111,8 @@ class StreamSource:
             self._bounds(),
         )
         self._prompts_ref = ray.put(PackedPrompts.of(prompts.tokens))
-        seed = recipe.seed + recipe.data.seed
         self._controller = start_controller(
-            plan, self._prompts_ref, seed, engines.actors, engines.nodes, engines.threads, engines.scorers
+            plan, self._prompts_ref, recipe.order_seed, engines.actors, engines.nodes, engines.threads, engines.scorers
         )
         self._version = 0
         self._open = False

@@ -27,7 +27,7 @@ def warm_up(machinery: Machinery, sinks: Metrics) -> None:
     assert settings is not None
     prompts, answers = run.sft, run.answers
     actor.reset_optimizer(settings.optimizer).result()
-    sampler = PromptSampler(len(prompts), recipe.seed + recipe.data.seed)
+    sampler = PromptSampler(len(prompts), recipe.order_seed)
     for step in range(1, settings.steps + 1):
         raise_failed_start(machinery.roles)
         values: dict[str, float] = {}

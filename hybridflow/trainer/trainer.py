@@ -161,7 +161,7 @@ class Trainer:
         self.recipe, self.facts, self.roles = recipe, run, roles
         self.sinks, self.checkpoints, self.devices, self.samples = sinks, checkpoints, devices, samples
         self.events = events
-        sampler = PromptSampler(len(run.train), recipe.seed + recipe.data.seed)
+        sampler = PromptSampler(len(run.train), recipe.order_seed)
         source: Lookahead | StreamSource
         if recipe.rollout.stream is not None:
             source = StreamSource(recipe, run.train, roles.engine_handles, roles.check_engines)

@@ -139,7 +139,7 @@ def replay(plan: ReplayPlan) -> Replayed:
 
 def replay_machinery(recipe: Recipe, run: Run, roles: Roles, phases: PhaseFile) -> Machinery:
     """What all steps of a replay share: nothing that generates, and controllers as a run begins with them."""
-    sampler, generator = PromptSampler(len(run.train), recipe.seed + recipe.data.seed), Generator(None)
+    sampler, generator = PromptSampler(len(run.train), recipe.order_seed), Generator(None)
     return Machinery(
         recipe=recipe,
         run=run,
