@@ -1,4 +1,4 @@
-"""Steps of a stream with a pause of the trainer in each: `python -m tests.integration.paced_loop RECIPE OUTPUT SECONDS`.
+"""A stream whose trainer pauses in each step: `python -m tests.integration.paced_loop RECIPE OUTPUT SECONDS`.
 
 It writes the figures of every step.
 """
