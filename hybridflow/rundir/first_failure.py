@@ -7,6 +7,7 @@ keeps the cause of a run that is gone without having said why, unless it goes on
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
@@ -227,5 +228,6 @@ def _clock(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    if not goes_on(Path(sys.argv[1])):  # where it does, it was resumed meanwhile
-        keep_cause(Path(sys.argv[1]), sys.argv[2])
+    with contextlib.suppress(OSError, UserError):  # whoever starts this has said the cause
+        if not goes_on(Path(sys.argv[1])):  # where it does, it was resumed meanwhile
+            keep_cause(Path(sys.argv[1]), sys.argv[2])

@@ -9,10 +9,10 @@ DIRECTORY open (a process that sets its title overwrites what others can see of 
 process group of one of these.
 
 Until then it reads lines. `PID NAME` tells of a process by whose death Ray may end the one at the other end before that
-has said why; it is said here then, unless the line `end` has come before, and kept where `directory PATH` says that the
-run's is. `within SECONDS` bounds a start, and the end
-of one: after so long all that has started is killed, so that the process at the other end comes back from where it
-waits for it, perhaps in C++ and without a thread that can run; `within 0` says that the start is over.
+has said why; it is said here then, unless the line `end` has come before, and kept in the directory that `directory
+PATH` says is the run's. `within SECONDS` bounds a start, and the end of one: after so long all that has started is
+killed, so that the process at the other end comes back from where it waits for it, perhaps in C++ and without a thread
+that can run; `within 0` says that the start is over.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def listen(marker: str, directory: str) -> tuple[str | None, str | None]:
             if pid == DIRECTORY:
                 run = name
                 continue
-            with contextlib.suppress(OSError):  # it is gone already, or may not be watched
+            with contextlib.suppress(OSError, ValueError):  # it is gone already, or may not be watched
                 descriptor = os.pidfd_open(int(pid))
                 names[descriptor] = f"{name} (process {pid})"
                 poll.register(descriptor, select.POLLIN)

@@ -63,20 +63,21 @@ def test_what_asks_all_processes_of_a_job_to_end_does_not_end_it(tmp_path: Path)
     assert not directory.exists()
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["without a word", "with one"])
+@pytest.mark.parametrize("case", ["without a word", "with one", "without its directory"])
 def test_what_a_run_failed_of_is_kept_where_it_has_not_said_so_itself(
-    told: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     directory, run = tmp_path / "ray", tmp_path / "run of a name"
     directory.mkdir()
-    run.mkdir()
+    if case != "without its directory":
+        run.mkdir()
     part = subprocess.Popen(["sleep", "60"])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-I", watchdog.__file__, "TEST_WATCHDOG=1", str(directory)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     assert process.stdin is not None
     process.stdin.write(f"{part.pid} A part\n{watchdog.DIRECTORY} {run}\n".encode())
-    if told:
+    if case == "with one":
         process.stdin.write(f"{watchdog.END}\n".encode())
     process.stdin.flush()
     time.sleep(0.5)
@@ -86,10 +87,12 @@ def test_what_a_run_failed_of_is_kept_where_it_has_not_said_so_itself(
     process.stdin.close()
     assert process.wait(30) == 0
     failure, lines = read_failure(run), capfd.readouterr().err.splitlines()
-    if told:
+    if case == "with one":
         assert (failure, lines) == (None, [])
         return
-    assert failure is not None and failure.phase == "start"
     cause = f"A part (process {part.pid}) died, and the run ended without a word: by Ray, or both were killed"
-    assert failure.cause == cause
+    if case == "without its directory":
+        assert failure is None and lines[0] == f"hybridflow: {cause}" and not any("Traceback" in line for line in lines)
+        return
+    assert failure is not None and (failure.phase, failure.cause) == ("start", cause)
     assert lines[:3] == [f"hybridflow: {cause}", "hybridflow: first failure", f"  cause      {cause}"]
