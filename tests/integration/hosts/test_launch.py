@@ -197,19 +197,20 @@ def test_a_rank_that_is_killed_is_the_cause(tmp_path: Path, victim: str) -> None
 
 
 def test_a_run_that_fails_is_started_again_and_ends_well(tmp_path: Path) -> None:
-    settings = ["trainer.steps=4", "warmup=null", "checkpoint.save_interval=1", "placement.rollout=cpu:4"]
+    settings = ["trainer.steps=10", "warmup=null", "checkpoint.save_interval=1", "placement.rollout=cpu:4"]
     with hosts_or_skip(2, shared=tmp_path) as hosts:
         words = small_run(tmp_path, *settings)
         launch = start(hosts, tmp_path, lambda index: agent_command(index, 2, *words, restarts=3))
-        for step, host, victim in ((2, 1, "RankProcess"), (4, 0, "hybridflow train")):
-            launch.until_in("update", step)
+        for step, host, victim in ((1, 1, "RankProcess"), (5, 0, "hybridflow train")):
+            whole = launch.run / "checkpoints" / f"step-{step:08d}" / "manifest.json"
+            launch.until(whole.exists)
             hosts[host].run(["kill", "-KILL", str(launch.pids(host, victim)[0])], check=True)
         assert launch.wait() == [0, 0], launch.outputs()
         said = launch.output(0)
         assert re.search(r"hybridflow: starting the run again \(1 of 3\), after: (rollout|reward) rank 0, ", said)
         assert "hybridflow: starting the run again (2 of 3), after: the driver ended with 137" in said
         assert said.count("resume: after step ") == 2
-        assert [record["step"] for record in records(launch.run, "train")] == [1, 2, 3, 4]
+        assert [record["step"] for record in records(launch.run, "train")] == list(range(1, 11))
         assert launch.left() == []
 
 
