@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -80,7 +79,7 @@ def main() -> int:
     print("\n".join(table(found)))
     if options.output is not None:
         machine = f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
-        facts = {"machine": machine, "versions": versions() | {"CPython": platform.python_version()}}
+        facts = {"machine": machine, "versions": versions()}
         options.output.write_text(
             json.dumps({"steps": options.steps, "skip": options.skip, "runs": found} | facts) + "\n"
         )

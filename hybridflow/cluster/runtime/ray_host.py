@@ -46,6 +46,11 @@ def set_ray_defaults() -> None:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 
+def _import_path() -> list[str]:
+    """Where this process finds modules, for a program that starts elsewhere."""
+    return [entry or str(Path.cwd()) for entry in sys.path]
+
+
 class RayHost:
     """What this host has of a Ray, until `end`: a watchdog ends it all when this process is gone, even by SIGKILL.
 
@@ -75,11 +80,12 @@ class RayHost:
         """Environment of what belongs to this Ray: values, or None for what must not be set."""
         marker = f"{_MARKER}={name}"
         command = [sys.executable, "-I", watchdog.__file__, marker, name, run_files.__file__]
-        # Isolated itself, it has one program import what this one can.
-        imports = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        # A session of its own: Ctrl-C is not for the watchdog.
+        # A session of its own: Ctrl-C is not for the watchdog. Isolated itself, it starts one that needs the path.
         self._watchdog = subprocess.Popen(
-            command, stdin=subprocess.PIPE, start_new_session=True, env=os.environ | {"PYTHONPATH": imports}
+            command,
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(_import_path())},
         )
         self._node: RayNode | None = None
 
@@ -117,7 +123,7 @@ class RayHost:
         self._node = RayNode(
             self.directory,
             self.variables,
-            path=[entry or str(Path.cwd()) for entry in sys.path],
+            path=_import_path(),
             directory=str(self.ray_directory),
             address=self.address,
             cpus=cpus,
