@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,3 +84,29 @@ def test_a_process_and_its_launcher_end_together(
     assert launcher.wait(60) == -number
     forked.wait(60)
     assert not forked.is_running()
+
+
+@pytest.mark.parametrize("sent", ["nothing", "size", "request", "refused"])
+def test_a_launcher_that_is_killed_early_takes_no_server_with_it(sent: str, python: str, tmp_path: Path) -> None:
+    script = tmp_path / "seen.py"
+    script.write_text(SEEN)
+    environment = dict(os.environ) | ({"TORCHDYNAMO_DISABLE": "0"} if sent == "refused" else {})
+    request = {
+        "arguments": [str(tmp_path / "missing.py")],
+        "environment": environment,
+        "directory": str(tmp_path),
+        "descriptors": [0],
+        "launcher": os.getpid(),
+        "leads": False,
+        "umask": 0o022,
+    }
+    data = json.dumps(request).encode()
+    with (tmp_path / "empty").open("w") as file, socket.socket(socket.AF_UNIX) as server:
+        server.connect(str(Path(python).with_name("driver")))
+        if sent != "nothing":
+            socket.send_fds(server, [len(data).to_bytes(4, "little")], [file.fileno()])
+        if sent in ("request", "refused"):
+            server.sendall(data)
+    done = _run(python, script)
+    assert (done.returncode, done.stderr) == (3, "told\n")
+    assert json.loads(done.stdout)[4] == python  # it was forked

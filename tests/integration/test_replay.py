@@ -48,7 +48,7 @@ def replayed(run: Path, step: int, *overrides: str) -> tuple[int, list[str], dic
         [warm_python(), *arguments], capture_output=True, text=True, timeout=400, cwd=ROOT, check=False
     )
     result = run.with_name(f"{run.name}.replay-{step}") / "replay.json"
-    assert result.exists(), done.stderr
+    assert result.exists(), (done.returncode, done.stdout, done.stderr)
     return done.returncode, done.stdout.splitlines(), json.loads(result.read_text())
 
 

@@ -11,6 +11,7 @@ import os
 import sys
 
 FORWARDED = (1, 2, 3, 10, 12, 15)  # SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2, SIGTERM
+LOST = 99  # exit code where the server is gone; of descriptors none is left to say so
 AGENTS = ("/ray/dashboard/", "/ray/_private/runtime_env/agent/")
 
 
@@ -91,7 +92,7 @@ def _exactly(server, count):
     while len(data) < count:
         more = server.recv(count - len(data))
         if not more:
-            os._exit(1)
+            os._exit(LOST)
         data += more
     return data
 

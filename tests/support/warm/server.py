@@ -75,33 +75,29 @@ class _Forked:
     """A launcher and the process that was forked for it."""
 
     def __init__(self, connection: socket.socket) -> None:
-        head, received, _, _ = socket.recv_fds(connection, 4, _MOST_DESCRIPTORS)
+        head, self.received, _, _ = socket.recv_fds(connection, 4, _MOST_DESCRIPTORS)
         size, data = int.from_bytes(head, "little"), b""
-        while len(data) < size:
-            more = connection.recv(size - len(data))
-            if not more:
-                raise ConnectionError
+        while len(data) < size and (more := connection.recv(size - len(data))):
             data += more
         self.connection = connection
+        if len(head) < 4 or len(data) < size:  # its launcher was killed
+            self._close_received()
+            raise ConnectionError
         self.request: dict[str, Any] = json.loads(data)
-        self.received = received
 
     def fork(self, executable: str) -> None:
         """Fork the process; `process` and the descriptor `ended` are its."""
-        received, connection = self.received, self.connection
         self.process = os.fork()
         if self.process == 0:
-            _run(self.request, received, executable)
-        for each in received:
-            os.close(each)
+            _run(self.request, self.received, executable)
+        self._close_received()
         self.ended = os.pidfd_open(self.process)
-        connection.sendall(self.process.to_bytes(4, "little"))
+        self._tell(self.process)
 
     def refuse(self) -> None:
         """Have its launcher run the interpreter."""
-        for each in self.received:
-            os.close(each)
-        self.connection.sendall(bytes(4))
+        self._close_received()
+        self._tell(0)
         self.connection.close()
 
     def kill(self) -> None:
@@ -115,10 +111,17 @@ class _Forked:
     def close(self) -> None:
         """Once it has ended: tell its launcher how."""
         code = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
-        with contextlib.suppress(OSError):
-            self.connection.sendall(code.to_bytes(4, "little", signed=True))
+        self._tell(code)
         self.connection.close()
         os.close(self.ended)
+
+    def _tell(self, number: int) -> None:
+        with contextlib.suppress(OSError):  # a launcher may be killed at any moment
+            self.connection.sendall(number.to_bytes(4, "little", signed=True))
+
+    def _close_received(self) -> None:
+        for each in self.received:
+            os.close(each)
 
 
 def main(kind: str, executable: str) -> None:
