@@ -2,6 +2,7 @@
 
     python benchmarks/rollout_stream.py --output stream.json                   64 engines, on a virtual clock
     python benchmarks/rollout_stream.py --transfers --output transfers.json    the same, all at once and rolling
+    python benchmarks/rollout_stream.py --lend 16 --output lend.json           with engines that the trainer lends
     python benchmarks/rollout_stream.py --controller --output controller.json  256 engines of 512 requests, in real time
 
 The controller, its scheduler and its books are the real ones; engines only count tokens (`stand_in_engine.py`).
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.controller_load import ControllerLoad, measure_controller
 from benchmarks.response_lengths import LONGEST, PUBLISHED, Lengths
-from benchmarks.stream_load import Measured, Transfer, Workload, measure_batch, measure_stream
+from benchmarks.stream_load import Lending, Measured, Transfer, Workload, measure_batch, measure_stream
 from hybridflow.rollout.ledger import StreamLimits
 
 
@@ -103,6 +104,27 @@ def measure_transfers(workload: Workload, train_s: float, staleness: int, ways: 
     return {"staleness": staleness, "train_s": train_s, "ways": found}
 
 
+def measure_lending(workload: Workload, train_s: float, lending: Lending) -> Any:
+    """The figures of a stream with engines that are lent, and without them, which are printed as they come."""
+    print(f"{workload.engines} engines, and {lending.engines} that are lent; training takes {train_s:.1f} s")
+    print(f"{'':24}{'step s':>8}{'slots':>8}{'trainer':>9}{'withdrawn':>11}{'tokens/s':>10}{'of without':>12}")
+    more = replace(workload, engines=workload.engines + lending.engines)
+    found: dict[str, dict[str, Any]] = {}
+    for staleness in (0, 1, 4):
+        limits, without = StreamLimits(workload.groups, staleness), 0.0
+        for name, load, lent in ((f"{staleness}", workload, None), (f"{staleness}, lent", more, lending)):
+            measured = measure_stream(load, train_s, limits, lending=lent)
+            without = without or measured.tokens_per_s
+            found[name] = {key: value for key, value in vars(measured).items() if key != "learned"}
+            found[name]["of_without"] = measured.tokens_per_s / without
+            print(
+                f"{f'staleness {name}':24}{measured.step_s:8.1f}{measured.slots:8.1%}{measured.trainer:9.1%}"
+                f"{measured.withdrawn:11.0f}{measured.tokens_per_s:10,.0f}{found[name]['of_without']:12.2f}",
+                flush=True,
+            )
+    return {"train_s": train_s, "engines": workload.engines, "lending": asdict(lending), "staleness": found}
+
+
 def measure(workload: Workload, train_share: float, extra: int) -> Iterator[tuple[Case, Measured]]:
     """The figures of each case.
 
@@ -157,6 +179,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar=("ENGINE", "ACTOR"),
         help="with --transfers: in which an engine takes the weights in, and in which the actor sends them to one",
     )
+    parser.add_argument("--lend", type=int, metavar="ENGINES", help="compare with so many engines that are lent")
+    parser.add_argument(
+        "--lend-s",
+        type=float,
+        nargs=2,
+        default=(0.5, 1.0),
+        metavar=("AFTER", "TURN"),
+        help="with --lend: that a step waits before, and in which the trainer's devices change hands",
+    )
     parser.add_argument("--controller", action="store_true", help="measure the controller's CPU, in real time")
     parser.add_argument("--staleness", type=int, default=16, help="with --controller")
     parser.add_argument("--settle", type=float, default=10.0, help="seconds before those of --seconds")
@@ -193,6 +224,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         load = measure_controller(workload, options.staleness, options.seconds, options.settle)
         print(_controller_line(load))
         found |= {"staleness": options.staleness, "load_before": load_before, "controller": asdict(load)}
+    elif options.lend:
+        _, rollout_s = measure_batch(workload, 0.0, ahead=False)
+        lending = Lending(options.lend, *options.lend_s)
+        found["measured"] = [measure_lending(workload, share * rollout_s, lending) for share in options.train_share]
     elif options.transfers:
         _, rollout_s = measure_batch(workload, 0.0, ahead=False)
         ways = transfers(*options.transfer_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -117,7 +118,8 @@ class StandInEngine:
                 self._leave(sample, whole=False)
             elif found := [request for request in self._waiting if request.sample == sample]:
                 self._waiting.remove(found[0])
-                drawn, oldest = self._begun.pop(sample, (0, self._version()))
+                drawn, oldest = self._had(found[0])
+                self._begun.pop(sample, None)
                 self._ended.append(SampleEnd(sample, found[0].group, found[0].place, drawn, oldest, False))
         self._told.set()
         self._fill()
@@ -141,7 +143,22 @@ class StandInEngine:
         )
 
     async def under_way(self) -> Mapping[int, Begun]:
-        return {}
+        """Of each response the number of its tokens, as its content."""
+        self._advance()
+        found = {}
+        for sample, each in self._running.items():
+            if (drawn := each.length - math.ceil(each.end - self._progress)) > 0:
+                found[sample] = Begun(each.oldest, drawn)
+        for request in self._waiting:
+            drawn, oldest = self._had(request)
+            if drawn:
+                found[request.sample] = Begun(oldest, drawn)
+        return found
+
+    def _had(self, request: StreamRequest) -> tuple[int, int]:
+        """Tokens that a response that waits has, and the oldest version."""
+        begun = (request.begun.content, request.begun.oldest) if request.begun is not None else (0, self._version())
+        return self._begun.get(request.sample, begun)
 
     def _advance(self) -> None:
         """Come as far as time has."""
@@ -177,12 +194,13 @@ class StandInEngine:
     def _has_room(self, request: StreamRequest) -> bool:
         if self._cache is None or not self._running:
             return True
-        asked = request.tokens + self._begun.get(request.sample, (0, 0))[0]
+        asked = request.tokens + self._had(request)[0]
         reserved = self._cache.reserve * (len(self._running) + 1)
         return self._held + asked + reserved < self._cache.tokens
 
     def _begin(self, request: StreamRequest) -> None:
-        drawn, oldest = self._begun.pop(request.sample, (0, self._version()))
+        drawn, oldest = self._had(request)
+        self._begun.pop(request.sample, None)
         length = self._length(request)
         end = self._progress + length - drawn
         self._running[request.sample] = _Running(request, end, oldest, length)

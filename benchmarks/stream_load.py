@@ -13,9 +13,11 @@ from benchmarks.response_lengths import LONGEST, Lengths
 from benchmarks.stand_in_engine import StandInCache, StandInEngine
 from benchmarks.virtual_clock import run
 from hybridflow.batch.stream_requests import StreamRequest
+from hybridflow.metrics import names as metrics
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.ledger import StreamLimits
-from hybridflow.rollout.stream import RolloutStream, StreamPlan
+from hybridflow.rollout.stream import RolloutStream
+from hybridflow.rollout.stream_types import StepRows, StreamPlan
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Measured:
         evicted, dropped, carried: groups a step.
         sync_s: seconds of a step in which the trainer waits for transfers.
         pause_s, longest_pause_s: seconds of a step in which an engine cannot generate, in the mean and at the most.
+        withdrawn: responses a step that were taken from engines that were lent.
         learned: of every step, those of the warm-up too.
     """
 
@@ -99,6 +102,7 @@ class Measured:
     sync_s: float = 0.0
     pause_s: float = 0.0
     longest_pause_s: float = 0.0
+    withdrawn: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,25 @@ class Transfer:
     def seconds(self, engines: int) -> float:
         """Of a transfer to so many."""
         return max(self.engine_s, engines * self.actor_s)
+
+
+@dataclass(frozen=True)
+class Lending:
+    """Engines on devices of the trainer, which generate while a step waits.
+
+    Args:
+        engines: how many of the workload's; the last ones.
+        after_s: seconds that a step waits before.
+        turn_s: seconds in which the trainer gives memory back, and the engines have theirs again.
+    """
+
+    engines: int
+    after_s: float
+    turn_s: float
+
+    def of(self, workload: Workload) -> tuple[int, ...]:
+        """Their numbers."""
+        return tuple(range(workload.engines - self.engines, workload.engines))
 
 
 class Setup:
@@ -261,7 +284,11 @@ async def _all(engine: StandInEngine, groups: Sequence[int], samples: int) -> in
 
 
 def measure_stream(
-    workload: Workload, train_s: float, limits: StreamLimits, transfer: Transfer | None = None
+    workload: Workload,
+    train_s: float,
+    limits: StreamLimits,
+    transfer: Transfer | None = None,
+    lending: Lending | None = None,
 ) -> Measured:
     """Steps of a stream.
 
@@ -270,14 +297,28 @@ def measure_stream(
         train_s: seconds of training.
         limits: of the stream; `groups_per_step` is that of the workload.
         transfer: how engines get new weights; in no time, and stopped by nothing, if None.
+        lending: the engines that generate only while a step waits; none if None.
     """
+    lent = lending.of(workload) if lending is not None else ()
+
+    async def groups(stream: RolloutStream, version: int) -> StepRows:
+        taking = asyncio.ensure_future(stream.take(version))
+        if lending is not None:
+            await asyncio.wait([taking], timeout=lending.after_s)
+            if not taking.done():
+                await asyncio.sleep(lending.turn_s)
+                stream.lend(lent)
+                await asyncio.wait([taking])
+                await stream.withdraw(lent)
+        return await taking
 
     async def learn() -> Measured:
         setup, learned, looks = Setup(workload), list[Learned](), list[tuple[float, ...]]()
         counts: dict[str, int] = {"evicted": 0, "dropped": 0, "carried": 0}
-        stream, synced = start(setup, limits), list[float]()
+        withdrawn = 0.0
+        stream, synced = start(setup, limits, lent=lent), list[float]()
         for step in range(workload.warm_up + workload.steps):
-            rows = await stream.take(setup.version)
+            rows = await groups(stream, setup.version)
             await asyncio.sleep(train_s)
             began = asyncio.get_running_loop().time()
             await setup.new_weights(stream, transfer)
@@ -298,6 +339,7 @@ def measure_stream(
                 counts["evicted"] += len(rows.taken.evicted)
                 counts["dropped"] += len(rows.taken.dropped)
                 counts["carried"] += rows.taken.carried
+                withdrawn += rows.figures[metrics.STREAM_WITHDRAWN]
         stream.close()
         figures = _figures(workload, learned, looks, train_s, counts)
         return replace(
@@ -305,12 +347,15 @@ def measure_stream(
             sync_s=sum(synced) / workload.steps,
             pause_s=sum(setup.pauses) / workload.steps / workload.engines,
             longest_pause_s=max(setup.pauses, default=0.0),
+            withdrawn=withdrawn / workload.steps,
         )
 
     return run(learn())[0]
 
 
-def start(setup: Setup, limits: StreamLimits, clock: Callable[[], float] | None = None) -> RolloutStream:
+def start(
+    setup: Setup, limits: StreamLimits, clock: Callable[[], float] | None = None, lent: tuple[int, ...] = ()
+) -> RolloutStream:
     """A stream over the engines, open."""
     workload, numbers = setup.workload, itertools.count()
 
@@ -318,7 +363,7 @@ def start(setup: Setup, limits: StreamLimits, clock: Callable[[], float] | None 
         return ((number, number) for number in itertools.islice(numbers, count))
 
     bounds = RequestBounds(workload.slots, LONGEST) if workload.dynamic_batching else None
-    plan = StreamPlan(limits, workload.samples, workload.slots, workload.engines, bounds)
+    plan = StreamPlan(limits, workload.samples, workload.slots, workload.engines, bounds, lent)
     stream = RolloutStream(plan, setup.engines, draw, lambda _: 0, clock or asyncio.get_running_loop().time)
     stream.open(0, [engine.figures for engine in setup.engines if engine.figures is not None])
     return stream

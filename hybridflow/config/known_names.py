@@ -34,7 +34,7 @@ _PROMPT_LENGTH = "absent: a prompt may be as long as rollout.engine.context_leng
 _CORRECTION = _is("algorithm.correction", note="with weights, truncate, mask_low, mask_high, veto and against")
 _TRUNCATED = _is("algorithm.correction.truncate")
 _ASYNC = _is(
-    "rollout.stream", "trainer.max_staleness", note="engines go on while models learn, on devices of their own"
+    "rollout.stream", "trainer.max_staleness", note="engines go on while models learn, on devices of their own or lent"
 )
 _PARTIAL = _is("rollout.stream.on_new_weights", note="continue, recompute or resend")
 _STORE = _is("samples.store", note="in samples/ of the run's directory, which hybridflow samples shows")

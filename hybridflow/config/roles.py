@@ -87,6 +87,11 @@ class RolloutRole(Settings):
     over_sampling: float = Field(0.0, ge=0, le=16)
     """With `stream`: by what share of `trainer.prompts_per_step` more groups are under way, of which a step takes the
     first that are whole."""
+    lend: bool = False
+    """With `stream`, and `placement.rollout` on devices of models too: the engines on those generate while a step waits
+    for its groups. As it begins, what they have under way goes on at other engines, or waits for the next time."""
+    lend_after_s: float = Field(0.5, ge=0, le=LONGEST_S)
+    """With `lend`: for how many seconds a step waits before; lending takes time itself."""
     weights: WeightsConfig = WeightsConfig()
     verify_weights: bool = False
     """After every transfer, compare all engines bit for bit with what SGLang loads from an export of the actor."""
@@ -117,6 +122,11 @@ class RolloutRole(Settings):
     def _streams(self) -> RolloutRole:
         if self.over_sampling and self.stream is None:
             raise ValueError(f"over_sampling={self.over_sampling:g} without a stream, expected stream: {{}}, or 0")
+        if self.lend and self.stream is None:
+            raise ValueError(
+                "lend=true without a stream, where engines on devices of models generate in turn with them anyway; "
+                "expected stream: {}, or false"
+            )
         if self.weights.rolling and self.stream is None:
             raise ValueError(
                 "weights.rolling=true without a stream, where no engine generates while weights change; expected "

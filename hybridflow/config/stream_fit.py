@@ -39,6 +39,11 @@ def stream_misfits(algorithm: AlgorithmSettings, trainer: TrainerConfig, rollout
             "rollout.weights.rolling=true with trainer.max_staleness=0, where engines have nothing to generate while "
             "weights change; expected false, or a max_staleness above 0"
         )
+    if rollout.lend and rollout.engine.release_weights:
+        yield (
+            "rollout.lend=true with rollout.engine.release_weights=true, whose memory goes and comes back for all "
+            "engines at once; expected one of them"
+        )
     if rollout.weights.rolling and rollout.engine.release_weights:
         yield (
             "rollout.weights.rolling=true with rollout.engine.release_weights=true, whose memory goes and comes back "

@@ -37,6 +37,11 @@ def check_engine_nodes(recipe: Recipe, devices: Sequence[Device]) -> None:
                 f"placement.rollout: the {tp} devices of engine {engine} are on nodes {nodes}; expected them on one, "
                 f"or {each or 'as many on each, '}node by node: by another rollout.engine.tp or other devices"
             )
+    if recipe.rollout.lend and hosts > 1:
+        raise UserError(
+            f"rollout.lend=true with engines over {hosts} nodes each, which was not tried; expected false, or engines "
+            "that each fit on a node"
+        )
     if recipe.rollout.weights.rolling and hosts > 1:
         raise UserError(
             f"rollout.weights.rolling=true with engines over {hosts} nodes each, which was not tried; expected false, "

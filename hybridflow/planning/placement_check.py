@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
@@ -77,7 +77,7 @@ def check_layouts(
     if "reward" in devices:
         check_reward_devices(len(devices["reward"]))
     if recipe.runs_ahead:
-        check_apart(devices, layouts)
+        check_apart(recipe, devices)
     check_batch_sizes(recipe, engines=engines.dp, replicas=replicas)
     check_baselines(recipe, layouts)
     return layouts | {"rollout": engines}
@@ -113,18 +113,35 @@ def _groups(role: str, layout: Layout, devices: int) -> list[tuple[str, list[ran
     return [("tensor", layout.tensor_groups()), ("expert", layout.expert_groups())]
 
 
-def check_apart(devices: Mapping[str, Sequence[Device]], models: Iterable[str]) -> None:
-    """Engines that generate while models learn share no device with one.
+def check_apart(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> None:
+    """Engines that generate while models learn share no device with one; those that are lent do.
 
     Raises:
         UserError: naming the role and the device.
     """
-    for role in models:
+    if recipe.rollout.lend:
+        if not lent_engines(recipe, devices):
+            raise UserError(
+                "rollout.lend=true with placement.rollout on devices of its own alone, so that no model has a device "
+                "to lend; expected false, or devices of a model in placement.rollout too"
+            )
+        return
+    for role in ("actor", *recipe.models):
         if shared := sorted(set(devices[role]) & set(devices["rollout"])):
             raise UserError(
                 f"trainer.max_staleness or rollout.stream with placement.rollout and placement.{role} both on "
-                f"{shared[0].kind}:{shared[0].index} of node {shared[0].node}, expected rollout on devices of its own"
+                f"{shared[0].kind}:{shared[0].index} of node {shared[0].node}, expected rollout on devices of its own, "
+                "or rollout.stream with rollout.lend=true"
             )
+
+
+def lent_engines(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> tuple[int, ...]:
+    """Numbers of the engines that generate on devices of models while a step waits; none without `rollout.lend`."""
+    if not recipe.rollout.lend or "rollout" not in devices:
+        return ()
+    taken = {device for role in ("actor", *recipe.models) for device in devices[role]}
+    held, size = devices["rollout"], recipe.rollout.engine.tp
+    return tuple(number for number in range(len(held) // size) if taken & set(held[number * size :][:size]))
 
 
 def check_reward_devices(count: int) -> None:

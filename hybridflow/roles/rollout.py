@@ -73,6 +73,7 @@ class RolloutWorker:
         places: where the memory of every rank of every engine is, engine by engine.
         weight_sources: for every rank of every engine, where the actor's rank on its device says where its weights
             lie, if the engine is to share them.
+        keeps_memory: numbers of the engines that compute beside models, and so give no memory back.
     """
 
     threads_beside = 4
@@ -86,11 +87,13 @@ class RolloutWorker:
         *,
         places: Sequence[Place],
         weight_sources: Sequence[Path | None],
+        keeps_memory: Sequence[int] = (),
     ) -> None:
         log_path = context.log_path.with_name(f"sglang-{context.rank}.log") if context.log_path else None
         number = context.coordinates.dp
         ranks = slice(number * config.tp, (number + 1) * config.tp)
         self._number, self._ranks, self._places = number, ranks, places[ranks]
+        self._gives_back = config.memory_saver and number not in keeps_memory
         self._weight_bytes, self._moved = 0, OffloadFigures()
         self._stream: EngineStream | None = None
         self._paused_since: float | None = None
@@ -160,7 +163,7 @@ class RolloutWorker:
     @on_first_host(None)
     def give_back(self) -> None:
         """Give the memory of the KV cache to others that compute here, if the engine can, and that of the weights."""
-        if self._engine.config.memory_saver:
+        if self._gives_back:
             began = time.perf_counter()
             self._engine.release_memory()
             away_s = self._moved.away_s + time.perf_counter() - began
@@ -170,7 +173,7 @@ class RolloutWorker:
     @on_first_host(None)
     def take_back(self) -> None:
         """Have that memory again; what it held is gone."""
-        if self._engine.config.memory_saver:
+        if self._gives_back:
             began = time.perf_counter()
             self._engine.restore_memory()
             self._moved = replace(self._moved, back_s=self._moved.back_s + time.perf_counter() - began)

@@ -22,7 +22,8 @@ from hybridflow.batch.stream_requests import Begun, Ended, StreamRequest
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.errors.rank_failure import Failure
-from hybridflow.rollout.stream import RolloutStream, StepRows, StreamPlan, StreamState
+from hybridflow.rollout.stream import RolloutStream
+from hybridflow.rollout.stream_types import StepRows, StreamPlan, StreamState
 
 _WAIT_S = 2.0
 """How long an engine's rank waits for something to end before it says that nothing has."""
@@ -168,6 +169,14 @@ class RolloutController:
     async def serve(self, engines: Sequence[int], version: int) -> None:
         """These engines serve this version."""
         self._stream.serve(engines, version)
+
+    async def lend(self, engines: Sequence[int]) -> None:
+        """These engines take requests, on devices of the trainer, until `withdraw`."""
+        self._stream.lend(engines)
+
+    async def withdraw(self, engines: Sequence[int]) -> None:
+        """Have nothing in flight at these engines any more."""
+        await self._stream.withdraw(engines)
 
     async def give_back(self) -> None:
         """The step will not learn, whether it has its groups or waits for them."""

@@ -43,10 +43,12 @@ class _Engine:
     """Of its weights."""
     changes: bool = False
     """Whether these are about to be others."""
+    away: bool = False
+    """Whether others compute on its devices."""
 
     @property
     def has_room(self) -> bool:
-        return self.requests < self.limit and not self.changes
+        return self.requests < self.limit and not self.changes and not self.away
 
 
 class Dispatcher:
@@ -68,6 +70,7 @@ class Dispatcher:
         self._in_flight: dict[int, tuple[_Engine, Asked, float]] = {}
         self._groups: dict[int, set[int]] = {}
         """Samples of each group that wait or are in flight."""
+        self._away: set[int] = set()
         self.busy = 0
         """Engines that have requests in flight."""
         self.tokens = 0.0
@@ -92,6 +95,16 @@ class Dispatcher:
     def mean_limit(self) -> float:
         """Most requests in flight at an engine, in the mean of the engines."""
         return sum(engine.limit for engine in self._engines.values()) / max(1, len(self._engines))
+
+    @property
+    def present(self) -> int:
+        """Engines that have not left, or have something in flight still."""
+        return len(self._engines) - sum(not self._engines[number].requests for number in self._away)
+
+    def samples(self, engine: int) -> tuple[int, ...]:
+        """Those in flight at an engine."""
+        found = self._engines[engine]
+        return tuple(sample for sample, (each, _, _) in self._in_flight.items() if each is found)
 
     def in_flight(self, engine: int) -> tuple[int, float]:
         """Requests at an engine, and tokens that they are expected to have in all."""
@@ -152,7 +165,8 @@ class Dispatcher:
 
     def sends_older_than(self, version: int) -> bool:
         """Whether a request may be sent to an engine whose weights are older."""
-        return any(each.version < version and not each.changes for each in self._engines.values())
+        engines = self._engines.values()
+        return any(each.version < version and not (each.changes or each.away) for each in engines)
 
     def change(self, engine: int) -> None:
         """Send nothing to an engine until `serve`; what is in flight there is not touched."""
@@ -169,9 +183,22 @@ class Dispatcher:
         for engine in self._engines:
             self.serve(engine, version)
 
+    def leave(self, engine: int) -> None:
+        """Send nothing to an engine until `enter`, whatever it serves; what is in flight there is not touched."""
+        self._engines[engine].away = True
+        self._away.add(engine)
+
+    def enter(self, engine: int) -> None:
+        """An engine that left is there again."""
+        found = self._engines[engine]
+        found.away = False
+        self._away.discard(engine)
+        self._push(found)
+
     def lose(self, engine: int) -> tuple[Asked, ...]:
         """An engine is gone. Returns what was in flight there, which is not any more."""
         lost = self._engines.pop(engine)
+        self._away.discard(engine)
         found = tuple(asked for each, asked, _ in self._in_flight.values() if each is lost)
         for asked in found:
             self._take_out(asked.sample)

@@ -31,7 +31,7 @@ class ScoringQueue:
         self,
         scorers: Sequence[Scorer],
         scored: Callable[[Sequence[SampleEnd], Sequence[Any]], Awaitable[None]],
-        spawn: Callable[[Any], None],
+        spawn: Callable[[Any], object],
     ) -> None:
         self._scorers, self._scored, self._spawn = scorers, scored, spawn
         self._free = deque(range(len(scorers)))

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine3d.engine_figures import EngineFigures
@@ -20,11 +20,12 @@ from hybridflow.batch.stored_rows import Row
 from hybridflow.batch.stream_requests import Begun, SampleEnd, StreamEngine, StreamRequest
 from hybridflow.metrics import names as metrics
 from hybridflow.rollout.dispatch import Asked, Dispatcher
-from hybridflow.rollout.dynamic_batching import DynamicBatching, RequestBounds
-from hybridflow.rollout.ledger import Group, Ledger, StreamLimits, Taken
+from hybridflow.rollout.dynamic_batching import DynamicBatching
+from hybridflow.rollout.ledger import Group, Ledger, Taken
 from hybridflow.rollout.scoring_queue import Scorer, ScoringQueue
 from hybridflow.rollout.stream_events import StreamEvents
 from hybridflow.rollout.stream_figures import StreamFigures
+from hybridflow.rollout.stream_types import GroupRows, GroupState, StepRows, StreamPlan, StreamState
 
 _FIRST_GUESS = 256.0
 """Tokens that a response is expected to have before any has ended."""
@@ -34,26 +35,6 @@ _MOST_NAMED = 4
 """Engines that a line names."""
 _REMEMBERED = 0.99
 """Weight of the responses before in the running mean of lengths."""
-
-
-@dataclass(frozen=True)
-class StreamPlan:
-    """What a stream is to make.
-
-    Args:
-        limits: of its groups.
-        samples_per_prompt: responses in a group.
-        requests_per_engine: most that are in flight at each engine.
-        engines: how many there are.
-        bounds: of the requests in flight at each engine, where they follow the room in its cache; as many as there may
-            be are in flight if None.
-    """
-
-    limits: StreamLimits
-    samples_per_prompt: int
-    requests_per_engine: int
-    engines: int
-    bounds: RequestBounds | None = None
 
 
 @dataclass(slots=True)
@@ -66,69 +47,6 @@ class _Gathered:
     """By place."""
     scores: dict[int, Any] = field(default_factory=dict)
     """By place."""
-
-
-@dataclass(frozen=True)
-class GroupRows:
-    """A whole group: the end of each sample in order, where it lies, and its score if there are any."""
-
-    group: Group
-    ends: tuple[SampleEnd, ...]
-    rows: tuple[Row, ...]
-    scores: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True)
-class StepRows:
-    """What a step learns from.
-
-    Args:
-        groups: in the order of their draws.
-        taken: what the ledger says of them.
-        figures: of the stream since the last step, by metric name.
-        busy: engine, begin and end of the times in which one had requests in flight, by the stream's clock.
-        events: what was decided since the last step, in order; see `StreamEvents`.
-    """
-
-    groups: tuple[GroupRows, ...]
-    taken: Taken
-    figures: dict[str, float]
-    busy: tuple[tuple[int, float, float], ...] = ()
-    events: tuple[dict[str, Any], ...] = ()
-
-
-@dataclass(frozen=True)
-class GroupState:
-    """A group under way, or whole.
-
-    Args:
-        number: of its draw.
-        first_sample: id of its first sample; the others follow.
-        ended: what has ended, and where it lies.
-        begun: what each other sample has, by its place in the group; None of one that has nothing.
-        scores: of the samples that have ended and were scored, by place in the group.
-    """
-
-    number: int
-    first_sample: int
-    ended: tuple[tuple[SampleEnd, Row], ...]
-    begun: dict[int, Begun | None]
-    scores: dict[int, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class StreamState:
-    """All that is under way.
-
-    Args:
-        ledger: `Ledger.state()`.
-        samples_drawn: ids of samples that were given out.
-        groups: under way or whole.
-    """
-
-    ledger: dict[str, Any]
-    samples_drawn: int
-    groups: tuple[GroupState, ...]
 
 
 class RolloutStream:
@@ -155,6 +73,8 @@ class RolloutStream:
         self._plan, self._engines, self._prompt_tokens, self._clock = plan, list(engines), prompt_tokens, clock
         self.ledger = Ledger(plan.limits, draw)
         self._dispatcher = Dispatcher(len(engines), plan.requests_per_engine, self._expected)
+        for number in plan.lent:
+            self._dispatcher.leave(number)
         self._batching: DynamicBatching | None = None
         if plan.bounds is not None:
             self._batching = DynamicBatching(plan.bounds)
@@ -162,6 +82,10 @@ class RolloutStream:
         self._learning: tuple[GroupRows, ...] = ()
         self._given_up: set[int] = set()
         self._requests: dict[int, StreamRequest] = {}
+        self._withdrawn: dict[int, Begun | None] = {}
+        """Samples that are aborted to go on at another engine, with what they have."""
+        self._submitting: dict[int, set[asyncio.Task[None]]] = {}
+        """Requests that may not have reached their engine yet, by its number."""
         self.samples_drawn = 0
         """Ids of samples that were given out."""
         self._step_version = 0
@@ -263,6 +187,43 @@ class RolloutStream:
             self.events.serves(number, version)
         self._feed()
 
+    # Engines on devices of the trainer
+
+    def lend(self, engines: Iterable[int]) -> None:
+        """These engines take requests until `withdraw`: nobody else computes on their devices."""
+        engines = tuple(engines)
+        self.events.lent(engines)
+        for number in engines:
+            self._dispatcher.enter(number)
+        self._feed()
+
+    async def withdraw(self, engines: Iterable[int]) -> None:
+        """Nothing is in flight at these engines when this returns: what was waits to go on, with what it has.
+
+        Raises:
+            EngineError: an engine failed.
+        """
+        engines = tuple(engines)
+        for number in engines:
+            self._dispatcher.leave(number)
+        self.figures.look(self._dispatcher)
+        await asyncio.gather(*map(self._withdraw_from, engines))
+        async with self._changed:
+            while any(self._dispatcher.in_flight(number)[0] for number in engines):
+                self._raise_failure()
+                await self._changed.wait()
+
+    async def _withdraw_from(self, number: int) -> None:
+        await asyncio.gather(*self._submitting.get(number, ()))  # what has not come cannot be aborted
+        begun = await self._engines[number].under_way()
+        samples = [sample for sample in self._dispatcher.samples(number) if sample not in self._given_up]
+        if not samples:
+            return
+        self._withdrawn |= {sample: begun.get(sample) for sample in samples}
+        self.events.withdrawn(number, samples)
+        self.figures.count("withdrawn", len(samples))
+        await self._engines[number].abort(samples)
+
     def give_back(self) -> None:
         """The step that is under way will not learn: what it took is there again."""
         for each in self._learning:
@@ -293,7 +254,7 @@ class RolloutStream:
                 gathered.first_sample,
                 tuple(gathered.ends[place] for place in sorted(gathered.ends)),
                 {
-                    place: partial.get(gathered.first_sample + place)
+                    place: self._begun(gathered.first_sample + place, partial)
                     for place in range(self._plan.samples_per_prompt)
                     if place not in gathered.ends
                 },
@@ -302,6 +263,13 @@ class RolloutStream:
             for gathered in sorted(self._groups.values(), key=lambda each: each.group.number)
         ]
         return StreamState(self.ledger.state(), self.samples_drawn, tuple(groups))
+
+    def _begun(self, sample: int, partial: Mapping[int, Begun]) -> Begun | None:
+        """What a response has at its engine, or has had and waits to go on with."""
+        if sample in partial:
+            return partial[sample]
+        request = self._requests.get(sample)
+        return request.begun if request is not None else None
 
     def restore(self, state: StreamState) -> None:
         """Go on where `state` was taken, before `open`."""
@@ -354,9 +322,15 @@ class RolloutStream:
 
     def _ended(self, end: SampleEnd, row: Row) -> None:
         self._dispatcher.ended(end.sample)
-        self._requests.pop(end.sample, None)
+        request = self._requests.pop(end.sample, None)
+        withdrawn = end.sample in self._withdrawn
+        begun = self._withdrawn.pop(end.sample, None)
         if end.sample in self._given_up:
             self._given_up.discard(end.sample)
+            return
+        if withdrawn and not end.whole and request is not None:
+            self._requests[end.sample] = replace(request, begun=begun or request.begun)
+            self._dispatcher.add(Asked(end.sample, end.group, request.tokens), first=True)
             return
         gathered = self._groups[end.group]
         if not end.whole:  # for a reason of the engine's own
@@ -416,7 +390,10 @@ class RolloutStream:
         for engine, requests in sent.items():
             self._busy_since.setdefault(engine, self._clock())
             self.events.sent(engine, self._dispatcher.version(engine), [request.sample for request in requests])
-            self._spawn(self._engines[engine].submit(requests))
+            submitting = self._submitting.setdefault(engine, set())
+            task = self._spawn(self._engines[engine].submit(requests))
+            submitting.add(task)
+            task.add_done_callback(submitting.discard)
         self.figures.look(self._dispatcher)
 
     def _take_busy(self) -> tuple[tuple[int, float, float], ...]:
@@ -463,10 +440,11 @@ class RolloutStream:
 
     # Failures
 
-    def _spawn(self, action: Any) -> None:
-        task = asyncio.get_running_loop().create_task(action)
+    def _spawn(self, action: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(action)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

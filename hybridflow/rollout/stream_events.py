@@ -30,6 +30,14 @@ class StreamEvents:
         """An engine serves this version from here on, where others may serve the one before."""
         self._add("serves", {"version": version}, engines=[engine])
 
+    def lent(self, engines: Sequence[int]) -> None:
+        """These engines take requests, on devices of the trainer, which waits."""
+        self._add("lent", engines=engines)
+
+    def withdrawn(self, engine: int, samples: Sequence[int]) -> None:
+        """Responses are aborted at an engine that was lent, to go on later with what they have."""
+        self._add("withdrawn", samples=samples, engines=[engine] * len(samples))
+
     def given_up(self, engine: int, samples: Sequence[int]) -> None:
         """Requests of samples are aborted at an engine."""
         self._add("given_up", samples=samples, engines=[engine] * len(samples))

@@ -18,6 +18,7 @@ _COUNTED = {
     "dropped": metrics.STREAM_DROPPED,
     "carried": metrics.STREAM_CARRIED,
     "lost": metrics.STREAM_LOST,
+    "withdrawn": metrics.STREAM_WITHDRAWN,
 }
 _TOTALS = ("retracted", "batches", "batch_tokens", "prompt_tokens", "cached_tokens", "resent", "continued")
 """What engines count from their start on."""
@@ -32,14 +33,14 @@ class StreamFigures:
     """
 
     def __init__(self, engines: int, clock: Callable[[], float]) -> None:
-        self._engines, self._clock = engines, clock
+        self._present, self._clock = engines, clock
         self._counts: Counter[str] = Counter()
         self._tokens = 0
         self._waited_s = 0.0
         self._began = self._since = self._at = clock()
         self._busy = self._requests = self._queued = 0
         self._in_flight = 0.0
-        self._busy_s = self._token_s = self._request_s = 0.0
+        self._busy_s = self._engine_s = self._token_s = self._request_s = 0.0
         self._ended_at: dict[int, float] = {}
         self._ages: list[float] = []
         self._told: dict[int, EngineFigures] = {}
@@ -47,7 +48,7 @@ class StreamFigures:
         self._batch_shares = self._queued_s = self._most_use = 0.0
 
     def count(self, what: str, number: int = 1) -> None:
-        """So many more groups were evicted, dropped, carried over or lost."""
+        """So many more groups were evicted, dropped, carried over or lost, or responses withdrawn."""
         self._counts[what] += number
 
     def ended(self, sample: int, tokens: int) -> None:
@@ -72,7 +73,8 @@ class StreamFigures:
     def look(self, dispatcher: Dispatcher) -> None:
         """What is in flight has changed."""
         self._pass()
-        self._busy, self._in_flight, self._requests = dispatcher.busy, dispatcher.tokens, dispatcher.requests
+        self._busy, self._present = dispatcher.busy, dispatcher.present
+        self._in_flight, self._requests = dispatcher.tokens, dispatcher.requests
 
     def begin(self, engine: int, figures: EngineFigures) -> None:
         """How an engine is to which nothing was sent yet: what it has counted so far is of before."""
@@ -103,7 +105,7 @@ class StreamFigures:
             metrics.STREAM_WAIT_TIME: 1000 * self._waited_s,
             metrics.STREAM_WAIT_SHARE: self._waited_s / seconds,
             metrics.STREAM_THROUGHPUT: self._tokens / seconds,
-            metrics.STREAM_BUSY: self._busy_s / seconds / self._engines,
+            metrics.STREAM_BUSY: self._busy_s / max(self._engine_s, 1e-9),
             metrics.STREAM_TOKENS_IN_FLIGHT: self._token_s / seconds,
             metrics.STREAM_REQUESTS_IN_FLIGHT: self._request_s / seconds,
             metrics.STREAM_WAITING_REQUESTS: dispatcher.waiting,
@@ -116,7 +118,7 @@ class StreamFigures:
         if self._told:
             found |= self._of_engines(seconds)
         self._since, self._counts, self._tokens, self._ages = self._at, Counter(), 0, []
-        self._waited_s = self._busy_s = self._token_s = self._request_s = 0.0
+        self._waited_s = self._busy_s = self._engine_s = self._token_s = self._request_s = 0.0
         self._totals = Counter()
         self._batch_shares = self._queued_s = self._most_use = 0.0
         return found
@@ -141,6 +143,7 @@ class StreamFigures:
         now = self._clock()
         passed, self._at = now - self._at, now
         self._busy_s += passed * self._busy
+        self._engine_s += passed * self._present
         self._token_s += passed * self._in_flight
         self._request_s += passed * self._requests
         self._queued_s += passed * self._queued

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -21,13 +22,15 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Draw, Prompts
 from hybridflow.errors.log import log
+from hybridflow.metrics import names as metrics
+from hybridflow.metrics.logger import Timer
 from hybridflow.metrics.timeline import Span, timeline
 from hybridflow.rewards.result import RewardResult, SampleScore, of_samples
 from hybridflow.rollout.controller import start_controller
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.prefetch import Rollout
-from hybridflow.rollout.stream import GroupState, StepRows, StreamPlan, StreamState
+from hybridflow.rollout.stream_types import GroupState, StepRows, StreamPlan, StreamState
 
 _LOOK_S = 0.2
 
@@ -55,6 +58,21 @@ class EngineHandles:
     threads: str
     hosts: int = 1
     scorers: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class Lending:
+    """Engines on devices of models, which take requests while a step waits for its groups.
+
+    Args:
+        engines: their numbers.
+        after_s: that a step waits before, in seconds.
+        take_turn: waits until the models do not compute, and the engines have their memory.
+    """
+
+    engines: tuple[int, ...]
+    after_s: float
+    take_turn: Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -99,16 +117,21 @@ class StreamSource:
         prompts: to learn from.
         engines: that serve the stream, once they were started.
         check: raises what an engine's rank died of, where that is known; with `ask` it finds out.
+        lending: the engines that take requests only while a step waits, if there are any.
     """
 
-    def __init__(self, recipe: Recipe, prompts: Prompts, engines: EngineHandles, check: Check) -> None:
+    def __init__(
+        self, recipe: Recipe, prompts: Prompts, engines: EngineHandles, check: Check, lending: Lending | None = None
+    ) -> None:
         self._recipe, self._prompts, self._check, self._engines = recipe, prompts, check, engines
+        self._lending = lending
         plan = StreamPlan(
             stream_limits(recipe),
             recipe.rollout.samples_per_prompt,
             recipe.rollout.engine.max_running_requests,
             len(engines.actors),
             self._bounds(),
+            lending.engines if lending is not None else (),
         )
         self._prompts_ref = ray.put(PackedPrompts.of(prompts.tokens))
         self._controller = start_controller(
@@ -152,7 +175,9 @@ class StreamSource:
         if count is not None:
             raise UserError(f"{count} prompts beside those of the step with rollout.stream, expected null of it")
         if self._drawn is None:
-            rows: StepRows = self._get(self._controller.take.remote(self._version), of_step=True)
+            taking, times = self._controller.take.remote(self._version), dict[str, float]()
+            with self._lent(taking, times):
+                rows: StepRows = self._get(taking, of_step=True)
             batch = gathered([row for each in rows.groups for row in each.rows])
             rollout = Rollout(batch, None)  # they took no time of the step's own
             ends = ((end, score) for each in rows.groups for end, score in zip(each.ends, each.scores, strict=False))
@@ -160,8 +185,34 @@ class StreamSource:
             hosts = self._engines.hosts
             timeline.record(Span("rollout", hosts * engine, "stream", begin, end) for engine, begin, end in rows.busy)
             draw = Draw(self._prompts, [each.group.prompt for each in rows.groups], rows.groups[0].group.number)
-            self._drawn, self._figures, self._events = (draw, rollout), rows.figures, rows.events
+            self._drawn, self._figures, self._events = (draw, rollout), rows.figures | times, rows.events
         return self._drawn[0]
+
+    @contextmanager
+    def _lent(self, taking: Any, times: dict[str, float]) -> Iterator[None]:
+        """The engines on devices of models take requests in the block, unless the step has its groups soon.
+
+        After an error they keep what they have, which a checkpoint then holds.
+
+        Args:
+            taking: the step's groups, in the object store once they are whole.
+            times: get how long each part took, in ms, by metric name.
+        """
+        lending = self._lending
+        if lending is None:
+            yield
+            return
+        times |= dict.fromkeys((metrics.STREAM_LEND_TIME, metrics.STREAM_LENT_TIME, metrics.STREAM_WITHDRAW_TIME), 0.0)
+        if ray.wait([taking], timeout=lending.after_s)[0]:
+            yield
+            return
+        with Timer(times, metrics.STREAM_LEND_TIME):
+            lending.take_turn()
+        with Timer(times, metrics.STREAM_LENT_TIME):
+            self._get(self._controller.lend.remote(lending.engines))
+            yield
+        with Timer(times, metrics.STREAM_WITHDRAW_TIME):
+            self._get(self._controller.withdraw.remote(lending.engines))
 
     def rollout(self, draw: Draw, step: int) -> Rollout:
         """The responses to what `draw` gave. Raises UserError for other prompts."""

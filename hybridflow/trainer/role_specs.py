@@ -21,6 +21,7 @@ from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.cache_size import Lengths, cache_tokens, teacher_cache_tokens
 from hybridflow.planning.engine_check import hosts_of_engine
+from hybridflow.planning.placement_check import lent_engines
 from hybridflow.roles.groups import (
     FunctionRewardGroup,
     ModelGroup,
@@ -185,7 +186,11 @@ class _Specs:
             RolloutWorker,
             layout,
             (run.model_directory, engine.model_copy(update=given)),
-            {"places": self._places["rollout"], "weight_sources": [sources.get(device) for device in devices]},
+            {
+                "places": self._places["rollout"],
+                "weight_sources": [sources.get(device) for device in devices],
+                "keeps_memory": self._generate_throughout(layout.dp),
+            },
             start_s=engine.start_timeout_s + _MARGIN_S,
             call_s=recipe.limits.call_s,
             devices_per_rank=engine.tp // hosts,
@@ -193,6 +198,11 @@ class _Specs:
             turn=self._turns.get("rollout"),
             note=self._cache_note(tokens),
         )
+
+    def _generate_throughout(self, engines: int) -> tuple[int, ...]:
+        """Engines that generate while models compute, beside others that are lent."""
+        lent = lent_engines(self._recipe, self._devices)
+        return tuple(number for number in range(engines) if number not in lent) if lent else ()
 
     def teacher_engine(self) -> RoleSpec:
         """The engines that serve a teacher."""

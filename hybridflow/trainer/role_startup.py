@@ -17,7 +17,7 @@ from hybridflow.cluster.runtime import ray_runtime, resource_pool
 from hybridflow.cluster.runtime.resource_pool import ResourcePool
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
-from hybridflow.planning.placement_check import check_apart, check_reward_devices
+from hybridflow.planning.placement_check import check_apart, check_reward_devices, lent_engines
 from hybridflow.roles.groups import (
     FunctionRewardGroup,
     ModelGroup,
@@ -28,7 +28,7 @@ from hybridflow.roles.groups import (
     ValueGroup,
 )
 from hybridflow.roles.offload import check_offload
-from hybridflow.rollout.stream_source import EngineHandles
+from hybridflow.rollout.stream_source import EngineHandles, Lending
 from hybridflow.rundir.watching import ENGINES, TEACHER_ENGINES
 from hybridflow.trainer.role_specs import RoleGroup, RoleSpec, role_specs
 from hybridflow.trainer.run_setup import Run
@@ -56,6 +56,8 @@ class Roles:
     trained: tuple[str, ...]
     devices: int
     """That the models and engines have, each counted once."""
+    lent: tuple[int, ...] = ()
+    """Engines on devices of models, which generate while a step waits."""
 
     @property
     def models(self) -> dict[str, ModelGroup]:
@@ -78,6 +80,13 @@ class Roles:
         groups = dict.fromkeys(self.functions.values())
         scorers = tuple(actor for group in groups for actor in group.ranks.actors)
         return EngineHandles(tuple(ranks.actors[::hosts]), tuple(ranks.nodes[::hosts]), BESIDE, hosts, scorers)
+
+    def lending(self, recipe: Recipe) -> Lending | None:
+        """How such engines have their turn; None without any."""
+        rollout = self.rollout
+        if rollout is None or not self.lent:
+            return None
+        return Lending(self.lent, recipe.rollout.lend_after_s, lambda: rollout.take_turn().result())
 
     def check_engines(self, *, ask: bool = False) -> None:
         """Raise what a rank of engines or reward functions died of, if that is known.
@@ -119,7 +128,7 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
         nodes = resource_pool.cluster_nodes()
         devices = pool_devices(wanted, pools, nodes)
         if recipe.runs_ahead:
-            check_apart(devices, ("actor", *recipe.models))
+            check_apart(recipe, devices)
         check_offload(recipe, devices)
         if recipe.functions:
             devices.setdefault("reward", devices["rollout"][:1])
@@ -129,6 +138,9 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
         if not recipe.placement.shared_gpus:
             _check_nobody_else(recipe, resources, nodes)
         log.roles(devices)
+        if lent := lent_engines(recipe, devices):
+            count = len(devices["rollout"]) // recipe.rollout.engine.tp
+            log.say(f"rollout.lend: engines {', '.join(map(str, lent))} of {count} generate while a step waits")
         yield _Start(recipe, run, stack, waiters, devices, nodes, resources, log).roles()
 
 
@@ -189,6 +201,7 @@ class _Start:
             starting=self._starting,
             trained=self._recipe.trained_roles,
             devices=len({device for role, held in self._devices.items() if role != "reward" for device in held}),
+            lent=lent_engines(self._recipe, self._devices),
         )
 
     def _build(self, spec: RoleSpec) -> RoleGroup:

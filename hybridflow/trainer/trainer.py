@@ -118,7 +118,8 @@ def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
 def _weight_sync(recipe: Recipe, run: Run, roles: Roles) -> WeightSync | NoEngines:
     if roles.rollout is None:
         return NoEngines()
-    return WeightSync(roles.actor, roles.rollout, initial_spec(recipe), recipe.rollout, run.directory / WEIGHTS)
+    spec = initial_spec(recipe)
+    return WeightSync(roles.actor, roles.rollout, spec, recipe.rollout, run.directory / WEIGHTS, roles.lent)
 
 
 def write_timeline(directory: Path) -> None:
@@ -164,7 +165,7 @@ class Trainer:
         sampler = PromptSampler(len(run.train), recipe.order_seed)
         source: Lookahead | StreamSource
         if recipe.rollout.stream is not None:
-            source = StreamSource(recipe, run.train, roles.engine_handles, roles.check_engines)
+            source = StreamSource(recipe, run.train, roles.engine_handles, roles.check_engines, roles.lending(recipe))
             generator = Generator(roles.rollout, weights.before_generation, source.reserve_samples)
         else:
             generator = Generator(roles.rollout, weights.before_generation)

@@ -61,7 +61,7 @@ class _Part:
     """
 
     number: int
-    engines: range
+    engines: Sequence[int]
     calls: EngineCalls
     plan: Plan
     engines_receive: bool
@@ -99,11 +99,20 @@ class WeightSync:
         spec: the model.
         config: how weights are transferred, and whether that is verified.
         directory: where an export lies while `verify` compares the engines with it; seen by all nodes.
+        lent: engines that others are not to wait for while the actor learns: they are on its devices, and may share
+            its memory.
     """
 
     def __init__(
-        self, actor: PolicyGroup, rollout: RolloutGroup, spec: ModelSpec, config: RolloutRole, directory: Path
+        self,
+        actor: PolicyGroup,
+        rollout: RolloutGroup,
+        spec: ModelSpec,
+        config: RolloutRole,
+        directory: Path,
+        lent: Sequence[int] = (),
     ) -> None:
+        self._lent = lent
         self._actor, self._rollout, self._spec = actor, rollout, spec
         self._config, self._verify, self._directory = config.weights, config.verify_weights, directory
         self._parts: tuple[_Part, ...] = ()
@@ -115,8 +124,9 @@ class WeightSync:
 
     def before_update(self, version: int) -> None:
         """The actor's weights are about to change into `version`: engines that share their memory stop serving it."""
-        if any(part.plan.bytes_aliased for part in self._parts):
-            self._rollout.begin_weights(version, under_way=self._under_way).result()
+        sharing = [part for part in self._parts if part.plan.bytes_aliased]
+        if sharing:
+            wait_together(*[part.calls.begin_weights(version, under_way=self._under_way) for part in sharing])
 
     def sync_weights(self, version: int, stream: Requests | None = None) -> dict[str, float]:
         """Every engine serves `version` when this returns; after an error the run ends.
@@ -251,17 +261,19 @@ class WeightSync:
         shared = self._rollout.share_weights().result()[:: self._hosts]
         # Each has a plan of its own, so that every rank of the actor has a like share of each transfer.
         each = self._config.rolling_engines if self._config.rolling else len(shared)
-        parts = [range(len(shared))[first : first + each] for first in range(0, len(shared), each)]
+        kinds = [[n for n in range(len(shared)) if n not in self._lent], self._lent]
+        parts = [kind[first : first + each] for kind in kinds for first in range(0, len(kind), each)]
         orders = [self._coordinate(number, sources, [shared[e] for e in part]) for number, part in enumerate(parts)]
         connecting = [
             self._actor.connect_weights([[each.send[rank] for each in orders] for rank in range(len(sources))])
         ]
         if any(each.engines_receive for each in orders):
-            receive = list(itertools.chain.from_iterable(each.receive for each in orders))
-            ranks = len(shared[0])
-            per_engine = [receive[first : first + ranks] for first in range(0, len(receive), ranks)]
+            ranks, per_engine = len(shared[0]), dict[int, list[ReceiveOrder]]()
+            for part, made in zip(parts, orders, strict=True):
+                for place, engine in enumerate(part):
+                    per_engine[engine] = list(made.receive[place * ranks : (place + 1) * ranks])
             nothing: list[list[ReceiveOrder]] = [[]] * (self._hosts - 1)
-            per_rank = list(itertools.chain.from_iterable([orders, *nothing] for orders in per_engine))
+            per_rank = list(itertools.chain.from_iterable([per_engine[n], *nothing] for n in range(len(shared))))
             connecting.append(self._rollout.connect_weights(per_rank))
         wait_together(*connecting)
         return tuple(

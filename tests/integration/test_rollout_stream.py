@@ -203,6 +203,20 @@ def test_responses_that_are_never_rewarded_are_left_out_and_nothing_else(run: Ki
             r"rolling=true with rollout\.engine\.release_weights=true, .* expected one of them",
         ),
         (["rollout.weights.rolling_engines=2"], r"rolling_engines=2 without rolling=true, expected it, or 1"),
+        (
+            ["rollout.lend=true", "rollout.stream=null", "trainer.max_staleness=0"],
+            r"lend=true without a stream, .* expected stream: \{\}, or false",
+        ),
+        (["rollout.lend=true"], r"rollout\.lend=true with placement\.rollout on devices of its own alone, .* expected"),
+        (
+            [
+                "rollout.lend=true",
+                "placement.rollout=cpu:1-2",
+                "rollout.engine={memory_saver: true, release_weights: true}",
+                "rollout.weights.share=false",
+            ],
+            r"lend=true with rollout\.engine\.release_weights=true, .* expected one of them",
+        ),
         (["placement.rollout=cpu:0"], r"rollout\.stream with placement\.rollout and placement\.actor both on cpu:0"),
     ],
 )

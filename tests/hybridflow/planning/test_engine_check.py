@@ -30,6 +30,7 @@ from hybridflow.planning.engine_check import (
     hosts_of_engine,
 )
 from hybridflow.planning.model_check import check_model
+from hybridflow.planning.placement_check import check_apart, lent_engines
 from tests.support.tiny_families import CONFIGS
 
 DEMO = "launch/recipes/demo.yaml"
@@ -37,6 +38,10 @@ DEMO = "launch/recipes/demo.yaml"
 
 def a_recipe(*overrides: str) -> Recipe:
     return load_recipe(DEMO, overrides)
+
+
+LENT = {"actor": range(2), "reference": range(6, 8), "rollout": (1, 2, 4, 5, 7, 8)}
+APART = [Device(0, "cpu", slot) for slot in range(10, 16)]
 
 
 def refusal(call: Callable[[], Any]) -> str:
@@ -127,12 +132,25 @@ def test_engines_are_on_as_many_nodes_each(tp: int, nodes: tuple[int, ...], host
         assert line in refusal(lambda: check_engine_nodes(recipe, devices))
 
 
-def test_engines_over_several_nodes_do_not_get_weights_one_after_another() -> None:
-    rolling = ["rollout.stream={}", "rollout.weights.rolling=true", "trainer.max_staleness=1", "rollout.engine.tp=2"]
-    recipe = a_recipe(*rolling)
+@pytest.mark.parametrize("setting", ["rollout.weights.rolling", "rollout.lend"])
+def test_what_was_not_tried_with_engines_over_several_nodes_is_refused(setting: str) -> None:
+    recipe = a_recipe("rollout.stream={}", f"{setting}=true", "trainer.max_staleness=1", "rollout.engine.tp=2")
     check_engine_nodes(recipe, [Device(0, "cpu", index) for index in range(4)])
     line = refusal(lambda: check_engine_nodes(recipe, [Device(index, "cpu", 0) for index in range(4)]))
-    assert line.startswith("rollout.weights.rolling=true with engines over 2 nodes each, which was not tried; expected")
+    assert line.startswith(f"{setting}=true with engines over 2 nodes each, which was not tried; expected")
+
+
+def test_engines_with_a_device_of_a_model_are_lent() -> None:
+    devices = {role: [Device(0, "cpu", slot) for slot in slots] for role, slots in LENT.items()}
+    recipe = a_recipe("rollout.stream={}", "rollout.lend=true", "rollout.engine.tp=2", "algorithm.kl_coef=0.1")
+    assert lent_engines(recipe, devices) == (0, 2)  # of the actor, and of the reference
+    assert lent_engines(a_recipe("rollout.engine.tp=2", "algorithm.kl_coef=0.1"), devices) == ()
+    check_apart(recipe, devices)
+    assert "no model has a device to lend" in refusal(lambda: check_apart(recipe, devices | {"rollout": APART}))
+    line = refusal(lambda: check_apart(a_recipe("rollout.stream={}", "rollout.engine.tp=2"), devices))
+    assert "placement.actor both on cpu:1 of node 0" in line and line.endswith(
+        "or rollout.stream with rollout.lend=true"
+    )
 
 
 def test_evaluations_and_baselines_have_something_for_everyone() -> None:

@@ -21,7 +21,7 @@ from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.rewards.result import SampleScore
 from hybridflow.rollout.controller import start_controller
 from hybridflow.rollout.ledger import StreamLimits
-from hybridflow.rollout.stream import StepRows, StreamPlan
+from hybridflow.rollout.stream_types import StepRows, StreamPlan
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 SAMPLES, GROUPS, STEPS, TOKENS = 4, 4, 6, 250_000

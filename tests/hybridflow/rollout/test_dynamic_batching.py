@@ -14,7 +14,8 @@ from engine3d.engine_figures import EngineFigures
 from hybridflow.batch.stream_requests import StreamRequest
 from hybridflow.rollout.dynamic_batching import SWING, DynamicBatching, Report, RequestBounds, next_limit
 from hybridflow.rollout.ledger import StreamLimits
-from hybridflow.rollout.stream import RolloutStream, StreamPlan
+from hybridflow.rollout.stream import RolloutStream
+from hybridflow.rollout.stream_types import StreamPlan
 
 BOUNDS = RequestBounds(most=64, sequence_tokens=100, target=0.8)
 

@@ -17,7 +17,8 @@ from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.roles.rollout_stream import EngineStream
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.ledger import StreamLimits
-from hybridflow.rollout.stream import RolloutStream, StreamPlan
+from hybridflow.rollout.stream import RolloutStream
+from hybridflow.rollout.stream_types import StreamPlan
 from tests.support.tiny_rollout import TINY_ROLLOUT
 from tests.support.transfers import started
 

@@ -18,7 +18,8 @@ from engine3d.errors import EngineError
 from hybridflow.batch.stored_rows import Row
 from hybridflow.batch.stream_requests import Ended, StreamRequest
 from hybridflow.rollout.ledger import Queue, StreamLimits
-from hybridflow.rollout.stream import RolloutStream, StepRows, StreamPlan, StreamState
+from hybridflow.rollout.stream import RolloutStream
+from hybridflow.rollout.stream_types import StepRows, StreamPlan, StreamState
 
 SAMPLES = 2
 
@@ -58,18 +59,19 @@ class _Setup:
         slots: int = 4,
         seed: int = 0,
         scorers: Sequence[_Scorer] = (),
+        lent: tuple[int, ...] = (),
     ) -> None:
         self._scorers = scorers
         self.version = self.drawn = 0
         chance = random.Random(seed)
-        lengths: dict[tuple[int, int], int] = {}
+        self.lengths: dict[tuple[int, int], int] = {}
 
         def length(request: StreamRequest) -> int:
-            return lengths.setdefault((request.group, request.place), min(200, int(chance.paretovariate(1.2) * 5)))
+            return self.lengths.setdefault((request.group, request.place), min(200, int(chance.paretovariate(1.2) * 5)))
 
         self.engines = [_Named(slots, lambda n: 0.01 + 0.001 * n, length, lambda: self.version) for _ in range(engines)]
         self._numbers = itertools.count()
-        self.plan = StreamPlan(limits, SAMPLES, slots, engines)
+        self.plan = StreamPlan(limits, SAMPLES, slots, engines, lent=lent)
         self.stream = self.another()
 
     def another(self) -> RolloutStream:
@@ -87,7 +89,17 @@ class _Setup:
         self.drawn, self.version, self._numbers = drawn, version, itertools.count(drawn)
 
     async def step(self, train_s: float = 0.5) -> StepRows:
-        rows = await self.stream.take(self.version)
+        if not self.plan.lent:
+            rows = await self.stream.take(self.version)
+        else:
+            taking = asyncio.ensure_future(self.stream.take(self.version))
+            await asyncio.sleep(0)
+            if not taking.done():
+                self.stream.lend(self.plan.lent)
+                await asyncio.wait([taking])
+                await self.stream.withdraw(self.plan.lent)
+            rows = await taking
+            assert not any(self.stream._dispatcher.in_flight(engine)[0] for engine in self.plan.lent)
         await asyncio.sleep(train_s)
         self.version += 1
         self.stream.learned(self.version)
@@ -263,7 +275,17 @@ class _Rolling(_Setup):
         await submit(requests)
 
     async def step(self, train_s: float = 0.5) -> StepRows:
-        rows = await self.stream.take(self.version)
+        if not self.plan.lent:
+            rows = await self.stream.take(self.version)
+        else:
+            taking = asyncio.ensure_future(self.stream.take(self.version))
+            await asyncio.sleep(0)
+            if not taking.done():
+                self.stream.lend(self.plan.lent)
+                await asyncio.wait([taking])
+                await self.stream.withdraw(self.plan.lent)
+            rows = await taking
+            assert not any(self.stream._dispatcher.in_flight(engine)[0] for engine in self.plan.lent)
         await asyncio.sleep(train_s)
         self.version += 1
         transfer = asyncio.Lock()
@@ -543,3 +565,63 @@ def test_prompts_go_to_engines_that_have_room_as_responses_end() -> None:
 
     slow, fast = run(learn())[0]
     assert fast > 4 * slow
+
+
+@pytest.mark.parametrize("lent", [(1,), (0, 1)])
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_an_engine_that_is_lent_has_nothing_while_a_step_learns_and_what_it_had_goes_on(
+    staleness: int, lent: tuple[int, ...]
+) -> None:
+    async def learn() -> tuple[list[StepRows], _Setup]:
+        setup = _Setup(StreamLimits(4, staleness), lent=lent, slots=3)
+        setup.stream.open(0)
+        steps = [await setup.step(train_s=0.2) for _ in range(20)]
+        await asyncio.sleep(100)
+        return steps, setup
+
+    (steps, setup), _ = run(learn())
+    withdrawn = sum(rows.figures["stream/withdrawn_requests"] for rows in steps)
+    for rows in steps:
+        _check(rows, 4, staleness)
+        assert 0 <= rows.figures["stream/engines_busy_share"] <= 1
+    groups = {each.group.number for rows in steps for each in rows.groups}
+    assert len(groups) == 80
+    samples = [end.sample for rows in steps for each in rows.groups for end in each.ends]
+    assert len(set(samples)) == len(samples)
+    assert all(setup.engines[engine].busy_s > 0 for engine in lent)
+    if not staleness:
+        assert withdrawn == 0  # nothing is under way once a step has its groups
+        return
+    assert withdrawn > 10
+    # What was withdrawn is not drawn again: all tokens are of responses that were learned from, or go on.
+    learned = sum(end.tokens for rows in steps for each in rows.groups for end in each.ends)
+    left = sum(length for (group, _), length in setup.lengths.items() if group not in groups)
+    assert learned <= sum(engine.tokens for engine in setup.engines) <= learned + left + withdrawn
+
+
+def test_what_was_withdrawn_and_waits_is_in_the_state() -> None:
+    async def learn() -> tuple[dict[int, int], list[StepRows]]:
+        setup = _Setup(StreamLimits(4, 2), lent=(0, 1), slots=3)
+        setup.stream.open(0)
+        for _ in range(6):
+            await setup.step()
+        state = pickle.loads(pickle.dumps(await setup.stream.state()))
+        has = {
+            group.first_sample + place: begun.content
+            for group in state.groups
+            for place, begun in group.begun.items()
+            if begun is not None
+        }
+        setup.stream.close()
+        setup.stream = setup.another()
+        setup.stream.restore(state)
+        setup.stream.open(setup.version)
+        return has, [await setup.step() for _ in range(5)]
+
+    (has, steps), _ = run(learn())
+    assert has and all(has.values())
+    ended = {end.sample: end for rows in steps for each in rows.groups for end in each.ends}
+    assert set(has) & set(ended)
+    assert all(ended[sample].tokens >= tokens for sample, tokens in has.items() if sample in ended)
+    for rows in steps:
+        _check(rows, 4, 2)

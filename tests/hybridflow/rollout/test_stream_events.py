@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.virtual_clock import run
 from hybridflow.rollout.ledger import Group, StreamLimits
-from hybridflow.rollout.stream import StepRows
 from hybridflow.rollout.stream_events import StreamEvents
+from hybridflow.rollout.stream_types import StepRows
 from tests.hybridflow.rollout.test_stream import SAMPLES, _Setup
 
 

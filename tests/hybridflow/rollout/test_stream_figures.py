@@ -11,7 +11,8 @@ from benchmarks.virtual_clock import run
 from engine3d.engine_figures import EngineFigures
 from hybridflow.batch.stream_requests import Begun, Ended, SampleEnd, StreamRequest
 from hybridflow.rollout.ledger import StreamLimits
-from hybridflow.rollout.stream import RolloutStream, StreamPlan
+from hybridflow.rollout.stream import RolloutStream
+from hybridflow.rollout.stream_types import StreamPlan
 
 
 class _Scripted:

@@ -1,0 +1,96 @@
+"""What a stream of rollouts is to make, what it gives to a step, and what it is over a restart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridflow.batch.stored_rows import Row
+from hybridflow.batch.stream_requests import Begun, SampleEnd
+from hybridflow.rollout.dynamic_batching import RequestBounds
+from hybridflow.rollout.ledger import Group, StreamLimits, Taken
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """What a stream is to make.
+
+    Args:
+        limits: of its groups.
+        samples_per_prompt: responses in a group.
+        requests_per_engine: most that are in flight at each engine.
+        engines: how many there are.
+        bounds: of the requests in flight at each engine, where they follow the room in its cache; as many as there may
+            be are in flight if None.
+        lent: engines that take requests only from `lend` to `withdraw`.
+    """
+
+    limits: StreamLimits
+    samples_per_prompt: int
+    requests_per_engine: int
+    engines: int
+    bounds: RequestBounds | None = None
+    lent: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class GroupRows:
+    """A whole group: the end of each sample in order, where it lies, and its score if there are any."""
+
+    group: Group
+    ends: tuple[SampleEnd, ...]
+    rows: tuple[Row, ...]
+    scores: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """What a step learns from.
+
+    Args:
+        groups: in the order of their draws.
+        taken: what the ledger says of them.
+        figures: of the stream since the last step, by metric name.
+        busy: engine, begin and end of the times in which one had requests in flight, by the stream's clock.
+        events: what was decided since the last step, in order; see `StreamEvents`.
+    """
+
+    groups: tuple[GroupRows, ...]
+    taken: Taken
+    figures: dict[str, float]
+    busy: tuple[tuple[int, float, float], ...] = ()
+    events: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """A group under way, or whole.
+
+    Args:
+        number: of its draw.
+        first_sample: id of its first sample; the others follow.
+        ended: what has ended, and where it lies.
+        begun: what each other sample has, by its place in the group; None of one that has nothing.
+        scores: of the samples that have ended and were scored, by place in the group.
+    """
+
+    number: int
+    first_sample: int
+    ended: tuple[tuple[SampleEnd, Row], ...]
+    begun: dict[int, Begun | None]
+    scores: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """All that is under way.
+
+    Args:
+        ledger: `Ledger.state()`.
+        samples_drawn: ids of samples that were given out.
+        groups: under way or whole.
+    """
+
+    ledger: dict[str, Any]
+    samples_drawn: int
+    groups: tuple[GroupState, ...]

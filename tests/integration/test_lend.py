@@ -1,0 +1,56 @@
+"""A run whose trainer lends a device to an engine while it waits: what that engine had goes on at the other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support.runs import ROOT, records, rewarded_by_length, run_recipe
+
+RECIPE = str(ROOT / "launch/recipes/stream-lend.yaml")
+STEPS, GROUPS, SAMPLES, TOKENS = 5, 8, 4, 48
+SETTINGS = [
+    f"trainer.steps={STEPS}",
+    "trainer.eval_interval=2",
+    "trainer.export=false",
+    f"rollout.sampling.max_new_tokens={TOKENS}",
+    "rollout.sampling.ignore_eos=true",
+    "rollout.engine.max_running_requests=3",  # so that some are under way whenever a step has its groups
+    "rollout.engine.memory_saver=true",  # the engine that is lent gives its cache back, and the other must not
+    "rollout.verify_weights=true",
+]
+
+
+@pytest.mark.processes
+@pytest.mark.long
+@pytest.mark.parametrize("more", [[], ["rollout.weights.rolling=true", "rollout.stream.on_new_weights=wait"]])
+def test_a_device_of_the_actor_generates_while_it_waits(tmp_path: Path, more: list[str]) -> None:
+    done = run_recipe(RECIPE, tmp_path, *SETTINGS, *more, rewarded_by_length(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "rollout.lend: engines 0 of 2 generate while a step waits" in done.stdout
+    run = tmp_path / "small"
+    train = records(run, "train")
+    assert [record["step"] for record in train] == list(range(1, STEPS + 1))
+    assert sum(record["stream/withdrawn_requests"] for record in train) > 0
+    lent = [record for record in train if record["stream/lent_ms"] > 0]
+    assert len(lent) >= 2 and all(record["stream/lend_ms"] > 0 < record["stream/withdraw_ms"] for record in lent)
+    assert all(0 <= record["stream/engines_busy_share"] <= 1 for record in train)
+
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    withdrawn = [sample for each in events if each["event"] == "withdrawn" for sample in each["samples"]]
+    assert {engine for each in events if each["event"] == "lent" for engine in each["engines"]} == {0}
+    assert {engine for each in events if each["event"] == "withdrawn" for engine in each["engines"]} == {0}
+    assert withdrawn
+
+    tables = [pq.read_table(path).to_pydict() for path in sorted((run / "samples").iterdir())]
+    learned = [sample for table in tables for sample in table["sample_id"]]
+    assert len(learned) == len(set(learned)) == STEPS * GROUPS * SAMPLES
+    groups = {group for table in tables for group in table["group_id"]}
+    assert len(groups) == STEPS * GROUPS
+    # Each engine has drawn some, and what was withdrawn is among what was learned from, whole.
+    assert {engine for table in tables for engine in table["engine"]} == {0, 1}
+    assert set(withdrawn) & set(learned)
+    assert {len(tokens) for table in tables for tokens in table["response_tokens"]} == {TOKENS}
