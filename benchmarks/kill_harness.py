@@ -48,6 +48,8 @@ STREAM = (
     "rollout.engine.max_running_requests=3",
 )
 """The same as a stream of two engines: of responses of 24 tokens some are under way whenever weights change."""
+LEND = ("placement.actor=cpu:0-1", "placement.rollout=cpu:1-2", "rollout.lend=true", "rollout.lend_after_s=0")
+"""Of the two engines one is on a slot of the actor, which lends it while it waits."""
 _MARK = "HYBRIDFLOW_KILL_HARNESS"
 _EXIT_LIMIT_S = 180.0
 _GONE_LIMIT_S = 60.0

@@ -1,12 +1,12 @@
 """Kills runs at random moments and compares what they become with a run that was left alone.
 
     python benchmarks/kill_resume.py --kills 50 --directory runs/kills
-    python benchmarks/kill_resume.py --kills 30 --directory runs/kills --stream
+    python benchmarks/kill_resume.py --kills 30 --directory runs/kills --stream [--lend]
 
 A run is killed again and again, each time resumed with resume=auto, until it has come to its end; then the next one
 begins, until there were as many kills as wanted. Prints a table, and last one JSON object. With `--stream` rollouts
 come beside training, so what a step learns from depends on the moment and no two runs are the same: then every draw of
-a prompt is accounted for, and every prompt of an epoch.
+a prompt is accounted for, and every prompt of an epoch. With `--lend` one of the engines is on a slot of the actor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.kill_harness import RECIPE, STREAM, KilledRun, account, compare, draw
+from benchmarks.kill_harness import LEND, RECIPE, STREAM, KilledRun, account, compare, draw
 from benchmarks.reshard_plan import versions
 
 _STEPS, _STREAM_STEPS = 8, 10
@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0, help="of what is killed when")
     parser.add_argument("--stream", action="store_true", help="rollouts as a stream")
+    parser.add_argument("--lend", action="store_true", help="with --stream: the trainer lends an engine its slot")
     parser.add_argument("--directory", type=Path, default=Path("runs/kills"), help="to be made")
     options = parser.parse_args()
     directory = options.directory.absolute()
@@ -42,17 +43,22 @@ def main() -> int:
         parser.error(f"--directory: {directory} exists already, expected a new directory")
     generator = random.Random(options.seed)
     random.seed(options.seed)
+    if options.lend and not options.stream:
+        parser.error("--lend without --stream, expected both")
     recipe, steps = (STREAM, _STREAM_STEPS) if options.stream else (RECIPE, _STEPS)
-    reference = KilledRun(directory / "reference", recipe)
+    recipe = (*recipe, *LEND) if options.lend else recipe
     started = time.monotonic()
-    outcome = reference.run()
-    if outcome.exit_code:
-        print(reference.output[-3000:], file=sys.stderr)
-        return 1
-    print(f"uninterrupted run: {time.monotonic() - started:.0f} s", flush=True)
+    reference, left_over = None if options.stream else KilledRun(directory / "reference", recipe), 0
+    if reference is not None:
+        outcome = reference.run()
+        left_over = len(outcome.left_over)
+        if outcome.exit_code:
+            print(reference.output[-3000:], file=sys.stderr)
+            return 1
+        print(f"uninterrupted run: {time.monotonic() - started:.0f} s", flush=True)
     print("kill  run  target      phase    step  exit  ended_s  left_over", flush=True)
 
-    totals = {"kills": 0, "runs": 0, "lost": 0, "duplicated": 0, "left_over": len(outcome.left_over)}
+    totals = {"kills": 0, "runs": 0, "lost": 0, "duplicated": 0, "left_over": left_over}
     totals |= {"of_several_versions": 0} if options.stream else {"identical": 0}
     while totals["kills"] < options.kills:
         run = KilledRun(directory / f"run-{totals['runs']}", recipe)
@@ -74,7 +80,7 @@ def main() -> int:
         if outcome.exit_code:
             print(run.output[-3000:], file=sys.stderr)
             return 1
-        if options.stream:
+        if reference is None:
             stock = account(run, steps=steps, groups=_GROUPS, samples=_SAMPLES, prompts=_PROMPTS)
             right, wrong = not (stock.lost or stock.duplicated), (stock.lost, stock.duplicated)
             totals["of_several_versions"] += stock.of_several_versions
@@ -90,7 +96,8 @@ def main() -> int:
         print(f"run {totals['runs'] - 1}: {kills} kills, {verdict}{left}", flush=True)
         if right:
             shutil.rmtree(run.directory)
-    shutil.rmtree(reference.directory)
+    if reference is not None:
+        shutil.rmtree(reference.directory)
     print(json.dumps(totals | {"seconds": round(time.monotonic() - started), "versions": versions()}))
     whole = totals.get("identical", totals["kills"]) == totals["kills"]
     whole = whole and not (totals["lost"] or totals["duplicated"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from benchmarks.controller_load import measure_controller
 from benchmarks.response_lengths import LONGEST, PUBLISHED, Lengths
 from benchmarks.rollout_stream import cases, main, transfers
-from benchmarks.stream_load import Workload, measure_batch, measure_stream
+from benchmarks.stream_load import Lending, Workload, measure_batch, measure_stream
 from hybridflow.rollout.ledger import StreamLimits
 
 _SMALL = Workload(engines=4, slots=16, groups=16, samples=4, warm_up=3, steps=8)
@@ -66,6 +67,21 @@ def test_rolling_transfers_keep_engines_at_work_and_samples_as_fresh(staleness: 
     assert found["go on, rolling, 1"].sync_s == pytest.approx(4 * 0.5)
     assert found["go on, rolling, 2"].sync_s == pytest.approx(2 * 0.5)
     assert found["wait, rolling, 1"].tokens_per_s > found["wait, all at once"].tokens_per_s
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_engines_that_are_lent_make_steps_shorter(staleness: int) -> None:
+    limits = StreamLimits(_SMALL.groups, staleness)
+    full = replace(_SMALL, engines=2, slots=4, steps=24)  # so that steps wait for engines, and not for the longest response
+    more = replace(full, engines=4)
+    alone = measure_stream(full, 5.0, limits)
+    lent = measure_stream(more, 5.0, limits, lending=Lending(2, after_s=0.1, turn_s=0.1))
+    groups = [number for step in lent.learned for number in step.groups]
+    assert len(set(groups)) == len(groups) == 27 * full.groups
+    assert max(each for step in lent.learned for each in step.staleness) <= staleness
+    assert lent.tokens_per_s > 1.15 * alone.tokens_per_s
+    assert (lent.withdrawn > 0) == (staleness > 0) and alone.withdrawn == 0
+    assert abs(lent.given_up) < 0.02  # what was withdrawn went on with what it had
 
 
 def test_the_same_seed_gives_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
