@@ -4,9 +4,9 @@
 
 Waits until its standard input closes, which the death of the process at the other end does too. Then it kills every
 process that belongs to the run, removes DIRECTORY and its lock, and runs the PROGRAMs, which remove what those
-processes have left. To the run belongs who has MARKER (`NAME=value`) in its environment, who has a file or socket in
-DIRECTORY open (a process that sets its title overwrites what others can see of its environment), and who is in the
-process group of one of these.
+processes have left. To the run belongs who has MARKER (`NAME=value`) in its environment, who has a file in DIRECTORY
+open for writing (a process that sets its title overwrites what others can see of its environment; one that only looks
+at the files is somebody else's), and who is in the process group of one of these.
 
 Until then it reads lines. `PID NAME` tells of a process by whose death Ray may end the one at the other end before that
 has said why; it is said here then, unless the line `end` has come before, and kept in the directory that `directory
@@ -73,8 +73,17 @@ def _shows(thread: Path, marker: str, directory: str) -> bool:
     with contextlib.suppress(OSError):
         for descriptor in (thread / "fd").iterdir():
             with contextlib.suppress(OSError):  # closed meanwhile
-                if str(descriptor.readlink()).startswith(f"{directory}/"):
+                if str(descriptor.readlink()).startswith(f"{directory}/") and _writes(thread, descriptor.name):
                     return True
+    return False
+
+
+def _writes(thread: Path, descriptor: str) -> bool:
+    """Whether a descriptor was opened for writing."""
+    for line in (thread / "fdinfo" / descriptor).read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "flags":
+            return int(value, 8) & os.O_ACCMODE != os.O_RDONLY
     return False
 
 

@@ -47,6 +47,25 @@ def test_a_process_has_ended_when_all_its_threads_have(tmp_path: Path) -> None:
     assert _has_ended(process.pid)
 
 
+@pytest.mark.parametrize("looks", ["reads a log", "lists a directory"])
+def test_who_only_looks_at_the_files_of_a_run_is_not_of_it(looks: str, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs/raylet.out"
+    log.write_text("started")
+    seen = log if looks == "reads a log" else log.parent
+    script = f"import os; os.open({str(seen)!r}, os.O_RDONLY); print('open', flush=True); input()"
+    looking = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with log.open("a") as written:
+        writing = subprocess.Popen(["sleep", "60"], stdout=written, start_new_session=True)
+    try:
+        assert looking.stdout is not None and looking.stdout.readline() == b"open\n"
+        assert run_processes("no=marker", str(tmp_path)) == [writing.pid]
+    finally:
+        for process in (looking, writing):
+            process.kill()
+            process.wait(10)
+
+
 def test_what_asks_all_processes_of_a_job_to_end_does_not_end_it(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
