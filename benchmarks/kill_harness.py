@@ -19,7 +19,7 @@ import psutil
 import pyarrow.parquet as pq
 
 ROOT = Path(__file__).resolve().parents[1]
-Target = Literal["driver", "trainer", "rollout", "everything"]
+Target = Literal["driver", "trainer", "rollout", "engine", "everything"]
 TARGETS: tuple[Target, ...] = ("driver", "trainer", "rollout", "everything")
 PHASES = ("start", "load", "warmup", "rollout", "reward", "infer", "update", "sync", "eval", "save")
 RECIPE = (
@@ -60,7 +60,8 @@ class Kill:
     """What is killed when.
 
     Args:
-        target: the driver, one of the actor's ranks, one of the rollout engine's processes, or all processes at once.
+        target: the driver, one of the actor's ranks, one of the rollout engine's processes with its rank or without, or
+            all processes at once.
         phase: of `phase.json`; the kill comes in it, or as soon as it is over.
         step: in which the phase is awaited, or a later one.
         delay_s: from the beginning of the phase.
@@ -171,7 +172,7 @@ class KilledRun:
         everything = self.processes()
         if target == "everything":
             return everything
-        logs = ("actor-",) if target == "trainer" else ("rollout-", "sglang-")
+        logs = {"trainer": ("actor-",), "rollout": ("rollout-", "sglang-"), "engine": ("sglang-",)}[target]
         found = [process for process in everything if _log_of(process).startswith(logs)]
         return [random.choice(found)] if found else []
 

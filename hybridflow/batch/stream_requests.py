@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine3d.engine_figures import EngineFigures
+from engine3d.errors import EngineError
+
+
+class EngineLostError(EngineError):
+    """An engine failed in a way after which it can be started again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,10 @@ class Ended:
 
 
 class StreamEngine(Protocol):
-    """An engine as the controller sees it. Each call raises what the engine failed of."""
+    """An engine as the controller sees it.
+
+    Each call raises what the engine failed of: EngineLostError where it can be started again.
+    """
 
     async def submit(self, requests: Sequence[StreamRequest]) -> None:
         """Begin responses."""

@@ -27,6 +27,9 @@ class StreamConfig(Settings):
     cache_target: float = Field(0.85, gt=0, le=1)
     """With `dynamic_batching`: share of a KV cache that is to be in use. With more of it tokens come faster, and more
     requests are taken back to be computed again."""
+    engine_restarts: int = Field(0, ge=0, le=10_000)
+    """How many engines that die, or come no further, are started again in a run, while the others go on with what they
+    had; the next one ends the run."""
     left_over: Literal["drop", "carry"] = "drop"
     """What becomes of the groups that a step did not take of those that `rollout.over_sampling` began: they are aborted
     and their prompts drawn again, or they go on, for a later step."""

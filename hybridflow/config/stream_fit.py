@@ -44,6 +44,11 @@ def stream_misfits(algorithm: AlgorithmSettings, trainer: TrainerConfig, rollout
             "rollout.lend=true with rollout.engine.release_weights=true, whose memory goes and comes back for all "
             "engines at once; expected one of them"
         )
+    if rollout.lend and stream.engine_restarts:
+        yield (
+            f"rollout.lend=true with rollout.stream.engine_restarts={stream.engine_restarts}, which was not tried: an "
+            "engine may be lost while a model has its device; expected one of them"
+        )
     if rollout.weights.rolling and rollout.engine.release_weights:
         yield (
             "rollout.weights.rolling=true with rollout.engine.release_weights=true, whose memory goes and comes back "

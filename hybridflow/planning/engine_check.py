@@ -42,6 +42,12 @@ def check_engine_nodes(recipe: Recipe, devices: Sequence[Device]) -> None:
             f"rollout.lend=true with engines over {hosts} nodes each, which was not tried; expected false, or engines "
             "that each fit on a node"
         )
+    stream = recipe.rollout.stream
+    if stream is not None and stream.engine_restarts and hosts > 1:
+        raise UserError(
+            f"rollout.stream.engine_restarts={stream.engine_restarts} with engines over {hosts} nodes each, which was "
+            "not tried; expected 0, or engines that each fit on a node"
+        )
     if recipe.rollout.weights.rolling and hosts > 1:
         raise UserError(
             f"rollout.weights.rolling=true with engines over {hosts} nodes each, which was not tried; expected false, "

@@ -74,6 +74,8 @@ class ValueGroup(ModelGroup):
 class _TransferCalls(Caller):
     """What a transfer of weights asks of engines."""
 
+    share_weights = RolloutWorker.share_weights
+    connect_weights = RolloutWorker.connect_weights
     begin_weights = RolloutWorker.begin_weights
     receive_weights = RolloutWorker.receive_weights
     seal_weights = RolloutWorker.seal_weights
@@ -91,8 +93,6 @@ class RolloutGroup(_TransferCalls, WorkerGroup):
     take_back = RolloutWorker.take_back
     take_turn = RolloutWorker.take_turn
     take_offload_figures = RolloutWorker.take_offload_figures
-    share_weights = RolloutWorker.share_weights
-    connect_weights = RolloutWorker.connect_weights
 
     def engines(self, numbers: Sequence[int]) -> EngineCalls:
         """Some of the engines, by their numbers in order."""
@@ -102,6 +102,8 @@ class RolloutGroup(_TransferCalls, WorkerGroup):
 
 class EngineCalls(_TransferCalls, SomeRanks):
     """Some of the engines of a group."""
+
+    restart = RolloutWorker.restart
 
 
 class FunctionRewardGroup(WorkerGroup):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Concatenate, cast
 
 from engine3d.engine_figures import EngineFigures
-from engine3d.errors import UserError
+from engine3d.errors import EngineError, UserError
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Place
 from engine3d.reshard.plan.coordinate import ReceiveOrder
@@ -74,6 +74,7 @@ class RolloutWorker:
         weight_sources: for every rank of every engine, where the actor's rank on its device says where its weights
             lie, if the engine is to share them.
         keeps_memory: numbers of the engines that compute beside models, and so give no memory back.
+        restarts: whether an engine that is lost is started again, and so `begin_weights` says so and does not fail.
     """
 
     threads_beside = 4
@@ -88,7 +89,9 @@ class RolloutWorker:
         places: Sequence[Place],
         weight_sources: Sequence[Path | None],
         keeps_memory: Sequence[int] = (),
+        restarts: bool = False,
     ) -> None:
+        self._restarts = restarts
         log_path = context.log_path.with_name(f"sglang-{context.rank}.log") if context.log_path else None
         number = context.coordinates.dp
         ranks = slice(number * config.tp, (number + 1) * config.tp)
@@ -100,8 +103,9 @@ class RolloutWorker:
         part = EnginePart(context.coordinates.tp, context.layout.tp, context.store)
         self._calls = PartCalls(part, config.start_timeout_s)
         given = config, context.devices, log_path, weight_sources[ranks]
+        self._make_engine = functools.partial(RolloutEngine, directory, *given, part=part)
         self._part: RolloutEngine | EngineMember = (
-            EngineMember(directory, *given, part=part) if part.index else RolloutEngine(directory, *given, part=part)
+            EngineMember(directory, *given, part=part) if part.index else self._make_engine()
         )
 
     @property
@@ -132,6 +136,17 @@ class RolloutWorker:
     @register(ONE_TO_ALL)
     def start(self) -> None:
         """Start the engine and wait until it can generate."""
+        self._part.start()
+
+    @register(ONE_TO_ALL, timeout_s=_LONGEST_ROLLOUT_S)
+    def restart(self) -> None:
+        """Start another engine in the place of one that has died or comes no further; it has no weights to serve yet.
+
+        Raises EngineError after the engine's own limits.
+        """
+        self._part.shutdown()
+        self._stream = self._paused_since = None
+        self._part = self._make_engine()
         self._part.start()
 
     @register(THREE_D_PROTO, exclusive=True, timeout_s=_LONGEST_ROLLOUT_S)
@@ -205,16 +220,24 @@ class RolloutWorker:
         self._engine.call_ranks("connection for weights", "connect", self._limit_s or None, orders=orders)
 
     @register(ONE_TO_ALL)
-    @on_first_host(None)
-    def begin_weights(self, version: int, *, under_way: UnderWay = "wait") -> None:
+    @on_first_host(cast("str | None", None))
+    def begin_weights(self, version: int, *, under_way: UnderWay = "wait") -> str | None:
         """Let no generation begin until `version` is committed; wait for those that run.
 
         `under_way`: what becomes of the responses of a stream.
+
+        Returns what the engine failed of, where it can be started again; None if all is well.
         """
         began = time.time()
-        self._engine.begin_weights(version, under_way=under_way)
+        try:
+            self._engine.begin_weights(version, under_way=under_way)
+        except EngineError as error:
+            if not self._restarts:
+                raise
+            return str(error)
         if self._paused_since is None:  # with "wait" it generated meanwhile
             self._paused_since = time.time() if under_way == "wait" else began
+        return None
 
     @register(ONE_TO_ALL)
     @on_first_host(list[dict[Transport, Sent]]())

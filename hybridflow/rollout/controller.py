@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from engine3d.engine_figures import EngineFigures
 from engine3d.errors import EngineError, UserError
 from hybridflow.batch.stored_rows import Row, StoredRows
-from hybridflow.batch.stream_requests import Begun, Ended, StreamRequest
+from hybridflow.batch.stream_requests import Begun, Ended, EngineLostError, StreamRequest
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.sampler import PromptSampler
 from hybridflow.errors.rank_failure import Failure
@@ -36,10 +36,11 @@ class _RemoteRank:
         name: of it in errors.
         actor: of the rank.
         threads: Ray's name of the threads that take calls beside those of the group.
+        failed: raised where the worker failed of something that the user cannot put right.
     """
 
-    def __init__(self, name: str, actor: Any, threads: str) -> None:
-        self._name, self._actor, self._threads = name, actor, threads
+    def __init__(self, name: str, actor: Any, threads: str, failed: type[EngineError] = EngineError) -> None:
+        self._name, self._actor, self._threads, self._failed = name, actor, threads, failed
 
     async def call(self, method: str, results: int, *arguments: Any, what: str = "") -> Any:
         """What a method returns; of several results only the first, and references to others."""
@@ -50,8 +51,8 @@ class _RemoteRank:
             value = await first
         except RayError as error:
             raise EngineError(f"{self._name}, {what or method}: {' '.join(str(error).split())}") from None
-        if isinstance(value, Failure):
-            kind = UserError if value.user_error else EngineError
+        if isinstance(value, Failure):  # the rank is there, and says what its worker failed of
+            kind = UserError if value.user_error else self._failed
             raise kind(f"{value.role} rank {value.rank}, {value.method}: {value.error}")
         return (value, *others) if results > 1 else value
 
@@ -83,7 +84,7 @@ class RemoteEngine:
     """
 
     def __init__(self, number: int, actor: Any, node: str, threads: str) -> None:
-        self._rank = _RemoteRank(f"rollout rank of engine {number}", actor, threads)
+        self._rank = _RemoteRank(f"rollout rank of engine {number}", actor, threads, EngineLostError)
         self._node = node
 
     async def submit(self, requests: Sequence[StreamRequest]) -> None:
@@ -169,6 +170,18 @@ class RolloutController:
     async def serve(self, engines: Sequence[int], version: int) -> None:
         """These engines serve this version."""
         self._stream.serve(engines, version)
+
+    async def take_lost(self) -> dict[int, str]:
+        """The engines that were lost since the last call, and why."""
+        return self._stream.take_lost()
+
+    async def lose(self, engine: int, cause: str) -> None:
+        """An engine is gone. Raises EngineError where it may not be started again."""
+        self._stream.lose(engine, cause)
+
+    async def gain(self, engine: int, version: int, figures: EngineFigures) -> None:
+        """An engine that was lost was started again, and serves `version`. `figures`: of it."""
+        self._stream.gain(engine, version, figures)
 
     async def lend(self, engines: Sequence[int]) -> None:
         """These engines take requests, on devices of the trainer, until `withdraw`."""

@@ -103,13 +103,17 @@ class Dispatcher:
 
     def samples(self, engine: int) -> tuple[int, ...]:
         """Those in flight at an engine."""
-        found = self._engines[engine]
+        found = self._engines.get(engine)
         return tuple(sample for sample, (each, _, _) in self._in_flight.items() if each is found)
 
     def in_flight(self, engine: int) -> tuple[int, float]:
-        """Requests at an engine, and tokens that they are expected to have in all."""
-        found = self._engines[engine]
-        return found.requests, found.tokens
+        """Requests at an engine, and tokens that they are expected to have in all; none at one that was lost."""
+        found = self._engines.get(engine)
+        return (found.requests, found.tokens) if found is not None else (0, 0.0)
+
+    def has(self, engine: int) -> bool:
+        """Whether an engine was not lost."""
+        return engine in self._engines
 
     def add(self, *asked: Asked, first: bool = False) -> None:
         """Requests to send, behind those that wait, or before them."""
@@ -170,13 +174,15 @@ class Dispatcher:
 
     def change(self, engine: int) -> None:
         """Send nothing to an engine until `serve`; what is in flight there is not touched."""
-        self._engines[engine].changes = True
+        if engine in self._engines:
+            self._engines[engine].changes = True
 
     def serve(self, engine: int, version: int) -> None:
-        """An engine serves this version of the weights from here on."""
-        found = self._engines[engine]
-        found.version, found.changes = version, False
-        self._push(found)
+        """An engine serves this version of the weights from here on; one that was lost does not."""
+        found = self._engines.get(engine)
+        if found is not None:
+            found.version, found.changes = version, False
+            self._push(found)
 
     def serve_all(self, version: int) -> None:
         """All engines serve this version."""

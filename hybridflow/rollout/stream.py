@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine3d.engine_figures import EngineFigures
 from engine3d.errors import EngineError
 from hybridflow.batch.stored_rows import Row
-from hybridflow.batch.stream_requests import Begun, SampleEnd, StreamEngine, StreamRequest
+from hybridflow.batch.stream_requests import Begun, Ended, EngineLostError, SampleEnd, StreamEngine, StreamRequest
 from hybridflow.metrics import names as metrics
 from hybridflow.rollout.dispatch import Asked, Dispatcher
 from hybridflow.rollout.dynamic_batching import DynamicBatching
@@ -97,6 +98,11 @@ class RolloutStream:
         self._failure: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._open = False
+        self._restarts_left = plan.restarts
+        self._lost: dict[int, str] = {}
+        """Engines that the driver was not told of yet, and why."""
+        self._lives = [0] * len(engines)
+        """How often each engine was lost: what comes of one that was is not of the one that is there."""
         self._scoring = ScoringQueue(scorers, self._scored, self._spawn)
         self.figures = StreamFigures(len(engines), clock)
         self.events = StreamEvents()
@@ -113,12 +119,16 @@ class RolloutStream:
         self._open = True
         self._dispatcher.serve_all(version)
         for number, each in enumerate(figures):
-            self.figures.begin(number, each)
-            if self._batching is not None:
-                self._dispatcher.limit(number, self._batching.begin(number, each))
+            self._begin_figures(number, each)
         for number in range(len(self._engines)):
             self._spawn(self._collect(number))
         self._feed()
+
+    def _begin_figures(self, number: int, figures: EngineFigures) -> None:
+        """How an engine is to which nothing was sent yet."""
+        self.figures.begin(number, figures)
+        if self._batching is not None:
+            self._dispatcher.limit(number, self._batching.begin(number, figures))
 
     async def take(self, version: int) -> StepRows:
         """The groups of the step from `version`; waits for them.
@@ -187,6 +197,63 @@ class RolloutStream:
             self.events.serves(number, version)
         self._feed()
 
+    # Engines that are started again
+
+    def take_lost(self) -> dict[int, str]:
+        """The engines that were lost since the last call, and why; `gain` tells of one that was started again."""
+        found, self._lost = self._lost, {}
+        return found
+
+    def lose(self, number: int, cause: str) -> None:
+        """An engine is gone, as somebody else has seen. Raises EngineError where it may not be started again."""
+        with self._losing(number):
+            raise EngineLostError(f"rollout engine {number}: {cause}")
+
+    def gain(self, number: int, version: int, figures: EngineFigures | None = None) -> None:
+        """An engine that was lost is there again, with nothing in flight, and serves this version."""
+        self._dispatcher.gain(number, self._plan.requests_per_engine)
+        self._dispatcher.serve(number, version)
+        self.events.serves(number, version)
+        if figures is not None:
+            self._begin_figures(number, figures)
+        self._spawn(self._collect(number))
+        self._feed()
+
+    @contextmanager
+    def _losing(self, number: int) -> Iterator[None]:
+        """An engine that is lost in the block is left out from there on, if it may be started again."""
+        life = self._lives[number]
+        try:
+            yield
+        except EngineLostError as error:
+            if life != self._lives[number] or not self._dispatcher.has(number):
+                return  # known already, by another of its calls
+            if not self._restarts_left:
+                raise
+            self._restarts_left -= 1
+            self._lose(number, str(error))
+
+    def _lose(self, number: int, cause: str) -> None:
+        """Have what was in flight at an engine go on elsewhere."""
+        self._lost[number] = cause
+        self._lives[number] += 1
+        self.figures.count("lost_engines")
+        self.figures.lose(number)
+        if number in self._busy_since:
+            self._busy.append((number, self._busy_since.pop(number), self._clock()))
+        again = []
+        for asked in reversed(self._dispatcher.lose(number)):
+            begun = self._withdrawn.pop(asked.sample, None)
+            if asked.sample in self._given_up:
+                self._given_up.discard(asked.sample)
+                continue
+            request = self._requests[asked.sample]
+            self._requests[asked.sample] = replace(request, begun=begun or request.begun)
+            self._dispatcher.add(asked, first=True)
+            again.append(asked.sample)
+        self.events.lost(number, cause, again)
+        self._feed()
+
     # Engines on devices of the trainer
 
     def lend(self, engines: Iterable[int]) -> None:
@@ -215,6 +282,10 @@ class RolloutStream:
 
     async def _withdraw_from(self, number: int) -> None:
         await asyncio.gather(*self._submitting.get(number, ()))  # what has not come cannot be aborted
+        with self._losing(number):
+            await self._abort_under_way(number)
+
+    async def _abort_under_way(self, number: int) -> None:
         begun = await self._engines[number].under_way()
         samples = [sample for sample in self._dispatcher.samples(number) if sample not in self._given_up]
         if not samples:
@@ -244,8 +315,10 @@ class RolloutStream:
     async def state(self) -> StreamState:
         """All that is under way, with what it has; the stream goes on meanwhile."""
         partial: dict[int, Begun] = {}
-        for engine in self._engines:
-            partial |= await engine.under_way()
+        for number, engine in enumerate(self._engines):
+            if self._dispatcher.has(number):
+                with self._losing(number):
+                    partial |= await engine.under_way()
         self._raise_failure()
         # What ended while engines were asked is known as ended.
         groups = [
@@ -298,17 +371,24 @@ class RolloutStream:
 
     async def _collect(self, number: int) -> None:
         """See what ends at an engine, for as long as the stream is open."""
-        while self._open:
-            ended = await self._engines[number].ended()
-            if ended.figures is not None:
-                self._told(number, ended.figures, ended.samples)
-            for place, end in enumerate(ended.samples):
-                self._ended(end, Row(ended.rows, place))
-            if ended.samples:
-                self._feed()
-                if number in self._busy_since and not self._dispatcher.in_flight(number)[0]:
-                    self._busy.append((number, self._busy_since.pop(number), self._clock()))
-                await self._wake()
+        life = self._lives[number]
+        with self._losing(number):
+            while self._open and life == self._lives[number]:
+                ended = await self._engines[number].ended()
+                if life == self._lives[number]:
+                    await self._take_in(number, ended)
+        await self._wake()
+
+    async def _take_in(self, number: int, ended: Ended) -> None:
+        if ended.figures is not None:
+            self._told(number, ended.figures, ended.samples)
+        for place, end in enumerate(ended.samples):
+            self._ended(end, Row(ended.rows, place))
+        if ended.samples:
+            self._feed()
+            if number in self._busy_since and not self._dispatcher.in_flight(number)[0]:
+                self._busy.append((number, self._busy_since.pop(number), self._clock()))
+            await self._wake()
 
     def _told(self, number: int, figures: EngineFigures, ended: Sequence[SampleEnd]) -> None:
         """An engine says how it is, and what has ended."""
@@ -391,10 +471,18 @@ class RolloutStream:
             self._busy_since.setdefault(engine, self._clock())
             self.events.sent(engine, self._dispatcher.version(engine), [request.sample for request in requests])
             submitting = self._submitting.setdefault(engine, set())
-            task = self._spawn(self._engines[engine].submit(requests))
+            task = self._spawn(self._submit(engine, requests))
             submitting.add(task)
             task.add_done_callback(submitting.discard)
         self.figures.look(self._dispatcher)
+
+    async def _submit(self, engine: int, requests: Sequence[StreamRequest]) -> None:
+        with self._losing(engine):
+            await self._engines[engine].submit(requests)
+
+    async def _abort(self, engine: int, samples: Sequence[int]) -> None:
+        with self._losing(engine):
+            await self._engines[engine].abort(samples)
 
     def _take_busy(self) -> tuple[tuple[int, float, float], ...]:
         """When engines had something to do since the last call."""
@@ -428,7 +516,7 @@ class RolloutStream:
             for engine, samples in self._dispatcher.forget(group.number).items():
                 self._given_up.update(samples)
                 self.events.given_up(engine, samples)
-                self._spawn(self._engines[engine].abort(samples))
+                self._spawn(self._abort(engine, samples))
 
     def _rows(self, group: Group) -> GroupRows:
         gathered = self._groups.pop(group.number)

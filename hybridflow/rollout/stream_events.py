@@ -30,6 +30,10 @@ class StreamEvents:
         """An engine serves this version from here on, where others may serve the one before."""
         self._add("serves", {"version": version}, engines=[engine])
 
+    def lost(self, engine: int, cause: str, samples: Sequence[int]) -> None:
+        """An engine is gone. `samples`: that it had, which go on elsewhere with what is known of them."""
+        self._add("lost_engine", {"engine": engine, "cause": cause}, samples=samples)
+
     def lent(self, engines: Sequence[int]) -> None:
         """These engines take requests, on devices of the trainer, which waits."""
         self._add("lent", engines=engines)

@@ -19,6 +19,7 @@ _COUNTED = {
     "carried": metrics.STREAM_CARRIED,
     "lost": metrics.STREAM_LOST,
     "withdrawn": metrics.STREAM_WITHDRAWN,
+    "lost_engines": metrics.STREAM_LOST_ENGINES,
 }
 _TOTALS = ("retracted", "batches", "batch_tokens", "prompt_tokens", "cached_tokens", "resent", "continued")
 """What engines count from their start on."""
@@ -48,7 +49,7 @@ class StreamFigures:
         self._batch_shares = self._queued_s = self._most_use = 0.0
 
     def count(self, what: str, number: int = 1) -> None:
-        """So many more groups were evicted, dropped, carried over or lost, or responses withdrawn."""
+        """So many more groups were evicted, dropped, carried over or lost, responses withdrawn, or engines lost."""
         self._counts[what] += number
 
     def ended(self, sample: int, tokens: int) -> None:
@@ -82,6 +83,12 @@ class StreamFigures:
         before = self._told.get(engine)
         self._queued += figures.queued - (before.queued if before is not None else 0)
         self._told[engine] = figures
+
+    def lose(self, engine: int) -> None:
+        """An engine is gone, with its queue."""
+        self._pass()
+        if (before := self._told.pop(engine, None)) is not None:
+            self._queued -= before.queued
 
     def told(self, engine: int, figures: EngineFigures) -> None:
         """An engine says how it is."""

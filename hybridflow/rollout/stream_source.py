@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import RayError
 
+from engine3d.engine_figures import EngineFigures
 from engine3d.errors import EngineError, UserError
 from engine3d.rollout.host.messages import Response
 from hybridflow.batch.sample_batch import SampleBatch
@@ -33,6 +34,7 @@ from hybridflow.rollout.prefetch import Rollout
 from hybridflow.rollout.stream_types import GroupState, StepRows, StreamPlan, StreamState
 
 _LOOK_S = 0.2
+_MEND_S = 1.0
 
 
 class Check(Protocol):
@@ -73,6 +75,14 @@ class Lending:
     engines: tuple[int, ...]
     after_s: float
     take_turn: Callable[[], object]
+
+
+class Restarts(Protocol):
+    """Starts engines again; see `EngineRestarts`."""
+
+    def begin(self, engine: int, cause: str) -> None: ...
+    def started(self, *, wait: bool = False) -> Sequence[int]: ...
+    def give_weights(self, engine: int, version: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -118,13 +128,22 @@ class StreamSource:
         engines: that serve the stream, once they were started.
         check: raises what an engine's rank died of, where that is known; with `ask` it finds out.
         lending: the engines that take requests only while a step waits, if there are any.
+        restarts: starts engines again that were lost; the first that is lost ends the run if None.
     """
 
     def __init__(
-        self, recipe: Recipe, prompts: Prompts, engines: EngineHandles, check: Check, lending: Lending | None = None
+        self,
+        recipe: Recipe,
+        prompts: Prompts,
+        engines: EngineHandles,
+        check: Check,
+        lending: Lending | None = None,
+        restarts: Restarts | None = None,
     ) -> None:
         self._recipe, self._prompts, self._check, self._engines = recipe, prompts, check, engines
-        self._lending = lending
+        self._lending, self._restarts = lending, restarts
+        stream = recipe.rollout.stream
+        assert stream is not None
         plan = StreamPlan(
             stream_limits(recipe),
             recipe.rollout.samples_per_prompt,
@@ -132,6 +151,7 @@ class StreamSource:
             len(engines.actors),
             self._bounds(),
             lending.engines if lending is not None else (),
+            stream.engine_restarts if restarts is not None else 0,
         )
         self._prompts_ref = ray.put(PackedPrompts.of(prompts.tokens))
         self._controller = start_controller(
@@ -157,13 +177,46 @@ class StreamSource:
     def open(self, version: int) -> None:
         """Begin, with engines that serve this version."""
         self._version = version
-        figures, table = [], self._recipe.rollout.sampling_table
-        for actor in self._engines.actors:
-            call = actor.call_beside.options(concurrency_group=self._engines.threads)
-            figures.append(self._get(call.remote("open_stream", 1, self._prompts_ref, table)))
+        figures = [self._open_engine(number) for number in range(len(self._engines.actors))]
         last = self._recipe.trainer.steps * self._recipe.trainer.prompts_per_step
         self._get(self._controller.open.remote(version, last, figures))
         self._open = True
+
+    def _open_engine(self, number: int) -> EngineFigures:
+        """Have an engine take requests. How it is."""
+        call = self._engines.actors[number].call_beside.options(concurrency_group=self._engines.threads)
+        table = self._recipe.rollout.sampling_table
+        figures: EngineFigures = self._get(call.remote("open_stream", 1, self._prompts_ref, table))
+        return figures
+
+    def notice_lost(self) -> None:
+        """Have engines started again that were lost; what they had goes on at others meanwhile."""
+        if self._restarts is not None and self._open:
+            for engine, cause in self._get(self._controller.take_lost.remote()).items():
+                self._restarts.begin(engine, cause)
+
+    def lose(self, engine: int, cause: str) -> None:
+        """An engine is gone: have it started again. Raises EngineError where none may be any more."""
+        if not self._open:
+            raise EngineError(f"rollout engine {engine}: {cause}")
+        self._get(self._controller.lose.remote(engine, cause))
+        self.notice_lost()
+
+    def mend(self, *, wait: bool = False) -> None:
+        """Have engines that were lost started again, and those that have started take requests.
+
+        Args:
+            wait: until none is lost.
+
+        Raises:
+            EngineError: one could not be started.
+        """
+        self.notice_lost()
+        if self._restarts is not None and self._open:
+            for engine in self._restarts.started(wait=wait):
+                self._restarts.give_weights(engine, self._version)
+                figures = self._open_engine(engine)
+                self._get(self._controller.gain.remote(engine, self._version, figures))
 
     def draw(self, count: int | None = None) -> Draw:
         """The prompts of the step's groups, once these are whole.
@@ -332,9 +385,13 @@ class StreamSource:
         """
         limits, began = self._recipe.limits, time.monotonic()
         end, quiet = began + limits.call_s, began + limits.quiet_s
+        mended = 0.0
         try:
             while not ray.wait([ref], timeout=_LOOK_S)[0]:
                 self._check()
+                if of_step and time.monotonic() > mended + _MEND_S:
+                    self.mend()
+                    mended = time.monotonic()
                 if of_step and time.monotonic() > quiet:
                     log.info(f"rollout: after {time.monotonic() - began:.0f} s the step {self._waiting_for()}")
                     quiet = time.monotonic() + limits.quiet_s

@@ -23,6 +23,7 @@ class StreamPlan:
         bounds: of the requests in flight at each engine, where they follow the room in its cache; as many as there may
             be are in flight if None.
         lent: engines that take requests only from `lend` to `withdraw`.
+        restarts: how often an engine may be lost, and started again.
     """
 
     limits: StreamLimits
@@ -31,6 +32,7 @@ class StreamPlan:
     engines: int
     bounds: RequestBounds | None = None
     lent: tuple[int, ...] = ()
+    restarts: int = 0
 
 
 @dataclass(frozen=True)

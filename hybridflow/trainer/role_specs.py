@@ -190,6 +190,7 @@ class _Specs:
                 "places": self._places["rollout"],
                 "weight_sources": [sources.get(device) for device in devices],
                 "keeps_memory": self._generate_throughout(layout.dp),
+                "restarts": recipe.rollout.stream is not None and recipe.rollout.stream.engine_restarts > 0,
             },
             start_s=engine.start_timeout_s + _MARGIN_S,
             call_s=recipe.limits.call_s,

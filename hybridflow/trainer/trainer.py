@@ -40,6 +40,7 @@ from hybridflow.rundir.lock import WEIGHTS, move_aside
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.closing import results
 from hybridflow.trainer.contract import Contract
+from hybridflow.trainer.engine_restarts import EngineRestarts
 from hybridflow.trainer.evaluation import evaluate
 from hybridflow.trainer.event_log import Event, EventLog
 from hybridflow.trainer.given_responses import GivenSource
@@ -165,8 +166,8 @@ class Trainer:
         sampler = PromptSampler(len(run.train), recipe.order_seed)
         source: Lookahead | StreamSource
         if recipe.rollout.stream is not None:
-            source = StreamSource(recipe, run.train, roles.engine_handles, roles.check_engines, roles.lending(recipe))
-            generator = Generator(roles.rollout, weights.before_generation, source.reserve_samples)
+            source = self._stream(recipe, run, roles, weights)
+            generator = Generator(roles.rollout, self._before_generation(source, weights), source.reserve_samples)
         else:
             generator = Generator(roles.rollout, weights.before_generation)
             source = Lookahead(recipe, run.train, sampler, generator)
@@ -192,6 +193,23 @@ class Trainer:
         self.subject = Subject.of(recipe, run.evaluation, (run.train, run.sft))
         self.first_evaluation: Measured | None = None
         self.last_evaluation: Measured | None = None
+
+    @staticmethod
+    def _stream(recipe: Recipe, run: Run, roles: Roles, weights: WeightSync | NoEngines) -> StreamSource:
+        restarts, stream = None, recipe.rollout.stream
+        if stream is not None and stream.engine_restarts and roles.rollout is not None:
+            assert isinstance(weights, WeightSync)
+            restarts = EngineRestarts(roles.rollout, weights)
+        handles, lending = roles.engine_handles, roles.lending(recipe)
+        return StreamSource(recipe, run.train, handles, roles.check_engines, lending, restarts)
+
+    @staticmethod
+    def _before_generation(stream: StreamSource, weights: WeightSync | NoEngines) -> Callable[[], None]:
+        def before() -> None:
+            stream.mend(wait=True)  # a call is of all engines
+            weights.before_generation()
+
+        return before
 
     def run(self) -> tuple[Measured | None, Measured | None]:
         """Warm up and train, or go on; the first and the last evaluation of the run."""
@@ -448,6 +466,8 @@ class Trainer:
         self.machinery.phases.enter("sync")
         with Timer(values, metrics.SYNC_TIME):
             self.version += 1
+            if (stream := self.machinery.stream) is not None:
+                stream.notice_lost()
             values |= self.machinery.weights.sync_weights(self.version, self.machinery.stream)
 
 

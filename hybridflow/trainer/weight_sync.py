@@ -47,6 +47,9 @@ class Requests(Protocol):
     def serve(self, engines: Sequence[int], version: int) -> None:
         """These engines serve this version."""
 
+    def lose(self, engine: int, cause: str) -> None:
+        """An engine is gone. Raises EngineError where it may not be started again."""
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -112,7 +115,13 @@ class WeightSync:
         directory: Path,
         lent: Sequence[int] = (),
     ) -> None:
-        self._lent = lent
+        dedicated = [number for number in range(rollout.layout.dp) if number not in lent]
+        self._together = [list(kind) for kind in (dedicated, lent) if kind]
+        """Engines that get weights in the same transfers, but for `rolling_engines`."""
+        self._sources: list[SharedShards] | None = None
+        self._shared: dict[int, list[SharedShards]] = {}
+        """What the ranks of each engine hold, by its number."""
+        self._connections = 0
         self._actor, self._rollout, self._spec = actor, rollout, spec
         self._config, self._verify, self._directory = config.weights, config.verify_weights, directory
         self._parts: tuple[_Part, ...] = ()
@@ -152,7 +161,7 @@ class WeightSync:
                 Span("rollout", self._hosts * engine, "paused", pause.begin, pause.end)
                 for engine, pause in pauses.items()
             )
-        return values | {metrics.SYNC_PAUSE_SUM: sum(lasted), metrics.SYNC_PAUSE_MAX: max(lasted)}
+        return values | {metrics.SYNC_PAUSE_SUM: sum(lasted), metrics.SYNC_PAUSE_MAX: max(lasted, default=0.0)}
 
     def _transfer(
         self, version: int, commit: Callable[[_Part], None], stream: Requests | None = None
@@ -164,42 +173,82 @@ class WeightSync:
         if not self._parts:
             self._parts = self._connect()
         requests = stream if self._config.rolling else None
-        with closing(self._begun(version, requests)) as begun, self._exported(version) as export:
+        with closing(self._begun(version, requests, stream)) as begun, self._exported(version) as export:
             while True:
                 with Timer(values, metrics.SYNC_BEGIN_TIME):
                     part = next(begun, None)
                 if part is None:
                     break
-                with Timer(values, metrics.SYNC_SEND_TIME):
-                    sent = self._send(part, version)
-                with Timer(values, metrics.SYNC_SEAL_TIME):
-                    part.calls.seal_weights(version, flush_cache=self._config.flush_cache).result()
-                if self._verify:
-                    with Timer(values, metrics.SYNC_VERIFY_TIME):
-                        self._verify_part(part, version, export())
+                self._deliver(part, version, export, values)
                 with Timer(values, metrics.SYNC_COMMIT_TIME):
                     commit(part)
                 if requests is not None:
                     requests.serve(part.engines, version)
-                for name, figure in _figures(part.plan, sent).items():
-                    values[name] = values.get(name, 0.0) + figure
         return values
 
-    def _begun(self, version: int, requests: Requests | None) -> Generator[_Part, None, None]:
+    def _deliver(self, part: _Part, version: int, export: Callable[[], Path], values: dict[str, float]) -> None:
+        """Bring all of a version to engines that stand still; it can be served then."""
+        with Timer(values, metrics.SYNC_SEND_TIME):
+            sent = self._send(part, version)
+        with Timer(values, metrics.SYNC_SEAL_TIME):
+            part.calls.seal_weights(version, flush_cache=self._config.flush_cache).result()
+        if self._verify:
+            with Timer(values, metrics.SYNC_VERIFY_TIME):
+                self._verify_part(part, version, export())
+        for name, figure in _figures(part.plan, sent).items():
+            values[name] = values.get(name, 0.0) + figure
+
+    def leave(self, engine: int) -> None:
+        """An engine is gone: transfers go to the others, until `rejoin`."""
+        self._together = [left for kind in self._together if (left := [each for each in kind if each != engine])]
+        self._shared.pop(engine, None)
+        self._parts = ()
+
+    def rejoin(self, engine: int, version: int) -> None:
+        """Bring an engine that was started again to the version that the others serve, while the actor does not learn.
+
+        After an error the run ends.
+        """
+        self._together.append([engine])
+        self._parts = self._connect()
+        part = self._parts[-1]
+        for cause in part.calls.begin_weights(version, under_way=self._under_way).result():
+            if cause is not None:
+                raise EngineError(f"rollout engine {engine}, started again: {cause}")
+        with self._exported(version) as export:
+            self._deliver(part, version, export, {})
+        part.calls.commit_weights(version).wait()
+
+    def _begun(self, version: int, requests: Requests | None, stream: Requests | None) -> Generator[_Part, None, None]:
         """The parts one after another, each once its engines stand still.
 
         Where responses are waited for, all engines come to their end at the same time, each with its own: one after
-        another they would take as much longer as there are engines.
+        another they would take as much longer as there are engines. Engines that are lost as they are to stand still
+        are left out, and those that were to get weights with them are connected anew.
         """
-        waits = self._under_way == "wait" and len(self._parts) > 1
-        together = [self._parts] if waits else [[part] for part in self._parts]
-        for parts in together:
-            if requests is not None:
-                requests.change([engine for part in parts for engine in part.engines])
-            beginning = [part.calls.begin_weights(version, under_way=self._under_way) for part in parts]
-            with closing(as_they_answer(beginning)) as answered:
-                for place in answered:
-                    yield parts[place]
+        done: set[int] = set()
+        while left := [part for part in self._parts if not done.issuperset(part.engines)]:
+            waits = self._under_way == "wait" and len(left) > 1
+            lost: dict[int, str] = {}
+            for parts in [left] if waits else [[part] for part in left]:
+                if requests is not None:
+                    requests.change([engine for part in parts for engine in part.engines])
+                beginning = [part.calls.begin_weights(version, under_way=self._under_way) for part in parts]
+                with closing(as_they_answer(beginning)) as answered:
+                    for place in answered:
+                        found = zip(parts[place].engines, beginning[place].result()[:: self._hosts], strict=True)
+                        if gone := {engine: cause for engine, cause in found if cause is not None}:
+                            lost |= gone
+                        else:
+                            done.update(parts[place].engines)
+                            yield parts[place]
+            for engine, cause in lost.items():
+                if stream is None:
+                    raise EngineError(f"rollout engine {engine}: {cause}")
+                stream.lose(engine, cause)
+                self.leave(engine)
+            if lost:
+                self._parts = self._connect()
 
     def before_generation(self) -> None:
         """Let the engines have whole weights, where they gave them back since the last transfer.
@@ -232,7 +281,7 @@ class WeightSync:
             return weights
 
         yield export
-        if self._verify:
+        if weights.exists():  # not where nothing was transferred
             shutil.rmtree(weights)
 
     def _verify_part(self, part: _Part, version: int, export: Path) -> None:
@@ -257,24 +306,29 @@ class WeightSync:
         return self._rollout.layout.tp
 
     def _connect(self) -> tuple[_Part, ...]:
-        sources = self._actor.share_weights().result()
-        shared = self._rollout.share_weights().result()[:: self._hosts]
+        present = sorted(itertools.chain.from_iterable(self._together))
+        if not present:
+            return ()
+        sources = self._sources = self._sources or self._actor.share_weights().result()
+        if new := [engine for engine in present if engine not in self._shared]:
+            found = self._rollout.engines(new).share_weights().result()[:: self._hosts]
+            self._shared |= zip(new, found, strict=True)
+        shared = self._shared
+        self._connections += 1
         # Each has a plan of its own, so that every rank of the actor has a like share of each transfer.
         each = self._config.rolling_engines if self._config.rolling else len(shared)
-        kinds = [[n for n in range(len(shared)) if n not in self._lent], self._lent]
-        parts = [kind[first : first + each] for kind in kinds for first in range(0, len(kind), each)]
+        parts = [kind[first : first + each] for kind in self._together for first in range(0, len(kind), each)]
         orders = [self._coordinate(number, sources, [shared[e] for e in part]) for number, part in enumerate(parts)]
         connecting = [
             self._actor.connect_weights([[each.send[rank] for each in orders] for rank in range(len(sources))])
         ]
         if any(each.engines_receive for each in orders):
-            ranks, per_engine = len(shared[0]), dict[int, list[ReceiveOrder]]()
+            ranks = len(shared[present[0]])
+            per_rank: list[list[ReceiveOrder]] = [[] for _ in range(self._rollout.layout.world_size)]
             for part, made in zip(parts, orders, strict=True):
                 for place, engine in enumerate(part):
-                    per_engine[engine] = list(made.receive[place * ranks : (place + 1) * ranks])
-            nothing: list[list[ReceiveOrder]] = [[]] * (self._hosts - 1)
-            per_rank = list(itertools.chain.from_iterable([per_engine[n], *nothing] for n in range(len(shared))))
-            connecting.append(self._rollout.connect_weights(per_rank))
+                    per_rank[engine * self._hosts] = list(made.receive[place * ranks : (place + 1) * ranks])
+            connecting.append(self._rollout.engines(present).connect_weights(per_rank))
         wait_together(*connecting)
         return tuple(
             _Part(number, part, self._rollout.engines(part), each.plan, each.engines_receive)
@@ -290,7 +344,7 @@ class WeightSync:
             {name: tensor.shape for name, tensor in self._spec.hf_tensors.items()},
             transport=self._config.transport,
             store=self._open_store,
-            group=f"weights-{number}",
+            group=f"weights-{self._connections}-{number}",
             staging_bytes=self._config.staging_mb * 10**6,
             timeout_s=self._config.timeout_s,
         )

@@ -49,7 +49,7 @@ from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.device_turns import GIVE_BACK, TAKE_BACK, turns
 from hybridflow.workers.failure_diagnosis import RankError, RankUserError
 from hybridflow.workers.future import Future, wait_together
-from hybridflow.workers.methods import Arguments, Caller, Grid, Protocol, Registration, ToAll, registrations
+from hybridflow.workers.methods import Arguments, Caller, Grid, OneEach, Protocol, Registration, ToAll, registrations
 from hybridflow.workers.rank_process import BESIDE, RankProcess
 from hybridflow.workers.ranks import Ranks
 from hybridflow.workers.sending import Request
@@ -159,11 +159,13 @@ class WorkerGroup(Caller):
     def call_some(self, members: Sequence[int], method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a registered method on these ranks alone, by their numbers in order; results come from them.
 
-        Only a method that every rank has the same arguments of. Raises as `call`; UserError for another method.
+        Only a method that every rank has the same arguments of, or an entry of a list with one for each rank of the
+        group. Raises as `call`; UserError for another method.
         """
         registration = self._registration(method)
-        if not isinstance(registration.protocol, ToAll) or registration.exclusive:
-            raise UserError(f"{self.role}.{method}: of some ranks, expected a method of ONE_TO_ALL that takes no turn")
+        if not isinstance(registration.protocol, ToAll | OneEach) or registration.exclusive:
+            expected = "expected a method of ONE_TO_ALL or ALL_TO_ALL that takes no turn"
+            raise UserError(f"{self.role}.{method}: of some ranks, {expected}")
         return self._call(method, registration, args, kwargs, members)
 
     def _registration(self, name: str) -> Registration:

@@ -72,7 +72,7 @@ def test_rolling_transfers_keep_engines_at_work_and_samples_as_fresh(staleness: 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_engines_that_are_lent_make_steps_shorter(staleness: int) -> None:
     limits = StreamLimits(_SMALL.groups, staleness)
-    full = replace(_SMALL, engines=2, slots=4, steps=24)  # so that steps wait for engines, and not for the longest response
+    full = replace(_SMALL, engines=2, slots=4, steps=24)  # steps wait for engines, not for one response
     more = replace(full, engines=4)
     alone = measure_stream(full, 5.0, limits)
     lent = measure_stream(more, 5.0, limits, lending=Lending(2, after_s=0.1, turn_s=0.1))

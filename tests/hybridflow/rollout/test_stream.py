@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import math
 import pickle
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from benchmarks.stand_in_engine import StandInEngine
 from benchmarks.virtual_clock import run
 from engine3d.errors import EngineError
 from hybridflow.batch.stored_rows import Row
-from hybridflow.batch.stream_requests import Ended, StreamRequest
+from hybridflow.batch.stream_requests import Begun, Ended, EngineLostError, StreamRequest
 from hybridflow.rollout.ledger import Queue, StreamLimits
 from hybridflow.rollout.stream import RolloutStream
 from hybridflow.rollout.stream_types import StepRows, StreamPlan, StreamState
@@ -60,6 +61,8 @@ class _Setup:
         seed: int = 0,
         scorers: Sequence[_Scorer] = (),
         lent: tuple[int, ...] = (),
+        kind: type[_Named] = _Named,
+        restarts: int = 0,
     ) -> None:
         self._scorers = scorers
         self.version = self.drawn = 0
@@ -69,9 +72,11 @@ class _Setup:
         def length(request: StreamRequest) -> int:
             return self.lengths.setdefault((request.group, request.place), min(200, int(chance.paretovariate(1.2) * 5)))
 
-        self.engines = [_Named(slots, lambda n: 0.01 + 0.001 * n, length, lambda: self.version) for _ in range(engines)]
+        self.engines: list[Any] = [
+            kind(slots, lambda n: 0.01 + 0.001 * n, length, lambda: self.version) for _ in range(engines)
+        ]
         self._numbers = itertools.count()
-        self.plan = StreamPlan(limits, SAMPLES, slots, engines, lent=lent)
+        self.plan = StreamPlan(limits, SAMPLES, slots, engines, lent=lent, restarts=restarts)
         self.stream = self.another()
 
     def another(self) -> RolloutStream:
@@ -625,3 +630,94 @@ def test_what_was_withdrawn_and_waits_is_in_the_state() -> None:
     assert all(ended[sample].tokens >= tokens for sample, tokens in has.items() if sample in ended)
     for rows in steps:
         _check(rows, 4, 2)
+
+
+class _Mortal(_Named):
+    """Dies at a time, in all that it is at: what it had is lost with it."""
+
+    dies_at = math.inf
+
+    async def ended(self) -> Ended:
+        loop = asyncio.get_running_loop()
+        ending = asyncio.ensure_future(super().ended())
+        await asyncio.wait([ending], timeout=max(0.0, self.dies_at - loop.time()) if self.dies_at < 1e9 else None)
+        self._check()
+        return await ending
+
+    async def submit(self, requests: Sequence[StreamRequest]) -> None:
+        self._check()
+        await super().submit(requests)
+
+    async def abort(self, samples: Sequence[int]) -> None:
+        self._check()
+        await super().abort(samples)
+
+    async def under_way(self) -> Mapping[int, Begun]:
+        self._check()
+        return await super().under_way()
+
+    def _check(self) -> None:
+        if asyncio.get_running_loop().time() >= self.dies_at:
+            raise EngineLostError("rollout engine died: no more memory")
+
+    def restart(self) -> None:
+        """Be as if just started."""
+        self.dies_at = math.inf
+        self._running.clear()
+        self._waiting.clear()
+        self._ended.clear()
+        self._held = 0.0
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+def test_an_engine_that_is_lost_is_started_again_and_what_it_had_is_made_elsewhere(engines: int) -> None:
+    async def learn() -> tuple[list[StepRows], _Setup]:
+        setup = _Setup(StreamLimits(4, 2, extra=1), engines=engines, slots=4, kind=_Mortal, restarts=4)
+        loop = asyncio.get_running_loop()
+
+        async def mend() -> None:
+            """What the driver does."""
+            while True:
+                await asyncio.sleep(0.05)
+                for number, cause in setup.stream.take_lost().items():
+                    assert cause == "rollout engine died: no more memory"
+                    await asyncio.sleep(0.7)  # of a start
+                    setup.engines[number].restart()
+                    setup.stream.gain(number, setup.version)
+
+        setup.stream.open(0)
+        mending = asyncio.ensure_future(mend())
+        steps = []
+        for number in range(24):
+            if number % 6 == 2:
+                setup.engines[number % engines].dies_at = loop.time() + 0.031
+            steps.append(await setup.step(train_s=0.2))
+        mending.cancel()
+        return steps, setup
+
+    (steps, setup), _ = run(learn())
+    for rows in steps:
+        _check(rows, 4, 2)
+    assert sum(rows.figures["stream/lost_engines"] for rows in steps) == 4
+    groups = [each.group.number for rows in steps for each in rows.groups]
+    samples = [end.sample for rows in steps for each in rows.groups for end in each.ends]
+    assert len(groups) == len(set(groups)) == 96 and len(samples) == len(set(samples))
+    for rows in steps:
+        for each in rows.groups:
+            for end in each.ends:
+                assert end.tokens == setup.lengths[end.group, end.place]
+    lost = [event for rows in steps for event in rows.events if event["event"] == "lost_engine"]
+    assert len(lost) == 4 and any(event["samples"] for event in lost)
+
+
+def test_one_engine_more_than_may_be_lost_ends_the_wait_for_groups() -> None:
+    async def learn() -> None:
+        setup = _Setup(StreamLimits(4, 0), engines=3, kind=_Mortal, restarts=1)
+        setup.engines[0].dies_at = 0.01
+        setup.engines[2].dies_at = 0.02
+        setup.stream.open(0)
+        with pytest.raises(EngineError, match="no more memory"):
+            await setup.stream.take(0)
+        assert list(setup.stream.take_lost()) == [0]
+
+    run(learn())
