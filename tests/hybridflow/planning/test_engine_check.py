@@ -132,12 +132,14 @@ def test_engines_are_on_as_many_nodes_each(tp: int, nodes: tuple[int, ...], host
         assert line in refusal(lambda: check_engine_nodes(recipe, devices))
 
 
-@pytest.mark.parametrize("setting", ["rollout.weights.rolling", "rollout.lend"])
+@pytest.mark.parametrize(
+    "setting", ["rollout.weights.rolling=true", "rollout.lend=true", "rollout.stream.engine_restarts=2"]
+)
 def test_what_was_not_tried_with_engines_over_several_nodes_is_refused(setting: str) -> None:
-    recipe = a_recipe("rollout.stream={}", f"{setting}=true", "trainer.max_staleness=1", "rollout.engine.tp=2")
+    recipe = a_recipe("rollout.stream={}", setting, "trainer.max_staleness=1", "rollout.engine.tp=2")
     check_engine_nodes(recipe, [Device(0, "cpu", index) for index in range(4)])
     line = refusal(lambda: check_engine_nodes(recipe, [Device(index, "cpu", 0) for index in range(4)]))
-    assert line.startswith(f"{setting}=true with engines over 2 nodes each, which was not tried; expected")
+    assert line.startswith(f"{setting} with engines over 2 nodes each, which was not tried; expected")
 
 
 def test_engines_with_a_device_of_a_model_are_lent() -> None:

@@ -46,13 +46,14 @@ class _Engines:
     def __init__(self, log: list[str], numbers: Sequence[int], drained: threading.Event | None) -> None:
         self._log, self._numbers, self._drained = log, numbers, drained
         self.fails = False
+        self.lost: dict[int, str] = {}
 
     def _answer(self, told: str, value: Any = None, after: threading.Event | None = None) -> _Answer:
         return _Answer(self._log, f"{told} {' '.join(map(str, self._numbers))}", value, after)
 
     def begin_weights(self, version: int, *, under_way: str) -> _Answer:
         self._log.append(f"ask {' '.join(map(str, self._numbers))}")
-        return self._answer("begin", after=self._drained)
+        return self._answer("begin", [self.lost.get(number) for number in self._numbers], self._drained)
 
     def seal_weights(self, version: int, *, flush_cache: bool) -> _Answer:
         return self._answer("seal", EngineError("rollout engine died") if self.fails else None)
@@ -71,13 +72,16 @@ class _Stream:
     def serve(self, engines: Sequence[int], version: int) -> None:
         self._log.append(f"serve {' '.join(map(str, engines))} version {version}")
 
+    def lose(self, engine: int, cause: str) -> None:
+        self._log.append(f"lose {engine}: {cause}")
+
 
 def _sync(
     log: list[str], policy: str, parts: Sequence[range], *, rolling: bool = True, drained: Sequence[Any] = (None,) * 9
 ) -> tuple[WeightSync, list[_Engines]]:
     config = RolloutRole(stream={"on_new_weights": policy}, weights={"rolling": rolling})  # type: ignore[arg-type]
     actor: Any = SimpleNamespace(send_weights=lambda version, part: _Answer(log, f"send part {part}", [{}]))
-    rollout: Any = SimpleNamespace(layout=SimpleNamespace(tp=1))
+    rollout: Any = SimpleNamespace(layout=SimpleNamespace(tp=1, dp=max(part[-1] for part in parts) + 1))
     sync = WeightSync(actor, rollout, None, config, Path("nowhere"))  # type: ignore[arg-type]
     engines = [_Engines(log, part, done) for part, done in zip(parts, drained, strict=False)]
     plan: Any = SimpleNamespace(bytes_aliased=0, bytes_moved=7)
@@ -137,3 +141,38 @@ def test_an_engine_that_dies_in_its_transfer_ends_it(policy: str) -> None:
     with pytest.raises(EngineError, match="rollout engine died"):
         sync.sync_weights(2, _Stream(log))
     assert not any(each.startswith(("commit", "serve")) for each in log)
+
+
+@pytest.mark.parametrize("policy", ["wait", "resend"])
+@pytest.mark.parametrize("rolling", [False, True])
+def test_an_engine_that_is_lost_before_its_transfer_is_left_out_and_the_others_get_theirs(
+    policy: str, rolling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    sync, engines = _sync(log, policy, [range(2), range(2, 4)], rolling=rolling)
+    engines[0].lost[1] = "rollout engine died"
+
+    def connect(sync: WeightSync) -> tuple[_Part, ...]:
+        assert sync._together == [[0, 2, 3]] and not sync._parts
+        log.append("connect")
+        parts, plan = [[0], [2, 3]], SimpleNamespace(bytes_aliased=0, bytes_moved=7)
+        made: list[Any] = [
+            _Part(number, part, _Engines(log, part, None), plan, engines_receive=False)  # type: ignore[arg-type]
+            for number, part in enumerate(parts)
+        ]
+        return tuple(made)
+
+    monkeypatch.setattr(WeightSync, "_connect", connect)
+    values = sync.sync_weights(2, _Stream(log))
+    assert [each for each in log if each.startswith("lose")] == ["lose 1: rollout engine died"]
+    commits = [each for each in log if each.startswith(("commit", "connect"))]
+    assert commits == ["commit 2 3", "connect", "commit 0"]
+    assert values["sync/pause_max_ms"] == 3000.0
+
+
+def test_an_engine_that_is_lost_outside_a_stream_ends_the_transfer() -> None:
+    log: list[str] = []
+    sync, engines = _sync(log, "wait", [range(2)])
+    engines[0].lost[1] = "rollout engine died"
+    with pytest.raises(EngineError, match="rollout engine 1: rollout engine died"):
+        sync.sync_weights(2)

@@ -89,6 +89,8 @@ def test_some_ranks_are_called_by_themselves_and_answer_one_after_another(group:
     assert [(span.rank, span.method) for span in quick.spans] == [(0, "rest"), (2, "rest")]
     with pytest.raises(UserError, match=r"actor\.multiply: of some ranks, expected a method of ONE_TO_ALL"):
         group.call_some([0], "multiply", [1, 2])
+    of_four = group.call_some([1, 2], "echo", [10, 11, 12, 13])
+    assert of_four.result() == [(1, 11), (2, 12)]
 
 
 def test_of_some_ranks_the_one_that_dies_is_named_and_ends_the_group(failing: WorkerGroup) -> None:
