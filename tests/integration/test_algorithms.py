@@ -124,6 +124,7 @@ def a_scorer(directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.long
 def test_safe_rlhf_weighs_costs_that_models_and_functions_find(tmp_path: Path) -> None:
     scorer = a_scorer(tmp_path / "scorer")
     done = run_recipe(

@@ -43,6 +43,7 @@ def phase_of(run: Path) -> str | None:
         return None
 
 
+@pytest.mark.long
 def test_a_run_on_one_host_listens_on_loopback_alone_in_every_phase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

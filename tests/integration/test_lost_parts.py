@@ -212,6 +212,7 @@ def test_a_run_that_loses_a_part_says_so_in_one_line_and_is_gone(run: Run, case:
     assert took_s < case.within_s
 
 
+@pytest.mark.long
 def test_a_part_that_stands_still_is_named_and_does_not_keep_a_run_from_ending(run: Run) -> None:
     run.wait_until(phase("update"))
     # Whose call is waited for depends on the moment: one that is to begin waits for who has the devices before it.

@@ -47,6 +47,7 @@ def test_ppo_with_offloaded_models_learns_the_same_bits_and_resumes_with_them(tm
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_an_engine_that_releases_its_weights_serves_the_same_policy(tmp_path: Path) -> None:
     """Two pipeline stages under one engine, whose weights are away whenever a model computes.
 

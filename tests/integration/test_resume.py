@@ -74,6 +74,7 @@ def test_what_a_run_saves(whole: KilledRun) -> None:
     assert (phase["step"], phase["phase"]) == (5, "end")
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(
     whole: KilledRun, recipe: list[str], tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ def _faulty_run(directory: Path, role: str, name: str, *overrides: str) -> tuple
     return done.returncode, done.stderr.splitlines()[0]
 
 
+@pytest.mark.long
 def test_a_transfer_that_is_not_whole_is_found_and_not_served(tmp_path: Path) -> None:
     engines = ["placement.rollout=cpu:0-1", "rollout.engines=2", "rollout.verify_weights=true"]
     code, line = _faulty_run(tmp_path, "RolloutWorker", "Overwritten", *engines)
