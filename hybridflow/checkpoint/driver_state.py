@@ -23,7 +23,7 @@ from engine3d.input_files import MOST_LIST_BYTES, check_regular, read_json_objec
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.checkpoint.batch_files import read_batch, write_batch
 from hybridflow.checkpoint.evaluation_result import Measured
-from hybridflow.rollout.stream_source import HeldStream
+from hybridflow.rollout.held_stream import HeldStream
 
 DRIVER = "driver.json"
 _EVALUATIONS = ("first_evaluation", "last_evaluation")

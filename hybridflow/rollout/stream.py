@@ -166,6 +166,8 @@ class RolloutStream:
         if len(busy) > _MOST_NAMED:
             busy = [*busy[:_MOST_NAMED], f"{sum(counts.values())} at {len(busy)} engines in all"]
         parts = [f"responses under way: {', '.join(busy) or 'none'}"]
+        if lost := [str(number) for number in counts if not self._dispatcher.has(number)]:
+            parts.append(f"engines that are started again: {', '.join(lost)}")
         if self._scoring.needed:
             parts.append(f"{len(self._scoring)} wait for their reward")
         return f"has {self.ledger.ready} of {self._plan.limits.groups_per_step} groups; {'; '.join(parts)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
@@ -13,12 +13,7 @@ from ray.exceptions import RayError
 
 from engine3d.engine_figures import EngineFigures
 from engine3d.errors import EngineError, UserError
-from engine3d.rollout.host.messages import Response
-from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.batch.sample_fields import FinishReason
-from hybridflow.batch.stored_rows import Row, StoredRows, gathered
-from hybridflow.batch.stream_requests import Begun, SampleEnd
-from hybridflow.batch.worker_output import pack
+from hybridflow.batch.stored_rows import gathered
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Draw, Prompts
@@ -29,9 +24,10 @@ from hybridflow.metrics.timeline import Span, timeline
 from hybridflow.rewards.result import RewardResult, SampleScore, of_samples
 from hybridflow.rollout.controller import start_controller
 from hybridflow.rollout.dynamic_batching import RequestBounds
+from hybridflow.rollout.held_stream import HeldStream, held_stream, restored
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.prefetch import Rollout
-from hybridflow.rollout.stream_types import GroupState, StepRows, StreamPlan, StreamState
+from hybridflow.rollout.stream_types import StepRows, StreamPlan, StreamState
 
 _LOOK_S = 0.2
 _MEND_S = 1.0
@@ -83,25 +79,6 @@ class Restarts(Protocol):
     def begin(self, engine: int, cause: str) -> None: ...
     def started(self, *, wait: bool = False) -> Sequence[int]: ...
     def give_weights(self, engine: int, version: int) -> None: ...
-
-
-@dataclass(frozen=True)
-class HeldStream:
-    """What a checkpoint holds of a stream.
-
-    Args:
-        ledger: `Ledger.state()`.
-        first_samples: id of the first sample of each group under way, by the group's number.
-        ended: the samples of these groups that have ended; None without any.
-        begun: those that have a part of their response; None without any.
-        scores: of samples that have ended, by their ids: for "reward" and "cost", fields of a `SampleScore`.
-    """
-
-    ledger: dict[str, Any]
-    first_samples: dict[str, int]
-    ended: SampleBatch | None = None
-    begun: SampleBatch | None = None
-    scores: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
 
 
 def stream_limits(recipe: Recipe) -> StreamLimits:
@@ -333,50 +310,16 @@ class StreamSource:
         """State of the prompts' order, ids of samples that were given out, and all that is under way."""
         sampler, state = self._get(self._controller.state.remote())
         assert isinstance(state, StreamState)
-        rows = [row for each in state.groups for _, row in each.ended]
-        held = HeldStream(
-            state.ledger,
-            {str(each.number): each.first_sample for each in state.groups},
-            gathered(rows).fetch() if rows else None,
-            self._begun(state),
-            {
-                str(each.first_sample + place): {what: asdict(score) for what, score in scores.items()}
-                for each in state.groups
-                for place, scores in each.scores.items()
-            },
-        )
-        return sampler, state.samples_drawn, held
+        return sampler, state.samples_drawn, held_stream(state, self._prompts)
 
     def restore(self, sampler: dict[str, int], samples_drawn: int, held: HeldStream | None) -> None:
         """Go on where `state` was taken, before `open`."""
-        state = None if held is None else _restored(held, samples_drawn, self._recipe.rollout.samples_per_prompt)
+        state = None if held is None else restored(held, samples_drawn, self._recipe.rollout.samples_per_prompt)
         self._get(self._controller.restore.remote(sampler, state, samples_drawn))
 
     def _waiting_for(self) -> str:
         found: str = self._get(self._controller.waiting_for.remote())
         return found
-
-    def _begun(self, state: StreamState) -> SampleBatch | None:
-        prompts = {each["number"]: each["prompt"] for each in state.ledger["groups"]}
-        parts = [
-            (each, place, prompts[each.number], begun.content)
-            for each in state.groups
-            for place, begun in sorted(each.begun.items())
-            if begun is not None
-        ]
-        if not parts:
-            return None
-        return SampleBatch.from_generations(
-            prompts=[self._prompts.tokens[prompt] for _, _, prompt, _ in parts],
-            responses=[response.token_ids for *_, response in parts],
-            logprobs=[response.logprobs for *_, response in parts],
-            sample_ids=[group.first_sample + place for group, place, _, _ in parts],
-            group_ids=[group.number for group, *_ in parts],
-            prompt_indices=[prompt for _, _, prompt, _ in parts],
-            policy_versions=[min(response.versions) for *_, response in parts],
-            finish_reasons=[FinishReason.ABORT] * len(parts),
-            token_versions=[response.versions for *_, response in parts],
-        )
 
     def _get(self, ref: Any, *, of_step: bool = False) -> Any:
         """A result of the controller. Raises what an engine's rank died of, or else what the controller says.
@@ -404,46 +347,3 @@ class StreamSource:
             if isinstance(cause, EngineError | UserError):
                 raise cause from None
             raise EngineError(f"rollout controller: {' '.join(str(error).split())}") from None
-
-
-def _restored(held: HeldStream, samples_drawn: int, samples_per_prompt: int) -> StreamState:
-    """The state that was held, its samples in this node's object store."""
-    firsts = {int(number): first for number, first in held.first_samples.items()}
-    ended: dict[int, list[tuple[SampleEnd, Row]]] = {number: [] for number in firsts}
-    if held.ended is not None:
-        packed, summary = pack(held.ended)
-        rows = StoredRows(ray.put(summary), ray.put(packed), ray.get_runtime_context().get_node_id())
-        batch = held.ended
-        facts = zip(
-            batch.sample_ids.tolist(),
-            batch.group_ids.tolist(),
-            batch.response_lengths.tolist(),
-            batch.policy_versions.tolist(),
-            strict=True,
-        )
-        for place, (sample, group, tokens, oldest) in enumerate(facts):
-            end = SampleEnd(sample, group, sample - firsts[group], tokens, oldest, whole=True)
-            ended[group].append((end, Row(rows, place)))
-    scores: dict[int, Mapping[str, SampleScore]] = {
-        int(sample): {what: SampleScore(**values) for what, values in each.items()}
-        for sample, each in held.scores.items()
-    }
-    begun: dict[int, Begun] = {}
-    if held.begun is not None:
-        batch = held.begun
-        assert batch.token_versions is not None
-        lengths = batch.response_lengths.tolist()
-        columns = zip(
-            batch.responses(), batch.logprobs.split(lengths), batch.token_versions.split(lengths), strict=True
-        )
-        for sample, (tokens, logprobs, versions) in zip(batch.sample_ids.tolist(), columns, strict=True):
-            response = Response(tokens, logprobs.tolist(), versions.tolist())
-            begun[sample] = Begun(min(response.versions), response)
-    groups = []
-    for number, first in firsts.items():
-        there = {end.place for end, _ in ended[number]}
-        missing = [place for place in range(samples_per_prompt) if place not in there]
-        of_ended = {place: scores[first + place] for place in sorted(there) if first + place in scores}
-        going_on = {place: begun.get(first + place) for place in missing}
-        groups.append(GroupState(number, first, tuple(ended[number]), going_on, of_ended))
-    return StreamState(held.ledger, samples_drawn, tuple(groups))

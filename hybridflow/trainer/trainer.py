@@ -33,8 +33,9 @@ from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.metrics.timeline import timeline
 from hybridflow.roles.offload import offload_metrics, offloaded_groups
 from hybridflow.rollout.generator import Generator
+from hybridflow.rollout.held_stream import HeldStream
 from hybridflow.rollout.prefetch import Lookahead
-from hybridflow.rollout.stream_source import HeldStream, StreamSource
+from hybridflow.rollout.stream_source import StreamSource
 from hybridflow.rundir.file_names import DEVICES, EVENTS, EXPORT, SAMPLE_STORE, TIMELINE
 from hybridflow.rundir.lock import WEIGHTS, move_aside
 from hybridflow.rundir.progress import PhaseFile

@@ -719,5 +719,6 @@ def test_one_engine_more_than_may_be_lost_ends_the_wait_for_groups() -> None:
         with pytest.raises(EngineError, match="no more memory"):
             await setup.stream.take(0)
         assert list(setup.stream.take_lost()) == [0]
+        assert "engines that are started again: 0" in setup.stream.waiting_for()
 
     run(learn())
