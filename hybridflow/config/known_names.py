@@ -78,6 +78,7 @@ _VERL = {
     "reward_model.enable": "absent: there is a reward model where reward_model.path is set",
     "reward_model.reward_manager": _REWARDS,
     "custom_reward_function": _REWARDS,
+    "custom_reward_function.reward_kwargs": _is("reward.functions", note="each has arguments"),
     "algorithm.adv_estimator": _is("algorithm.name"),
     "algorithm.lam": _is("algorithm.gae_lambda"),
     "algorithm.kl_penalty": _is("algorithm.kl_estimator"),

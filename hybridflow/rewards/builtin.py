@@ -38,3 +38,9 @@ def length(generated_texts: Sequence[str], *, answers: Sequence[str]) -> list[fl
 
 
 BUILTIN_REWARDS: dict[str, Callable[..., list[float]]] = {"arithmetic": arithmetic, "length": length}
+
+PROVIDED_REWARDS: dict[str, str] = {
+    "math": "hybridflow.rewards.mathematics:score",
+    **{name: f"hybridflow.rewards.shaping:{name}" for name in ("matches", "length_limit", "repetition", "script")},
+}
+"""Functions of the project that run in processes as a user's do, since what they are given may keep them busy."""

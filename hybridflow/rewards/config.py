@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from engine3d.settings import LONGEST_S, Settings
-from hybridflow.rewards.builtin import BUILTIN_REWARDS
+from hybridflow.rewards.builtin import BUILTIN_REWARDS, PROVIDED_REWARDS
 
 MOST_WORKERS = 1024
 """Processes of all functions together, on one node."""
@@ -54,8 +57,11 @@ class RewardFunctionConfig(Settings):
     name: str = Field(min_length=1, max_length=200)
     """Names the reward in metrics and errors."""
     path: str
-    """A builtin ("arithmetic"), "package.module:function", "some/file.py:function", or "some/file.pkl:" for a function
-    that cloudpickle has written. A module is looked for from where the command runs, as a relative file is."""
+    """A function of this project ("arithmetic", "length", "math", "matches", "length_limit", "repetition", "script"),
+    "package.module:function", "some/file.py:function", or "some/file.pkl:" for a function that cloudpickle has written.
+    A module is looked for from where the command runs, as a relative file is."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the function, by name, the same in every call: such as {extract: boxed} of "math"."""
     weight: float = 1.0
     """The reward of a sample is the weighted sum over all functions."""
     workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
@@ -82,16 +88,22 @@ class RewardFunctionConfig(Settings):
 
     @property
     def builtin(self) -> bool:
-        """Whether `path` names a function of this project."""
+        """Whether `path` names a function that runs in the calling process."""
         return self.path in BUILTIN_REWARDS
+
+    @property
+    def imported_from(self) -> str:
+        """Where a process imports the function from, as "module:function" or the like."""
+        return PROVIDED_REWARDS.get(self.path, self.path)
 
     @field_validator("path")
     @classmethod
     def _check_path(cls, path: str) -> str:
         module, _, function = path.rpartition(":")
         written = module.endswith(".pkl") and not function
-        if path not in BUILTIN_REWARDS and not written and not (module and function.isidentifier()):
-            names = ", ".join(map(repr, BUILTIN_REWARDS))
+        own = (*BUILTIN_REWARDS, *PROVIDED_REWARDS)
+        if path not in own and not written and not (module and function.isidentifier()):
+            names = ", ".join(map(repr, own))
             raise ValueError(f"{path!r} is no reward, expected 'module:function', 'file.py:function' or one of {names}")
         return function_path(path)
 
@@ -102,12 +114,31 @@ class RewardFunctionConfig(Settings):
                 f"workers {self.workers} and batch_size {self.batch_size} with {self.path!r}, which runs in the "
                 "calling process; expected neither"
             )
+        if self.arguments:
+            self._check_arguments()
         if self.failure_value and self.on_failure != "value":
             raise ValueError(
                 f"failure_value {self.failure_value:g} with on_failure {self.on_failure!r}, which does not use it; "
                 "expected on_failure 'value', or no failure_value"
             )
         return self
+
+    def _check_arguments(self) -> None:
+        """Raises ValueError where the function is ours and does not take them; another one's process says so."""
+        if self.builtin:
+            raise ValueError(f"arguments {self.arguments} with {self.path!r}, which takes none")
+        try:
+            json.dumps(self.arguments)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"arguments: {error}, expected what JSON has") from None
+        if self.path in PROVIDED_REWARDS:
+            module, _, name = self.imported_from.rpartition(":")
+            function = getattr(importlib.import_module(module), name)
+            given = {"answers": []} if "answers" in inspect.signature(function).parameters else {}
+            try:
+                function([], **given, **self.arguments)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"arguments {self.arguments} of {self.path!r}: {error}") from None
 
     def limit_s(self, samples: int) -> float:
         """The most seconds that a call on so many samples can take, retries and imports included; see `Worker`."""

@@ -8,6 +8,7 @@ parent puts the name of the reward in front. What runs here is the user's: the p
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
@@ -119,6 +120,8 @@ def _load_pickled(path: Path) -> Callable[..., Any]:
 def _wanted_columns(function: Callable[..., Any], fields: Sequence[str] | None) -> list[str]:
     """Which of "prompts", "answers" and the data's fields to pass along, by the names of the function's parameters.
 
+    What `arguments` of its settings has given is not among them.
+
     The first parameter takes the generated texts. Where the fields are not known, None, any name may be one.
     """
     try:
@@ -149,6 +152,24 @@ def _wanted_columns(function: Callable[..., Any], fields: Sequence[str] | None) 
     if twice := [name for name in OPTIONAL_COLUMNS if name in (fields or ()) and name in names]:
         raise RewardError(f"asks for {twice[0]!r}, which is a field of the data too, expected another name of it there")
     return [column for column in offered if takes_any or column in names]
+
+
+def _with_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
+    """The function with arguments of its settings. RewardError for one that it does not take."""
+    if not arguments:
+        return function
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise RewardError(f"has no parameters that can be known, expected no arguments, not {arguments}") from None
+    named = [name for name, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    for name in arguments:
+        if name in OPTIONAL_COLUMNS or name == next(iter(parameters), None):
+            raise RewardError(f"gets {name!r} of each sample, expected another of its arguments in the settings")
+        if name not in named and not takes_any:
+            raise RewardError(f"takes no argument {name!r}, expected of {', '.join(map(repr, named[1:])) or 'none'}")
+    return functools.partial(function, **arguments)
 
 
 def _describe(error: BaseException) -> str:
@@ -222,6 +243,8 @@ def _check_value(value: Any, sample: int, text: str) -> float | str:
         number = value.item() if hasattr(value, "item") else value
     except (TypeError, ValueError, RuntimeError):  # an array of several values
         number = None
+    if isinstance(number, Exception):
+        return f"gave none for sample {sample} ({text[:60]!r}): {' '.join(str(number).split())[:300]}"
     if not isinstance(number, int | float) or (isinstance(number, float) and not math.isfinite(number)):
         return f"returned {_show(value)} for sample {sample} ({text[:60]!r}), expected a finite number"
     try:
@@ -243,8 +266,8 @@ def serve(connection: socket.socket) -> None:
         return
     sys.path[:] = setup["sys_path"]
     try:
-        function = _load(setup["path"], setup["directory"])
-        columns = _wanted_columns(function, setup["fields"])
+        function = _with_arguments(_load(setup["path"], setup["directory"]), setup["arguments"])
+        columns = [name for name in _wanted_columns(function, setup["fields"]) if name not in setup["arguments"]]
     except RewardError as error:
         connection.sendall(encode_message({"error": str(error)}))
         return

@@ -126,7 +126,13 @@ class RewardProcess:
         # What lies in the working directory stands in for no module but the one that the function is named to be in.
         sys_path = [*(entry for entry in sys.path if entry not in ("", here)), here]
         self._send(
-            {"path": self.config.path, "sys_path": sys_path, "directory": here, "fields": self._fields},
+            {
+                "path": self.config.imported_from,
+                "arguments": self.config.arguments,
+                "sys_path": sys_path,
+                "directory": here,
+                "fields": self._fields,
+            },
             self.config.load_timeout_s if limit_s is None else limit_s,
         )
 

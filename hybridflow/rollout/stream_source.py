@@ -305,6 +305,8 @@ class StreamSource:
         """The step will not learn: its groups are there again."""
         self._drawn = None
         self._get(self._controller.give_back.remote())
+        if self._lending is not None:  # models may compute next
+            self._get(self._controller.withdraw.remote(self._lending.engines))
 
     def state(self) -> tuple[dict[str, int], int, HeldStream]:
         """State of the prompts' order, ids of samples that were given out, and all that is under way."""

@@ -32,8 +32,16 @@ def test_every_example_is_in_the_list() -> None:
             ],
             r"^train 1/1 ",
         ),
+        (
+            [
+                *("-m", "hybridflow", "train", "{root}/examples/mathematics.yaml", "warmup.steps=1"),
+                *("trainer.steps=1", "trainer.prompts_per_step=8", "trainer.eval_before_train=false"),
+                *("trainer.eval_prompts=16", "trainer.export=false", "placement.actor=cpu:0", "train.layout.ep=1"),
+            ],
+            r"^train 1/1 ",
+        ),
     ],
-    ids=["dataflow", "ppo_trainer_loop", "own_reward"],
+    ids=["dataflow", "ppo_trainer_loop", "own_reward", "mathematics"],
 )
 def test_an_example_runs(words: list[str], said: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # where the recipe's path of its function starts

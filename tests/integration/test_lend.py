@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support.runs import ROOT, records, rewarded_by_length, run_recipe
+from benchmarks.kill_harness import Kill, KilledRun
+from tests.support.runs import ROOT, SMALL, records, rewarded_by_length, run_recipe
+from tests.support.warm import warm_python
 
 RECIPE = str(ROOT / "launch/recipes/stream-lend.yaml")
 STEPS, GROUPS, SAMPLES, TOKENS = 5, 8, 4, 48
@@ -54,3 +57,21 @@ def test_a_device_of_the_actor_generates_while_it_waits(tmp_path: Path, more: li
     assert {engine for table in tables for engine in table["engine"]} == {0, 1}
     assert set(withdrawn) & set(learned)
     assert {len(tokens) for table in tables for tokens in table["response_tokens"]} == {TOKENS}
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_a_run_that_is_to_end_while_a_device_is_lent_saves_and_goes_on(tmp_path: Path) -> None:
+    stop = ["checkpoint={save_interval: 1000, on_stop_s: 60}", "rollout.verify_weights=false"]
+    recipe = [RECIPE, *SMALL, *SETTINGS, *stop, rewarded_by_length(tmp_path)]
+    run = KilledRun(tmp_path / "run", recipe, interpreter=warm_python())
+    outcome = run.run(Kill("driver", "rollout", 2, 0.1, signal.SIGTERM))
+    assert outcome.killed and outcome.exit_code == 75 and not outcome.left_over, run.output
+    held = json.loads(next(run.run_directory.glob("checkpoints/step-*/driver.json")).read_text())["stream"]
+    assert held["begun"]  # with what the engine that was lent had
+    outcome = run.run()
+    assert outcome.exit_code == 0, run.output
+    tables = [pq.read_table(path).to_pydict() for path in sorted((run.run_directory / "samples").iterdir())]
+    learned = [sample for table in tables for sample in table["sample_id"]]
+    assert len(learned) == len(set(learned)) == STEPS * GROUPS * SAMPLES
+    assert {group for table in tables for group in table["group_id"]} == set(range(STEPS * GROUPS))

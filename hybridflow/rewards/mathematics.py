@@ -1,0 +1,219 @@
+"""The reward `math`: whether the answer in a text is mathematically the right one, by the library Math-Verify.
+
+    reward:
+      functions: [{name: math, path: math, workers: 4, on_failure: drop, arguments: {extract: boxed}}]
+
+Runs in the processes of reward functions. Where there is no verdict, since a simplification takes too long or the right
+answer cannot be read, a sample gets no reward: what becomes of it says `on_failure`. It is never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+Extract = Literal["boxed", "last_line", "tag", "anywhere"]
+"""Where the answer of a text is: in its last \\boxed{}; its last line that is not blank; its last <answer></answer>; or
+wherever Math-Verify finds one, the last boxed one first."""
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_MOST_CHARACTERS = 10_000
+"""Of an answer: what is longer is none."""
+_LED_IN = re.compile(r"^.*?\b(?:answer|result|solution)\b\s*(?:is|:|=)\s*:?", re.IGNORECASE)
+
+
+_MONEY = re.compile(r"\\\$")
+_THIN_SPACE = re.compile(r"(?<=\d)\\[,!;: ](?=\d)")
+_SCIENTIFIC = re.compile(r"([+-]?\d+(?:\.\d+)?)[eE]([+-]?\d+)")
+
+
+class NoVerdictError(Exception):
+    """Whether an answer is right could not be found out."""
+
+
+def score(
+    generated_texts: Sequence[str],
+    answers: Sequence[Any],
+    *,
+    extract: Extract = "boxed",
+    digits: int = 6,
+    sample_timeout_s: float = 5.0,
+) -> list[float | Exception]:
+    """1 for a text whose answer equals the right one, 0 for another or none, and an exception without a verdict.
+
+    Equal are answers whose difference simplifies to zero, or that agree in so many digits where they are numbers; sets
+    whatever their order; intervals with the same ends; several answers if each is there and no other. A unit that only
+    one of them has is left out.
+
+    Args:
+        generated_texts: B of them.
+        answers: (B,) the right ones: LaTeX or plain text, whole or decimal numbers, or a list of which any is right.
+        extract: where a text's answer is.
+        digits: behind the point, in which numbers are to agree.
+        sample_timeout_s: limit of a sample, in seconds.
+
+    Raises:
+        ValueError: an argument is none that there is.
+    """
+    find = _EXTRACTIONS.get(extract)
+    if find is None:
+        raise ValueError(f"extract={extract!r}, expected one of {', '.join(_EXTRACTIONS)}")
+    if digits < 0 or sample_timeout_s <= 0:
+        raise ValueError(
+            f"digits={digits}, sample_timeout_s={sample_timeout_s:g}, expected at least 0, and more than 0"
+        )
+    found: list[float | Exception] = []
+    for text, answer in zip(generated_texts, answers, strict=True):
+        try:
+            found.append(float(_comparer.ask(sample_timeout_s, find(text), answer, digits, extract == "anywhere")))
+        except NoVerdictError as error:
+            found.append(error)
+    return found
+
+
+class _Comparer:
+    """A process that compares answers, forked from this one, which has imported the library; killed where it hangs.
+
+    Neither the library's own limits nor a signal end what computes without coming back to the interpreter, such as the
+    ten billion digits of a tower of powers.
+    """
+
+    def __init__(self) -> None:
+        self._process: Any = None
+        self._connection: Any = None
+
+    def ask(self, limit_s: float, *question: Any) -> bool:
+        """Whether an answer is right. Raises NoVerdictError."""
+        if self._process is None or not self._process.is_alive():
+            self._start()
+        try:
+            self._connection.send(question)
+            if not self._connection.poll(limit_s):
+                raise NoVerdictError(f"no verdict within {limit_s:g} s (sample_timeout_s)")
+            verdict = self._connection.recv()
+        except (EOFError, OSError):
+            self.end()
+            raise NoVerdictError("the process that compares answers died, perhaps of its memory") from None
+        except NoVerdictError:
+            self.end()
+            raise
+        if isinstance(verdict, str):
+            raise NoVerdictError(verdict)
+        return bool(verdict)
+
+    def end(self) -> None:
+        """Kill the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._connection.close()
+        self._process = self._connection = None
+
+    def _start(self) -> None:
+        import math_verify  # so that the fork has it
+
+        logging.getLogger(math_verify.__name__).setLevel(logging.CRITICAL)  # what it cannot read is told in the reward
+        context = multiprocessing.get_context("fork")
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=_compare, args=(other, self._connection), daemon=True)
+        self._process.start()
+        other.close()
+
+
+def _compare(connection: Any, others_end: Any) -> None:
+    """Answer questions until the other end closes."""
+    others_end.close()
+    while True:
+        try:
+            question = connection.recv()
+        except EOFError:
+            return
+        try:
+            verdict: bool | str = _is_right(*question)
+        except NoVerdictError as error:
+            verdict = str(error)
+        except Exception as error:  # of the library, which promises none
+            verdict = f"the comparison with {question[1]!r} failed: {type(error).__name__}: {error}"
+        connection.send(verdict)
+
+
+_comparer = _Comparer()
+
+
+def _is_right(text: str | None, answer: Any, digits: int, anywhere: bool) -> bool:
+    if isinstance(answer, list):
+        if not answer:
+            raise NoVerdictError("the list of right answers is empty")
+        return any(_is_right(text, each, digits, anywhere) for each in answer)
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise NoVerdictError(f"the right answer is {answer!r}, expected text, a number, or a list of these")
+    right = _parsed(_as_math(str(answer)))
+    if not right:
+        raise NoVerdictError(f"the right answer {answer!r} cannot be read")
+    if text is None or len(text) > _MOST_CHARACTERS:
+        return False
+    given = _parsed(text) if anywhere else _parsed(_as_math(text))
+    return bool(given) and _verified(right, given, digits)
+
+
+def _parsed(text: str) -> list[Any]:
+    import math_verify
+
+    configs = [
+        math_verify.LatexExtractionConfig(boxed_match_priority=0),
+        math_verify.ExprExtractionConfig(),
+    ]
+    parsed: list[Any] = math_verify.parse(text, configs, parsing_timeout=None)  # type: ignore[arg-type]
+    return parsed
+
+
+def _verified(right: list[Any], given: list[Any], digits: int) -> bool:
+    import math_verify
+
+    return bool(math_verify.verify(right, given, float_rounding=digits, timeout_seconds=None, raise_on_error=True))
+
+
+def _as_math(text: str) -> str:
+    """An answer that stands alone, as the library reads it: LaTeX between dollars."""
+    text = _MONEY.sub("", text.strip().rstrip(".").strip())
+    text = _THIN_SPACE.sub("", text)
+    if found := _SCIENTIFIC.fullmatch(text):
+        text = f"{found[1]} \\times 10^{{{int(found[2])}}}"
+    return text if not text or any(mark in text for mark in ("$", "\\(", "\\[", "\\boxed")) else f"${text}$"
+
+
+def _boxed(text: str) -> str | None:
+    """What is in the last \\boxed{}, whose braces may hold others; None without a whole one."""
+    for begin in reversed([each.end() for each in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]):
+        depth = 1
+        for place, character in enumerate(text[begin:], start=begin):
+            escaped = place > 0 and text[place - 1] == "\\"
+            depth += (character == "{" and not escaped) - (character == "}" and not escaped)
+            if not depth:
+                return text[begin:place]
+    return None
+
+
+def _last_line(text: str) -> str | None:
+    """Without words that lead to it, such as "The answer is"."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return None
+    line = _LED_IN.sub("", lines[-1]).strip().strip("*").strip()
+    return _boxed(line) or line or None
+
+
+def _tagged(text: str) -> str | None:
+    found = _TAGGED.findall(text)
+    return _boxed(found[-1]) or found[-1] if found else None
+
+
+_EXTRACTIONS: dict[str, Callable[[str], str | None]] = {
+    "boxed": _boxed,
+    "last_line": _last_line,
+    "tag": _tagged,
+    "anywhere": lambda text: text,
+}

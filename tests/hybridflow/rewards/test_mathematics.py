@@ -1,0 +1,118 @@
+"""Answers that are compared as mathematics: pairs with known verdicts, where an answer is found, and what has none."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hybridflow.rewards.config import RewardConfig
+from hybridflow.rewards.functions import RewardFunctions
+from hybridflow.rewards.mathematics import NoVerdictError, score
+
+LINES = [line for line in Path(__file__).with_name("answers.txt").read_text().splitlines() if line[0] != "#"]
+PAIRS = [tuple(line.rsplit(" | ", 2)) for line in LINES]
+TOWER = r"\boxed{10^{10^{10}}}"
+
+
+def test_there_are_as_many_pairs_as_the_page_says() -> None:
+    assert len(PAIRS) == len(set(PAIRS)) == 237
+    assert {verdict for *_, verdict in PAIRS} == {"=", "!"}
+
+
+def test_pairs_have_their_known_verdicts() -> None:
+    right, given, verdicts = zip(*PAIRS, strict=True)
+    found = score([rf"Therefore it is \boxed{{{each}}}." for each in given], right)
+    wrong = [pair for pair, value in zip(PAIRS, found, strict=True) if value != float(pair[2] == "=")]
+    assert not wrong
+    assert 80 < verdicts.count("!") < 150
+
+
+@pytest.mark.parametrize(
+    ("extract", "text", "right"),
+    [
+        ("boxed", r"first \boxed{3}, no: \boxed{\frac{1}{2}}", "0.5"),
+        ("boxed", r"\boxed{3} and then \boxed{4", "3"),  # the last one is cut off
+        ("boxed", r"\fbox{\{1,2\}}", r"\{2,1\}"),
+        ("last_line", "I add.\nThe answer is 42.\n\n", "42"),
+        ("last_line", r"**Answer: $\frac{3}{4}$**", "0.75"),
+        ("last_line", r"it is \boxed{7}", "7"),
+        ("tag", "<answer>1</answer> no <answer> 2/3 </answer>", r"\frac{2}{3}"),
+        ("tag", r"<answer>\boxed{5}</answer>", "5"),
+        ("anywhere", "So the final answer is $x=9$.", "9"),
+    ],
+)
+def test_where_the_answer_of_a_text_is(extract: Any, text: str, right: str) -> None:
+    assert score([text, text], [right, "1001"], extract=extract) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("extract", "text"),
+    [("boxed", "42"), ("boxed", ""), ("last_line", " \n"), ("tag", "<answer>42"), ("anywhere", "none")],
+)
+def test_a_text_without_an_answer_is_wrong(extract: Any, text: str) -> None:
+    assert score([text], ["42"], extract=extract) == [0.0]
+
+
+def test_right_answers_may_be_numbers_and_several() -> None:
+    assert score([r"\boxed{2}"] * 4, [2, 2.0, ["3", "2"], [4, 5]]) == [1.0, 1.0, 1.0, 0.0]
+    assert score([r"\boxed{0.123}"] * 2, ["0.12345"] * 2, digits=2) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("right", "why"),
+    [
+        (None, "the right answer is None, expected text, a number, or a list"),
+        (True, "the right answer is True, expected"),
+        ([], "the list of right answers is empty"),
+        ("", "the right answer '' cannot be read"),
+    ],
+)
+def test_without_a_right_answer_there_is_no_verdict(right: Any, why: str) -> None:
+    (found,) = score([r"\boxed{2}"], [right])
+    assert isinstance(found, NoVerdictError) and why in str(found)
+
+
+def test_a_comparison_that_hangs_is_ended_and_the_others_are_made() -> None:
+    began = time.monotonic()
+    before = set(psutil.Process().children())
+    found = score([TOWER, r"\boxed{1}", TOWER, r"\boxed{2}"], ["1", "1", "1", "1"], sample_timeout_s=1.0)
+    assert 2 <= time.monotonic() - began < 20
+    assert found[1] == 1.0 and found[3] == 0.0
+    assert all(str(each) == "no verdict within 1 s (sample_timeout_s)" for each in (found[0], found[2]))
+    assert len(set(psutil.Process().children()) - before) <= 1  # what hung is gone
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("policy", ["drop", "value"])
+def test_in_a_run_what_has_no_verdict_is_no_wrong_answer(policy: str) -> None:
+    function = {"name": "math", "path": "math", "workers": 2, "on_failure": policy}
+    if policy == "value":
+        function["failure_value"] = -0.5
+    arguments = {"arguments": {"sample_timeout_s": 1.0}}
+    config = RewardConfig.model_validate({"functions": [function | arguments]})
+    texts = [r"\boxed{\frac12}", TOWER, r"\boxed{3}", "nothing"]
+    with RewardFunctions(config) as rewards:
+        found = rewards.evaluate(texts, ["p"] * 4, ["0.5", "7", "3", "3"])
+    assert found.dropped.tolist() == [False, policy == "drop", False, False]
+    kept = [value for value, dropped in zip(found.total.tolist(), found.dropped.tolist(), strict=True) if not dropped]
+    assert kept == ([1.0, 1.0, 0.0] if policy == "drop" else [1.0, -0.5, 1.0, 0.0])
+    (failure,) = found.failures
+    assert "gave none for sample 1" in str(failure) and "no verdict within 1 s" in str(failure)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"extract": "box"}, "extract='box', expected one of boxed, last_line, tag, anywhere"),
+        ({"digits": -1}, "digits=-1, sample_timeout_s=5, expected at least 0, and more than 0"),
+        ({"boxed": True}, "unexpected keyword argument 'boxed'"),
+    ],
+)
+def test_arguments_that_it_does_not_take_are_refused(arguments: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match="math") as error:
+        RewardConfig.model_validate({"functions": [{"name": "m", "path": "math", "arguments": arguments}]})
+    assert line in str(error.value)
