@@ -134,7 +134,7 @@ class RewardFunctionConfig(Settings):
         if self.path in PROVIDED_REWARDS:
             module, _, name = self.imported_from.rpartition(":")
             function = getattr(importlib.import_module(module), name)
-            given = {"answers": []} if "answers" in inspect.signature(function).parameters else {}
+            given: dict[str, Any] = {"answers": []} if "answers" in inspect.signature(function).parameters else {}
             try:
                 function([], **given, **self.arguments)
             except (TypeError, ValueError) as error:
