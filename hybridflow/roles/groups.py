@@ -88,6 +88,7 @@ class RolloutGroup(_TransferCalls, WorkerGroup):
     """Engines side by side."""
 
     start = RolloutWorker.start
+    restart = RolloutWorker.restart
     generate = RolloutWorker.generate
     give_back = RolloutWorker.give_back
     take_back = RolloutWorker.take_back

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from hybridflow.rewards import mathematics
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.rewards.mathematics import NoVerdictError, score
@@ -16,6 +18,13 @@ from hybridflow.rewards.mathematics import NoVerdictError, score
 LINES = [line for line in Path(__file__).with_name("answers.txt").read_text().splitlines() if line[0] != "#"]
 PAIRS = [tuple(line.rsplit(" | ", 2)) for line in LINES]
 TOWER = r"\boxed{10^{10^{10}}}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ended() -> Iterator[None]:
+    """The process that compares, which has what was open as it was forked."""
+    yield
+    mathematics._comparer.end()
 
 
 def test_there_are_as_many_pairs_as_the_page_says() -> None:
