@@ -91,7 +91,7 @@ def measure_transfers(workload: Workload, train_s: float, staleness: int, ways: 
     found: dict[str, dict[str, Any]] = {}
     for name, transfer in ways.items():
         measured = measure_stream(workload, train_s, StreamLimits(workload.groups, staleness), transfer)
-        figures = {key: value for key, value in vars(measured).items() if key != "learned"}
+        figures = measured.figures
         found[name] = figures | {"transfer": transfer and asdict(transfer)}
         at_once = found.get(f"{name.split(',')[0]}, all at once", figures)
         found[name]["of_at_once"] = measured.tokens_per_s / at_once["tokens_per_s"]
@@ -115,8 +115,7 @@ def measure_lending(workload: Workload, train_s: float, lending: Lending) -> Any
         for name, load, lent in ((f"{staleness}", workload, None), (f"{staleness}, lent", more, lending)):
             measured = measure_stream(load, train_s, limits, lending=lent)
             without = without or measured.tokens_per_s
-            found[name] = {key: value for key, value in vars(measured).items() if key != "learned"}
-            found[name]["of_without"] = measured.tokens_per_s / without
+            found[name] = measured.figures | {"of_without": measured.tokens_per_s / without}
             print(
                 f"{f'staleness {name}':24}{measured.step_s:8.1f}{measured.slots:8.1%}{measured.trainer:9.1%}"
                 f"{measured.withdrawn:11.0f}{measured.tokens_per_s:10,.0f}{found[name]['of_without']:12.2f}",
@@ -258,7 +257,7 @@ def _measured(workload: Workload, train_share: float, extra: int) -> dict[str, A
         f"{'of ahead':>10}{'given up':>10}{'length':>8}{'staleness':>11}"
     )
     for case, measured in measure(workload, train_share, extra):
-        figures = {name: value for name, value in vars(measured).items() if name != "learned"}
+        figures = measured.figures
         figures["least_step_s"] = _least_step_s(workload, case, measured)
         found[case.name] = figures
         batch, ahead = (found.get(name, figures) for name in ("batch call, step by step", "batch call, one step ahead"))

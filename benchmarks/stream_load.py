@@ -104,6 +104,11 @@ class Measured:
     longest_pause_s: float = 0.0
     withdrawn: float = 0.0
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """All but `learned`, by name."""
+        return {name: value for name, value in vars(self).items() if name != "learned"}
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -283,6 +288,28 @@ async def _all(engine: StandInEngine, groups: Sequence[int], samples: int) -> in
     return tokens
 
 
+async def take(
+    stream: RolloutStream, version: int, lent: Sequence[int], after_s: float = 0.0, turn_s: float = 0.0
+) -> StepRows:
+    """The groups of the step from `version`, while these engines are lent if it waits, as `StreamSource` has them.
+
+    Args:
+        stream: of the engines.
+        version: of the weights.
+        lent: the engines; none if empty.
+        after_s, turn_s: as of `Lending`.
+    """
+    taking = asyncio.ensure_future(stream.take(version))
+    if lent:
+        await asyncio.wait([taking], timeout=after_s)
+        if not taking.done():
+            await asyncio.sleep(turn_s)
+            stream.lend(lent)
+            await asyncio.wait([taking])
+            await stream.withdraw(lent)
+    return await taking
+
+
 def measure_stream(
     workload: Workload,
     train_s: float,
@@ -300,17 +327,7 @@ def measure_stream(
         lending: the engines that generate only while a step waits; none if None.
     """
     lent = lending.of(workload) if lending is not None else ()
-
-    async def groups(stream: RolloutStream, version: int) -> StepRows:
-        taking = asyncio.ensure_future(stream.take(version))
-        if lending is not None:
-            await asyncio.wait([taking], timeout=lending.after_s)
-            if not taking.done():
-                await asyncio.sleep(lending.turn_s)
-                stream.lend(lent)
-                await asyncio.wait([taking])
-                await stream.withdraw(lent)
-        return await taking
+    after_s, turn_s = (lending.after_s, lending.turn_s) if lending is not None else (0.0, 0.0)
 
     async def learn() -> Measured:
         setup, learned, looks = Setup(workload), list[Learned](), list[tuple[float, ...]]()
@@ -318,7 +335,7 @@ def measure_stream(
         withdrawn = 0.0
         stream, synced = start(setup, limits, lent=lent), list[float]()
         for step in range(workload.warm_up + workload.steps):
-            rows = await groups(stream, setup.version)
+            rows = await take(stream, setup.version, lent, after_s, turn_s)
             await asyncio.sleep(train_s)
             began = asyncio.get_running_loop().time()
             await setup.new_weights(stream, transfer)

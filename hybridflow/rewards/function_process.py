@@ -120,8 +120,6 @@ def _load_pickled(path: Path) -> Callable[..., Any]:
 def _wanted_columns(function: Callable[..., Any], fields: Sequence[str] | None) -> list[str]:
     """Which of "prompts", "answers" and the data's fields to pass along, by the names of the function's parameters.
 
-    What `arguments` of its settings has given is not among them.
-
     The first parameter takes the generated texts. Where the fields are not known, None, any name may be one.
     """
     try:

@@ -23,8 +23,6 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MOST_CHARACTERS = 10_000
 """Of an answer: what is longer is none."""
 _LED_IN = re.compile(r"^.*?\b(?:answer|result|solution)\b\s*(?:is|:|=)\s*:?", re.IGNORECASE)
-
-
 _MONEY = re.compile(r"\\\$")
 _THIN_SPACE = re.compile(r"(?<=\d)\\[,!;: ](?=\d)")
 _SCIENTIFIC = re.compile(r"([+-]?\d+(?:\.\d+)?)[eE]([+-]?\d+)")
@@ -91,15 +89,13 @@ class _Comparer:
             self._start()
         try:
             self._connection.send(question)
-            if not self._connection.poll(limit_s):
-                raise NoVerdictError(f"no verdict within {limit_s:g} s (sample_timeout_s)")
-            verdict = self._connection.recv()
+            verdict = self._connection.recv() if self._connection.poll(limit_s) else None
         except (EOFError, OSError):
             self.end()
             raise NoVerdictError("the process that compares answers died, perhaps of its memory") from None
-        except NoVerdictError:
+        if verdict is None:
             self.end()
-            raise
+            raise NoVerdictError(f"no verdict within {limit_s:g} s (sample_timeout_s)")
         if isinstance(verdict, str):
             raise NoVerdictError(verdict)
         return bool(verdict)
@@ -155,7 +151,7 @@ def _is_right(text: str | None, answer: Any, digits: int, anywhere: bool) -> boo
         raise NoVerdictError(f"the right answer {answer!r} cannot be read")
     if text is None or len(text) > _MOST_CHARACTERS:
         return False
-    given = _parsed(text) if anywhere else _parsed(_as_math(text))
+    given = _parsed(text if anywhere else _as_math(text))
     return bool(given) and _verified(right, given, digits)
 
 

@@ -241,17 +241,14 @@ class RolloutStream:
         self._lives[number] += 1
         self.figures.count("lost_engines")
         self.figures.lose(number)
-        if number in self._busy_since:
-            self._busy.append((number, self._busy_since.pop(number), self._clock()))
+        self._idle(number)
         again = []
         for asked in reversed(self._dispatcher.lose(number)):
             begun = self._withdrawn.pop(asked.sample, None)
             if asked.sample in self._given_up:
                 self._given_up.discard(asked.sample)
                 continue
-            request = self._requests[asked.sample]
-            self._requests[asked.sample] = replace(request, begun=begun or request.begun)
-            self._dispatcher.add(asked, first=True)
+            self._ask_again(self._requests[asked.sample], begun)
             again.append(asked.sample)
         self.events.lost(number, cause, again)
         self._feed()
@@ -388,8 +385,8 @@ class RolloutStream:
             self._ended(end, Row(ended.rows, place))
         if ended.samples:
             self._feed()
-            if number in self._busy_since and not self._dispatcher.in_flight(number)[0]:
-                self._busy.append((number, self._busy_since.pop(number), self._clock()))
+            if not self._dispatcher.in_flight(number)[0]:
+                self._idle(number)
             await self._wake()
 
     def _told(self, number: int, figures: EngineFigures, ended: Sequence[SampleEnd]) -> None:
@@ -411,8 +408,7 @@ class RolloutStream:
             self._given_up.discard(end.sample)
             return
         if withdrawn and not end.whole and request is not None:
-            self._requests[end.sample] = replace(request, begun=begun or request.begun)
-            self._dispatcher.add(Asked(end.sample, end.group, request.tokens), first=True)
+            self._ask_again(request, begun)
             return
         gathered = self._groups[end.group]
         if not end.whole:  # for a reason of the engine's own
@@ -486,6 +482,11 @@ class RolloutStream:
         with self._losing(engine):
             await self._engines[engine].abort(samples)
 
+    def _idle(self, number: int) -> None:
+        """An engine has nothing in flight any more."""
+        if number in self._busy_since:
+            self._busy.append((number, self._busy_since.pop(number), self._clock()))
+
     def _take_busy(self) -> tuple[tuple[int, float, float], ...]:
         """When engines had something to do since the last call."""
         now, found = self._clock(), tuple(self._busy)
@@ -502,6 +503,11 @@ class RolloutStream:
             sample = gathered.first_sample + place
             self._requests[sample] = StreamRequest(sample, group.number, place, group.prompt, tokens, begun.get(place))
             self._dispatcher.add(Asked(sample, group.number, tokens))
+
+    def _ask_again(self, request: StreamRequest, begun: Begun | None) -> None:
+        """Have a response go on elsewhere, before all that waits, with what it has, or else had when it was sent."""
+        self._requests[request.sample] = replace(request, begun=begun or request.begun)
+        self._dispatcher.add(Asked(request.sample, request.group, request.tokens), first=True)
 
     def _drop(self, groups: Iterable[Group], why: str) -> None:
         """Have nothing more of groups that went back."""

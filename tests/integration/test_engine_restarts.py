@@ -7,14 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.kill_harness import Kill, KilledRun
 from hybridflow.config.recipe import load_recipe
 from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.planning.recipe_check import check_recipe
-from tests.support.runs import ROOT, SMALL, records, rewarded_by_length
+from tests.support.runs import ROOT, SMALL, records, rewarded_by_length, stored_samples
 from tests.support.warm import warm_python
 
 RECIPE = str(ROOT / "launch/recipes/stream.yaml")
@@ -65,7 +64,7 @@ def test_a_run_goes_on_while_an_engine_is_started_again(engines: int, more: list
     assert any(lost["engine"] in to for _, to in sent)
     assert all(version >= back["version"] for version, to in sent if lost["engine"] in to)
 
-    tables = [pq.read_table(path).to_pydict() for path in sorted((run.run_directory / "samples").iterdir())]
+    tables = stored_samples(run.run_directory)
     samples = [sample for table in tables for sample in table["sample_id"]]
     assert len(samples) == len(set(samples)) == STEPS * GROUPS * SAMPLES
     groups = Counter(group for table in tables for group in table["group_id"])

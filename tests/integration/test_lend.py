@@ -6,11 +6,10 @@ import json
 import signal
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.kill_harness import Kill, KilledRun
-from tests.support.runs import ROOT, SMALL, records, rewarded_by_length, run_recipe
+from tests.support.runs import ROOT, SMALL, records, rewarded_by_length, run_recipe, stored_samples
 from tests.support.warm import warm_python
 
 RECIPE = str(ROOT / "launch/recipes/stream-lend.yaml")
@@ -48,7 +47,7 @@ def test_a_device_of_the_actor_generates_while_it_waits(tmp_path: Path, more: li
     assert {engine for each in events if each["event"] == "withdrawn" for engine in each["engines"]} == {0}
     assert withdrawn
 
-    tables = [pq.read_table(path).to_pydict() for path in sorted((run / "samples").iterdir())]
+    tables = stored_samples(run)
     learned = [sample for table in tables for sample in table["sample_id"]]
     assert len(learned) == len(set(learned)) == STEPS * GROUPS * SAMPLES
     groups = {group for table in tables for group in table["group_id"]}
@@ -71,7 +70,7 @@ def test_a_run_that_is_to_end_while_a_device_is_lent_saves_and_goes_on(tmp_path:
     assert held["begun"]  # with what the engine that was lent had
     outcome = run.run()
     assert outcome.exit_code == 0, run.output
-    tables = [pq.read_table(path).to_pydict() for path in sorted((run.run_directory / "samples").iterdir())]
+    tables = stored_samples(run.run_directory)
     learned = [sample for table in tables for sample in table["sample_id"]]
     assert len(learned) == len(set(learned)) == STEPS * GROUPS * SAMPLES
     assert {group for table in tables for group in table["group_id"]} == set(range(STEPS * GROUPS))

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from tests.support.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
@@ -56,3 +58,8 @@ def records(directory: Path, *phases: str) -> list[dict[str, Any]]:
     """The records of `<directory>/metrics.jsonl`, of some phases or of all."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return [record for line in lines if (record := json.loads(line))["phase"] in phases or not phases]
+
+
+def stored_samples(directory: Path) -> list[dict[str, list[Any]]]:
+    """The columns of each step's file in a run's sample store, in order."""
+    return [pq.read_table(path).to_pydict() for path in sorted((directory / "samples").iterdir())]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.stand_in_engine import StandInEngine
+from benchmarks.stream_load import take
 from benchmarks.virtual_clock import run
 from engine3d.errors import EngineError
 from hybridflow.batch.stored_rows import Row
@@ -94,17 +95,8 @@ class _Setup:
         self.drawn, self.version, self._numbers = drawn, version, itertools.count(drawn)
 
     async def step(self, train_s: float = 0.5) -> StepRows:
-        if not self.plan.lent:
-            rows = await self.stream.take(self.version)
-        else:
-            taking = asyncio.ensure_future(self.stream.take(self.version))
-            await asyncio.sleep(0)
-            if not taking.done():
-                self.stream.lend(self.plan.lent)
-                await asyncio.wait([taking])
-                await self.stream.withdraw(self.plan.lent)
-            rows = await taking
-            assert not any(self.stream._dispatcher.in_flight(engine)[0] for engine in self.plan.lent)
+        rows = await take(self.stream, self.version, self.plan.lent)
+        assert not any(self.stream._dispatcher.in_flight(engine)[0] for engine in self.plan.lent)
         await asyncio.sleep(train_s)
         self.version += 1
         self.stream.learned(self.version)
@@ -280,17 +272,7 @@ class _Rolling(_Setup):
         await submit(requests)
 
     async def step(self, train_s: float = 0.5) -> StepRows:
-        if not self.plan.lent:
-            rows = await self.stream.take(self.version)
-        else:
-            taking = asyncio.ensure_future(self.stream.take(self.version))
-            await asyncio.sleep(0)
-            if not taking.done():
-                self.stream.lend(self.plan.lent)
-                await asyncio.wait([taking])
-                await self.stream.withdraw(self.plan.lent)
-            rows = await taking
-            assert not any(self.stream._dispatcher.in_flight(engine)[0] for engine in self.plan.lent)
+        rows = await self.stream.take(self.version)
         await asyncio.sleep(train_s)
         self.version += 1
         transfer = asyncio.Lock()
