@@ -7,8 +7,9 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from engine3d.settings import AbsolutePath, Settings
+from hybridflow.data.files.config import FilesConfig
 
-OverlongPolicy = Literal["refuse", "drop", "cut_left", "cut_right"]
+OverlongPolicy = Literal["refuse", "drop", "cut_left", "cut_right", "cut_middle"]
 SameResponses = Literal["refuse", "drop"]
 Operator = Literal["+", "-", "*"]
 
@@ -103,22 +104,25 @@ class PairsConfig(Settings):
 class DataConfig(Settings):
     """Where prompts come from, and the order in which they are drawn."""
 
-    source: Literal["arithmetic", "jsonl", "pairs"] = "arithmetic"
-    """`arithmetic`, the built-in task; `jsonl`, files of one JSON object a line; or `pairs`, such files of prompts with
-    responses, for an algorithm that learns from these. Of the built-in task such have a right and a wrong answer."""
+    source: Literal["arithmetic", "files", "jsonl", "pairs"] = "arithmetic"
+    """`arithmetic`, the built-in task; `files`, rows of JSON, CSV, Parquet or Arrow, of any size, as texts or messages;
+    `jsonl`, files of one JSON object a line, read into memory; or `pairs`, such files of prompts with responses, for an
+    algorithm that learns from these. Of the built-in task such have a right and a wrong answer."""
     arithmetic: ArithmeticConfig = ArithmeticConfig()
+    files: FilesConfig | None = None
     jsonl: JsonlConfig | None = None
     pairs: PairsConfig | None = None
     seed: int = 0
     """Of the order of the training prompts; added to the run's seed."""
     overlong_prompts: OverlongPolicy = "refuse"
     """What becomes of a prompt, of whatever split, that leaves no room for the longest response: "refuse" the recipe,
-    "drop" the prompt, or cut its first tokens ("cut_left") or its last ("cut_right"). How many there are is said.
+    "drop" the prompt, or cut its first tokens ("cut_left"), its last ("cut_right") or those between its halves
+    ("cut_middle"). How many there are is said.
     Reward functions get the whole prompt."""
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        for name, files in (("jsonl", self.jsonl), ("pairs", self.pairs)):
+        for name, files in (("files", self.files), ("jsonl", self.jsonl), ("pairs", self.pairs)):
             if (self.source == name) != (files is not None):
                 raise ValueError(
                     f"{name} is {'missing' if files is None else 'given'} with source {self.source!r}, "

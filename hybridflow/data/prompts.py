@@ -10,10 +10,10 @@ from hybridflow.data.tasks import Example
 
 @dataclass(frozen=True)
 class Prompts:
-    """Examples of one phase with their prompts as token ids."""
+    """Examples of one phase with their prompts as token ids; both may lie in files and be read where they are used."""
 
-    examples: list[Example]
-    tokens: list[list[int]]
+    examples: Sequence[Example]
+    tokens: Sequence[list[int]]
     overlong: int = 0
     """How many were too long, and were cut or dropped."""
 

@@ -24,11 +24,13 @@ class Example:
         prompt: the text.
         answer: text; of a JSON-lines file anything that JSON has, whole numbers as text.
         fields: every field of its line, as JSON has it; reward functions ask for them by name.
+        identity: names the row of a file that it is from, as "SOURCE:ROW"; empty of other data.
     """
 
     prompt: str
     answer: Any
     fields: Mapping[str, Any] = field(default_factory=dict)
+    identity: str = ""
 
 
 @dataclass(frozen=True)
