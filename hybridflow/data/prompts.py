@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from hybridflow.data.tasks import Example
+
+
+def text_hash(text: str) -> int:
+    """64 bits that stand for a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True)
@@ -19,6 +28,10 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    def text_hashes(self) -> np.ndarray[Any, Any]:
+        """(P,) uint64: of the text of each prompt."""
+        return np.array([text_hash(example.prompt) for example in self.examples], dtype=np.uint64)
 
 
 @dataclass(frozen=True)
