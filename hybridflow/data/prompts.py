@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hybridflow.data.tasks import Example
+from hybridflow.data.tasks import Example, field_names
 
 
 def text_hash(text: str) -> int:
@@ -28,6 +28,18 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    def at(self, indices: Iterable[int]) -> dict[int, Example]:
+        """Some examples, by their indices."""
+        return {index: self.examples[index] for index in dict.fromkeys(indices)}
+
+    def answers(self) -> Iterable[Any]:
+        """All answers; of prompts in files the first that is no text, if there is one."""
+        return (example.answer for example in self.examples)
+
+    def fields(self) -> tuple[str, ...]:
+        """Names of what the examples have beside prompt and answer."""
+        return field_names(self.examples)
 
     def text_hashes(self) -> np.ndarray[Any, Any]:
         """(P,) uint64: of the text of each prompt."""

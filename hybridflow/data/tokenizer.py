@@ -167,10 +167,25 @@ def fit_prompts(
             overlong += 1
             if policy == "drop":
                 continue
-            tokens = encode_cut(tokenizer, example.prompt, max_tokens, "left" if policy == "cut_left" else "right")
+            tokens = cut(tokenizer, example.prompt, tokens, max_tokens, policy)
         kept.append(example)
         encoded.append(tokens)
     return kept, encoded, overlong
+
+
+def cut(
+    tokenizer: PreTrainedTokenizerBase, text: str, tokens: list[int], max_tokens: int, policy: OverlongPolicy
+) -> list[int]:
+    """The token ids of a text of which some are cut; special tokens around it are kept."""
+    if policy == "cut_middle":
+        return middle_cut(tokens, max_tokens)
+    return encode_cut(tokenizer, text, max_tokens, "left" if policy == "cut_left" else "right")
+
+
+def middle_cut(items: Sequence[int], most: int) -> list[int]:
+    """The first and the last items, so many together; of an odd number one more at the beginning."""
+    last = most // 2
+    return [*items[: most - last], *(items[-last:] if last else [])]
 
 
 def encode_cut(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int, side: str) -> list[int]:

@@ -14,7 +14,7 @@ from engine3d.startup.imports import quick_imports
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.stored_rows import Row, gathered
 from hybridflow.batch.worker_output import Columns
-from hybridflow.data.tasks import Example, field_names
+from hybridflow.data.tasks import Example
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.rewards.result import RewardResult, SampleScore, by_sample
@@ -32,7 +32,7 @@ class FunctionRewardWorker:
         context: the rank.
         configs: the functions, by what they are for: "reward" and "cost".
         tokenizer: directory of the tokenizer that turns responses into texts.
-        examples: the prompts and answers of each split, which the batch's prompt indices count.
+        fields: names of what the data have beside prompts and answers, which functions may ask for.
         directory: from which paths of functions are looked for.
 
     Raises:
@@ -47,15 +47,15 @@ class FunctionRewardWorker:
         context: WorkerContext,
         configs: Mapping[str, RewardConfig],
         tokenizer: Path,
-        examples: Mapping[str, Sequence[Example]],
+        fields: Sequence[str],
         directory: Path,
     ) -> None:
         if not directory.is_dir():
             raise UserError(f"reward functions are looked for from {directory}, which is not there on its node")
         os.chdir(directory)
-        self._fields = field_names(example for split in examples.values() for example in split)
+        self._fields = tuple(fields)
         self._functions = {what: RewardFunctions(config, self._fields) for what, config in configs.items()}
-        self._tokenizer_directory, self._examples = tokenizer, examples
+        self._tokenizer_directory = tokenizer
         self._turn = threading.Lock()  # the functions are for one batch at a time
 
     @register(ONE_TO_ALL)
@@ -69,29 +69,36 @@ class FunctionRewardWorker:
         self._tokenizer = load_tokenizer(self._tokenizer_directory)
 
     @register(DP_PROTO)
-    def score(self, batch: SampleBatch, *, split: str, what: str = "reward") -> Columns:
-        """The rewards (or costs) of responses to the prompts of a split, which `reward_result` reads.
+    def score(self, batch: SampleBatch, *, examples: Mapping[int, Example], what: str = "reward") -> Columns:
+        """The rewards (or costs) of responses, which `reward_result` reads.
 
         Failures go into this rank's log too, by the id of their sample.
+
+        Args:
+            batch: this rank's part.
+            examples: the prompts and answers, by the batch's prompt indices.
+            what: "reward" or "cost".
         """
-        result = self._evaluated(batch, split, what, whole=True)
+        result = self._evaluated(batch, examples, what, whole=True)
         facts = {_TOTAL: result.total, _DROPPED: result.dropped}
         facts |= {f"{_VALUE}{name}": column for name, column in result.by_name.items()}
         facts |= {f"{_FAILED}{name}": mask for name, mask in result.failed.items()}
         return Columns(facts=facts, note=result.failures)
 
-    def score_rows(self, rows: Sequence[Row]) -> list[dict[str, SampleScore]]:
-        """What each function of rewards and of costs gives samples of a stream, by what it is for.
+    def score_rows(self, rows: Sequence[Row], examples: Mapping[int, Example]) -> list[dict[str, SampleScore]]:
+        """What each function of rewards and of costs gives samples of a stream, by what it is for; as `score`.
 
         Of a part of a step's samples a function may fail on all.
         """
         batch = gathered(rows).fetch()
-        found = {what: by_sample(self._evaluated(batch, "train", what, whole=False)) for what in self._functions}
+        found = {what: by_sample(self._evaluated(batch, examples, what, whole=False)) for what in self._functions}
         return [{what: scores[row] for what, scores in found.items()} for row in range(len(rows))]
 
-    def _evaluated(self, batch: SampleBatch, split: str, what: str, *, whole: bool) -> RewardResult:
+    def _evaluated(
+        self, batch: SampleBatch, by_index: Mapping[int, Example], what: str, *, whole: bool
+    ) -> RewardResult:
         texts = self._tokenizer.batch_decode(batch.responses(), skip_special_tokens=True)
-        examples = [self._examples[split][index] for index in batch.prompt_indices.tolist()]
+        examples = [by_index[index] for index in batch.prompt_indices.tolist()]
         with self._turn:
             result = self._functions[what].evaluate(
                 texts,

@@ -235,13 +235,13 @@ class _Specs:
             len(run.evaluation) * recipe.trainer.eval_samples,
         )
         functions = [function for config in recipe.functions.values() for function in config.functions]
-        examples = {"train": run.train.examples, "evaluation": run.evaluation.examples}
+        fields = tuple(dict.fromkeys((*run.train.fields(), *run.evaluation.fields())))
         return RoleSpec(
             "reward",
             FunctionRewardGroup,
             FunctionRewardWorker,
             Layout(dp=len(self._devices["reward"])),
-            (recipe.functions, run.model_directory, examples, Path.cwd()),
+            (recipe.functions, run.model_directory, fields, Path.cwd()),
             {},
             start_s=max(function.load_timeout_s for function in functions) + _MARGIN_S,
             call_s=_MARGIN_S + max(function.limit_s(samples) for function in functions),

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from engine3d.errors import UserError
 from hybridflow.data.config import OverlongPolicy
 from hybridflow.data.files.chat import ChatTemplate
-from hybridflow.data.tokenizer import encode_cut
 
 _TRIES = 8
 """Texts that are cut at tokens may have other tokens beside what follows them."""
@@ -49,19 +48,6 @@ class Fit:
         if self.longest is not None and tokens > self.longest:
             return f"more than {self.longest:,} tokens (max_prompt_tokens)"
         return self.overlong_reason if tokens > self.most and self.policy == "drop" else None
-
-
-def middle_cut(items: Sequence[Any], most: int) -> list[Any]:
-    """The first and the last items, so many together; of an odd number one more at the beginning."""
-    last = most // 2
-    return [*items[: most - last], *(items[-last:] if last else [])]
-
-
-def cut_text(tokenizer: PreTrainedTokenizerBase, text: str, tokens: list[int], fit: Fit) -> list[int]:
-    """The token ids of a text that is cut; the special tokens around it are kept."""
-    if fit.policy == "cut_middle":
-        return middle_cut(tokens, fit.most)
-    return encode_cut(tokenizer, text, fit.most, "left" if fit.policy == "cut_left" else "right")
 
 
 def cut_messages(

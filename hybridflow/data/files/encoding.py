@@ -21,13 +21,13 @@ from engine3d.errors import UserError, shortened
 from hybridflow.data.config import OverlongPolicy
 from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.config import FilesConfig, FileSource
-from hybridflow.data.files.cutting import Fit, cut_messages, cut_text
-from hybridflow.data.files.opening import default_cache, files_of, open_rows, write_once
-from hybridflow.data.files.prompts import FACTS, HASHES, NUMBERS, FilePrompts, OpenSource, SourceSpan
+from hybridflow.data.files.cutting import Fit, cut_messages
+from hybridflow.data.files.opening import default_cache, files_of, write_once
+from hybridflow.data.files.prompts import FACTS, HASHES, NUMBERS, FilePrompts, OpenSource
 from hybridflow.data.files.rows import Row, Rows, batches, needed, value_of
 from hybridflow.data.packed_prompts import ENDS, TOKENS
 from hybridflow.data.prompts import text_hash
-from hybridflow.data.tokenizer import encode_text
+from hybridflow.data.tokenizer import cut, encode_text
 from hybridflow.errors.log import log
 
 _FORM = 1
@@ -65,7 +65,7 @@ def encode_files(
     template = ChatTemplate(config.chat, tokenizer)
     fit = Fit(config.min_prompt_tokens, config.max_prompt_tokens, max_tokens, policy)
     files = [files_of(source, cache) for source in sources]
-    opened = [OpenSource(source, open_rows(each, cache), template) for source, each in zip(sources, files, strict=True)]
+    opened = [OpenSource.open(source, template, each, cache) for source, each in zip(sources, files, strict=True)]
     for each in opened:
         check_columns(each.settings, each.rows)
     facts = [
@@ -75,12 +75,7 @@ def encode_files(
     ]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
     kept = write_once(cache / "tokens" / key, lambda part: _write(part, opened, template, tokenizer, fit))
-    found = json.loads((kept / FACTS).read_text())
-    spans = [
-        SourceSpan(source.label, begin, end, dropped)
-        for source, (begin, end), dropped in zip(sources, found["spans"], found["dropped"], strict=True)
-    ]
-    return FilePrompts.of(kept, opened, spans, found["overlong"])
+    return FilePrompts.read(kept, opened)
 
 
 def _identity(source: FileSource) -> dict[str, Any]:
@@ -109,8 +104,7 @@ def _write(
     finally:
         for file in files.values():
             file.close()
-    facts = {"spans": writer.spans, "dropped": writer.dropped, "overlong": writer.overlong}
-    (directory / FACTS).write_text(json.dumps(facts))
+    (directory / FACTS).write_text(json.dumps(writer.facts()))
 
 
 @dataclass
@@ -141,10 +135,23 @@ class _Writer:
         fit: Fit,
     ) -> None:
         self._files, self._template, self._tokenizer, self._fit = files, template, tokenizer, fit
-        self.spans: list[tuple[int, int]] = []
-        self.dropped: list[dict[str, int]] = []
-        self.overlong = 0
+        self._spans: list[tuple[int, int]] = []
+        self._dropped: list[dict[str, int]] = []
+        self._columns: dict[str, None] = {}
+        self._other_answer: list[Any] = []
+        self._overlong, self._raw = 0, 0
         self._prompts, self._tokens = 0, 0
+
+    def facts(self) -> dict[str, Any]:
+        """What `FilePrompts.read` needs beside the files."""
+        return {
+            "spans": self._spans,
+            "dropped": self._dropped,
+            "overlong": self._overlong,
+            "columns": list(self._columns),
+            "other_answer": self._other_answer,
+            "raw": self._raw,
+        }
 
     def write(self, source: OpenSource) -> None:
         """All rows of a source."""
@@ -161,8 +168,8 @@ class _Writer:
             if time.monotonic() - said > _SAY_EVERY_S:
                 said = time.monotonic()
                 log.info(f"data: {first + len(some):,} of {count:,} rows of {settings.label} are read")
-        self.spans.append((begin, self._prompts))
-        self.dropped.append(dict(dropped))
+        self._spans.append((begin, self._prompts))
+        self._dropped.append(dict(dropped))
         _check_ids(source, ids)
 
     def _taken(self, source: OpenSource, first: int, some: Sequence[Row], dropped: Counter[str]) -> list[_Prompt]:
@@ -172,7 +179,10 @@ class _Writer:
             if (failed := _first_failed(source.settings, row)) is not None:
                 dropped[f"where {failed}"] += 1
                 continue
-            source.check(row, place)
+            answer = source.check(row, place)
+            if not self._other_answer and (isinstance(answer, bool) or not isinstance(answer, str | int)):
+                self._other_answer = [answer]
+            self._columns |= dict.fromkeys(row)
             taken.append(_Prompt(number, row, source.text(row, place), []))
         return taken
 
@@ -190,16 +200,17 @@ class _Writer:
                 raise
             for each, tokens in zip(some, found, strict=True):
                 each.tokens = list(tokens)
+            self._raw += len(some) if special else 0
 
     def _keep(self, source: OpenSource, prompts: Sequence[_Prompt], dropped: Counter[str]) -> None:
         kept = []
         for each in prompts:
             if (reason := self._fit.reason_to_drop(len(each.tokens))) is not None:
                 dropped[reason] += 1
-                self.overlong += reason == self._fit.overlong_reason
+                self._overlong += reason == self._fit.overlong_reason
                 continue
             if len(each.tokens) > self._fit.most:
-                self.overlong += 1
+                self._overlong += 1
                 each.tokens = self._cut(source, each)
             if not each.tokens:
                 raise UserError(f"{source.rows.place(each.number)}: the prompt has no tokens, expected at least one")
@@ -220,7 +231,7 @@ class _Writer:
                 "data.overlong_prompts=drop, cut_left, cut_right or cut_middle"
             )
         if source.is_raw(prompt.row):
-            return cut_text(self._tokenizer, prompt.text, prompt.tokens, self._fit)
+            return cut(self._tokenizer, prompt.text, prompt.tokens, self._fit.most, self._fit.policy)
         messages = source.messages(prompt.row)
         return cut_messages(self._tokenizer, self._template, messages, prompt.tokens, self._fit, place)
 

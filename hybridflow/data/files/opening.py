@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -55,16 +55,16 @@ def default_cache() -> Path:
     return Path(home) / "hybridflow" / "data"
 
 
-def files_of(source: FileSource, cache: Path) -> list[DataFile]:
+def files_of(source: FileSource, cache: Path) -> tuple[DataFile, ...]:
     """The files of a source; those of other file systems are copied into the cache.
 
     Raises:
         UserError: there is none, or one of no known format.
     """
-    return [_data_file(path, source, cache) for given in source.path for path in _expanded(given)]
+    return tuple(_data_file(path, source, cache) for given in source.path for path in _expanded(given))
 
 
-def open_rows(files: list[DataFile], cache: Path) -> Rows:
+def open_rows(files: Sequence[DataFile], cache: Path) -> Rows:
     """All rows of some files, in order.
 
     Raises:

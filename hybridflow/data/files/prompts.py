@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from engine3d.errors import UserError, shortened
 from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.config import FileSource
+from hybridflow.data.files.opening import DataFile, open_rows
 from hybridflow.data.files.rows import Row, Rows, needed
 from hybridflow.data.packed_prompts import PackedPrompts, mapped
 from hybridflow.data.prompts import Prompts
@@ -46,11 +48,23 @@ class OpenSource:
         settings: what its columns are.
         rows: all of them.
         template: of messages.
+        files: that the rows are in.
+        cache: where files are kept as they are read.
     """
 
     settings: FileSource
     rows: Rows
     template: ChatTemplate
+    files: tuple[DataFile, ...]
+    cache: Path
+
+    @classmethod
+    def open(cls, settings: FileSource, template: ChatTemplate, files: Sequence[DataFile], cache: Path) -> OpenSource:
+        """Open the files of a source. Raises UserError naming the one that cannot be read."""
+        return cls(settings, open_rows(files, cache), template, tuple(files), cache)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OpenSource.open, (self.settings, self.template, self.files, self.cache)
 
     def is_raw(self, row: Row) -> bool:
         """Whether the prompt is a text that no template is applied to."""
@@ -68,16 +82,15 @@ class OpenSource:
             return prompt
         return self.template.prompt(self.messages(row), place)
 
-    def check(self, row: Row, place: str) -> None:
-        """Raises UserError where the row lacks a column that is needed, or its prompt is none."""
+    def check(self, row: Row, place: str) -> Any:
+        """The answer of a row. Raises UserError where it lacks a column that is needed, or its prompt is none."""
         prompt = self._prompt(row, place)
         if not isinstance(prompt, str | list) or not prompt:
             raise UserError(
                 f"{place}: column {self.settings.prompt!r} is {shortened(repr(prompt), 60)}, expected a text or a list "
                 "of messages, not empty"
             )
-        if self.settings.answer is not None:
-            needed(row, self.settings.answer, place)
+        return "" if self.settings.answer is None else needed(row, self.settings.answer, place)
 
     def row_id(self, number: int, row: Row) -> str:
         """What names a row in its source."""
@@ -108,17 +121,16 @@ class FileExamples(Sequence[Example]):
 
     Args:
         sources: with their rows.
-        spans: of each source's prompts.
-        numbers: (P,) int64: the row of each prompt in its source.
+        ends: where the prompts of each source end.
+        directory: with the row of each prompt in its source.
     """
 
-    def __init__(
-        self, sources: Sequence[OpenSource], spans: Sequence[SourceSpan], numbers: np.ndarray[Any, Any]
-    ) -> None:
-        self._sources, self._numbers = sources, numbers
-        self._ends = [span.end for span in spans]
-        self.fields = tuple(dict.fromkeys(column for source in sources for column in source.rows.columns))
-        """Every column of the sources."""
+    def __init__(self, sources: Sequence[OpenSource], ends: Sequence[int], directory: Path) -> None:
+        self._sources, self._ends, self._directory = tuple(sources), tuple(ends), directory
+        self._numbers = mapped(directory / NUMBERS, np.int64)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FileExamples, (self._sources, self._ends, self._directory)
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -136,20 +148,42 @@ class FilePrompts(Prompts):
     Args:
         spans: which of them are of which source.
         hashes: (P,) uint64, of their texts.
+        columns: every column of their rows.
+        other_answer: the first answer that is no text and no whole number; None if there is none.
+        raw: how many are texts to which no template is applied.
     """
 
     spans: tuple[SourceSpan, ...] = ()
     hashes: np.ndarray[Any, Any] | None = None
+    columns: tuple[str, ...] = ()
+    other_answer: tuple[Any] | None = None
+    raw: int = 0
 
     @classmethod
-    def of(
-        cls, directory: Path, sources: Sequence[OpenSource], spans: Sequence[SourceSpan], overlong: int
-    ) -> FilePrompts:
+    def read(cls, directory: Path, sources: Sequence[OpenSource]) -> FilePrompts:
         """Those of a directory of the cache."""
-        tokens = PackedPrompts.mapped(directory)
-        examples = FileExamples(sources, spans, mapped(directory / NUMBERS, np.int64))
-        return cls(examples, tokens, overlong, tuple(spans), mapped(directory / HASHES, np.uint64))
+        facts = json.loads((directory / FACTS).read_text())
+        spans = tuple(
+            SourceSpan(source.settings.label, begin, end, dropped)
+            for source, (begin, end), dropped in zip(sources, facts["spans"], facts["dropped"], strict=True)
+        )
+        return cls(
+            FileExamples(sources, [span.end for span in spans], directory),
+            PackedPrompts.mapped(directory),
+            facts["overlong"],
+            spans,
+            mapped(directory / HASHES, np.uint64),
+            tuple(facts["columns"]),
+            tuple(facts["other_answer"]) or None,
+            facts["raw"],
+        )
 
     def text_hashes(self) -> np.ndarray[Any, Any]:
         assert self.hashes is not None
         return self.hashes
+
+    def fields(self) -> tuple[str, ...]:
+        return self.columns
+
+    def answers(self) -> Iterable[Any]:
+        return self.other_answer or ()
