@@ -24,7 +24,7 @@ from hybridflow.workers.worker_group import RankUserError, WorkerGroup
 
 pytestmark = pytest.mark.processes
 
-EXAMPLES = {"train": [Example("1+1=", "2"), Example("3+4=", "7")], "evaluation": [Example("2+2=", "4")]}
+EXAMPLES = {0: Example("1+1=", "2"), 1: Example("3+4=", "7")}
 MODULE = """
 def odd_ones_fail(generated_texts):
     if any(text == "7" for text in generated_texts):
@@ -43,7 +43,7 @@ def a_group(directory: Path, on_failure: str) -> Iterator[WorkerGroup]:
     )  # type: ignore[arg-type]
     config = RewardConfig(functions=(RewardFunctionConfig(name="arithmetic", path="arithmetic"), mine))
     pools = reserve(pool_devices({"reward": "cpu:0"}, {}, cluster_nodes()))
-    arguments = ({"reward": config}, directory / "tokenizer", EXAMPLES, directory)
+    arguments = ({"reward": config}, directory / "tokenizer", (), directory)
     with WorkerGroup("reward", FunctionRewardWorker, pools["reward"], Layout(), *arguments, log_dir=directory) as group:
         group.start().result()
         yield group
@@ -70,7 +70,7 @@ def a_batch() -> RemoteBatch:
 def test_a_failure_drops_its_sample_and_no_other(ray_cluster: None, tmp_path: Path) -> None:
     with a_group(tmp_path, "drop") as group:
         batch = a_batch()
-        result = reward_result(group.score(batch, split="train"))
+        result = reward_result(group.score(batch, examples=EXAMPLES))
         assert result.dropped.tolist() == [False, False, True]
         assert result.total[:2].tolist() == [1 + 0.5 * 2, 0.5 * 3] and result.total[2].isnan()
         assert result.by_name["arithmetic"].tolist() == [1.0, 0.0, 1.0]
@@ -87,7 +87,7 @@ def test_a_failure_drops_its_sample_and_no_other(ray_cluster: None, tmp_path: Pa
 def test_a_failure_that_is_to_stop_the_run_is_one_line(ray_cluster: None, tmp_path: Path) -> None:
     with a_group(tmp_path, "stop") as group:
         with pytest.raises(RankUserError) as caught:
-            group.score(a_batch(), split="train").result()
+            group.score(a_batch(), examples=EXAMPLES).result()
         line = str(caught.value)
         assert line.startswith(
             f"reward rank 0, score: reward 'mine' ({tmp_path}/mine.py:odd_ones_fail) raised KeyError"

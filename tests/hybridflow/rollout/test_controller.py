@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -18,8 +18,10 @@ from hybridflow.batch.stored_rows import gathered
 from hybridflow.batch.stream_requests import Ended, SampleEnd, StreamRequest
 from hybridflow.batch.worker_output import pack, send_tensors_as_arrays
 from hybridflow.data.packed_prompts import PackedPrompts
+from hybridflow.data.sampler import PromptOrder
+from hybridflow.data.tasks import Example
 from hybridflow.rewards.result import SampleScore
-from hybridflow.rollout.controller import start_controller
+from hybridflow.rollout.controller import ControllerPrompts, start_controller
 from hybridflow.rollout.ledger import StreamLimits
 from hybridflow.rollout.stream_types import StepRows, StreamPlan
 
@@ -41,7 +43,10 @@ class Rank:
     def of_stream(self, method: str, *arguments: Any) -> Any:
         return getattr(self, method)(*arguments)
 
-    def submit(self, requests: Sequence[StreamRequest], begun: Sequence[Any]) -> None:
+    def submit(
+        self, requests: Sequence[StreamRequest], begun: Sequence[Any], prompts: Mapping[int, list[int]]
+    ) -> None:
+        assert all(prompts[request.prompt] == list(PROMPTS[request.prompt]) for request in requests)
         with self._lock:
             self._asked += requests
 
@@ -68,8 +73,10 @@ class Rank:
         ends = [SampleEnd(request.sample, request.group, request.place, TOKENS, 0, whole=True) for request in requests]
         return Ended(ends), summary, packed
 
-    def score_rows(self, rows: Sequence[Any]) -> list[dict[str, SampleScore]]:
-        lengths = gathered(rows).fetch().response_lengths.tolist()
+    def score_rows(self, rows: Sequence[Any], examples: Mapping[int, Example]) -> list[dict[str, SampleScore]]:
+        batch = gathered(rows).fetch()
+        lengths = batch.response_lengths.tolist()
+        assert {examples[prompt].answer for prompt in batch.prompt_indices.tolist()} <= {"even", "odd"}
         return [{"reward": SampleScore(float(length), False, {"length": float(length)})} for length in lengths]
 
 
@@ -83,14 +90,16 @@ def test_neither_the_controller_nor_the_driver_holds_tokens() -> None:
     node = ray.get_runtime_context().get_node_id()
     engines, scorer = [Rank.remote() for _ in range(2)], Rank.remote()
     plan = StreamPlan(StreamLimits(GROUPS, 100), SAMPLES, 4, len(engines))
-    prompts = PackedPrompts.of([torch.tensor(prompt) for prompt in PROMPTS])
-    controller = start_controller(plan, ray.put(prompts), 0, engines, [node] * 2, THREADS, [scorer])
+    tokens = PackedPrompts.of([torch.tensor(prompt) for prompt in PROMPTS])
+    prompts = ControllerPrompts(tokens, [Example(str(index), ("even", "odd")[index % 2]) for index in range(len(tokens))])
+    order = PromptOrder(len(tokens), 0)
+    controller = start_controller(plan, prompts, order, engines, [node] * 2, THREADS, [scorer])
     here, there = psutil.Process(), psutil.Process(ray.get(controller.__ray_call__.remote(lambda _: os.getpid())))
     ray.get(controller.open.remote(0, GROUPS * STEPS, []))
 
     def take(version: int) -> StepRows:
         rows: StepRows = ray.get(controller.take.remote(version), timeout=120)
-        ray.get(controller.learned.remote(version + 1))
+        ray.get(controller.learned.remote(version + 1, {}))
         return rows
 
     held = [take(0)]

@@ -13,7 +13,6 @@ from engine3d.rollout import RolloutEngine, SamplingConfig
 from engine3d.rollout.streams import Asked
 from hybridflow.batch.stream_requests import Begun, Ended, SampleEnd, StreamRequest
 from hybridflow.config.adaptive_sampling import PromptSampling, SamplingTable
-from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.roles.rollout_stream import EngineStream
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.ledger import StreamLimits
@@ -112,8 +111,9 @@ def test_responses_are_as_long_as_the_table_has_it_for_their_prompts(small_cache
     expected = [3, 3, 40, 40, 4]
     groups = small_cache.generate(prompts, table, samples_per_prompt=2)
     assert [[len(each.token_ids) for each in group] for group in groups] == [[length] * 2 for length in expected]
-    stream = EngineStream(0, small_cache, PackedPrompts.of(prompts), table)
-    stream.submit([StreamRequest(6000 + place, 0, place, place, 0) for place in range(5)], [None] * 5)
+    stream = EngineStream(0, small_cache, table)
+    requests = [StreamRequest(6000 + place, 0, place, place, 0) for place in range(5)]
+    stream.submit(requests, [None] * 5, dict(enumerate(prompts)))
     found: dict[int, int] = {}
     while len(found) < 5:
         ended, _, _ = stream.take_ended(10.0)

@@ -42,7 +42,8 @@ class _Scorer:
         self.scored: list[int] = []
         self.most = 0
 
-    async def score(self, rows: Sequence[Row]) -> list[int]:
+    async def score(self, rows: Sequence[Row], prompts: Sequence[int]) -> list[int]:
+        assert len(prompts) == len(rows)
         await asyncio.sleep(self._seconds)
         found = [row.rows[row.place] for row in rows]
         self.scored += found
@@ -429,10 +430,10 @@ def test_whoever_is_slower_bounds_the_other(train_s: float, queue: Queue) -> Non
 
 def test_a_response_that_is_never_scored_keeps_no_other_group_back() -> None:
     class Stuck(_Scorer):
-        async def score(self, rows: Sequence[Row]) -> list[int]:
+        async def score(self, rows: Sequence[Row], prompts: Sequence[int]) -> list[int]:
             if any(row.rows[row.place] == 5 for row in rows):  # of the third group
                 await asyncio.sleep(1e6)
-            return await super().score(rows)
+            return await super().score(rows, prompts)
 
     async def learn() -> list[StepRows]:
         setup = _Setup(StreamLimits(4, 1, late="evict"), scorers=[Stuck(0.05), Stuck(0.05)])
@@ -512,7 +513,7 @@ def test_what_was_not_scored_before_a_restart_is_not_waited_for_where_nothing_sc
 
 def test_a_score_that_cannot_be_made_ends_the_wait_for_groups() -> None:
     class Failing(_Scorer):
-        async def score(self, rows: Sequence[Row]) -> list[int]:
+        async def score(self, rows: Sequence[Row], prompts: Sequence[int]) -> list[int]:
             await asyncio.sleep(0.05)
             raise EngineError("reward 'judge' is gone")
 
