@@ -3,6 +3,8 @@
     hybridflow train RECIPE [key=value ...]     run a recipe
     hybridflow check RECIPE [key=value ...]     find what is wrong with it, without starting anything; with --memory
                                                 say what each GPU, CPU slot and node will hold
+    hybridflow data RECIPE [key=value ...]      show its prompts as the model reads them: how many, how long, which rows
+                                                are dropped
     hybridflow doctor RECIPE [key=value ...]    say what this host is, or the nodes of placement.cluster, and whether
                                                 the run could start there
     hybridflow checkpoint inspect DIR           show what is in a checkpoint
@@ -171,6 +173,13 @@ def _check() -> Command:
     return Command(description, check.add_arguments, check.run)
 
 
+def _data() -> Command:
+    from hybridflow.cli import data
+
+    description = "Show the prompts of a recipe as the model reads them, with their lengths and the rows that are dropped."
+    return Command(description, data.add_arguments, data.run, is_guarded=True)
+
+
 def _checkpoint() -> Command:
     from hybridflow.cli import checkpoint
 
@@ -244,6 +253,7 @@ def _token() -> Command:
 _COMMANDS: dict[str, Callable[[], Command]] = {
     "train": _train,
     "check": _check,
+    "data": _data,
     "checkpoint": _checkpoint,
     "report": _report,
     "samples": _samples,
