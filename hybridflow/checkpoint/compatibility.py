@@ -30,11 +30,12 @@ _FILES_OF_PAIRS = ("data.pairs.train_path", "data.pairs.eval_path", "data.pairs.
 _FILES_OF_DATA = (*_FILES_OF_JSONL, *_FILES_OF_PAIRS)
 _MADE_BY = ("seed", "model.create.seed", "model.create.dtype")
 
-_SINCE = {
+_SINCE: dict[str, Any] = {
     "data.overlong_prompts": "refuse",
     "data.pairs": None,
     "trainer.epochs_of_data": None,
     "trainer.eval_before_train": True,
+    "evaluation": {},
     "metrics.samples_per_step": 0,
     "metrics.sample_characters": 1000,
     "teacher": None,

@@ -163,9 +163,7 @@ def estimates(groups: Iterable[Sequence[Response]], k: int, *, votes: bool) -> d
             found[f"pass@{j}"] = over_prompts(chances, proportion=True)
     if votes and k > 1:
         places = [majority([each.vote for each in group]) for group in scored]
-        right = [
-            float(place is not None and group[place].passes) for group, place in zip(scored, places, strict=True)
-        ]
+        right = [float(place is not None and group[place].passes) for group, place in zip(scored, places, strict=True)]
         found[f"maj@{k}"] = over_prompts(right, proportion=True)
     return found
 

@@ -1,0 +1,106 @@
+"""The prompts of the held-out sets of a recipe, as tokens, and whether the set can be measured on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from hybridflow.config.evaluation import PlannedSet
+from hybridflow.config.initial_model import initial_spec
+from hybridflow.config.recipe import Recipe
+from hybridflow.data.prompts import Prompts
+from hybridflow.data.tasks import field_names, read_jsonl
+from hybridflow.data.tokenizer import fit_prompts
+from hybridflow.rewards.builtin import check_text_answers
+from hybridflow.rewards.functions import RewardFunctions
+
+
+def encode_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompts]:
+    """The prompts of each set of `evaluation`, by its name.
+
+    Raises:
+        UserError: naming the set, and what of its files cannot serve.
+    """
+    found = {}
+    for name, each in recipe.sets.items():
+        try:
+            found[name] = _encoded(recipe, each, tokenizer)
+        except UserError as error:
+            raise UserError(f"evaluation.{name}: {error}") from None
+    return found
+
+
+def _encoded(recipe: Recipe, planned: PlannedSet, tokenizer: PreTrainedTokenizerBase) -> Prompts:
+    context = recipe.rollout.engine.context_length or initial_spec(recipe).sizes.max_positions
+    limit = context - planned.sampling.max_new_tokens
+    if limit < 1:
+        raise UserError(
+            f"max_new_tokens={planned.sampling.max_new_tokens} leaves no room for a prompt in a context of {context} "
+            "tokens"
+        )
+    whole = _read(recipe, planned, tokenizer, limit)
+    if not len(whole):
+        raise UserError(f"no prompt of {', '.join(planned.settings.data.path)} is left, expected at least one")
+    wanted = planned.settings.prompts
+    if wanted is None or wanted >= len(whole):
+        return whole
+    return Prompts([whole.examples[row] for row in range(wanted)], [whole.tokens[row] for row in range(wanted)])
+
+
+def _read(recipe: Recipe, planned: PlannedSet, tokenizer: PreTrainedTokenizerBase, limit: int) -> Prompts:
+    """All prompts of the set's files."""
+    data = planned.settings.data
+    examples = [
+        example
+        for path in data.path
+        for example in read_jsonl(Path(path), prompt_field=data.prompt, answer_field=data.answer)
+    ]
+    return Prompts(*fit_prompts(tokenizer, examples, max_tokens=limit, policy=recipe.data.overlong_prompts))
+
+
+def check_sets(recipe: Recipe, sets: Mapping[str, Prompts], layouts: Mapping[str, Layout]) -> None:
+    """Every set has enough prompts for those who share them.
+
+    Args:
+        sets: their prompts.
+        layouts: of each model, and of the engines as "rollout".
+
+    Raises:
+        UserError: naming the set, and who would have none.
+    """
+    for name, planned in recipe.sets.items():
+        prompts = len(sets[name])
+        if prompts < (engines := layouts["rollout"].dp):
+            raise UserError(
+                f"evaluation.{name}: {prompts} prompts, expected at least {engines}: a prompt for each rollout engine"
+            )
+        samples = prompts * planned.settings.samples
+        if planned.reward is None and samples < (ranks := layouts["reward_model"].dp):
+            raise UserError(
+                f"evaluation.{name}: {prompts} prompts with samples={planned.settings.samples}, expected at least "
+                f"{ranks} responses: one for each data-parallel rank of the reward model"
+            )
+
+
+def check_set_rewards(recipe: Recipe, sets: Mapping[str, Prompts]) -> None:
+    """Import the functions that score each set, each in a process of its own that ends with the check.
+
+    Raises:
+        UserError: naming the set, and the reward that cannot be imported, that asks for what its rows have not, or that
+            cannot compare with their answers.
+    """
+    for name, planned in recipe.sets.items():
+        if planned.reward is None:
+            continue
+        examples = sets[name].examples
+        try:
+            with RewardFunctions(planned.reward, field_names(examples)) as functions:
+                functions.load()
+            if any(function.path == "arithmetic" for function in planned.reward.functions):
+                check_text_answers([example.answer for example in examples])
+        except UserError as error:
+            raise UserError(f"evaluation.{name}: {error}") from None
