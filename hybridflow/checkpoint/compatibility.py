@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,8 @@ from hybridflow.config.initial_model import initial_spec, initial_tokenizer
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import public_settings
 from hybridflow.data.config import ArithmeticConfig, DataConfig, JsonlConfig
+from hybridflow.data.files.config import FilesConfig
+from hybridflow.data.files.opening import default_cache, files_of
 
 # Of a config.json: what says nothing of the model.
 _COSMETIC = frozenset({"dtype", "torch_dtype", "transformers_version", "_name_or_path"})
@@ -27,11 +30,13 @@ _ABSENT = "nothing"
 
 _FILES_OF_JSONL = ("data.jsonl.train_path", "data.jsonl.eval_path", "data.jsonl.sft_path")
 _FILES_OF_PAIRS = ("data.pairs.train_path", "data.pairs.eval_path", "data.pairs.sft_path")
-_FILES_OF_DATA = (*_FILES_OF_JSONL, *_FILES_OF_PAIRS)
+_FILES_OF_DATA = (*_FILES_OF_JSONL, *_FILES_OF_PAIRS, "data.files.cache", "data.files.chat.template")
+_SOURCES = ("data.files.train", "data.files.sft")
 _MADE_BY = ("seed", "model.create.seed", "model.create.dtype")
 
 _SINCE: dict[str, Any] = {
     "data.overlong_prompts": "refuse",
+    "data.files": None,
     "data.pairs": None,
     "trainer.epochs_of_data": None,
     "trainer.eval_before_train": True,
@@ -147,6 +152,8 @@ def input_checksums(recipe: Recipe) -> dict[str, str]:
     if recipe.model.path is not None:
         with TensorFiles(recipe.model.path) as files:
             found["model.weights"] = files.fingerprint()
+    if recipe.data.files is not None:
+        found |= _files_checksums(recipe.data.files)
     for names, given in ((_FILES_OF_JSONL, recipe.data.jsonl), (_FILES_OF_PAIRS, recipe.data.pairs)):
         paths = (given.train_path, given.eval_path, given.sft_path) if given is not None else ()
         found |= {
@@ -157,13 +164,33 @@ def input_checksums(recipe: Recipe) -> dict[str, str]:
     return found
 
 
+def _files_checksums(files: FilesConfig) -> dict[str, str]:
+    """Of the files of each source together, by the source's name."""
+    cache, found = files.cache or default_cache(), {}
+    for what, sources in (("train", files.train), ("sft", files.sft)):
+        for source in sources:
+            identities = ",".join(file.identity for file in files_of(source, cache))
+            digest = hashlib.sha256(identities.encode()).hexdigest()
+            found[f"data.files.{what}.{source.label}"] = f"sha256:{digest[:32]}"
+    if files.chat.template is not None and files.chat.template.is_file():
+        found["data.files.chat.template"] = checksum(files.chat.template)
+    return found
+
+
 def _identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a resumed run must share with its checkpoint."""
     return {
-        name: value
+        name: _without_paths(value) if name in _SOURCES else value
         for name, value in (_SINCE | _flat(settings)).items()
         if name in _MADE_BY or (name.startswith("data.") and name not in _FILES_OF_DATA)
     }
+
+
+def _without_paths(sources: Any) -> Any:
+    """Sources without where their files lie: what they hold is compared by its checksums."""
+    if not isinstance(sources, list | tuple):
+        return sources
+    return [{name: value for name, value in source.items() if name != "path"} for source in sources]
 
 
 def _config(spec: ModelSpec) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+import numpy as np
+
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.prompts import Prompts
 
@@ -45,7 +47,8 @@ class Subject:
             learned_from: those of every phase that learns.
         """
         evaluated = [example.prompt for example in evaluation.examples]
-        learned = {example.prompt for phase in learned_from for example in phase.examples}
+        learned = [phase.text_hashes() for phase in learned_from if len(phase)]
+        again = np.isin(evaluation.text_hashes(), np.concatenate(learned)) if learned else np.zeros(0, dtype=bool)
         rewards: list[Any] = []
         measure: Measure = "score_mean"
         sampling: dict[str, Any] = {}
@@ -65,7 +68,7 @@ class Subject:
         return cls(
             measure=measure,
             prompts=len(evaluated),
-            learned_from=sum(prompt in learned for prompt in evaluated),
+            learned_from=int(again.sum()),
             identity=hashlib.sha256(facts.encode()).hexdigest()[:16],
         )
 

@@ -55,8 +55,8 @@ def engine_errors(
         default = type(trainer).model_fields[setting].default
         if getattr(trainer, setting) != default:
             yield f"trainer.{setting} is set with {why}; expected none of it: an evaluation is of held-out pairs"
-    if data.source == "jsonl":
-        yield f"data.source=jsonl with {why}; expected data.source=pairs, or arithmetic"
+    if data.source in ("jsonl", "files"):
+        yield f"data.source={data.source} with {why}; expected data.source=pairs, or arithmetic"
 
 
 def _others(settings: BaseModel, default: BaseModel) -> list[str]:

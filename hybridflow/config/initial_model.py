@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from engine3d.models import ModelSpec, initialise_random, load_model_spec, model_spec
 from hybridflow.config.recipe import Recipe
+from hybridflow.config.roles import CreateModel
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS
-from hybridflow.data.tokenizer import load_tokenizer, make_character_tokenizer
+from hybridflow.data.tokenizer import load_tokenizer, make_character_tokenizer, make_chat_tokenizer
 
 
 def initial_spec(recipe: Recipe) -> ModelSpec:
@@ -26,7 +27,8 @@ def initial_tokenizer(recipe: Recipe, scratch: Path) -> tuple[PreTrainedTokenize
     """The tokenizer that the recipe names and the directory of its files; one to be made is made in `scratch`."""
     if recipe.model.path is not None:
         return load_tokenizer(recipe.model.path), recipe.model.path
-    return make_character_tokenizer(ARITHMETIC_CHARACTERS, scratch), scratch
+    assert recipe.model.create is not None
+    return _made_tokenizer(recipe.model.create, scratch), scratch
 
 
 def create_model(recipe: Recipe, directory: Path, *, seed: int) -> None:
@@ -36,4 +38,10 @@ def create_model(recipe: Recipe, directory: Path, *, seed: int) -> None:
     seed = seed if create.seed is None else create.seed
     shutil.rmtree(directory, ignore_errors=True)
     initialise_random(model_spec(create.config), directory, seed, getattr(torch, create.dtype))
-    make_character_tokenizer(ARITHMETIC_CHARACTERS, directory)
+    _made_tokenizer(create, directory)
+
+
+def _made_tokenizer(create: CreateModel, directory: Path) -> PreTrainedTokenizerBase:
+    if create.tokenizer == "chat":
+        return make_chat_tokenizer(directory)
+    return make_character_tokenizer(ARITHMETIC_CHARACTERS, directory)

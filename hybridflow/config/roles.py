@@ -21,8 +21,9 @@ class CreateModel(Settings):
 
     config: dict[str, Any]
     """The HuggingFace `config.json`: `architectures` and the sizes."""
-    tokenizer: Literal["characters"] = "characters"
-    """One token a character of the arithmetic task."""
+    tokenizer: Literal["characters", "chat"] = "characters"
+    """`characters`, one token a character of the arithmetic task; or `chat`, one a printable character of ASCII and a
+    line feed, with a chat template."""
     seed: int | None = None
     """Of the weights; the run's seed if null."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -12,7 +12,7 @@ from hybridflow.data.config import OverlongPolicy, SameResponses
 from hybridflow.data.pairs import Pair, Text
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
-from hybridflow.data.tokenizer import encode_cut, encode_text
+from hybridflow.data.tokenizer import cut, encode_text, middle_cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,5 +180,7 @@ def _cut(
     tokenizer: PreTrainedTokenizerBase, prompt: Text, tokens: list[int], room: int, policy: OverlongPolicy
 ) -> list[int]:
     if isinstance(prompt, str):
-        return encode_cut(tokenizer, prompt, room, "left" if policy == "cut_left" else "right")
+        return cut(tokenizer, prompt, tokens, room, policy)
+    if policy == "cut_middle":
+        return middle_cut(tokens, room)
     return tokens[-room:] if policy == "cut_left" else tokens[:room]

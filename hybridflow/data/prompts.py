@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from hybridflow.data.tasks import Example
+import numpy as np
+
+from hybridflow.data.tasks import Example, field_names
+
+
+def text_hash(text: str) -> int:
+    """64 bits that stand for a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True)
@@ -19,6 +28,22 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    def at(self, indices: Iterable[int]) -> dict[int, Example]:
+        """Some examples, by their indices."""
+        return {index: self.examples[index] for index in dict.fromkeys(indices)}
+
+    def answers(self) -> Iterable[Any]:
+        """All answers; of prompts in files the first that is no text, if there is one."""
+        return (example.answer for example in self.examples)
+
+    def fields(self) -> tuple[str, ...]:
+        """Names of what the examples have beside prompt and answer."""
+        return field_names(self.examples)
+
+    def text_hashes(self) -> np.ndarray[Any, Any]:
+        """(P,) uint64: of the text of each prompt."""
+        return np.array([text_hash(example.prompt) for example in self.examples], dtype=np.uint64)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,16 @@ from hybridflow.data.tasks import Example
 _LARGE = ("tokenizer.json", "vocab.json")
 """Read by the tokenizers library, which has bounds of its own."""
 _MOST_BYTES = 512 << 20
-PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<pad>", "<bos>", "<eos>"
+PAD_TOKEN, BOS_TOKEN, EOS_TOKEN, END_OF_MESSAGE = "<pad>", "<bos>", "<eos>", "<|end|>"
+CHAT_CHARACTERS = "\n" + "".join(map(chr, range(0x20, 0x7F)))
+"""Every character that the tokenizer of `make_chat_tokenizer` has."""
+_CHAT_ROLES = ("system", "user", "assistant", "tool")
+_CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+)
 
 
 def make_character_tokenizer(characters: str, directory: Path) -> PreTrainedTokenizerBase:
@@ -37,6 +46,28 @@ def make_character_tokenizer(characters: str, directory: Path) -> PreTrainedToke
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token=PAD_TOKEN, bos_token=BOS_TOKEN, eos_token=EOS_TOKEN
+    )
+    tokenizer.save_pretrained(directory)
+    return load_tokenizer(directory)
+
+
+def make_chat_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """Write a HuggingFace tokenizer of characters with a chat template into `directory`, and load it from there.
+
+    Ids: 0 pad, 1 beginning of sequence, 2 end of a message and of a sequence, then one for the beginning of the
+    messages of each role, the line feed, and the printable characters of ASCII in their order.
+    """
+    tokens = [PAD_TOKEN, BOS_TOKEN, END_OF_MESSAGE, *(f"<|{role}|>" for role in _CHAT_ROLES), *CHAT_CHARACTERS]
+    backend = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD_TOKEN,
+        bos_token=BOS_TOKEN,
+        eos_token=END_OF_MESSAGE,
+        additional_special_tokens=[f"<|{role}|>" for role in _CHAT_ROLES],
+        chat_template=_CHAT_TEMPLATE,
     )
     tokenizer.save_pretrained(directory)
     return load_tokenizer(directory)
@@ -136,10 +167,25 @@ def fit_prompts(
             overlong += 1
             if policy == "drop":
                 continue
-            tokens = encode_cut(tokenizer, example.prompt, max_tokens, "left" if policy == "cut_left" else "right")
+            tokens = cut(tokenizer, example.prompt, tokens, max_tokens, policy)
         kept.append(example)
         encoded.append(tokens)
     return kept, encoded, overlong
+
+
+def cut(
+    tokenizer: PreTrainedTokenizerBase, text: str, tokens: list[int], max_tokens: int, policy: OverlongPolicy
+) -> list[int]:
+    """The token ids of a text of which some are cut; special tokens around it are kept."""
+    if policy == "cut_middle":
+        return middle_cut(tokens, max_tokens)
+    return encode_cut(tokenizer, text, max_tokens, "left" if policy == "cut_left" else "right")
+
+
+def middle_cut(items: Sequence[int], most: int) -> list[int]:
+    """The first and the last items, so many together; of an odd number one more at the beginning."""
+    last = most // 2
+    return [*items[: most - last], *(items[-last:] if last else [])]
 
 
 def encode_cut(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int, side: str) -> list[int]:

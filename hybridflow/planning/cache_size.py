@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
 from hybridflow.cluster.devices.device_map import DeviceKind
 from hybridflow.config.recipe import Recipe
+from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
 
 
@@ -58,19 +61,21 @@ class Lengths:
     ) -> Lengths:
         """Of prompts as token ids."""
         table, response = recipe.rollout.sampling_table, recipe.rollout.sampling.max_new_tokens
+        lengths, evaluated = (np.unique(PackedPrompts.of(each).lengths()).tolist() for each in (train, held_out))
         adaptive = bool(recipe.rollout.adaptive_sampling)
         return cls(
-            prompt=max(map(len, train), default=0),
-            held_out_prompt=max(map(len, held_out), default=0),
+            prompt=max(lengths, default=0),
+            held_out_prompt=max(evaluated, default=0),
             response=table.longest_response,
             held_out=len(held_out),
-            together=max(map(table.sequence_tokens, map(len, train)), default=0) if adaptive else None,
+            together=max(map(table.sequence_tokens, lengths), default=0) if adaptive else None,
             held_out_response=response if adaptive else None,
             sets=tuple(
                 SetLengths(
                     prompts=len(prompts),
                     samples=recipe.evaluation[name].samples,
-                    sequence=max(map(len, prompts.tokens)) + recipe.sets[name].sampling.max_new_tokens,
+                    sequence=int(PackedPrompts.of(prompts.tokens).lengths().max())
+                    + recipe.sets[name].sampling.max_new_tokens,
                 )
                 for name, prompts in (sets or {}).items()
             ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,9 +11,10 @@ from engine3d.layout import Layout
 from hybridflow.config.evaluation import PlannedSet
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
+from hybridflow.data.files.config import FilesConfig
+from hybridflow.data.files.encoding import encode_files
+from hybridflow.data.files.prompts import FilePrompts
 from hybridflow.data.prompts import Prompts
-from hybridflow.data.tasks import field_names, read_jsonl
-from hybridflow.data.tokenizer import fit_prompts
 from hybridflow.rewards.builtin import check_text_answers
 from hybridflow.rewards.functions import RewardFunctions
 
@@ -52,14 +52,28 @@ def _encoded(recipe: Recipe, planned: PlannedSet, tokenizer: PreTrainedTokenizer
 
 
 def _read(recipe: Recipe, planned: PlannedSet, tokenizer: PreTrainedTokenizerBase, limit: int) -> Prompts:
-    """All prompts of the set's files."""
-    data = planned.settings.data
-    examples = [
-        example
-        for path in data.path
-        for example in read_jsonl(Path(path), prompt_field=data.prompt, answer_field=data.answer)
-    ]
-    return Prompts(*fit_prompts(tokenizer, examples, max_tokens=limit, policy=recipe.data.overlong_prompts))
+    """All prompts of the set's files, by the templates and limits of the training prompts where those are of files."""
+    files = recipe.data.files or FilesConfig(train=(planned.settings.data,))
+    policy = recipe.data.overlong_prompts
+    return encode_files((planned.settings.data,), files, tokenizer, max_tokens=limit, policy=policy)
+
+
+def set_notes(tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Prompts]) -> list[str]:
+    """A line for each set of which rows are left out or cut, and one where texts are read beside a chat template."""
+    notes = []
+    for name, prompts in sets.items():
+        if not isinstance(prompts, FilePrompts):
+            continue
+        dropped = {reason: count for span in prompts.spans for reason, count in span.dropped.items()}
+        if dropped:
+            why = ", ".join(f"{count:,} with {reason}" for reason, count in dropped.items())
+            notes.append(f"evaluation.{name}: {sum(dropped.values()):,} rows are dropped: {why}")
+        if prompts.raw and tokenizer.chat_template is not None:
+            notes.append(
+                f"evaluation.{name}: {prompts.raw:,} prompts are texts and go to the model as they are, without the "
+                "tokenizer's chat template (data.files.chat.texts=raw)"
+            )
+    return notes
 
 
 def check_sets(recipe: Recipe, sets: Mapping[str, Prompts], layouts: Mapping[str, Layout]) -> None:
@@ -96,11 +110,10 @@ def check_set_rewards(recipe: Recipe, sets: Mapping[str, Prompts]) -> None:
     for name, planned in recipe.sets.items():
         if planned.reward is None:
             continue
-        examples = sets[name].examples
         try:
-            with RewardFunctions(planned.reward, field_names(examples)) as functions:
+            with RewardFunctions(planned.reward, sets[name].fields()) as functions:
                 functions.load()
             if any(function.path == "arithmetic" for function in planned.reward.functions):
-                check_text_answers([example.answer for example in examples])
+                check_text_answers(list(sets[name].answers()))
         except UserError as error:
             raise UserError(f"evaluation.{name}: {error}") from None

@@ -14,12 +14,12 @@ from engine3d.rollout.cache import RESERVED_TOKENS
 from hybridflow.config.initial_model import initial_tokenizer
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.given_responses import GivenResponses, alike_notes
+from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
-from hybridflow.data.tasks import Example
 from hybridflow.planning.cache_size import Lengths
 from hybridflow.planning.engine_check import check_evaluation, check_same_tokens
-from hybridflow.planning.evaluation_sets import check_sets, encode_sets
-from hybridflow.planning.prompts import encode, overlong_notes, prompt_limit
+from hybridflow.planning.evaluation_sets import check_sets, encode_sets, set_notes
+from hybridflow.planning.prompts import encode, file_notes, overlong_notes, prompt_limit
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,19 @@ class EncodedPrompts:
 
     Args:
         lengths: how long prompts and responses are.
-        examples: to learn from, and to evaluate with, without those of `sets`.
+        phases: the prompts to learn from, and to evaluate with, without those of `sets`.
         sets: of `evaluation`.
         notes: which prompts are cut or dropped, in lines.
     """
 
     lengths: Lengths
-    examples: list[Example]
+    phases: tuple[Prompts, ...]
     sets: Mapping[str, Prompts]
     notes: list[str]
+
+    def fields(self) -> tuple[str, ...]:
+        """Names of what the data have beside prompts and answers."""
+        return tuple(dict.fromkeys(field for phase in self.phases for field in phase.fields()))
 
 
 def check_prompts(recipe: Recipe, spec: ModelSpec) -> Lengths:
@@ -68,7 +72,11 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
     limit = prompt_limit(recipe)
     train, evaluation, sft, answers = encode(recipe, tokenizer, limit)
     sets = encode_sets(recipe, tokenizer)
-    of = {"prompt": train.tokens, "evaluation prompt": evaluation.tokens, "supervised prompt": sft.tokens}
+    of: dict[str, Sequence[Sequence[int]]] = {
+        "prompt": train.tokens,
+        "evaluation prompt": evaluation.tokens,
+        "supervised prompt": sft.tokens,
+    }
     of |= {
         f"{name} {place}": [each[place == "second"] for each in phase.responses]
         for name, phase in (("pair", train), ("evaluation pair", evaluation))
@@ -85,8 +93,8 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
         raise UserError(error)
     if recipe.warmup is not None and not len(sft):
         raise UserError(
-            "warmup: the data has no supervised examples; expected data.arithmetic.sft_size, or jsonl.sft_path or "
-            "pairs.sft_path"
+            "warmup: the data has no supervised examples; expected data.arithmetic.sft_size, files.sft, jsonl.sft_path "
+            "or pairs.sft_path"
         )
     if layouts is not None:
         if recipe.has_own_evaluation:
@@ -103,8 +111,8 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
             f"response and the {RESERVED_TOKENS} that SGLang keeps; or null for as many as the requests need"
         )
     phases = {"training": train, "held-out": evaluation, "supervised": sft}
-    notes = [*overlong_notes(recipe, phases, limit), *alike_notes(phases)]
-    return EncodedPrompts(lengths, [*train.examples, *evaluation.examples], sets, notes)
+    notes = [*overlong_notes(recipe, phases, limit), *alike_notes(phases), *file_notes(recipe, tokenizer, phases)]
+    return EncodedPrompts(lengths, (train, evaluation), sets, [*notes, *set_notes(tokenizer, sets)])
 
 
 def check_token_ids(what: str, encoded: Sequence[Sequence[int]], vocab_size: int) -> None:
@@ -113,9 +121,9 @@ def check_token_ids(what: str, encoded: Sequence[Sequence[int]], vocab_size: int
     Raises:
         UserError: names the text and the id.
     """
-    for index, tokens in enumerate(encoded):
-        if (largest := max(tokens, default=0)) >= vocab_size:
-            raise UserError(
-                f"model: {what} {index} has token id {largest} and the model's vocab_size is {vocab_size}; expected a "
-                "tokenizer of this model"
-            )
+    if (found := PackedPrompts.of(encoded).first_above(vocab_size - 1)) is not None:
+        index, token = found
+        raise UserError(
+            f"model: {what} {index} has token id {token} and the model's vocab_size is {vocab_size}; expected a "
+            "tokenizer of this model"
+        )

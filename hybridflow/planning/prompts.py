@@ -10,9 +10,13 @@ from engine3d.errors import UserError
 from hybridflow.algorithms.kto import KTOSettings
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
+from hybridflow.data.files.config import FilesConfig
+from hybridflow.data.files.encoding import encode_files
+from hybridflow.data.files.prompts import FilePrompts
 from hybridflow.data.given_responses import encode_pairs
 from hybridflow.data.pairs import load_pairs
 from hybridflow.data.prompts import Prompts
+from hybridflow.data.sampler import PromptOrder, SourceOrder
 from hybridflow.data.tasks import Example, load_splits
 from hybridflow.data.tokenizer import encode_answers, fit_prompts
 
@@ -47,7 +51,7 @@ def training_limit(recipe: Recipe, limit: int) -> int:
 
 def encode(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int
-) -> tuple[Prompts, Prompts, Prompts, list[list[int]]]:
+) -> tuple[Prompts, Prompts, Prompts, Sequence[list[int]]]:
     """Training, evaluation and supervised prompts, and the supervised answers, as tokens.
 
     Raises:
@@ -58,6 +62,8 @@ def encode(
     supervised = splits.sft if recipe.warmup is not None else []
     if not recipe.algorithm.needs_engines:
         return _encode_given(recipe, tokenizer, supervised, limit)
+    if (files := recipe.data.files) is not None:
+        return _encode_files(recipe, files, tokenizer, limit)
     wanted = {
         "training": splits.train,
         "held-out": splits.evaluation[: recipe.trainer.eval_prompts],
@@ -73,6 +79,50 @@ def encode(
     train, evaluation, sft = phases.values()
     answers = encode_answers(tokenizer, sft.examples, max_tokens=recipe.rollout.sampling.max_new_tokens)
     return train, evaluation, sft, answers
+
+
+def _encode_files(
+    recipe: Recipe, files: FilesConfig, tokenizer: PreTrainedTokenizerBase, limit: int
+) -> tuple[Prompts, Prompts, Prompts, Sequence[list[int]]]:
+    """As `encode`, of rows of files, whose held-out prompts are those of the sets of `evaluation`."""
+    most, policy = training_limit(recipe, limit), recipe.data.overlong_prompts
+    train = encode_files(files.train, files, tokenizer, max_tokens=most, policy=policy)
+    for span in train.spans:
+        if span.begin == span.end:
+            why = "; ".join(f"{count:,} with {reason}" for reason, count in span.dropped.items())
+            raise UserError(f"data.files.train: no row of {span.label} is left as a prompt ({why})")
+    return train, Prompts([], []), Prompts([], []), []
+
+
+def prompt_order(recipe: Recipe, prompts: Prompts) -> PromptOrder:
+    """How the training prompts of a recipe are drawn."""
+    files = recipe.data.files
+    if files is None or not isinstance(prompts, FilePrompts):
+        return PromptOrder(len(prompts), recipe.order_seed)
+    sources = tuple(
+        SourceOrder(span.label, span.begin, span.end, source.weight)
+        for span, source in zip(prompts.spans, files.train, strict=True)
+    )
+    return PromptOrder(len(prompts), recipe.order_seed, sources, recipe.trainer.prompts_per_step, files.difficulty)
+
+
+def file_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, phases: Mapping[str, Prompts]) -> list[str]:
+    """A line for each source of which rows were dropped, and one where texts are read beside a chat template."""
+    notes, files = [], recipe.data.files
+    for name, phase in phases.items():
+        if not isinstance(phase, FilePrompts) or files is None:
+            continue
+        for span in phase.spans:
+            if span.dropped:
+                kept, count = span.end - span.begin, sum(span.dropped.values())
+                why = ", ".join(f"{each:,} with {reason}" for reason, each in span.dropped.items())
+                notes.append(f"data: {count:,} of {kept + count:,} {name} rows of {span.label} are dropped: {why}")
+        if phase.raw and tokenizer.chat_template is not None:
+            notes.append(
+                f"data: {phase.raw:,} {name} prompts are texts and go to the model as they are, without the "
+                "tokenizer's chat template (data.files.chat.texts=raw)"
+            )
+    return notes
 
 
 def _encode_given(
@@ -110,7 +160,12 @@ def overlong_notes(recipe: Recipe, phases: Mapping[str, Prompts], limit: int) ->
         limit: tokens of the longest prompt that stays as it is; to learn from, by `rollout.adaptive_sampling`.
     """
     policy, limits = recipe.data.overlong_prompts, {"training": training_limit(recipe, limit)}
-    done = {"drop": "dropped", "cut_left": "cut, at their beginning", "cut_right": "cut, at their end"}
+    done = {
+        "drop": "dropped",
+        "cut_left": "cut, at their beginning",
+        "cut_right": "cut, at their end",
+        "cut_middle": "cut, in their middle",
+    }
     given = not recipe.algorithm.needs_engines
     have = {
         name: "no room for their responses" if given else f"more than {limits.get(name, limit)} tokens"

@@ -23,7 +23,6 @@ from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.recipe_paths import explained
 from hybridflow.config.yaml_loader import SettingsError
-from hybridflow.data.tasks import field_names
 from hybridflow.metrics.wandb_sink import check_wandb
 from hybridflow.planning.engine_check import check_sampling
 from hybridflow.planning.evaluation_sets import check_set_rewards
@@ -173,9 +172,9 @@ def check_rewards(recipe: Recipe, encoded: EncodedPrompts | None) -> None:
         UserError: naming the reward that cannot be imported, that asks for what the data have not, or that cannot
             compare with their answers.
     """
-    fields = field_names(encoded.examples) if encoded is not None else None
+    fields = encoded.fields() if encoded is not None else None
     for config in recipe.functions.values():
         with RewardFunctions(config, fields) as functions:
             functions.load()
         if encoded is not None and any(function.path == "arithmetic" for function in config.functions):
-            check_text_answers([example.answer for example in encoded.examples])
+            check_text_answers([answer for phase in encoded.phases for answer in phase.answers()])

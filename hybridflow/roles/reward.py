@@ -16,7 +16,7 @@ from engine3d.startup.imports import quick_imports
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.stored_rows import Row, gathered
 from hybridflow.batch.worker_output import Columns
-from hybridflow.data.tasks import Example, field_names
+from hybridflow.data.tasks import Example
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.rewards.result import RewardResult, SampleScore, by_sample
@@ -37,7 +37,7 @@ class FunctionRewardWorker:
         context: the rank.
         configs: the functions, by what they are for: "reward", "cost", and those of sets by `PlannedSet.scorer`.
         tokenizer: directory of the tokenizer that turns responses into texts.
-        examples: the prompts and answers of each split, which the batch's prompt indices count.
+        fields: names of what the data have beside prompts and answers, which functions may ask for.
         directory: from which paths of functions are looked for.
 
     Raises:
@@ -52,16 +52,16 @@ class FunctionRewardWorker:
         context: WorkerContext,
         configs: Mapping[str, RewardConfig],
         tokenizer: Path,
-        examples: Mapping[str, Sequence[Example]],
+        fields: Sequence[str],
         directory: Path,
     ) -> None:
         if not directory.is_dir():
             raise UserError(f"reward functions are looked for from {directory}, which is not there on its node")
         os.chdir(directory)
-        self._fields = field_names(example for split in examples.values() for example in split)
+        self._fields = tuple(fields)
         self._functions = {what: RewardFunctions(config, self._fields) for what, config in configs.items()}
         self._configs, self._of_training = configs, [what for what in _OF_TRAINING if what in configs]
-        self._tokenizer_directory, self._examples = tokenizer, examples
+        self._tokenizer_directory = tokenizer
         self._turn = threading.Lock()  # the functions are for one batch at a time
 
     @register(ONE_TO_ALL)
@@ -75,40 +75,47 @@ class FunctionRewardWorker:
         self._tokenizer = load_tokenizer(self._tokenizer_directory)
 
     @register(DP_PROTO)
-    def score(self, batch: SampleBatch, *, split: str, what: str = "reward") -> Columns:
-        """The rewards (or costs) of responses to the prompts of a split, which `reward_result` reads.
+    def score(self, batch: SampleBatch, *, examples: Mapping[int, Example], what: str = "reward") -> Columns:
+        """The rewards (or costs) of responses, which `reward_result` reads.
 
         Failures go into this rank's log too, by the id of their sample.
+
+        Args:
+            batch: this rank's part.
+            examples: the prompts and answers, by the batch's prompt indices.
+            what: "reward" or "cost".
         """
-        return self._columns(batch, split, what)
+        return self._columns(batch, examples, what)
 
     @register(DP_PROTO)
-    def score_set(self, batch: SampleBatch, *, split: str, what: str) -> Columns:
+    def score_set(self, batch: SampleBatch, *, examples: Mapping[int, Example], what: str) -> Columns:
         """As `score`, of a set of `evaluation`; also the votes of its responses, which `set_votes` reads."""
-        columns = self._columns(batch, split, what)
+        columns = self._columns(batch, examples, what)
         texts = self._tokenizer.batch_decode(batch.responses(), skip_special_tokens=True)
         votes_cast = torch.tensor(votes(texts, self._configs[what]), dtype=torch.int64)
         return replace(columns, facts=columns.facts | {_VOTE: votes_cast})
 
-    def _columns(self, batch: SampleBatch, split: str, what: str) -> Columns:
-        result = self._evaluated(batch, split, what, whole=True)
+    def _columns(self, batch: SampleBatch, examples: Mapping[int, Example], what: str) -> Columns:
+        result = self._evaluated(batch, examples, what, whole=True)
         facts = {_TOTAL: result.total, _DROPPED: result.dropped}
         facts |= {f"{_VALUE}{name}": column for name, column in result.by_name.items()}
         facts |= {f"{_FAILED}{name}": mask for name, mask in result.failed.items()}
         return Columns(facts=facts, note=result.failures)
 
-    def score_rows(self, rows: Sequence[Row]) -> list[dict[str, SampleScore]]:
-        """What each function of rewards and of costs gives samples of a stream, by what it is for.
+    def score_rows(self, rows: Sequence[Row], examples: Mapping[int, Example]) -> list[dict[str, SampleScore]]:
+        """What each function of rewards and of costs gives samples of a stream, by what it is for; as `score`.
 
         Of a part of a step's samples a function may fail on all.
         """
         batch = gathered(rows).fetch()
-        found = {what: by_sample(self._evaluated(batch, "train", what, whole=False)) for what in self._of_training}
+        found = {what: by_sample(self._evaluated(batch, examples, what, whole=False)) for what in self._of_training}
         return [{what: scores[row] for what, scores in found.items()} for row in range(len(rows))]
 
-    def _evaluated(self, batch: SampleBatch, split: str, what: str, *, whole: bool) -> RewardResult:
+    def _evaluated(
+        self, batch: SampleBatch, by_index: Mapping[int, Example], what: str, *, whole: bool
+    ) -> RewardResult:
         texts = self._tokenizer.batch_decode(batch.responses(), skip_special_tokens=True)
-        examples = [self._examples[split][index] for index in batch.prompt_indices.tolist()]
+        examples = [by_index[index] for index in batch.prompt_indices.tolist()]
         with self._turn:
             result = self._functions[what].evaluate(
                 texts,

@@ -23,7 +23,6 @@ from engine3d.rollout.member import EngineMember
 from engine3d.rollout.part import EnginePart, PartCalls
 from engine3d.training.offload import OffloadFigures
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import DrawnPrompt
 from hybridflow.roles.rollout_stream import EngineStream
 from hybridflow.workers.context import WorkerContext
@@ -276,9 +275,9 @@ class RolloutWorker:
 
     # Beside the calls of the group, of the controller of a stream (`RankProcess.call_beside`)
 
-    def open_stream(self, prompts: PackedPrompts, sampling: Sampling) -> EngineFigures:
-        """Take requests for responses to these prompts from here on. Returns how the engine is."""
-        self._stream = EngineStream(self._number, self._engine, prompts, sampling)
+    def open_stream(self, sampling: Sampling) -> EngineFigures:
+        """Take requests for responses from here on. Returns how the engine is."""
+        self._stream = EngineStream(self._number, self._engine, sampling)
         return self._stream.figures
 
     def of_stream(self, method: str, *arguments: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine3d.engine_figures import EngineFigures
@@ -14,7 +14,6 @@ from engine3d.rollout.streams import Asked
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.stream_requests import Begun, Ended, SampleEnd, StreamRequest
 from hybridflow.batch.worker_output import Packed, Summary, pack, send_tensors_as_arrays
-from hybridflow.data.packed_prompts import PackedPrompts
 
 
 class EngineStream:
@@ -23,26 +22,38 @@ class EngineStream:
     Args:
         number: of the engine.
         engine: that has been started.
-        prompts: that requests name by their index.
         sampling: of all responses.
     """
 
-    def __init__(self, number: int, engine: RolloutEngine, prompts: PackedPrompts, sampling: Sampling) -> None:
-        self._number, self._engine, self._prompts, self._sampling = number, engine, prompts, sampling
+    def __init__(self, number: int, engine: RolloutEngine, sampling: Sampling) -> None:
+        self._number, self._engine, self._sampling = number, engine, sampling
         self._requests: dict[int, StreamRequest] = {}
+        self._prompts: dict[int, list[int]] = {}
         self._began: dict[int, float] = {}
 
-    def submit(self, requests: Sequence[StreamRequest], begun: Sequence[Response | None]) -> None:
-        """Begin responses. `begun`: what each has from before a restart."""
+    def submit(
+        self,
+        requests: Sequence[StreamRequest],
+        begun: Sequence[Response | None],
+        prompts: Mapping[int, list[int]],
+    ) -> None:
+        """Begin responses.
+
+        Args:
+            requests: of them.
+            begun: what each has from before a restart.
+            prompts: token ids, by the index of the prompt.
+        """
         seeded = self._engine.config.deterministic
+        self._prompts |= {request.sample: prompts[request.prompt] for request in requests}
         self._requests |= {request.sample: request for request in requests}
         self._began |= dict.fromkeys((request.sample for request in requests), time.time())
         self._engine.submit(
             [
                 Asked(
                     request.sample,
-                    self._prompts[request.prompt],
-                    self._sampling.for_prompt(self._prompts.length(request.prompt)),
+                    prompts[request.prompt],
+                    self._sampling.for_prompt(len(prompts[request.prompt])),
                     seed=(request.group, request.place) if seeded else None,
                     begun=response,
                 )
@@ -64,6 +75,7 @@ class EngineStream:
         requests = [self._requests.pop(sample) for sample in ended]
         ends = [_end(request, ended[request.sample]) for request in requests]
         began = {sample: self._began.pop(sample) for sample in ended}
+        prompts = {sample: self._prompts.pop(sample) for sample in ended}
         whole = [request for request, end in zip(requests, ends, strict=True) if end.whole]
         ends.sort(key=lambda end: not end.whole)  # so that the n-th whole end is of the n-th sample
         if not whole:
@@ -71,7 +83,8 @@ class EngineStream:
         send_tensors_as_arrays()
         now = time.time()
         times = [(began[request.sample], now) for request in whole]
-        packed, summary = pack(self._samples(whole, [ended[request.sample] for request in whole], times))
+        answered = [prompts[request.sample] for request in whole]
+        packed, summary = pack(self._samples(whole, answered, [ended[request.sample] for request in whole], times))
         return Ended(ends, figures=self.figures), summary, packed
 
     def abort(self, samples: Sequence[int]) -> None:
@@ -86,11 +99,12 @@ class EngineStream:
     def _samples(
         self,
         requests: Sequence[StreamRequest],
+        prompts: Sequence[list[int]],
         responses: Sequence[Response],
         times: Sequence[tuple[float, float]],
     ) -> SampleBatch:
         return SampleBatch.from_generations(
-            prompts=[self._prompts[request.prompt] for request in requests],
+            prompts=prompts,
             responses=[response.token_ids for response in responses],
             logprobs=[response.logprobs for response in responses],
             sample_ids=[request.sample for request in requests],

@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from engine3d.engine_figures import EngineFigures
 from engine3d.errors import EngineError, UserError
 from hybridflow.batch.stored_rows import Row, StoredRows
 from hybridflow.batch.stream_requests import Begun, Ended, EngineLostError, StreamRequest
 from hybridflow.data.packed_prompts import PackedPrompts
-from hybridflow.data.sampler import PromptSampler
+from hybridflow.data.sampler import PromptOrder
+from hybridflow.data.tasks import Example
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.rollout.stream import RolloutStream
 from hybridflow.rollout.stream_types import StepRows, StreamPlan, StreamState
@@ -63,13 +65,15 @@ class RemoteScorer:
     Args:
         actor: of the rank.
         threads: Ray's name of its threads.
+        examples: that the indices of prompts count.
     """
 
-    def __init__(self, actor: Any, threads: str) -> None:
-        self._rank = _RemoteRank("reward rank", actor, threads)
+    def __init__(self, actor: Any, threads: str, examples: Sequence[Example]) -> None:
+        self._rank, self._examples = _RemoteRank("reward rank", actor, threads), examples
 
-    async def score(self, rows: Sequence[Row]) -> Sequence[Any]:
-        found: Sequence[Any] = await self._rank.call("score_rows", 1, list(rows))
+    async def score(self, rows: Sequence[Row], prompts: Sequence[int]) -> Sequence[Any]:
+        examples = {prompt: self._examples[prompt] for prompt in dict.fromkeys(prompts)}
+        found: Sequence[Any] = await self._rank.call("score_rows", 1, list(rows), examples)
         return found
 
 
@@ -81,15 +85,17 @@ class RemoteEngine:
         actor: of the rank.
         node: Ray's id of the node that it is on.
         threads: Ray's name of the threads that take calls beside those of the group.
+        prompts: that requests name by their index.
     """
 
-    def __init__(self, number: int, actor: Any, node: str, threads: str) -> None:
+    def __init__(self, number: int, actor: Any, node: str, threads: str, prompts: PackedPrompts) -> None:
         self._rank = _RemoteRank(f"rollout rank of engine {number}", actor, threads, EngineLostError)
-        self._node = node
+        self._node, self._prompts = node, prompts
 
     async def submit(self, requests: Sequence[StreamRequest]) -> None:
         begun = [request.begun.content if request.begun is not None else None for request in requests]
-        await self._call("submit", 1, [replace(request, begun=None) for request in requests], begun)
+        prompts = {prompt: self._prompts[prompt] for prompt in {request.prompt for request in requests}}
+        await self._call("submit", 1, [replace(request, begun=None) for request in requests], begun, prompts)
 
     async def ended(self) -> Ended:
         found, summary, packed = await self._call("take_ended", 3, _WAIT_S)
@@ -108,13 +114,26 @@ class RemoteEngine:
         return await self._rank.call("of_stream", results, method, *arguments, what=method)
 
 
+@dataclass(frozen=True)
+class ControllerPrompts:
+    """The prompts of training, as a controller needs them; what lies in files is read there, on the driver's host.
+
+    Args:
+        tokens: of each.
+        examples: of each, for reward functions; none without such.
+    """
+
+    tokens: PackedPrompts
+    examples: Sequence[Example]
+
+
 class RolloutController:
     """Made a Ray actor by the driver; all its calls run in one event loop.
 
     Args:
         plan: of the stream.
         prompts: of training.
-        seed: of their order.
+        order: draws them.
         actors: of the first rank of every engine, by number.
         nodes: Ray's id of the node of each.
         threads: Ray's name of the threads in which they take calls.
@@ -124,21 +143,21 @@ class RolloutController:
     def __init__(
         self,
         plan: StreamPlan,
-        prompts: PackedPrompts,
-        seed: int,
+        prompts: ControllerPrompts,
+        order: PromptOrder,
         actors: Sequence[Any],
         nodes: Sequence[str],
         threads: str,
         scorers: Sequence[Any] = (),
     ) -> None:
-        self._prompts, self._sampler = prompts, PromptSampler(len(prompts), seed)
+        self._prompts, self._sampler = prompts, order.sampler()
         engines = [
-            RemoteEngine(number, actor, node, threads)
+            RemoteEngine(number, actor, node, threads, prompts.tokens)
             for number, (actor, node) in enumerate(zip(actors, nodes, strict=True))
         ]
         self._taking: asyncio.Task[Any] | None = None
-        scoring = [RemoteScorer(actor, threads) for actor in scorers]
-        self._stream = RolloutStream(plan, engines, self._draw, prompts.length, scorers=scoring)
+        scoring = [RemoteScorer(actor, threads, prompts.examples) for actor in scorers]
+        self._stream = RolloutStream(plan, engines, self._draw, prompts.tokens.length, scorers=scoring)
 
     async def open(self, version: int, last_group: int, figures: Sequence[EngineFigures]) -> None:
         """Begin with engines that serve `version`; draw no prompt from `last_group` on. `figures`: of each engine."""
@@ -159,8 +178,9 @@ class RolloutController:
         """What the step that waits for its groups waits for, in words."""
         return self._stream.waiting_for()
 
-    async def learned(self, version: int) -> None:
-        """The step is over, and engines serve `version`."""
+    async def learned(self, version: int, rates: Mapping[int, float]) -> None:
+        """The step is over, and engines serve `version`. `rates`: the pass rates of its prompts, if any are asked."""
+        self._sampler.measured(rates)
         self._stream.learned(version)
 
     async def change(self, engines: Sequence[int]) -> None:
@@ -225,6 +245,7 @@ class RolloutController:
 
 
 def start_controller(*arguments: Any) -> Any:
-    """The handle of a controller on this node."""
-    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
+    """The handle of a controller on this node, where the files of the data are."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": here}
     return ray.remote(**options)(RolloutController).remote(*arguments)

@@ -14,8 +14,8 @@ from hybridflow.batch.stream_requests import SampleEnd
 class Scorer(Protocol):
     """Whoever scores samples, some at a time."""
 
-    async def score(self, rows: Sequence[Row]) -> Sequence[Any]:
-        """The score of each; raises what it failed of."""
+    async def score(self, rows: Sequence[Row], prompts: Sequence[int]) -> Sequence[Any]:
+        """The score of each, whose prompt has such an index; raises what it failed of."""
 
 
 class ScoringQueue:
@@ -35,7 +35,7 @@ class ScoringQueue:
     ) -> None:
         self._scorers, self._scored, self._spawn = scorers, scored, spawn
         self._free = deque(range(len(scorers)))
-        self._waiting: dict[int, tuple[SampleEnd, Row]] = {}
+        self._waiting: dict[int, tuple[SampleEnd, Row, int]] = {}
         self._being_scored = 0
 
     def __len__(self) -> int:
@@ -46,9 +46,9 @@ class ScoringQueue:
         """Whether samples are scored."""
         return bool(self._scorers)
 
-    def add(self, end: SampleEnd, row: Row) -> None:
-        """Have a sample scored."""
-        self._waiting[end.sample] = end, row
+    def add(self, end: SampleEnd, row: Row, prompt: int) -> None:
+        """Have a sample scored, a response to the prompt of this index."""
+        self._waiting[end.sample] = end, row, prompt
         if self._free:
             self._spawn(self._work(self._free.popleft()))
 
@@ -60,7 +60,7 @@ class ScoringQueue:
         while count := -(-len(self._waiting) // (len(self._free) + 1)):
             taken = [self._waiting.pop(sample) for sample in list(islice(self._waiting, count))]
             self._being_scored += count
-            scores = await self._scorers[scorer].score([row for _, row in taken])
+            scores = await self._scorers[scorer].score([row for _, row, _ in taken], [prompt for *_, prompt in taken])
             self._being_scored -= count
-            await self._scored([end for end, _ in taken], scores)
+            await self._scored([end for end, *_ in taken], scores)
         self._free.append(scorer)

@@ -426,7 +426,7 @@ class RolloutStream:
 
     def _score(self, end: SampleEnd, row: Row) -> None:
         if self._scoring.needed:
-            self._scoring.add(end, row)
+            self._scoring.add(end, row, self._groups[end.group].group.prompt)
 
     async def _scored(self, ends: Sequence[SampleEnd], scores: Sequence[Any]) -> None:
         """Samples have been scored; of some the group may be gone, or begun anew."""

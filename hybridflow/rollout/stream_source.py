@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import ray
 from ray.exceptions import RayError
 
@@ -17,12 +18,13 @@ from hybridflow.batch.stored_rows import gathered
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Draw, Prompts
+from hybridflow.data.sampler import PromptOrder
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
 from hybridflow.metrics.timeline import Span, timeline
 from hybridflow.rewards.result import RewardResult, SampleScore, of_samples
-from hybridflow.rollout.controller import start_controller
+from hybridflow.rollout.controller import ControllerPrompts, start_controller
 from hybridflow.rollout.dynamic_batching import RequestBounds
 from hybridflow.rollout.held_stream import HeldStream, held_stream, restored
 from hybridflow.rollout.ledger import StreamLimits
@@ -102,6 +104,7 @@ class StreamSource:
     Args:
         recipe: with `rollout.stream`.
         prompts: to learn from.
+        order: draws them.
         engines: that serve the stream, once they were started.
         check: raises what an engine's rank died of, where that is known; with `ask` it finds out.
         lending: the engines that take requests only while a step waits, if there are any.
@@ -112,6 +115,7 @@ class StreamSource:
         self,
         recipe: Recipe,
         prompts: Prompts,
+        order: PromptOrder,
         engines: EngineHandles,
         check: Check,
         lending: Lending | None = None,
@@ -130,9 +134,14 @@ class StreamSource:
             lending.engines if lending is not None else (),
             stream.engine_restarts if restarts is not None else 0,
         )
-        self._prompts_ref = ray.put(PackedPrompts.of(prompts.tokens))
         self._controller = start_controller(
-            plan, self._prompts_ref, recipe.order_seed, engines.actors, engines.nodes, engines.threads, engines.scorers
+            plan,
+            ControllerPrompts(PackedPrompts.of(prompts.tokens), prompts.examples if engines.scorers else ()),
+            order,
+            engines.actors,
+            engines.nodes,
+            engines.threads,
+            engines.scorers,
         )
         self._version = 0
         self._open = False
@@ -146,7 +155,8 @@ class StreamSource:
         rollout = self._recipe.rollout
         if rollout.stream is None or not rollout.stream.dynamic_batching:
             return None
-        longest = max(map(rollout.sampling_table.sequence_tokens, map(len, self._prompts.tokens)))
+        lengths = np.unique(PackedPrompts.of(self._prompts.tokens).lengths())
+        longest = max(map(rollout.sampling_table.sequence_tokens, lengths.tolist()))
         return RequestBounds(rollout.engine.max_running_requests, longest, rollout.stream.cache_target)
 
     # A step
@@ -163,7 +173,7 @@ class StreamSource:
         """Have an engine take requests. How it is."""
         call = self._engines.actors[number].call_beside.options(concurrency_group=self._engines.threads)
         table = self._recipe.rollout.sampling_table
-        figures: EngineFigures = self._get(call.remote("open_stream", 1, self._prompts_ref, table))
+        figures: EngineFigures = self._get(call.remote("open_stream", 1, table))
         return figures
 
     def notice_lost(self) -> None:
@@ -279,10 +289,10 @@ class StreamSource:
         found, self._events = self._events, ()
         return found
 
-    def learned(self, version: int) -> None:
-        """The step is over, and engines serve this version."""
+    def learned(self, version: int, rates: Mapping[int, float]) -> None:
+        """The step is over, and engines serve this version. `rates`: the pass rates of its prompts, if asked."""
         self._version = version
-        self._get(self._controller.learned.remote(version))
+        self._get(self._controller.learned.remote(version, rates))
 
     def change(self, engines: Sequence[int]) -> None:
         """Have nothing more sent to these engines, whose weights are about to change."""

@@ -36,7 +36,7 @@ def evaluate(machinery: Machinery, sinks: Metrics, step: int, subject: Subject) 
     values = {metrics.EVAL_PROMPTS: subject.prompts, metrics.EVAL_TRAINING_PROMPTS: subject.learned_from}
     failed: dict[str, float] = {}
     if "reward" in machinery.roles.functions:
-        result = reward_result(machinery.roles.functions["reward"].score(batch, split="evaluation"))
+        result = reward_result(machinery.roles.functions["reward"].score(batch, examples=prompts.at(draw.indices)))
         tell_failures(f"step {step}, eval", result)
         failed = {name: value for name, value in reward_metrics(result).items() if name.endswith("/failed")}
         kept = (~result.dropped).nonzero()[:, 0]

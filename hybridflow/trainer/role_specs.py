@@ -236,14 +236,14 @@ class _Specs:
             *(len(run.sets[name]) * each.settings.samples for name, each in recipe.sets.items()),
         )
         functions = [function for config in recipe.all_functions.values() for function in config.functions]
-        examples = {"train": run.train.examples, "evaluation": run.evaluation.examples}
-        examples |= {f"evaluation.{name}": prompts.examples for name, prompts in run.sets.items()}
+        phases = (run.train, run.evaluation, *run.sets.values())
+        fields = tuple(dict.fromkeys(field for phase in phases for field in phase.fields()))
         return RoleSpec(
             "reward",
             FunctionRewardGroup,
             FunctionRewardWorker,
             Layout(dp=len(self._devices["reward"])),
-            (recipe.all_functions, run.model_directory, examples, Path.cwd()),
+            (recipe.all_functions, run.model_directory, fields, Path.cwd()),
             {},
             start_s=max(function.load_timeout_s for function in functions) + _MARGIN_S,
             call_s=_MARGIN_S + max(function.limit_s(samples) for function in functions),

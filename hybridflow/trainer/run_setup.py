@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +54,7 @@ class Run:
     train: Prompts
     evaluation: Prompts
     sft: Prompts
-    answers: list[list[int]]
+    answers: Sequence[list[int]]
     inputs: dict[str, str]
     identity: str
     sets: Mapping[str, Prompts]

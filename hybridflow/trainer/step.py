@@ -136,6 +136,8 @@ class TrainerStep(Step[Any]):
     _recalled: set[int] = field(default_factory=set)
     _rollouts: list[Rollout] = field(default_factory=list)
     _scores: dict[str, list[Scores]] = field(default_factory=dict)
+    _passes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of each prompt how many of its responses passed, and how many there were."""
     _told: dict[str, tuple[float, int]] = field(default_factory=dict)
     _under_way: list[Future[Any]] = field(default_factory=list)
     _teaching: Future[Columns] | None = None
@@ -349,7 +351,8 @@ class TrainerStep(Step[Any]):
             if what in roles.functions:
                 result = self._scored_already(what, batch)
                 if result is None:
-                    result = reward_result(roles.functions[what].score(generated, split="train", what=what))
+                    examples = self.machinery.run.train.at(batch.facts["prompt_indices"].tolist())
+                    result = reward_result(roles.functions[what].score(generated, examples=examples, what=what))
                 tell_failures(f"step {self.number}, {phases.phase}", result)
                 total, kept = result.total, ~result.dropped
             if model is not None and scoring is not None:
@@ -363,9 +366,25 @@ class TrainerStep(Step[Any]):
             scores.append(Scores(batch.facts["sample_ids"], total, kept, result, score))
             self.values |= Scores.join(scores).metrics(what)
             self.values[latency] = self.values.get(latency, 0.0) + times[latency]
+            if what == "reward":
+                self._count_passes(batch.facts["prompt_indices"][rows], total[rows])
             if not part:
                 self._check_enough(len(rows), len(batch), what)
         return batch.with_facts(**{fact: total}).select(rows)
+
+    def _count_passes(self, prompts: Tensor, rewards: Tensor) -> None:
+        """Which responses pass, for a curriculum by difficulty."""
+        files = self.machinery.recipe.data.files
+        if files is None or files.difficulty is None:
+            return
+        for prompt, passes in zip(prompts.tolist(), (rewards >= files.difficulty.passing).tolist(), strict=True):
+            passed, drawn = self._passes.get(prompt, (0, 0))
+            self._passes[prompt] = passed + passes, drawn + 1
+
+    @property
+    def pass_rates(self) -> dict[int, float]:
+        """The share of its responses that passed, of each prompt whose rate a curriculum asks for."""
+        return {prompt: passed / drawn for prompt, (passed, drawn) in self._passes.items()}
 
     def _scored_already(self, what: str, batch: RemoteBatch) -> RewardResult | None:
         """What functions gave the samples of a stream as they ended."""

@@ -26,11 +26,12 @@ from hybridflow.cluster.processes.orphans import remove_orphans
 from hybridflow.cluster.processes.termination import Abandoned, termination
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
-from hybridflow.data.sampler import PromptSampler
+from hybridflow.data.sampler import PromptOrder
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.metrics.timeline import timeline
+from hybridflow.planning.prompts import prompt_order
 from hybridflow.roles.offload import offload_metrics, offloaded_groups
 from hybridflow.rollout.generator import Generator
 from hybridflow.rollout.held_stream import HeldStream
@@ -164,10 +165,11 @@ class Trainer:
         self.recipe, self.facts, self.roles = recipe, run, roles
         self.sinks, self.checkpoints, self.devices, self.samples = sinks, checkpoints, devices, samples
         self.events = events
-        sampler = PromptSampler(len(run.train), recipe.order_seed)
+        order = prompt_order(recipe, run.train)
+        sampler = order.sampler()
         source: Lookahead | StreamSource
         if recipe.rollout.stream is not None:
-            source = self._stream(recipe, run, roles, weights)
+            source = self._stream(recipe, run, roles, weights, order)
             generator = Generator(roles.rollout, self._before_generation(source, weights), source.reserve_samples)
         else:
             generator = Generator(roles.rollout, weights.before_generation)
@@ -196,13 +198,15 @@ class Trainer:
         self.last_evaluation: Measured | None = None
 
     @staticmethod
-    def _stream(recipe: Recipe, run: Run, roles: Roles, weights: WeightSync | NoEngines) -> StreamSource:
+    def _stream(
+        recipe: Recipe, run: Run, roles: Roles, weights: WeightSync | NoEngines, order: PromptOrder
+    ) -> StreamSource:
         restarts, stream = None, recipe.rollout.stream
         if stream is not None and stream.engine_restarts and roles.rollout is not None:
             assert isinstance(weights, WeightSync)
             restarts = EngineRestarts(roles.rollout, weights)
         handles, lending = roles.engine_handles, roles.lending(recipe)
-        return StreamSource(recipe, run.train, handles, roles.check_engines, lending, restarts)
+        return StreamSource(recipe, run.train, order, handles, roles.check_engines, lending, restarts)
 
     @staticmethod
     def _before_generation(stream: StreamSource, weights: WeightSync | NoEngines) -> Callable[[], None]:
@@ -234,7 +238,9 @@ class Trainer:
         return self.first_evaluation, self.last_evaluation
 
     def evaluate(self, step: int) -> None:
-        """Evaluate the policy of after a step."""
+        """Evaluate the policy of after a step, where there are prompts to do so with."""
+        if not len(self.facts.evaluation):
+            return
         self.last_evaluation = evaluate(self.machinery, self.sinks, step, self.subject)
         self.first_evaluation = self.first_evaluation or self.last_evaluation
 
@@ -407,8 +413,9 @@ class Trainer:
             self.finish_rollout(step.values)
             self.synchronise(step.values)
             step.events.append(self.weights_event(digests))
+            self.machinery.sampler.measured(step.pass_rates)
             if self.machinery.stream is not None:
-                self.machinery.stream.learned(self.version)
+                self.machinery.stream.learned(self.version, step.pass_rates)
         step.values |= offload_metrics(offloaded_groups(self.recipe, self.roles.models, self.roles.rollout))
         if step.tokens:  # none where the responses were given
             rate = step.tokens / (timer.milliseconds / 1000)

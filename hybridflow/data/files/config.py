@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -47,7 +48,7 @@ class Condition(Settings):
     @model_validator(mode="after")
     def _says_something(self) -> Condition:
         if not self.model_fields_set:
-            raise ValueError("nothing is asked, expected some of min, max, one_of, none_of; or a value; or a list of them")
+            raise ValueError("nothing is asked, expected a value, a list of them, or some of min, max, one_of, none_of")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min={self.min:g} is above max={self.max:g}")
         return self
@@ -68,7 +69,7 @@ class Condition(Settings):
 
 def _condition(given: Any) -> Any:
     """A value or a list of values stands for `one_of`."""
-    if isinstance(given, Condition) or isinstance(given, Mapping):
+    if isinstance(given, Condition | Mapping):
         return given
     return {"one_of": given if isinstance(given, list | tuple) else [given]}
 
@@ -83,7 +84,9 @@ class WeightFrom(Settings):
 
 
 def _steps(given: Any) -> Any:
-    """A number stands for a weight that does not change."""
+    """A number stands for a weight that does not change; null for that of the number of prompts."""
+    if given is None:
+        return []
     if isinstance(given, int | float) and not isinstance(given, bool):
         return [{"step": 1, "weight": given}]
     return given
@@ -106,17 +109,17 @@ class FileSource(Settings):
     """Column of the prompt: a text, or a list of messages with `role` and `content`. A dot goes into an object:
     `extra_info.question`."""
     answer: str | None = "answer"
-    """Column of what reward functions get as `answers`: strings and whole numbers as text, all other JSON as it is. Null
-    where they need none. A function that has a parameter of the name of any column gets that column's values."""
+    """Column of what reward functions get as `answers`: strings and whole numbers as text, all other JSON as it is.
+    Null where they need none. A function that has a parameter of the name of any column gets that column's values."""
     id: str | None = None
     """Column that names a row, once in the source; a row is named by its number, from 0, if null."""
     where: dict[str, Annotated[Condition, BeforeValidator(_condition)]] = Field(default_factory=dict)
     """Rows to take, by what columns are: `level: [1, 2]`, `subject: algebra`, `rate: {min: 0.1, max: 0.9}`."""
     rows: int | None = Field(None, ge=1)
     """Only the first rows, before `where`; all of them if null."""
-    weight: Annotated[tuple[WeightFrom, ...], BeforeValidator(_steps)] = (WeightFrom(step=1, weight=1.0),)
+    weight: Annotated[tuple[WeightFrom, ...], BeforeValidator(_steps)] = ()
     """Share of the training prompts, relative to the other sources: a number, or a list of `{step, weight}`, each in
-    force from its step on. A source begins again when all of its rows were drawn."""
+    force from its step on; its number of prompts if null. A source begins again when all of its prompts were drawn."""
 
     @field_validator("path", mode="before")
     @classmethod
@@ -133,13 +136,17 @@ class FileSource(Settings):
     @model_validator(mode="after")
     def _check(self) -> FileSource:
         steps = [each.step for each in self.weight]
-        if not steps or steps[0] != 1 or steps != sorted(set(steps)):
+        if steps and (steps[0] != 1 or steps != sorted(set(steps))):
             raise ValueError(f"weight has steps {steps}, expected ascending ones from 1")
-        if not any(each.weight for each in self.weight):
+        if steps and not any(each.weight for each in self.weight):
             raise ValueError("weight is never above 0, expected so at some step")
         if self.split is not None and self.format not in (None, "dataset"):
             raise ValueError(f"split={self.split} with format={self.format}, expected it of a saved data set alone")
         return self
+
+    def weight_at(self, step: int) -> float:
+        """The weight in a step, from 1, where it is not null."""
+        return next(each.weight for each in reversed(self.weight) if each.step <= step)
 
     @property
     def label(self) -> str:
@@ -149,7 +156,7 @@ class FileSource(Settings):
         stem = self.path[0].rstrip("/").rpartition("/")[2]
         for suffix in (*COMPRESSED, *SUFFIXES):
             stem = stem.removesuffix(suffix)
-        return "".join(letter if letter.isascii() and letter.isalnum() or letter in "._-" else "_" for letter in stem) or "data"
+        return re.sub(r"[^A-Za-z0-9._-]", "_", stem).lstrip("._-") or "data"
 
 
 class ChatConfig(Settings):
@@ -195,8 +202,8 @@ class FilesConfig(Settings):
     train: tuple[FileSource, ...] = Field(min_length=1)
     """Sources of the training prompts; each item has the settings below."""
     sft: tuple[FileSource, ...] = ()
-    """Sources of supervised examples, for `warmup`: a prompt with its answer as a text, or a conversation, whose messages
-    of the assistant are learned."""
+    """Sources of supervised examples, for `warmup`: a prompt with its answer as a text, or a conversation, whose
+    messages of the assistant are learned."""
     chat: ChatConfig = ChatConfig()
     min_prompt_tokens: int = Field(1, ge=1, le=MOST_TOKENS)
     """Prompts with fewer are dropped, and counted."""
@@ -205,8 +212,8 @@ class FilesConfig(Settings):
     difficulty: DifficultyConfig | None = None
     """A curriculum by measured pass rates; none if null."""
     cache: AbsolutePath | None = None
-    """Directory where files are kept as this system reads them, with the token ids of their prompts, for the next run of
-    the same data; `$XDG_CACHE_HOME/hybridflow/data`, or `~/.cache/hybridflow/data`, if null."""
+    """Directory where files are kept as this system reads them, with the token ids of their prompts, for the next run
+    of the same data; `$XDG_CACHE_HOME/hybridflow/data`, or `~/.cache/hybridflow/data`, if null."""
 
     @model_validator(mode="after")
     def _check(self) -> FilesConfig:
@@ -218,13 +225,13 @@ class FilesConfig(Settings):
             raise ValueError(
                 f"max_prompt_tokens={self.max_prompt_tokens} is below min_prompt_tokens={self.min_prompt_tokens}"
             )
-        steps = sorted({each.step for source in self.train for each in source.weight})
-        for step in steps:
-            if not any(weight_at(source, step) for source in self.train):
+        weighted = [source.label for source in self.train if source.weight]
+        if weighted and len(weighted) < len(self.train):
+            others = [source.label for source in self.train if not source.weight]
+            raise ValueError(
+                f"train has a weight for {weighted[0]} and none for {others[0]}, expected one for every source, or none"
+            )
+        for step in sorted({each.step for source in self.train for each in source.weight}):
+            if not any(source.weight_at(step) for source in self.train):
                 raise ValueError(f"train has no source with a weight above 0 from step {step} on, expected one")
         return self
-
-
-def weight_at(source: FileSource, step: int) -> float:
-    """The weight of a source in a step, from 1."""
-    return next(each.weight for each in reversed(source.weight) if each.step <= step)

@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
 
+import jinja2
+import numpy as np
+import tokenizers
+import transformers
 from transformers import PreTrainedTokenizerBase
 
+from engine3d.errors import UserError, shortened
 from hybridflow.data.config import OverlongPolicy
+from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.config import FilesConfig, FileSource
-from hybridflow.data.prompts import Prompts
+from hybridflow.data.files.cutting import Fit, cut_messages
+from hybridflow.data.files.opening import default_cache, files_of, write_once
+from hybridflow.data.files.prompts import FACTS, HASHES, NUMBERS, FilePrompts, OpenSource
+from hybridflow.data.files.rows import Row, Rows, batches, needed, value_of
+from hybridflow.data.packed_prompts import ENDS, TOKENS
+from hybridflow.data.prompts import text_hash
+from hybridflow.data.tokenizer import cut, encode_text
+from hybridflow.errors.log import log
+
+_FORM = 1
+"""Of the files in the cache; a change of what is written there is another number."""
+_SAY_EVERY_S = 10.0
+_NAMES = (TOKENS, ENDS, NUMBERS, HASHES)
 
 
 def encode_files(
@@ -18,8 +43,10 @@ def encode_files(
     *,
     max_tokens: int,
     policy: OverlongPolicy,
-) -> Prompts:
+) -> FilePrompts:
     """The prompts of some sources, one source after the other.
+
+    Their token ids go into a file of the cache, which the next run of the same data, tokenizer and settings maps.
 
     Args:
         sources: with their files.
@@ -31,4 +58,216 @@ def encode_files(
     Raises:
         UserError: naming file and row of what cannot serve.
     """
-    raise NotImplementedError
+    if not tokenizer.is_fast:
+        kind = type(tokenizer).__name__
+        raise UserError(f"data.files: a {kind}, expected a tokenizer of the tokenizers library (tokenizer.json)")
+    cache = config.cache or default_cache()
+    template = ChatTemplate(config.chat, tokenizer)
+    fit = Fit(config.min_prompt_tokens, config.max_prompt_tokens, max_tokens, policy)
+    files = [files_of(source, cache) for source in sources]
+    opened = [OpenSource.open(source, template, each, cache) for source, each in zip(sources, files, strict=True)]
+    for each in opened:
+        check_columns(each.settings, each.rows)
+    facts = [
+        *(_FORM, [[file.identity for file in each] for each in files], [_identity(source) for source in sources]),
+        *(config.chat.model_dump(mode="json", exclude={"template", "learn"}), template.source, fit.facts()),
+        *(_tokenizer_identity(tokenizer), tokenizers.__version__, transformers.__version__, jinja2.__version__),
+    ]
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    kept = write_once(cache / "tokens" / key, lambda part: _write(part, opened, template, tokenizer, fit))
+    return FilePrompts.read(kept, opened)
+
+
+def _identity(source: FileSource) -> dict[str, Any]:
+    return source.model_dump(mode="json", exclude={"path", "name", "weight", "format"})
+
+
+def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    backend = tokenizer.backend_tokenizer.to_str()
+    return hashlib.sha256(f"{backend}\0{tokenizer.special_tokens_map}".encode()).hexdigest()
+
+
+def _write(
+    directory: Path,
+    sources: Sequence[OpenSource],
+    template: ChatTemplate,
+    tokenizer: PreTrainedTokenizerBase,
+    fit: Fit,
+) -> None:
+    """Encode all rows into files of a new directory."""
+    directory.mkdir()
+    files = {name: (directory / name).open("wb") for name in _NAMES}
+    try:
+        writer = _Writer(files, template, tokenizer, fit)
+        for source in sources:
+            writer.write(source)
+    finally:
+        for file in files.values():
+            file.close()
+    (directory / FACTS).write_text(json.dumps(writer.facts()))
+
+
+@dataclass
+class _Prompt:
+    """A row on its way to its tokens."""
+
+    number: int
+    row: Row
+    text: str
+    tokens: list[int]
+
+
+class _Writer:
+    """Writes prompts to files.
+
+    Args:
+        files: by their names.
+        template: of messages.
+        tokenizer: of texts.
+        fit: which lengths there may be.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[str, IO[bytes]],
+        template: ChatTemplate,
+        tokenizer: PreTrainedTokenizerBase,
+        fit: Fit,
+    ) -> None:
+        self._files, self._template, self._tokenizer, self._fit = files, template, tokenizer, fit
+        self._spans: list[tuple[int, int]] = []
+        self._dropped: list[dict[str, int]] = []
+        self._columns: dict[str, None] = {}
+        self._other_answer: list[Any] = []
+        self._overlong, self._raw = 0, 0
+        self._prompts, self._tokens = 0, 0
+
+    def facts(self) -> dict[str, Any]:
+        """What `FilePrompts.read` needs beside the files."""
+        return {
+            "spans": self._spans,
+            "dropped": self._dropped,
+            "overlong": self._overlong,
+            "columns": list(self._columns),
+            "other_answer": self._other_answer,
+            "raw": self._raw,
+        }
+
+    def write(self, source: OpenSource) -> None:
+        """All rows of a source."""
+        begin, dropped, ids = self._prompts, Counter[str](), []
+        rows, settings = source.rows, source.settings
+        count = min(len(rows), settings.rows or len(rows))
+        said = time.monotonic()
+        for first, some in batches(rows, 0, count):
+            taken = self._taken(source, first, some, dropped)
+            if settings.id is not None:
+                ids += [text_hash(source.row_id(each.number, each.row)) for each in taken]
+            self._encode(source, taken)
+            self._keep(source, taken, dropped)
+            if time.monotonic() - said > _SAY_EVERY_S:
+                said = time.monotonic()
+                log.info(f"data: {first + len(some):,} of {count:,} rows of {settings.label} are read")
+        self._spans.append((begin, self._prompts))
+        self._dropped.append(dict(dropped))
+        _check_ids(source, ids)
+
+    def _taken(self, source: OpenSource, first: int, some: Sequence[Row], dropped: Counter[str]) -> list[_Prompt]:
+        taken = []
+        for number, row in enumerate(some, start=first):
+            place = source.rows.place(number)
+            if (failed := _first_failed(source.settings, row)) is not None:
+                dropped[f"where {failed}"] += 1
+                continue
+            answer = source.check(row, place)
+            if not self._other_answer and (isinstance(answer, bool) or not isinstance(answer, str | int)):
+                self._other_answer = [answer]
+            self._columns |= dict.fromkeys(row)
+            taken.append(_Prompt(number, row, source.text(row, place), []))
+        return taken
+
+    def _encode(self, source: OpenSource, prompts: Sequence[_Prompt]) -> None:
+        """The token ids of texts; those of a template have the special tokens that it wrote, and no others."""
+        for special in (False, True):
+            some = [each for each in prompts if source.is_raw(each.row) is special]
+            if not some:
+                continue
+            try:
+                found = self._tokenizer([each.text for each in some], add_special_tokens=special)["input_ids"]
+            except Exception:  # of one of them: which one is found out
+                for each in some:
+                    encode_text(self._tokenizer, each.text, source.rows.place(each.number), special_tokens=special)
+                raise
+            for each, tokens in zip(some, found, strict=True):
+                each.tokens = list(tokens)
+            self._raw += len(some) if special else 0
+
+    def _keep(self, source: OpenSource, prompts: Sequence[_Prompt], dropped: Counter[str]) -> None:
+        kept = []
+        for each in prompts:
+            if (reason := self._fit.reason_to_drop(len(each.tokens))) is not None:
+                dropped[reason] += 1
+                self._overlong += reason == self._fit.overlong_reason
+                continue
+            if len(each.tokens) > self._fit.most:
+                self._overlong += 1
+                each.tokens = self._cut(source, each)
+            if not each.tokens:
+                raise UserError(f"{source.rows.place(each.number)}: the prompt has no tokens, expected at least one")
+            kept.append(each)
+        lengths = np.array([len(each.tokens) for each in kept], dtype=np.int64)
+        ends = self._tokens + np.cumsum(lengths)
+        self._files[TOKENS].write(np.array([token for each in kept for token in each.tokens], dtype=np.int32).tobytes())
+        self._files[ENDS].write(ends.tobytes())
+        self._files[NUMBERS].write(np.array([each.number for each in kept], dtype=np.int64).tobytes())
+        self._files[HASHES].write(np.array([text_hash(each.text) for each in kept], dtype=np.uint64).tobytes())
+        self._prompts, self._tokens = self._prompts + len(kept), int(ends[-1]) if len(ends) else self._tokens
+
+    def _cut(self, source: OpenSource, prompt: _Prompt) -> list[int]:
+        place = source.rows.place(prompt.number)
+        if self._fit.policy == "refuse":
+            raise UserError(
+                f"{place}: the prompt has {len(prompt.tokens):,} tokens, expected at most {self._fit.most:,}; or "
+                "data.overlong_prompts=drop, cut_left, cut_right or cut_middle"
+            )
+        if source.is_raw(prompt.row):
+            return cut(self._tokenizer, prompt.text, prompt.tokens, self._fit.most, self._fit.policy)
+        messages = source.messages(prompt.row)
+        return cut_messages(self._tokenizer, self._template, messages, prompt.tokens, self._fit, place)
+
+
+def _first_failed(source: FileSource, row: Row) -> str | None:
+    """The first column whose condition a row does not meet."""
+    for column, condition in source.where.items():
+        try:
+            value = value_of(row, column)
+        except KeyError:
+            return column
+        if not condition.holds(value):
+            return column
+    return None
+
+
+def _check_ids(source: OpenSource, ids: Sequence[int]) -> None:
+    """Raises UserError where two rows have the same name."""
+    if len(found := np.array(ids, dtype=np.uint64)) and len(np.unique(found)) < len(found):
+        raise UserError(
+            f"{source.settings.path[0]}: column {source.settings.id!r} has a value twice, expected one that names a "
+            "row; or id=null, and rows are named by their numbers"
+        )
+
+
+def check_columns(source: FileSource, rows: Rows) -> None:
+    """Whether there are the columns that a source names, by the first row.
+
+    Raises:
+        UserError: names the first that is missing.
+    """
+    place, row = rows.place(0), rows[0]
+    for column in (source.prompt, source.answer, source.id):
+        if column is not None:
+            needed(row, column, place)
+    for column in source.where:
+        if column.partition(".")[0] not in rows.columns:
+            there = shortened(", ".join(map(repr, rows.columns)), 200)
+            raise UserError(f"{place}: where has column {column!r}, and there are only {there}")

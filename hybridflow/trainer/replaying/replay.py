@@ -13,10 +13,10 @@ from hybridflow.algorithms.controllers import Controllers
 from hybridflow.checkpoint.driver_state import RandomState, RunState
 from hybridflow.checkpoint.manager import Checkpoints
 from hybridflow.config.recipe import Recipe
-from hybridflow.data.sampler import PromptSampler
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
+from hybridflow.planning.prompts import prompt_order
 from hybridflow.rollout.generator import Generator
 from hybridflow.rollout.prefetch import Lookahead
 from hybridflow.rundir.progress import PhaseFile
@@ -139,7 +139,7 @@ def replay(plan: ReplayPlan) -> Replayed:
 
 def replay_machinery(recipe: Recipe, run: Run, roles: Roles, phases: PhaseFile) -> Machinery:
     """What all steps of a replay share: nothing that generates, and controllers as a run begins with them."""
-    sampler, generator = PromptSampler(len(run.train), recipe.order_seed), Generator(None)
+    sampler, generator = prompt_order(recipe, run.train).sampler(), Generator(None)
     return Machinery(
         recipe=recipe,
         run=run,

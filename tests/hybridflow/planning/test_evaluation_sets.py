@@ -51,7 +51,9 @@ def test_the_cache_has_room_for_the_responses_of_a_set(tmp_path: Path) -> None:
 
 
 def test_a_set_of_no_prompts_that_fit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"evaluation\.sums: prompt 0 .* has 4 tokens, expected 1 to 3"):
+    with pytest.raises(
+        UserError, match=r"evaluation\.sums: .*sums.jsonl:1: the prompt has 4 tokens, expected at most 3"
+    ):
         encoded(tmp_path, sums(tmp_path / "sums.jsonl"), "evaluation.sums.max_new_tokens=61")
 
 
@@ -63,7 +65,7 @@ def test_a_set_of_no_prompts_that_fit_is_refused(tmp_path: Path) -> None:
             ["evaluation.sums.reward.functions=[{name: mine, path: 'nowhere:score'}]"],
             "evaluation.sums: reward 'mine' (nowhere:score) cannot be imported",
         ),
-        (["evaluation.other.data.path=/nowhere.jsonl"], "evaluation.other: cannot read prompts from /nowhere.jsonl"),
+        (["evaluation.other.data.path=/nowhere.jsonl"], "evaluation.other: cannot read rows from /nowhere.jsonl"),
     ],
 )
 def test_check_names_the_set(

@@ -1,0 +1,189 @@
+"""Prompts whose token ids and rows lie in files."""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine3d.errors import UserError, shortened
+from hybridflow.data.files.chat import ChatTemplate
+from hybridflow.data.files.config import FileSource
+from hybridflow.data.files.opening import DataFile, open_rows
+from hybridflow.data.files.rows import Row, Rows, needed
+from hybridflow.data.packed_prompts import PackedPrompts, mapped
+from hybridflow.data.prompts import Prompts
+from hybridflow.data.tasks import Example
+
+NUMBERS, HASHES, FACTS = "numbers.bin", "hashes.bin", "facts.json"
+"""Files beside the token ids: the row of each prompt in its source, as int64; a hash of its text, as uint64."""
+
+
+@dataclass(frozen=True)
+class SourceSpan:
+    """The prompts of one source among those of a phase.
+
+    Args:
+        label: name of the source.
+        begin, end: the range of their indices.
+        dropped: how many rows are no prompt, by the reason.
+    """
+
+    label: str
+    begin: int
+    end: int
+    dropped: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A source with its rows.
+
+    Args:
+        settings: what its columns are.
+        rows: all of them.
+        template: of messages.
+        files: that the rows are in.
+        cache: where files are kept as they are read.
+    """
+
+    settings: FileSource
+    rows: Rows
+    template: ChatTemplate
+    files: tuple[DataFile, ...]
+    cache: Path
+
+    @classmethod
+    def open(cls, settings: FileSource, template: ChatTemplate, files: Sequence[DataFile], cache: Path) -> OpenSource:
+        """Open the files of a source. Raises UserError naming the one that cannot be read."""
+        return cls(settings, open_rows(files, cache), template, tuple(files), cache)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OpenSource.open, (self.settings, self.template, self.files, self.cache)
+
+    def is_raw(self, row: Row) -> bool:
+        """Whether the prompt is a text that no template is applied to."""
+        return isinstance(self._prompt(row, ""), str) and self.template.config.texts == "raw"
+
+    def messages(self, row: Row) -> list[Any]:
+        """The messages of a prompt that is not raw."""
+        prompt = self._prompt(row, "")
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+    def text(self, row: Row, place: str) -> str:
+        """The prompt as the text that the model reads."""
+        prompt = self._prompt(row, place)
+        if isinstance(prompt, str) and self.template.config.texts == "raw":
+            return prompt
+        return self.template.prompt(self.messages(row), place)
+
+    def check(self, row: Row, place: str) -> Any:
+        """The answer of a row. Raises UserError where it lacks a column that is needed, or its prompt is none."""
+        prompt = self._prompt(row, place)
+        if not isinstance(prompt, str | list) or not prompt:
+            raise UserError(
+                f"{place}: column {self.settings.prompt!r} is {shortened(repr(prompt), 60)}, expected a text or a list "
+                "of messages, not empty"
+            )
+        return "" if self.settings.answer is None else needed(row, self.settings.answer, place)
+
+    def row_id(self, number: int, row: Row) -> str:
+        """What names a row in its source."""
+        if self.settings.id is None:
+            return str(number)
+        value = needed(row, self.settings.id, self.rows.place(number))
+        if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
+            raise UserError(
+                f"{self.rows.place(number)}: column {self.settings.id!r} is {shortened(repr(value), 60)}, expected a "
+                "text or a whole number that names the row"
+            )
+        return str(value)
+
+    def example(self, number: int) -> Example:
+        """A row as an example."""
+        row, place = self.rows[number], self.rows.place(number)
+        answer = "" if self.settings.answer is None else needed(row, self.settings.answer, place)
+        if isinstance(answer, int) and not isinstance(answer, bool):
+            answer = str(answer)
+        return Example(self.text(row, place), answer, row, f"{self.settings.label}:{self.row_id(number, row)}")
+
+    def _prompt(self, row: Row, place: str) -> Any:
+        return needed(row, self.settings.prompt, place)
+
+
+class FileExamples(Sequence[Example]):
+    """Examples that are read from their files where they are asked for.
+
+    Args:
+        sources: with their rows.
+        ends: where the prompts of each source end.
+        directory: with the row of each prompt in its source.
+    """
+
+    def __init__(self, sources: Sequence[OpenSource], ends: Sequence[int], directory: Path) -> None:
+        self._sources, self._ends, self._directory = tuple(sources), tuple(ends), directory
+        self._numbers = mapped(directory / NUMBERS, np.int64)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FileExamples, (self._sources, self._ends, self._directory)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> Example:  # type: ignore[override]
+        if not 0 <= index < len(self._numbers):
+            raise IndexError(index)
+        return self._sources[bisect.bisect_right(self._ends, index)].example(int(self._numbers[index]))
+
+
+@dataclass(frozen=True)
+class FilePrompts(Prompts):
+    """Prompts of one phase from files.
+
+    Args:
+        spans: which of them are of which source.
+        hashes: (P,) uint64, of their texts.
+        columns: every column of their rows.
+        other_answer: the first answer that is no text and no whole number; None if there is none.
+        raw: how many are texts to which no template is applied.
+    """
+
+    spans: tuple[SourceSpan, ...] = ()
+    hashes: np.ndarray[Any, Any] | None = None
+    columns: tuple[str, ...] = ()
+    other_answer: tuple[Any] | None = None
+    raw: int = 0
+
+    @classmethod
+    def read(cls, directory: Path, sources: Sequence[OpenSource]) -> FilePrompts:
+        """Those of a directory of the cache."""
+        facts = json.loads((directory / FACTS).read_text())
+        spans = tuple(
+            SourceSpan(source.settings.label, begin, end, dropped)
+            for source, (begin, end), dropped in zip(sources, facts["spans"], facts["dropped"], strict=True)
+        )
+        return cls(
+            FileExamples(sources, [span.end for span in spans], directory),
+            PackedPrompts.mapped(directory),
+            facts["overlong"],
+            spans,
+            mapped(directory / HASHES, np.uint64),
+            tuple(facts["columns"]),
+            tuple(facts["other_answer"]) or None,
+            facts["raw"],
+        )
+
+    def text_hashes(self) -> np.ndarray[Any, Any]:
+        assert self.hashes is not None
+        return self.hashes
+
+    def fields(self) -> tuple[str, ...]:
+        return self.columns
+
+    def answers(self) -> Iterable[Any]:
+        return self.other_answer or ()

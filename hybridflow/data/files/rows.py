@@ -1,0 +1,254 @@
+"""Rows of data files, read where they lie: lines of JSON by their offsets, Arrow tables mapped into memory."""
+
+from __future__ import annotations
+
+import bisect
+import datetime
+import decimal
+import itertools
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from engine3d.errors import UserError, shortened
+from engine3d.input_files import MOST_DIGITS_OF_DATA, MOST_LINE_BYTES, JsonError, open_regular, parse_json
+
+BATCH = 1024
+"""Rows that are read at a time where all are."""
+
+Row = Mapping[str, Any]
+"""A row: values as JSON has them, by column."""
+
+
+class Rows(Protocol):
+    """Rows by their number, from 0."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Row: ...
+
+    def read(self, begin: int, end: int) -> Sequence[Row]:
+        """The rows of a range."""
+        ...
+
+    def place(self, number: int) -> str:
+        """Where a row is, for errors."""
+        ...
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Their names, where the file itself says them; of lines of JSON those of the first rows."""
+        ...
+
+
+class JsonLines:
+    """Rows of a file of one JSON object a line; lines of white space are skipped.
+
+    Args:
+        path: of the file, which is mapped into memory.
+        name: of it in errors.
+
+    Raises:
+        UserError: there is no such file, or it holds no row.
+    """
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self._name = name or str(path)
+        descriptor = open_regular(path)
+        try:
+            size = os.fstat(descriptor).st_size
+            if not size:
+                raise UserError(f"{self._name} is empty, expected one JSON object a line")
+            self._data = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        self._begins, self._lines = _line_offsets(self._data)
+        if not len(self._begins):
+            raise UserError(f"{self._name} holds no rows, expected one JSON object a line")
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __getitem__(self, number: int) -> Row:
+        begin = int(self._begins[number])
+        end = self._data.find(b"\n", begin)
+        end = len(self._data) if end < 0 else end
+        if end - begin > MOST_LINE_BYTES:
+            raise UserError(
+                f"{self.place(number)}: more than {MOST_LINE_BYTES:,} bytes in a line, expected at most that"
+            )
+        try:
+            row = parse_json(self._data[begin:end], most_digits=MOST_DIGITS_OF_DATA)
+        except JsonError as error:
+            raise UserError(f"{self.place(number)}: not JSON ({error}), expected one object a line") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{self.place(number)}: a JSON {type(row).__name__}, expected an object")
+        return row
+
+    def read(self, begin: int, end: int) -> Sequence[Row]:
+        return [self[number] for number in range(begin, end)]
+
+    def place(self, number: int) -> str:
+        return f"{self._name}:{int(self._lines[number]) + 1}"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(self.read(0, min(len(self), 100)))))
+
+
+def _line_offsets(data: mmap.mmap) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Where each line begins that is not white space, and its number, from 0."""
+    size, block = len(data), 1 << 24
+    found = [np.zeros(1, dtype=np.int64)]
+    for begin in range(0, size, block):
+        bytes_ = np.frombuffer(data, dtype=np.uint8, count=min(block, size - begin), offset=begin)
+        found.append(np.flatnonzero(bytes_ == 0x0A) + (begin + 1))
+        del bytes_  # else the map could not be closed
+    begins = np.concatenate(found)
+    if begins[-1] == size:
+        begins = begins[:-1]
+    everything = np.frombuffer(data, dtype=np.uint8)
+    # Few lines begin with white space: these alone are looked at.
+    suspects = np.flatnonzero(np.isin(everything[begins], list(b" \t\r\n\x0b\x0c")))
+    del everything
+    blank = []
+    for line in suspects.tolist():
+        end = data.find(b"\n", int(begins[line]))
+        if not data[int(begins[line]) : size if end < 0 else end].strip():
+            blank.append(line)
+    lines = np.delete(np.arange(len(begins), dtype=np.int64), blank) if blank else np.arange(len(begins))
+    return begins[lines], lines
+
+
+class ArrowRows:
+    """Rows of Arrow record batches, which lie in files that are mapped into memory.
+
+    Args:
+        batches: all of one schema.
+        name: of the file in errors.
+    """
+
+    def __init__(self, batches: Sequence[pa.RecordBatch], name: str) -> None:
+        if not sum(map(len, batches)):
+            raise UserError(f"{name} holds no rows")
+        self._batches = [batch for batch in batches if len(batch)]
+        self._ends = list(itertools.accumulate(map(len, self._batches)))
+        self._name = name
+        kinds = {field.name: field.type for field in self._batches[0].schema}
+        # Pictures and sounds are no part of a row: neither prompts nor rewards are made of them.
+        self.columns = tuple(column for column, kind in kinds.items() if not _is_binary(kind))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> Row:
+        return self.read(number, number + 1)[0]
+
+    def read(self, begin: int, end: int) -> Sequence[Row]:
+        rows: list[Row] = []
+        place = bisect.bisect_right(self._ends, begin)
+        while begin < end:
+            batch, last = self._batches[place], self._ends[place]
+            first = last - len(batch)
+            part = batch.slice(begin - first, min(end, last) - begin).select(list(self.columns))
+            rows += ({name: plain(value) for name, value in row.items()} for row in part.to_pylist())
+            begin, place = min(end, last), place + 1
+        return rows
+
+    def place(self, number: int) -> str:
+        return f"{self._name}, row {number}"
+
+
+class Concatenated:
+    """The rows of several files, one after the other."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._ends = list(itertools.accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> Row:
+        part, inner = self._part(number)
+        return part[inner]
+
+    def read(self, begin: int, end: int) -> Sequence[Row]:
+        rows: list[Row] = []
+        while begin < end:
+            place = bisect.bisect_right(self._ends, begin)
+            first, last = self._ends[place] - len(self._parts[place]), min(end, self._ends[place])
+            rows += self._parts[place].read(begin - first, last - first)
+            begin = last
+        return rows
+
+    def place(self, number: int) -> str:
+        part, inner = self._part(number)
+        return part.place(inner)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(part.columns for part in self._parts)))
+
+    def _part(self, number: int) -> tuple[Rows, int]:
+        place = bisect.bisect_right(self._ends, number)
+        return self._parts[place], number - (self._ends[place] - len(self._parts[place]))
+
+
+def batches(rows: Rows, begin: int, end: int) -> Iterator[tuple[int, Sequence[Row]]]:
+    """Ranges of rows, each with the number of its first."""
+    for first in range(begin, end, BATCH):
+        yield first, rows.read(first, min(first + BATCH, end))
+
+
+def value_of(row: Row, column: str) -> Any:
+    """The value of a column; a dot goes into an object. Raises KeyError where the row lacks it."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for part in column.split("."):
+        if not isinstance(value, Mapping):
+            raise KeyError(column)
+        value = value[part]
+    return value
+
+
+def needed(row: Row, column: str, place: str) -> Any:
+    """As `value_of`. Raises UserError where the row lacks the column."""
+    try:
+        return value_of(row, column)
+    except KeyError:
+        there = shortened(", ".join(map(repr, row)), 200) or "none"
+        raise UserError(f"{place}: no column {column!r}, only {there}") from None
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind):
+        return any(_is_binary(field.type) for field in kind)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _is_binary(kind.value_type)
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind))
+
+
+def plain(value: Any) -> Any:
+    """A value of Arrow as JSON has it: times and decimals as text, maps as objects."""
+    if isinstance(value, str | int | float | bool) or value is None:
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        if value and all(isinstance(each, tuple) and len(each) == 2 for each in value):
+            return {str(name): plain(each) for name, each in value}
+        return [plain(each) for each in value]
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    return str(value)
