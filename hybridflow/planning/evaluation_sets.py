@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
+from hybridflow.checkpoint.set_results import learned_from
 from hybridflow.config.evaluation import PlannedSet
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
@@ -58,10 +59,18 @@ def _read(recipe: Recipe, planned: PlannedSet, tokenizer: PreTrainedTokenizerBas
     return encode_files((planned.settings.data,), files, tokenizer, max_tokens=limit, policy=policy)
 
 
-def set_notes(tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Prompts]) -> list[str]:
-    """A line for each set of which rows are left out or cut, and one where texts are read beside a chat template."""
+def set_notes(tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Prompts], learned: Sequence[Prompts]) -> list[str]:
+    """A line for each set of which rows are left out, prompts are learned from, or texts stand beside a chat template.
+
+    Args:
+        tokenizer: of the model.
+        sets: their prompts.
+        learned: the prompts of every phase that learns.
+    """
     notes = []
     for name, prompts in sets.items():
+        if again := learned_from(prompts, learned):
+            notes.append(f"evaluation.{name}: the model learns from {again:,} of its {len(prompts):,} prompts too")
         if not isinstance(prompts, FilePrompts):
             continue
         dropped = {reason: count for span in prompts.spans for reason, count in span.dropped.items()}

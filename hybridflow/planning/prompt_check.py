@@ -112,7 +112,7 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
         )
     phases = {"training": train, "held-out": evaluation, "supervised": sft}
     notes = [*overlong_notes(recipe, phases, limit), *alike_notes(phases), *file_notes(recipe, tokenizer, phases)]
-    return EncodedPrompts(lengths, (train, evaluation), sets, [*notes, *set_notes(tokenizer, sets)])
+    return EncodedPrompts(lengths, (train, evaluation), sets, [*notes, *set_notes(tokenizer, sets, (train, sft))])
 
 
 def check_token_ids(what: str, encoded: Sequence[Sequence[int]], vocab_size: int) -> None:
