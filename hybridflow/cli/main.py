@@ -11,6 +11,7 @@
     hybridflow checkpoint verify DIR            compare every file of it with its checksum
     hybridflow checkpoint export DIR OUT        write its model as a HuggingFace directory
     hybridflow checkpoint import MODEL OUT      make a checkpoint of a HuggingFace directory
+    hybridflow evaluate RECIPE|RUN|MODEL ...    measure a model on the recipe's held-out sets, without training
     hybridflow report RUN [--out FILE]          draw a run's metrics as one HTML page
     hybridflow samples RUN [--step N] ...       show the samples that a run has learned from, with their rewards
     hybridflow replay RUN --step N [key=value]  make a step again from its checkpoint and its samples, and compare
@@ -176,7 +177,7 @@ def _check() -> Command:
 def _data() -> Command:
     from hybridflow.cli import data
 
-    description = "Show the prompts of a recipe as the model reads them, with their lengths and the rows that are dropped."
+    description = "Show the prompts of a recipe as the model reads them, their lengths and the rows that are dropped."
     return Command(description, data.add_arguments, data.run, is_guarded=True)
 
 
@@ -185,6 +186,13 @@ def _checkpoint() -> Command:
 
     description = "Look at checkpoints, and turn them into models."
     return Command(description, checkpoint.add_commands, checkpoint.run, is_guarded=True, has_commands=True)
+
+
+def _evaluate() -> Command:
+    from hybridflow.cli import evaluate
+
+    description = "Measure a model, or a checkpoint of a run, on the held-out sets of a recipe, without training."
+    return Command(description, evaluate.add_arguments, evaluate.run)
 
 
 def _report() -> Command:
@@ -255,6 +263,7 @@ _COMMANDS: dict[str, Callable[[], Command]] = {
     "check": _check,
     "data": _data,
     "checkpoint": _checkpoint,
+    "evaluate": _evaluate,
     "report": _report,
     "samples": _samples,
     "replay": _replay,

@@ -18,6 +18,7 @@ from hybridflow.data.files.prompts import FilePrompts, SourceSpan
 from hybridflow.data.files.supervised import SupervisedPrompts
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
+from hybridflow.planning.evaluation_sets import encode_sets, set_notes
 from hybridflow.planning.prompt_check import check_token_ids
 from hybridflow.planning.prompts import encode, file_notes, overlong_notes, prompt_limit
 
@@ -41,11 +42,12 @@ def data_lines(recipe: Recipe, *, show: int, characters: int) -> list[str]:
     limit = prompt_limit(recipe)
     encoded = encode(recipe, tokenizer, limit)
     phases = {"training": encoded.train, "held-out": encoded.evaluation, "supervised": encoded.sft}
+    sets = encode_sets(recipe, tokenizer)
     lines = [
         f"tokenizer: {len(tokenizer):,} tokens, {'with' if tokenizer.chat_template else 'without'} a chat template; "
         f"prompts have room for {limit:,} tokens"
     ]
-    for name, phase in phases.items():
+    for name, phase in (phases | {f"evaluation.{name}": each for name, each in sets.items()}).items():
         if not len(phase):
             continue
         check_token_ids(f"{name} prompt", phase.tokens, initial_spec(recipe).vocab_size)
@@ -54,7 +56,11 @@ def data_lines(recipe: Recipe, *, show: int, characters: int) -> list[str]:
             lines += _prompt_lines(tokenizer, phase, index, characters)
         if isinstance(phase, SupervisedPrompts) and encoded.masks is not None and show:
             lines += _learned_lines(tokenizer, encoded.answers[0], encoded.masks[0], characters)
-    notes = [*overlong_notes(recipe, phases, limit), *file_notes(recipe, tokenizer, phases)]
+    notes = [
+        *overlong_notes(recipe, phases, limit),
+        *file_notes(recipe, tokenizer, phases),
+        *set_notes(tokenizer, sets, [encoded.train, encoded.sft]),
+    ]
     return [*lines, *(["", *notes] if notes else [])]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors.log import log
 from hybridflow.metrics.logger import Metrics
 from hybridflow.planning.data_report import first_prompt
+from hybridflow.planning.evaluation_sets import encode_sets
 from hybridflow.planning.prompts import encode, prompt_limit
 from hybridflow.rundir.file_names import FLIGHT_RECORDER, LOGS, PHASE, RECIPE
 from hybridflow.rundir.first_failure import forget_failures
@@ -45,6 +46,7 @@ class Run:
         masks: which of these are learned; all if None.
         inputs: what identifies the files that the run was given, by the setting that names them.
         identity: of this run, however often it is resumed.
+        sets: the held-out prompts of `evaluation`, by the name of the set.
         resumption: the checkpoint that the run goes on after; None for a fresh start.
     """
 
@@ -58,6 +60,7 @@ class Run:
     masks: Sequence[list[bool]] | None
     inputs: dict[str, str]
     identity: str
+    sets: Mapping[str, Prompts]
     resumption: Resumption | None
     lock: TextIO
     """Held as long as the run goes on."""
@@ -182,6 +185,7 @@ def prepare(recipe: Recipe) -> Run:
         answers=encoded.answers,
         masks=encoded.masks,
         inputs=input_checksums(recipe),
+        sets=encode_sets(recipe, tokenizer),
         identity=(directory / RUN_IDENTITY).read_text().strip(),
         resumption=resumption,
         lock=lock,
