@@ -67,7 +67,8 @@ class JsonLines:
             self._data = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
         finally:
             os.close(descriptor)
-        self._begins, self._lines = _line_offsets(self._data)
+        self._begins, blank = _line_offsets(self._data)
+        self._rows_before_blank = blank - np.arange(len(blank))
         if not len(self._begins):
             raise UserError(f"{self._name} holds no rows, expected one JSON object a line")
 
@@ -94,7 +95,8 @@ class JsonLines:
         return [self[number] for number in range(begin, end)]
 
     def place(self, number: int) -> str:
-        return f"{self._name}:{int(self._lines[number]) + 1}"
+        blank = int(np.searchsorted(self._rows_before_blank, number, side="right"))
+        return f"{self._name}:{number + blank + 1}"
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -102,7 +104,7 @@ class JsonLines:
 
 
 def _line_offsets(data: mmap.mmap) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Where each line begins that is not white space, and its number, from 0."""
+    """Where each line begins that is not white space, and the numbers, from 0, of the lines that are."""
     size, block = len(data), 1 << 24
     found = [np.zeros(1, dtype=np.int64)]
     for begin in range(0, size, block):
@@ -121,8 +123,7 @@ def _line_offsets(data: mmap.mmap) -> tuple[np.ndarray[Any, Any], np.ndarray[Any
         end = data.find(b"\n", int(begins[line]))
         if not data[int(begins[line]) : size if end < 0 else end].strip():
             blank.append(line)
-    lines = np.delete(np.arange(len(begins), dtype=np.int64), blank) if blank else np.arange(len(begins))
-    return begins[lines], lines
+    return np.delete(begins, blank) if blank else begins, np.array(blank, dtype=np.int64)
 
 
 class ArrowRows:
