@@ -52,13 +52,14 @@ class JsonLines:
     Args:
         path: of the file, which is mapped into memory.
         name: of it in errors.
+        is_list: whether the lines were made of another file, in which rows have no lines.
 
     Raises:
         UserError: there is no such file, or it holds no row.
     """
 
-    def __init__(self, path: Path, name: str | None = None) -> None:
-        self._name = name or str(path)
+    def __init__(self, path: Path, name: str | None = None, *, is_list: bool = False) -> None:
+        self._name, self._is_list = name or str(path), is_list
         descriptor = open_regular(path)
         try:
             size = os.fstat(descriptor).st_size
@@ -95,6 +96,8 @@ class JsonLines:
         return [self[number] for number in range(begin, end)]
 
     def place(self, number: int) -> str:
+        if self._is_list:
+            return f"{self._name}, row {number}"
         blank = int(np.searchsorted(self._rows_before_blank, number, side="right"))
         return f"{self._name}:{number + blank + 1}"
 
@@ -140,6 +143,9 @@ class ArrowRows:
         self._batches = [batch for batch in batches if len(batch)]
         self._ends = list(itertools.accumulate(map(len, self._batches)))
         self._name = name
+        names = self._batches[0].schema.names
+        if twice := next((column for column in names if names.count(column) > 1), None):
+            raise UserError(f"{name}: there are two columns named {twice!r}, expected each name once")
         kinds = {field.name: field.type for field in self._batches[0].schema}
         # Pictures and sounds are no part of a row: neither prompts nor rewards are made of them.
         self.columns = tuple(column for column, kind in kinds.items() if not _is_binary(kind))
