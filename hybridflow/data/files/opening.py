@@ -12,7 +12,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -224,7 +224,8 @@ def write_once(path: Path, write: Callable[[Path], None]) -> Path:
         if part.is_dir():
             shutil.rmtree(part, ignore_errors=True)
         else:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):  # where it could not be written
+                part.unlink()
     return path
 
 
@@ -320,7 +321,10 @@ def _parquet_batches(file: DataFile) -> Iterator[pa.RecordBatch]:
 
     try:
         with pq.ParquetFile(file.local, memory_map=True) as read:
-            yield from read.iter_batches(batch_size=_BATCH_ROWS)
+            for group in range(
+                read.num_row_groups
+            ):  # those of several cannot be one batch where dictionaries are nested
+                yield from read.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group])
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{file.path}: cannot be read as Parquet ({_reason(error)})") from None
 

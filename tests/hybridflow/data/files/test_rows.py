@@ -58,7 +58,7 @@ def test_offsets_of_lines_of_any_shape(tmp_path: Path) -> None:
             data = data.removesuffix(b"\n")
         path = tmp_path / f"{trial}.jsonl"
         if not expected:
-            with pytest.raises(UserError, match="holds no rows|is empty"):
+            with pytest.raises(UserError, match=r"holds no rows|is empty"):
                 lines(path, data)
             continue
         rows = lines(path, data)
