@@ -73,7 +73,10 @@ def make_rows(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def make_files(directory: Path, count: int) -> None:
-    """Write `rows.jsonl`, `rows.parquet` and the directory `tokenizer`."""
+    """Write `rows.jsonl`, `rows.parquet` and the directory `tokenizer`, unless they were kept."""
+    made = directory / "made"
+    if made.exists() and made.read_text() == str(count):
+        return
     schema = pa.schema([(name, pa.string()) for name in ("prompt", "answer", "subject")])
     rows, some = make_rows(count), list[str]()
     lines, table = directory / "rows.jsonl", directory / "rows.parquet"
@@ -83,6 +86,7 @@ def make_files(directory: Path, count: int) -> None:
             writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
             some = some or [row["prompt"] for row in batch[:20_000]]
     make_tokenizer(directory / "tokenizer", some)
+    made.write_text(str(count))
 
 
 def make_tokenizer(directory: Path, texts: Sequence[str]) -> None:
@@ -329,12 +333,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"data_rows.py: {error}", file=sys.stderr)
         return 2
     scratch = options.directory / "data-rows"
-    scratch.mkdir(parents=True)
+    scratch.mkdir(parents=True, exist_ok=options.keep)
     try:
         with redirect_stdout(sys.stderr):
             result = _run(options, formats, scratch)
     finally:
-        shutil.rmtree(scratch)
+        if not options.keep:
+            shutil.rmtree(scratch)
     print(json.dumps(result, indent=2))
     return 0
 
@@ -349,15 +354,15 @@ def _run(options: argparse.Namespace, formats: Sequence[str], scratch: Path) -> 
         _check_same(found)
         return found
 
+    everything = ways(formats, options.rows)
     others = [*formats, "datasets", *(["list"] if options.texts == "raw" else [])]
-    compared = ways(others, options.compared_rows)
     return {
         "rows": options.rows,
         "compared_rows": options.compared_rows,
         "texts": options.texts,
         "file_bytes": {name: (scratch / f"rows.{name}").stat().st_size for name in ("jsonl", "parquet")},
-        "all": ways(formats, options.rows),
-        "compared": compared,
+        "all": everything,
+        "compared": ways(others, options.compared_rows),
         "versions": versions(),
     }
 
@@ -371,8 +376,8 @@ def _checked(options: argparse.Namespace) -> list[str]:
     formats = options.formats.split(",")
     if not formats or not set(formats) <= {"jsonl", "parquet"}:
         raise UserError(f"--formats is {options.formats}, expected some of jsonl,parquet")
-    if (options.directory / "data-rows").exists():
-        raise UserError(f"--directory: there is {options.directory / 'data-rows'} already; expected none")
+    if (options.directory / "data-rows").exists() and not options.keep:
+        raise UserError(f"--directory: there is {options.directory / 'data-rows'} already; expected none, or --keep")
     options.directory.mkdir(parents=True, exist_ok=True)
     free, needed = shutil.disk_usage(options.directory).free, options.rows * _BYTES_A_ROW
     if free < needed:
