@@ -11,7 +11,7 @@ from hybridflow.checkpoint.evaluation_result import Measured, Subject
 from hybridflow.data.prompts import Draw
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics
-from hybridflow.rewards.result import reward_metrics
+from hybridflow.rewards.result import figure_metrics, reward_metrics
 from hybridflow.roles.reward import reward_result
 from hybridflow.trainer.step import Machinery, tell_failures
 
@@ -39,6 +39,7 @@ def evaluate(machinery: Machinery, sinks: Metrics, step: int, subject: Subject) 
         result = reward_result(machinery.roles.functions["reward"].score(batch, split="evaluation"))
         tell_failures(f"step {step}, eval", result)
         failed = {name: value for name, value in reward_metrics(result).items() if name.endswith("/failed")}
+        failed |= figure_metrics(result)
         kept = (~result.dropped).nonzero()[:, 0]
         batch, rewards = batch.select(kept), result.total[kept]
     else:
