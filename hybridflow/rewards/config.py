@@ -124,7 +124,7 @@ class RewardFunctionConfig(Settings):
                 "calling process; expected neither"
             )
         if self.retries and (self.builtin or self.path in REMOTE_REWARDS):
-            own = "retries what may be retried itself: arguments.retries" if not self.builtin else "fails of no moment"
+            own = "fails of no moment's state" if self.builtin else "retries requests itself: arguments.retries"
             raise ValueError(f"retries {self.retries} with {self.path!r}, which {own}; expected 0")
         self._check_arguments()
         if self.failure_value and self.on_failure != "value":

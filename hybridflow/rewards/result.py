@@ -230,6 +230,7 @@ def figure_metrics(result: RewardResult, *, group: str = "reward") -> dict[str, 
     values: dict[str, float] = {}
     for name, column in result.figures.items():
         given = column[~column.isnan()]
-        values[f"{group}/{name}"] = float(given.mean())
-        values[f"{group}/{name}_p95"] = float(given.quantile(0.95))
+        if len(given):
+            values[f"{group}/{name}"] = float(given.mean())
+            values[f"{group}/{name}_p95"] = float(given.quantile(0.95))
     return values | {f"{group}/{name}": float(column.nansum()) for name, column in result.counts.items()}

@@ -200,7 +200,9 @@ class Endpoint:
         import httpx
 
         limits = httpx.Limits(max_connections=self._settings.in_flight, keepalive_expiry=_IDLE_S)
-        return httpx.AsyncClient(timeout=self._settings.request_timeout_s, limits=limits)
+        # Certificates are read where they are looked at, since that takes a while; nothing leads elsewhere from here.
+        checked = urlsplit(self.url).scheme == "https"
+        return httpx.AsyncClient(timeout=self._settings.request_timeout_s, limits=limits, verify=checked)
 
     def _headers(self) -> dict[str, str]:
         json_type = {"Content-Type": "application/json"}
