@@ -108,6 +108,12 @@ class PromptSampler:
         """
         return [self._draw() for _ in range(number)]
 
+    def forwarded(self, position: int) -> dict[str, Any]:
+        """The state of a sampler of these prompts that has drawn so many, whatever this one has drawn."""
+        other = self._order.sampler()
+        other.next(position)
+        return other.state_dict()
+
     def measured(self, rates: Mapping[int, float]) -> None:
         """Remember the pass rates of prompts, by their indices, where difficulty decides what is drawn again."""
         if self._order.difficulty is not None:
