@@ -40,6 +40,12 @@ _PARTIAL = _is("rollout.stream.on_new_weights", note="continue, recompute or res
 _STORE = _is("samples.store", note="in samples/ of the run's directory, which hybridflow samples shows")
 _TP = _is("train.layout.tp", note="of the engines rollout.engine.tp")
 
+_OF_A_SET = "of a set evaluation.NAME has the same"
+_EVALUATED = _is("evaluation", note="{NAME: {data: {path: ...}}}; with data.source=jsonl also data.jsonl.eval_path")
+_OF_EACH_SET = _is("evaluation", note="{NAME: {samples: ..., temperature: ..., sampling: {...}}}")
+_INTERVAL = _is("trainer.eval_interval", note="of a set evaluation.NAME.interval")
+_ALONE = "absent: hybridflow evaluate measures a model without training"
+
 _VERL = {
     "actor_rollout_ref": "verl's; here the actor is train, the engines are rollout, the reference policy is reference",
     "actor_rollout_ref.model.path": _is("model.path"),
@@ -50,15 +56,21 @@ _VERL = {
     "actor_rollout_ref.rollout.temperature": _is("rollout.sampling.temperature"),
     "actor_rollout_ref.rollout.top_p": _is("rollout.sampling.top_p"),
     "actor_rollout_ref.rollout.top_k": _is("rollout.sampling.top_k"),
-    "actor_rollout_ref.rollout.val_kwargs.temperature": _is("trainer.eval_temperature"),
-    "actor_rollout_ref.rollout.val_kwargs.n": _is("trainer.eval_samples"),
+    "actor_rollout_ref.rollout.val_kwargs": _OF_EACH_SET,
+    "actor_rollout_ref.rollout.val_kwargs.temperature": _is("trainer.eval_temperature", note=_OF_A_SET),
+    "actor_rollout_ref.rollout.val_kwargs.n": _is("trainer.eval_samples", note="of a set evaluation.NAME.samples"),
+    "actor_rollout_ref.rollout.val_kwargs.top_p": _is("trainer.eval_sampling.top_p", note=_OF_A_SET),
+    "actor_rollout_ref.rollout.val_kwargs.top_k": _is("trainer.eval_sampling.top_k", note=_OF_A_SET),
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": _is(
+        "trainer.eval_temperature", note="0 takes the likeliest token"
+    ),
     "actor_rollout_ref.actor.optim.lr": _is("train.optimizer.lr"),
     "actor_rollout_ref.actor.optim.lr_warmup_steps": _is("train.optimizer.warmup_steps"),
     "actor_rollout_ref.actor.optim.weight_decay": _is("train.optimizer.weight_decay"),
     "actor_rollout_ref.actor.strategy": _MEGATRON,
     "actor_rollout_ref.ref.path": _is("reference.path"),
     "data.train_files": _is("data.jsonl.train_path", note="one file of JSON lines"),
-    "data.val_files": _is("data.jsonl.eval_path", note="one file of JSON lines"),
+    "data.val_files": _EVALUATED,
     "data.train_batch_size": _PROMPTS,
     "data.val_batch_size": "absent: an evaluation is one batch; trainer.eval_prompts is how many prompts it has",
     "data.max_prompt_length": _PROMPT_LENGTH,
@@ -90,6 +102,7 @@ _VERL = {
     "algorithm.use_kl_in_reward": _is("algorithm.kl_in", note="kl_in=reward, with kl_coef above 0"),
     "actor_rollout_ref.actor.policy_loss.loss_mode": _is("algorithm.name"),
     "algorithm.norm_adv_by_std_in_grpo": _is("algorithm.normalise_advantages_by_std"),
+    "trainer.val_before_train": _is("trainer.eval_before_train", note="of a set evaluation.NAME.before_train"),
     "trainer.critic_warmup": _is("algorithm.critic_warmup_steps"),
     "trainer.project_name": "absent: W&B takes the project from the environment, WANDB_PROJECT",
     "trainer.experiment_name": _is("name"),
@@ -354,9 +367,25 @@ _ANYWHERE = {
     "async_save": _is("checkpoint.async_save"),
     "ckpt_path": _is("checkpoint.dir"),
     "resume_from_checkpoint": _is("resume"),
-    "test_freq": _is("trainer.eval_interval"),
-    "eval_steps": _is("trainer.eval_interval"),
-    "eval_interval": _is("trainer.eval_interval"),
+    "test_freq": _INTERVAL,
+    "eval_steps": _INTERVAL,
+    "eval_interval": _INTERVAL,
+    "val_before_train": _is("trainer.eval_before_train", note="of a set evaluation.NAME.before_train"),
+    "skip_eval_before_train": _is("trainer.eval_before_train", note="false skips it"),
+    "val_only": _ALONE,
+    "eval_only": _ALONE,
+    "val_files": _EVALUATED,
+    "eval_prompt_data": _EVALUATED,
+    "eval_data": _EVALUATED,
+    "n_samples_per_eval_prompt": _is("trainer.eval_samples", note="of a set evaluation.NAME.samples"),
+    "eval_n_samples_per_prompt": _is("trainer.eval_samples", note="of a set evaluation.NAME.samples"),
+    "eval_top_p": _is("trainer.eval_sampling.top_p", note=_OF_A_SET),
+    "eval_top_k": _is("trainer.eval_sampling.top_k", note=_OF_A_SET),
+    "eval_max_response_len": _is("evaluation", note="{NAME: {max_new_tokens: ...}}"),
+    "val_kwargs": _OF_EACH_SET,
+    "metric_for_best_model": _is("checkpoint.keep_best.metric", note="such as eval/NAME/pass@1"),
+    "greater_is_better": _is("checkpoint.keep_best.mode", note="max or min"),
+    "load_best_model_at_end": _is("checkpoint.keep_best", note="hybridflow evaluate RUN --checkpoint best"),
     "output_dir": _is("run_dir", note="a run's directory is run_dir/name"),
     "save_path": _is("run_dir", note="a run's directory is run_dir/name"),
     "experiment_name": _is("name"),
