@@ -159,6 +159,9 @@ def test_the_same_is_asked_once(tmp_path: Path) -> None:
         assert judged(Judge(url=server.url, **QUICK, **RANGE, **kept), ["xxx"])["rewards"] == [0.5]
         with sqlite3.connect(tmp_path / "kept" / "verdicts.sqlite") as file:
             assert file.execute("SELECT count(*) FROM verdicts").fetchone() == (2,)
+        for ends, score in (([0, 10], 0.3), ([0, 5], 0.6)):  # of which the request says nothing
+            written = Judge(url=server.url, **QUICK, rubric=RUBRIC, pattern=r"\d", score_range=ends, **kept)
+            assert judged(written, ["xxx"])["rewards"] == [pytest.approx(score)]
         without = Judge(url=server.url, **QUICK, **RANGE, cache_entries=0)
         before = len(server.asked)
         judged(without, ["x", "x"])
