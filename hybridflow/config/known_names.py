@@ -30,7 +30,15 @@ _CLIP = _is("algorithm.clip_low", "algorithm.clip_high")
 _DYNAMIC = _is("algorithm.dynamic_sampling")
 _ROUNDS = _is("algorithm.dynamic_sampling_rounds")
 _RESPONSE = _is("rollout.sampling.max_new_tokens")
-_PROMPT_LENGTH = "absent: a prompt may be as long as rollout.engine.context_length leaves beside max_new_tokens"
+_PROMPT_LENGTH = _is("data.files.max_prompt_tokens", note="data.overlong_prompts is of those that leave no room")
+_TRAIN_FILES = _is("data.files.train", note="a list of {path: ..., prompt: ..., answer: ...}, with data.source=files")
+_PROMPT_COLUMN = _is("data.files.train", note="each source has prompt, the name of a column")
+_ANSWER_COLUMN = _is("data.files.train", note="each source has answer, the name of a column")
+_OTHER_COLUMNS = "absent: a reward function gets any column for which it has a parameter of that name"
+_ORDER = "absent: prompts are always drawn in an order of their own, by data.seed"
+_TEMPLATE_ARGUMENTS = _is("data.files.chat.arguments")
+_TEXT_ALONE = "absent: prompts are texts, and messages of texts"
+_OVERLONG = _is("data.overlong_prompts", note="drop, cut_left, cut_right, cut_middle, or refuse")
 _CORRECTION = _is("algorithm.correction", note="with weights, truncate, mask_low, mask_high, veto and against")
 _TRUNCATED = _is("algorithm.correction.truncate")
 _ASYNC = _is(
@@ -69,16 +77,25 @@ _VERL = {
     "actor_rollout_ref.actor.optim.weight_decay": _is("train.optimizer.weight_decay"),
     "actor_rollout_ref.actor.strategy": _MEGATRON,
     "actor_rollout_ref.ref.path": _is("reference.path"),
-    "data.train_files": _is("data.jsonl.train_path", note="one file of JSON lines"),
+    "data.train_files": _TRAIN_FILES,
     "data.val_files": _EVALUATED,
     "data.train_batch_size": _PROMPTS,
     "data.val_batch_size": "absent: an evaluation is one batch; trainer.eval_prompts is how many prompts it has",
     "data.max_prompt_length": _PROMPT_LENGTH,
     "data.max_response_length": _RESPONSE,
-    "data.prompt_key": _is("data.jsonl.prompt_field"),
-    "data.answer_key": _is("data.jsonl.answer_field"),
-    "data.shuffle": "absent: prompts are always drawn in an order of their own, by data.seed",
-    "data.path": _is("data.jsonl.train_path", "data.jsonl.eval_path"),
+    "data.prompt_key": _PROMPT_COLUMN,
+    "data.answer_key": _ANSWER_COLUMN,
+    "data.shuffle": _ORDER,
+    "data.path": _TRAIN_FILES,
+    "data.truncation": _OVERLONG,
+    "data.reward_fn_key": _OTHER_COLUMNS,
+    "data.return_raw_chat": "absent: messages are always rendered; data.files.chat.texts says what becomes of texts",
+    "data.custom_cls": "absent: columns are named by each source of data.files.train; write other forms as Parquet",
+    "data.sampler": _is("data.files.train", "data.files.difficulty", note="each source has weight, also by step"),
+    "data.cache_dir": _is("data.files.cache"),
+    "data.train_max_samples": _is("data.files.train", note="each source has rows, the first so many"),
+    "data.image_key": _TEXT_ALONE,
+    "data.video_key": _TEXT_ALONE,
     "critic.model.path": _is("critic.path"),
     "critic.optim.lr": _is("critic.train.optimizer.lr"),
     "critic.optim": _is("critic.train.optimizer"),
@@ -87,6 +104,7 @@ _VERL = {
     "reward_model.model.path": _is("reward_model.path"),
     "reward_model.model": _is("reward_model.path"),
     "reward_model.overlong_buffer": _is("algorithm.overlong_buffer", note="with algorithm.name=dapo"),
+    "reward_model.ground_truth": _is("data.files.train", note="of a source answer: reward_model.ground_truth"),
     "reward_model.enable": "absent: there is a reward model where reward_model.path is set",
     "reward_model.reward_manager": _REWARDS,
     "custom_reward_function": _REWARDS,
@@ -346,9 +364,33 @@ _ANYWHERE = {
     "vllm_importance_sampling_correction": _CORRECTION,
     "vllm_importance_sampling_cap": _TRUNCATED,
     # Data and rewards.
-    "prompt_data": _is("data.jsonl.train_path"),
-    "input_key": _is("data.jsonl.prompt_field"),
-    "label_key": _is("data.jsonl.answer_field"),
+    "train_files": _TRAIN_FILES,
+    "train_data": _TRAIN_FILES,
+    "prompt_data": _TRAIN_FILES,
+    "dataset_name": _TRAIN_FILES,
+    "prompt_data_probs": _is("data.files.train", note="each source has weight"),
+    "prompt_split": _is("data.files.train", note="each source has split, of a saved data set"),
+    "dataset_train_split": _is("data.files.train", note="each source has split, of a saved data set"),
+    "prompt_key": _PROMPT_COLUMN,
+    "input_key": _PROMPT_COLUMN,
+    "label_key": _ANSWER_COLUMN,
+    "answer_key": _ANSWER_COLUMN,
+    "ground_truth": _ANSWER_COLUMN,
+    "metadata_key": _OTHER_COLUMNS,
+    "tool_key": _TURNS,
+    "multimodal_keys": _TEXT_ALONE,
+    "apply_chat_template": _is("data.files.chat.texts", note="user; a prompt that is a list of messages always is"),
+    "apply_chat_template_kwargs": _TEMPLATE_ARGUMENTS,
+    "chat_template_kwargs": _TEMPLATE_ARGUMENTS,
+    "chat_template_path": _is("data.files.chat.template"),
+    "custom_chat_template": _is("data.files.chat.template", note="the file of it"),
+    "system_prompt": _is("data.files.chat.system"),
+    "filter_overlong_prompts": _is("data.overlong_prompts", note="drop"),
+    "filter_overlong_prompts_workers": "absent: prompts are encoded by the threads of the tokenizer, and kept on disk",
+    "rollout_max_prompt_len": _PROMPT_LENGTH,
+    "rollout_shuffle": _ORDER,
+    "shuffle_dataset": _ORDER,
+    "rollout_seed": _is("data.seed"),
     "reward_funcs": _REWARDS,
     "reward_fn": _REWARDS,
     "rm_type": _REWARDS,
