@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Buffer, Iterator
+from collections.abc import Buffer, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar
@@ -277,8 +277,8 @@ def remove_checkpoint(directory: Path) -> None:
     shutil.rmtree(directory, onexc=_unless_gone)
 
 
-def prune(root: Path, keep_last: int) -> list[Path]:
-    """Remove the oldest of the whole checkpoints until `keep_last` are left.
+def prune(root: Path, keep_last: int, keep_steps: Collection[int] = ()) -> list[Path]:
+    """Remove the oldest of the whole checkpoints until `keep_last` are left, and those of `keep_steps`.
 
     Returns:
         What was removed.
@@ -290,7 +290,8 @@ def prune(root: Path, keep_last: int) -> list[Path]:
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last}, expected at least 1")
     whole, _ = find_checkpoints(root)
-    removed = whole[keep_last:][::-1]
+    kept = {step_directory(root, step) for step in keep_steps}
+    removed = [directory for directory in whole[keep_last:][::-1] if directory not in kept]
     for directory in removed:
         remove_checkpoint(directory)
     return removed

@@ -34,12 +34,13 @@ _FILES_OF_DATA = (*_FILES_OF_JSONL, *_FILES_OF_PAIRS, "data.files.cache", "data.
 _SOURCES = ("data.files.train", "data.files.sft")
 _MADE_BY = ("seed", "model.create.seed", "model.create.dtype")
 
-_SINCE = {
+_SINCE: dict[str, Any] = {
     "data.overlong_prompts": "refuse",
     "data.files": None,
     "data.pairs": None,
     "trainer.epochs_of_data": None,
     "trainer.eval_before_train": True,
+    "evaluation": {},
     "metrics.samples_per_step": 0,
     "metrics.sample_characters": 1000,
     "teacher": None,

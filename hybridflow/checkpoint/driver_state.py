@@ -23,10 +23,12 @@ from engine3d.input_files import MOST_LIST_BYTES, check_regular, read_json_objec
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.checkpoint.batch_files import read_batch, write_batch
 from hybridflow.checkpoint.evaluation_result import Measured
+from hybridflow.checkpoint.set_results import Best, MeasuredSet
 from hybridflow.rollout.held_stream import HeldStream
 
 DRIVER = "driver.json"
 _EVALUATIONS = ("first_evaluation", "last_evaluation")
+_OF_SETS = ("first_of_sets", "last_of_sets")
 _KEPT = "kept.safetensors"
 _WITHOUT_SUBJECT = {"accuracy_before", "accuracy_after"}
 _REPLAY = "replay.safetensors"
@@ -84,6 +86,8 @@ class RunState:
         updates: optimizer steps of the training steps, skipped ones included.
         steps_without_update: steps in a row whose gradients were not finite.
         first_evaluation, last_evaluation: None where there was none yet.
+        first_of_sets, last_of_sets: the first and the last measurement of each held-out set, by its name.
+        best: the best checkpoint once this one is whole; None where none is the best.
         random: of the driver's generators.
         run: identity of the run that was saved.
         inputs: what identifies the files that the run was given, by the setting that names them.
@@ -110,6 +114,9 @@ class RunState:
     algorithm: dict[str, dict[str, float]] = field(default_factory=dict)
     replay: SampleBatch | None = None
     stream: HeldStream | None = None
+    first_of_sets: dict[str, MeasuredSet] = field(default_factory=dict)
+    last_of_sets: dict[str, MeasuredSet] = field(default_factory=dict)
+    best: Best | None = None
     kept: dict[str, Tensor] = field(default_factory=dict)
 
     def write(self, directory: Path) -> list[Path]:
@@ -131,8 +138,10 @@ class RunState:
                     write_batch(streamed[-1], samples)
                     facts["stream"][name] = _STREAM[name]
         facts |= {"random": dataclasses.asdict(self.random), "buffer": [path.name for path in batches]}
-        for name in _EVALUATIONS:
+        for name in (*_EVALUATIONS, "best"):
             facts[name] = dataclasses.asdict(facts[name]) if facts[name] is not None else None
+        for name in _OF_SETS:
+            facts[name] = {key: dataclasses.asdict(each) for key, each in facts[name].items()}
         (directory / DRIVER).write_text(json.dumps(facts, indent=1) + "\n")
         written = [directory / DRIVER, *batches, *streamed, *([directory / _REPLAY] if self.replay is not None else [])]
         if self.kept:

@@ -29,6 +29,7 @@ from engine3d.checkpoint.manifest import (
 from engine3d.errors import EngineError, UserError
 from hybridflow.checkpoint.driver_state import RunState
 from hybridflow.checkpoint.resume import find_sound
+from hybridflow.checkpoint.set_results import Best, best_of
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import public_settings
 from hybridflow.errors.log import log
@@ -117,6 +118,8 @@ class Checkpoints:
         self._lock: TextIO | None = None
         self.after: Callable[[int], bool] = lambda step: True
         """Whether a checkpoint of this step may become whole; asked again later where not."""
+        self.best: Best | None = None
+        """The best whole checkpoint; of a run that goes on, that of before."""
 
     def __enter__(self) -> Checkpoints:
         """Make the directory; remove what saves that were killed left in it.
@@ -180,6 +183,7 @@ class Checkpoints:
             EngineError: a save failed, and the recipe says that the run is to stop then.
         """
         self.wait()
+        state = replace(state, best=best_of(self._settings.keep_best, self.best, state.last_of_sets, state.step))
         self._save = save = _Save(step_directory(self._root, state.step), trained, state)
         try:
             with Timer(save.figures, metrics.CHECKPOINT_STALL):
@@ -240,10 +244,15 @@ class Checkpoints:
             return
         self._save = None
         save.figures[metrics.CHECKPOINT_SECONDS] = time.perf_counter() - save.started
+        self.best = save.state.best
+        if self.best is not None:
+            figures = {metrics.CHECKPOINT_BEST_STEP: self.best.step, metrics.CHECKPOINT_BEST_VALUE: self.best.value}
+            save.figures |= figures
         if self._settings.keep_last_k is not None:
             try:
                 with Timer(save.figures, metrics.CHECKPOINT_STALL):
-                    prune(self._root, self._settings.keep_last_k)
+                    best = () if self.best is None else (self.best.step,)
+                    prune(self._root, self._settings.keep_last_k, best)
             except (OSError, UserError) as error:
                 log.warning(f"an old checkpoint could not be removed: {error}")
         self._sinks.log(save.state.step, save.figures, phase="checkpoint")

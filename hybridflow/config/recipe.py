@@ -19,6 +19,7 @@ from hybridflow.cluster.hosts.network.network_settings import NetworkConfig
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.config.algorithm_fit import misfits
 from hybridflow.config.engines import engine_errors
+from hybridflow.config.evaluation import EvaluationSet, PlannedSet, keep_best_errors, planned_sets, set_errors
 from hybridflow.config.known_names import RECIPE_NAMES
 from hybridflow.config.roles import ModelConfig, ModelRole, RolloutRole, ScoringModel, TeacherModel
 from hybridflow.config.run import CheckpointConfig, PlacementConfig, SamplesConfig, TrainerConfig, WarmupConfig
@@ -62,6 +63,8 @@ class Recipe(Settings):
     """Its score is added to the costs of the functions."""
     warmup: WarmupConfig | None = None
     trainer: TrainerConfig = TrainerConfig()
+    evaluation: dict[str, EvaluationSet] = Field(default_factory=dict)
+    """Held-out sets by name, beside the one that the data have; each has the settings below."""
     placement: PlacementConfig
     metrics: MetricsConfig = MetricsConfig()
     samples: SamplesConfig = SamplesConfig()
@@ -108,7 +111,7 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _algorithm_has_what_it_needs(self) -> Recipe:
-        fitting = [*misfits(self.algorithm, self.trainer, self.rollout), *self._of_engines()]
+        fitting = [*misfits(self.algorithm, self.trainer, self.rollout), *self._of_engines(), *self._of_sets()]
         if errors := [*self._missing(), *fitting, *self._unused()]:
             raise ValueError("; ".join(errors))
         return self
@@ -119,6 +122,33 @@ class Recipe(Settings):
         scored = {"reward": self.reward not in usual, "reward_model": self.reward_model is not None}
         rewards = [name for name, there in scored.items() if there]
         return engine_errors(self.algorithm, self.trainer, self.rollout, self.placement, self.data, rewards)
+
+    def _of_sets(self) -> Iterator[str]:
+        """What is wrong with the held-out sets, or with the choice of a best checkpoint by one of them."""
+        if self.evaluation and not self.algorithm.needs_engines:
+            yield (
+                f"evaluation is set with algorithm.name={self.algorithm.name}, which learns from responses that the "
+                "data have, without engines; expected none of it: an evaluation is of held-out pairs"
+            )
+            return
+        yield from set_errors(self.sets, self.rollout)
+        if self.trainer.epochs_of_data is None:
+            yield from self.keep_best_errors()
+
+    def keep_best_errors(self) -> Iterator[str]:
+        """Why there would be no best checkpoint to keep; see `for_prompts` for the steps of the run."""
+        saves_first = self.warmup is not None
+        return keep_best_errors(self.checkpoint, self.sets, self.trainer.steps, saves_first=saves_first)
+
+    @property
+    def sets(self) -> dict[str, PlannedSet]:
+        """The held-out sets of `evaluation`, by name."""
+        return planned_sets(self.evaluation, self.trainer, self.rollout, self.reward)
+
+    @property
+    def has_own_evaluation(self) -> bool:
+        """Whether the data have a held-out set of their own, beside those of `evaluation`."""
+        return self.data.source != "files"
 
     def _missing(self) -> Iterator[str]:
         """What the algorithm needs and the recipe has not."""
@@ -192,7 +222,7 @@ class Recipe(Settings):
 
     def _unused(self) -> Iterator[str]:
         """What is set for roles that do not run."""
-        runs = {"actor", *(["reward"] if self.functions else []), *self.models, *self._served}
+        runs = {"actor", *(["reward"] if self.all_functions else []), *self.models, *self._served}
         for role in ("reference", "teacher", "critic", "cost_critic", "reward", "reward_model", "cost_model"):
             if role not in runs and getattr(self.placement, role) is not None:
                 yield f"placement.{role} is set, and there is no such role with {self._why_not(role)}"
@@ -296,6 +326,12 @@ class Recipe(Settings):
         rewards = self.reward if self.algorithm.needs_engines else None
         wanted = {"reward": rewards, "cost": self.cost if self.algorithm.needs_cost else None}
         return {what: config for what, config in wanted.items() if config is not None}
+
+    @property
+    def all_functions(self) -> dict[str, RewardConfig]:
+        """These, and the functions of sets that have rewards of their own, by `PlannedSet.scorer`."""
+        own = [each for each in self.sets.values() if each.settings.reward is not None]
+        return self.functions | {each.scorer: each.reward for each in own if each.scorer and each.reward}
 
     @property
     def scoring(self) -> dict[str, ScoringModel]:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from engine3d.errors import UserError
 from engine3d.rollout.config import Alterations
@@ -127,6 +128,31 @@ class TrainerConfig(Settings):
         return self.mini_batches * self.epochs
 
 
+class BestConfig(Settings):
+    """Which checkpoint is never removed, however old it is."""
+
+    metric: str
+    """Figure of a set in `evaluation`, such as `eval/NAME/pass@1`; of checkpoints of steps at which it was measured."""
+    mode: Literal["max", "min"] = "max"
+    """Whether larger values are better, or smaller ones."""
+
+    @field_validator("metric", mode="after")
+    @classmethod
+    def _is_of_a_set(cls, metric: str) -> str:
+        if not re.fullmatch(r"eval/[^/]+/[^/]+", metric):
+            raise ValueError(f"{metric!r} is no figure of a set in evaluation, expected such as eval/NAME/pass@1")
+        return metric
+
+    @property
+    def set_name(self) -> str:
+        """Of the set that it is a figure of."""
+        return self.metric.split("/")[1]
+
+    def is_better(self, value: float, than: float) -> bool:
+        """Whether a value is better than one of before."""
+        return value > than if self.mode == "max" else value < than
+
+
 class CheckpointConfig(Settings):
     """What is saved of a run, so that it can be resumed."""
 
@@ -134,6 +160,8 @@ class CheckpointConfig(Settings):
     """Steps between checkpoints; there is one after the last step and one after the warm-up too. None if null."""
     keep_last_k: int | None = Field(None, ge=1)
     """Checkpoints to keep: the oldest goes once a new one is whole. All of them if null."""
+    keep_best: BestConfig | None = None
+    """Keep the checkpoint with the best value of a metric too; none for its value if null."""
     async_save: bool = True
     """Write in the background: training goes on as soon as the state has been copied to host memory."""
     dir: AbsolutePath | None = None
@@ -154,6 +182,10 @@ class CheckpointConfig(Settings):
             raise ValueError(
                 f"on_stop_s={self.on_stop_s:g} in a run that saves nothing, expected save_interval too: a large one "
                 "saves then and at the end alone"
+            )
+        if self.keep_best is not None and self.save_interval is None:
+            raise ValueError(
+                f"keep_best of {self.keep_best.metric} in a run that saves nothing, expected save_interval too"
             )
         return self
 

@@ -192,6 +192,12 @@ EVAL_PREFERENCE_LOSS = "eval/preference_loss"
 EVAL_PREFERENCE_MARGIN = "eval/preference_margin"
 EVAL_PROMPTS = "eval/prompts"
 EVAL_TRAINING_PROMPTS = "eval/training_prompts"
+SET_PROMPTS, SET_SAMPLES, SET_TIME = "prompts", "samples", "time_ms"
+"""Of a set of `evaluation`, as `of_set` names it: prompts and responses in its figures, and how long it took."""
+SET_LEFT_OUT = "left_out_samples"
+"""Responses that are in none, since what scores them failed."""
+SET_TRAINING = "training_prompts"
+"""Prompts of the set that the model learns from too."""
 SAMPLES_BYTES = "samples/written_bytes"
 """Of the sample store: of the steps that were written since the last one was logged. The next is of the same."""
 SAMPLES_TIME = "samples/write_ms"
@@ -200,6 +206,8 @@ CHECKPOINT_BYTES = "checkpoint/written_bytes"
 CHECKPOINT_HOST_BYTES = "checkpoint/host_bytes"
 CHECKPOINT_SECONDS = "checkpoint/whole_after_sec"
 CHECKPOINT_FAILED = "checkpoint/failed"
+CHECKPOINT_BEST_STEP, CHECKPOINT_BEST_VALUE = "checkpoint/best_step", "checkpoint/best_value"
+"""Of the best checkpoint so far by `checkpoint.keep_best`: its step, and its value."""
 
 
 @dataclass(frozen=True)
@@ -287,3 +295,8 @@ COST_CRITIC = CriticNames.of("cost_critic")
 def coefficient(setting: str) -> str:
     """Of a setting of the algorithm that changes from step to step."""
     return f"train/{setting}"
+
+
+def of_set(name: str, figure: str) -> str:
+    """Of a set of `evaluation`; figures are those of `evaluation_statistics` and the `SET_...` above."""
+    return f"eval/{name}/{figure}"

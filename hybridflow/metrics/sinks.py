@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -316,6 +317,8 @@ _CONSOLE_FIGURES = (
     _Figure("checkpoint/whole_after_sec", "whole after", "{:.2f} s".format, 0),
     _Figure("checkpoint/failed", "save", lambda _: "failed", 0),
 )
+_OF_SET = re.compile(r"eval/([^/]+)/(mean@\d+)")
+"""The figure of a held-out set that is shown."""
 _PHASE_LABELS = {"sft": "warm-up"}
 
 
@@ -329,6 +332,11 @@ def console_line(record: Record, total: int | None, width: int | None) -> str:
     """
     label = _PHASE_LABELS.get(record.phase, record.phase)
     shown = [figure for figure in _CONSOLE_FIGURES if figure.name in record.values]
+    shown += [
+        _Figure(name, f"{found[1]} {found[2]}", "{:.3f}".format, 1)
+        for name in record.values
+        if (found := _OF_SET.fullmatch(name))
+    ]
     while True:
         figures = [f"{figure.label} {figure.form(record.values[figure.name])}" for figure in shown]
         line = "  ".join([f"{label} {record.step}" + (f"/{total}" if total is not None else ""), *figures])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,22 @@ from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
 from hybridflow.cluster.devices.device_map import DeviceKind
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.packed_prompts import PackedPrompts
+from hybridflow.data.prompts import Prompts
+
+
+@dataclass(frozen=True, slots=True)
+class SetLengths:
+    """What a set of `evaluation` asks of the engines.
+
+    Args:
+        prompts: how many.
+        samples: responses to each.
+        sequence: tokens of its longest prompt, with the longest response.
+    """
+
+    prompts: int
+    samples: int
+    sequence: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +40,7 @@ class Lengths:
         held_out: prompts of an evaluation.
         together: of the longest prompt to learn from with the longest response to it; as many as both if None.
         held_out_response: of the longest response of an evaluation; as `response` if None.
+        sets: of `evaluation`.
     """
 
     prompt: int
@@ -32,9 +49,16 @@ class Lengths:
     held_out: int
     together: int | None = None
     held_out_response: int | None = None
+    sets: tuple[SetLengths, ...] = ()
 
     @classmethod
-    def of(cls, recipe: Recipe, train: Sequence[Sequence[int]], held_out: Sequence[Sequence[int]]) -> Lengths:
+    def of(
+        cls,
+        recipe: Recipe,
+        train: Sequence[Sequence[int]],
+        held_out: Sequence[Sequence[int]],
+        sets: Mapping[str, Prompts] | None = None,
+    ) -> Lengths:
         """Of prompts as token ids."""
         table, response = recipe.rollout.sampling_table, recipe.rollout.sampling.max_new_tokens
         lengths, evaluated = (np.unique(PackedPrompts.of(each).lengths()).tolist() for each in (train, held_out))
@@ -46,6 +70,15 @@ class Lengths:
             held_out=len(held_out),
             together=max(map(table.sequence_tokens, lengths), default=0) if adaptive else None,
             held_out_response=response if adaptive else None,
+            sets=tuple(
+                SetLengths(
+                    prompts=len(prompts),
+                    samples=recipe.evaluation[name].samples,
+                    sequence=int(PackedPrompts.of(prompts.tokens).lengths().max())
+                    + recipe.sets[name].sampling.max_new_tokens,
+                )
+                for name, prompts in (sets or {}).items()
+            ),
         )
 
     @property
@@ -58,6 +91,11 @@ class Lengths:
         """The same of an evaluation."""
         response = self.response if self.held_out_response is None else self.held_out_response
         return self.held_out_prompt + response
+
+    @property
+    def longest_sequence(self) -> int:
+        """Of all that the engines generate."""
+        return max(self.sequence, self.held_out_sequence, *(each.sequence for each in self.sets))
 
 
 def cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: DeviceKind) -> int:
@@ -76,6 +114,7 @@ def cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: DeviceKin
     phases = (
         (recipe.groups_under_way, recipe.rollout.samples_per_prompt, lengths.sequence),
         (lengths.held_out, trainer.eval_samples, lengths.held_out_sequence),
+        *((each.prompts, each.samples, each.sequence) for each in lengths.sets),
     )
     return max(
         tokens_needed(
@@ -84,6 +123,7 @@ def cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: DeviceKin
             page_tokens=page,
         )
         for prompts, samples, sequence in phases
+        if prompts
     )
 
 

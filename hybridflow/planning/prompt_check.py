@@ -18,6 +18,7 @@ from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
 from hybridflow.planning.cache_size import Lengths
 from hybridflow.planning.engine_check import check_evaluation, check_same_tokens
+from hybridflow.planning.evaluation_sets import check_sets, encode_sets, set_notes
 from hybridflow.planning.prompts import encode, file_notes, overlong_notes, prompt_limit
 
 
@@ -27,12 +28,14 @@ class EncodedPrompts:
 
     Args:
         lengths: how long prompts and responses are.
-        phases: the prompts to learn from, and to evaluate with.
+        phases: the prompts to learn from, and to evaluate with, without those of `sets`.
+        sets: of `evaluation`.
         notes: which prompts are cut or dropped, in lines.
     """
 
     lengths: Lengths
     phases: tuple[Prompts, ...]
+    sets: Mapping[str, Prompts]
     notes: list[str]
 
     def fields(self) -> tuple[str, ...]:
@@ -68,6 +71,7 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
         )
     limit = prompt_limit(recipe)
     train, evaluation, sft, answers = encode(recipe, tokenizer, limit)
+    sets = encode_sets(recipe, tokenizer)
     of: dict[str, Sequence[Sequence[int]]] = {
         "prompt": train.tokens,
         "evaluation prompt": evaluation.tokens,
@@ -79,24 +83,28 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
         if isinstance(phase, GivenResponses)
         for place in ("first", "second")
     }
+    of |= {f"evaluation.{name} prompt": each.tokens for name, each in sets.items()}
     for what, encoded in {**of, "supervised answer": answers}.items():
         check_token_ids(what, encoded, spec.vocab_size)
     check_token_ids(
         "end-of-sequence and pad token", [[tokenizer.eos_token_id, tokenizer.pad_token_id]], spec.vocab_size
     )
-    recipe.for_prompts(len(train))
+    for error in recipe.for_prompts(len(train)).keep_best_errors():
+        raise UserError(error)
     if recipe.warmup is not None and not len(sft):
         raise UserError(
             "warmup: the data has no supervised examples; expected data.arithmetic.sft_size, files.sft, jsonl.sft_path "
             "or pairs.sft_path"
         )
     if layouts is not None:
-        check_evaluation(recipe, len(evaluation), layouts)
-    lengths = Lengths.of(recipe, train.tokens, evaluation.tokens)
+        if recipe.has_own_evaluation:
+            check_evaluation(recipe, len(evaluation), layouts)
+        check_sets(recipe, sets, layouts)
+    lengths = Lengths.of(recipe, train.tokens, evaluation.tokens, sets)
     if isinstance(train, GivenResponses):
         lengths = replace(lengths, response=max(len(each) for both in train.responses for each in both))
     given = recipe.rollout.engine.max_total_tokens
-    longest = max(lengths.sequence, lengths.held_out_sequence) + RESERVED_TOKENS
+    longest = lengths.longest_sequence + RESERVED_TOKENS
     if given is not None and given < longest:
         raise UserError(
             f"rollout.engine.max_total_tokens={given}, expected at least {longest}: the longest prompt, the longest "
@@ -104,7 +112,7 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
         )
     phases = {"training": train, "held-out": evaluation, "supervised": sft}
     notes = [*overlong_notes(recipe, phases, limit), *alike_notes(phases), *file_notes(recipe, tokenizer, phases)]
-    return EncodedPrompts(lengths, (train, evaluation), notes)
+    return EncodedPrompts(lengths, (train, evaluation), sets, [*notes, *set_notes(tokenizer, sets, (train, sft))])
 
 
 def check_token_ids(what: str, encoded: Sequence[Sequence[int]], vocab_size: int) -> None:

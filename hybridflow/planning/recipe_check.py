@@ -25,6 +25,7 @@ from hybridflow.config.recipe_paths import explained
 from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.metrics.wandb_sink import check_wandb
 from hybridflow.planning.engine_check import check_sampling
+from hybridflow.planning.evaluation_sets import check_set_rewards
 from hybridflow.planning.gpu_check import check_libraries, check_memory, largest_gpu, used_gpus
 from hybridflow.planning.model_check import check_engines, check_model, check_model_files
 from hybridflow.planning.placement_check import check_engine_devices, check_layouts, groups_over_nodes, planned_devices
@@ -107,6 +108,8 @@ def check_recipe(
             own = machine_bytes() if here and host_bytes is None else host_bytes
             attempt(check_replay, recipe, encoded.lengths.sequence, own)
     attempt(check_rewards, recipe, encoded)
+    if encoded is not None:
+        attempt(check_set_rewards, recipe, encoded.sets)
     if here:
         attempt(check_run_directory, recipe, spec)
         attempt(partial(check_directories, kernels=bool(devices and used_gpus(devices))))

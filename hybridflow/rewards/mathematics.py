@@ -72,6 +72,17 @@ def score(
     return found
 
 
+def final_answer(text: str, extract: Extract) -> str | None:
+    """What a text gives as its answer, without white space and a full stop at its end; None where it gives none.
+
+    With `anywhere`, where Math-Verify looks for it: the last boxed one, or else the last line.
+    """
+    found = _boxed(text) or _last_line(text) if extract == "anywhere" else _EXTRACTIONS[extract](text)
+    if found is None or len(found) > _MOST_CHARACTERS:
+        return None
+    return "".join(found.split()).rstrip(".") or None
+
+
 class _Comparer:
     """A process that compares answers, forked from this one, which has imported the library; killed where it hangs.
 

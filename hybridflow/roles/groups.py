@@ -112,3 +112,4 @@ class FunctionRewardGroup(WorkerGroup):
 
     start = FunctionRewardWorker.start
     score = FunctionRewardWorker.score
+    score_set = FunctionRewardWorker.score_set

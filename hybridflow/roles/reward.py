@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from engine3d.errors import UserError
@@ -18,11 +20,14 @@ from hybridflow.data.tasks import Example
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.rewards.result import RewardResult, SampleScore, by_sample
+from hybridflow.rewards.votes import votes
 from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.future import Future
 from hybridflow.workers.protocols import DP_PROTO, ONE_TO_ALL, register
 
 _TOTAL, _DROPPED, _VALUE, _FAILED = "total", "dropped", "value/", "failed/"
+_VOTE = "vote"
+_OF_TRAINING = ("reward", "cost")
 
 
 class FunctionRewardWorker:
@@ -30,7 +35,7 @@ class FunctionRewardWorker:
 
     Args:
         context: the rank.
-        configs: the functions, by what they are for: "reward" and "cost".
+        configs: the functions, by what they are for: "reward", "cost", and those of sets by `PlannedSet.scorer`.
         tokenizer: directory of the tokenizer that turns responses into texts.
         fields: names of what the data have beside prompts and answers, which functions may ask for.
         directory: from which paths of functions are looked for.
@@ -55,6 +60,7 @@ class FunctionRewardWorker:
         os.chdir(directory)
         self._fields = tuple(fields)
         self._functions = {what: RewardFunctions(config, self._fields) for what, config in configs.items()}
+        self._configs, self._of_training = configs, [what for what in _OF_TRAINING if what in configs]
         self._tokenizer_directory = tokenizer
         self._turn = threading.Lock()  # the functions are for one batch at a time
 
@@ -79,6 +85,17 @@ class FunctionRewardWorker:
             examples: the prompts and answers, by the batch's prompt indices.
             what: "reward" or "cost".
         """
+        return self._columns(batch, examples, what)
+
+    @register(DP_PROTO)
+    def score_set(self, batch: SampleBatch, *, examples: Mapping[int, Example], what: str) -> Columns:
+        """As `score`, of a set of `evaluation`; also the votes of its responses, which `set_votes` reads."""
+        columns = self._columns(batch, examples, what)
+        texts = self._tokenizer.batch_decode(batch.responses(), skip_special_tokens=True)
+        votes_cast = torch.tensor(votes(texts, self._configs[what]), dtype=torch.int64)
+        return replace(columns, facts=columns.facts | {_VOTE: votes_cast})
+
+    def _columns(self, batch: SampleBatch, examples: Mapping[int, Example], what: str) -> Columns:
         result = self._evaluated(batch, examples, what, whole=True)
         facts = {_TOTAL: result.total, _DROPPED: result.dropped}
         facts |= {f"{_VALUE}{name}": column for name, column in result.by_name.items()}
@@ -91,7 +108,7 @@ class FunctionRewardWorker:
         Of a part of a step's samples a function may fail on all.
         """
         batch = gathered(rows).fetch()
-        found = {what: by_sample(self._evaluated(batch, examples, what, whole=False)) for what in self._functions}
+        found = {what: by_sample(self._evaluated(batch, examples, what, whole=False)) for what in self._of_training}
         return [{what: scores[row] for what, scores in found.items()} for row in range(len(rows))]
 
     def _evaluated(
@@ -115,6 +132,11 @@ class FunctionRewardWorker:
         """End the functions' processes."""
         for functions in self._functions.values():
             functions.close()
+
+
+def set_votes(scored: Future[Columns]) -> Tensor:
+    """(B,) int64: what `rewards.votes` has found in the responses of a call of `score_set`."""
+    return scored.facts()[_VOTE]
 
 
 def reward_result(scored: Future[Columns]) -> RewardResult:

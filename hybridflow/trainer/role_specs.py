@@ -107,7 +107,7 @@ def role_specs(
     models = [made.model(role) for role in ("actor", *recipe.models)]
     engines = [made.rollout()] if recipe.starts_engines else []
     engines += [made.teacher_engine()] if recipe.teacher_engine is not None else []
-    return [*engines, *models, *([made.functions()] if recipe.functions else [])]
+    return [*engines, *models, *([made.functions()] if recipe.all_functions else [])]
 
 
 class _Specs:
@@ -170,7 +170,7 @@ class _Specs:
         # An engine's tensor-parallel ranks here are its hosts, each of which runs a share of SGLang's.
         layout = replace(recipe.rollout.layout(len(devices)), tp=hosts)
         tokens = cache_tokens(
-            recipe, Lengths.of(recipe, run.train.tokens, run.evaluation.tokens), layout.dp, devices[0].kind
+            recipe, Lengths.of(recipe, run.train.tokens, run.evaluation.tokens, run.sets), layout.dp, devices[0].kind
         )
         # It serves nothing before the actor's weights have come: no need to read others from the disk.
         arguments = {"load_format": "dummy", **engine.server_args}
@@ -211,7 +211,7 @@ class _Specs:
         engine, teacher = recipe.teacher_engine, recipe.teacher
         assert engine is not None and teacher is not None
         layout = Layout(dp=len(devices) // engine.tp)
-        lengths = Lengths.of(recipe, run.train.tokens, run.evaluation.tokens)
+        lengths = Lengths.of(recipe, run.train.tokens, run.evaluation.tokens, run.sets)
         tokens = teacher_cache_tokens(recipe, lengths, layout.dp, devices[0].kind)
         given = {"seed": recipe.seed + engine.seed, "max_total_tokens": tokens}
         return RoleSpec(
@@ -233,15 +233,17 @@ class _Specs:
         samples = max(
             recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt,
             len(run.evaluation) * recipe.trainer.eval_samples,
+            *(len(run.sets[name]) * each.settings.samples for name, each in recipe.sets.items()),
         )
-        functions = [function for config in recipe.functions.values() for function in config.functions]
-        fields = tuple(dict.fromkeys((*run.train.fields(), *run.evaluation.fields())))
+        functions = [function for config in recipe.all_functions.values() for function in config.functions]
+        phases = (run.train, run.evaluation, *run.sets.values())
+        fields = tuple(dict.fromkeys(field for phase in phases for field in phase.fields()))
         return RoleSpec(
             "reward",
             FunctionRewardGroup,
             FunctionRewardWorker,
             Layout(dp=len(self._devices["reward"])),
-            (recipe.functions, run.model_directory, fields, Path.cwd()),
+            (recipe.all_functions, run.model_directory, fields, Path.cwd()),
             {},
             start_s=max(function.load_timeout_s for function in functions) + _MARGIN_S,
             call_s=_MARGIN_S + max(function.limit_s(samples) for function in functions),

@@ -130,7 +130,7 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
         if recipe.runs_ahead:
             check_apart(recipe, devices)
         check_offload(recipe, devices)
-        if recipe.functions:
+        if recipe.all_functions:
             devices.setdefault("reward", devices["rollout"][:1])
             check_reward_devices(len(devices["reward"]))
         resources = resource_pool.reserve(devices, recipe.limits.placement_s)
@@ -197,7 +197,7 @@ class _Start:
             reference=_typed(reference, PolicyGroup) if reference is not None else None,
             teacher=teacher if isinstance(teacher, TeacherGroup | TeacherEngineGroup) else None,
             scalar={role: group for role, group in groups.items() if isinstance(group, ValueGroup)},
-            functions={what: _typed(groups["reward"], FunctionRewardGroup) for what in self._recipe.functions},
+            functions={what: _typed(groups["reward"], FunctionRewardGroup) for what in self._recipe.all_functions},
             starting=self._starting,
             trained=self._recipe.trained_roles,
             devices=len({device for role, held in self._devices.items() if role != "reward" for device in held}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from hybridflow.data.prompts import Prompts
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors.log import log
 from hybridflow.metrics.logger import Metrics
+from hybridflow.planning.evaluation_sets import encode_sets
 from hybridflow.planning.prompts import encode, prompt_limit
 from hybridflow.rundir.file_names import FLIGHT_RECORDER, LOGS, PHASE, RECIPE
 from hybridflow.rundir.first_failure import forget_failures
@@ -43,6 +44,7 @@ class Run:
         answers: response token ids of the supervised examples.
         inputs: what identifies the files that the run was given, by the setting that names them.
         identity: of this run, however often it is resumed.
+        sets: the held-out prompts of `evaluation`, by the name of the set.
         resumption: the checkpoint that the run goes on after; None for a fresh start.
     """
 
@@ -55,6 +57,7 @@ class Run:
     answers: Sequence[list[int]]
     inputs: dict[str, str]
     identity: str
+    sets: Mapping[str, Prompts]
     resumption: Resumption | None
     lock: TextIO
     """Held as long as the run goes on."""
@@ -172,6 +175,7 @@ def prepare(recipe: Recipe) -> Run:
         tokenizer,
         *encode(recipe, tokenizer, prompt_limit(recipe)),
         inputs=input_checksums(recipe),
+        sets=encode_sets(recipe, tokenizer),
         identity=(directory / RUN_IDENTITY).read_text().strip(),
         resumption=resumption,
         lock=lock,

@@ -44,7 +44,7 @@ def sample_texts(
         SampleText(
             prompt=shortened(prompt, characters),
             response=shortened(response, characters),
-            answer=_short_answer(examples[index].answer, characters),
+            answer=short_answer(examples[index].answer, characters),
             reward=float(rewards[row]),
             version=version,
             sample=sample,
@@ -69,7 +69,7 @@ def shortened(text: str, characters: int) -> str:
     return f"{text[:head]} [... {len(text) - characters:,} characters ...] {text[len(text) - tail :]}"
 
 
-def _short_answer(answer: Any, characters: int) -> Any:
+def short_answer(answer: Any, characters: int) -> Any:
     """The answer as it is where it is short; else the beginning and end of its text."""
     text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     return answer if len(text) <= characters else shortened(text, characters)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +21,11 @@ from hybridflow.checkpoint.driver_state import RandomState, RunState
 from hybridflow.checkpoint.evaluation_result import Measured, Subject, summary
 from hybridflow.checkpoint.manager import Checkpoints
 from hybridflow.checkpoint.resume import inexact_because
+from hybridflow.checkpoint.set_results import MeasuredSet, summary_of_best, summary_of_sets
 from hybridflow.cluster.devices.device_monitor import DeviceMonitor
 from hybridflow.cluster.processes.orphans import remove_orphans
 from hybridflow.cluster.processes.termination import Abandoned, termination
+from hybridflow.config.evaluation import PlannedSet
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.sampler import PromptOrder
@@ -37,7 +39,8 @@ from hybridflow.rollout.generator import Generator
 from hybridflow.rollout.held_stream import HeldStream
 from hybridflow.rollout.prefetch import Lookahead
 from hybridflow.rollout.stream_source import StreamSource
-from hybridflow.rundir.file_names import DEVICES, EVENTS, EXPORT, SAMPLE_STORE, TIMELINE
+from hybridflow.rundir.evaluation_texts import forget_after
+from hybridflow.rundir.file_names import DEVICES, EVALUATIONS, EVENTS, EXPORT, SAMPLE_STORE, TIMELINE
 from hybridflow.rundir.lock import WEIGHTS, move_aside
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.closing import results
@@ -49,6 +52,7 @@ from hybridflow.trainer.given_responses import GivenSource
 from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
 from hybridflow.trainer.run_setup import OpenRun, Run, open_run
 from hybridflow.trainer.sample_store import SampleStore
+from hybridflow.trainer.set_evaluation import SetMeasurer
 from hybridflow.trainer.sft_warmup import warm_up
 from hybridflow.trainer.step import Machinery, TrainerStep
 from hybridflow.trainer.weight_sync import NoEngines, WeightSync
@@ -84,11 +88,14 @@ def train(recipe: Recipe) -> Outcome:
         if resumed is not None and resumed.step >= recipe.trainer.steps:
             export_finished(recipe, run)
             first, last = resumed.first_evaluation, resumed.last_evaluation
+            of_sets = [*summary_of_sets(resumed.first_of_sets, resumed.last_of_sets), *summary_of_best(resumed.best)]
         else:
             with start_trainer(opened) as trainer:
                 first, last = trainer.run()
+            of_sets = [*summary_of_sets(trainer.first_of_sets, trainer.last_of_sets)]
+            of_sets += summary_of_best(trainer.checkpoints.best)
         opened.phases.enter("end")
-    for line in (*summary(first, last), *results(recipe)):
+    for line in (*summary(first, last), *of_sets, *results(recipe)):
         log.info(line)
     return Outcome(run.directory, first, last)
 
@@ -196,6 +203,9 @@ class Trainer:
         self.subject = Subject.of(recipe, run.evaluation, (run.train, run.sft))
         self.first_evaluation: Measured | None = None
         self.last_evaluation: Measured | None = None
+        self.measurer = SetMeasurer.of_run(recipe, run, roles, generator)
+        self.first_of_sets: dict[str, MeasuredSet] = {}
+        self.last_of_sets: dict[str, MeasuredSet] = {}
 
     @staticmethod
     def _stream(
@@ -220,14 +230,12 @@ class Trainer:
         """Warm up and train, or go on; the first and the last evaluation of the run."""
         settings = self.recipe.trainer
         if self.start():
-            if settings.eval_before_train:
-                self.evaluate(0)
+            self.evaluate(0)
             self.save(0)
         with termination.saves(self.recipe.checkpoint.on_stop_s):
             for number in range(self.steps_done + 1, settings.steps + 1):
                 self.step_or_end(number)
-                if number == settings.steps or (settings.eval_interval and number % settings.eval_interval == 0):
-                    self.evaluate(number)
+                self.evaluate(number)
                 self.save(number)
                 if termination.asked:
                     self.end_saved(self.state())
@@ -238,11 +246,25 @@ class Trainer:
         return self.first_evaluation, self.last_evaluation
 
     def evaluate(self, step: int) -> None:
-        """Evaluate the policy of after a step, where there are prompts to do so with."""
-        if not len(self.facts.evaluation):
+        """Evaluate the policy of after a step on each held-out set for which it is time; 0 is before the first."""
+        settings, due = self.recipe.trainer, self.recipe.trainer.eval_before_train
+        if step:
+            due = step == settings.steps or bool(settings.eval_interval and step % settings.eval_interval == 0)
+        if due and len(self.facts.evaluation):
+            self.last_evaluation = evaluate(self.machinery, self.sinks, step, self.subject)
+            self.first_evaluation = self.first_evaluation or self.last_evaluation
+        self.evaluate_sets([each for each in self.recipe.sets.values() if each.due(step, settings.steps)], step)
+
+    def evaluate_sets(self, due: Sequence[PlannedSet], step: int) -> None:
+        """Measure some of the named sets, one after another; a record of phase "eval" has the figures of all."""
+        if not due:
             return
-        self.last_evaluation = evaluate(self.machinery, self.sinks, step, self.subject)
-        self.first_evaluation = self.first_evaluation or self.last_evaluation
+        self.machinery.phases.enter("eval")
+        found = {each.name: self.measurer.measure(each, step) for each in due}
+        self.last_of_sets |= found
+        self.first_of_sets = found | self.first_of_sets
+        figures = {name: value for key, each in found.items() for name, value in each.metrics(key).items()}
+        self.sinks.log(step, figures, phase="eval")
 
     def start(self) -> bool:
         """All that comes before the next step: the roles are there, and the engines serve the actor's weights.
@@ -304,6 +326,9 @@ class Trainer:
         self.updates = state.updates
         self.steps_without_update = state.steps_without_update
         self.first_evaluation, self.last_evaluation = state.first_evaluation, state.last_evaluation
+        self.first_of_sets, self.last_of_sets = dict(state.first_of_sets), dict(state.last_of_sets)
+        self.checkpoints.best = state.best
+        forget_after(self.facts.directory / EVALUATIONS, state.step)
         self.version = state.policy_version - 1
         self.synchronise({})
         self.events.write(state.step, [{"event": "resumed", "version": self.version}])
@@ -329,6 +354,8 @@ class Trainer:
             steps_without_update=self.steps_without_update,
             first_evaluation=self.first_evaluation,
             last_evaluation=self.last_evaluation,
+            first_of_sets=dict(self.first_of_sets),
+            last_of_sets=dict(self.last_of_sets),
             random=RandomState.capture(),
             run=self.facts.identity,
             inputs=self.facts.inputs,

@@ -1,0 +1,139 @@
+"""What was measured of the held-out sets of a run, and which checkpoint is the best by one of their figures."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hybridflow.config.evaluation import PlannedSet
+from hybridflow.config.run import BestConfig
+from hybridflow.data.prompts import Prompts
+from hybridflow.metrics import names as metrics
+
+
+@dataclass(frozen=True)
+class MeasuredSet:
+    """A measurement of a set.
+
+    Args:
+        identity: of its prompts, answers, rewards and sampling; two measurements compare only where it is the same.
+        step: after which training step; 0 before the first.
+        prompts: that have a response in the figures.
+        samples: responses to each that were asked for.
+        figures: values and ends of intervals, by the names of `evaluation_statistics`.
+    """
+
+    identity: str
+    step: int
+    prompts: int
+    samples: int
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """The figures by the names of their metrics, for the set of this name."""
+        return {metrics.of_set(name, figure): value for figure, value in self.figures.items()}
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best checkpoint so far.
+
+    Args:
+        metric: by which it is.
+        step: of the checkpoint.
+        value: of the metric there.
+        identity: of the set that it is a figure of.
+    """
+
+    metric: str
+    step: int
+    value: float
+    identity: str
+
+
+def set_identity(planned: PlannedSet, prompts: Prompts) -> str:
+    """What identifies all that the figures of a set depend on beside the weights.
+
+    Args:
+        planned: the set.
+        prompts: of it.
+    """
+    rewards = [
+        (each.name, each.path, each.weight, each.arguments)
+        for each in (planned.reward.functions if planned.reward is not None else ())
+    ]
+    answers = [example.answer for example in prompts.examples]
+    sampling, settings = planned.sampling.model_dump(mode="json"), planned.settings
+    hashes = [int(each) for each in prompts.text_hashes()]
+    facts = json.dumps([hashes, answers, rewards, sampling, settings.samples, settings.passing], default=str)
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+def learned_from(prompts: Prompts, phases: Sequence[Prompts]) -> int:
+    """How many prompts of a set are among those that the model learns from.
+
+    Args:
+        prompts: of the set.
+        phases: the prompts of every phase that learns.
+    """
+    learned = [phase.text_hashes() for phase in phases if len(phase)]
+    return int(np.isin(prompts.text_hashes(), np.concatenate(learned)).sum()) if learned else 0
+
+
+def best_of(
+    settings: BestConfig | None, before: Best | None, sets: Mapping[str, MeasuredSet], step: int
+) -> Best | None:
+    """The best checkpoint once there is one of after this step.
+
+    Args:
+        settings: by which figure; None for no best one.
+        before: the best one without it. One by another figure, or of other prompts, is not compared with.
+        sets: the last measurement of each set.
+        step: of the checkpoint.
+    """
+    if settings is None:
+        return None
+    measured = sets.get(settings.set_name)
+    figure = settings.metric.removeprefix(metrics.of_set(settings.set_name, ""))
+    if before is not None and before.metric != settings.metric:
+        before = None
+    if measured is None or measured.step != step or not math.isfinite(measured.figures.get(figure, math.nan)):
+        return before
+    here = Best(settings.metric, step, measured.figures[figure], measured.identity)
+    if before is None or before.identity != here.identity or settings.is_better(here.value, before.value):
+        return here
+    return before
+
+
+def summary_of_sets(first: Mapping[str, MeasuredSet], last: Mapping[str, MeasuredSet]) -> list[str]:
+    """What the first and the last measurement of each set say, in a line each."""
+    lines = []
+    for name, end in last.items():
+        begin = first.get(name, end)
+        figure = f"mean@{end.samples}"
+        whole = f"{name}: {figure} {_with_interval(end, figure)}, {end.prompts} prompts, step {end.step}"
+        if begin.step != end.step and begin.identity == end.identity and figure in begin.figures:
+            whole = (
+                f"{name}: {figure} {_with_interval(begin, figure)} -> {_with_interval(end, figure)}, {end.prompts} "
+                f"prompts, step {begin.step} -> step {end.step}"
+            )
+        elif begin.step != end.step:
+            whole += "; not compared with the first, which was measured otherwise"
+        lines.append(whole)
+    return lines
+
+
+def summary_of_best(best: Best | None) -> list[str]:
+    """Which checkpoint is the best, in a line; nothing where none is kept as such."""
+    return [] if best is None else [f"best checkpoint: step {best.step}, {best.metric} {best.value:.4g}"]
+
+
+def _with_interval(measured: MeasuredSet, figure: str) -> str:
+    low, high = (measured.figures.get(f"{figure}{end}") for end in ("_low", "_high"))
+    interval = f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else ""
+    return f"{measured.figures[figure]:.3f}{interval}"

@@ -1,0 +1,128 @@
+"""The prompts of the held-out sets of a recipe, as tokens, and whether the set can be measured on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from engine3d.errors import UserError
+from engine3d.layout import Layout
+from hybridflow.checkpoint.set_results import learned_from
+from hybridflow.config.evaluation import PlannedSet
+from hybridflow.config.initial_model import initial_spec
+from hybridflow.config.recipe import Recipe
+from hybridflow.data.files.config import FilesConfig
+from hybridflow.data.files.encoding import encode_files
+from hybridflow.data.files.prompts import FilePrompts
+from hybridflow.data.prompts import Prompts
+from hybridflow.rewards.builtin import check_text_answers
+from hybridflow.rewards.functions import RewardFunctions
+
+
+def encode_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompts]:
+    """The prompts of each set of `evaluation`, by its name.
+
+    Raises:
+        UserError: naming the set, and what of its files cannot serve.
+    """
+    found = {}
+    for name, each in recipe.sets.items():
+        try:
+            found[name] = _encoded(recipe, each, tokenizer)
+        except UserError as error:
+            raise UserError(f"evaluation.{name}: {error}") from None
+    return found
+
+
+def _encoded(recipe: Recipe, planned: PlannedSet, tokenizer: PreTrainedTokenizerBase) -> Prompts:
+    context = recipe.rollout.engine.context_length or initial_spec(recipe).sizes.max_positions
+    limit = context - planned.sampling.max_new_tokens
+    if limit < 1:
+        raise UserError(
+            f"max_new_tokens={planned.sampling.max_new_tokens} leaves no room for a prompt in a context of {context} "
+            "tokens"
+        )
+    whole = _read(recipe, planned, tokenizer, limit)
+    if not len(whole):
+        raise UserError(f"no prompt of {', '.join(planned.settings.data.path)} is left, expected at least one")
+    wanted = planned.settings.prompts
+    if wanted is None or wanted >= len(whole):
+        return whole
+    return Prompts([whole.examples[row] for row in range(wanted)], [whole.tokens[row] for row in range(wanted)])
+
+
+def _read(recipe: Recipe, planned: PlannedSet, tokenizer: PreTrainedTokenizerBase, limit: int) -> Prompts:
+    """All prompts of the set's files, by the templates and limits of the training prompts where those are of files."""
+    files = recipe.data.files or FilesConfig(train=(planned.settings.data,))
+    policy = recipe.data.overlong_prompts
+    return encode_files((planned.settings.data,), files, tokenizer, max_tokens=limit, policy=policy)
+
+
+def set_notes(tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Prompts], learned: Sequence[Prompts]) -> list[str]:
+    """A line for each set of which rows are left out, prompts are learned from, or texts stand beside a chat template.
+
+    Args:
+        tokenizer: of the model.
+        sets: their prompts.
+        learned: the prompts of every phase that learns.
+    """
+    notes = []
+    for name, prompts in sets.items():
+        if again := learned_from(prompts, learned):
+            notes.append(f"evaluation.{name}: the model learns from {again:,} of its {len(prompts):,} prompts too")
+        if not isinstance(prompts, FilePrompts):
+            continue
+        dropped = {reason: count for span in prompts.spans for reason, count in span.dropped.items()}
+        if dropped:
+            why = ", ".join(f"{count:,} with {reason}" for reason, count in dropped.items())
+            notes.append(f"evaluation.{name}: {sum(dropped.values()):,} rows are dropped: {why}")
+        if prompts.raw and tokenizer.chat_template is not None:
+            notes.append(
+                f"evaluation.{name}: {prompts.raw:,} prompts are texts and go to the model as they are, without the "
+                "tokenizer's chat template (data.files.chat.texts=raw)"
+            )
+    return notes
+
+
+def check_sets(recipe: Recipe, sets: Mapping[str, Prompts], layouts: Mapping[str, Layout]) -> None:
+    """Every set has enough prompts for those who share them.
+
+    Args:
+        sets: their prompts.
+        layouts: of each model, and of the engines as "rollout".
+
+    Raises:
+        UserError: naming the set, and who would have none.
+    """
+    for name, planned in recipe.sets.items():
+        prompts = len(sets[name])
+        if prompts < (engines := layouts["rollout"].dp):
+            raise UserError(
+                f"evaluation.{name}: {prompts} prompts, expected at least {engines}: a prompt for each rollout engine"
+            )
+        samples = prompts * planned.settings.samples
+        if planned.reward is None and samples < (ranks := layouts["reward_model"].dp):
+            raise UserError(
+                f"evaluation.{name}: {prompts} prompts with samples={planned.settings.samples}, expected at least "
+                f"{ranks} responses: one for each data-parallel rank of the reward model"
+            )
+
+
+def check_set_rewards(recipe: Recipe, sets: Mapping[str, Prompts]) -> None:
+    """Import the functions that score each set, each in a process of its own that ends with the check.
+
+    Raises:
+        UserError: naming the set, and the reward that cannot be imported, that asks for what its rows have not, or that
+            cannot compare with their answers.
+    """
+    for name, planned in recipe.sets.items():
+        if planned.reward is None:
+            continue
+        try:
+            with RewardFunctions(planned.reward, sets[name].fields()) as functions:
+                functions.load()
+            if any(function.path == "arithmetic" for function in planned.reward.functions):
+                check_text_answers(list(sets[name].answers()))
+        except UserError as error:
+            raise UserError(f"evaluation.{name}: {error}") from None

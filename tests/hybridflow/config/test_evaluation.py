@@ -1,0 +1,129 @@
+"""Held-out sets of a recipe: what they take from other settings, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.config.yaml_loader import SettingsError, settings_yaml
+from tests.support.resumable import DEMO
+
+SUMS = "evaluation.sums.data.path=sums.jsonl"
+KEEP = "checkpoint.keep_best={metric: eval/sums/pass@1}"
+WITHOUT_ENGINES = [
+    "algorithm={name: dpo, pairs: file}", "data={source: arithmetic}", "rollout=null", "reward=null",
+    "placement={actor: 'cpu:0-1'}", "trainer={eval_samples: 1, eval_temperature: 0.0}",
+]  # fmt: skip
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load_recipe(DEMO, [SUMS, *overrides])
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        recipe(*overrides)
+    return str(caught.value)
+
+
+def test_a_set_takes_from_the_run_what_it_does_not_say() -> None:
+    own = (
+        "evaluation.own={data: {path: o.jsonl}, samples: 8, temperature: 0.6, max_new_tokens: 9, interval: 3, "
+        "before_train: false, sampling: {top_p: 0.95}, reward: {functions: [{name: exact, path: arithmetic}]}}"
+    )
+    sets = recipe("trainer.eval_temperature=0.5", "trainer.eval_interval=7", own).sets
+    sums, other = sets["sums"], sets["own"]
+    assert (sums.interval, sums.before_train, sums.scorer) == (7, True, "reward")
+    assert (sums.sampling.temperature, sums.sampling.max_new_tokens) == (0.5, 4)
+    assert (other.interval, other.before_train, other.scorer) == (3, False, "evaluation.own")
+    assert (other.sampling.temperature, other.sampling.max_new_tokens, other.sampling.top_p) == (0.6, 9, 0.95)
+    assert other.metrics[:7] == [
+        f"eval/own/{figure}"
+        for figure in ("reward_mean", "mean@8", "pass@1", "pass@2", "pass@4", "pass@8", "maj@8")
+    ]  # fmt: skip
+    assert [step for step in range(11) if other.due(step, 10)] == [3, 6, 9, 10]
+    assert [step for step in range(11) if sums.due(step, 10)] == [0, 7, 10]
+    functions = recipe(own).all_functions
+    assert list(functions) == ["reward", "evaluation.own"] and functions["evaluation.own"].functions[0].name == "exact"
+    assert list(recipe(own).functions) == ["reward"]  # what steps and streams score with
+
+
+def test_a_recipe_with_sets_is_written_and_read_again(tmp_path: Path) -> None:
+    given = recipe("evaluation.sums.samples=4", "checkpoint.save_interval=10", KEEP)
+    (tmp_path / "recipe.yaml").write_text(settings_yaml(given))
+    assert load_recipe(tmp_path / "recipe.yaml") == given
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["evaluation.sums.samples=4", "evaluation.sums.temperature=0"],
+            "evaluation.sums.samples=4 with temperature=0, which would draw the same text 4 times; expected a "
+            "temperature above 0, or samples=1",
+        ),
+        (
+            ["evaluation.sums.samples=4", "trainer.eval_temperature=0"],
+            "evaluation.sums.samples=4 with temperature=0 of trainer.eval_temperature, which would draw the same text",
+        ),
+        (
+            ["evaluation.sums.sampling.top_p=0.9", "evaluation.sums.temperature=0"],
+            "evaluation.sums.sampling.top_p is set with temperature=0, which takes the most likely token",
+        ),
+        (
+            ["evaluation.sums.sampling.min_p=0.1", "rollout.engine.deterministic=true"],
+            "evaluation.sums.sampling.min_p is set with rollout.engine.deterministic=true",
+        ),
+        (["evaluation.sums.sampling.top_k=1", "evaluation.sums.temperature=0.5"], "evaluation.sums: top_k is 1"),
+        (["evaluation.a b.data.path=x.jsonl"], "evaluation: 'a b' is no name of a set, expected letters, digits, _"),
+        (["evaluation.sums.data.weight=2"], "evaluation.sums.data: weight is set, which is of training prompts"),
+        (["evaluation.sums.data=null"], "evaluation.sums.data = None: expected the keys path"),
+        (["evaluation.sums.k=4"], "unknown key evaluation.sums.k: evaluation.sums takes data, reward, prompts"),
+        (WITHOUT_ENGINES, "evaluation is set with algorithm.name=dpo, which learns from responses that the data"),
+        ([KEEP, "checkpoint.save_interval=null"], "checkpoint: keep_best of eval/sums/pass@1 in a run that saves"),
+        (
+            ["checkpoint.keep_best.metric=eval/accuracy", "checkpoint.save_interval=5"],
+            "'eval/accuracy' is no figure of a set in evaluation, expected such as eval/NAME/pass@1",
+        ),
+        (
+            ["checkpoint.keep_best.metric=eval/other/pass@1", "checkpoint.save_interval=5"],
+            "checkpoint.keep_best.metric=eval/other/pass@1 is not measured in this run, expected one of ",
+        ),
+        (
+            ["checkpoint.keep_best.metric=eval/sums/pass@4", "checkpoint.save_interval=5"],
+            "is not measured in this run, expected one of eval/sums/reward_mean, eval/sums/mean@1, eval/sums/pass@1",
+        ),
+        (
+            [KEEP, "checkpoint.save_interval=7", "evaluation.sums.interval=40", "warmup=null"],
+            "checkpoint.keep_best.metric=eval/sums/pass@1 is measured every 40 steps and checkpoints are saved every "
+            "7: of 120 steps only the last has both",
+        ),
+        (
+            [KEEP, "checkpoint.save_interval=7", "trainer.eval_interval=null", "warmup=null"],
+            "is measured after the last step alone and checkpoints are saved every 7",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_measured_is_refused(overrides: list[str], line: str) -> None:
+    assert line in refusal(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["checkpoint.save_interval=40", "evaluation.sums.interval=20", "warmup=null"],
+        ["checkpoint.save_interval=7", "evaluation.sums.interval=40"],  # the model after the warm-up, and the last
+        ["checkpoint.save_interval=40", "trainer.steps=null", "trainer.epochs_of_data=1", "warmup=null"],
+    ],
+)
+def test_a_best_checkpoint_has_to_choose_from_something(overrides: list[str]) -> None:
+    assert recipe(KEEP, *overrides).checkpoint.keep_best is not None
+
+
+def test_a_set_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text(f"base: {DEMO}\nevaluation:\n  a: {{data: {{path: a.jsonl}}}}\n  a: {{data: {{path: b.jsonl}}}}\n")
+    with pytest.raises(SettingsError, match="twice"):
+        load_recipe(path)
