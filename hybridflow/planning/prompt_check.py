@@ -13,6 +13,7 @@ from engine3d.models import ModelSpec
 from engine3d.rollout.cache import RESERVED_TOKENS
 from hybridflow.config.initial_model import initial_tokenizer
 from hybridflow.config.recipe import Recipe
+from hybridflow.data.files.supervised import SupervisedPrompts
 from hybridflow.data.given_responses import GivenResponses, alike_notes
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
@@ -70,13 +71,17 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
             "expected at least as many"
         )
     limit = prompt_limit(recipe)
-    train, evaluation, sft, answers = encode(recipe, tokenizer, limit)
+    encoded = encode(recipe, tokenizer, limit)
+    train, evaluation, sft = encoded.train, encoded.evaluation, encoded.sft
     sets = encode_sets(recipe, tokenizer)
     of: dict[str, Sequence[Sequence[int]]] = {
         "prompt": train.tokens,
         "evaluation prompt": evaluation.tokens,
-        "supervised prompt": sft.tokens,
     }
+    if isinstance(sft, SupervisedPrompts) and sft.whole is not None:
+        of |= {"supervised example": sft.whole}
+    else:
+        of |= {"supervised prompt": sft.tokens, "supervised answer": encoded.answers}
     of |= {
         f"{name} {place}": [each[place == "second"] for each in phase.responses]
         for name, phase in (("pair", train), ("evaluation pair", evaluation))
@@ -84,8 +89,8 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
         for place in ("first", "second")
     }
     of |= {f"evaluation.{name} prompt": each.tokens for name, each in sets.items()}
-    for what, encoded in {**of, "supervised answer": answers}.items():
-        check_token_ids(what, encoded, spec.vocab_size)
+    for what, tokens in of.items():
+        check_token_ids(what, tokens, spec.vocab_size)
     check_token_ids(
         "end-of-sequence and pad token", [[tokenizer.eos_token_id, tokenizer.pad_token_id]], spec.vocab_size
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,7 +13,8 @@ from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.files.config import FilesConfig
 from hybridflow.data.files.encoding import encode_files
-from hybridflow.data.files.prompts import FilePrompts
+from hybridflow.data.files.prompts import FilePrompts, SourceSpan
+from hybridflow.data.files.supervised import SupervisedFiles, SupervisedPrompts, encode_supervised
 from hybridflow.data.given_responses import encode_pairs
 from hybridflow.data.pairs import load_pairs
 from hybridflow.data.prompts import Prompts
@@ -49,9 +51,26 @@ def training_limit(recipe: Recipe, limit: int) -> int:
     return recipe.rollout.sampling_table.prompt_limit(limit + recipe.rollout.sampling.max_new_tokens)
 
 
-def encode(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int
-) -> tuple[Prompts, Prompts, Prompts, Sequence[list[int]]]:
+@dataclass(frozen=True)
+class Encoded:
+    """The prompts of a recipe as tokens.
+
+    Args:
+        train: to learn from.
+        evaluation: held out.
+        sft: of supervised examples.
+        answers: what follows each of the last, as token ids.
+        masks: of each token of an answer, whether it is learned; all are if None.
+    """
+
+    train: Prompts
+    evaluation: Prompts
+    sft: Prompts
+    answers: Sequence[list[int]]
+    masks: Sequence[list[bool]] | None = None
+
+
+def encode(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int) -> Encoded:
     """Training, evaluation and supervised prompts, and the supervised answers, as tokens.
 
     Raises:
@@ -78,20 +97,46 @@ def encode(
         _check_left(name, phase, len(wanted[name]), f"more than {limits.get(name, limit)} tokens")
     train, evaluation, sft = phases.values()
     answers = encode_answers(tokenizer, sft.examples, max_tokens=recipe.rollout.sampling.max_new_tokens)
-    return train, evaluation, sft, answers
+    return Encoded(train, evaluation, sft, answers)
 
 
-def _encode_files(
-    recipe: Recipe, files: FilesConfig, tokenizer: PreTrainedTokenizerBase, limit: int
-) -> tuple[Prompts, Prompts, Prompts, Sequence[list[int]]]:
+def _encode_files(recipe: Recipe, files: FilesConfig, tokenizer: PreTrainedTokenizerBase, limit: int) -> Encoded:
     """As `encode`, of rows of files, whose held-out prompts are those of the sets of `evaluation`."""
     most, policy = training_limit(recipe, limit), recipe.data.overlong_prompts
     train = encode_files(files.train, files, tokenizer, max_tokens=most, policy=policy)
-    for span in train.spans:
+    _check_spans("train", train.spans)
+    supervised = encode_sft(recipe, tokenizer, limit)
+    if supervised is None:
+        return Encoded(train, Prompts([], []), Prompts([], []), [])
+    return Encoded(train, Prompts([], []), supervised.prompts, supervised.answers, supervised.masks)
+
+
+def encode_sft(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int) -> SupervisedFiles | None:
+    """The supervised examples of files, where a recipe learns from such.
+
+    Args:
+        recipe: of the run.
+        tokenizer: of its model.
+        limit: most tokens of a prompt; the longest response has room beside it.
+
+    Raises:
+        UserError: naming what cannot serve, or no row is left.
+    """
+    files = recipe.data.files
+    if recipe.warmup is None or files is None or not files.sft:
+        return None
+    most = limit + recipe.rollout.sampling.max_new_tokens
+    found = encode_supervised(files.sft, files, tokenizer, max_tokens=most, policy=recipe.data.overlong_prompts)
+    _check_spans("sft", found.prompts.spans)
+    return found
+
+
+def _check_spans(what: str, spans: Sequence[SourceSpan]) -> None:
+    """Raises UserError where a source has no row left."""
+    for span in spans:
         if span.begin == span.end:
             why = "; ".join(f"{count:,} with {reason}" for reason, count in span.dropped.items())
-            raise UserError(f"data.files.train: no row of {span.label} is left as a prompt ({why})")
-    return train, Prompts([], []), Prompts([], []), []
+            raise UserError(f"data.files.{what}: no row of {span.label} is left ({why})")
 
 
 def prompt_order(recipe: Recipe, prompts: Prompts) -> PromptOrder:
@@ -110,14 +155,14 @@ def file_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, phases: Mappi
     """A line for each source of which rows were dropped, and one where texts are read beside a chat template."""
     notes, files = [], recipe.data.files
     for name, phase in phases.items():
-        if not isinstance(phase, FilePrompts) or files is None:
+        if not isinstance(phase, FilePrompts | SupervisedPrompts) or files is None:
             continue
         for span in phase.spans:
             if span.dropped:
                 kept, count = span.end - span.begin, sum(span.dropped.values())
                 why = ", ".join(f"{each:,} with {reason}" for reason, each in span.dropped.items())
                 notes.append(f"data: {count:,} of {kept + count:,} {name} rows of {span.label} are dropped: {why}")
-        if phase.raw and tokenizer.chat_template is not None:
+        if isinstance(phase, FilePrompts) and phase.raw and tokenizer.chat_template is not None:
             notes.append(
                 f"data: {phase.raw:,} {name} prompts are texts and go to the model as they are, without the "
                 "tokenizer's chat template (data.files.chat.texts=raw)"
@@ -127,7 +172,7 @@ def file_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, phases: Mappi
 
 def _encode_given(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, supervised: Sequence[Example], context: int
-) -> tuple[Prompts, Prompts, Prompts, list[list[int]]]:
+) -> Encoded:
     """As `encode`, where the data have the responses; with these prompts and responses share the context."""
     policy, unpaired = recipe.data.overlong_prompts, isinstance(recipe.algorithm, KTOSettings)
     same = recipe.data.pairs.same_responses if recipe.data.pairs is not None else "refuse"
@@ -143,7 +188,7 @@ def _encode_given(
     sft = Prompts(*fit_prompts(tokenizer, supervised, max_tokens=context - longest, policy=policy))
     _check_left("supervised", sft, len(supervised), f"more than {context - longest} tokens")
     answers = encode_answers(tokenizer, sft.examples, max_tokens=longest or 1)
-    return phases["training"], phases["held-out"], sft, answers
+    return Encoded(phases["training"], phases["held-out"], sft, answers)
 
 
 def _check_left(name: str, phase: Prompts, wanted: int, have: str) -> None:

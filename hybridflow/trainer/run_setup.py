@@ -42,6 +42,7 @@ class Run:
         directory: `<run_dir>/<name>`: logs, metrics and the exported model.
         model_directory: HuggingFace directory of the initial weights.
         answers: response token ids of the supervised examples.
+        masks: which of these are learned; all if None.
         inputs: what identifies the files that the run was given, by the setting that names them.
         identity: of this run, however often it is resumed.
         sets: the held-out prompts of `evaluation`, by the name of the set.
@@ -55,6 +56,7 @@ class Run:
     evaluation: Prompts
     sft: Prompts
     answers: Sequence[list[int]]
+    masks: Sequence[list[bool]] | None
     inputs: dict[str, str]
     identity: str
     sets: Mapping[str, Prompts]
@@ -169,11 +171,16 @@ def prepare(recipe: Recipe) -> Run:
     if resumption is not None:
         keep_warmed_up(recipe, resumption)
     tokenizer = load_tokenizer(model_directory)
+    encoded = encode(recipe, tokenizer, prompt_limit(recipe))
     return Run(
         directory,
         model_directory,
         tokenizer,
-        *encode(recipe, tokenizer, prompt_limit(recipe)),
+        train=encoded.train,
+        evaluation=encoded.evaluation,
+        sft=encoded.sft,
+        answers=encoded.answers,
+        masks=encoded.masks,
         inputs=input_checksums(recipe),
         sets=encode_sets(recipe, tokenizer),
         identity=(directory / RUN_IDENTITY).read_text().strip(),

@@ -25,7 +25,7 @@ def warm_up(machinery: Machinery, sinks: Metrics) -> None:
     recipe, run, actor = machinery.recipe, machinery.run, machinery.roles.actor
     settings = recipe.warmup
     assert settings is not None
-    prompts, answers = run.sft, run.answers
+    prompts, answers, masks = run.sft, run.answers, run.masks
     actor.reset_optimizer(settings.optimizer).result()
     sampler = PromptSampler(len(prompts), recipe.order_seed)
     for step in range(1, settings.steps + 1):
@@ -33,7 +33,11 @@ def warm_up(machinery: Machinery, sinks: Metrics) -> None:
         values: dict[str, float] = {}
         indices = sampler.next(settings.batch_size)
         batch = RemoteBatch.of(
-            answered([prompts.tokens[index] for index in indices], [answers[index] for index in indices])
+            answered(
+                [prompts.tokens[index] for index in indices],
+                [answers[index] for index in indices],
+                [masks[index] for index in indices] if masks is not None else None,
+            )
         )
         with Timer(values, metrics.TRAIN_UPDATE_TIME):
             weights = sequence_weights(batch.facts[COUNTED], "token-mean")
@@ -54,8 +58,10 @@ def warm_up(machinery: Machinery, sinks: Metrics) -> None:
             loading.result()
 
 
-def answered(prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> SampleBatch:
-    """Prompts with given answers as responses, each a group of its own."""
+def answered(
+    prompts: Sequence[list[int]], answers: Sequence[list[int]], masks: Sequence[list[bool]] | None = None
+) -> SampleBatch:
+    """Prompts with given answers as responses, each a group of its own; `masks` says what of them is learned."""
     count = range(len(prompts))
     return SampleBatch.from_generations(
         prompts=prompts,
@@ -66,4 +72,5 @@ def answered(prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Samp
         prompt_indices=count,
         policy_versions=[0] * len(prompts),
         finish_reasons=[FinishReason.STOP] * len(prompts),
+        response_masks=masks,
     )

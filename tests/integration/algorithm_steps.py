@@ -273,8 +273,9 @@ def _trainer(recipe: Recipe, first: Trainer, sinks: Metrics, samples: SampleStor
     )
     facts, machinery, weights = first.facts, first.machinery, first.machinery.weights
     if not recipe.algorithm.needs_engines:
-        train, evaluation, *_ = encode(recipe, facts.tokenizer, prompt_limit(recipe))
-        facts, weights = dataclasses.replace(facts, train=train, evaluation=evaluation), NoEngines()
+        encoded = encode(recipe, facts.tokenizer, prompt_limit(recipe))
+        facts = dataclasses.replace(facts, train=encoded.train, evaluation=encoded.evaluation)
+        weights = NoEngines()
         roles = dataclasses.replace(roles, rollout=None)
     return Trainer(
         recipe, facts, roles, weights, sinks, first.checkpoints, machinery.phases, first.devices, samples, events

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import FileError, read_text
-from hybridflow.data.files.config import ChatConfig
+from hybridflow.data.files.config import ChatConfig, Learned
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = Mapping[str, Any]
@@ -121,11 +121,16 @@ class ChatTemplate:
         """The text of a prompt that is one message of the user."""
         return self.prompt([{"role": "user", "content": text}], place)
 
-    def conversation(self, messages: Any, place: str) -> Rendered:
+    def conversation(self, messages: Any, place: str, learn: Learned | None = None) -> Rendered:
         """A supervised conversation, and what of it is learned.
 
         What the assistant wrote begins where the text with the template's generation prompt ends, so that the model
         learns exactly what it is to write where it generates: with the end of its turn, without the header.
+
+        Args:
+            messages: of which some are the assistant's.
+            place: of it in errors.
+            learn: which of these; as the recipe says if None.
 
         Raises:
             UserError: there is no message of the assistant, or the template renders a message otherwise when others
@@ -135,7 +140,7 @@ class ChatTemplate:
         own = [number for number, message in enumerate(checked) if message["role"] == "assistant"]
         if not own or own[0] == 0:
             raise UserError(f"{place}: no message of the assistant after another, expected one to learn")
-        if self.config.learn == "last":
+        if (learn or self.config.learn) == "last":
             own = own[-1:]
         text = self._render(checked, place, generation_prompt=False)
         spans = []

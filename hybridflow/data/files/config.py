@@ -13,6 +13,7 @@ from engine3d.settings import MOST_TOKENS, AbsolutePath, Settings
 
 Format = Literal["jsonl", "json", "csv", "parquet", "arrow", "dataset"]
 Texts = Literal["raw", "user"]
+Learned = Literal["all", "last"]
 
 SUFFIXES: Mapping[str, Format] = {
     ".jsonl": "jsonl",
@@ -173,7 +174,7 @@ class ChatConfig(Settings):
     texts: Texts = "raw"
     """What becomes of a prompt that is a text: "raw", its own tokens without a template; or "user", one message of the
     user. Which of the two is said at the start, if the tokenizer has a template."""
-    learn: Literal["all", "last"] = "all"
+    learn: Learned = "all"
     """Of supervised conversations: the messages of the assistant that are learned, all or the last one."""
 
 

@@ -58,24 +58,47 @@ def encode_files(
     Raises:
         UserError: naming file and row of what cannot serve.
     """
+    template = ChatTemplate(config.chat, tokenizer)
+    fit = Fit(config.min_prompt_tokens, config.max_prompt_tokens, max_tokens, policy)
+    opened, kept = open_sources(sources, config, tokenizer, template, fit.facts())
+    for each in opened:
+        check_columns(each.settings, each.rows)
+    write_once(kept, lambda part: _write(part, opened, template, tokenizer, fit))
+    return FilePrompts.read(kept, opened)
+
+
+def open_sources(
+    sources: Sequence[FileSource],
+    config: FilesConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
+    facts: Sequence[Any],
+) -> tuple[list[OpenSource], Path]:
+    """The rows of some sources, and the directory of the cache for what is made of them.
+
+    Args:
+        sources: with their files.
+        config: how messages become text.
+        tokenizer: of the model.
+        template: its chat template.
+        facts: what else decides what is made.
+
+    Raises:
+        UserError: naming what cannot be read.
+    """
     if not tokenizer.is_fast:
         kind = type(tokenizer).__name__
         raise UserError(f"data.files: a {kind}, expected a tokenizer of the tokenizers library (tokenizer.json)")
     cache = config.cache or default_cache()
-    template = ChatTemplate(config.chat, tokenizer)
-    fit = Fit(config.min_prompt_tokens, config.max_prompt_tokens, max_tokens, policy)
     files = [files_of(source, cache) for source in sources]
     opened = [OpenSource.open(source, template, each, cache) for source, each in zip(sources, files, strict=True)]
-    for each in opened:
-        check_columns(each.settings, each.rows)
-    facts = [
+    everything = [
         *(_FORM, [[file.identity for file in each] for each in files], [_identity(source) for source in sources]),
-        *(config.chat.model_dump(mode="json", exclude={"template", "learn"}), template.source, fit.facts()),
+        *(config.chat.model_dump(mode="json", exclude={"template", "learn"}), template.source, list(facts)),
         *(_tokenizer_identity(tokenizer), tokenizers.__version__, transformers.__version__, jinja2.__version__),
     ]
-    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-    kept = write_once(cache / "tokens" / key, lambda part: _write(part, opened, template, tokenizer, fit))
-    return FilePrompts.read(kept, opened)
+    key = hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:32]
+    return opened, cache / "tokens" / key
 
 
 def _identity(source: FileSource) -> dict[str, Any]:
@@ -176,7 +199,7 @@ class _Writer:
         taken = []
         for number, row in enumerate(some, start=first):
             place = source.rows.place(number)
-            if (failed := _first_failed(source.settings, row)) is not None:
+            if (failed := first_failed(source.settings, row)) is not None:
                 dropped[f"where {failed}"] += 1
                 continue
             answer = source.check(row, place)
@@ -236,7 +259,7 @@ class _Writer:
         return cut_messages(self._tokenizer, self._template, messages, prompt.tokens, self._fit, place)
 
 
-def _first_failed(source: FileSource, row: Row) -> str | None:
+def first_failed(source: FileSource, row: Row) -> str | None:
     """The first column whose condition a row does not meet."""
     for column, condition in source.where.items():
         try:

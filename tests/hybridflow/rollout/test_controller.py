@@ -43,9 +43,7 @@ class Rank:
     def of_stream(self, method: str, *arguments: Any) -> Any:
         return getattr(self, method)(*arguments)
 
-    def submit(
-        self, requests: Sequence[StreamRequest], begun: Sequence[Any], prompts: Mapping[int, list[int]]
-    ) -> None:
+    def submit(self, requests: Sequence[StreamRequest], begun: Sequence[Any], prompts: Mapping[int, list[int]]) -> None:
         assert all(prompts[request.prompt] == list(PROMPTS[request.prompt]) for request in requests)
         with self._lock:
             self._asked += requests
@@ -91,7 +89,8 @@ def test_neither_the_controller_nor_the_driver_holds_tokens() -> None:
     engines, scorer = [Rank.remote() for _ in range(2)], Rank.remote()
     plan = StreamPlan(StreamLimits(GROUPS, 100), SAMPLES, 4, len(engines))
     tokens = PackedPrompts.of([torch.tensor(prompt) for prompt in PROMPTS])
-    prompts = ControllerPrompts(tokens, [Example(str(index), ("even", "odd")[index % 2]) for index in range(len(tokens))])
+    examples = [Example(str(index), ("even", "odd")[index % 2]) for index in range(len(tokens))]
+    prompts = ControllerPrompts(tokens, examples)
     order = PromptOrder(len(tokens), 0)
     controller = start_controller(plan, prompts, order, engines, [node] * 2, THREADS, [scorer])
     here, there = psutil.Process(), psutil.Process(ray.get(controller.__ray_call__.remote(lambda _: os.getpid())))
