@@ -7,9 +7,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
+from engine3d.checkpoint.inspect import DRIVER
+from engine3d.errors import UserError
+from engine3d.input_files import MOST_LIST_BYTES, read_json_object
 from hybridflow.config.evaluation import PlannedSet
 from hybridflow.config.run import BestConfig
 from hybridflow.data.prompts import Prompts
@@ -108,6 +112,22 @@ def best_of(
     if before is None or before.identity != here.identity or settings.is_better(here.value, before.value):
         return here
     return before
+
+
+def read_best(checkpoint: Path) -> Best | None:
+    """The best checkpoint of a run once the given one was whole; None where none was kept as such.
+
+    Raises:
+        UserError: its driver's state cannot be read.
+    """
+    path = checkpoint / DRIVER
+    if not path.exists():
+        return None  # of weights alone
+    try:
+        found = read_json_object(path, MOST_LIST_BYTES).get("best")
+        return None if found is None else Best(**found)
+    except TypeError:
+        raise UserError(f"{path}: best is {found!r}, expected what a run writes") from None
 
 
 def summary_of_sets(first: Mapping[str, MeasuredSet], last: Mapping[str, MeasuredSet]) -> list[str]:

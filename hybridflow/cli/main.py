@@ -3,12 +3,15 @@
     hybridflow train RECIPE [key=value ...]     run a recipe
     hybridflow check RECIPE [key=value ...]     find what is wrong with it, without starting anything; with --memory
                                                 say what each GPU, CPU slot and node will hold
+    hybridflow data RECIPE [key=value ...]      show its prompts as the model reads them: how many, how long, which rows
+                                                are dropped
     hybridflow doctor RECIPE [key=value ...]    say what this host is, or the nodes of placement.cluster, and whether
                                                 the run could start there
     hybridflow checkpoint inspect DIR           show what is in a checkpoint
     hybridflow checkpoint verify DIR            compare every file of it with its checksum
     hybridflow checkpoint export DIR OUT        write its model as a HuggingFace directory
     hybridflow checkpoint import MODEL OUT      make a checkpoint of a HuggingFace directory
+    hybridflow evaluate RECIPE|RUN|MODEL ...    measure a model on the recipe's held-out sets, without training
     hybridflow report RUN [--out FILE]          draw a run's metrics as one HTML page
     hybridflow samples RUN [--step N] ...       show the samples that a run has learned from, with their rewards
     hybridflow replay RUN --step N [key=value]  make a step again from its checkpoint and its samples, and compare
@@ -171,11 +174,25 @@ def _check() -> Command:
     return Command(description, check.add_arguments, check.run)
 
 
+def _data() -> Command:
+    from hybridflow.cli import data
+
+    description = "Show the prompts of a recipe as the model reads them, their lengths and the rows that are dropped."
+    return Command(description, data.add_arguments, data.run, is_guarded=True)
+
+
 def _checkpoint() -> Command:
     from hybridflow.cli import checkpoint
 
     description = "Look at checkpoints, and turn them into models."
     return Command(description, checkpoint.add_commands, checkpoint.run, is_guarded=True, has_commands=True)
+
+
+def _evaluate() -> Command:
+    from hybridflow.cli import evaluate
+
+    description = "Measure a model, or a checkpoint of a run, on the held-out sets of a recipe, without training."
+    return Command(description, evaluate.add_arguments, evaluate.run)
 
 
 def _report() -> Command:
@@ -244,7 +261,9 @@ def _token() -> Command:
 _COMMANDS: dict[str, Callable[[], Command]] = {
     "train": _train,
     "check": _check,
+    "data": _data,
     "checkpoint": _checkpoint,
+    "evaluate": _evaluate,
     "report": _report,
     "samples": _samples,
     "replay": _replay,

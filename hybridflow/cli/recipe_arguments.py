@@ -32,6 +32,22 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Relative paths, in the recipe too, start from the directory where the command runs."
 
 
+def loaded_recipes(parsed: argparse.Namespace) -> dict[str, Recipe]:
+    """The recipe, or that of each of its actors, as it is written; see `load_recipes`.
+
+    Args:
+        parsed: of `add_recipe`.
+
+    Raises:
+        UserError: a setting is wrong.
+    """
+    with quick_imports():
+        from hybridflow.config.actors import load_recipes
+
+    overrides = [*(_METRIC_SINKS if parsed.track_metrics else ()), *parsed.overrides]
+    return load_recipes(parsed.recipe, overrides, parsed.actor)
+
+
 def checked_recipes(
     parsed: argparse.Namespace, nodes: Sequence[Node] | None = None, **memory: Any
 ) -> dict[str, Recipe]:
@@ -49,11 +65,7 @@ def checked_recipes(
     link = driver_link()
     if link is not None:
         nodes = [Node(host.name, host.gpus, host.cpu_slots, host.role) for host in link.cluster.hosts]
-    with quick_imports():
-        from hybridflow.config.actors import load_recipes
-
-    overrides = [*(_METRIC_SINKS if parsed.track_metrics else ()), *parsed.overrides]
-    recipes = load_recipes(parsed.recipe, overrides, parsed.actor)
+    recipes = loaded_recipes(parsed)
     if len(recipes) > 1 and link is not None:
         raise UserError(f"{parsed.recipe}: several actors were tried on one machine alone, expected no launcher")
 

@@ -12,6 +12,13 @@ from hybridflow.rundir.actor_runs import runs_in
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `hybridflow report`."""
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory, such as runs/demo")
+    parser.add_argument(
+        "--steps",
+        nargs=2,
+        type=int,
+        metavar="N",
+        help="put the responses to held-out prompts of these two steps side by side (the first and the last)",
+    )
     parser.add_argument("--out", metavar="FILE", type=Path, help="the page to write (RUN/report.html)")
 
 
@@ -29,5 +36,5 @@ def run(parsed: argparse.Namespace) -> int:
             f"{parsed.run} holds the runs of the actors {', '.join(run.name for run in runs)}; --out is the page of one"
         )
     for run in runs:
-        print(write_report(run, parsed.out))
+        print(write_report(run, parsed.out, tuple(parsed.steps) if parsed.steps else None))
     return 0

@@ -286,6 +286,11 @@ class Recipe(Settings):
         return steps * self.trainer.prompts_per_step + self.extra_groups
 
     @property
+    def trains(self) -> bool:
+        """Whether the actor runs, and learns."""
+        return True
+
+    @property
     def starts_engines(self) -> bool:
         """Whether engines generate in this run."""
         return self.algorithm.needs_engines

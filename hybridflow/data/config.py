@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from engine3d.settings import AbsolutePath, Settings
-from hybridflow.data.files.config import FilesConfig
+from hybridflow.data.files.config import ChatConfig, FilesConfig
 
 OverlongPolicy = Literal["refuse", "drop", "cut_left", "cut_right", "cut_middle"]
 SameResponses = Literal["refuse", "drop"]
@@ -81,8 +81,10 @@ class JsonlConfig(Settings):
 
 
 class PairsConfig(Settings):
-    """Prompts with responses of which some are better, from files of one JSON object a line, to learn from without
-    engines. Each field holds a text or a list of token ids; a text as response ends with the end-of-sequence token."""
+    """Prompts with responses of which some are better, from files of rows in any format that `data.files` reads, to
+    learn from without engines. Each column holds a text, a list of token ids, or a list of messages, which the chat
+    template renders; a text as response ends with the end-of-sequence token. A response of messages may begin with
+    those of the prompt."""
 
     train_path: AbsolutePath
     """File of the pairs to learn from."""
@@ -90,15 +92,22 @@ class PairsConfig(Settings):
     """File of the held-out pairs."""
     sft_path: AbsolutePath | None = None
     """File of the supervised examples, for `warmup`: texts, of which the better response is learned."""
-    prompt_field: str = "prompt"
-    """Field of a line that holds the prompt."""
+    prompt_field: str | None = "prompt"
+    """Column that holds the prompt; null where both responses are conversations, whose common beginning it is."""
     chosen_field: str = "chosen"
     """Field of the better response. With kto a line may have only this one, of a desirable response."""
     rejected_field: str = "rejected"
     """Field of the worse response. With kto a line may have only this one, of an undesirable response."""
+    chat: ChatConfig = ChatConfig()
     same_responses: SameResponses = "refuse"
     """What becomes of a pair whose responses are the same tokens: "refuse" the recipe, or "drop" the pair. How many
     there are is said."""
+
+    @model_validator(mode="after")
+    def _check(self) -> PairsConfig:
+        if self.sft_path is not None and self.prompt_field is None:
+            raise ValueError("prompt_field is null with sft_path set, expected the column of the supervised prompts")
+        return self
 
 
 class DataConfig(Settings):

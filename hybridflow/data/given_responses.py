@@ -9,7 +9,11 @@ from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError
 from hybridflow.data.config import OverlongPolicy, SameResponses
-from hybridflow.data.pairs import Pair, Text
+from hybridflow.data.files.chat import ChatTemplate
+from hybridflow.data.files.config import ChatConfig
+from hybridflow.data.files.cutting import Fit, cut_messages
+from hybridflow.data.files.supervised import Encoder
+from hybridflow.data.pairs import Pair, Text, is_messages
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
 from hybridflow.data.tokenizer import cut, encode_text, middle_cut
@@ -50,6 +54,7 @@ def encode_pairs(
     policy: OverlongPolicy,
     same: SameResponses,
     unpaired: bool,
+    chat: ChatConfig | None = None,
 ) -> GivenResponses:
     """Pairs as tokens.
 
@@ -61,18 +66,17 @@ def encode_pairs(
         same: for pairs of which both responses are the same tokens.
         unpaired: each response is an example of its own, beside a response to another prompt: that of the next example
             whose prompt is another, cut where it does not fit.
+        chat: how messages become text.
 
     Raises:
         UserError: naming the pair that cannot be encoded, has no room or no difference, or none has one.
     """
+    template = ChatTemplate(chat or ChatConfig(), tokenizer)
     kept: list[_Encoded] = []
     alike, overlong = [], 0
     for pair in pairs:
-        prompt = _prompt(tokenizer, pair)
-        chosen, rejected = (
-            _response(tokenizer, pair.chosen, pair.place),
-            _response(tokenizer, pair.rejected, pair.place),
-        )
+        prompt = _prompt(tokenizer, template, pair)
+        chosen, rejected = (_response(tokenizer, template, pair, each) for each in (pair.chosen, pair.rejected))
         if chosen is not None and chosen == rejected:
             if same == "refuse":
                 raise UserError(
@@ -92,8 +96,8 @@ def encode_pairs(
             overlong += 1
             if policy == "drop":
                 continue
-            prompt = _cut(tokenizer, pair.prompt, prompt, room, policy)
-        text = pair.prompt if isinstance(pair.prompt, str) else str(tokenizer.decode(pair.prompt))
+            prompt = _cut(tokenizer, template, pair, prompt, room, policy)
+        text = pair.prompt if isinstance(pair.prompt, str) else str(tokenizer.decode(prompt))
         if not unpaired:
             kept.append(_Encoded(Example(text, [pair.chosen, pair.rejected]), prompt, tuple(there), True, pair.place))
             continue
@@ -161,26 +165,49 @@ def _responses_to_others(examples: Sequence[_Encoded]) -> list[list[int]]:
     return [examples[following[place]].responses[0] for place in range(count)]
 
 
-def _prompt(tokenizer: PreTrainedTokenizerBase, pair: Pair) -> list[int]:
+def _prompt(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, pair: Pair) -> list[int]:
+    if is_messages(pair.prompt):
+        return encode_text(tokenizer, template.prompt(pair.prompt, pair.place), pair.place, special_tokens=False)
     if not isinstance(pair.prompt, str):
-        return pair.prompt
+        return list(pair.prompt)  # type: ignore[arg-type]
     tokens = encode_text(tokenizer, pair.prompt, f"{pair.place}: the prompt", special_tokens=True)
     if not tokens:
         raise UserError(f"{pair.place}: the prompt has no tokens, expected at least one")
     return tokens
 
 
-def _response(tokenizer: PreTrainedTokenizerBase, text: Text | None, place: str) -> list[int] | None:
-    if not isinstance(text, str):
-        return text
-    return [*encode_text(tokenizer, text, f"{place}: the response", special_tokens=False), tokenizer.eos_token_id]
+def _response(
+    tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, pair: Pair, text: Text | None
+) -> list[int] | None:
+    """A response as tokens; of messages what the assistant wrote last, which is all that may follow the prompt."""
+    if text is None:
+        return None
+    if is_messages(text):
+        if not is_messages(pair.prompt) or len(text) != 1 or text[0].get("role") != "assistant":
+            raise UserError(
+                f"{pair.place}: a response of {len(text)} messages, expected one of the assistant after a prompt of "
+                "messages"
+            )
+        conversation = Encoder(template, tokenizer).conversation([*pair.prompt, *text], pair.place, learn="last")
+        return conversation.tokens[conversation.start :]
+    if isinstance(text, str):
+        name = f"{pair.place}: the response"
+        return [*encode_text(tokenizer, text, name, special_tokens=False), tokenizer.eos_token_id]
+    return list(text)  # type: ignore[arg-type]
 
 
 def _cut(
-    tokenizer: PreTrainedTokenizerBase, prompt: Text, tokens: list[int], room: int, policy: OverlongPolicy
+    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
+    pair: Pair,
+    tokens: list[int],
+    room: int,
+    policy: OverlongPolicy,
 ) -> list[int]:
-    if isinstance(prompt, str):
-        return cut(tokenizer, prompt, tokens, room, policy)
+    if is_messages(pair.prompt):
+        return cut_messages(tokenizer, template, pair.prompt, tokens, Fit(1, None, room, policy), pair.place)
+    if isinstance(pair.prompt, str):
+        return cut(tokenizer, pair.prompt, tokens, room, policy)
     if policy == "cut_middle":
         return middle_cut(tokens, room)
     return tokens[-room:] if policy == "cut_left" else tokens[:room]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from engine3d.errors import UserError, shortened
 from hybridflow.data.config import DataConfig, PairsConfig
-from hybridflow.data.tasks import Example, arithmetic_splits, listed, parse_fields, parse_lines, with_error
+from hybridflow.data.files.config import FileSource
+from hybridflow.data.files.opening import default_cache, files_of, open_rows
+from hybridflow.data.files.rows import batches
+from hybridflow.data.tasks import Example, arithmetic_splits, listed, with_error
 
-Text = str | list[int]
-"""A text, or its token ids."""
+Text = str | list[int] | list[dict[str, Any]]
+"""A text, its token ids, or messages."""
 
 
 @dataclass(frozen=True)
@@ -69,39 +73,82 @@ def arithmetic_pairs(problems: Iterable[Example], seed: str) -> list[Pair]:
 
 
 def read_pairs(path: Path, config: PairsConfig, *, unpaired: bool) -> list[Pair]:
-    """Pairs from a file of one JSON object a line, in order; lines of white space are skipped.
+    """Pairs from a file of rows, in order.
 
     Raises:
-        UserError: naming the file and the line.
+        UserError: naming the file and the row.
     """
+    cache = default_cache()
+    try:
+        rows = open_rows(files_of(FileSource(path=(str(path),)), cache), cache)
+    except UserError as error:
+        raise UserError(f"cannot read pairs from {str(error).removeprefix('cannot read rows from ')}") from None
+    return [
+        _pair(row, rows.place(number), config, unpaired=unpaired)
+        for first, some in batches(rows, 0, len(rows))
+        for number, row in enumerate(some, start=first)
+    ]
 
-    def parse(line: str, place: str) -> Pair:
-        return _parse_pair(line, place, config, unpaired=unpaired)
 
-    return parse_lines(path, parse, what="pairs")
-
-
-def _parse_pair(line: str, place: str, config: PairsConfig, *, unpaired: bool) -> Pair:
-    fields = parse_fields(line, place, config.prompt_field)
+def _pair(fields: Mapping[str, Any], place: str, config: PairsConfig, *, unpaired: bool) -> Pair:
     both = [config.chosen_field, config.rejected_field]
-    needed = [config.prompt_field, *([] if unpaired else both)]
+    if unpaired:  # a column of Parquet has null where there is none
+        fields = {name: value for name, value in fields.items() if value is not None or name not in both}
+    needed = [*([config.prompt_field] if config.prompt_field is not None else []), *([] if unpaired else both)]
     for name in needed:
         if name not in fields:
             raise UserError(f"{place}: no field {name!r}, only {listed(fields)}")
     if not any(name in fields for name in both):
         raise UserError(f"{place}: no field {both[0]!r} or {both[1]!r}, only {listed(fields)}")
-    prompt, chosen, rejected = (
-        _text(fields[name], place, name) if name in fields else None for name in (config.prompt_field, *both)
-    )
-    assert prompt is not None
+    chosen, rejected = (_text(fields[name], place, name) if name in fields else None for name in both)
+    if config.prompt_field is not None:
+        prompt = _text(fields[config.prompt_field], place, config.prompt_field)
+    else:
+        prompt = _common_beginning(chosen, rejected, place, both)
+    if is_messages(prompt):
+        chosen, rejected = (_after(prompt, each) for each in (chosen, rejected))
     return Pair(prompt, chosen, rejected, place)
+
+
+def is_messages(text: Text | None) -> TypeGuard[list[dict[str, Any]]]:
+    """Whether a text is a list of messages."""
+    return isinstance(text, list) and isinstance(text[0], dict)
+
+
+def _common_beginning(chosen: Text | None, rejected: Text | None, place: str, names: Sequence[str]) -> Text:
+    there = [each for each in (chosen, rejected) if each is not None]
+    conversations = [each for each in there if is_messages(each)]
+    if len(conversations) < len(there):
+        raise UserError(
+            f"{place}: prompt_field is null, expected lists of messages in {' and '.join(map(repr, names))}"
+        )
+    if len(conversations) == 1:
+        common = conversations[0][:-1]
+    else:
+        same = itertools.takewhile(lambda both: both[0] == both[1], zip(*conversations, strict=False))
+        common = [message for message, _ in same]
+        if len(common) == min(map(len, conversations)):
+            common = common[:-1]
+    if not common:
+        raise UserError(f"{place}: both responses begin otherwise, expected messages of the prompt that they share")
+    return common
+
+
+def _after(prompt: list[dict[str, Any]], response: Text | None) -> Text | None:
+    """A response without the messages of its prompt."""
+    if is_messages(response) and len(response) > len(prompt) and response[: len(prompt)] == prompt:
+        return response[len(prompt) :]
+    return response
 
 
 def _text(value: Any, place: str, name: str) -> Text:
     if isinstance(value, str) and value:
         return value
-    if isinstance(value, list) and value and all(type(each) is int and each >= 0 for each in value):
-        return value
+    ids = isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+    messages = isinstance(value, list) and all(isinstance(each, dict) for each in value)
+    if value and (ids or messages):
+        return value  # type: ignore[no-any-return]
     raise UserError(
-        f"{place}: field {name!r} is {shortened(repr(value))}, expected a non-empty string or a list of token ids"
+        f"{place}: field {name!r} is {shortened(repr(value))}, expected a non-empty string, a list of token ids, or a "
+        "list of messages"
     )

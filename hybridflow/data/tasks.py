@@ -51,8 +51,12 @@ def load_splits(config: DataConfig) -> Splits:
     if (pairs := config.pairs) is not None:
         supervised: list[Example] = []
         if pairs.sft_path is not None:
-            fields = {"prompt_field": pairs.prompt_field, "answer_field": pairs.chosen_field}
-            supervised = read_jsonl(pairs.sft_path, text_answers=True, **fields)
+            supervised = read_jsonl(
+                pairs.sft_path,
+                prompt_field=pairs.prompt_field or "prompt",
+                answer_field=pairs.chosen_field,
+                text_answers=True,
+            )
         return Splits(sft=supervised, train=[], evaluation=[])
     if config.jsonl is None:
         return arithmetic_splits(config.arithmetic)

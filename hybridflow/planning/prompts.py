@@ -11,6 +11,7 @@ from engine3d.errors import UserError
 from hybridflow.algorithms.kto import KTOSettings
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
+from hybridflow.data.config import SameResponses
 from hybridflow.data.files.config import FilesConfig
 from hybridflow.data.files.encoding import encode_files
 from hybridflow.data.files.prompts import FilePrompts, SourceSpan
@@ -175,11 +176,13 @@ def _encode_given(
 ) -> Encoded:
     """As `encode`, where the data have the responses; with these prompts and responses share the context."""
     policy, unpaired = recipe.data.overlong_prompts, isinstance(recipe.algorithm, KTOSettings)
-    same = recipe.data.pairs.same_responses if recipe.data.pairs is not None else "refuse"
+    given = recipe.data.pairs
+    same: SameResponses = given.same_responses if given is not None else "refuse"
+    chat = given.chat if given is not None else None
     pairs = load_pairs(recipe.data, unpaired=unpaired)
     wanted = {"training": pairs.train, "held-out": pairs.evaluation[: recipe.trainer.eval_prompts]}
     phases = {
-        name: encode_pairs(tokenizer, each, context=context, policy=policy, same=same, unpaired=unpaired)
+        name: encode_pairs(tokenizer, each, context=context, policy=policy, same=same, unpaired=unpaired, chat=chat)
         for name, each in wanted.items()
     }
     for name, phase in phases.items():

@@ -13,6 +13,7 @@ from hybridflow.report.evaluations import EVALUATIONS
 from hybridflow.report.over_time import device_plots, timeline_plots
 from hybridflow.report.plots import Band, Line, LinePlot, Plot, spans_decades
 from hybridflow.report.run_data import RunData, Series, finite
+from hybridflow.report.set_plots import set_plots
 from hybridflow.report.step_times import step_time_plots
 from hybridflow.report.thinning import bucketed, is_long
 
@@ -218,6 +219,7 @@ def sections(run: RunData) -> tuple[Section, ...]:
     """Every plot of a run, under headings; those that it has no figures for are left out."""
     every: dict[str, Iterable[Plot]] = {
         "Learning": _plots(run, _LEARNING),
+        "Held-out sets": set_plots(run),
         "Optimisation": _plots(run, _OPTIMISATION),
         "Generation": _plots(run, _GENERATION),
         "Speed and memory": (*step_time_plots(run), *_plots(run, _SPEED)),

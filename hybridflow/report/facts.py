@@ -48,6 +48,7 @@ def _course(run: RunData) -> Iterator[tuple[str, str]]:
     yield "Reward, first and last step", _first_and_last(run.series(metrics.REWARD_MEAN))
     for evaluation in EVALUATIONS.values():
         yield evaluation.title, measured(run, evaluation)
+    yield "Best checkpoint", _best_checkpoint(run)
     yield "Median throughput", _amount(median(run.series(metrics.ROLLOUT_THROUGHPUT)), ",.0f", " tokens/s")
     yield "Median time of a step", _amount(median(run.series(metrics.TRAIN_STEP_TIME)) / 1000, ".3g", " s")
     if run.samples:
@@ -57,6 +58,16 @@ def _course(run: RunData) -> Iterator[tuple[str, str]]:
         yield "GPUs", f"{len(gpus)}, used to {use.utilisation_mean:.0f} % on average"
         yield "Largest memory of a GPU", f"{use.memory_peak_bytes / 2**30:.1f} GiB"
         yield "Mean power of all GPUs", _amount(use.power_mean_w, ",.0f", " W")
+
+
+def _best_checkpoint(run: RunData) -> str:
+    """Its step and its value; nothing where none is kept as the best."""
+    step, value = (
+        run.series(name, "checkpoint") for name in (metrics.CHECKPOINT_BEST_STEP, metrics.CHECKPOINT_BEST_VALUE)
+    )
+    if step is None or value is None:
+        return ""
+    return f"step {step.values[-1]:.0f}, {_text(run.setting('checkpoint.keep_best.metric'))} {value.values[-1]:.4g}"
 
 
 def _recipe(run: RunData) -> Iterator[tuple[str, str]]:

@@ -14,6 +14,8 @@ from hybridflow.report.host_table import host_table
 from hybridflow.report.plots import Plot
 from hybridflow.report.run_data import RunData, read_run
 from hybridflow.report.sample_table import sample_table
+from hybridflow.report.set_table import set_table
+from hybridflow.report.side_by_side import side_by_side
 from hybridflow.rundir.atomic_files import replace_file
 from hybridflow.rundir.file_names import REPORT
 
@@ -61,12 +63,13 @@ figure svg text { font-family: inherit !important; }
 """
 
 
-def write_report(directory: Path, out: Path | None = None) -> Path:
+def write_report(directory: Path, out: Path | None = None, steps: tuple[int, int] | None = None) -> Path:
     """Draw a run's metrics.
 
     Args:
         directory: of the run.
         out: the file to write; `report.html` in the run's directory if None.
+        steps: whose responses to held-out prompts stand side by side; the first and the last if None.
 
     Returns:
         The file that was written.
@@ -74,7 +77,7 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     Raises:
         UserError: there is nothing to draw, something cannot be read, or the file cannot be written.
     """
-    page = render(read_run(directory))
+    page = render(read_run(directory), steps)
     path = directory / REPORT if out is None else out
     try:
         replace_file(path, page)
@@ -83,8 +86,8 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     return path
 
 
-def render(run: RunData) -> str:
-    """The whole page as text."""
+def render(run: RunData, steps: tuple[int, int] | None = None) -> str:
+    """The whole page as text. `steps` as of `write_report`."""
     name = escape(run.name)
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -98,9 +101,13 @@ def render(run: RunData) -> str:
 <h1>{name}</h1>
 <dl class="facts">
 {"".join(map(_row, facts(run)))}</dl>
-{"".join(map(_section, sections(run)))}{host_table(run)}{sample_table(run)}</body>
+{set_table(run)}{"".join(map(_section, sections(run)))}{host_table(run)}{_texts(run, steps)}</body>
 </html>
 """
+
+
+def _texts(run: RunData, steps: tuple[int, int] | None) -> str:
+    return side_by_side(run, steps) + sample_table(run)
 
 
 def _row(fact: Fact) -> str:

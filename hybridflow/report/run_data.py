@@ -18,7 +18,8 @@ from hybridflow.metrics.device_samples import DeviceSample, read_samples
 from hybridflow.metrics.timeline import Span, read_spans
 from hybridflow.report.stored_texts import StoredText, read_stored
 from hybridflow.rundir.atomic_files import whole_lines
-from hybridflow.rundir.file_names import DEVICES, METRICS, RECIPE, SAMPLES, TIMELINE
+from hybridflow.rundir.evaluation_texts import steps_with_texts
+from hybridflow.rundir.file_names import DEVICES, EVALUATIONS, METRICS, RECIPE, SAMPLES, TIMELINE
 from hybridflow.rundir.hosts_file import RunHost, read_hosts
 from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe
 from hybridflow.rundir.stored_samples import has_store
@@ -70,6 +71,7 @@ class RunData:
         texts: samples as texts, of the first step that has some and of the last ones.
         stored: samples of the last steps from the run's store, the newest step first; empty where it has none.
         hosts: of the run; empty where no launcher has started it.
+        evaluations: directory of the texts of held-out sets; None where there are none.
     """
 
     name: str
@@ -80,6 +82,7 @@ class RunData:
     texts: Sequence[Mapping[str, Any]] = ()
     stored: Sequence[StoredText] = ()
     hosts: Sequence[RunHost] = ()
+    evaluations: Path | None = None
 
     @property
     def on_cpus(self) -> bool:
@@ -123,6 +126,7 @@ def read_run(directory: Path) -> RunData:
             texts=read_texts(directory / SAMPLES) if (directory / SAMPLES).exists() else (),
             stored=read_stored(directory) if has_store(directory) else (),
             hosts=read_hosts(directory),
+            evaluations=directory / EVALUATIONS if steps_with_texts(directory / EVALUATIONS) else None,
         )
     except OSError as error:
         raise UserError(f"report: {error.filename} cannot be read: {error.strerror}") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from hybridflow.algorithms.config import load
@@ -16,7 +18,9 @@ from hybridflow.roles.reward import reward_result
 from hybridflow.trainer.step import Machinery, tell_failures
 
 
-def evaluate(machinery: Machinery, sinks: Metrics, step: int, subject: Subject) -> Measured:
+def evaluate(
+    machinery: Machinery, sinks: Metrics, step: int, subject: Subject, others: Mapping[str, float]
+) -> Measured:
     """Mean reward of responses to the prompts of evaluation: of the functions, or of the reward model alone.
 
     Without engines, of the responses that the data have: see `_evaluate_given`.
@@ -24,6 +28,7 @@ def evaluate(machinery: Machinery, sinks: Metrics, step: int, subject: Subject) 
     Args:
         step: after which the policy is evaluated.
         subject: what is measured, and of what.
+        others: figures of the step that stand in the same record.
     """
     if machinery.given is not None:
         loss = load(machinery.recipe.algorithm.name).preference_loss
@@ -44,7 +49,7 @@ def evaluate(machinery: Machinery, sinks: Metrics, step: int, subject: Subject) 
     else:
         rewards = machinery.roles.scalar["reward_model"].score(batch.as_generated()).facts()["score"]
     mean = float(rewards.mean())
-    sinks.log(step, {subject.metric: mean} | values | failed, phase="eval")
+    sinks.log(step, {subject.metric: mean, **values, **failed, **others}, phase="eval")
     sinks.log_samples(step, machinery.texts(batch, rewards, prompts), phase="eval")
     return Measured(subject, step, mean)
 

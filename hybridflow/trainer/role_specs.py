@@ -104,7 +104,7 @@ def role_specs(
         nodes: of the cluster.
     """
     made = _Specs(recipe, run, devices, nodes)
-    models = [made.model(role) for role in ("actor", *recipe.models)]
+    models = [made.model(role) for role in (*(("actor",) if recipe.trains else ()), *recipe.models)]
     engines = [made.rollout()] if recipe.starts_engines else []
     engines += [made.teacher_engine()] if recipe.teacher_engine is not None else []
     return [*engines, *models, *([made.functions()] if recipe.all_functions else [])]
@@ -118,7 +118,7 @@ class _Specs:
     ) -> None:
         self._recipe, self._run, self._devices = recipe, run, devices
         self._places = {role: [_place(device, nodes) for device in held] for role, held in devices.items()}
-        self._published = [run.directory / SHARDS / f"actor-{rank}" for rank in range(len(devices["actor"]))]
+        self._published = [run.directory / SHARDS / f"actor-{rank}" for rank in range(len(devices.get("actor", ())))]
         self._turns = {role: turn for turn, role in enumerate(begin_in_turn(recipe, devices))}
 
     def model(self, role: str) -> RoleSpec:
@@ -173,7 +173,7 @@ class _Specs:
             recipe, Lengths.of(recipe, run.train.tokens, run.evaluation.tokens, run.sets), layout.dp, devices[0].kind
         )
         # It serves nothing before the actor's weights have come: no need to read others from the disk.
-        arguments = {"load_format": "dummy", **engine.server_args}
+        arguments = {**({"load_format": "dummy"} if recipe.trains else {}), **engine.server_args}
         given = {
             "seed": recipe.seed + engine.seed,
             "server_args": arguments,

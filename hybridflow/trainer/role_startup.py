@@ -15,6 +15,7 @@ from hybridflow.cluster.hosts.checks.gathering import keep_logs
 from hybridflow.cluster.limits import LimitsConfig
 from hybridflow.cluster.runtime import ray_runtime, resource_pool
 from hybridflow.cluster.runtime.resource_pool import ResourcePool
+from hybridflow.config.evaluation_recipe import EvaluationRecipe
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
 from hybridflow.planning.placement_check import check_apart, check_reward_devices, lent_engines
@@ -105,12 +106,42 @@ class Roles:
         return {role: self.models.get(role, self.actor) for role in self.trained}
 
 
+@dataclass(frozen=True)
+class Serving:
+    """The roles of an evaluation alone.
+
+    Args:
+        rollout: the engines, with the weights of the run's model directory.
+        functions: who calls the reward functions, by `PlannedSet.scorer`.
+        reward_model: where a set has no functions.
+        starting: the start of each role.
+    """
+
+    rollout: RolloutGroup
+    functions: Mapping[str, FunctionRewardGroup]
+    reward_model: ValueGroup | None
+    starting: Mapping[str, Future[Any]]
+
+
 @contextmanager
 def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
     """Start Ray and every role's processes; end them all when the block is left, however it is left.
 
     The roles build their models and engines at the same time; `wait_for` says when one is ready.
     """
+    with _begun(recipe, run) as start:
+        yield start.roles()
+
+
+@contextmanager
+def start_serving(recipe: EvaluationRecipe, run: Run) -> Iterator[Serving]:
+    """As `start_roles`, of an evaluation alone."""
+    with _begun(recipe, run) as start:
+        yield start.serving()
+
+
+@contextmanager
+def _begun(recipe: Recipe, run: Run) -> Iterator[_Start]:
     wanted = recipe.device_maps
     pools = recipe.placement.pools
     with ExitStack() as stack:
@@ -141,7 +172,7 @@ def start_roles(recipe: Recipe, run: Run) -> Iterator[Roles]:
         if lent := lent_engines(recipe, devices):
             count = len(devices["rollout"]) // recipe.rollout.engine.tp
             log.say(f"rollout.lend: engines {', '.join(map(str, lent))} of {count} generate while a step waits")
-        yield _Start(recipe, run, stack, waiters, devices, nodes, resources, log).roles()
+        yield _Start(recipe, run, stack, waiters, devices, nodes, resources, log)
 
 
 def _check_nobody_else(recipe: Recipe, resources: Mapping[str, ResourcePool], nodes: Sequence[Node]) -> None:
@@ -175,7 +206,7 @@ class _Start:
         self._one_by_one = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="start"))
         self._starting: dict[str, Future[Any]] = {}
 
-    def roles(self) -> Roles:
+    def _groups(self) -> dict[str, RoleGroup]:
         """Every role; their processes are there, and their models and engines are being built."""
         keep_logs(
             self._run.log_directory.resolve().parent,
@@ -190,6 +221,22 @@ class _Start:
         in_turn = {spec.turn: spec for spec in self._specs if spec.turn is not None}
         for _, spec in sorted(in_turn.items()):
             self._start(self._one_by_one, groups[spec.role], spec)
+        return groups
+
+    def serving(self) -> Serving:
+        """The roles of an evaluation alone, as `roles`."""
+        groups = self._groups()
+        scoring = groups.get("reward_model")
+        return Serving(
+            rollout=_typed(groups["rollout"], RolloutGroup),
+            functions={what: _typed(groups["reward"], FunctionRewardGroup) for what in self._recipe.all_functions},
+            reward_model=_typed(scoring, ValueGroup) if scoring is not None else None,
+            starting=self._starting,
+        )
+
+    def roles(self) -> Roles:
+        """Every role; their processes are there, and their models and engines are being built."""
+        groups = self._groups()
         reference, teacher, rollout = groups.get("reference"), groups.get("teacher"), groups.get("rollout")
         return Roles(
             actor=_typed(groups["actor"], PolicyGroup),
@@ -266,7 +313,7 @@ def _typed[G: RoleGroup](group: RoleGroup, kind: type[G]) -> G:
     return group
 
 
-def wait_for(roles: Roles, *names: str) -> None:
+def wait_for(roles: Roles | Serving, *names: str) -> None:
     """Wait until the named roles have started, each within its limit; raise at once when any role fails to."""
     pending = {roles.starting[name] for name in names}
     starting = set(roles.starting.values())

@@ -25,6 +25,7 @@ from hybridflow.data.prompts import Prompts
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors.log import log
 from hybridflow.metrics.logger import Metrics
+from hybridflow.planning.data_report import first_prompt
 from hybridflow.planning.evaluation_sets import encode_sets
 from hybridflow.planning.prompts import encode, prompt_limit
 from hybridflow.rundir.file_names import FLIGHT_RECORDER, LOGS, PHASE, RECIPE
@@ -172,6 +173,8 @@ def prepare(recipe: Recipe) -> Run:
         keep_warmed_up(recipe, resumption)
     tokenizer = load_tokenizer(model_directory)
     encoded = encode(recipe, tokenizer, prompt_limit(recipe))
+    if recipe.data.files is not None:
+        log.info(first_prompt(tokenizer, encoded.train))
     return Run(
         directory,
         model_directory,

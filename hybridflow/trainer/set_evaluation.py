@@ -27,7 +27,6 @@ from hybridflow.metrics.evaluation_statistics import (
     over_prompts,
     with_intervals,
 )
-from hybridflow.metrics.logger import Timer
 from hybridflow.rewards.votes import NO_VOTE
 from hybridflow.roles.groups import FunctionRewardGroup, ValueGroup
 from hybridflow.roles.reward import reward_result, set_votes
@@ -106,16 +105,15 @@ class SetMeasurer:
         Raises:
             UserError: a reward function failed that is to stop the run, or failed on all responses.
         """
-        prompts, figures = self.sets[planned.name], dict[str, float]()
-        with Timer(figures, metrics.SET_TIME):
-            draw = Draw(prompts, range(len(prompts)))
-            batch = self.generator.generate(draw, planned.sampling, planned.settings.samples)
-            scored = self._scored(planned, batch, f"step {step}, evaluation.{planned.name}")
-            groups, places = _by_prompt(batch, scored, planned.settings.passing)
-            if not any(groups.values()):
-                raise UserError(f"evaluation.{planned.name}: reward functions failed on all {len(batch)} responses")
-            figures |= with_intervals(estimates(groups.values(), planned.settings.samples, votes=planned.votes))
-            figures |= _of_lengths(batch, places)
+        prompts = self.sets[planned.name]
+        draw = Draw(prompts, range(len(prompts)))
+        batch = self.generator.generate(draw, planned.sampling, planned.settings.samples)
+        scored = self._scored(planned, batch, f"step {step}, evaluation.{planned.name}")
+        groups, places = _by_prompt(batch, scored, planned.settings.passing)
+        if not any(groups.values()):
+            raise UserError(f"evaluation.{planned.name}: reward functions failed on all {len(batch)} responses")
+        figures = with_intervals(estimates(groups.values(), planned.settings.samples, votes=planned.votes))
+        figures |= _of_lengths(batch, places)
         kept = sum(map(len, groups.values()))
         measured = sum(1 for group in groups.values() if group)
         figures |= {metrics.SET_PROMPTS: measured, metrics.SET_SAMPLES: kept}

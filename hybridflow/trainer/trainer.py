@@ -250,21 +250,27 @@ class Trainer:
         settings, due = self.recipe.trainer, self.recipe.trainer.eval_before_train
         if step:
             due = step == settings.steps or bool(settings.eval_interval and step % settings.eval_interval == 0)
+        figures = self.evaluate_sets(
+            [each for each in self.recipe.sets.values() if each.due(step, settings.steps)], step
+        )
         if due and len(self.facts.evaluation):
-            self.last_evaluation = evaluate(self.machinery, self.sinks, step, self.subject)
+            self.last_evaluation = evaluate(self.machinery, self.sinks, step, self.subject, figures)
             self.first_evaluation = self.first_evaluation or self.last_evaluation
-        self.evaluate_sets([each for each in self.recipe.sets.values() if each.due(step, settings.steps)], step)
+        elif figures:
+            self.sinks.log(step, figures, phase="eval")
 
-    def evaluate_sets(self, due: Sequence[PlannedSet], step: int) -> None:
-        """Measure some of the named sets, one after another; a record of phase "eval" has the figures of all."""
-        if not due:
-            return
-        self.machinery.phases.enter("eval")
-        found = {each.name: self.measurer.measure(each, step) for each in due}
-        self.last_of_sets |= found
-        self.first_of_sets = found | self.first_of_sets
-        figures = {name: value for key, each in found.items() for name, value in each.metrics(key).items()}
-        self.sinks.log(step, figures, phase="eval")
+    def evaluate_sets(self, due: Sequence[PlannedSet], step: int) -> dict[str, float]:
+        """Measure some of the named sets, one after another; the figures of all."""
+        figures: dict[str, float] = {}
+        if due:
+            self.machinery.phases.enter("eval")
+        for planned in due:
+            with Timer(figures, metrics.of_set(planned.name, metrics.SET_TIME)):
+                measured = self.measurer.measure(planned, step)
+            figures |= measured.metrics(planned.name)
+            self.last_of_sets[planned.name] = measured
+            self.first_of_sets.setdefault(planned.name, measured)
+        return figures
 
     def start(self) -> bool:
         """All that comes before the next step: the roles are there, and the engines serve the actor's weights.

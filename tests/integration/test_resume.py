@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
+from hybridflow.rundir.evaluation_texts import read_texts, steps_with_texts, text_file
 from tests.support.runs import ROOT, SMALL, records, rewarded_by_length, run
 from tests.support.warm import warm_python
 
@@ -24,7 +27,10 @@ RECIPE = [
     "trainer.steps=5",
     "trainer.eval_interval=2",
     "trainer.epochs=2",
-    "checkpoint={save_interval: 2, keep_last_k: 2}",
+    "checkpoint={save_interval: 2, keep_last_k: 2, keep_best: {metric: eval/sums/reward_mean, mode: min}}",
+    "evaluation.sums={samples: 4, interval: 2, data: {path: tests/integration/sums.jsonl}}",
+    "evaluation.exact={temperature: 0, interval: 3, before_train: false, prompts: 5, texts: 2, "
+    "data: {path: tests/integration/sums.jsonl}, reward: {functions: [{name: exact, path: arithmetic}]}}",
     "algorithm.kl_coef=0.01",
     "train.optimizer.warmup_steps=3",
 ]
@@ -49,8 +55,8 @@ def a_run(directory: Path, recipe: list[str]) -> KilledRun:
     return KilledRun(directory, [str(ROOT / "launch/recipes/demo.yaml"), *SMALL, *recipe], interpreter=warm_python())
 
 
-def driver_state(checkpoint: Path) -> dict[str, object]:
-    state: dict[str, object] = json.loads((checkpoint / "driver.json").read_text())
+def driver_state(checkpoint: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((checkpoint / "driver.json").read_text())
     return state
 
 
@@ -63,15 +69,56 @@ def events(directory: Path) -> list[dict[str, object]]:
 def test_what_a_run_saves(whole: KilledRun) -> None:
     directory = whole.run_directory
     kept = sorted(path.name for path in (directory / "checkpoints").glob("step-*"))
-    assert kept == ["step-00000004", "step-00000005"]
+    assert kept == ["step-00000000", "step-00000004", "step-00000005"]  # the best one, and the last two
     saved = records(directory, "checkpoint")
     assert [record["step"] for record in saved] == [0, 2, 4, 5]
     for record in saved:
         assert record["checkpoint/stall_ms"] > 0 and record["checkpoint/whole_after_sec"] > 0
         assert record["checkpoint/written_bytes"] > 1e6
+    measured = {
+        each["step"]: each["eval/sums/reward_mean"]
+        for each in records(directory, "eval")
+        if "eval/sums/reward_mean" in each
+    }
+    assert min(measured, key=measured.__getitem__) == 0 and measured.keys() == {0, 2, 4, 5}
+    assert all(record["checkpoint/best_step"] == 0 for record in saved)
+    assert all(record["checkpoint/best_value"] == measured[0] for record in saved)
     assert all(record["train/gradient_norm"] > 0.01 for record in records(directory, "train"))
     phase = json.loads((directory / "phase.json").read_text())
     assert (phase["step"], phase["phase"]) == (5, "end")
+
+
+def test_named_sets_are_measured_when_it_is_time(whole: KilledRun) -> None:
+    directory = whole.run_directory
+    evaluations = records(directory, "eval")
+    sums = [record for record in evaluations if "eval/sums/mean@4" in record]
+    exact = [record for record in evaluations if "eval/exact/mean@1" in record]
+    own = [record for record in evaluations if "eval/training_accuracy" in record or "eval/reward_mean" in record]
+    assert [[record["step"] for record in each] for each in (sums, exact, own)] == [[0, 2, 4, 5], [3, 5], [0, 2, 4, 5]]
+    for record in sums:
+        # A response passes with a reward of 1: four characters, which max_new_tokens=4 are.
+        figures = [record[f"eval/sums/{name}"] for name in ("pass@1", "pass@2", "pass@4")]
+        assert figures[0] == record["eval/sums/mean@4"] and figures == sorted(figures)
+        assert (
+            record["eval/sums/reward_mean_low"] < record["eval/sums/reward_mean"] < record["eval/sums/reward_mean_high"]
+        )
+        assert record["eval/sums/samples"] == 48 and record["eval/sums/left_out_samples"] == 0
+        assert 0 <= record["eval/sums/maj@4"] <= 1 and record["eval/sums/time_ms"] > 0
+    for record in exact:
+        assert "eval/exact/maj@1" not in record and record["eval/exact/prompts"] == 5
+        assert record["eval/exact/reward_mean"] == record["eval/exact/pass@1"]  # rewards of its own, 0 or 1
+    texts = {name: steps_with_texts(directory / "evaluations")[name] for name in ("sums", "exact")}
+    assert texts == {"sums": [0, 2, 4, 5], "exact": [3, 5]}
+    one = read_texts(text_file(directory / "evaluations", "exact", 5))
+    assert [(text.index, text.prompt, text.answer, text.scored) for text in one] == [
+        (0, "20+0=", "20", 1), (2, "22+6=", "28", 1)
+    ]  # fmt: skip
+    state = driver_state(directory / "checkpoints" / "step-00000005")
+    assert state["best"]["step"] == 0 and state["last_of_sets"]["exact"]["step"] == 5
+    assert whole.output.count("best checkpoint: step 0, eval/sums/reward_mean") == 1
+    assert re.search(
+        r"\nsums: mean@4 \S+ \[\S+, \S+\] -> \S+ \[\S+, \S+\], 12 prompts, step 0 -> step 5\n", whole.output
+    )
 
 
 @pytest.mark.long

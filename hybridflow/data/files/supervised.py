@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from engine3d.errors import UserError, shortened
 from hybridflow.data.config import OverlongPolicy
 from hybridflow.data.files.chat import ChatTemplate, Rendered
-from hybridflow.data.files.config import FilesConfig, FileSource
+from hybridflow.data.files.config import FilesConfig, FileSource, Learned
 from hybridflow.data.files.encoding import check_columns, first_failed, open_sources
 from hybridflow.data.files.opening import write_once
 from hybridflow.data.files.prompts import FACTS, HASHES, OpenSource, SourceSpan
@@ -145,7 +145,7 @@ class Encoder:
         """The tokens of a row. Raises UserError where it is no example."""
         prompt = needed(row, source.settings.prompt, place)
         if _is_conversation(prompt):
-            return self._rendered(self._template.conversation(prompt, place), place)
+            return self.conversation(prompt, place)
         source.check(row, place)
         if source.settings.answer is None:
             raise UserError(f"{place}: the prompt ends without an answer, and answer is null; expected one of both")
@@ -163,7 +163,11 @@ class Encoder:
                 raise UserError(f"{place}: the prompt has no tokens, expected at least one")
             return Conversation([*tokens, *learned], len(tokens), [True] * len(learned), prompt)
         messages = [*source.messages(row), {"role": "assistant", "content": answer}]
-        return self._rendered(self._template.conversation(messages, place, learn="last"), place)
+        return self.conversation(messages, place, learn="last")
+
+    def conversation(self, messages: Any, place: str, learn: Learned | None = None) -> Conversation:
+        """The tokens of messages. Arguments and errors as of `ChatTemplate.conversation`."""
+        return self._rendered(self._template.conversation(messages, place, learn=learn), place)
 
     def _rendered(self, rendered: Rendered, place: str) -> Conversation:
         tokens: list[int] = []

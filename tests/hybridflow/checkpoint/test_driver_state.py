@@ -18,6 +18,7 @@ from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.checkpoint.batch_files import read_batch, write_batch
 from hybridflow.checkpoint.driver_state import RandomState, RunState
 from hybridflow.checkpoint.evaluation_result import Measured, Subject
+from hybridflow.checkpoint.set_results import Best, MeasuredSet
 from hybridflow.rundir.progress import PhaseFile
 
 
@@ -51,6 +52,9 @@ def a_state(*buffer: SampleBatch) -> RunState:
         run="a1b2",
         inputs={"data.jsonl.train_path": "xxh3_128:00"},
         buffer=buffer,
+        first_of_sets={"aime": MeasuredSet("beef", 0, 30, 4, {"mean@4": 0.1, "mean@4_low": 0.1 + 0.2})},
+        last_of_sets={"aime": MeasuredSet("beef", 12, 30, 4, {"mean@4": 0.25})},
+        best=Best("eval/aime/mean@4", 8, 1 / 3, "beef"),
         algorithm={"kl_controller": {"coefficient": 0.1 + 0.2}, "lagrange": {"log_multiplier": -1e-30, "updates": 3.0}},
     )
 

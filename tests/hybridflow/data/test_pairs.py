@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -14,7 +16,7 @@ from hybridflow.data.config import ArithmeticConfig, DataConfig, OverlongPolicy,
 from hybridflow.data.given_responses import GivenResponses, alike_notes, encode_pairs
 from hybridflow.data.pairs import Pair, load_pairs, read_pairs
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS, load_splits
-from hybridflow.data.tokenizer import make_character_tokenizer
+from hybridflow.data.tokenizer import make_character_tokenizer, make_chat_tokenizer
 
 GOOD = '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}'
 
@@ -64,21 +66,18 @@ def test_pairs_in_order_with_the_named_fields_as_texts_or_tokens(tmp_path: Path)
         ("{}", "no field 'prompt', only an empty object"),
         (
             '{"prompt": "", "chosen": "1", "rejected": "2"}',
-            "field 'prompt' is '', expected a non-empty string or a list",
+            "field 'prompt' is '', expected a non-empty string, a list",
         ),
         (
             '{"prompt": "x", "chosen": "", "rejected": "2"}',
-            "field 'chosen' is '', expected a non-empty string or a list",
+            "field 'chosen' is '', expected a non-empty string, a list",
         ),
         ('{"prompt": "x", "chosen": "1", "rejected": []}', "field 'rejected' is [], expected a non-empty string"),
         ('{"prompt": "x", "chosen": null, "rejected": "2"}', "field 'chosen' is None"),
         ('{"prompt": "x", "chosen": [1, -2], "rejected": "2"}', "field 'chosen' is [1, -2], expected"),
         ('{"prompt": "x", "chosen": [true], "rejected": "2"}', "field 'chosen' is [True], expected"),
-        (
-            '{"prompt": [{"role": "user"}], "chosen": "1", "rejected": "2"}',
-            "field 'prompt' is [{'role': 'user'}], expected",
-        ),
-        ("[1]", "a JSON list, expected an object with field 'prompt'"),
+        ('{"prompt": ["user"], "chosen": "1", "rejected": "2"}', "field 'prompt' is ['user'], expected"),
+        ("[1]", "a JSON list, expected an object"),
         ("{", "not JSON"),
     ],
 )
@@ -103,7 +102,7 @@ def test_one_response_is_enough_only_without_pairs(tmp_path: Path) -> None:
 def test_a_file_that_cannot_serve_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read pairs from .*none\.jsonl"):
         read_pairs(tmp_path / "none.jsonl", config(tmp_path / "none.jsonl"), unpaired=False)
-    with pytest.raises(UserError, match="holds no pairs, expected one JSON object a line"):
+    with pytest.raises(UserError, match="holds no rows, expected one JSON object a line"):
         read(tmp_path / "p.jsonl", "\n")
 
 
@@ -115,6 +114,38 @@ def test_pairs_of_files_and_supervised_examples_of_their_better_responses(tmp_pa
     assert splits.train == splits.evaluation == [a_pair("1+1=", "2", "3", f"{path}:1")]
     [example] = load_splits(data).sft
     assert (example.prompt, example.answer) == ("1+1=", "2")
+
+
+def test_pairs_of_messages_are_rendered_by_the_template(tmp_path: Path) -> None:
+    tokenizer = make_chat_tokenizer(tmp_path / "tokenizer")
+    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
+    good, bad = ({"role": "assistant", "content": answer} for answer in "23")
+    rows = [
+        {"prompt": asked, "chosen": [good], "rejected": [bad]},  # the responses alone,
+        {"prompt": asked, "chosen": [*asked, good], "rejected": [*asked, bad]},  # with the prompt before them,
+        {"prompt": None, "chosen": [*asked, good], "rejected": [*asked, bad]},  # and without a column of prompts
+    ]
+    path = tmp_path / "pairs.parquet"
+    pq.write_table(pa.Table.from_pylist(rows[:2]), path)
+    found = read_pairs(path, config(path), unpaired=False)
+    conversations = tmp_path / "conversations.jsonl"
+    conversations.write_text(json.dumps(rows[2]))
+    implicit = config(path).model_copy(update={"prompt_field": None})
+    found += read_pairs(conversations, implicit, unpaired=False)
+    given = encode_pairs(tokenizer, found, context=60, policy="refuse", same="refuse", unpaired=False)
+    prompt = "<|system|>Add.<|end|><|user|>1+1<|end|><|assistant|>"
+    assert [tokenizer.decode(each) for each in given.tokens] == [prompt] * 3
+    assert [[tokenizer.decode(each) for each in both] for both in given.responses] == [["2<|end|>", "3<|end|>"]] * 3
+    [cut] = encode_pairs(tokenizer, found[:1], context=13, policy="cut_left", same="refuse", unpaired=False).tokens
+    assert tokenizer.decode(cut) == prompt.replace("1+1", "+1")
+
+
+def test_a_response_that_is_no_answer_to_its_prompt_is_refused(tmp_path: Path) -> None:
+    tokenizer = make_chat_tokenizer(tmp_path / "tokenizer")
+    asked = [{"role": "user", "content": "1+1"}]
+    pair = Pair(asked, [{"role": "assistant", "content": "2"}, *asked], [1], "p.jsonl:1")
+    with pytest.raises(UserError, match=r"p.jsonl:1: a response of 2 messages, expected one of the assistant"):
+        encode_pairs(tokenizer, [pair], context=60, policy="refuse", same="refuse", unpaired=False)
 
 
 # The arithmetic task

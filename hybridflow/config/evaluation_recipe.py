@@ -1,0 +1,75 @@
+"""A recipe where a model is evaluated alone: engines generate, rewards are given, and nothing learns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from pydantic import PrivateAttr
+
+from hybridflow.config.evaluation import PlannedSet
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.roles import ModelRole, ScoringModel
+from hybridflow.rewards.config import RewardConfig
+
+
+class EvaluationRecipe(Recipe):
+    """The same settings; the roles are engines, those who call reward functions, and a reward model if it scores."""
+
+    _measured: frozenset[str] = PrivateAttr(default=frozenset())
+
+    @classmethod
+    def of(cls, recipe: Recipe, measured: Collection[str]) -> EvaluationRecipe:
+        """A recipe whose settings are checked.
+
+        Args:
+            recipe: with the sets.
+            measured: names of those that are measured.
+        """
+        values = {name: getattr(recipe, name) for name in Recipe.model_fields}
+        rollout = recipe.rollout
+        engine = rollout.engine.model_copy(update={"release_weights": False})
+        weights = rollout.weights.model_copy(update={"share": False, "rolling": False})
+        values["rollout"] = rollout.model_copy(
+            update={"engine": engine, "weights": weights, "stream": None, "lend": False}
+        )
+        made = cls.model_construct(recipe.model_fields_set, **values)
+        made._measured = frozenset(measured)
+        return made
+
+    @property
+    def trains(self) -> bool:
+        return False
+
+    @property
+    def sets(self) -> dict[str, PlannedSet]:
+        return {name: each for name, each in super().sets.items() if name in self._measured}
+
+    @property
+    def runs_ahead(self) -> bool:
+        return False
+
+    @property
+    def models(self) -> dict[str, ModelRole]:
+        scored = any(each.reward is None for each in self.sets.values())
+        return {"reward_model": self.reward_model} if scored and self.reward_model is not None else {}
+
+    @property
+    def teacher_engine(self) -> None:
+        return None
+
+    @property
+    def functions(self) -> dict[str, RewardConfig]:
+        return {}
+
+    @property
+    def all_functions(self) -> dict[str, RewardConfig]:
+        return {each.scorer: each.reward for each in self.sets.values() if each.scorer and each.reward}
+
+    @property
+    def scoring(self) -> dict[str, ScoringModel]:
+        return {}
+
+    @property
+    def device_maps(self) -> dict[str, str]:
+        wanted = {"rollout", *self.models, *(("reward",) if self.all_functions else ())}
+        return {role: devices for role, devices in super().device_maps.items() if role in wanted}

@@ -1,0 +1,225 @@
+"""What is evaluated alone: whose weights, on which sets, and into which directory; found before anything starts."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from engine3d.checkpoint.hf import MODEL
+from engine3d.checkpoint.manifest import find_checkpoints, step_directory
+from engine3d.errors import UserError
+from engine3d.models import load_model_spec
+from hybridflow.checkpoint.resume import find_sound
+from hybridflow.checkpoint.set_results import read_best
+from hybridflow.cluster.hosts.checks.host_check import check_directories, check_writable
+from hybridflow.config.actors import load_one_recipe
+from hybridflow.config.evaluation_recipe import EvaluationRecipe
+from hybridflow.config.initial_model import initial_spec, initial_tokenizer
+from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.config.yaml_loader import SettingsError
+from hybridflow.data.prompts import Prompts
+from hybridflow.planning.engine_check import check_sampling
+from hybridflow.planning.evaluation_sets import check_set_rewards, check_sets, encode_sets, set_notes
+from hybridflow.planning.gpu_check import used_gpus
+from hybridflow.planning.model_check import check_engines, check_model_files
+from hybridflow.planning.placement_check import check_engine_devices, planned_devices
+from hybridflow.planning.prompt_check import check_token_ids
+from hybridflow.rundir.actor_runs import runs_in
+from hybridflow.rundir.file_names import EXPORT, RECIPE
+from hybridflow.rundir.kept_recipe import saved_to
+
+FOLDER = "evaluate"
+"""In a run's directory: what was evaluated alone of it."""
+_OWN = ("resume=none", "checkpoint.accept=[]", "actor=null")
+"""Settings of a run that say nothing of an evaluation."""
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """What is evaluated.
+
+    Args:
+        recipe: with the sets that are measured; its model is the HuggingFace directory whose weights the engines load,
+            or for a checkpoint that of its config and tokenizer.
+        checkpoint: whose weights are exported first; None where `recipe.model` has them.
+        step: of the checkpoint; 0 of a model.
+        notes: which prompts are left out, in lines.
+    """
+
+    recipe: EvaluationRecipe
+    checkpoint: Path | None
+    step: int
+    notes: tuple[str, ...]
+
+    @property
+    def directory(self) -> Path:
+        """Where the results go."""
+        return self.recipe.directory
+
+    @property
+    def weights(self) -> str:
+        """Whose they are."""
+        return str(self.checkpoint if self.checkpoint is not None else self.recipe.model.path)
+
+
+def plan_evaluation(
+    target: Path,
+    sets: Sequence[str],
+    overrides: Sequence[str] = (),
+    *,
+    recipe: Path | None = None,
+    checkpoint: str | None = None,
+    out: Path | None = None,
+) -> EvaluationPlan:
+    """Find out whether a model can be evaluated.
+
+    Args:
+        target: a recipe, the directory of a run, or a HuggingFace directory.
+        sets: names of sets; all of the recipe if empty.
+        overrides: `key=value`, such as another placement.
+        recipe: with the sets of a HuggingFace directory.
+        checkpoint: "last", "best" or a step; the last one of a run if None.
+        out: where the results go.
+
+    Raises:
+        UserError: in one line, what is missing.
+    """
+    loaded, root, model = _target(target, overrides, recipe)
+    found = None
+    if checkpoint is not None or (root is not None and model is None):
+        found = _checkpoint(target, root, checkpoint or "last")
+        model = found / MODEL
+    if model is None and loaded.model.path is None:
+        raise UserError(
+            f"{target}: the model of this recipe is made with random weights, expected model.path, a run's directory, "
+            "or --checkpoint"
+        )
+    step = int(found.name.removeprefix("step-")) if found is not None else 0
+    label = found.name if found is not None else (model or loaded.model.path or target).name
+    directory = out or (
+        target / FOLDER / label if (target / RECIPE).is_file() else loaded.run_dir / f"{loaded.name}-evaluate"
+    )
+    settings: dict[str, object] = {"name": directory.name, "run_dir": directory.absolute().parent}
+    if model is not None:
+        settings["model"] = loaded.model.model_copy(update={"path": model.absolute(), "create": None})
+    planned = EvaluationRecipe.of(loaded.model_copy(update=settings), _chosen(loaded, sets, recipe or target))
+    return EvaluationPlan(planned, found, step, tuple(check_evaluation_alone(planned, whole=found is None)))
+
+
+def _target(target: Path, overrides: Sequence[str], recipe: Path | None) -> tuple[Recipe, Path | None, Path | None]:
+    """The recipe, the directory of checkpoints, and the HuggingFace directory of a target, if it has these."""
+    if target.is_file():
+        if recipe is not None:
+            raise UserError(f"--recipe {recipe} with {target}, which is a recipe itself; expected one of them")
+        loaded = load_one_recipe(target, overrides)
+        return loaded, loaded.checkpoint_directory, loaded.model.path
+    if not target.is_dir():
+        raise UserError(f"{target}: no such file or directory; expected a recipe, a run, or a HuggingFace directory")
+    if (target / RECIPE).is_file():
+        if len(actors := runs_in(target)) > 1:
+            raise UserError(f"{target} holds the runs of several actors, expected one: {', '.join(map(str, actors))}")
+        loaded = load_recipe(recipe or target / RECIPE, [*_OWN, *overrides])
+        root = saved_to(target)
+        saved = root is not None and bool(find_checkpoints(root)[0])
+        exported = target / EXPORT
+        return loaded, root, None if saved or not exported.is_dir() else exported
+    if not (target / "config.json").is_file():
+        raise UserError(f"{target} has neither {RECIPE} nor config.json, expected a run or a HuggingFace directory")
+    if recipe is None:
+        raise UserError(f"{target} is a HuggingFace directory, expected --recipe RECIPE, which has the sets")
+    model = json.dumps({"path": str(target.absolute())})
+    return load_one_recipe(recipe, [*overrides, f"model={model}"]), None, target
+
+
+def _checkpoint(target: Path, root: Path | None, wanted: str) -> Path:
+    """The checkpoint that is meant. Raises UserError where there is none."""
+    if root is None:
+        raise UserError(f"--checkpoint {wanted}: {target} has no checkpoints, expected a run, or a recipe of one")
+    whole = find_sound(root)[0] if root.is_dir() else []
+    if not whole:
+        raise UserError(f"--checkpoint {wanted}: no whole checkpoint in {root}")
+    if wanted == "last":
+        return whole[0]
+    if wanted == "best":
+        best = read_best(whole[0])
+        if best is None:
+            raise UserError(f"--checkpoint best: the run has kept none as the best (checkpoint.keep_best); {root}")
+        wanted = str(best.step)
+    steps = [int(each.name.removeprefix("step-")) for each in whole]
+    if not wanted.isdecimal() or int(wanted) not in steps:
+        raise UserError(
+            f"--checkpoint {wanted}: expected best, last, or a step of {', '.join(map(str, sorted(steps)))}"
+        )
+    return step_directory(root, int(wanted))
+
+
+def _chosen(recipe: Recipe, sets: Sequence[str], source: Path) -> list[str]:
+    """The sets that are measured. Raises UserError for one that is not there."""
+    if not recipe.evaluation:
+        raise UserError(f"{source} has no sets, expected some in evaluation")
+    for name in sets:
+        if name not in recipe.evaluation:
+            raise UserError(f"--set {name}: no such set, expected one of {', '.join(recipe.evaluation)}")
+    if twice := next((name for name in sets if list(sets).count(name) > 1), None):
+        raise UserError(f"--set {twice} stands twice, expected each once")
+    return list(sets or recipe.evaluation)
+
+
+def check_evaluation_alone(recipe: EvaluationRecipe, *, whole: bool = True) -> list[str]:
+    """Whether engines can be started for the sets of a recipe, and their prompts and rewards serve.
+
+    Args:
+        recipe: of the evaluation.
+        whole: whether the model directory has weights.
+
+    Returns:
+        Which prompts are left out, a line each.
+
+    Raises:
+        SettingsError: with one line for every error found.
+    """
+    errors: list[str] = []
+    spec = initial_spec(recipe)
+    devices = planned_devices(recipe)
+    sets: dict[str, Prompts] = {}
+    notes: list[str] = []
+
+    def prompts() -> None:
+        with tempfile.TemporaryDirectory() as scratch:
+            tokenizer, _ = initial_tokenizer(recipe, Path(scratch))
+        sets.update(encode_sets(recipe, tokenizer))
+        notes.extend(set_notes(tokenizer, sets, ()))
+        for name, each in sets.items():
+            check_token_ids(f"evaluation.{name} prompt", each.tokens, spec.vocab_size)
+        if devices is not None:
+            layouts = {"rollout": recipe.rollout.layout(len(devices["rollout"]))}
+            if "reward_model" in devices:
+                layouts["reward_model"] = recipe.train_config("reward_model").layout.layout(
+                    len(devices["reward_model"])
+                )
+            check_sets(recipe, sets, layouts)
+        check_set_rewards(recipe, sets)
+
+    checks: list[Callable[[], object]] = [
+        prompts,
+        partial(check_engines, recipe, spec),
+        partial(check_sampling, recipe, spec, devices),
+        partial(check_writable, "--out", recipe.directory),
+        partial(check_directories, kernels=bool(devices and used_gpus(devices))),
+    ]
+    if devices is not None:
+        checks.append(partial(check_engine_devices, recipe, devices))
+    if whole and recipe.model.path is not None:
+        checks.append(partial(check_model_files, "model.path", load_model_spec(recipe.model.path), recipe.model.path))
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            errors += str(error).splitlines()
+    if errors:
+        raise SettingsError(errors)
+    return notes

@@ -1,0 +1,122 @@
+"""An evaluation without training: engines with given weights respond to the prompts of held-out sets."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine3d.checkpoint.hf import export_checkpoint
+from hybridflow.checkpoint.set_results import MeasuredSet, set_identity
+from hybridflow.cluster.hosts.driver_link import tell_directory
+from hybridflow.config.evaluation_recipe import EvaluationRecipe
+from hybridflow.config.yaml_loader import settings_yaml
+from hybridflow.data.prompts import Prompts
+from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.errors.log import log
+from hybridflow.planning.evaluation_plan import EvaluationPlan
+from hybridflow.planning.evaluation_sets import encode_sets
+from hybridflow.rollout.generator import Generator
+from hybridflow.rundir.atomic_files import replace_file
+from hybridflow.rundir.file_names import EVALUATIONS, RECIPE
+from hybridflow.rundir.lock import claim
+from hybridflow.trainer.role_startup import start_serving, wait_for
+from hybridflow.trainer.run_setup import Run
+from hybridflow.trainer.set_evaluation import SetMeasurer
+
+RESULT = "evaluation.json"
+"""The figures of all sets, in the directory of the evaluation."""
+_WEIGHTS = "weights"
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What came of an evaluation.
+
+    Args:
+        directory: with `evaluation.json` and the texts.
+        sets: what was measured, by the name of the set.
+    """
+
+    directory: Path
+    sets: dict[str, MeasuredSet]
+
+
+def evaluate_alone(plan: EvaluationPlan) -> Evaluated:
+    """Measure the sets of a plan; the figures and some responses are written.
+
+    Raises:
+        UserError: something that the user can put right.
+        EngineError: a role failed; everything that was started is gone.
+    """
+    recipe = plan.recipe
+    with _opened(plan) as run, start_serving(recipe, run) as serving:
+        wait_for(serving, *serving.starting)
+        measurer = SetMeasurer(
+            sets=run.sets,
+            identities={name: set_identity(each, run.sets[name]) for name, each in recipe.sets.items()},
+            learned={},
+            generator=Generator(serving.rollout),
+            functions=serving.functions,
+            reward_model=serving.reward_model,
+            tokenizer=run.tokenizer,
+            texts=run.directory / EVALUATIONS,
+            characters=recipe.metrics.sample_characters,
+        )
+        found = {}
+        for name, each in recipe.sets.items():
+            settings = each.settings
+            log.info(f"{name}: {len(run.sets[name]):,} prompts, {settings.samples} responses to each")
+            found[name] = measurer.measure(each, plan.step)
+        facts = {
+            "weights": plan.weights,
+            "step": plan.step if plan.checkpoint is not None else None,
+            "sets": {name: dataclasses.asdict(each) for name, each in found.items()},
+        }
+        replace_file(run.directory / RESULT, json.dumps(facts, indent=1) + "\n")
+    return Evaluated(run.directory, found)
+
+
+@contextmanager
+def _opened(plan: EvaluationPlan) -> Iterator[Run]:
+    """The directory of the evaluation, held; with the weights of its checkpoint, as long as the block lasts."""
+    recipe, directory = plan.recipe, plan.directory
+    lock = claim(directory)
+    tell_directory(directory)
+    exported = directory / _WEIGHTS
+    with lock:
+        (directory / RECIPE).write_text(settings_yaml(recipe))
+        model = recipe.model.path
+        if plan.checkpoint is not None:
+            log.info(f"exporting {plan.checkpoint}")
+            dtype = recipe.rollout.engine.dtype  # in which the engines of a run have the actor's weights
+            export_checkpoint(plan.checkpoint, exported, dtype=dtype, verify=recipe.checkpoint.verify)
+            model = exported
+        assert model is not None
+        try:
+            yield _run(recipe, directory, model, lock)
+        finally:
+            shutil.rmtree(exported, ignore_errors=True)
+
+
+def _run(recipe: EvaluationRecipe, directory: Path, model: Path, lock: object) -> Run:
+    tokenizer, none = load_tokenizer(model), Prompts([], [])
+    return Run(
+        directory,
+        model,
+        tokenizer,
+        train=none,
+        evaluation=none,
+        sft=none,
+        answers=[],
+        inputs={},
+        sets=encode_sets(recipe, tokenizer),
+        identity=uuid.uuid4().hex,
+        resumption=None,
+        lock=lock,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,129 @@
+"""The best checkpoint by a figure of a set, what makes two measurements comparable, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine3d.checkpoint.manifest import find_checkpoints, prune, step_directory
+from hybridflow.checkpoint.set_results import (
+    Best,
+    MeasuredSet,
+    best_of,
+    learned_from,
+    set_identity,
+    summary_of_best,
+    summary_of_sets,
+)
+from hybridflow.config.initial_model import initial_tokenizer
+from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.config.run import BestConfig
+from hybridflow.data.prompts import Prompts
+from hybridflow.data.tasks import Example
+from hybridflow.planning.evaluation_sets import encode_sets
+from tests.support.resumable import DEMO, a_recipe, make_checkpoint
+
+HIGHEST = BestConfig(metric="eval/aime/pass@1")
+LOWEST = BestConfig(metric="eval/aime/pass@1", mode="min")
+
+
+def measured(step: int, value: float, identity: str = "a") -> dict[str, MeasuredSet]:
+    return {"aime": MeasuredSet(identity, step, 30, 4, {"pass@1": value, "mean@4": value})}
+
+
+def course(settings: BestConfig | None, *values: float) -> list[int | None]:
+    """The step of the best checkpoint after each of them, from 1."""
+    best, found = None, []
+    for step, value in enumerate(values, start=1):
+        best = best_of(settings, best, measured(step, value), step)
+        found.append(best.step if best is not None else None)
+    return found
+
+
+def test_the_best_checkpoint_is_the_first_with_the_best_value() -> None:
+    assert course(HIGHEST, 0.2, 0.5, 0.5, 0.4, 0.6) == [1, 2, 2, 2, 5]
+    assert course(LOWEST, 0.2, 0.5, 0.1, 0.1) == [1, 1, 3, 3]
+    assert course(None, 0.2, 0.5) == [None, None]
+    assert course(HIGHEST, math.nan, 0.1, math.nan) == [None, 2, 2]
+
+
+def test_a_checkpoint_of_a_step_that_was_not_measured_is_never_the_best() -> None:
+    best = best_of(HIGHEST, None, measured(4, 0.5), 4)
+    assert best == Best("eval/aime/pass@1", 4, 0.5, "a")
+    assert best_of(HIGHEST, best, measured(4, 0.9), 5) == best
+    assert best_of(HIGHEST, None, {}, 5) is None
+
+
+def test_values_of_other_prompts_or_another_metric_are_not_compared() -> None:
+    before = Best("eval/aime/pass@1", 4, 0.9, "a")
+    now = best_of(HIGHEST, before, measured(8, 0.1, identity="b"), 8)
+    assert now is not None and (now.step, now.value) == (8, 0.1)
+    other = best_of(BestConfig(metric="eval/aime/mean@4"), before, measured(8, 0.1), 8)
+    assert other is not None and (other.step, other.metric) == (8, "eval/aime/mean@4")
+    assert best_of(BestConfig(metric="eval/aime/mean@4"), before, measured(4, 0.1), 8) is None
+
+
+def test_the_best_checkpoint_stays_when_older_ones_go(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path)
+    for step in (1, 2, 3, 4):
+        make_checkpoint(recipe, step)
+    root = recipe.checkpoint_directory
+    assert prune(root, 1, (2,)) == [step_directory(root, step) for step in (1, 3)]
+    assert find_checkpoints(root)[0] == [step_directory(root, step) for step in (4, 2)]
+    assert prune(root, 1, (4,)) == [step_directory(root, 2)]
+
+
+def a_set(directory: Path, *overrides: str, answer: int = 3) -> tuple[Recipe, Prompts]:
+    directory.mkdir(exist_ok=True)
+    path = directory / "sums.jsonl"
+    path.write_text(json.dumps({"prompt": "1+2=", "answer": answer}) + "\n" + '{"prompt": "2+2=", "answer": 4}\n')
+    recipe = load_recipe(DEMO, [f"evaluation.sums.data.path={path}", *overrides])
+    return recipe, encode_sets(recipe, initial_tokenizer(recipe, directory)[0])["sums"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "answer", "same"),
+    [
+        ((), 3, True),
+        (("evaluation.sums.interval=7", "evaluation.sums.texts=1", "evaluation.sums.before_train=false"), 3, True),
+        (("evaluation.sums.samples=2",), 3, False),
+        (("evaluation.sums.temperature=0.5",), 3, False),
+        (("evaluation.sums.passing=0.5",), 3, False),
+        (("evaluation.sums.prompts=1",), 3, False),
+        (("evaluation.sums.reward.functions=[{name: length, path: length}]",), 3, False),
+        ((), 5, False),
+    ],
+)
+def test_what_makes_two_measurements_the_same(
+    tmp_path: Path, overrides: tuple[str, ...], answer: int, same: bool
+) -> None:
+    recipe, prompts = a_set(tmp_path / "one")
+    other, others = a_set(tmp_path / "other", *overrides, answer=answer)
+    equal = set_identity(recipe.sets["sums"], prompts) == set_identity(other.sets["sums"], others)
+    assert equal == same
+
+
+def test_prompts_that_are_learned_from_are_counted(tmp_path: Path) -> None:
+    _, prompts = a_set(tmp_path)
+    training = Prompts([Example("2+2=", "4"), Example("7+7=", "14")], [[1], [2]])
+    assert learned_from(prompts, [training, Prompts([], [])]) == 1
+    assert learned_from(prompts, [Prompts([], [])]) == 0
+
+
+def test_a_run_says_what_became_of_each_set() -> None:
+    begin, end = measured(0, 0.1)["aime"], measured(8, 0.4)["aime"]
+    end = replace(end, figures=end.figures | {"mean@4_low": 0.3, "mean@4_high": 0.52})
+    assert summary_of_sets({"aime": begin}, {"aime": end}) == [
+        "aime: mean@4 0.100 -> 0.400 [0.300, 0.520], 30 prompts, step 0 -> step 8"
+    ]
+    assert summary_of_sets({"aime": end}, {"aime": end}) == ["aime: mean@4 0.400 [0.300, 0.520], 30 prompts, step 8"]
+    assert summary_of_sets({"aime": replace(begin, identity="b")}, {"aime": end}) == [
+        "aime: mean@4 0.400 [0.300, 0.520], 30 prompts, step 8; not compared with the first, which was measured "
+        "otherwise"
+    ]
+    assert summary_of_best(Best("eval/aime/pass@1", 4, 0.9, "a")) == ["best checkpoint: step 4, eval/aime/pass@1 0.9"]
+    assert summary_of_best(None) == []
