@@ -51,8 +51,8 @@ def chat_files() -> dict[str, list[Row]]:
     """Sums and differences as chats: supervised conversations, two training files and two test files, by name."""
     draw = random.Random(0)
     operands = range(LARGEST_OPERAND + 1)
-    sums = [(f"What is {a}+{b}?", a + b) for a in operands for b in operands]
-    differences = [(f"What is {a + b}-{b}?", a) for a in operands for b in operands]
+    sums = [(f"{a}+{b}?", a + b) for a in operands for b in operands]
+    differences = [(f"{a + b}-{b}?", a) for a in operands for b in operands]
     files, conversations = {}, []
     for kind, problems in (("sums", sums), ("differences", differences)):
         supervised, train, test = _parts(draw, problems, 1200, 1000, 128)
