@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reward-below", type=_number, metavar="X", help="only with a reward below X")
     parser.add_argument("--reward-above", type=_number, metavar="X", help="only with a reward above X")
     parser.add_argument("--group", type=int, metavar="G", help="only of this group: the samples of one drawn prompt")
+    parser.add_argument("--row", metavar="ROW", help="only of this row of the data, such as gsm8k:17")
     parser.add_argument("--sample", type=int, metavar="S", help="only the sample of this id")
     parser.add_argument(
         "--limit", type=int, default=_LIMIT, metavar="N", help=f"most samples, or groups with --diff ({_LIMIT})"
@@ -45,7 +46,7 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         UserError: it is no run's directory, it has no such samples, or something in it cannot be read.
     """
-    wanted = Wanted(parsed.reward_below, parsed.reward_above, parsed.group, parsed.sample)
+    wanted = Wanted(parsed.reward_below, parsed.reward_above, parsed.group, parsed.sample, parsed.row)
     _check(parsed)
     if len(runs := runs_in(parsed.run)) > 1:
         raise UserError(f"{parsed.run} holds the runs of several actors, expected one: {', '.join(map(str, runs))}")
@@ -162,6 +163,7 @@ def _head(sample: StoredSample) -> str:
     others = tokens - sum(sample.response_mask)
     parts.append(f"{tokens} tokens" + (f", {others} of them not the policy's" if others else ""))
     parts += [sample.finish_reason, f"version {sample.version}"]
+    parts += [f"row {sample.data_row}"] if sample.data_row is not None else []
     parts += [f"engine {sample.engine}"] if sample.engine is not None else []
     parts += [f"{sample.seconds:.2f} s"] if sample.seconds is not None else []
     return visible("  ".join(parts))

@@ -88,4 +88,4 @@ def mapped(path: Path, kind: Any) -> np.ndarray[Any, Any]:
     """The numbers of a file, mapped into memory; an empty file cannot be."""
     if not path.stat().st_size:
         return np.empty(0, dtype=kind)
-    return np.memmap(path, dtype=kind, mode="r")
+    return np.memmap(path, dtype=kind, mode="r").view(np.ndarray)  # as which it is indexed in half the time

@@ -33,6 +33,15 @@ class Prompts:
         """Some examples, by their indices."""
         return {index: self.examples[index] for index in dict.fromkeys(indices)}
 
+    def identities(self, indices: Iterable[int]) -> dict[int, str]:
+        """The names of the rows that some prompts are of, by their indices; nothing of data without such names."""
+        del indices
+        return {}
+
+    def sources(self) -> tuple[tuple[str, int], ...]:
+        """The name of each source, and where its prompts end; nothing of data without sources."""
+        return ()
+
     def answers(self) -> Iterable[Any]:
         """All answers; of prompts in files the first that is no text, if there is one."""
         return (example.answer for example in self.examples)

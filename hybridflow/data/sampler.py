@@ -15,8 +15,9 @@ import numpy as np
 from engine3d.errors import UserError
 from hybridflow.data.files.config import DifficultyConfig, WeightFrom
 
-_PARTS = 1_000_000
-"""Weights are counted in so many parts of the largest: whole numbers make the same choices wherever a run goes on."""
+_PARTS = 10**12
+"""Weights are counted in so many parts of the largest: whole numbers make the same choices wherever a run goes on. A
+source of one prompt has its share beside one of billions."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,12 @@ class PromptSampler:
         """
         return [self._draw() for _ in range(number)]
 
+    def forwarded(self, position: int) -> dict[str, Any]:
+        """The state of a sampler of these prompts that has drawn so many, whatever this one has drawn."""
+        other = self._order.sampler()
+        other.next(position)
+        return other.state_dict()
+
     def measured(self, rates: Mapping[int, float]) -> None:
         """Remember the pass rates of prompts, by their indices, where difficulty decides what is drawn again."""
         if self._order.difficulty is not None:
@@ -121,8 +128,14 @@ class PromptSampler:
             if epoch == 0 or self._draws_again(epoch, index):
                 return index
             skipped += 1
-            if skipped > 2 * len(source):
+            if skipped > self._most_skipped(source):
                 raise UserError(f"data.files.difficulty: {self._nothing_left(source)}")
+
+    def _most_skipped(self, source: _Source) -> float:
+        """Of prompts in a row; with `keep` above 0 one is drawn sooner, but for one case in 10^21."""
+        difficulty = self._order.difficulty
+        by_chance = 50 / difficulty.keep if difficulty is not None and difficulty.keep else 0
+        return 2 * len(source) + by_chance
 
     def _next_source(self) -> _Source:
         if len(self._sources) == 1:

@@ -300,3 +300,8 @@ def coefficient(setting: str) -> str:
 def of_set(name: str, figure: str) -> str:
     """Of a set of `evaluation`; figures are those of `evaluation_statistics` and the `SET_...` above."""
     return f"eval/{name}/{figure}"
+
+
+def of_source(name: str, figure: str) -> str:
+    """Of the samples whose prompts are of one source of `data.files.train`."""
+    return f"data/{name}/{figure}"

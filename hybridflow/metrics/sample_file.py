@@ -24,6 +24,7 @@ class SampleText:
         reward: that it is learned from, or evaluated with.
         version: of the weights that made it.
         sample: its id.
+        row: of the data that the prompt is of, as "SOURCE:ROW"; empty where rows have no names.
     """
 
     prompt: str
@@ -32,6 +33,7 @@ class SampleText:
     reward: float
     version: int
     sample: int
+    row: str = ""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class _Wanted:
 
 _LEARNING = (
     _Wanted("rewards", "Rewards", "reward", (metrics.REWARD_MEAN, "reward/[^/]+/mean"), mean=True),
+    _Wanted("rewards-by-source", "Mean reward by source of the prompts", "reward", ("data/[^/]+/reward_mean",)),
     _Wanted("pass-at-k", "Sets of k responses with a right one", "share", (metrics.REWARD_PASS_AT_K,), from_zero=True),
     _Wanted("valid", "Samples of groups that differ", "share", (metrics.REWARD_VALID_FRACTION,), from_zero=True),
     *(

@@ -12,7 +12,7 @@ from hybridflow.report.stored_texts import StoredText
 
 _MOST_CHARACTERS = 600
 _COLUMNS = ("step", "reward", "version", "prompt", "response", "answer")
-_OF_STORE = ("group", "sample", "length", "by function")
+_OF_STORE = ("group", "sample", "data row", "length", "by function")
 
 
 def sample_table(run: RunData) -> str:
@@ -42,7 +42,7 @@ def _row(text: Mapping[str, Any], with_store: bool) -> str:
     step = f"{text['phase']} {text['step']}"
     reward = text["reward"]
     shown = f"{reward:.4g}" if isinstance(reward, int | float) else str(reward)
-    others = ("", text.get("sample", ""), "", "") if with_store else ()
+    others = ("", text.get("sample", ""), text.get("row", ""), "", "") if with_store else ()
     return _cells((step, shown, text["version"], *others), (text[name] for name in ("prompt", "response", "answer")))
 
 
@@ -51,7 +51,8 @@ def _stored_row(text: StoredText) -> str:
     length = f"{len(sample.response_tokens)}, {sample.finish_reason}"
     by_name = ", ".join(f"{name} {value:.4g}" for name, value in sample.by_name.items())
     reward = "" if sample.reward is None else f"{sample.reward:.4g}"
-    facts = (f"train {sample.step}", reward, sample.version, sample.group, sample.sample, length, by_name)
+    row = "" if sample.data_row is None else sample.data_row
+    facts = (f"train {sample.step}", reward, sample.version, sample.group, sample.sample, row, length, by_name)
     return _cells(facts, iter((text.prompt, text.response, "")))
 
 

@@ -41,6 +41,11 @@ BUILTIN_REWARDS: dict[str, Callable[..., list[float]]] = {"arithmetic": arithmet
 
 PROVIDED_REWARDS: dict[str, str] = {
     "math": "hybridflow.rewards.mathematics:score",
+    "http": "hybridflow.rewards.remote.http_reward:HttpReward",
+    "judge": "hybridflow.rewards.remote.judge:Judge",
     **{name: f"hybridflow.rewards.shaping:{name}" for name in ("matches", "length_limit", "repetition", "script")},
 }
 """Functions of the project that run in processes as a user's do, since what they are given may keep them busy."""
+
+REMOTE_REWARDS = ("http", "judge")
+"""Those of them that ask a server."""

@@ -11,10 +11,11 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from engine3d.settings import LONGEST_S, Settings
-from hybridflow.rewards.builtin import BUILTIN_REWARDS, PROVIDED_REWARDS
+from hybridflow.rewards.builtin import BUILTIN_REWARDS, PROVIDED_REWARDS, REMOTE_REWARDS
 
 MOST_WORKERS = 1024
 """Processes of all functions together, on one node."""
+_LONGEST_WAIT_S = 60.0
 FILES_OF_FUNCTIONS = (".py", ".pkl")
 """How the names of files end that a function's path may begin with."""
 
@@ -57,9 +58,10 @@ class RewardFunctionConfig(Settings):
     name: str = Field(min_length=1, max_length=200)
     """Names the reward in metrics and errors."""
     path: str
-    """A function of this project ("arithmetic", "length", "math", "matches", "length_limit", "repetition", "script"),
-    "package.module:function", "some/file.py:function", or "some/file.pkl:" for a function that cloudpickle has written.
-    A module is looked for from where the command runs, as a relative file is."""
+    """A function of this project ("arithmetic", "length", "math", "matches", "length_limit", "repetition", "script",
+    "http", "judge"), "package.module:function", "some/file.py:function", or "some/file.pkl:" for a function that
+    cloudpickle has written. A module is looked for from where the command runs, as a relative file is. In place of a
+    function it may name a class, which is made with the `arguments`, and whose instance is called."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the function, by name, the same in every call: such as {extract: boxed} of "math"."""
     weight: float = 1.0
@@ -79,6 +81,13 @@ class RewardFunctionConfig(Settings):
     function fails stops the run in any case."""
     failure_value: float = 0.0
     """The unweighted reward of such a sample, for "value"."""
+    retries: int = Field(default=0, ge=0, le=100)
+    """How often samples without a reward are tried again before that, for functions that may fail of a moment's state,
+    such as of a service that they ask. "http" and "judge" have `arguments.retries`, which tell such failures from
+    others."""
+    backoff_s: float = Field(default=1.0, gt=0, le=LONGEST_S)
+    """Wait before the first retry, in seconds; twice as long before each further one, a minute at most, and by chance
+    down to half of that."""
 
     environment: tuple[str, ...] = ()
     """Names of the environment variables that the function sees beside those of every program (PATH, HOME, LANG and the
@@ -114,8 +123,10 @@ class RewardFunctionConfig(Settings):
                 f"workers {self.workers} and batch_size {self.batch_size} with {self.path!r}, which runs in the "
                 "calling process; expected neither"
             )
-        if self.arguments:
-            self._check_arguments()
+        if self.retries and (self.builtin or self.path in REMOTE_REWARDS):
+            own = "fails of no moment's state" if self.builtin else "retries requests itself: arguments.retries"
+            raise ValueError(f"retries {self.retries} with {self.path!r}, which {own}; expected 0")
+        self._check_arguments()
         if self.failure_value and self.on_failure != "value":
             raise ValueError(
                 f"failure_value {self.failure_value:g} with on_failure {self.on_failure!r}, which does not use it; "
@@ -125,26 +136,37 @@ class RewardFunctionConfig(Settings):
 
     def _check_arguments(self) -> None:
         """Raises ValueError where the function is ours and does not take them; another one's process says so."""
-        if self.builtin:
+        if self.builtin and self.arguments:
             raise ValueError(f"arguments {self.arguments} with {self.path!r}, which takes none")
         try:
             json.dumps(self.arguments)
         except (TypeError, ValueError) as error:
             raise ValueError(f"arguments: {error}, expected what JSON has") from None
-        if self.path in PROVIDED_REWARDS:
-            module, _, name = self.imported_from.rpartition(":")
-            function = getattr(importlib.import_module(module), name)
-            given: dict[str, Any] = {"answers": []} if "answers" in inspect.signature(function).parameters else {}
-            try:
-                function([], **given, **self.arguments)
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"arguments {self.arguments} of {self.path!r}: {error}") from None
+        if self.path not in PROVIDED_REWARDS:
+            return
+        module, _, name = self.imported_from.rpartition(":")
+        function = getattr(importlib.import_module(module), name)
+        given: dict[str, Any] = {} if isinstance(function, type) else {"generated_texts": []}
+        if "answers" in inspect.signature(function).parameters:
+            given["answers"] = []
+        try:
+            function(**given, **self.arguments)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"arguments of {self.path!r}: {error}") from None
+        key = self.arguments.get("api_key_variable")
+        if key is not None and key not in self.environment:
+            raise ValueError(f"arguments.api_key_variable {key!r} is not in environment, expected environment: [{key}]")
 
     def limit_s(self, samples: int) -> float:
         """The most seconds that a call on so many samples can take, retries and imports included; see `Worker`."""
         share = -(-samples // self.workers)
         calls = -(-share // (self.batch_size or share or 1))
-        return 2 * calls * self.timeout_s + self.load_timeout_s
+        return calls * (2 * (1 + self.retries) * self.timeout_s + sum(self.waits_s)) + self.load_timeout_s
+
+    @property
+    def waits_s(self) -> list[float]:
+        """The longest wait before each retry, in seconds."""
+        return [min(self.backoff_s * 2.0**number, _LONGEST_WAIT_S) for number in range(self.retries)]
 
 
 class RewardConfig(Settings):

@@ -1,9 +1,14 @@
 """The process that runs one user's reward function. Started by `supervisor.py`, with the standard library alone.
 
 It loads the function and serves one call after another over a socket; messages are JSON, each behind its length in 4
-bytes. A call is answered as {"call": its number, "values": [...]}, with a number for each text, or in words why there
-is none. Where there is not one for each, and where the function cannot be loaded, the answer is {"error": what}; the
-parent puts the name of the reward in front. What runs here is the user's: the parent checks every answer.
+bytes. A call is answered as {"call": its number, "values": [...], "figures": {...}, "counts": {...}}, with a number for
+each text, or in words why there is none, and figures of each by name. Where there is not one for each, and where the
+function cannot be loaded, the answer is {"error": what}; the parent puts the name of the reward in front. What runs
+here is the user's: the parent checks every answer.
+
+A class in place of a function is made once, with the arguments of its settings, and its instance is called. If it has a
+method `prepare`, that is given the names of the data's fields before the first call, and returns which columns the
+instance is called with; `timeout_s`, the limit of the call in seconds, is passed beside them.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import inspect
 import json
 import math
 import pickle
+import re
 import socket
 import struct
 import sys
@@ -26,6 +32,11 @@ from pathlib import Path
 from typing import Any
 
 OPTIONAL_COLUMNS = ("prompts", "answers")
+MOST_FIGURES = 32
+"""Figures of each sample, by name, that a function may give beside its numbers."""
+_FIGURE = re.compile(r"[A-Za-z]\w{0,59}", re.ASCII)
+_OTHER_FIGURES = ("mean", "failed")
+_LARGEST_FIGURE = 1e30
 
 
 class RewardError(Exception):
@@ -153,7 +164,9 @@ def _wanted_columns(function: Callable[..., Any], fields: Sequence[str] | None) 
 
 
 def _with_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
-    """The function with arguments of its settings. RewardError for one that it does not take."""
+    """The function with arguments of its settings, or the instance of a class. RewardError for one it does not take."""
+    if isinstance(function, type):
+        return _instance(function, arguments)
     if not arguments:
         return function
     try:
@@ -170,6 +183,26 @@ def _with_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> 
     return functools.partial(function, **arguments)
 
 
+def _instance(kind: type, arguments: dict[str, Any]) -> Callable[..., Any]:
+    try:
+        made = kind(**arguments)
+    except Exception as error:
+        raise RewardError(f"cannot be made with its arguments: {_describe(error)}") from None
+    if not callable(made):
+        raise RewardError(f"is a class without __call__, expected {kind.__name__}()(generated_texts)")
+    return made
+
+
+def _prepared_columns(function: Callable[..., Any], fields: Sequence[str] | None) -> list[str]:
+    """As `_wanted_columns`, by what the instance of a class says itself. ValueError is what it says in words."""
+    try:
+        return list(function.prepare(fields))  # type: ignore[attr-defined]
+    except ValueError as error:
+        raise RewardError(f"cannot be prepared: {' '.join(str(error).split())}") from None
+    except Exception as error:
+        raise RewardError(f"cannot be prepared: {_describe(error)}") from None
+
+
 def _describe(error: BaseException) -> str:
     """Type, message and place of an error, in one line."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
@@ -179,8 +212,8 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}{place}: {message}" if message else f"{type(error).__name__}{place}"
 
 
-def _call(function: Callable[..., Any], columns: Sequence[str], request: dict[str, Any]) -> list[float | str]:
-    """What the function gives for each text: its number, or in words why it is none. RewardError if it is not one each.
+def _call(function: Callable[..., Any], columns: Sequence[str], request: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a call: what the function gives for each text. RewardError if it is not one value each.
 
     The text at fault is looked for where `find_sample` says so: the parent may call again with one text at a time.
     """
@@ -188,7 +221,7 @@ def _call(function: Callable[..., Any], columns: Sequence[str], request: dict[st
     deadline = time.monotonic() + request["timeout_s"] / 2
     try:
         returned = function(list(texts), **{column: list(request["columns"][column]) for column in columns})
-        return check_values(returned, texts, first)
+        return _answer(returned, texts, first)
     except RewardError:
         raise
     except BaseException as error:
@@ -220,6 +253,40 @@ def _failing_sample(
         except BaseException:
             return None
     return None
+
+
+def _answer(returned: Any, texts: Sequence[str], first: int) -> dict[str, Any]:
+    """What a function has returned, checked: `values`, and `figures` and `counts` where it gives such beside them."""
+    if not isinstance(returned, dict):
+        return {"values": check_values(returned, texts, first)}
+    if "rewards" not in returned or not returned.keys() <= {"rewards", "figures", "counts"}:
+        raise RewardError(
+            f"returned a dictionary of {_show(list(returned))}, expected 'rewards', and beside it 'figures' or 'counts'"
+        )
+    given = {kind: check_figures(kind, returned.get(kind, {}), len(texts)) for kind in ("figures", "counts")}
+    return {"values": check_values(returned["rewards"], texts, first), **given}
+
+
+def check_figures(kind: str, figures: Any, count: int) -> dict[str, list[float | None]]:
+    """Figures of each of so many texts, by name: finite numbers, None where a text has none. RewardError if not."""
+    if not isinstance(figures, dict) or len(figures) > MOST_FIGURES:
+        raise RewardError(f"returned {kind} {_show(figures)}, expected lists by name, at most {MOST_FIGURES}")
+    checked: dict[str, list[float | None]] = {}
+    for name, column in figures.items():
+        if not isinstance(name, str) or not _FIGURE.fullmatch(name) or name in _OTHER_FIGURES:
+            other = " or ".join(_OTHER_FIGURES)
+            raise RewardError(f"returned {kind} named {_show(name)}, expected letters, digits and _, and not {other}")
+        values = column.tolist() if hasattr(column, "tolist") else column
+        if not isinstance(values, list | tuple) or len(values) != count or not all(map(_is_figure, values)):
+            raise RewardError(
+                f"returned {kind} {name!r} {_show(values)}, expected a number or None for each of {count} texts"
+            )
+        checked[name] = [None if value is None else float(value) for value in values]
+    return checked
+
+
+def _is_figure(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and abs(value) < _LARGEST_FIGURE)
 
 
 def check_values(returned: Any, texts: Sequence[str], first: int) -> list[float | str]:
@@ -264,15 +331,21 @@ def serve(connection: socket.socket) -> None:
         return
     sys.path[:] = setup["sys_path"]
     try:
-        function = _with_arguments(_load(setup["path"], setup["directory"]), setup["arguments"])
-        columns = [name for name in _wanted_columns(function, setup["fields"]) if name not in setup["arguments"]]
+        loaded = _load(setup["path"], setup["directory"])
+        function = _with_arguments(loaded, setup["arguments"])
+        made = isinstance(loaded, type)
+        limited = made and hasattr(function, "prepare")
+        columns = (_prepared_columns if limited else _wanted_columns)(function, setup["fields"])
+        if not made:
+            columns = [name for name in columns if name not in setup["arguments"]]
     except RewardError as error:
         connection.sendall(encode_message({"error": str(error)}))
         return
     connection.sendall(encode_message({"columns": columns}))
     while (request := read_message(connection)) is not None:
         try:
-            reply: dict[str, Any] = {"values": _call(function, columns, request)}
+            called = functools.partial(function, timeout_s=request["timeout_s"]) if limited else function
+            reply: dict[str, Any] = _call(called, columns, request)
         except RewardError as error:
             reply = {"error": str(error)}
         connection.sendall(encode_message({"call": request["call"], **reply}))

@@ -10,7 +10,7 @@ from typing import Any
 from engine3d.errors import UserError
 from hybridflow.rewards.builtin import BUILTIN_REWARDS
 from hybridflow.rewards.config import RewardConfig
-from hybridflow.rewards.process_handle import CallError, RewardInputs, RewardProcess
+from hybridflow.rewards.process_handle import Answer, CallError, RewardInputs, RewardProcess
 from hybridflow.rewards.result import RewardResult, combine
 from hybridflow.rewards.scoring import Scoring, Worker
 
@@ -175,7 +175,7 @@ class RewardFunctions:
             function = scoring.config
             if function.builtin:
                 values = BUILTIN_REWARDS[function.path](batch.texts, answers=batch.answers)
-                scoring.record(range(len(values)), values)
+                scoring.record(range(len(values)), Answer(values))
             else:
                 workers += [Worker(process, scoring) for process in self._processes[function.name]]
         self._pending = PendingRewards(scorings, workers, self.close, whole=whole)

@@ -24,7 +24,7 @@ from hybridflow.rewards.config import RewardFunctionConfig
 
 _KILL_TIMEOUT_S = 10.0
 _LAST_WORD_S = 2.0
-_ANSWER_BYTES, _BYTES_PER_SAMPLE = 1 << 16, 1 << 12
+_ANSWER_BYTES, _BYTES_PER_SAMPLE = 1 << 16, 1 << 13
 """Most of an answer, and what each of its samples may add."""
 _LONGEST_REASON = 1000
 # What a program needs to find its interpreter, libraries, language and temporary files. The marker is by what the
@@ -47,6 +47,20 @@ class RewardInputs:
     def column(self, name: str) -> Sequence[Any]:
         """What a function gets that has a parameter of this name."""
         return {"prompts": self.prompts, "answers": self.answers}.get(name) or self.fields.get(name, ())
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call gave for each of its n samples.
+
+    Args:
+        values: (n,) the function's number, or why there is none, in words that name the sample and follow "it".
+        figures, counts: (n,) each, by name: what the function gives beside, None for a sample that has none.
+    """
+
+    values: Sequence[float | str]
+    figures: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    counts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
 
 
 class CallError(Exception):
@@ -78,7 +92,7 @@ class RewardProcess:
         self._fields = fields
         self._columns: list[str] = []
         self._lock = threading.Lock()  # of what `kill` touches: the descriptors and the mark
-        self._killed = False
+        self._killed = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._lifeline: socket.socket | None = None
@@ -103,7 +117,7 @@ class RewardProcess:
             KilledError: `kill` was called, and `close` not since.
         """
         with self._lock:
-            if self._killed:
+            if self._killed.is_set():
                 raise KilledError
             if self._connection is not None:
                 return
@@ -157,11 +171,8 @@ class RewardProcess:
             raise self._failure("asked for columns that it was not offered")
         return names
 
-    def call(self, batch: RewardInputs, samples: range, timeout_s: float) -> list[float | str]:
+    def call(self, batch: RewardInputs, samples: range, timeout_s: float) -> Answer:
         """Call the loaded function with some of the samples of a batch.
-
-        Returns:
-            For each of them the function's number, or why that is none, in words that name the sample and follow "it".
 
         Raises:
             CallError: it raised, did not return one value for each sample within `timeout_s` seconds, or died.
@@ -193,12 +204,24 @@ class RewardProcess:
         values = reply.get("values")
         if not isinstance(values, list) or len(values) != len(samples):
             raise self._failure(f"gave no answer with {len(samples)} values")
-        return [_checked(value, sample) for value, sample in zip(values, samples, strict=True)]
+        try:
+            given = {
+                kind: function_process.check_figures(kind, reply.get(kind, {}), len(samples))
+                for kind in ("figures", "counts")
+            }
+        except function_process.RewardError as error:
+            raise self._failure(f"answered what it may not: it {_in_words(error)}") from None
+        return Answer([_checked(value, sample) for value, sample in zip(values, samples, strict=True)], **given)
+
+    def pause(self, seconds: float) -> None:
+        """Wait between two calls. Raises KilledError where `kill` is called meanwhile."""
+        if self._killed.wait(seconds):
+            raise KilledError
 
     def kill(self) -> None:
         """Kill the process and whatever it started, from any thread, and let none start until `close`."""
         with self._lock:
-            self._killed = True
+            self._killed.set()
             self._cut_lifeline()
             if self._connection is not None:
                 with contextlib.suppress(OSError):  # the other end is gone
@@ -210,7 +233,7 @@ class RewardProcess:
         No other thread may use the process any more.
         """
         self._end()
-        self._killed = False
+        self._killed.clear()
 
     def _end(self) -> None:
         with self._lock:
@@ -277,7 +300,7 @@ class RewardProcess:
 
     def _failure(self, reason: str) -> CallError | KilledError:
         self._end()
-        return KilledError() if self._killed else CallError(self.config, reason)
+        return KilledError() if self._killed.is_set() else CallError(self.config, reason)
 
 
 def _environment(names: Sequence[str]) -> dict[str, str]:

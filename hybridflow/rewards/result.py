@@ -45,6 +45,10 @@ class RewardResult:
     """(B,) bool: to be left out of the step, since a function whose failures drop a sample failed."""
     failures: tuple[RewardFailure, ...]
     """What `failed` marks, by function and sample."""
+    figures: Mapping[str, Tensor] = field(default_factory=dict)
+    """(B,) float64 each: what functions gave beside, by "FUNCTION/FIGURE"; nan for a sample that has none."""
+    counts: Mapping[str, Tensor] = field(default_factory=dict)
+    """The same of what is counted, whose sum over the samples is of interest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,9 @@ class SampleScore:
     by_name: Mapping[str, float]
     failures: Mapping[str, str] = field(default_factory=dict)
     """For each function that gave none, why: one line, to follow the name of the reward."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Those of `RewardResult.figures` that the sample has."""
+    counts: Mapping[str, float] = field(default_factory=dict)
 
 
 def combine(scorings: Sequence[Scoring], *, whole: bool = True) -> RewardResult:
@@ -69,6 +76,7 @@ def combine(scorings: Sequence[Scoring], *, whole: bool = True) -> RewardResult:
     dropped = torch.zeros(size, dtype=torch.bool)
     by_name, failed = {}, {}
     failures: list[RewardFailure] = []
+    beside: dict[str, dict[str, Tensor]] = {"figures": {}, "counts": {}}
     for scoring in scorings:
         function = scoring.config
         mask = torch.tensor([sample in scoring.failures for sample in range(size)], dtype=torch.bool)
@@ -83,11 +91,14 @@ def combine(scorings: Sequence[Scoring], *, whole: bool = True) -> RewardResult:
         total += weighted
         by_name[function.name], failed[function.name] = column, mask
         failures += [RewardFailure(function.name, *failure) for failure in sorted(scoring.failures.items())]
+        for kind, given in (("figures", scoring.figures), ("counts", scoring.counts)):
+            for name, each in given.items():
+                beside[kind][f"{function.name}/{name}"] = torch.tensor(each, dtype=torch.float64)
     if not total[~dropped].isfinite().all():
         sample = int((~dropped & ~total.isfinite()).nonzero()[0])
         names = " + ".join(f"{each.config.weight:g} x {each.config.name!r}" for each in scorings)
         raise UserError(f"rewards: their sum {names} of sample {sample} is not finite in float32")
-    result = RewardResult(total, by_name, failed, dropped, tuple(failures))
+    result = RewardResult(total, by_name, failed, dropped, tuple(failures), **beside)
     if whole:
         check_given(result, [scoring.config for scoring in scorings])
     return result
@@ -121,11 +132,28 @@ def by_sample(result: RewardResult) -> list[SampleScore]:
     for failure in result.failures:
         failures[failure.sample][failure.function] = failure.reason
     columns = {name: column.tolist() for name, column in result.by_name.items()}
-    rows = zip(result.total.tolist(), result.dropped.tolist(), failures, strict=True)
+    figures, counts = _rows(result.figures, len(failures)), _rows(result.counts, len(failures))
+    rows = zip(result.total.tolist(), result.dropped.tolist(), failures, figures, counts, strict=True)
     return [
-        SampleScore(total, dropped, {name: column[row] for name, column in columns.items()}, failed)
-        for row, (total, dropped, failed) in enumerate(rows)
+        SampleScore(total, dropped, {name: column[row] for name, column in columns.items()}, failed, *beside)
+        for row, (total, dropped, failed, *beside) in enumerate(rows)
     ]
+
+
+def _rows(columns: Mapping[str, Tensor], size: int) -> list[dict[str, float]]:
+    """Of each of so many samples, what is no nan in its columns."""
+    rows: list[dict[str, float]] = [{} for _ in range(size)]
+    for name, column in columns.items():
+        for row, value in zip(rows, column.tolist(), strict=True):
+            if not math.isnan(value):
+                row[name] = value
+    return rows
+
+
+def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, Tensor]:
+    """The inverse of `_rows`."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: torch.tensor([row.get(name, math.nan) for row in rows], dtype=torch.float64) for name in names}
 
 
 def of_samples(scores: Sequence[SampleScore], functions: Sequence[RewardFunctionConfig]) -> RewardResult:
@@ -143,6 +171,8 @@ def of_samples(scores: Sequence[SampleScore], functions: Sequence[RewardFunction
         {name: torch.tensor([name in score.failures for score in scores], dtype=torch.bool) for name in names},
         torch.tensor([score.dropped for score in scores], dtype=torch.bool),
         tuple(failures),
+        _columns([score.figures for score in scores]),
+        _columns([score.counts for score in scores]),
     )
     check_given(result, functions)
     return result
@@ -161,6 +191,8 @@ def join_results(parts: Sequence[RewardResult]) -> RewardResult:
             for start, part in zip(starts, parts, strict=True)
             for failure in part.failures
         ),
+        _columns([row for part in parts for row in _rows(part.figures, len(part.total))]),
+        _columns([row for part in parts for row in _rows(part.counts, len(part.total))]),
     )
 
 
@@ -179,11 +211,26 @@ def reward_metrics(result: RewardResult, *, group: str = "reward") -> dict[str, 
     """Figures of a result of at least one sample, for the metrics.
 
     `reward/<name>/mean` is over the samples for which the function has a value; `reward/<name>/failed` and
-    `reward/dropped` are counts. `group` stands for "reward".
+    `reward/dropped` are counts. What functions gave beside is as of `figure_metrics`. `group` stands for "reward".
     """
     values: dict[str, float] = {}
     for name, column in result.by_name.items():
         values[f"{group}/{name}/mean"] = float(column[~column.isnan()].mean())
         values[f"{group}/{name}/failed"] = int(result.failed[name].sum())
     values[f"{group}/dropped"] = int(result.dropped.sum())
-    return values
+    return values | figure_metrics(result, group=group)
+
+
+def figure_metrics(result: RewardResult, *, group: str = "reward") -> dict[str, float]:
+    """What functions gave beside their rewards, over all samples, dropped ones too.
+
+    Of a figure the mean, `reward/<name>/<figure>`, and the 95th percentile, `reward/<name>/<figure>_p95`; of a count
+    the sum.
+    """
+    values: dict[str, float] = {}
+    for name, column in result.figures.items():
+        given = column[~column.isnan()]
+        if len(given):
+            values[f"{group}/{name}"] = float(given.mean())
+            values[f"{group}/{name}_p95"] = float(given.quantile(0.95))
+    return values | {f"{group}/{name}": float(column.nansum()) for name, column in result.counts.items()}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from engine3d.errors import UserError
 from hybridflow.rewards.config import RewardFunctionConfig
-from hybridflow.rewards.process_handle import CallError, RewardInputs, RewardProcess
+from hybridflow.rewards.process_handle import Answer, CallError, RewardInputs, RewardProcess
 
 _MOST_SHARES = 8
 _LEAST_SHARE_S = 0.01
@@ -31,23 +32,36 @@ class Scoring:
         """The function's number for each sample; nan where it failed."""
         self.failures: dict[int, str] = {}
         """For each sample that failed, why, in words that follow "it"."""
+        self.figures: dict[str, list[float]] = {}
+        """What the function gave beside, for each sample: by the name of the figure; nan where there is none."""
+        self.counts: dict[str, list[float]] = {}
+        """The same of what is counted: the sum over all calls with a sample."""
         calls = split_calls(len(batch.texts), config.workers, config.batch_size)
         self.calls: Iterator[range] = iter(calls)
         """The calls that no worker has taken. Threads may share the iterator of a list: each gets another element."""
 
-    def record(self, samples: range, values: Sequence[float | str]) -> None:
-        """Note what a call gave: for each of its samples a number, or why there is none."""
-        for sample, value in zip(samples, values, strict=True):
+    def record(self, samples: Sequence[int], answer: Answer) -> dict[int, str]:
+        """Note what a call gave for these samples. Returns those that it gave no number for, and why."""
+        for kind, given in ((self.figures, answer.figures), (self.counts, answer.counts)):
+            for name, column in given.items():
+                noted = kind.setdefault(name, [math.nan] * len(self.values))
+                for sample, figure in zip(samples, column, strict=True):
+                    if figure is not None:
+                        counted = kind is self.counts and not math.isnan(noted[sample])
+                        noted[sample] = figure + (noted[sample] if counted else 0.0)
+        failed = {}
+        for sample, value in zip(samples, answer.values, strict=True):
             if isinstance(value, str):
-                self.fail(range(sample, sample + 1), value)
+                failed[sample] = value
             else:
                 self.values[sample] = value
+        return failed
 
-    def fail(self, samples: range, reason: str) -> None:
-        """Note that these samples get no number. Raises UserError where that is to stop the run."""
-        if self.config.on_failure == "stop":
-            raise UserError(str(CallError(self.config, reason)))
-        self.failures.update(dict.fromkeys(samples, reason))
+    def fail(self, failed: Mapping[int, str]) -> None:
+        """Note that these samples get no number, and why. Raises UserError where that is to stop the run."""
+        if failed and self.config.on_failure == "stop":
+            raise UserError(str(CallError(self.config, next(iter(failed.values())))))
+        self.failures.update(failed)
 
 
 class Worker:
@@ -57,8 +71,10 @@ class Worker:
     that is left of the call if the function raised or did not return one value for each, or within one more `timeout_s`
     after a hang or a death. Of what is left of that time a sample has an equal share, or an eighth if that is more, so
     that several that hang leave some to the others; whatever has no value by then is failed. Imports do not count
-    there, but all that a worker makes for one batch have one `load_timeout_s` together. So a worker with c calls takes
-    at most 2 c timeout_s + load_timeout_s, and what it takes to kill and start processes.
+    there, but all that a worker makes for one batch have one `load_timeout_s` together. Samples without a number are
+    tried again up to `retries` times, together where the whole call failed, else one by one; each time has the limits
+    of the first. So a worker with c calls takes at most 2 c (1 + retries) timeout_s + load_timeout_s, the waits before
+    retries, and what it takes to kill and start processes.
     """
 
     def __init__(self, process: RewardProcess, scoring: Scoring) -> None:
@@ -77,51 +93,62 @@ class Worker:
             self._call(samples)
 
     def _call(self, samples: range) -> None:
-        if not self._load(samples):
-            return
+        """Make a call, and others with the samples that it gave no number for."""
+        config = self._scoring.config
+        failed = self._attempt(samples)
+        for wait_s in config.waits_s:
+            if not failed:
+                break
+            self.process.pause(wait_s * random.uniform(0.5, 1.0))  # so that workers do not come back all at once
+            whole = len(failed) == len(samples)
+            failed = self._attempt(samples) if whole else self._call_each(failed, config.timeout_s)
+        self._scoring.fail(failed)
+
+    def _attempt(self, samples: range) -> dict[int, str]:
+        """Call with all samples. Returns those that have no number, and why; the same of all others here."""
+        if (failed := self._load(samples)) is not None:
+            return failed
         config = self._scoring.config
         deadline = time.monotonic() + config.timeout_s
         try:
-            values = self.process.call(self._scoring.batch, samples, config.timeout_s)
+            answer = self.process.call(self._scoring.batch, samples, config.timeout_s)
         except CallError as error:
+            reasons = dict.fromkeys(samples, error.reason)
             if len(samples) == 1 or config.on_failure == "stop":
-                self._scoring.fail(samples, error.reason)
-            else:
-                left_s = deadline - time.monotonic() if self.process.running else config.timeout_s
-                self._call_each(samples, left_s, error.reason)
-        else:
-            self._scoring.record(samples, values)
+                return reasons
+            return self._call_each(reasons, deadline - time.monotonic() if self.process.running else config.timeout_s)
+        return self._scoring.record(samples, answer)
 
-    def _call_each(self, samples: range, left_s: float, reason: str) -> None:
-        """Call with one sample at a time, within `left_s` seconds, since the call with all of them failed."""
-        for sample in samples:
+    def _call_each(self, failed: Mapping[int, str], left_s: float) -> dict[int, str]:
+        """Call with one sample at a time, within `left_s` seconds, since a call with all of them failed."""
+        still: dict[int, str] = {}
+        for number, (sample, reason) in enumerate(failed.items()):
             alone = range(sample, sample + 1)
-            limit_s = max(left_s / min(samples.stop - sample, _MOST_SHARES), _LEAST_SHARE_S)
+            limit_s = max(left_s / min(len(failed) - number, _MOST_SHARES), _LEAST_SHARE_S)
             if left_s < _LEAST_SHARE_S:
-                self._scoring.fail(alone, f"had no time left for sample {sample} alone after it {reason}")
+                none_left = f"had no time left for sample {sample} alone after it "
+                still[sample] = none_left + reason.removeprefix(none_left)
                 continue
-            if not self._load(alone):
+            if (unloaded := self._load(alone)) is not None:
+                still |= unloaded
                 continue
             started = time.monotonic()
             try:
-                values = self.process.call(self._scoring.batch, alone, limit_s)
+                still |= self._scoring.record(alone, self.process.call(self._scoring.batch, alone, limit_s))
             except CallError as error:
-                self._scoring.fail(alone, error.reason)
-            else:
-                self._scoring.record(alone, values)
+                still[sample] = error.reason
             left_s -= time.monotonic() - started
+        return still
 
-    def _load(self, samples: range) -> bool:
-        """Have the function loaded; if it cannot be, these samples fail."""
+    def _load(self, samples: range) -> dict[int, str] | None:
+        """Have the function loaded. Where it cannot be, why, for each of these samples."""
         if not self.process.running and self._load_left_s <= 0:
-            self._scoring.fail(samples, f"had no time left to be imported again for sample {samples.start}")
-            return False
+            return dict.fromkeys(samples, f"had no time left to be imported again for sample {samples.start}")
         started = time.monotonic()
         try:
             self.process.load(self._load_left_s)
         except CallError as error:
-            self._scoring.fail(samples, error.reason)
-            return False
+            return dict.fromkeys(samples, error.reason)
         finally:
             self._load_left_s -= time.monotonic() - started
-        return True
+        return None

@@ -25,7 +25,7 @@ from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.future import Future
 from hybridflow.workers.protocols import DP_PROTO, ONE_TO_ALL, register
 
-_TOTAL, _DROPPED, _VALUE, _FAILED = "total", "dropped", "value/", "failed/"
+_TOTAL, _DROPPED, _VALUE, _FAILED, _FIGURE, _COUNT = "total", "dropped", "value/", "failed/", "figure/", "count/"
 _VOTE = "vote"
 _OF_TRAINING = ("reward", "cost")
 
@@ -100,6 +100,8 @@ class FunctionRewardWorker:
         facts = {_TOTAL: result.total, _DROPPED: result.dropped}
         facts |= {f"{_VALUE}{name}": column for name, column in result.by_name.items()}
         facts |= {f"{_FAILED}{name}": mask for name, mask in result.failed.items()}
+        facts |= {f"{_FIGURE}{name}": column for name, column in result.figures.items()}
+        facts |= {f"{_COUNT}{name}": column for name, column in result.counts.items()}
         return Columns(facts=facts, note=result.failures)
 
     def score_rows(self, rows: Sequence[Row], examples: Mapping[int, Example]) -> list[dict[str, SampleScore]]:
@@ -147,4 +149,6 @@ def reward_result(scored: Future[Columns]) -> RewardResult:
         return {name.removeprefix(prefix): fact for name, fact in facts.items() if name.startswith(prefix)}
 
     failures = tuple(failure for note in scored.notes() for failure in note)
-    return RewardResult(facts[_TOTAL], named(_VALUE), named(_FAILED), facts[_DROPPED], failures)
+    return RewardResult(
+        facts[_TOTAL], named(_VALUE), named(_FAILED), facts[_DROPPED], failures, named(_FIGURE), named(_COUNT)
+    )

@@ -19,6 +19,7 @@ from hybridflow.rundir.sample_files import stored_steps
 _SUMS = ("reward", "cost")
 _PLAIN = ("step", "sample_id", "group_id", "prompt_index", "policy_version", "finish_reason", "advantage")
 _WHERE = ("engine", "began", "ended")
+_DATA_ROW = "data_row"
 _TOKENS = ("prompt_tokens", "response_tokens", "response_mask")
 
 
@@ -29,12 +30,14 @@ class Wanted:
     Args:
         reward_below, reward_above: of their rewards; any if None.
         group, sample: their ids; any if None.
+        data_row: that the prompt is of; any if None.
     """
 
     reward_below: float | None = None
     reward_above: float | None = None
     group: int | None = None
     sample: int | None = None
+    data_row: str | None = None
 
     @property
     def is_any(self) -> bool:
@@ -48,6 +51,7 @@ class Wanted:
         return (
             (self.group is None or row["group_id"] == self.group)
             and (self.sample is None or row["sample_id"] == self.sample)
+            and (self.data_row is None or row.get(_DATA_ROW) == self.data_row)
             and (self.reward_below is None or reward < self.reward_below)
             and (self.reward_above is None or reward > self.reward_above)
         )
@@ -58,7 +62,7 @@ class Wanted:
             for word, value in (("below", self.reward_below), ("above", self.reward_above))
             if value is not None
         ]
-        ids = (("group", self.group), ("id", self.sample))
+        ids = (("group", self.group), ("id", self.sample), ("row", self.data_row))
         said += [f"{name} {value}" for name, value in ids if value is not None]
         return " and ".join(said)
 
@@ -80,6 +84,7 @@ class StoredSample:
         seconds: from asking the engine to the whole response; None where that is not known.
         prompt_tokens, response_tokens: their ids; none where they were not asked for.
         response_mask: which response tokens the policy wrote.
+        data_row: that the prompt is of, as "SOURCE:ROW"; None where rows have no names.
     """
 
     step: int
@@ -97,6 +102,7 @@ class StoredSample:
     prompt_tokens: Sequence[int] = ()
     response_tokens: Sequence[int] = ()
     response_mask: Sequence[bool] = ()
+    data_row: str | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,7 @@ class StepFile:
         if missing := [name for name in (*_PLAIN, *_SUMS, *_WHERE, *_TOKENS) if name not in names]:
             raise UserError(f"{path} has no column {missing[0]}, expected the samples of a step")
         self._named = [name for name in names if name.startswith(tuple(f"{each}/" for each in _SUMS))]
+        self._rest = [name for name in (_DATA_ROW,) if name in names]  # files of earlier versions lack it
 
     def __len__(self) -> int:
         return int(self._file.metadata.num_rows)
@@ -136,7 +143,7 @@ class StepFile:
 
     def find(self, wanted: Wanted) -> list[tuple[Place, StoredSample]]:
         """What is looked for, in the order of the file, without its tokens."""
-        names = [*_PLAIN, *_SUMS, *_WHERE, *self._named]
+        names = [*_PLAIN, *_SUMS, *_WHERE, *self._named, *self._rest]
         found = []
         for number in range(self._file.num_row_groups):
             rows = self._rows(number, names)
@@ -148,7 +155,7 @@ class StepFile:
         found: dict[Place, StoredSample] = {}
         for number in dict.fromkeys(place.row_group for place in places):
             here = [place for place in places if place.row_group == number]
-            names = [*_PLAIN, *_SUMS, *_WHERE, *self._named, *_TOKENS]
+            names = [*_PLAIN, *_SUMS, *_WHERE, *self._named, *self._rest, *_TOKENS]
             rows = self._rows(number, names, [place.row for place in here])
             found |= {place: self._sample(each) for place, each in zip(here, rows, strict=True)}
         return [found[place] for place in places]
@@ -181,6 +188,7 @@ class StepFile:
             prompt_tokens=row.get("prompt_tokens") or (),
             response_tokens=row.get("response_tokens") or (),
             response_mask=row.get("response_mask") or (),
+            data_row=row.get(_DATA_ROW),
         )
 
     def _try(self, read: Any) -> Any:

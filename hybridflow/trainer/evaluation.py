@@ -13,7 +13,7 @@ from hybridflow.checkpoint.evaluation_result import Measured, Subject
 from hybridflow.data.prompts import Draw
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics
-from hybridflow.rewards.result import reward_metrics
+from hybridflow.rewards.result import figure_metrics, reward_metrics
 from hybridflow.roles.reward import reward_result
 from hybridflow.trainer.step import Machinery, tell_failures
 
@@ -44,6 +44,7 @@ def evaluate(
         result = reward_result(machinery.roles.functions["reward"].score(batch, examples=prompts.at(draw.indices)))
         tell_failures(f"step {step}, eval", result)
         failed = {name: value for name, value in reward_metrics(result).items() if name.endswith("/failed")}
+        failed |= figure_metrics(result)
         kept = (~result.dropped).nonzero()[:, 0]
         batch, rewards = batch.select(kept), result.total[kept]
     else:

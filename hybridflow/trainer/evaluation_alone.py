@@ -114,6 +114,7 @@ def _run(recipe: EvaluationRecipe, directory: Path, model: Path, lock: object) -
         evaluation=none,
         sft=none,
         answers=[],
+        masks=None,
         inputs={},
         sets=encode_sets(recipe, tokenizer),
         identity=uuid.uuid4().hex,

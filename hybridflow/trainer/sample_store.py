@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -21,7 +21,7 @@ import torch
 
 from engine3d.errors import first_line
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.sample_table import ByName, Scored, sample_schema, table_of
+from hybridflow.batch.sample_table import DATA_ROW, ByName, Scored, sample_schema, table_of
 from hybridflow.config.run import SamplesConfig
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
@@ -41,6 +41,7 @@ _END_S = 60.0
 _FAILED_END_S = 5.0
 _COMPRESSED = {"compression": "zstd", "use_byte_stream_split": ["logprobs.list.element"]}
 _REPEATED = [
+    DATA_ROW,
     *("prompt_tokens.list.element", "response_tokens.list.element", "token_versions.list.element"),
     *("step", "group_id", "prompt_index", "policy_version", "reward", "engine", "finish_reason", "began", "ended"),
 ]
@@ -57,6 +58,7 @@ class LearnedSamples:
         batches: the samples, in the order in which they were learned from.
         by_name: what functions and models have given them, such as "reward/exact_match".
         baselines: what rewards were compared with, by group, where that is no reward of the group's samples.
+        data_rows: the row of the data that each prompt is of, by its index, where rows have names.
     """
 
     step: int
@@ -64,6 +66,7 @@ class LearnedSamples:
     batches: tuple[RemoteBatch, ...]
     by_name: Mapping[str, ByName] = field(default_factory=dict)
     baselines: Mapping[int, float] = field(default_factory=dict)
+    data_rows: Mapping[int, str] = field(default_factory=dict)
 
 
 class SampleStore:
@@ -116,13 +119,7 @@ class SampleStore:
         """Have the samples of a step written; waits for earlier ones where the disk is slower than training."""
         if not self._settings.store or not any(map(len, learned.batches)):
             return
-        held = LearnedSamples(
-            learned.step,
-            learned.version,
-            tuple(batch.as_generated() for batch in learned.batches),
-            learned.by_name,
-            learned.baselines,
-        )
+        held = replace(learned, batches=tuple(batch.as_generated() for batch in learned.batches))
         with self._changed:
             if self._changed.wait_for(self._has_room, 0.0 if self._stuck else _PATIENCE_S):
                 self._waiting.append(held)
@@ -229,7 +226,7 @@ def write_samples(file: BinaryIO, learned: LearnedSamples, *, most_tokens: int =
                 few = batch.select(rows)
                 shared = few.facts.get("advantages")
                 advantages = None if shared is None else ByName(few.facts["sample_ids"], shared.float())
-                table = table_of(few.fetch(), Scored(by_name, advantages), learned.step)
+                table = table_of(few.fetch(), Scored(by_name, advantages, learned.data_rows), learned.step)
                 writer.write_table(table.replace_schema_metadata(schema.metadata))
 
 

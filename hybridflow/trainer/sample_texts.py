@@ -48,6 +48,7 @@ def sample_texts(
             reward=float(rewards[row]),
             version=version,
             sample=sample,
+            row=examples[index].identity,
         )
         for row, prompt, response, index, version, sample in zip(
             rows,

@@ -50,6 +50,7 @@ from hybridflow.trainer.role_startup import Roles
 from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.sample_store import LearnedSamples
 from hybridflow.trainer.sample_texts import sample_texts
+from hybridflow.trainer.source_figures import SourceFigures
 from hybridflow.trainer.step_figures import Scores, rollout_metrics
 from hybridflow.trainer.weight_sync import NoEngines, WeightSync
 from hybridflow.workers.future import Future
@@ -136,6 +137,7 @@ class TrainerStep(Step[Any]):
     _recalled: set[int] = field(default_factory=set)
     _rollouts: list[Rollout] = field(default_factory=list)
     _scores: dict[str, list[Scores]] = field(default_factory=dict)
+    _by_source: SourceFigures = field(default_factory=SourceFigures)
     _passes: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Of each prompt how many of its responses passed, and how many there were."""
     _told: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -368,6 +370,8 @@ class TrainerStep(Step[Any]):
             self.values[latency] = self.values.get(latency, 0.0) + times[latency]
             if what == "reward":
                 self._count_passes(batch.facts["prompt_indices"][rows], total[rows])
+                self._by_source.add(batch.facts["prompt_indices"][rows], total[rows])
+                self.values |= self._by_source.metrics(self.machinery.run.train)
             if not part:
                 self._check_enough(len(rows), len(batch), what)
         return batch.with_facts(**{fact: total}).select(rows)
@@ -401,7 +405,10 @@ class TrainerStep(Step[Any]):
         """What the step has learned from, for the run's sample store."""
         named = {what: Scores.join(scores).by_name(what) for what, scores in self._scores.items()}
         by_name = {name: figures for each in named.values() for name, figures in each.items()}
-        return LearnedSamples(self.number, self.version, tuple(self.learned), by_name, self.baselines)
+        learned = tuple(self.learned)
+        prompts = dict.fromkeys(index for batch in learned for index in batch.facts["prompt_indices"].tolist())
+        rows = self.machinery.run.train.identities(prompts)
+        return LearnedSamples(self.number, self.version, learned, by_name, self.baselines, rows)
 
     @property
     def least_samples(self) -> int:

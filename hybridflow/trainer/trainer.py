@@ -313,7 +313,7 @@ class Trainer:
         under_way = state.stream
         if self.recipe.checkpoint.accept:  # perhaps other prompts, or in another order, or another tokenizer
             position = min([order["position"], *(int(batch.group_ids.min()) for batch in held), *_numbers(under_way)])
-            order, held, replay = machinery.sampler.state_dict() | {"position": position}, (), None
+            order, held, replay = machinery.sampler.forwarded(position), (), None
             under_way = None
         machinery.sampler.load_state_dict(order)
         machinery.generator.samples_drawn = state.samples_drawn

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.support.scripted_server import completion, serving
 from tests.support.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
@@ -51,3 +53,31 @@ def test_an_example_runs(words: list[str], said: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(said, done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.processes
+def test_the_example_with_a_judge_runs(tmp_path: Path) -> None:
+    with serving(lambda _: completion(json.dumps({"score": 5}), tokens=(40, 6))) as server:
+        recipe = (ROOT / "examples/judge.yaml").read_text()
+        url = "http://127.0.0.1:30000/v1"
+        assert url in recipe
+        base = f"base: {ROOT}/launch/recipes/demo.yaml"
+        (tmp_path / "judge.yaml").write_text(
+            recipe.replace(url, f"{server.url}/v1").replace("base: ../launch/recipes/demo.yaml", base)
+        )
+        words = [
+            *("-m", "hybridflow", "train", "judge.yaml", "warmup.steps=1"),
+            *("trainer.steps=1", "trainer.prompts_per_step=8", "trainer.eval_before_train=false"),
+            *("trainer.eval_prompts=16", "trainer.export=false", "placement.actor=cpu:0", "train.layout.ep=1"),
+        ]
+        done = subprocess.run(
+            [warm_python(), *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    logged = [json.loads(line) for line in (tmp_path / "runs/judge/metrics.jsonl").read_text().splitlines()]
+    [step] = [line for line in logged if "reward/quality/mean" in line]
+    assert step["reward/quality/mean"] == 0.5 and step["reward/quality/failed"] == 0
+    asked, hits = step["reward/quality/requests"], step["reward/quality/cache_hits"]
+    assert asked > 0 and step["reward/quality/input_tokens"] == 40 * asked and step["reward/quality/latency_s_p95"] > 0
+    assert step["reward/quality/cost"] == pytest.approx(asked * (40 * 0.1 + 6 * 0.4) / 1e6)
+    assert asked + hits == round(asked + hits) and (asked + hits) % 8 == 0  # one of both for each sample

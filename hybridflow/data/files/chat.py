@@ -175,7 +175,7 @@ class ChatTemplate:
             given = {name: value for name, value in message.items() if value is not None}
             content = given.get("content")
             if isinstance(content, list):
-                given["content"] = content = _joined(content, where)
+                given["content"] = content = joined(content, where)
             if not isinstance(content, str) and not (content is None and "tool_calls" in given):
                 raise UserError(f"{where} has content {shortened(repr(content), 60)}, expected a text")
             checked.append(given)
@@ -199,8 +199,8 @@ class ChatTemplate:
         return text
 
 
-def _joined(parts: list[Any], where: str) -> str:
-    """The text of a content that is a list of parts."""
+def joined(parts: list[Any], where: str) -> str:
+    """The text of a content that is a list of parts. Raises UserError for a part that is no text."""
     texts = []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__

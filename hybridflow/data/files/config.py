@@ -25,8 +25,8 @@ SUFFIXES: Mapping[str, Format] = {
     ".arrow": "arrow",
 }
 """Format of a file by how its name ends; a directory is a saved data set."""
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
-"""What may follow such a suffix of texts."""
+COMPRESSED: Mapping[str, str] = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+"""What may follow such a suffix of texts, and how they are compressed then."""
 
 
 def absolute(path: str) -> str:
@@ -61,7 +61,8 @@ class Condition(Settings):
         if self.min is not None or self.max is not None:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 return False
-            if (self.min is not None and value < self.min) or (self.max is not None and value > self.max):
+            # Of a number that is none, neither comparison holds.
+            if not (self.min is None or value >= self.min) or not (self.max is None or value <= self.max):
                 return False
         if self.one_of is not None and value not in self.one_of:
             return False

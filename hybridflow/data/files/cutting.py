@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError
 from hybridflow.data.config import OverlongPolicy
-from hybridflow.data.files.chat import ChatTemplate
+from hybridflow.data.files.chat import ChatTemplate, joined
 
 _TRIES = 8
 """Texts that are cut at tokens may have other tokens beside what follows them."""
@@ -64,10 +64,13 @@ def cut_messages(
         UserError: the rest leaves no room.
     """
     own = [number for number, each in enumerate(messages) if each.get("role") in ("user", "tool")]
-    texts: dict[int, Any] = {number: messages[number].get("content") for number in own}
-    number = max(own, key=lambda each: len(texts[each] or ""), default=None)
-    content = texts.get(number) if number is not None else None
-    if not isinstance(content, str):
+    contents = {number: messages[number].get("content") or "" for number in own}
+    texts = {
+        number: joined(content, f"{place}: message {number + 1}") if isinstance(content, list) else content
+        for number, content in contents.items()
+    }
+    number = max(own, key=lambda each: len(texts[each]), default=None)
+    if number is None or not (content := texts[number]):
         raise UserError(f"{place}: no message of the user that could be cut; expected data.overlong_prompts=drop")
     spans = tokenizer(content, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     left = len(spans)
@@ -76,7 +79,6 @@ def cut_messages(
         if left < 1:
             break
         cut = [dict(each) for each in messages]
-        assert number is not None
         cut[number]["content"] = _shortened(content, spans, left, fit.policy)
         tokens = list(tokenizer(template.prompt(cut, place), add_special_tokens=False)["input_ids"])
         if len(tokens) <= fit.most:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ def open_sources(
     files = [files_of(source, cache) for source in sources]
     opened = [OpenSource.open(source, template, each, cache) for source, each in zip(sources, files, strict=True)]
     everything = [
-        *(_FORM, [[file.identity for file in each] for each in files], [_identity(source) for source in sources]),
+        *(_FORM, [[(file.reading, file.identity) for file in each] for each in files]),
+        [_identity(source) for source in sources],
         *(config.chat.model_dump(mode="json", exclude={"template", "learn"}), template.source, list(facts)),
         *(_tokenizer_identity(tokenizer), tokenizers.__version__, transformers.__version__, jinja2.__version__),
     ]
@@ -106,8 +108,11 @@ def _identity(source: FileSource) -> dict[str, Any]:
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    backend = tokenizer.backend_tokenizer.to_str()
-    return hashlib.sha256(f"{backend}\0{tokenizer.special_tokens_map}".encode()).hexdigest()
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    # Each call of a tokenizer sets these; they are what the last call needed.
+    facts = {name: value for name, value in backend.items() if name not in ("truncation", "padding")}
+    others = [tokenizer.special_tokens_map, getattr(tokenizer, "split_special_tokens", False)]
+    return hashlib.sha256(json.dumps([facts, *others], default=str).encode()).hexdigest()
 
 
 def _write(
@@ -178,14 +183,14 @@ class _Writer:
 
     def write(self, source: OpenSource) -> None:
         """All rows of a source."""
-        begin, dropped, ids = self._prompts, Counter[str](), []
+        begin, dropped, ids = self._prompts, Counter[str](), array("Q")  # a list of ten million takes 400 MB
         rows, settings = source.rows, source.settings
         count = min(len(rows), settings.rows or len(rows))
         said = time.monotonic()
         for first, some in batches(rows, 0, count):
             taken = self._taken(source, first, some, dropped)
             if settings.id is not None:
-                ids += [text_hash(source.row_id(each.number, each.row)) for each in taken]
+                ids.extend(text_hash(source.row_id(each.number, each.row)) for each in taken)
             self._encode(source, taken)
             self._keep(source, taken, dropped)
             if time.monotonic() - said > _SAY_EVERY_S:
@@ -271,9 +276,9 @@ def first_failed(source: FileSource, row: Row) -> str | None:
     return None
 
 
-def _check_ids(source: OpenSource, ids: Sequence[int]) -> None:
+def _check_ids(source: OpenSource, ids: array[int]) -> None:
     """Raises UserError where two rows have the same name."""
-    if len(found := np.array(ids, dtype=np.uint64)) and len(np.unique(found)) < len(found):
+    if len(ids) and len(np.unique(np.frombuffer(ids, dtype=np.uint64))) < len(ids):
         raise UserError(
             f"{source.settings.path[0]}: column {source.settings.id!r} has a value twice, expected one that names a "
             "row; or id=null, and rows are named by their numbers"
@@ -281,16 +286,18 @@ def _check_ids(source: OpenSource, ids: Sequence[int]) -> None:
 
 
 def check_columns(source: FileSource, rows: Rows) -> None:
-    """Whether there are the columns that a source names, by the first row.
+    """Whether there are the columns that a source names, by the first row, unless its conditions leave that out.
 
     Raises:
         UserError: names the first that is missing.
     """
     place, row = rows.place(0), rows[0]
+    for name in source.where:
+        if name not in rows.columns and name.partition(".")[0] not in rows.columns:
+            there = shortened(", ".join(map(repr, rows.columns)), 200)
+            raise UserError(f"{place}: where has column {name!r}, and there are only {there}")
+    if first_failed(source, row) is not None:
+        return
     for column in (source.prompt, source.answer, source.id):
         if column is not None:
             needed(row, column, place)
-    for column in source.where:
-        if column.partition(".")[0] not in rows.columns:
-            there = shortened(", ".join(map(repr, rows.columns)), 200)
-            raise UserError(f"{place}: where has column {column!r}, and there are only {there}")

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import csv
 import glob
 import hashlib
-import io
 import json
+import lzma
 import os
 import re
 import shutil
+import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 
 from engine3d.checkpoint.manifest import checksum
 from engine3d.errors import UserError, shortened
-from engine3d.input_files import MOST_LINE_BYTES, FileError, check_regular
+from engine3d.input_files import MOST_DIGITS_OF_DATA, MOST_LINE_BYTES, FileError, JsonError, check_regular, parse_json
 from hybridflow.data.files.config import COMPRESSED, SUFFIXES, FileSource, Format
 from hybridflow.data.files.rows import ArrowRows, Concatenated, JsonLines, Rows, plain
 
 _WILD = re.compile(r"[*?\[]")
 _BLOCK = 1 << 24
+_BATCH_ROWS = 4096
+_SETTLED_NS = 2_000_000_000
+"""A file that was written a shorter time ago may be written again without another time of change."""
+_VERSION_OF_REMOTE = ("size", "ETag", "etag", "Content-MD5", "LastModified", "last_modified", "mtime", "generation")
+"""What file systems say of a file that changes with what it holds."""
 MOST_JSON_BYTES = 1 << 30
 """Of a file that is one list of objects."""
 
@@ -47,6 +53,17 @@ class DataFile:
     identity: str
     local: Path
     split: str | None = None
+
+    @property
+    def compression(self) -> str | None:
+        """How its text is compressed, by its name."""
+        return next((kind for suffix, kind in COMPRESSED.items() if self.path.lower().endswith(suffix)), None)
+
+    @property
+    def reading(self) -> str:
+        """How its bytes become rows: with these, what the cache keeps of it is named by this."""
+        tabs = self.format == "csv" and _without_compression(self.path).endswith(".tsv")
+        return f"{self.format} {'tabs' if tabs else ''} {self.compression or ''}"
 
 
 def default_cache() -> Path:
@@ -76,11 +93,10 @@ def open_rows(files: Sequence[DataFile], cache: Path) -> Rows:
 
 def _expanded(given: str) -> list[str]:
     if "://" in given:
-        if not _WILD.search(given):
+        if not _WILD.search(given) or given.startswith(("http://", "https://")):  # where "?" begins a query
             return [given]
         filesystem, path = _remote(given)
-        scheme = given.partition("://")[0]
-        found = [f"{scheme}://{each}" for each in sorted(filesystem.glob(path))]
+        found = [filesystem.unstrip_protocol(each) for each in sorted(_asked(given, lambda: filesystem.glob(path)))]
     elif Path(given).exists() or not _WILD.search(given):
         return [given]
     else:
@@ -109,7 +125,7 @@ def _data_file(path: str, source: FileSource, cache: Path) -> DataFile:
     else:
         local = Path(path)
     if format == "dataset":
-        return DataFile(path, format, _directory_identity(local), local, source.split)
+        return DataFile(path, format, _directory_identity(local, cache), local, source.split)
     try:
         check_regular(local)
     except FileError as error:
@@ -122,9 +138,7 @@ def _data_file(path: str, source: FileSource, cache: Path) -> DataFile:
 def _format(path: str) -> Format:
     if "://" not in path and Path(path).is_dir():
         return "dataset"
-    name = path.lower()
-    for suffix in COMPRESSED:
-        name = name.removesuffix(suffix)
+    name = _without_compression(path)
     if found := next((format for suffix, format in SUFFIXES.items() if name.endswith(suffix)), None):
         return found
     raise UserError(
@@ -132,26 +146,33 @@ def _format(path: str) -> Format:
     )
 
 
-def _directory_identity(directory: Path) -> str:
+def _without_compression(path: str) -> str:
+    name = path.lower()
+    suffix = next((each for each in COMPRESSED if name.endswith(each)), "")
+    return name.removesuffix(suffix)
+
+
+def _directory_identity(directory: Path, cache: Path) -> str:
     """Of a saved data set: of the names and bytes of its files."""
     if not (directory / "dataset_info.json").exists() and not (directory / "dataset_dict.json").exists():
         raise UserError(f"{directory}: no data set that `datasets` has saved, expected dataset_info.json in it")
     state = hashlib.sha256()
     for path in sorted(each for each in directory.rglob("*") if each.is_file()):
-        state.update(f"{path.relative_to(directory)}\0{checksum(path)}\0".encode())
+        state.update(f"{path.relative_to(directory)}\0{_checksum(path, cache)}\0".encode())
     return f"sha256:{state.hexdigest()}"
 
 
 def _checksum(path: Path, cache: Path) -> str:
-    """Of a file's bytes; kept in the cache for as long as its size, time and place do not change."""
+    """Of a file's bytes; kept in the cache for as long as its size, times and place do not change."""
     facts = path.stat()
-    known = f"{path}\0{facts.st_dev}\0{facts.st_ino}\0{facts.st_size}\0{facts.st_mtime_ns}"
+    known = f"{path}\0{facts.st_dev}\0{facts.st_ino}\0{facts.st_size}\0{facts.st_mtime_ns}\0{facts.st_ctime_ns}"
     kept = cache / "checksums" / hashlib.sha256(known.encode()).hexdigest()
     try:
         return kept.read_text().strip()
     except OSError:
         found = checksum(path)
-    write_once(kept, lambda part: _write_text(part, found))
+    if time.time_ns() - max(facts.st_mtime_ns, facts.st_ctime_ns) > _SETTLED_NS:
+        write_once(kept, lambda part: _write_text(part, found))
     return found
 
 
@@ -162,16 +183,24 @@ def _write_text(path: Path, text: str) -> None:
 def _fetched(address: str, cache: Path) -> Path:
     """A copy of a file of another file system, as it is there now."""
     filesystem, path = _remote(address)
+    facts = _asked(address, lambda: filesystem.info(path))
+    if facts.get("type") == "directory":
+        raise UserError(f"{address}: a directory, expected a file; or a pattern of files, such as {address}/*.parquet")
+    version = [_asked(address, lambda: filesystem.ukey(path)), *(str(facts.get(name)) for name in _VERSION_OF_REMOTE)]
+    name = hashlib.sha256("\0".join((address, *map(str, version))).encode()).hexdigest()[:32]
+    kept = cache / "fetched" / f"{name}-{Path(path).name[-60:]}"
+    return write_once(kept, lambda part: _asked(address, lambda: filesystem.get_file(path, str(part))))
+
+
+def _asked[T](address: str, ask: Callable[[], T]) -> T:
+    """What a file system answers. Raises UserError for whatever its library raises."""
     try:
-        facts = filesystem.info(path)
-        token = str(filesystem.ukey(path))
+        return ask()
     except FileNotFoundError:
         raise UserError(f"{address}: no such file") from None
-    except Exception as error:  # of whatever library the file system is in
-        raise UserError(f"{address}: {shortened(' '.join(str(error).split()), 200)}") from None
-    name = hashlib.sha256(f"{address}\0{token}\0{facts.get('size')}".encode()).hexdigest()[:32]
-    kept = cache / "fetched" / f"{name}-{Path(path).name}"
-    return write_once(kept, lambda part: filesystem.get_file(path, str(part)))
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{address}: cannot be read: {shortened(reason, 200)}") from None
 
 
 def write_once(path: Path, write: Callable[[Path], None]) -> Path:
@@ -186,6 +215,7 @@ def write_once(path: Path, write: Callable[[Path], None]) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(part)
+        _flush(part)  # else its name may be on the disk before what it holds
         part.rename(path)
     except OSError as error:
         if not path.exists():  # or another process was first
@@ -194,116 +224,168 @@ def write_once(path: Path, write: Callable[[Path], None]) -> Path:
         if part.is_dir():
             shutil.rmtree(part, ignore_errors=True)
         else:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):  # where it could not be written
+                part.unlink()
     return path
 
 
+def _flush(part: Path) -> None:
+    """Bring a file, or those of a directory, to the disk."""
+    for path in part.iterdir() if part.is_dir() else (part,):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def _open(file: DataFile, cache: Path) -> Rows:
-    kept = cache / "rows" / hashlib.sha256(f"{file.format}\0{file.identity}".encode()).hexdigest()[:32]
+    kept = cache / "rows" / hashlib.sha256(f"{file.reading}\0{file.identity}".encode()).hexdigest()[:32]
     if file.format == "dataset":
         return _saved_dataset(file)
-    if file.format == "arrow":
-        return ArrowRows(_arrow_batches(file.local, file.path), file.path)
-    if file.format == "parquet":
-        return ArrowRows(_arrow_batches(write_once(kept, lambda part: _from_parquet(file, part)), file.path), file.path)
-    if file.format == "csv":
-        return ArrowRows(_arrow_batches(write_once(kept, lambda part: _from_csv(file, part)), file.path), file.path)
+    if file.format == "jsonl":
+        if file.compression is None:
+            return JsonLines(file.local, file.path)
+        return JsonLines(write_once(kept, lambda part: _uncompress(file, part)), file.path)
     if file.format == "json":
-        return JsonLines(write_once(kept, lambda part: _from_json(file, part)), file.path)
-    if file.local.suffix.lower() in COMPRESSED:
-        return JsonLines(write_once(kept, lambda part: _copied(file, part)), file.path)
-    return JsonLines(file.local, file.path)
+        return JsonLines(write_once(kept, lambda part: _from_json(file, part)), file.path, is_list=True)
+    if file.format == "arrow" and not _is_compressed(file):
+        return ArrowRows(list(_from_arrow(file.local, file.path)), file.path)
+    read = {"arrow": _from_compressed_arrow, "csv": _from_csv, "parquet": _from_parquet}[file.format]
+    return ArrowRows(list(_from_arrow(write_once(kept, lambda part: read(file, part)), file.path)), file.path)
 
 
-def _text(file: DataFile) -> IO[bytes]:
-    """The bytes of a file, uncompressed."""
-    import fsspec
-
-    opened = fsspec.open(str(file.local), "rb", compression="infer").open()
-    assert isinstance(opened, io.IOBase)
-    return opened  # type: ignore[return-value]
-
-
-def _copied(file: DataFile, part: Path) -> None:
+@contextmanager
+def _text(file: DataFile, part: Path) -> Iterator[Path]:
+    """A file with the text: where it lies, or an uncompressed copy beside `part` for as long as it is read."""
+    if file.compression is None:
+        yield file.local
+        return
+    copy = part.with_name(f"{part.name}.text")
     try:
-        with _text(file) as read, part.open("wb") as written:
-            shutil.copyfileobj(read, written, _BLOCK)
-    except (OSError, EOFError) as error:
+        _uncompress(file, copy)
+        yield copy
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+def _uncompress(file: DataFile, part: Path) -> None:
+    with part.open("wb") as written:
+        for block in _blocks(file):
+            written.write(block)
+
+
+def _blocks(file: DataFile) -> Iterator[bytes]:
+    try:
+        # Arrow has no xz; what fsspec has for zstd takes half of a file for all of it.
+        is_xz, path = file.compression == "xz", str(file.local)
+        with lzma.open(path) if is_xz else pa.input_stream(path, compression=file.compression) as read:
+            while block := read.read(_BLOCK):
+                yield block
+    except (OSError, EOFError, pa.ArrowException, lzma.LZMAError) as error:
         raise UserError(f"{file.path}: cannot be uncompressed: {error}") from None
 
 
-def _arrow_batches(path: Path, name: str) -> list[pa.RecordBatch]:
+def _from_arrow(path: Path, name: str) -> Iterator[pa.RecordBatch]:
     """The record batches of an Arrow file, in its file or its stream format, mapped into memory."""
-    source = pa.memory_map(str(path))
     try:
+        source = pa.memory_map(str(path))
         try:
             reader = pa.ipc.open_file(source)
-            return [reader.get_batch(number) for number in range(reader.num_record_batches)]
         except pa.ArrowInvalid:
             source.seek(0)
-            return list(pa.ipc.open_stream(source))
-    except (pa.ArrowInvalid, OSError) as error:
-        raise UserError(f"{name}: not an Arrow file ({shortened(str(error), 120)})") from None
+            yield from pa.ipc.open_stream(source)
+        else:
+            yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{name}: not an Arrow file ({_reason(error)})") from None
+
+
+def _is_compressed(file: DataFile) -> bool:
+    """Whether batches of an Arrow file take memory of their own, as those of compressed ones do."""
+    before = pa.total_allocated_bytes()
+    batch = next((each for each in _from_arrow(file.local, file.path) if len(each)), None)
+    return batch is not None and pa.total_allocated_bytes() - before > batch.nbytes // 2
+
+
+def _from_compressed_arrow(file: DataFile, part: Path) -> None:
+    _write_batches(file, part, _from_arrow(file.local, file.path))
 
 
 def _from_parquet(file: DataFile, part: Path) -> None:
+    _write_batches(file, part, _parquet_batches(file))
+
+
+def _parquet_batches(file: DataFile) -> Iterator[pa.RecordBatch]:
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(file.local, memory_map=True) as read:
-            schema = pa.schema([field.with_type(_decoded_type(field.type)) for field in read.schema_arrow])
-            _write_batches(part, schema, (batch.cast(schema) for batch in read.iter_batches(batch_size=4096)))
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{file.path}: not a Parquet file ({shortened(' '.join(str(error).split()), 120)})") from None
+            for group in range(
+                read.num_row_groups
+            ):  # those of several cannot be one batch where dictionaries are nested
+                yield from read.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group])
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{file.path}: cannot be read as Parquet ({_reason(error)})") from None
 
 
-def _decoded_type(kind: pa.DataType) -> pa.DataType:
-    """That of the values where a column has a dictionary: an Arrow file can hold only one for all batches."""
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
-
-
-def _write_batches(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+def _write_batches(file: DataFile, path: Path, batches: Iterator[pa.RecordBatch]) -> None:
+    """As a stream, in which every batch may have dictionaries of its own."""
+    if (first := next(batches, None)) is None:
+        raise UserError(f"{file.path} holds no rows")
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, first.schema) as writer:
+        writer.write_batch(first)
         for batch in batches:
             writer.write_batch(batch)
 
 
 def _from_csv(file: DataFile, part: Path) -> None:
     """All columns as text: what a number looks like belongs to the answer."""
-    from pyarrow import csv as arrow_csv
+    with _text(file, part) as path:
+        _write_batches(file, part, _csv_batches(file, path))
 
-    tabs = ".tsv" in Path(file.path).name.lower()
-    parse = arrow_csv.ParseOptions(delimiter="\t" if tabs else ",", newlines_in_values=True)
+
+def _csv_batches(file: DataFile, path: Path) -> Iterator[pa.RecordBatch]:
+    from pyarrow import csv
+
+    tabs = "tabs" in file.reading
+    parse = csv.ParseOptions(delimiter="\t" if tabs else ",", newlines_in_values=True)
+    read = csv.ReadOptions(block_size=MOST_LINE_BYTES)  # a row has to lie in one or two of them
     try:
-        with _text(file) as read:
-            first = read.readline(MOST_LINE_BYTES).decode("utf-8-sig")
-        header = next(csv.reader([first], delimiter=parse.delimiter), [])
-        if twice := next((name for name in header if header.count(name) > 1), None):
+        with csv.open_csv(path, read_options=read, parse_options=parse) as rows:
+            names = rows.schema.names
+        if twice := next((name for name in names if names.count(name) > 1), None):
             raise UserError(f"{file.path}: column {twice!r} is named twice in the first line")
-        kinds = arrow_csv.ConvertOptions(
-            column_types=dict.fromkeys(header, pa.string()), strings_can_be_null=False, quoted_strings_can_be_null=False
+        texts = csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False, quoted_strings_can_be_null=False
         )
-        with _text(file) as read, arrow_csv.open_csv(read, parse_options=parse, convert_options=kinds) as rows:
-            parts = (batch.slice(begin, 4096) for batch in rows for begin in range(0, len(batch), 4096))
-            _write_batches(part, rows.schema, parts)
-    except (pa.ArrowInvalid, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{file.path}: {shortened(' '.join(str(error).split()), 200)}") from None
+        with csv.open_csv(path, read_options=read, parse_options=parse, convert_options=texts) as rows:
+            for batch in rows:
+                yield from (batch.slice(begin, _BATCH_ROWS) for begin in range(0, len(batch), _BATCH_ROWS))
+    except pa.ArrowException as error:
+        raise UserError(f"{file.path}: {_reason(error)}") from None
+
+
+def _reason(error: BaseException) -> str:
+    return shortened(" ".join(str(error).split()), 200)
 
 
 def _from_json(file: DataFile, part: Path) -> None:
     """A list of objects as one object a line."""
-    with _text(file) as read:
+    with _text(file, part) as path, path.open("rb") as read:
         data = read.read(MOST_JSON_BYTES + 1)
     if len(data) > MOST_JSON_BYTES:
         raise UserError(
             f"{file.path}: more than {MOST_JSON_BYTES:,} bytes in one list of JSON, expected one object a line (jsonl)"
         )
     try:
-        rows = json.loads(data)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        rows = parse_json(data, most_digits=MOST_DIGITS_OF_DATA)
+    except JsonError as error:
         raise UserError(f"{file.path}: not JSON ({shortened(str(error), 120)})") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{file.path}: a JSON {type(rows).__name__}, expected one list of objects; or format=jsonl")
+    if not rows:
+        raise UserError(f"{file.path} holds no rows")
     part.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 

@@ -112,6 +112,11 @@ class OpenSource:
             answer = str(answer)
         return Example(self.text(row, place), answer, row, f"{self.settings.label}:{self.row_id(number, row)}")
 
+    def identity(self, number: int) -> str:
+        """The name of a row, as "SOURCE:ROW"."""
+        row = {} if self.settings.id is None else self.rows[number]
+        return f"{self.settings.label}:{self.row_id(number, row)}"
+
     def _prompt(self, row: Row, place: str) -> Any:
         return needed(row, self.settings.prompt, place)
 
@@ -136,9 +141,18 @@ class FileExamples(Sequence[Example]):
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> Example:  # type: ignore[override]
+        source, number = self._place(index)
+        return source.example(number)
+
+    def identity(self, index: int) -> str:
+        """The name of the row that a prompt is of."""
+        source, number = self._place(index)
+        return source.identity(number)
+
+    def _place(self, index: int) -> tuple[OpenSource, int]:
         if not 0 <= index < len(self._numbers):
             raise IndexError(index)
-        return self._sources[bisect.bisect_right(self._ends, index)].example(int(self._numbers[index]))
+        return self._sources[bisect.bisect_right(self._ends, index)], int(self._numbers[index])
 
 
 @dataclass(frozen=True)
@@ -184,6 +198,13 @@ class FilePrompts(Prompts):
 
     def fields(self) -> tuple[str, ...]:
         return self.columns
+
+    def identities(self, indices: Iterable[int]) -> dict[int, str]:
+        assert isinstance(self.examples, FileExamples)
+        return {index: self.examples.identity(index) for index in indices}
+
+    def sources(self) -> tuple[tuple[str, int], ...]:
+        return tuple((span.label, span.end) for span in self.spans)
 
     def answers(self) -> Iterable[Any]:
         return self.other_answer or ()

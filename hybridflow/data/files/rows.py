@@ -52,13 +52,14 @@ class JsonLines:
     Args:
         path: of the file, which is mapped into memory.
         name: of it in errors.
+        is_list: whether the lines were made of another file, in which rows have no lines.
 
     Raises:
         UserError: there is no such file, or it holds no row.
     """
 
-    def __init__(self, path: Path, name: str | None = None) -> None:
-        self._name = name or str(path)
+    def __init__(self, path: Path, name: str | None = None, *, is_list: bool = False) -> None:
+        self._name, self._is_list = name or str(path), is_list
         descriptor = open_regular(path)
         try:
             size = os.fstat(descriptor).st_size
@@ -67,7 +68,8 @@ class JsonLines:
             self._data = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
         finally:
             os.close(descriptor)
-        self._begins, self._lines = _line_offsets(self._data)
+        self._begins, blank = _line_offsets(self._data)
+        self._rows_before_blank = blank - np.arange(len(blank))
         if not len(self._begins):
             raise UserError(f"{self._name} holds no rows, expected one JSON object a line")
 
@@ -94,7 +96,10 @@ class JsonLines:
         return [self[number] for number in range(begin, end)]
 
     def place(self, number: int) -> str:
-        return f"{self._name}:{int(self._lines[number]) + 1}"
+        if self._is_list:
+            return f"{self._name}, row {number}"
+        blank = int(np.searchsorted(self._rows_before_blank, number, side="right"))
+        return f"{self._name}:{number + blank + 1}"
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -102,7 +107,7 @@ class JsonLines:
 
 
 def _line_offsets(data: mmap.mmap) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Where each line begins that is not white space, and its number, from 0."""
+    """Where each line begins that is not white space, and the numbers, from 0, of the lines that are."""
     size, block = len(data), 1 << 24
     found = [np.zeros(1, dtype=np.int64)]
     for begin in range(0, size, block):
@@ -121,8 +126,7 @@ def _line_offsets(data: mmap.mmap) -> tuple[np.ndarray[Any, Any], np.ndarray[Any
         end = data.find(b"\n", int(begins[line]))
         if not data[int(begins[line]) : size if end < 0 else end].strip():
             blank.append(line)
-    lines = np.delete(np.arange(len(begins), dtype=np.int64), blank) if blank else np.arange(len(begins))
-    return begins[lines], lines
+    return np.delete(begins, blank) if blank else begins, np.array(blank, dtype=np.int64)
 
 
 class ArrowRows:
@@ -139,6 +143,9 @@ class ArrowRows:
         self._batches = [batch for batch in batches if len(batch)]
         self._ends = list(itertools.accumulate(map(len, self._batches)))
         self._name = name
+        names = self._batches[0].schema.names
+        if twice := next((column for column in names if names.count(column) > 1), None):
+            raise UserError(f"{name}: there are two columns named {twice!r}, expected each name once")
         kinds = {field.name: field.type for field in self._batches[0].schema}
         # Pictures and sounds are no part of a row: neither prompts nor rewards are made of them.
         self.columns = tuple(column for column, kind in kinds.items() if not _is_binary(kind))

@@ -363,8 +363,8 @@ def test_samples_of_the_store_stand_by_reward_above_those_that_are_texts(tmp_pat
     ]
     assert [float(row[1]) for row in rows[:16]] == [*range(36, 28, -1), 4, 3, 2, 2, 1, 1, 0, 0]
     assert [float(row[1]) for row in rows[16:24]] == [2.0, 1.0, 0.5, 0.5, 0.25, 0.0, -0.5, -3.0]
-    assert rows[16][:7] == ["train 3", "2", "3", "7", "28", "4, stop", "reward/exact 1"]
-    assert rows[16][7:] == ["1+3=", "4 a&lt;eos&gt;", ""]
+    assert rows[16][:8] == ["train 3", "2", "3", "7", "28", "", "4, stop", "reward/exact 1"]
+    assert rows[16][8:] == ["1+3=", "4 a&lt;eos&gt;", ""]
     assert f"hybridflow samples {tmp_path.name} --step N" in page
     assert len(table) < 40 * 1500
     (tmp_path / "samples" / "step-00000003.parquet").write_text("half")

@@ -127,7 +127,7 @@ def test_a_process_that_was_killed_does_not_start_before_it_is_closed(tmp_path: 
         process.close()
         process.load()
         texts = ["a", "bb", "ccc"]
-        assert process.call(RewardInputs(texts, texts, texts), range(1, 3), 30.0) == [2.0, 3.0]
+        assert process.call(RewardInputs(texts, texts, texts), range(1, 3), 30.0).values == [2.0, 3.0]
     finally:
         process.close()
 

@@ -1,0 +1,246 @@
+"""One URL that JSON is posted to: limits of time, of size and of requests in flight, and retries with back-off.
+
+Tried again is what a moment may change: no connection, none kept, no answer in time, 429 and 5xx. The waits double,
+each by chance down to half of it, and are as long at least as the server asks for (Retry-After). Any other status says
+that the request is wrong, and is a failure at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from pydantic import Field, ValidationError, field_validator
+
+from engine3d.errors import shortened
+from engine3d.settings import LONGEST_S, Settings
+
+if TYPE_CHECKING:
+    import httpx
+
+_SHOWN = 200
+"""Characters of a server's answer in a message."""
+_IDLE_S = 20.0
+"""How long a connection without requests is kept: servers close theirs after a minute or so."""
+
+
+class RequestError(Exception):
+    """No answer that can be used. The message is one line, which names the URL."""
+
+
+class _PassingError(Exception):
+    """A failure that a moment may change, with the least wait before another try, in seconds, if the server says so."""
+
+    def __init__(self, reason: str, wait_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.wait_s = wait_s
+
+
+class EndpointSettings(Settings):
+    """Arguments of every reward that asks a server."""
+
+    url: str
+    """Where to post to, with its scheme."""
+    api_key_variable: str | None = Field(default=None, min_length=1)
+    """The environment variable that holds the key, which is sent as `Authorization: Bearer ...`; `environment` of the
+    function has to name it. The key itself stands nowhere."""
+    in_flight: int = Field(default=16, ge=1, le=4096)
+    """Most requests at a time, of each worker."""
+    request_timeout_s: float = Field(default=60.0, gt=0, le=LONGEST_S)
+    """Limit of each request, in seconds."""
+    retries: int = Field(default=4, ge=0, le=100)
+    """How often a request is sent again."""
+    backoff_s: float = Field(default=0.5, gt=0, le=LONGEST_S)
+    """Wait before the first retry, in seconds; twice as long before each further one."""
+    longest_wait_s: float = Field(default=30.0, gt=0, le=LONGEST_S)
+    """Most of a wait, in seconds. A server that asks for a longer one is not asked again."""
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        try:
+            parts = urlsplit(url)
+            whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError as error:
+            raise ValueError(f"{url!r}: {error}, expected http://HOST/... or https://HOST/...") from None
+        if not whole or any(character.isspace() for character in url):
+            raise ValueError(f"{url!r}, expected http://HOST/... or https://HOST/...")
+        if "@" in parts.netloc or parts.query or parts.fragment:
+            raise ValueError("has a user, a query or a fragment, expected none: a key is named by api_key_variable")
+        return url
+
+
+def settings_of[Kind: Settings](kind: type[Kind], arguments: dict[str, Any]) -> Kind:
+    """The settings that arguments make. Raises ValueError with one line, without values, which might be keys."""
+    try:
+        return kind.model_validate(arguments)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(map(str, first["loc"]))
+        reason = str(first.get("ctx", {}).get("error") or first["msg"])
+        if first["type"] == "extra_forbidden":
+            reason = f"no such argument, expected of {', '.join(kind.model_fields)}"
+        raise ValueError(" ".join(f"{name}: {reason}".removeprefix(": ").split())) from None
+
+
+@dataclass
+class Tally:
+    """What a sample has cost so far, failed or not."""
+
+    requests: int = 0
+    retries: int = 0
+
+
+class Endpoint:
+    """The URL. Its methods are for the event loop that it is opened in.
+
+    Args:
+        settings: of requests.
+        path: that stands behind the URL of the settings.
+    """
+
+    def __init__(self, settings: EndpointSettings, path: str = "") -> None:
+        self.url = settings.url.rstrip("/") + path if path else settings.url
+        self._settings = settings
+        self._places = asyncio.Semaphore(settings.in_flight)
+        self._client: httpx.AsyncClient | None = None
+        self._key = ""
+
+    def read_key(self) -> None:
+        """Take the key from the environment. Raises ValueError where the variable is not set."""
+        name = self._settings.api_key_variable
+        if name is not None:
+            self._key = os.environ.get(name, "").strip()
+            if not self._key:
+                raise ValueError(f"the environment variable {name} (api_key_variable) is not set")
+            if not self._key.isascii() or not self._key.isprintable():
+                raise ValueError(f"the environment variable {name} (api_key_variable) holds what is no key")
+
+    @property
+    def places(self) -> asyncio.Semaphore:
+        """One for each request that may be in flight; whoever posts holds one."""
+        return self._places
+
+    async def post(self, content: dict[str, Any], tally: Tally, most_bytes: int) -> Any:
+        """The JSON that the server answers with.
+
+        Args:
+            content: to be posted.
+            tally: counts requests and retries.
+            most_bytes: of an answer.
+
+        Raises:
+            RequestError: no answer, after all retries, or one that is no JSON.
+        """
+        body = json.dumps(content).encode()
+        limit = self._settings
+        for number in range(limit.retries + 1):
+            tally.requests += 1
+            try:
+                return await self._once(body, most_bytes)
+            except _PassingError as error:
+                tries = f", {number + 1} times" if number else ""
+                if number == limit.retries:
+                    raise RequestError(f"{self.url} {error}{tries}") from None
+                if error.wait_s > limit.longest_wait_s:
+                    wait = f"asks to wait {error.wait_s:g} s, longer than longest_wait_s={limit.longest_wait_s:g}"
+                    raise RequestError(f"{self.url} {error}{tries}, and {wait}") from None
+                longest_s = min(limit.backoff_s * 2.0**number, limit.longest_wait_s)
+                tally.retries += 1
+                await asyncio.sleep(max(error.wait_s, longest_s * random.uniform(0.5, 1.0)))
+        raise AssertionError
+
+    async def _once(self, body: bytes, most_bytes: int) -> Any:
+        import httpx
+
+        if self._client is None:
+            self._client = self._open()
+        limit_s = self._settings.request_timeout_s
+        try:
+            async with (
+                asyncio.timeout(limit_s),
+                self._client.stream("POST", self.url, content=body, headers=self._headers()) as response,
+            ):
+                answer = await self._read(response, most_bytes)
+        except TimeoutError:
+            raise _PassingError(f"did not answer within {limit_s:g} s (request_timeout_s)") from None
+        except httpx.TransportError as error:
+            raise _PassingError(f"could not be asked: {type(error).__name__}: {self._shown(str(error))}") from None
+        except httpx.HTTPError as error:
+            raise RequestError(f"{self.url}: {type(error).__name__}: {self._shown(str(error))}") from None
+        status = response.status_code
+        said = f"answered with status {status}: {self._shown(answer.decode(errors='replace'))}"
+        if status == 429 or status >= 500:
+            raise _PassingError(said, _retry_after_s(response.headers.get("retry-after", "")))
+        if not 200 <= status < 300:
+            raise RequestError(f"{self.url} {said}")
+        try:
+            return json.loads(answer)
+        except (ValueError, RecursionError):
+            raise RequestError(f"{self.url} {said}, expected JSON") from None
+
+    async def _read(self, response: httpx.Response, most_bytes: int) -> bytes:
+        body = bytearray()
+        async for part in response.aiter_bytes():
+            body += part
+            if len(body) > most_bytes:
+                raise RequestError(f"{self.url} answered with more than {most_bytes} bytes")
+        return bytes(body)
+
+    def _open(self) -> httpx.AsyncClient:
+        import httpx
+
+        limits = httpx.Limits(max_connections=self._settings.in_flight, keepalive_expiry=_IDLE_S)
+        # Certificates are read where they are looked at, since that takes a while; nothing leads elsewhere from here.
+        checked = urlsplit(self.url).scheme == "https"
+        return httpx.AsyncClient(timeout=self._settings.request_timeout_s, limits=limits, verify=checked)
+
+    def _headers(self) -> dict[str, str]:
+        json_type = {"Content-Type": "application/json"}
+        return json_type | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+
+    def _shown(self, text: str) -> str:
+        """A server's words in a message: one line of them, and never the key."""
+        if self._key:
+            text = text.replace(self._key, "<key>")
+        return shortened(" ".join(text.split()), _SHOWN) or "nothing"
+
+
+def _retry_after_s(value: str) -> float:
+    """Seconds of a header Retry-After, in seconds or as a date; 0 for what is neither."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            date = parsedate_to_datetime(value)
+        except ValueError:
+            return 0.0
+        seconds = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp() - datetime.now(UTC).timestamp()
+    return max(0.0, seconds) if math.isfinite(seconds) else 0.0
+
+
+class Deadline:
+    """When a call has to be over: a little before its limit, so that what has a value by then is not lost with it."""
+
+    _SHARE = 0.95
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._at = time.monotonic() + limit_s * self._SHARE
+
+    @property
+    def left_s(self) -> float:
+        """Seconds, or less than none."""
+        return self._at - time.monotonic()
+
+    def __str__(self) -> str:
+        return f"{self._limit_s:g} s (timeout_s)"

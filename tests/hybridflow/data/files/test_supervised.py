@@ -1,0 +1,147 @@
+"""Supervised rows of files: what of them is learned, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from engine3d.errors import UserError
+from hybridflow.data.config import OverlongPolicy
+from hybridflow.data.files.config import FilesConfig
+from hybridflow.data.files.supervised import SupervisedFiles, encode_supervised
+from hybridflow.data.tokenizer import make_chat_tokenizer
+from hybridflow.trainer.sft_warmup import answered
+
+ASKED = [{"role": "user", "content": "1+1"}]
+CONVERSATION = [
+    *ASKED,
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "3+4"},
+    {"role": "assistant", "content": "7"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return make_chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def encoded(
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[dict[str, Any]],
+    chat: dict[str, Any] | None = None,
+    *,
+    most: int = 100,
+    policy: OverlongPolicy = "refuse",
+    **source: Any,
+) -> SupervisedFiles:
+    (directory / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"path": str(directory / "sft.jsonl"), **source}
+    config = FilesConfig(train=(given,), sft=(given,), chat=chat or {}, cache=directory / "cache")  # type: ignore[arg-type]
+    return encode_supervised(config.sft, config, tokenizer, max_tokens=most, policy=policy)
+
+
+def learned(found: SupervisedFiles, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> list[tuple[bool, str]]:
+    """The pieces of an answer, and whether each is learned."""
+    pieces: list[tuple[bool, list[int]]] = []
+    for token, taken in zip(found.answers[index], found.masks[index], strict=True):
+        if not pieces or pieces[-1][0] != taken:
+            pieces.append((taken, []))
+        pieces[-1][1].append(token)
+    return [(taken, str(tokenizer.decode(tokens))) for taken, tokens in pieces]
+
+
+def test_every_message_of_the_assistant_is_learned_and_nothing_between(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    found = encoded(tmp_path, tokenizer, [{"prompt": CONVERSATION}])
+    assert tokenizer.decode(found.prompts.tokens[0]) == "<|user|>1+1<|end|><|assistant|>"
+    assert learned(found, tokenizer) == [
+        (True, "2<|end|>"),
+        (False, "<|user|>3+4<|end|><|assistant|>"),
+        (True, "7<|end|>"),
+    ]
+    batch = answered([found.prompts.tokens[0]], [found.answers[0]], [found.masks[0]])
+    assert batch.sums(batch.response_mask).tolist() == [4]
+
+
+def test_only_the_last_message_is_learned_by_choice(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    found = encoded(tmp_path, tokenizer, [{"prompt": CONVERSATION}], {"learn": "last"})
+    prompt = "<|user|>1+1<|end|><|assistant|>2<|end|><|user|>3+4<|end|><|assistant|>"
+    assert tokenizer.decode(found.prompts.tokens[0]) == prompt
+    assert learned(found, tokenizer) == [(True, "7<|end|>")]
+
+
+def test_an_answer_is_what_the_assistant_says_to_a_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": ASKED, "answer": 2}, {"prompt": "1+1=", "answer": "two"}]
+    found = encoded(tmp_path, tokenizer, rows, {"system": "Add."})
+    prompts = [str(tokenizer.decode(tokens)) for tokens in found.prompts.tokens]
+    assert prompts == ["<|system|>Add.<|end|><|user|>1+1<|end|><|assistant|>", "1+1="]
+    assert [learned(found, tokenizer, row) for row in range(2)] == [[(True, "2<|end|>")], [(True, "two<|end|>")]]
+    found = encoded(tmp_path, tokenizer, rows[1:], {"texts": "user"})
+    assert tokenizer.decode(found.prompts.tokens[0]) == "<|user|>1+1=<|end|><|assistant|>"
+    assert (found.prompts.examples[0].prompt, found.prompts.examples[0].answer) == (
+        "<|user|>1+1=<|end|><|assistant|>",
+        "two<|end|>",
+    )
+
+
+def test_what_is_too_long_is_refused_or_dropped_but_never_cut(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", "answer": "2" * 50}]
+    with pytest.raises(UserError, match=r"sft.jsonl:2: the supervised example has 55 tokens, expected at most 10"):
+        encoded(tmp_path, tokenizer, rows, most=10)
+    found = encoded(tmp_path, tokenizer, rows, most=10, policy="cut_left")
+    assert len(found.prompts) == len(found.answers) == len(found.masks) == 1 and found.prompts.overlong == 1
+    assert found.prompts.spans[0].dropped == {"more than 10 tokens": 1}
+
+
+def test_a_template_that_takes_earlier_messages_away_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    template = tmp_path / "forgetful.jinja"
+    template.write_text(
+        "{% for message in messages %}{% if message.role == 'user' or loop.last %}"
+        "<|{{ message.role }}|>{{ message.content }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    with pytest.raises(UserError, match=r"sft.jsonl:1: the chat template renders the beginning .* otherwise"):
+        encoded(tmp_path, tokenizer, [{"prompt": CONVERSATION}], {"template": template})
+    found = encoded(tmp_path, tokenizer, [{"prompt": CONVERSATION}], {"template": template, "learn": "last"})
+    assert learned(found, tokenizer) == [(True, "7<|end|>")]
+
+
+def test_a_template_without_the_end_of_a_sequence_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    template = tmp_path / "endless.jinja"
+    template.write_text(
+        "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    with pytest.raises(UserError, match=r"without the tokenizer's end-of-sequence token '<\|end\|>'"):
+        encoded(tmp_path, tokenizer, [{"prompt": CONVERSATION}], {"template": template})
+
+
+@pytest.mark.parametrize(
+    ("row", "source", "message"),
+    [
+        ({"prompt": "1+1="}, {}, "no column 'answer', only 'prompt'"),
+        ({"prompt": "1+1="}, {"answer": None}, "the prompt ends without an answer, and answer is null"),
+        ({"prompt": "1+1=", "answer": [2]}, {}, "column 'answer' is [2], expected a text or a whole number to learn"),
+        ({"prompt": [{"role": "assistant", "content": "2"}]}, {}, "no message of the assistant after another"),
+    ],
+)
+def test_a_row_that_is_no_example_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], source: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        encoded(tmp_path, tokenizer, [row], **source)
+    assert f"{tmp_path / 'sft.jsonl'}:1: " in str(caught.value) and message in str(caught.value)
