@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from hybridflow.data.files.config import FileSource
 from hybridflow.rewards.config import FILES_OF_FUNCTIONS
 
 
@@ -32,6 +33,8 @@ def _paths(value: Any) -> Iterator[Path]:
         file = value.rpartition(":")[0]
         if file.endswith(FILES_OF_FUNCTIONS):
             yield Path(file)
+    elif isinstance(value, FileSource):
+        yield from (Path(path) for path in value.path if "://" not in path)
     elif isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from _paths(getattr(value, name))

@@ -205,7 +205,7 @@ class _Writer:
         for number, row in enumerate(some, start=first):
             place = source.rows.place(number)
             if (failed := first_failed(source.settings, row)) is not None:
-                dropped[f"where {failed}"] += 1
+                dropped[f"another {failed} (where)"] += 1
                 continue
             answer = source.check(row, place)
             if not self._other_answer and (isinstance(answer, bool) or not isinstance(answer, str | int)):

@@ -223,7 +223,7 @@ def _write(
             for first, some in batches(source.rows, 0, rows):
                 for number, row in enumerate(some, start=first):
                     if (failed := first_failed(source.settings, row)) is not None:
-                        dropped[f"where {failed}"] += 1
+                        dropped[f"another {failed} (where)"] += 1
                         continue
                     place = source.rows.place(number)
                     found = encoder.encode(source, row, place)
