@@ -65,7 +65,10 @@ def test_the_functions_of_the_example_with_a_judge_score(tmp_path: Path) -> None
         config = load_recipe(tmp_path / "judge.yaml").functions["reward"]
         with RewardFunctions(config) as rewards:
             result = rewards.evaluate(["42", "24"], ["12+30=", "12+30="], ["42", "42"])
-        assert "Problem: 12+30=\nRight answer: 42\nResponse: 42\n" in server.asked[0].content["messages"][0]["content"]
+        asked = {each.content["messages"][0]["content"] for each in server.asked}
+    assert {text.partition("How near")[0] for text in asked} == {
+        f"Problem: 12+30=\nRight answer: 42\nResponse: {response}\n" for response in ("42", "24")
+    }
     assert result.total.tolist() == [1 + 0.5 * 0.5, 0.5 * 0.5]
 
 
