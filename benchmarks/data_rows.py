@@ -286,6 +286,12 @@ def read_once(way: Way) -> dict[str, Any]:
     }
 
 
+def in_own_process(way: Way) -> dict[str, Any]:
+    """What `read_once` returns in a process that has done nothing else."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(read_once, way).result()
+
+
 def measure(way: Way) -> dict[str, Any]:
     """Read the rows in two processes, one after the other: the first finds no cache, the second has that of the first.
 
@@ -294,8 +300,7 @@ def measure(way: Way) -> dict[str, Any]:
     shutil.rmtree(way.cache, ignore_errors=True)
     found = {}
     for name in ("encode",) if way.name == "list" else ("encode", "open"):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            found[name] = process.submit(read_once, way).result()
+        found[name] = in_own_process(way)
         print(f"{way.name}, {way.rows:,} rows, {name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
     if way.cache.exists():
         found["cache_bytes"] = sum(each.stat().st_size for each in way.cache.rglob("*") if each.is_file())
@@ -303,7 +308,7 @@ def measure(way: Way) -> dict[str, Any]:
     return found
 
 
-def _check_same(found: dict[str, dict[str, Any]]) -> None:
+def check_same(found: dict[str, dict[str, Any]]) -> None:
     """That all ways have the same token ids."""
     checksums = {
         f"{name}, {phase}": each[phase].pop("checksums")
@@ -318,9 +323,8 @@ def _check_same(found: dict[str, dict[str, Any]]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code is 2 for arguments that cannot be right."""
     parser = Parser(prog="data_rows.py", description="Rows of files as prompts: time, memory and random access.")
-    parser.add_argument(
-        "--directory", type=Path, required=True, help="scratch directory; what is made there is removed"
-    )
+    parser.add_argument("--directory", type=Path, required=True, help="scratch directory")
+    parser.add_argument("--keep", action="store_true", help="the made files, for another run with as many rows")
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--compared-rows", type=int, default=200_000, help="that the other ways read")
     parser.add_argument("--formats", default="jsonl,parquet", help="that all rows are read in")
@@ -351,7 +355,7 @@ def _run(options: argparse.Namespace, formats: Sequence[str], scratch: Path) -> 
 
     def ways(names: Sequence[str], rows: int) -> dict[str, dict[str, Any]]:
         found = {name: measure(Way(name, scratch, rows, options.texts, options.accesses)) for name in names}
-        _check_same(found)
+        check_same(found)
         return found
 
     everything = ways(formats, options.rows)

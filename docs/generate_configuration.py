@@ -53,6 +53,9 @@ _MEANINGS = {"algorithm.name": "The algorithm: " + ", ".join(f"`{name}`" for nam
 
 _SAME = {
     "critic": "reference",
+    "evaluation.NAME.data": "data.files.train",
+    "evaluation.NAME.reward": "reward",
+    "evaluation.NAME.sampling": "trainer.eval_sampling",
     "cost_critic": "reference",
     "cost": "reward",
     "cost_model": "reward_model",
@@ -106,7 +109,8 @@ def _section(path: str, model: type[BaseModel], value: Any, meaning: str) -> Ite
         yield f"Settings as in [`{same}`](#{_anchor(same)}){_other_defaults(model, value)}."
         yield ""
         return
-    yield from _group(f"{path}[]." if path.endswith("functions") else f"{path}.", model, value)
+    prefix = {"functions": f"{path}[].", "evaluation": f"{path}.NAME."}.get(path.rpartition(".")[2], f"{path}.")
+    yield from _group(prefix, model, value)
 
 
 def _other_defaults(model: type[BaseModel], value: Any) -> str:
@@ -166,7 +170,13 @@ def _row(path: str, model: type[BaseModel], name: str, field: FieldInfo, default
     value = _default_of(model, name, field, default)
     shown = "required" if value is PydanticUndefined else f"`{_shown(value)}`"
     if _is_list(field.annotation) and _model_of(field.annotation) is not None:
-        shown = "the built-in task's" if value is not PydanticUndefined and value else "required"
+        shown = (
+            "the built-in task's"
+            if path.endswith("functions")
+            else shown
+            if value in (None, PydanticUndefined)
+            else "none"
+        )
     meaning = _meaning(path, model, name, field)
     if not meaning:
         raise SystemExit(f"{path} has no meaning: write one below it in {model.__module__}")
@@ -280,7 +290,8 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def _is_list(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (tuple, list)
+    """Whether a setting holds several groups: a list of them, or some by their names."""
+    return typing.get_origin(annotation) in (tuple, list, dict)
 
 
 def _anchor(path: str) -> str:

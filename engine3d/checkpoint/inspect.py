@@ -86,6 +86,8 @@ def _driver_facts(facts: dict[str, Any]) -> Iterator[str]:
     for name, group in groups.items():
         if isinstance(group, dict):
             yield f"{name.replace('_', ' ')} {', '.join(f'{key} {value}' for key, value in group.items())}"
+    if isinstance(best := facts.get("best"), dict):
+        yield f"best checkpoint step {best.get('step')}, {best.get('metric')} {best.get('value')}"
     if isinstance(facts.get("buffer"), list):
         yield f"rollout batches held {len(facts['buffer'])}"
 

@@ -130,6 +130,18 @@ def read_best(checkpoint: Path) -> Best | None:
         raise UserError(f"{path}: best is {found!r}, expected what a run writes") from None
 
 
+def value_of(checkpoint: Path, metric: str) -> float | None:
+    """A figure of a set, `eval/NAME/FIGURE`, that was measured at the step of a checkpoint; None where it was not."""
+    path = checkpoint / DRIVER
+    facts = read_json_object(path, MOST_LIST_BYTES) if path.exists() else {}
+    _, name, figure = metric.split("/", 2)
+    measured = facts.get("last_of_sets", {}).get(name)
+    if measured is None or measured["step"] != facts["step"]:
+        return None
+    value: float | None = measured["figures"].get(figure)
+    return value
+
+
 def summary_of_sets(first: Mapping[str, MeasuredSet], last: Mapping[str, MeasuredSet]) -> list[str]:
     """What the first and the last measurement of each set say, in a line each."""
     lines = []

@@ -24,6 +24,9 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", metavar="COMMAND", required=True)
     saved = "a checkpoint; or a run's directory or a directory of checkpoints, for the newest whole one in it"
 
+    listed = commands.add_parser("list", help="list the checkpoints of a run, with their values and the best one")
+    listed.add_argument("directory", metavar="DIR", type=Path, help="a run's directory, or a directory of checkpoints")
+
     inspect = commands.add_parser("inspect", help="show what is in a checkpoint")
     inspect.add_argument("directory", metavar="DIR", type=Path, help=saved)
 
@@ -54,6 +57,8 @@ def run(parsed: argparse.Namespace) -> int:
         EngineError: a file could not be written.
     """
     match parsed.action:
+        case "list":
+            print("\n".join(_listed(parsed.directory)))
         case "inspect":
             print(inspect_checkpoint(_checkpoint(parsed.directory)))
         case "verify":
@@ -109,6 +114,26 @@ def _verify(checkpoint: Path) -> int:
     size = amount(sum(entry.size for entry in files))
     print(f"{checkpoint}: whole: {len(files):,} files, {size}, read in {seconds:.1f} s")
     return 0
+
+
+def _listed(path: Path) -> list[str]:
+    """A line for each whole checkpoint, the oldest first, with what was measured of its step for `keep_best`."""
+    from hybridflow.checkpoint.set_results import read_best, value_of
+    from hybridflow.rundir.kept_recipe import kept_setting
+
+    newest = _checkpoint(path)
+    best = read_best(newest)
+    whole, _ = find_checkpoints(newest.parent)
+    lines = []
+    for directory in reversed(whole):
+        manifest = read_manifest(directory)
+        size = amount(sum(entry.size for entry in manifest.files))
+        line = f"{directory.name}  step {manifest.step}, saved {manifest.created}, {size}"
+        metric = kept_setting(manifest.recipe, "checkpoint.keep_best.metric")
+        if isinstance(metric, str) and (value := value_of(directory, metric)) is not None:
+            line += f"  {metric} {value:.4g}"
+        lines.append(line + ("  best" if best is not None and best.step == manifest.step else ""))
+    return lines
 
 
 def _line(damage: Damage) -> str:

@@ -9,6 +9,7 @@
                                                 the run could start there
     hybridflow checkpoint inspect DIR           show what is in a checkpoint
     hybridflow checkpoint verify DIR            compare every file of it with its checksum
+    hybridflow checkpoint list RUN              list a run's checkpoints, with their values and the best one
     hybridflow checkpoint export DIR OUT        write its model as a HuggingFace directory
     hybridflow checkpoint import MODEL OUT      make a checkpoint of a HuggingFace directory
     hybridflow evaluate RECIPE|RUN|MODEL ...    measure a model on the recipe's held-out sets, without training

@@ -30,7 +30,15 @@ _CLIP = _is("algorithm.clip_low", "algorithm.clip_high")
 _DYNAMIC = _is("algorithm.dynamic_sampling")
 _ROUNDS = _is("algorithm.dynamic_sampling_rounds")
 _RESPONSE = _is("rollout.sampling.max_new_tokens")
-_PROMPT_LENGTH = "absent: a prompt may be as long as rollout.engine.context_length leaves beside max_new_tokens"
+_PROMPT_LENGTH = _is("data.files.max_prompt_tokens", note="data.overlong_prompts is of those that leave no room")
+_TRAIN_FILES = _is("data.files.train", note="a list of {path: ..., prompt: ..., answer: ...}, with data.source=files")
+_PROMPT_COLUMN = _is("data.files.train", note="each source has prompt, the name of a column")
+_ANSWER_COLUMN = _is("data.files.train", note="each source has answer, the name of a column")
+_OTHER_COLUMNS = "absent: a reward function gets any column for which it has a parameter of that name"
+_ORDER = "absent: prompts are always drawn in an order of their own, by data.seed"
+_TEMPLATE_ARGUMENTS = _is("data.files.chat.arguments")
+_TEXT_ALONE = "absent: prompts are texts, and messages of texts"
+_OVERLONG = _is("data.overlong_prompts", note="drop, cut_left, cut_right, cut_middle, or refuse")
 _CORRECTION = _is("algorithm.correction", note="with weights, truncate, mask_low, mask_high, veto and against")
 _TRUNCATED = _is("algorithm.correction.truncate")
 _ASYNC = _is(
@@ -39,6 +47,12 @@ _ASYNC = _is(
 _PARTIAL = _is("rollout.stream.on_new_weights", note="continue, recompute or resend")
 _STORE = _is("samples.store", note="in samples/ of the run's directory, which hybridflow samples shows")
 _TP = _is("train.layout.tp", note="of the engines rollout.engine.tp")
+
+_OF_A_SET = "of a set evaluation.NAME has the same"
+_EVALUATED = _is("evaluation", note="{NAME: {data: {path: ...}}}; with data.source=jsonl also data.jsonl.eval_path")
+_OF_EACH_SET = _is("evaluation", note="{NAME: {samples: ..., temperature: ..., sampling: {...}}}")
+_INTERVAL = _is("trainer.eval_interval", note="of a set evaluation.NAME.interval")
+_ALONE = "absent: hybridflow evaluate measures a model without training"
 
 _VERL = {
     "actor_rollout_ref": "verl's; here the actor is train, the engines are rollout, the reference policy is reference",
@@ -50,23 +64,38 @@ _VERL = {
     "actor_rollout_ref.rollout.temperature": _is("rollout.sampling.temperature"),
     "actor_rollout_ref.rollout.top_p": _is("rollout.sampling.top_p"),
     "actor_rollout_ref.rollout.top_k": _is("rollout.sampling.top_k"),
-    "actor_rollout_ref.rollout.val_kwargs.temperature": _is("trainer.eval_temperature"),
-    "actor_rollout_ref.rollout.val_kwargs.n": _is("trainer.eval_samples"),
+    "actor_rollout_ref.rollout.val_kwargs": _OF_EACH_SET,
+    "actor_rollout_ref.rollout.val_kwargs.temperature": _is("trainer.eval_temperature", note=_OF_A_SET),
+    "actor_rollout_ref.rollout.val_kwargs.n": _is("trainer.eval_samples", note="of a set evaluation.NAME.samples"),
+    "actor_rollout_ref.rollout.val_kwargs.top_p": _is("trainer.eval_sampling.top_p", note=_OF_A_SET),
+    "actor_rollout_ref.rollout.val_kwargs.top_k": _is("trainer.eval_sampling.top_k", note=_OF_A_SET),
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": _is(
+        "trainer.eval_temperature", note="0 takes the likeliest token"
+    ),
     "actor_rollout_ref.actor.optim.lr": _is("train.optimizer.lr"),
     "actor_rollout_ref.actor.optim.lr_warmup_steps": _is("train.optimizer.warmup_steps"),
     "actor_rollout_ref.actor.optim.weight_decay": _is("train.optimizer.weight_decay"),
     "actor_rollout_ref.actor.strategy": _MEGATRON,
     "actor_rollout_ref.ref.path": _is("reference.path"),
-    "data.train_files": _is("data.jsonl.train_path", note="one file of JSON lines"),
-    "data.val_files": _is("data.jsonl.eval_path", note="one file of JSON lines"),
+    "data.train_files": _TRAIN_FILES,
+    "data.val_files": _EVALUATED,
     "data.train_batch_size": _PROMPTS,
     "data.val_batch_size": "absent: an evaluation is one batch; trainer.eval_prompts is how many prompts it has",
     "data.max_prompt_length": _PROMPT_LENGTH,
     "data.max_response_length": _RESPONSE,
-    "data.prompt_key": _is("data.jsonl.prompt_field"),
-    "data.answer_key": _is("data.jsonl.answer_field"),
-    "data.shuffle": "absent: prompts are always drawn in an order of their own, by data.seed",
-    "data.path": _is("data.jsonl.train_path", "data.jsonl.eval_path"),
+    "data.prompt_key": _PROMPT_COLUMN,
+    "data.answer_key": _ANSWER_COLUMN,
+    "data.shuffle": _ORDER,
+    "data.path": _TRAIN_FILES,
+    "data.truncation": _OVERLONG,
+    "data.reward_fn_key": _OTHER_COLUMNS,
+    "data.return_raw_chat": "absent: messages are always rendered; data.files.chat.texts says what becomes of texts",
+    "data.custom_cls": "absent: columns are named by each source of data.files.train; write other forms as Parquet",
+    "data.sampler": _is("data.files.train", "data.files.difficulty", note="each source has weight, also by step"),
+    "data.cache_dir": _is("data.files.cache"),
+    "data.train_max_samples": _is("data.files.train", note="each source has rows, the first so many"),
+    "data.image_key": _TEXT_ALONE,
+    "data.video_key": _TEXT_ALONE,
     "critic.model.path": _is("critic.path"),
     "critic.optim.lr": _is("critic.train.optimizer.lr"),
     "critic.optim": _is("critic.train.optimizer"),
@@ -75,6 +104,7 @@ _VERL = {
     "reward_model.model.path": _is("reward_model.path"),
     "reward_model.model": _is("reward_model.path"),
     "reward_model.overlong_buffer": _is("algorithm.overlong_buffer", note="with algorithm.name=dapo"),
+    "reward_model.ground_truth": _is("data.files.train", note="of a source answer: reward_model.ground_truth"),
     "reward_model.enable": "absent: there is a reward model where reward_model.path is set",
     "reward_model.reward_manager": _REWARDS,
     "custom_reward_function": _REWARDS,
@@ -90,6 +120,7 @@ _VERL = {
     "algorithm.use_kl_in_reward": _is("algorithm.kl_in", note="kl_in=reward, with kl_coef above 0"),
     "actor_rollout_ref.actor.policy_loss.loss_mode": _is("algorithm.name"),
     "algorithm.norm_adv_by_std_in_grpo": _is("algorithm.normalise_advantages_by_std"),
+    "trainer.val_before_train": _is("trainer.eval_before_train", note="of a set evaluation.NAME.before_train"),
     "trainer.critic_warmup": _is("algorithm.critic_warmup_steps"),
     "trainer.project_name": "absent: W&B takes the project from the environment, WANDB_PROJECT",
     "trainer.experiment_name": _is("name"),
@@ -333,9 +364,33 @@ _ANYWHERE = {
     "vllm_importance_sampling_correction": _CORRECTION,
     "vllm_importance_sampling_cap": _TRUNCATED,
     # Data and rewards.
-    "prompt_data": _is("data.jsonl.train_path"),
-    "input_key": _is("data.jsonl.prompt_field"),
-    "label_key": _is("data.jsonl.answer_field"),
+    "train_files": _TRAIN_FILES,
+    "train_data": _TRAIN_FILES,
+    "prompt_data": _TRAIN_FILES,
+    "dataset_name": _TRAIN_FILES,
+    "prompt_data_probs": _is("data.files.train", note="each source has weight"),
+    "prompt_split": _is("data.files.train", note="each source has split, of a saved data set"),
+    "dataset_train_split": _is("data.files.train", note="each source has split, of a saved data set"),
+    "prompt_key": _PROMPT_COLUMN,
+    "input_key": _PROMPT_COLUMN,
+    "label_key": _ANSWER_COLUMN,
+    "answer_key": _ANSWER_COLUMN,
+    "ground_truth": _ANSWER_COLUMN,
+    "metadata_key": _OTHER_COLUMNS,
+    "tool_key": _TURNS,
+    "multimodal_keys": _TEXT_ALONE,
+    "apply_chat_template": _is("data.files.chat.texts", note="user; a prompt that is a list of messages always is"),
+    "apply_chat_template_kwargs": _TEMPLATE_ARGUMENTS,
+    "chat_template_kwargs": _TEMPLATE_ARGUMENTS,
+    "chat_template_path": _is("data.files.chat.template"),
+    "custom_chat_template": _is("data.files.chat.template", note="the file of it"),
+    "system_prompt": _is("data.files.chat.system"),
+    "filter_overlong_prompts": _is("data.overlong_prompts", note="drop"),
+    "filter_overlong_prompts_workers": "absent: prompts are encoded by the threads of the tokenizer, and kept on disk",
+    "rollout_max_prompt_len": _PROMPT_LENGTH,
+    "rollout_shuffle": _ORDER,
+    "shuffle_dataset": _ORDER,
+    "rollout_seed": _is("data.seed"),
     "reward_funcs": _REWARDS,
     "reward_fn": _REWARDS,
     "rm_type": _REWARDS,
@@ -354,9 +409,25 @@ _ANYWHERE = {
     "async_save": _is("checkpoint.async_save"),
     "ckpt_path": _is("checkpoint.dir"),
     "resume_from_checkpoint": _is("resume"),
-    "test_freq": _is("trainer.eval_interval"),
-    "eval_steps": _is("trainer.eval_interval"),
-    "eval_interval": _is("trainer.eval_interval"),
+    "test_freq": _INTERVAL,
+    "eval_steps": _INTERVAL,
+    "eval_interval": _INTERVAL,
+    "val_before_train": _is("trainer.eval_before_train", note="of a set evaluation.NAME.before_train"),
+    "skip_eval_before_train": _is("trainer.eval_before_train", note="false skips it"),
+    "val_only": _ALONE,
+    "eval_only": _ALONE,
+    "val_files": _EVALUATED,
+    "eval_prompt_data": _EVALUATED,
+    "eval_data": _EVALUATED,
+    "n_samples_per_eval_prompt": _is("trainer.eval_samples", note="of a set evaluation.NAME.samples"),
+    "eval_n_samples_per_prompt": _is("trainer.eval_samples", note="of a set evaluation.NAME.samples"),
+    "eval_top_p": _is("trainer.eval_sampling.top_p", note=_OF_A_SET),
+    "eval_top_k": _is("trainer.eval_sampling.top_k", note=_OF_A_SET),
+    "eval_max_response_len": _is("evaluation", note="{NAME: {max_new_tokens: ...}}"),
+    "val_kwargs": _OF_EACH_SET,
+    "metric_for_best_model": _is("checkpoint.keep_best.metric", note="such as eval/NAME/pass@1"),
+    "greater_is_better": _is("checkpoint.keep_best.mode", note="max or min"),
+    "load_best_model_at_end": _is("checkpoint.keep_best", note="hybridflow evaluate RUN --checkpoint best"),
     "output_dir": _is("run_dir", note="a run's directory is run_dir/name"),
     "save_path": _is("run_dir", note="a run's directory is run_dir/name"),
     "experiment_name": _is("name"),

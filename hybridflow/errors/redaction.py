@@ -25,7 +25,8 @@ _SECRET = re.compile(
 )
 # As a string these are words of a vocabulary, or columns and files by name.
 _NO_SECRET = re.compile(
-    r"(.*_)?((bos|eos|pad|unk|sep|cls|mask|image|stop|think|prompt|answer|column|group|sort)_)(token|key)"
+    r"(.*_)?((bos|eos|pad|unk|sep|cls|mask|image|stop|think|prompt|answer|column|group|sort"
+    r"|input|label|metadata|reward_fn|tool|chosen|rejected)_)(token|key)"
 )
 _URL_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*):[^/@\s]+@")
 

@@ -53,10 +53,15 @@ def _encoded(recipe: Recipe, planned: PlannedSet, tokenizer: PreTrainedTokenizer
 
 
 def _read(recipe: Recipe, planned: PlannedSet, tokenizer: PreTrainedTokenizerBase, limit: int) -> Prompts:
-    """All prompts of the set's files, by the templates and limits of the training prompts where those are of files."""
-    files = recipe.data.files or FilesConfig(train=(planned.settings.data,))
-    policy = recipe.data.overlong_prompts
-    return encode_files((planned.settings.data,), files, tokenizer, max_tokens=limit, policy=policy)
+    """All prompts of the set's files, by the chat template of the training files where there are some.
+
+    Limits of training prompts are not those of a set: what is measured does not depend on what is learned from.
+    """
+    sources, files = (planned.settings.data,), recipe.data.files
+    config = FilesConfig(train=sources)
+    if files is not None:
+        config = FilesConfig(train=sources, chat=files.chat, cache=files.cache)
+    return encode_files(sources, config, tokenizer, max_tokens=limit, policy=recipe.data.overlong_prompts)
 
 
 def set_notes(tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Prompts], learned: Sequence[Prompts]) -> list[str]:

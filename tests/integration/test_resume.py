@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ RECIPE = [
     "trainer.eval_interval=2",
     "trainer.epochs=2",
     "checkpoint={save_interval: 2, keep_last_k: 2, keep_best: {metric: eval/sums/reward_mean, mode: min}}",
-    "evaluation.sums={samples: 4, interval: 2, data: {path: tests/integration/sums.jsonl}}",
-    "evaluation.exact={temperature: 0, interval: 3, before_train: false, prompts: 5, texts: 2, "
-    "data: {path: tests/integration/sums.jsonl}, reward: {functions: [{name: exact, path: arithmetic}]}}",
+    "evaluation.sums.interval=2",
+    "evaluation.sums.prompts=12",
+    "evaluation.beyond.interval=3",
+    "evaluation.beyond.prompts=5",
+    "evaluation.beyond.texts=2",
     "algorithm.kl_coef=0.01",
     "train.optimizer.warmup_steps=3",
 ]
@@ -52,7 +55,7 @@ def whole(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> Killed
 
 
 def a_run(directory: Path, recipe: list[str]) -> KilledRun:
-    return KilledRun(directory, [str(ROOT / "launch/recipes/demo.yaml"), *SMALL, *recipe], interpreter=warm_python())
+    return KilledRun(directory, [str(ROOT / "examples/evaluation.yaml"), *SMALL, *recipe], interpreter=warm_python())
 
 
 def driver_state(checkpoint: Path) -> dict[str, Any]:
@@ -92,9 +95,9 @@ def test_named_sets_are_measured_when_it_is_time(whole: KilledRun) -> None:
     directory = whole.run_directory
     evaluations = records(directory, "eval")
     sums = [record for record in evaluations if "eval/sums/mean@4" in record]
-    exact = [record for record in evaluations if "eval/exact/mean@1" in record]
+    beyond = [record for record in evaluations if "eval/beyond/mean@1" in record]
     own = [record for record in evaluations if "eval/training_accuracy" in record or "eval/reward_mean" in record]
-    assert [[record["step"] for record in each] for each in (sums, exact, own)] == [[0, 2, 4, 5], [3, 5], [0, 2, 4, 5]]
+    assert [[record["step"] for record in each] for each in (sums, beyond, own)] == [[0, 2, 4, 5], [3, 5], [0, 2, 4, 5]]
     for record in sums:
         # A response passes with a reward of 1: four characters, which max_new_tokens=4 are.
         figures = [record[f"eval/sums/{name}"] for name in ("pass@1", "pass@2", "pass@4")]
@@ -104,21 +107,42 @@ def test_named_sets_are_measured_when_it_is_time(whole: KilledRun) -> None:
         )
         assert record["eval/sums/samples"] == 48 and record["eval/sums/left_out_samples"] == 0
         assert 0 <= record["eval/sums/maj@4"] <= 1 and record["eval/sums/time_ms"] > 0
-    for record in exact:
-        assert "eval/exact/maj@1" not in record and record["eval/exact/prompts"] == 5
-        assert record["eval/exact/reward_mean"] == record["eval/exact/pass@1"]  # rewards of its own, 0 or 1
-    texts = {name: steps_with_texts(directory / "evaluations")[name] for name in ("sums", "exact")}
-    assert texts == {"sums": [0, 2, 4, 5], "exact": [3, 5]}
-    one = read_texts(text_file(directory / "evaluations", "exact", 5))
+    for record in beyond:
+        assert "eval/beyond/maj@1" not in record and record["eval/beyond/prompts"] == 5
+        assert record["eval/beyond/reward_mean"] == record["eval/beyond/pass@1"]  # rewards of its own, 0 or 1
+    texts = {name: steps_with_texts(directory / "evaluations")[name] for name in ("sums", "beyond")}
+    assert texts == {"sums": [0, 2, 4, 5], "beyond": [3, 5]}
+    one = read_texts(text_file(directory / "evaluations", "beyond", 5))
     assert [(text.index, text.prompt, text.answer, text.scored) for text in one] == [
-        (0, "20+0=", "20", 1), (2, "22+6=", "28", 1)
+        (0, "50+0=", "50", 1), (2, "52+14=", "66", 1)
     ]  # fmt: skip
     state = driver_state(directory / "checkpoints" / "step-00000005")
-    assert state["best"]["step"] == 0 and state["last_of_sets"]["exact"]["step"] == 5
+    assert state["best"]["step"] == 0 and state["last_of_sets"]["beyond"]["step"] == 5
     assert whole.output.count("best checkpoint: step 0, eval/sums/reward_mean") == 1
     assert re.search(
         r"\nsums: mean@4 \S+ \[\S+, \S+\] -> \S+ \[\S+, \S+\], 12 prompts, step 0 -> step 5\n", whole.output
     )
+
+
+def test_a_checkpoint_that_is_evaluated_alone_gives_the_figures_of_the_run(whole: KilledRun, tmp_path: Path) -> None:
+    words = ["-m", "hybridflow", "evaluate", str(whole.run_directory), "--checkpoint", "best", "--set", "sums"]
+    done = subprocess.run(
+        [warm_python(), *words, "--out", str(tmp_path / "alone")],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "alone" / "evaluation.json").read_text())
+    assert found["step"] == 0 and found["sets"].keys() == {"sums"}
+    measured = driver_state(whole.run_directory / "checkpoints" / "step-00000005")["first_of_sets"]["sums"]
+    assert measured["figures"].pop("training_prompts") == 0
+    assert found["sets"]["sums"] == measured  # bit for bit: engines are deterministic, and weights are the same
+    texts = [
+        (each / "evaluations/sums/step-00000000.jsonl").read_text()
+        for each in (whole.run_directory, tmp_path / "alone")
+    ]
+    assert texts[0] == texts[1] and len(texts[0].splitlines()) == 12
+    assert re.search(r"^sums +12 +4 +reward_mean +\d\.\d{4} +\S+ to \S+ *$", done.stdout, re.MULTILINE)
+    assert not (tmp_path / "alone" / "weights").exists()
 
 
 @pytest.mark.long
@@ -192,7 +216,8 @@ def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(
 def test_a_run_that_is_asked_to_end_saves_and_resumes_as_the_uninterrupted_one(
     whole: KilledRun, recipe: list[str], tmp_path: Path
 ) -> None:
-    run = a_run(tmp_path, [*recipe, "checkpoint={save_interval: 1000, on_stop_s: 60}"])
+    best = "keep_best: {metric: eval/sums/reward_mean, mode: min}"
+    run = a_run(tmp_path, [*recipe, f"checkpoint={{save_interval: 1000, on_stop_s: 60, {best}}}"])
     checkpoints = run.run_directory / "checkpoints"
     # While engines respond, nothing of the step is there yet; while the models learn, it is waited for.
     for phase, step, said in (

@@ -13,6 +13,7 @@ from hybridflow.checkpoint.compatibility import input_checksums
 from hybridflow.checkpoint.driver_state import RandomState, RunState
 from hybridflow.checkpoint.evaluation_result import Measured
 from hybridflow.checkpoint.resume import find_resumption
+from hybridflow.checkpoint.set_results import Best, MeasuredSet
 from hybridflow.config.initial_model import create_model
 from hybridflow.config.recipe import Recipe, load_recipe
 
@@ -32,6 +33,8 @@ def make_checkpoint(
     model: Path | None = None,
     roles: tuple[str, ...] = ("actor",),
     evaluations: tuple[Measured | None, Measured | None] = (None, None),
+    last_of_sets: dict[str, MeasuredSet] | None = None,
+    best: Best | None = None,
 ) -> Path:
     """A whole checkpoint as a run of the recipe makes it, but for the state of its roles."""
     directory = step_directory(root or recipe.checkpoint_directory, step)
@@ -51,6 +54,8 @@ def make_checkpoint(
         steps_without_update=0,
         first_evaluation=evaluations[0],
         last_evaluation=evaluations[1],
+        last_of_sets=last_of_sets or {},
+        best=best,
         random=RandomState.capture(),
         run=run,
         inputs=input_checksums(recipe),

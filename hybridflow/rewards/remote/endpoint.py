@@ -199,7 +199,8 @@ class Endpoint:
     def _open(self) -> httpx.AsyncClient:
         import httpx
 
-        limits = httpx.Limits(max_connections=self._settings.in_flight, keepalive_expiry=_IDLE_S)
+        most = self._settings.in_flight
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=most, keepalive_expiry=_IDLE_S)
         # Certificates are read where they are looked at, since that takes a while; nothing leads elsewhere from here.
         checked = urlsplit(self.url).scheme == "https"
         return httpx.AsyncClient(timeout=self._settings.request_timeout_s, limits=limits, verify=checked)

@@ -55,6 +55,39 @@ def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
         ("async_rollout", "here it is rollout.stream and trainer.max_staleness; engines go on while"),
         ("rollout.async_rollout", "here it is rollout.stream and trainer.max_staleness"),
         ("data.train_batch_size", "here it is trainer.prompts_per_step"),
+        (
+            "data.train_files",
+            "here it is data.files.train; a list of {path: ..., prompt: ..., answer: ...}, with data.s",
+        ),
+        ("data.prompt_key", "here it is data.files.train; each source has prompt, the name of a column"),
+        ("data.max_prompt_length", "here it is data.files.max_prompt_tokens; data.overlong_prompts is of those that"),
+        ("data.max_response_length", "here it is rollout.sampling.max_new_tokens"),
+        ("data.filter_overlong_prompts", "here it is data.overlong_prompts; drop"),
+        ("data.truncation", "here it is data.overlong_prompts; drop, cut_left, cut_right, cut_middle, or refuse"),
+        ("data.shuffle", "absent: prompts are always drawn in an order of their own, by data.seed"),
+        ("data.return_raw_chat", "absent: messages are always rendered"),
+        ("data.apply_chat_template_kwargs", "here it is data.files.chat.arguments"),
+        ("data.reward_fn_key", "absent: a reward function gets any column for which it has a parameter of that name"),
+        ("data.custom_cls", "absent: columns are named by each source of data.files.train"),
+        ("data.sampler", "here it is data.files.train and data.files.difficulty; each source has weight"),
+        ("--prompt-data", "here it is data.files.train"),
+        ("--input-key", "here it is data.files.train; each source has prompt"),
+        ("--label-key", "here it is data.files.train; each source has answer"),
+        ("--metadata-key", "absent: a reward function gets any column"),
+        ("--apply-chat-template", "here it is data.files.chat.texts; user"),
+        ("--apply-chat-template-kwargs", "here it is data.files.chat.arguments"),
+        ("--rollout-shuffle", "absent: prompts are always drawn in an order of their own"),
+        ("rollout.rollout_max_prompt_len", "here it is data.files.max_prompt_tokens"),
+        (
+            "data.val_files",
+            "here it is evaluation; {NAME: {data: {path: ...}}}; with data.source=jsonl also data.jsonl",
+        ),
+        ("trainer.test_freq", "here it is trainer.eval_interval; of a set evaluation.NAME.interval"),
+        ("trainer.val_before_train", "here it is trainer.eval_before_train"),
+        ("trainer.val_only", "absent: hybridflow evaluate measures a model without training"),
+        ("actor_rollout_ref.rollout.val_kwargs.n", "here it is trainer.eval_samples; of a set evaluation.NAME.samples"),
+        ("n_samples_per_eval_prompt", "here it is trainer.eval_samples"),
+        ("eval_prompt_data", "here it is evaluation; {NAME: {data: {path: ...}}}"),
         ("use_vllm", "absent, because SGLang generates"),
         ("rollout.use_vllm", "absent, because SGLang generates"),
         ("fsdp_config", "absent, because Megatron-Core trains"),
@@ -91,6 +124,12 @@ def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
 )
 def test_what_is_told_of_an_unknown_key(key: str, text: str) -> None:
     assert text in told(key)
+
+
+def test_what_is_told_of_a_column_that_is_named_like_a_setting() -> None:
+    with pytest.raises(SettingsError) as error:
+        load_recipe(DEMO, ["reward_model.ground_truth=1"])
+    assert "here it is data.files.train; of a source answer: reward_model.ground_truth" in error.value.lines[-1]
 
 
 def test_a_whole_section_of_another_system_is_told_of_in_a_line(tmp_path: Path) -> None:

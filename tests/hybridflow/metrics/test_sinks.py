@@ -173,6 +173,12 @@ OF_PPO = {
 }
 
 
+def test_the_console_shows_the_share_of_each_held_out_set_that_passes() -> None:
+    figures = {"eval/aime/reward_mean": 0.3, "eval/aime/mean@16": 0.25, "eval/aime/mean@16_low": 0.2}
+    record = Record("eval", 40, {"eval/accuracy": 0.5} | figures | {"eval/sums/mean@1": 1.0})
+    assert console_line(record, None, None) == "eval 40  accuracy 0.500  aime mean@16 0.250  sums mean@1 1.000"
+
+
 @pytest.mark.parametrize("width", range(80, 121))
 def test_a_line_fits_the_terminal_and_shows_what_matters_most(width: int) -> None:
     line = console_line(Record("train", 12_345, OF_PPO), 99_999, width)

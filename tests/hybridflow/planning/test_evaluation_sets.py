@@ -88,3 +88,13 @@ def test_more_engines_than_prompts_are_refused(tmp_path: Path, capsys: pytest.Ca
     assert (
         "evaluation.sums: 1 prompts, expected at least 2: a prompt for each rollout engine" in capsys.readouterr().err
     )
+
+
+def test_limits_of_training_prompts_are_not_those_of_a_set(tmp_path: Path) -> None:
+    training = tmp_path / "training.jsonl"
+    training.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    files = f"{{train: [{{path: {training}}}], max_prompt_tokens: 4, cache: {tmp_path}/cache}}"
+    given = rows(tmp_path / "sums.jsonl", {"prompt": "10+10=", "answer": 20}, {"prompt": "1+2=", "answer": 3})
+    recipe, sets = encoded(tmp_path, f"data={{source: files, files: {files}}}", given, "warmup=null")
+    assert [example.prompt for example in sets["sums"].examples] == ["10+10=", "1+2="]
+    assert not recipe.has_own_evaluation

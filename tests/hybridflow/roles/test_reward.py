@@ -10,17 +10,23 @@ import pytest
 import torch
 
 from engine3d.layout import Layout
+from engine3d.rollout.config import Sampling
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.cluster.devices.device_map import pool_devices
 from hybridflow.cluster.runtime.resource_pool import cluster_nodes, release, reserve
+from hybridflow.config.recipe import load_recipe
+from hybridflow.data.prompts import Draw, Prompts
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS, Example
 from hybridflow.data.tokenizer import make_character_tokenizer
 from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig
 from hybridflow.rewards.result import reward_metrics
 from hybridflow.roles.reward import FunctionRewardWorker, reward_result
+from hybridflow.rundir.evaluation_texts import read_texts, text_file
 from hybridflow.trainer.sample_texts import sample_texts
+from hybridflow.trainer.set_evaluation import SetMeasurer
 from hybridflow.workers.worker_group import RankUserError, WorkerGroup
+from tests.support.resumable import DEMO
 
 pytestmark = pytest.mark.processes
 
@@ -34,12 +40,12 @@ def odd_ones_fail(generated_texts):
 
 
 @contextmanager
-def a_group(directory: Path, on_failure: str) -> Iterator[WorkerGroup]:
+def a_group(directory: Path, on_failure: str, **settings: float) -> Iterator[WorkerGroup]:
     """With a function that fails on the text 7."""
     (directory / "mine.py").write_text(MODULE)
     make_character_tokenizer(ARITHMETIC_CHARACTERS, directory / "tokenizer")
     mine = RewardFunctionConfig(
-        name="mine", path=f"{directory}/mine.py:odd_ones_fail", weight=0.5, on_failure=on_failure
+        name="mine", path=f"{directory}/mine.py:odd_ones_fail", weight=0.5, on_failure=on_failure, **settings
     )  # type: ignore[arg-type]
     config = RewardConfig(functions=(RewardFunctionConfig(name="arithmetic", path="arithmetic"), mine))
     pools = reserve(pool_devices({"reward": "cpu:0"}, {}, cluster_nodes()))
@@ -93,6 +99,53 @@ def test_a_failure_that_is_to_stop_the_run_is_one_line(ray_cluster: None, tmp_pa
             f"reward rank 0, score: reward 'mine' ({tmp_path}/mine.py:odd_ones_fail) raised KeyError"
         )
         assert "no such problem" in line and "\n" not in line
+
+
+def test_a_response_of_a_held_out_set_that_got_no_reward_is_not_a_wrong_one(ray_cluster: None, tmp_path: Path) -> None:
+    settings = f"{{data: {{path: {tmp_path}/none.jsonl}}, samples: 2, passing: 2, texts: 2}}"
+    planned = load_recipe(DEMO, [f"evaluation.sums={settings}"]).sets["sums"]
+    prompts = Prompts(list(EXAMPLES.values()), [[4], [4]])
+    with a_group(tmp_path, "value", failure_value=-9.0) as group:
+        measurer = SetMeasurer(
+            sets={"sums": prompts},
+            identities={"sums": "f00d"},
+            learned={"sums": 1},
+            generator=FixedGenerator(a_batch()),  # type: ignore[arg-type]
+            functions={"reward": group},  # type: ignore[dict-item]
+            reward_model=None,
+            tokenizer=make_character_tokenizer(ARITHMETIC_CHARACTERS, tmp_path / "tokenizer"),
+            texts=tmp_path / "evaluations",
+            characters=100,
+        )
+        measured = measurer.measure(planned, 3)
+    assert (measured.identity, measured.step, measured.prompts, measured.samples) == ("f00d", 3, 1, 2)
+    wanted = {
+        "reward_mean": 1.75,
+        "mean@2": 0.5,
+        "pass@1": 0.5,
+        "pass@2": 1.0,
+        "maj@2": 1.0,
+        "prompts": 1,
+        "samples": 2,
+    }
+    wanted |= {"left_out_samples": 1, "training_prompts": 1, "response_length_mean": 2.0, "truncated_fraction": 0.0}
+    assert {name: measured.figures[name] for name in wanted} == wanted
+    texts = read_texts(text_file(tmp_path / "evaluations", "sums", 3))
+    assert [(each.index, each.response, each.reward, each.passing, each.scored) for each in texts] == [
+        (0, "2", 2.0, 1, 2),
+        (1, "7", None, 0, 0),
+    ]
+
+
+class FixedGenerator:
+    """Gives one batch, whatever is asked."""
+
+    def __init__(self, batch: RemoteBatch) -> None:
+        self._batch = batch
+
+    def generate(self, draw: Draw, sampling: Sampling, samples_per_prompt: int) -> RemoteBatch:
+        assert list(draw.indices) == [0, 1] and samples_per_prompt == 2
+        return self._batch
 
 
 def test_some_samples_of_a_batch_as_texts(ray_cluster: None, tmp_path: Path) -> None:

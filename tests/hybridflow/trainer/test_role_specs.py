@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
 from engine3d.layout import Layout
 from hybridflow.cluster.devices.device_map import Node, pool_devices
+from hybridflow.config.evaluation_recipe import EvaluationRecipe
 from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.data.prompts import Prompts
+from hybridflow.data.tasks import Example
 from hybridflow.roles.groups import FunctionRewardGroup, PolicyGroup, RolloutGroup, ValueGroup
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.value import ValueWorker
@@ -48,6 +52,22 @@ def test_an_engine_on_two_hosts_has_a_rank_on_each_that_meet_at_a_store_of_their
     nodes = [Node(f"10.0.0.{number}", gpus=0, cpu_slots=2) for number in range(6)]
     spec = specs_of(load_recipe(DEMO, overrides), run, nodes)["rollout"]
     assert (spec.layout, spec.devices_per_rank, spec.ranks_per_store) == (Layout(dp=2, tp=2), 2, 2)
+
+
+def test_an_evaluation_alone_has_engines_that_load_weights_and_what_scores_its_sets(run: Run) -> None:
+    own = "{data: {path: own.jsonl}, reward: {functions: [{name: length, path: length}]}}"
+    recipe = load_recipe(DEMO, [WITH_REFERENCE, "evaluation.sums.data.path=sums.jsonl", f"evaluation.own={own}"])
+    prompts = Prompts([Example("1+1=", "2")], [[4, 5]])
+    run = replace(run, sets={"sums": prompts, "own": prompts})
+    training = specs_of(recipe, run)
+    assert list(training["reward"].arguments[0]) == ["reward", "evaluation.own"]
+    assert training["rollout"].arguments[1].server_args["load_format"] == "dummy"
+    for measured, scorers in ((["sums"], ["reward"]), (["own"], ["evaluation.own"])):
+        alone = replace(run, sets=dict.fromkeys(measured, prompts))
+        specs = specs_of(EvaluationRecipe.of(recipe, measured), alone)
+        assert list(specs) == ["rollout", "reward"] and list(specs["reward"].arguments[0]) == scorers
+        assert "load_format" not in specs["rollout"].arguments[1].server_args
+        assert specs["rollout"].settings["weight_sources"] == [None]
 
 
 def test_only_the_actor_learns_and_publishes_and_takes_a_checkpoint(run: Run) -> None:

@@ -49,7 +49,7 @@ def test_samples_are_posted_in_requests_of_a_size_and_come_back_in_order() -> No
         assert sorted(len(asked.content["responses"]) for asked in server.asked) == [1, 3, 3, 3]
         assert server.most_at_once == 2
     assert sum(value for value in found["counts"]["requests"] if value) == 4
-    assert all(0.1 <= value < 1 for value in found["figures"]["latency_s"])
+    assert all(0.1 <= value < 10 for value in found["figures"]["latency_s"])
 
 
 def test_what_is_sent_beside_and_what_the_server_gives_beside() -> None:
@@ -142,18 +142,18 @@ def test_the_server_says_how_long_to_wait() -> None:
 
 def test_a_server_that_hangs_costs_its_own_samples_alone() -> None:
     def answer(asked: Asked) -> Reply:
-        return Reply(lengths(asked), after_s=2.0 if asked.content["responses"] == ["hang"] else 0.0)
+        return Reply(lengths(asked), after_s=8.0 if asked.content["responses"] == ["hang"] else 0.0)
 
     with serving(answer) as server:
         started = time.monotonic()
-        found = scored(server.url, ["a", "hang", "ccc"], samples_per_request=1, request_timeout_s=0.3, retries=0)
+        found = scored(server.url, ["a", "hang", "ccc"], samples_per_request=1, request_timeout_s=1.0, retries=0)
         assert found["rewards"][::2] == [1, 3]
-        assert str(found["rewards"][1]) == f"{server.url} did not answer within 0.3 s (request_timeout_s)"
-        found = scored(server.url, ["a", "hang", "ccc"], samples_per_request=1, timeout_s=0.5)
+        assert str(found["rewards"][1]) == f"{server.url} did not answer within 1 s (request_timeout_s)"
+        found = scored(server.url, ["a", "hang", "ccc"], samples_per_request=1, timeout_s=1.5)
         assert found["rewards"][::2] == [1, 3]
-        assert str(found["rewards"][1]) == f"{server.url} did not answer within 0.5 s (timeout_s)"
+        assert str(found["rewards"][1]) == f"{server.url} did not answer within 1.5 s (timeout_s)"
         assert found["counts"]["requests"] == [1, 1, 1]
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 7
 
 
 def test_the_key_goes_to_the_server_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,12 +137,12 @@ def test_a_wrong_key_is_told_once_for_each_sample_and_a_busy_server_asked_again(
 def test_samples_without_a_verdict_in_time_fail_and_the_others_keep_theirs() -> None:
     def answer(asked: Asked) -> Reply:
         late = "Response: xxxxx" in asked.content["messages"][-1]["content"]
-        return Reply(by_length(asked).copy(), after_s=1.5 if late else 0.0)
+        return Reply(by_length(asked).copy(), after_s=8.0 if late else 0.0)
 
     with serving(answer) as server:
-        good, late = judged(Judge(url=server.url, **QUICK, **RANGE), ["xxx", "xxxxx"], timeout_s=0.6)["rewards"]
+        good, late = judged(Judge(url=server.url, **QUICK, **RANGE), ["xxx", "xxxxx"], timeout_s=1.5)["rewards"]
         assert good == 0.5
-        assert str(late) == f"{server.url}/chat/completions gave no verdict within 0.6 s (timeout_s)"
+        assert str(late) == f"{server.url}/chat/completions gave no verdict within 1.5 s (timeout_s)"
 
 
 def test_the_same_is_asked_once(tmp_path: Path) -> None:
@@ -159,6 +159,9 @@ def test_the_same_is_asked_once(tmp_path: Path) -> None:
         assert judged(Judge(url=server.url, **QUICK, **RANGE, **kept), ["xxx"])["rewards"] == [0.5]
         with sqlite3.connect(tmp_path / "kept" / "verdicts.sqlite") as file:
             assert file.execute("SELECT count(*) FROM verdicts").fetchone() == (2,)
+        for ends, score in (([0, 10], 0.3), ([0, 5], 0.6)):  # of which the request says nothing
+            written = Judge(url=server.url, **QUICK, rubric=RUBRIC, pattern=r"\d", score_range=ends, **kept)
+            assert judged(written, ["xxx"])["rewards"] == [pytest.approx(score)]
         without = Judge(url=server.url, **QUICK, **RANGE, cache_entries=0)
         before = len(server.asked)
         judged(without, ["x", "x"])

@@ -1,0 +1,105 @@
+"""What `hybridflow evaluate` finds out before it starts anything: whose weights, which sets, and where results go."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine3d.checkpoint.manifest import step_directory
+from engine3d.errors import UserError
+from hybridflow.checkpoint.set_results import Best, MeasuredSet
+from hybridflow.cli.main import main
+from hybridflow.config.initial_model import create_model
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.yaml_loader import settings_yaml
+from hybridflow.planning.evaluation_plan import EvaluationPlan, plan_evaluation
+from tests.support.resumable import a_recipe, make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    """Of a run with checkpoints of two steps, of which the first is the best."""
+    directory = tmp_path_factory.mktemp("evaluated")
+    rows = directory / "sums.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{number}+1=", "answer": number + 1}) + "\n" for number in range(4)))
+    keep = "checkpoint.keep_best={metric: eval/sums/pass@1}"
+    sets = [f"evaluation.{name}.data.path={rows}" for name in ("sums", "others")]
+    recipe = a_recipe(directory, keep, *sets, "evaluation.sums.interval=1", "trainer.steps=4")
+    for step in (2, 4):
+        measured = MeasuredSet("a", step, 4, 1, {"pass@1": 1 / step})
+        best = Best("eval/sums/pass@1", 2, 0.5, "a")
+        make_checkpoint(recipe, step, last_of_sets={"sums": measured}, best=best)
+    (recipe.directory / "recipe.yaml").write_text(settings_yaml(recipe))
+    return recipe
+
+
+def plan(recipe: Recipe, *sets: str, **settings: object) -> EvaluationPlan:
+    return plan_evaluation(recipe.directory, sets, **settings)  # type: ignore[arg-type]
+
+
+def test_of_a_run_the_last_checkpoint_is_taken_or_the_best_or_a_step(recipe: Recipe) -> None:
+    root = recipe.checkpoint_directory
+    for wanted, step in ((None, 4), ("last", 4), ("best", 2), ("2", 2)):
+        found = plan(recipe, "sums", checkpoint=wanted)
+        assert (found.checkpoint, found.step) == (step_directory(root, step), step)
+        assert found.directory == recipe.directory / "evaluate" / f"step-{step:08d}"
+        assert found.recipe.model.path == found.checkpoint / "model"  # type: ignore[operator]
+        assert list(found.recipe.sets) == ["sums"] and not found.recipe.trains
+    assert list(plan(recipe).recipe.sets) == ["sums", "others"]
+    assert plan(recipe, out=recipe.run_dir / "out").directory == recipe.run_dir / "out"
+
+
+def test_a_model_is_measured_on_the_sets_of_a_recipe(recipe: Recipe, tmp_path: Path) -> None:
+    create_model(recipe, tmp_path / "model", seed=1)
+    kept = recipe.directory / "recipe.yaml"
+    found = plan_evaluation(tmp_path / "model", ["sums"], [f"run_dir={tmp_path}"], recipe=kept)
+    assert (found.checkpoint, found.step, found.recipe.model.path) == (None, 0, tmp_path / "model")
+    assert found.directory == tmp_path / "small-evaluate" and found.weights == str(tmp_path / "model")
+    with pytest.raises(UserError, match="is a HuggingFace directory, expected --recipe RECIPE, which has the sets"):
+        plan_evaluation(tmp_path / "model", ["sums"])
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="model"):
+        plan_evaluation(tmp_path / "model", ["sums"], [f"run_dir={tmp_path}"], recipe=kept)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--set", "aime"], "--set aime: no such set, expected one of sums, others"),
+        (["--set", "sums", "--set", "sums"], "--set sums stands twice, expected each once"),
+        (["--checkpoint", "3"], "--checkpoint 3: expected best, last, or a step of 2, 4"),
+        (["--checkpoint", "newest"], "--checkpoint newest: expected best, last, or a step of 2, 4"),
+        (["evaluation.sums.max_new_tokens=64"], "evaluation.sums: max_new_tokens=64 leaves no room for a prompt"),
+        (["--recipe", "nowhere.yaml"], "nowhere.yaml: no such file"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_in_a_line(
+    recipe: Recipe, words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(recipe.directory), *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"hybridflow: {line}") and len(error.splitlines()) == 1
+
+
+def test_other_targets_are_refused(recipe: Recipe, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file or directory; expected a recipe, a run, or a HuggingFace"):
+        plan_evaluation(tmp_path / "none", [])
+    with pytest.raises(UserError, match=r"has neither recipe\.yaml nor config\.json"):
+        plan_evaluation(tmp_path, [])
+    file = tmp_path / "recipe.yaml"
+    file.write_text(settings_yaml(recipe.model_copy(update={"run_dir": tmp_path / "runs"})))
+    with pytest.raises(UserError, match=r"--checkpoint last: no whole checkpoint in"):
+        plan_evaluation(file, [])
+    with pytest.raises(UserError, match="which is a recipe itself"):
+        plan_evaluation(file, [], recipe=file)
+
+
+def test_the_checkpoints_of_a_run_are_listed_with_their_values(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoint", "list", str(recipe.directory)]) == 0
+    first, last = capsys.readouterr().out.splitlines()[1:]
+    assert first.startswith("step-00000002  step 2, saved ") and first.endswith("  eval/sums/pass@1 0.5  best")
+    assert last.startswith("step-00000004  step 4, saved ") and last.endswith("  eval/sums/pass@1 0.25")
