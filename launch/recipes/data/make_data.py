@@ -53,7 +53,7 @@ def chat_files() -> dict[str, list[Row]]:
     operands = range(LARGEST_OPERAND + 1)
     pairs = [(a, b) for a in operands for b in operands]
     kinds = {
-        "easy": [(a, b) for a, b in pairs if a % 10 + b % 10 < 10],
+        "plain": [(a, b) for a, b in pairs if a % 10 + b % 10 < 10],
         "carry": [(a, b) for a, b in pairs if a % 10 + b % 10 >= 10],
     }
     files, conversations = {}, []
