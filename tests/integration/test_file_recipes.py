@@ -19,7 +19,7 @@ SMALL = ("warmup.steps=2", "trainer.steps=2", "trainer.prompts_per_step=8", "met
 @pytest.mark.parametrize(
     ("name", "sets", "rewards", "sources"),
     [
-        ("chat", {"sums": 4, "differences": 8}, ("arithmetic", "digits"), ("sums", "differences")),
+        ("chat", {"plain": 4, "carry": 8}, ("arithmetic", "digits"), ("plain", "carry")),
         ("math", {"math": 4}, ("math",), ("math-train",)),
     ],
 )

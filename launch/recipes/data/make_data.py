@@ -22,9 +22,9 @@ import pyarrow.parquet as pq
 Row = dict[str, Any]
 
 HERE = Path(__file__).resolve().parent
-WRONG = 0.4
+WRONG = 0.3
 """Share of the supervised answers that are wrong, by one or by ten."""
-WITH_FULL_STOP = 0.25
+WITH_FULL_STOP = 0.2
 """Share of the supervised answers of chat.yaml that are no digits alone."""
 LARGEST_OPERAND = 49
 DENOMINATORS = range(2, 10)
@@ -48,29 +48,32 @@ def main() -> int:
 
 
 def chat_files() -> dict[str, list[Row]]:
-    """Sums and differences as chats: supervised conversations, two training files and two test files, by name."""
+    """Sums as chats, without and with a carry: supervised conversations, two training files and two test files."""
     draw = random.Random(0)
     operands = range(LARGEST_OPERAND + 1)
-    sums = [(f"{a}+{b}?", a + b) for a in operands for b in operands]
-    differences = [(f"{a + b}-{b}?", a) for a in operands for b in operands]
+    pairs = [(a, b) for a in operands for b in operands]
+    kinds = {
+        "plain": [(a, b) for a, b in pairs if a % 10 + b % 10 < 10],
+        "carry": [(a, b) for a, b in pairs if a % 10 + b % 10 >= 10],
+    }
     files, conversations = {}, []
-    for kind, problems in (("sums", sums), ("differences", differences)):
-        supervised, train, test = _parts(draw, problems, 1200, 1000, 128)
+    for kind, problems in kinds.items():
+        supervised, train, test = _parts(draw, problems, 600, 384, 128)
         conversations += [
-            {"messages": [*_user(question), {"role": "assistant", "content": _chat_answer(draw, answer)}]}
-            for question, answer in supervised
+            {"messages": [*_user(a, b), {"role": "assistant", "content": _chat_answer(draw, a + b)}]}
+            for a, b in supervised
         ]
         for part, some in (("train", train), ("test", test)):
             files[f"chat-{kind}-{part}.parquet"] = [
-                {"id": f"{kind}-{part}-{number}", "messages": _user(question), "answer": str(answer)}
-                for number, (question, answer) in enumerate(some)
+                {"id": f"{kind}-{part}-{number}", "messages": _user(a, b), "answer": str(a + b)}
+                for number, (a, b) in enumerate(some)
             ]
     draw.shuffle(conversations)
     return {"chat-sft.parquet": conversations, **files}
 
 
-def _user(question: str) -> list[Row]:
-    return [{"role": "user", "content": question}]
+def _user(a: int, b: int) -> list[Row]:
+    return [{"role": "user", "content": f"{a}+{b}"}]
 
 
 def _chat_answer(draw: random.Random, answer: int) -> str:
@@ -84,7 +87,7 @@ def math_files() -> dict[str, list[Row]]:
     numerators = range(1, LARGEST_NUMERATOR + 1)
     fractions = [(a, b, d) for d in DENOMINATORS for a in numerators for b in numerators]
     whole = [(a, b, 1) for a in numerators for b in numerators]
-    parts = zip(_parts(draw, fractions, 1200, 1200, 192), _parts(draw, whole, 300, 300, 64), strict=True)
+    parts = zip(_parts(draw, fractions, 2400, 1200, 192), _parts(draw, whole, 400, 300, 64), strict=True)
     files = {}
     for part, (some, others) in zip(("sft", "train", "test"), parts, strict=True):
         rows = [_math_row(draw, *problem, supervised=part == "sft") for problem in [*some, *others]]
@@ -99,7 +102,7 @@ def _math_row(draw: random.Random, a: int, b: int, denominator: int, *, supervis
         row: Row = {"problem": f"{a}+{b}", "level": 1}
         written: Callable[[int], str] = str
     else:
-        row = {"problem": f"{a}/{denominator}+{b}/{denominator}", "level": 2}
+        row = {"problem": f"({a}+{b})/{denominator}", "level": 2}
         written = lambda numerator: f"\\frac{{{numerator}}}{{{denominator}}}"  # noqa: E731
     if supervised:
         return row | {"solution": f"\\boxed{{{written(_perhaps_wrong(draw, a + b))}}}"}
