@@ -63,6 +63,7 @@ class _Server:
         self._calling = asyncio.Lock()  # SGLang has one socket for calls of all ranks
         self._writing = False
         self._locked = False
+        self._scheduler_paused = False
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._generating: dict[int, list[str]] = {}  # SGLang's names of a request's responses
 
@@ -234,8 +235,13 @@ class _Server:
                 raise
             self._locked = True
         self._writing = True
-        # A pause, or an abort, is only asked for: the batch under way reads the weights to its end.
-        await self.call_ranks(id, Call("settle", {}))
+        if self._scheduler_paused:
+            # A pause is only asked for, and what ranks are called with comes another way, which may be quicker: the
+            # scheduler would begin one more batch, of weights that are half written. What it is asked the same way it
+            # answers after the pause.
+            await self._manager.get_internal_state()
+        # The batch under way reads the weights to its end.
+        await self.call_ranks(id, Call("settle", {"paused": self._scheduler_paused}))
 
     async def _stand_still(self, under_way: UnderWay) -> None:
         if under_way != "resend":
@@ -320,6 +326,7 @@ class _Server:
     async def pause(self, id: int, mode: str) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
+        self._scheduler_paused = mode != "abort"  # which lets nothing begin at the manager alone
         await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
 
     async def resume(self, id: int) -> None:
@@ -328,6 +335,7 @@ class _Server:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         await self._manager.continue_generation(ContinueGenerationReqInput())
+        self._scheduler_paused = False
 
     async def release_memory(self, id: int, tags: list[str]) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput

@@ -182,8 +182,17 @@ class EngineRank:
         self._aliased = {}
         self._disconnect()
 
-    def settle(self) -> None:
-        """Return when nothing that was enqueued on the device before reads the weights any more."""
+    def settle(self, paused: bool) -> None:
+        """Return when no forward pass reads the weights any more.
+
+        Args:
+            paused: whether the scheduler was asked to begin none; otherwise there is nothing for one to be of.
+
+        Raises:
+            EngineError: the scheduler goes on.
+        """
+        if paused and not self._scheduler._engine_paused:
+            raise EngineError("the scheduler was asked to pause, and goes on; its weights cannot be written")
         platform.synchronize()
 
     def serve(self, version: int) -> None:
