@@ -81,7 +81,7 @@ def make_files(directory: Path, count: int) -> None:
     rows, some = make_rows(count), list[str]()
     lines, table = directory / "rows.jsonl", directory / "rows.parquet"
     with lines.open("w", encoding="utf-8") as text, pq.ParquetWriter(table, schema) as writer:
-        while batch := [row for row, _ in zip(rows, range(_BATCH), strict=False)]:
+        while batch := [row for _, row in zip(range(_BATCH), rows, strict=False)]:
             text.writelines(f"{json.dumps(row)}\n" for row in batch)
             writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
             some = some or [row["prompt"] for row in batch[:20_000]]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from benchmarks import data_rows
@@ -18,13 +19,16 @@ ROWS = 300
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("rows")
-    data_rows.make_files(directory, ROWS)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(data_rows, "_BATCH", 128)
+        data_rows.make_files(directory, ROWS)
     return directory
 
 
 def test_rows_are_what_they_are_said_to_be(made: Path) -> None:
     lines = (made / "rows.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == list(data_rows.make_rows(ROWS))
+    assert pq.read_table(made / "rows.parquet").to_pylist() == list(data_rows.make_rows(ROWS))
     lengths = [len(row["prompt"]) for row in data_rows.make_rows(ROWS)]
     assert 85 < sum(lengths) / ROWS < 115
     tokenizer = load_tokenizer(made / "tokenizer")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.config.recipe import load_recipe
+from hybridflow.rewards.functions import RewardFunctions
 from tests.support.scripted_server import completion, serving
 from tests.support.warm import warm_python
 
@@ -56,6 +58,22 @@ def test_an_example_runs(words: list[str], said: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+def test_the_functions_of_the_example_with_a_judge_score(tmp_path: Path) -> None:
+    with serving(lambda _: completion(json.dumps({"score": 5}))) as server:
+        recipe = (ROOT / "examples/judge.yaml").read_text().replace("http://127.0.0.1:30000", server.url)
+        (tmp_path / "judge.yaml").write_text(recipe.replace("../launch", f"{ROOT}/launch"))
+        config = load_recipe(tmp_path / "judge.yaml").functions["reward"]
+        with RewardFunctions(config) as rewards:
+            result = rewards.evaluate(["42", "24"], ["12+30=", "12+30="], ["42", "42"])
+        asked = {each.content["messages"][0]["content"] for each in server.asked}
+    assert {text.partition("How near")[0] for text in asked} == {
+        f"Problem: 12+30=\nRight answer: 42\nResponse: {response}\n" for response in ("42", "24")
+    }
+    assert result.total.tolist() == [1 + 0.5 * 0.5, 0.5 * 0.5]
+
+
+@pytest.mark.processes
+@pytest.mark.long
 def test_the_example_with_a_judge_runs(tmp_path: Path) -> None:
     with serving(lambda _: completion(json.dumps({"score": 5}), tokens=(40, 6))) as server:
         recipe = (ROOT / "examples/judge.yaml").read_text()

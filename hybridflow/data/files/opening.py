@@ -97,7 +97,7 @@ def _expanded(given: str) -> list[str]:
             return [given]
         filesystem, path = _remote(given)
         found = [filesystem.unstrip_protocol(each) for each in sorted(_asked(given, lambda: filesystem.glob(path)))]
-    elif Path(given).exists() or not _WILD.search(given):
+    elif not _WILD.search(given) or os.path.lexists(given):
         return [given]
     else:
         found = sorted(glob.glob(given))  # noqa: PTH207 - a pattern that may be absolute
@@ -136,7 +136,7 @@ def _data_file(path: str, source: FileSource, cache: Path) -> DataFile:
 
 
 def _format(path: str) -> Format:
-    if "://" not in path and Path(path).is_dir():
+    if "://" not in path and os.path.isdir(path):  # noqa: PTH112 - of a name that cannot be one it is false
         return "dataset"
     name = _without_compression(path)
     if found := next((format for suffix, format in SUFFIXES.items() if name.endswith(suffix)), None):

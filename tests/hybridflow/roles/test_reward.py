@@ -35,7 +35,7 @@ MODULE = """
 def odd_ones_fail(generated_texts):
     if any(text == "7" for text in generated_texts):
         raise KeyError("no such problem")
-    return [float(text) for text in generated_texts]
+    return {"rewards": [float(text) for text in generated_texts], "counts": {"calls": [1] * len(generated_texts)}}
 """
 
 
@@ -84,6 +84,7 @@ def test_a_failure_drops_its_sample_and_no_other(ray_cluster: None, tmp_path: Pa
         assert (failure.function, failure.sample) == ("mine", 2) and "no such problem" in failure.reason
         values = reward_metrics(result)
         assert values["reward/mine/failed"] == 1 and values["reward/mine/mean"] == 2.5
+        assert values["reward/mine/calls"] == 2  # one by one, after a call that raised
         log = group.ranks.log_path(0)
         assert log is not None and "sample 52: reward 'mine' raised KeyError" in log.read_text()
         kept = batch.with_facts(rewards=result.total).select((~result.dropped).nonzero()[:, 0]).fetch()

@@ -162,6 +162,7 @@ def test_a_row_without_a_label_and_a_prompt_of_no_tokens(tmp_path: Path, bpe: Pr
             ": message 1 is {'content': 'x'}, expected an object with role",
         ),
         ({"prompt": "\u00e4", "answer": ""}, {}, " ('\u00e4') cannot be encoded: "),
+        ({"prompt": "\ud800", "answer": ""}, {}, " ('\\ud800') cannot be encoded: "),
         ({"prompt": "a", "answer": ""}, {"id": "n"}, ": no column 'n', only 'prompt', 'answer'"),
         (
             {"prompt": "a", "answer": "", "n": 1.5},

@@ -276,6 +276,9 @@ def test_names_that_say_nothing(tmp_path: Path) -> None:
     assert all_rows(path, cache, format="jsonl") == ROWS
     missing = tmp_path / "no.jsonl"
     assert refused(missing, cache) == f"cannot read rows from {missing}: no such file"
+    message = refused(f"/{'x' * 300}.jsonl", cache)
+    assert message.endswith("x.jsonl: cannot be read: File name too long")
+    assert refused(f"/{'x' * 300}*.jsonl", cache).endswith("*.jsonl: no file has such a name")
     assert refused(tmp_path, cache) == (
         f"{tmp_path}: no data set that `datasets` has saved, expected dataset_info.json in it"
     )

@@ -49,7 +49,7 @@ def reason_of(url: str, **arguments: Any) -> str:
 
 def test_scores_of_a_range_and_what_they_cost() -> None:
     with serving(by_length) as server:
-        judge = Judge(url=f"{server.url}/v1/", price={"input": 2, "output": 10}, **QUICK, **RANGE)
+        judge = Judge(url=f"{server.url}/v1/", in_flight=1, price={"input": 2, "output": 10}, **QUICK, **RANGE)
         found = judged(judge, ["x", "xxx", "xxxxx"])
         body = server.asked[0].content
         assert {asked.path for asked in server.asked} == {"/v1/chat/completions"}

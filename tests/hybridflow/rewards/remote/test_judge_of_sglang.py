@@ -20,7 +20,7 @@ from hybridflow.rewards.result import reward_metrics
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
-_START_S = 240
+_START_S = 400
 
 
 @pytest.fixture(scope="module")
