@@ -63,12 +63,17 @@ def score(
         raise ValueError(
             f"digits={digits}, sample_timeout_s={sample_timeout_s:g}, expected at least 0, and more than 0"
         )
-    found: list[float | Exception] = []
+    verdicts: dict[tuple[str | None, str], float | Exception] = {}
+    found = []
     for text, answer in zip(generated_texts, answers, strict=True):
-        try:
-            found.append(float(_comparer.ask(sample_timeout_s, find(text), answer, digits, extract == "anywhere")))
-        except NoVerdictError as error:
-            found.append(error)
+        given = find(text)
+        key = given, repr(answer)  # many responses to a prompt have the same answer
+        if key not in verdicts:
+            try:
+                verdicts[key] = float(_comparer.ask(sample_timeout_s, given, answer, digits, extract == "anywhere"))
+            except NoVerdictError as error:
+                verdicts[key] = error
+        found.append(verdicts[key])
     return found
 
 

@@ -85,10 +85,18 @@ def test_without_a_right_answer_there_is_no_verdict(right: Any, why: str) -> Non
     assert isinstance(found, NoVerdictError) and why in str(found)
 
 
+def test_the_same_answers_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(mathematics._comparer, "ask", lambda limit_s, *question: not asked.append(question))
+    texts = [r"\boxed{7}", r"So it is \boxed{7}.", r"\boxed{8}", r"\boxed{7}", "none", "none at all"]
+    assert score(texts, ["7", "7", "7", 7, "7", "7"]) == [1.0] * 6
+    assert [question[:2] for question in asked] == [("7", "7"), ("8", "7"), ("7", 7), (None, "7")]
+
+
 def test_a_comparison_that_hangs_is_ended_and_the_others_are_made() -> None:
     began = time.monotonic()
     before = set(psutil.Process().children())
-    found = score([TOWER, r"\boxed{1}", TOWER, r"\boxed{2}"], ["1", "1", "1", "1"], sample_timeout_s=1.0)
+    found = score([TOWER, r"\boxed{1}", TOWER, r"\boxed{2}"], ["1", "1", "3", "1"], sample_timeout_s=1.0)
     assert 2 <= time.monotonic() - began < 20
     assert found[1] == 1.0 and found[3] == 0.0
     assert all(str(each) == "no verdict within 1 s (sample_timeout_s)" for each in (found[0], found[2]))
