@@ -21,7 +21,7 @@ from hybridflow.config.initial_model import initial_spec, initial_tokenizer
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import public_settings
 from hybridflow.data.config import ArithmeticConfig, DataConfig, JsonlConfig
-from hybridflow.data.files.config import FilesConfig
+from hybridflow.data.files.config import ChatConfig, FilesConfig
 from hybridflow.data.files.opening import default_cache, files_of
 
 # Of a config.json: what says nothing of the model.
@@ -38,6 +38,7 @@ _SINCE: dict[str, Any] = {
     "data.overlong_prompts": "refuse",
     "data.files": None,
     "data.pairs": None,
+    **{f"data.pairs.chat.{name}": value for name, value in ChatConfig().model_dump(mode="json").items()},
     "trainer.epochs_of_data": None,
     "trainer.eval_before_train": True,
     "evaluation": {},
