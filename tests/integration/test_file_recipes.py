@@ -20,7 +20,7 @@ SMALL = ("warmup.steps=2", "trainer.steps=2", "trainer.prompts_per_step=8", "met
     ("name", "sets", "rewards", "sources"),
     [
         ("chat", {"plain": 4, "carry": 8}, ("arithmetic", "digits"), ("plain", "carry")),
-        ("math", {"math": 4}, ("math",), ("math-train",)),
+        ("math", {"math": 4}, ("math",), ()),
     ],
 )
 def test_a_recipe_of_files_runs(
@@ -38,3 +38,5 @@ def test_a_recipe_of_files_runs(
     for each, samples in sets.items():
         assert {f"eval/{each}/{figure}@{samples}" for figure in ("mean", "pass", "maj")} <= set(figures)
     assert {f"reward/{each}/mean" for each in rewards} <= set(figures)
+    for source in sources:
+        assert any(key.startswith(f"data/{source}/") for key in figures)
