@@ -112,7 +112,7 @@ class Recipe(Settings):
     @model_validator(mode="after")
     def _algorithm_has_what_it_needs(self) -> Recipe:
         fitting = [*misfits(self.algorithm, self.trainer, self.rollout), *self._of_engines(), *self._of_sets()]
-        if errors := [*self._missing(), *fitting, *self._unused()]:
+        if errors := [*self._missing(), *fitting, *self._unused(), *self._unmeasured()]:
             raise ValueError("; ".join(errors))
         return self
 
@@ -149,6 +149,18 @@ class Recipe(Settings):
     def has_own_evaluation(self) -> bool:
         """Whether the data have a held-out set of their own, beside those of `evaluation`."""
         return self.data.source != "files"
+
+    def _unmeasured(self) -> Iterator[str]:
+        """What is set of an evaluation that data from files have not: theirs is of named sets."""
+        if self.data.source != "files":
+            return
+        for setting, own in (("eval_prompts", "prompts"), ("eval_samples", "samples")):
+            given = getattr(self.trainer, setting)
+            if given != TrainerConfig.model_fields[setting].default:
+                yield (
+                    f"trainer.{setting}={given} with data.source=files, whose held-out prompts are of evaluation; "
+                    f"expected {TrainerConfig.model_fields[setting].default}, and evaluation.NAME.{own}"
+                )
 
     def _missing(self) -> Iterator[str]:
         """What the algorithm needs and the recipe has not."""

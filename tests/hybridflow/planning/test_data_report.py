@@ -62,6 +62,7 @@ data:
     train: [{{path: {tmp_path}/train.jsonl, where: {{level: 1}}}}]
     sft: [{{path: {tmp_path}/sft.jsonl}}]
     cache: {tmp_path}/cache
+trainer: {{eval_samples: 1}}
 evaluation:
   easy: {{data: {{path: {tmp_path}/test.jsonl, name: train}}}}
 """)
@@ -74,6 +75,11 @@ def test_all_phases_are_shown_with_what_is_dropped(recipe: Path, capsys: pytest.
     assert shown + "\n" == EXPECTED
     assert "2 of 5 training rows of train are dropped" in notes
     assert "without the tokenizer's chat template" in notes
+
+
+def test_settings_of_another_evaluation_are_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(recipe), "trainer.eval_samples=4"]) == 2
+    assert "trainer.eval_samples=4 with data.source=files" in capsys.readouterr().err
 
 
 def test_a_wrong_row_is_one_line(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,6 +95,7 @@ def test_limits_of_training_prompts_are_not_those_of_a_set(tmp_path: Path) -> No
     training.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     files = f"{{train: [{{path: {training}}}], max_prompt_tokens: 4, cache: {tmp_path}/cache}}"
     given = rows(tmp_path / "sums.jsonl", {"prompt": "10+10=", "answer": 20}, {"prompt": "1+2=", "answer": 3})
-    recipe, sets = encoded(tmp_path, f"data={{source: files, files: {files}}}", given, "warmup=null")
+    data = f"data={{source: files, files: {files}}}"
+    recipe, sets = encoded(tmp_path, data, given, "warmup=null", "trainer.eval_samples=1")
     assert [example.prompt for example in sets["sums"].examples] == ["10+10=", "1+2="]
     assert not recipe.has_own_evaluation
