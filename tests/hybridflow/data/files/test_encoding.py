@@ -104,8 +104,8 @@ def test_rows_that_are_dropped_are_counted_by_why(tmp_path: Path, chat: PreTrain
     assert found.tokens.lengths().tolist() == [4, 5, 6, 8, 9, 10, 12]  # type: ignore[attr-defined]
     [span] = found.spans
     assert span.dropped == {
-        "where level": 5,
-        "where extra.rate": 1,
+        "another level (where)": 5,
+        "another extra.rate (where)": 1,
         "fewer than 3 tokens (min_prompt_tokens)": 2,
         "more than 12 tokens (data.overlong_prompts=drop)": 3,
         "more than 16 tokens (max_prompt_tokens)": 2,
