@@ -15,7 +15,7 @@ tokenizer: 103 tokens, with a chat template; prompts have room for 60 tokens
 
 training: 3 prompts of 24 tokens
   train: 3 of 5 rows; dropped are
-    1 with where level
+    1 with another level (where)
     1 with more than 60 tokens (data.overlong_prompts=drop)
   tokens: least 8, median 8, 95 % 8, 99 % 8, most 8
                   8          3 ########################################
