@@ -46,7 +46,7 @@ class StepSamples:
 
 
 class SampleSink:
-    """One JSON object a line: phase, step, and what a `SampleText` has. nan is the string "nan".
+    """One JSON object a line: phase, step, and what a `SampleText` has, `row` where it is not empty. nan is "nan".
 
     A run that resumes drops what it will make again, as `JsonlSink` does.
     """
@@ -62,12 +62,17 @@ class SampleSink:
             OSError: it could not.
         """
         where = {"phase": record.phase, "step": record.step}
-        lines = [where | asdict(sample) | {"reward": _json_number(sample.reward)} for sample in record.samples]
+        lines = [where | _fields(sample) for sample in record.samples]
         self._file.add("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
     def close(self) -> None:
         """Release the file."""
         self._file.close()
+
+
+def _fields(sample: SampleText) -> dict[str, Any]:
+    fields = asdict(sample) | {"reward": _json_number(sample.reward)}
+    return {name: value for name, value in fields.items() if name != "row" or value}
 
 
 def _json_number(value: float) -> float | str:

@@ -33,7 +33,7 @@ def test_a_sample_is_a_line_and_a_resumed_run_makes_later_ones_again(tmp_path: P
     assert lines(tmp_path)[:2] == [
         {
             **{"phase": "train", "step": 1, "prompt": "10+1=", "response": "ä\n", "answer": {"value": [10]}},
-            **{"reward": 1.0, "version": 3, "sample": 10, "row": ""},
+            **{"reward": 1.0, "version": 3, "sample": 10},
         },
         lines(tmp_path)[0] | {"prompt": "11+1=", "answer": {"value": [11]}, "reward": "nan", "sample": 11},
     ]
