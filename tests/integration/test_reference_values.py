@@ -100,7 +100,10 @@ def test_a_correction_of_the_same_weights_changes_next_to_nothing(stepped: dict[
     # The same log-probs are recomputed, as both have two updates a step.
     for mine, other in zip(masked, plain, strict=True):
         assert mine["train/policy_loss"] == pytest.approx(other["train/policy_loss"], abs=1e-5)
-        assert mine["mismatch/logprob_abs_diff_mean"] == other["mismatch/logprob_abs_diff_mean"]
+    name = "mismatch/logprob_abs_diff_mean"
+    assert masked[0][name] == plain[0][name]
+    # The weights of the second step are of two losses, whose roundings differ on some processors.
+    assert 0 < masked[1][name] < 1e-5 and masked[1][name] == pytest.approx(plain[1][name], rel=0.5)
 
 
 @pytest.mark.processes
