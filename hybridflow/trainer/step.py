@@ -406,8 +406,10 @@ class TrainerStep(Step[Any]):
         named = {what: Scores.join(scores).by_name(what) for what, scores in self._scores.items()}
         by_name = {name: figures for each in named.values() for name, figures in each.items()}
         learned = tuple(self.learned)
-        prompts = dict.fromkeys(index for batch in learned for index in batch.facts["prompt_indices"].tolist())
-        rows = self.machinery.run.train.identities(prompts)
+        rows: dict[int, str] = {}
+        if self.machinery.recipe.samples.store:  # names may have to be read from the data's files
+            prompts = dict.fromkeys(index for batch in learned for index in batch.facts["prompt_indices"].tolist())
+            rows = self.machinery.run.train.identities(prompts)
         return LearnedSamples(self.number, self.version, learned, by_name, self.baselines, rows)
 
     @property
