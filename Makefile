@@ -10,13 +10,14 @@ export PATH := $(VENV)/bin:$(PATH)
 # A run has many processes: each would compile every module that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-long test-hosts lint format docs setup lock clean
+.PHONY: help demo test test-fast test-long test-hosts test-release lint format docs setup lock clean
 
 help:
 	@echo "make demo     train the demo: a tiny Qwen3-MoE learns arithmetic under Megatron-Core, SGLang and Ray"
 	@echo "make test     all tests, fast ones first"
 	@echo "make test-fast  those that start no processes and take no seconds"
 	@echo "make test-long  those of half a minute and more that have shorter ones beside them: runs killed and resumed, and the like"
+	@echo "make test-release  what these check too, on more ranks or in further combinations: before a release"
 	@echo "make test-hosts  those on several hosts, made of network namespaces: root on Linux"
 	@echo "make lint     ruff and mypy            make format  ruff, in place"
 	@echo "make docs     the site of docs/, into site/, its links checked"
@@ -27,20 +28,24 @@ demo: setup
 	@hybridflow train launch/recipes/demo.yaml $(ARGS)
 
 # Two at a time on two cores: threads of the libraries would only take turns.
-test test-fast test-long test-hosts: export OMP_NUM_THREADS := 1
+test test-fast test-long test-hosts test-release: export OMP_NUM_THREADS := 1
 
 test: setup
-	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not hosts and not long" $(ARGS)
+	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not hosts and not long and not release" $(ARGS)
 
 test-fast: setup
-	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not processes and not slow and not gpu and not hosts and not long" $(ARGS)
+	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not processes and not slow and not gpu and not hosts and not long and not release" $(ARGS)
 
 test-long: setup
-	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long $(ARGS)
+	@python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "long and not release" $(ARGS)
 
 # One at a time: each starts a cluster.
 test-hosts: setup
-	@python -m pytest -m hosts $(ARGS)
+	@python -m pytest -m "hosts and not release" $(ARGS)
+
+# Some of them start clusters too.
+test-release: setup
+	@python -m pytest -m release $(ARGS)
 
 lint: setup
 	ruff check .

@@ -40,7 +40,7 @@ def _events(run: KilledRun) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("engines", "more"),
     [
-        (2, ["rollout.weights.transport=collective"]),
+        pytest.param(2, ["rollout.weights.transport=collective"], marks=pytest.mark.release),
         (1, ["rollout.stream.on_new_weights=resend"]),  # nobody generates until it is back
     ],
 )

@@ -28,7 +28,13 @@ SETTINGS = [
 
 @pytest.mark.processes
 @pytest.mark.long
-@pytest.mark.parametrize("more", [[], ["rollout.weights.rolling=true", "rollout.stream.on_new_weights=wait"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param([], marks=pytest.mark.release),
+        ["rollout.weights.rolling=true", "rollout.stream.on_new_weights=wait"],
+    ],
+)
 def test_a_device_of_the_actor_generates_while_it_waits(tmp_path: Path, more: list[str]) -> None:
     done = run_recipe(RECIPE, tmp_path, *SETTINGS, *more, rewarded_by_length(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
 from hybridflow.rundir.evaluation_texts import read_texts, steps_with_texts, text_file
-from tests.support.runs import ROOT, SMALL, records, rewarded_by_length, run
+from tests.support.runs import ROOT, SMALL, records, rewarded_by_length, run_recipe
 from tests.support.warm import warm_python
 
 pytestmark = pytest.mark.processes
@@ -39,6 +39,9 @@ RECIPE = [
 ]
 
 
+EVALUATED = str(ROOT / "examples/evaluation.yaml")
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*RECIPE, rewarded_by_length(tmp_path_factory.mktemp("rewards"))]
@@ -55,7 +58,7 @@ def whole(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> Killed
 
 
 def a_run(directory: Path, recipe: list[str]) -> KilledRun:
-    return KilledRun(directory, [str(ROOT / "examples/evaluation.yaml"), *SMALL, *recipe], interpreter=warm_python())
+    return KilledRun(directory, [EVALUATED, *SMALL, *recipe], interpreter=warm_python())
 
 
 def driver_state(checkpoint: Path) -> dict[str, Any]:
@@ -253,7 +256,7 @@ def test_a_run_goes_on_under_another_name_on_another_layout(
     checkpoint = whole.run_directory / "checkpoints" / "step-00000004"
     layout = ["train.layout.ep=1", "train.layout.tp=2", "rollout.verify_weights=true"]
     layout += ["placement.rollout=cpu:2-3", "rollout.engine.tp=2", "rollout.engine.ep=2"]
-    done = run(tmp_path, *recipe, *layout, "name=other", f"resume={checkpoint}")
+    done = run_recipe(EVALUATED, tmp_path, *recipe, *layout, "name=other", f"resume={checkpoint}")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "resume: train.layout.tp: 1 in the checkpoint, 2 in the recipe" in lines

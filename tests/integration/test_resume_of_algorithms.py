@@ -66,6 +66,7 @@ def whole_and_killed(directory: Path, name: str, *overrides: str, common: Sequen
     return whole.run_directory
 
 
+@pytest.mark.release
 def test_dynamic_sampling_draws_the_same_prompts(reward: str, tmp_path: Path) -> None:
     directory = whole_and_killed(tmp_path, "dapo", reward)
     steps, position = records(directory, "train"), 0
@@ -133,6 +134,7 @@ def test_the_reference_of_given_pairs_is_asked_once(tmp_path: Path) -> None:
     assert {path.name.partition("-")[0] for path in (directory / "logs").iterdir()} == {"actor"}
 
 
+@pytest.mark.release
 def test_a_student_goes_on_from_samples_of_older_weights(tmp_path: Path) -> None:
     """The engines are a step ahead, and the teacher leaves its device, which is the actor's, between its turns."""
     make_teacher(tmp_path)

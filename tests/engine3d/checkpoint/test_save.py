@@ -227,7 +227,7 @@ def test_a_resumed_engine_is_the_one_that_went_on(name: str, saved: Callable[[st
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [("experts", 1), pytest.param("experts", 4, marks=pytest.mark.long), ("bfloat16", 2), ("tied", 2)],
+    [("experts", 1), pytest.param("experts", 4, marks=pytest.mark.release), ("bfloat16", 2), ("tied", 2)],
 )
 def test_every_other_layout_holds_the_same(name: str, world_size: int, saved: Callable[[str], Saved]) -> None:
     model, root, first = saved(name)

@@ -96,7 +96,7 @@ def hf_gradients(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.release)])
 def test_logits_and_files_equal_transformers(models: Path, world_size: int, tmp_path: Path) -> None:
     results = run_distributed(compare_all, world_size, models, tmp_path, timeout_s=300)
     layouts = LAYOUTS[world_size]

@@ -41,7 +41,12 @@ def start_by_role(hosts: Hosts, directory: Path, *settings: str) -> Launch:
     [
         (None, "{actor: 'cpu:0-1', rollout: 'cpu:2-3'}", False),
         # On the trainer's devices, whose memory the engine's weights are where the bytes are the same.
-        ("{actor: 'cpu:4,8', rollout: 'cpu:4,8'}", "{actor: 'cpu:0-1', rollout: 'cpu:0-1'}", True),
+        pytest.param(
+            "{actor: 'cpu:4,8', rollout: 'cpu:4,8'}",
+            "{actor: 'cpu:0-1', rollout: 'cpu:0-1'}",
+            True,
+            marks=pytest.mark.release,
+        ),
     ],
     ids=["recipe", "colocated"],
 )

@@ -49,7 +49,7 @@ def test_torchrun_on_three_hosts_learns_what_one_host_learns(tmp_path: Path) -> 
     assert found == learned(one / "small")
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.release), 1])
 def test_a_torchrun_that_is_killed_ends_the_run_on_all_hosts(tmp_path: Path, victim: int) -> None:
     with hosts_or_skip(2, shared=tmp_path) as hosts:
         words = small_run(tmp_path, *MANY_STEPS, "placement.rollout=cpu:4")
@@ -95,7 +95,7 @@ def ends_with(launch: Launch, *, codes: list[int], told: str, limit_s: float = 6
     assert launch.left() == []
 
 
-@pytest.mark.parametrize("phase", ["rollout", "update"])
+@pytest.mark.parametrize("phase", [pytest.param("rollout", marks=pytest.mark.release), "update"])
 def test_a_host_whose_link_goes_down_is_named_and_the_run_ends_on_all(tmp_path: Path, phase: str) -> None:
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         launch = start_agents(hosts, tmp_path, *MANY_STEPS)
@@ -136,7 +136,9 @@ def test_the_agent_of_the_first_host_is_killed(tmp_path: Path) -> None:
         assert launch.left() == []
 
 
-@pytest.mark.parametrize(("host", "number"), [(0, signal.SIGINT), (2, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("host", "number"), [pytest.param(0, signal.SIGINT, marks=pytest.mark.release), (2, signal.SIGTERM)]
+)
 def test_a_signal_on_any_host_ends_the_run_on_all(tmp_path: Path, host: int, number: signal.Signals) -> None:
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         launch = start_agents(hosts, tmp_path, *MANY_STEPS)
@@ -184,7 +186,7 @@ def test_a_rank_that_raises_on_another_host_is_the_cause(tmp_path: Path) -> None
         assert "raised ValueError at " in launch.output(0) and ": no figure on sample 0 " in launch.output(0)
 
 
-@pytest.mark.parametrize("victim", ["actor", "rollout"])
+@pytest.mark.parametrize("victim", ["actor", pytest.param("rollout", marks=pytest.mark.release)])
 def test_a_rank_that_is_killed_is_the_cause(tmp_path: Path, victim: str) -> None:
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         devices = {"actor": "cpu:0,4", "rollout": "cpu:8"}

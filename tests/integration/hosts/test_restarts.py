@@ -46,7 +46,7 @@ def start_with(hosts: Hosts, directory: Path, *overrides: str, spares: int, **op
     )
 
 
-@pytest.mark.parametrize("loss", ["link", "agent"])
+@pytest.mark.parametrize("loss", ["link", pytest.param("agent", marks=pytest.mark.release)])
 def test_a_spare_takes_the_place_of_a_lost_host_and_nothing_is_lost(tmp_path: Path, loss: str) -> None:
     apart = ["placement.actor=cpu:0-1", "placement.rollout=cpu:4,5"]
     with hosts_or_skip(3, shared=tmp_path) as hosts:
@@ -90,7 +90,7 @@ def test_without_a_spare_it_goes_on_with_the_hosts_of_a_role_that_are_left(tmp_p
     assert [record["step"] for record in records(launch.run, "train")] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("spares", [0, 1])
+@pytest.mark.parametrize("spares", [pytest.param(0, marks=pytest.mark.release), 1])
 def test_a_trainer_that_loses_one_of_its_two_hosts_goes_on(tmp_path: Path, spares: int) -> None:
     devices = "placement={actor: 'role:train', rollout: 'role:rollout'}"
     roles = ["train", "train", "rollout", *["train"] * spares]

@@ -91,7 +91,7 @@ def test_a_run_ends_with_0_and_every_line_names_its_host(hosts: Hosts, tmp_path:
     assert launch.left() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.release)])
 def test_a_signal_ends_all_hosts(hosts: Hosts, tmp_path: Path, number: signal.Signals) -> None:
     launch = started(hosts, tmp_path, *MANY_STEPS)
     launch.until_in("update")
