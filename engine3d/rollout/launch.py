@@ -156,18 +156,13 @@ def environment(
         weight_sources: of all of its ranks.
         part: of the engine that is on this host.
     """
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if not _LAUNCHER_VARIABLES.match(name) and name not in _OTHER_RESULTS
-    }
-    variables |= platform.rollout_environment(config.tp, memory_saver=config.memory_saver)
+    variables = server_environment(config.tp, model.architectures, devices, memory_saver=config.memory_saver)
+    for name in _OTHER_RESULTS:
+        variables.pop(name, None)
     if platform.gpus and not _compiles(config):
         # A handful of operations beside the large kernels, which CUDA graphs hold anyway: half a minute of every first
         # start.
         variables.setdefault("TORCH_COMPILE_DISABLE", "1")
-    if devices:
-        variables |= platform.visible_devices(devices)
     if part.count > 1:
         variables[MEETING_VARIABLE] = part.store
         variables[MEETING_TIMEOUT_VARIABLE] = str(config.start_timeout_s)
@@ -183,9 +178,27 @@ def environment(
         variables[SOURCES_TIMEOUT_VARIABLE] = str(config.start_timeout_s)
         # Stages of a pipeline leave unequal parts of their devices: SGLang goes by the smallest.
         variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+    # For RESERVED_TOKENS: no position beyond the model's is used.
+    return variables | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+
+
+def server_environment(
+    tp: int, architectures: tuple[str, ...], devices: tuple[int, ...], *, memory_saver: bool = False
+) -> dict[str, str]:
+    """The environment of SGLang's processes on one host, whatever they serve.
+
+    Args:
+        tp: tensor parallel size.
+        architectures: of the model.
+        devices: of its ranks here, by index among those that this process sees; empty for all of them.
+        memory_saver: it is to give memory back.
+    """
+    variables = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLES.match(name)}
+    variables |= platform.rollout_environment(tp, memory_saver=memory_saver)
+    if devices:
+        variables |= platform.visible_devices(devices)
     return variables | {
-        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_model_modules(model.architectures)),
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for RESERVED_TOKENS: no position beyond the model's is used
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_model_modules(architectures)),
         "PYTHONUNBUFFERED": "1",
     }
 

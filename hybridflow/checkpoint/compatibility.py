@@ -46,6 +46,8 @@ _SINCE: dict[str, Any] = {
     "metrics.sample_characters": 1000,
     "teacher": None,
     "placement.teacher": None,
+    "judge": None,
+    "placement.judge": None,
 }
 """What a checkpoint's recipe means that is older than these settings."""
 

@@ -72,4 +72,5 @@ class EvaluationRecipe(Recipe):
     @property
     def device_maps(self) -> dict[str, str]:
         wanted = {"rollout", *self.models, *(("reward",) if self.all_functions else ())}
+        wanted |= {"judge"} if self.asked_judge is not None else set()
         return {role: devices for role, devices in super().device_maps.items() if role in wanted}

@@ -21,7 +21,7 @@ from hybridflow.config.algorithm_fit import misfits
 from hybridflow.config.engines import engine_errors
 from hybridflow.config.evaluation import EvaluationSet, PlannedSet, keep_best_errors, planned_sets, set_errors
 from hybridflow.config.known_names import RECIPE_NAMES
-from hybridflow.config.roles import ModelConfig, ModelRole, RolloutRole, ScoringModel, TeacherModel
+from hybridflow.config.roles import JudgeModel, ModelConfig, ModelRole, RolloutRole, ScoringModel, TeacherModel
 from hybridflow.config.run import CheckpointConfig, PlacementConfig, SamplesConfig, TrainerConfig, WarmupConfig
 from hybridflow.config.yaml_loader import load_settings
 from hybridflow.data.config import DataConfig
@@ -57,6 +57,8 @@ class Recipe(Settings):
     """The reward functions; none if null, and then a reward model is needed."""
     reward_model: ScoringModel | None = None
     """Its score is added to the rewards of the functions."""
+    judge: JudgeModel | None = None
+    """The model that functions with `path: judge` ask, where their `arguments` have no `url`."""
     cost: RewardConfig | None = None
     """The cost functions, where the algorithm learns from costs."""
     cost_model: ScoringModel | None = None
@@ -217,6 +219,23 @@ class Recipe(Settings):
         if self.algorithm.needs_cost and self.cost is None and self.cost_model is None:
             yield f"algorithm.name={name} learns from costs, expected cost.functions or cost_model.path"
 
+        yield from self._wrong_with_judge()
+
+    def _wrong_with_judge(self) -> Iterator[str]:
+        """A judge that nobody asks, or that is asked and not there."""
+        asking = [
+            f"{what}.functions.{function.name}"
+            for what, config in self.all_functions.items()
+            for function in config.functions
+            if function.asks_recipes_judge
+        ]
+        if asking and self.judge is None:
+            yield f"{asking[0]} has path judge without arguments.url, expected one, or judge.path and placement.judge"
+        if self.judge is not None and not asking:
+            yield "judge is set, and no function asks it; expected one with path: judge, without arguments.url"
+        if self.judge is not None and self.placement.judge is None:
+            yield "judge is set without placement.judge, expected devices of its own"
+
     def _wrong_with_teacher_engine(self) -> Iterator[str]:
         """What SGLang cannot say of given tokens."""
         if self.placement.teacher is None:
@@ -235,7 +254,8 @@ class Recipe(Settings):
     def _unused(self) -> Iterator[str]:
         """What is set for roles that do not run."""
         runs = {"actor", *(["reward"] if self.all_functions else []), *self.models, *self._served}
-        for role in ("reference", "teacher", "critic", "cost_critic", "reward", "reward_model", "cost_model"):
+        roles = ("reference", "teacher", "critic", "cost_critic", "reward", "reward_model", "cost_model", "judge")
+        for role in roles:
             if role not in runs and getattr(self.placement, role) is not None:
                 yield f"placement.{role} is set, and there is no such role with {self._why_not(role)}"
         for role in ("reference", "teacher", "critic", "cost_critic", "cost", "cost_model"):
@@ -250,7 +270,9 @@ class Recipe(Settings):
     def _why_not(self, role: str) -> str:
         if role == "reference" and "kl_coef" not in self.algorithm.not_used:
             return "algorithm.kl_coef=0"
-        return f"{role}=null" if role in ("reward", "reward_model") else f"algorithm.name={self.algorithm.name}"
+        return (
+            f"{role}=null" if role in ("reward", "reward_model", "judge") else f"algorithm.name={self.algorithm.name}"
+        )
 
     @property
     def models(self) -> dict[str, ModelRole]:
@@ -272,6 +294,12 @@ class Recipe(Settings):
         return self.teacher.engine if self.algorithm.needs_teacher and self.teacher is not None else None
 
     @property
+    def asked_judge(self) -> JudgeModel | None:
+        """The judge, where a function asks it."""
+        functions = [function for config in self.all_functions.values() for function in config.functions]
+        return self.judge if any(function.asks_recipes_judge for function in functions) else None
+
+    @property
     def device_maps(self) -> dict[str, str]:
         """The device map or pool of every role that runs."""
         return self.placement.roles([*self.models, *self._served])
@@ -279,7 +307,8 @@ class Recipe(Settings):
     @property
     def _served(self) -> tuple[str, ...]:
         """The models beside the actor's that engines of their own serve."""
-        return ("teacher",) if self.teacher_engine is not None else ()
+        found = {"teacher": self.teacher_engine, "judge": self.asked_judge}
+        return tuple(role for role, served in found.items() if served is not None)
 
     @property
     def order_seed(self) -> int:

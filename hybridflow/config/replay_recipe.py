@@ -41,5 +41,9 @@ class ReplayRecipe(Recipe):
         return {}
 
     @property
+    def asked_judge(self) -> None:
+        return None
+
+    @property
     def device_maps(self) -> dict[str, str]:
         return {role: devices for role, devices in super().device_maps.items() if role not in _OF_SAMPLES}

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.rollout.config import NEUTRAL, RolloutConfig, SamplingConfig
+from engine3d.serving.config import ServerConfig
 from engine3d.settings import LONGEST_S, MOST_SAMPLES, AbsolutePath, Settings
 from engine3d.training.config import TrainConfig
 from hybridflow.cluster.devices.device_map import MOST_DEVICES
@@ -177,6 +178,17 @@ class TeacherModel(ModelRole):
             other = "train" if self.train is not None else "offload"
             raise ValueError(f"{other} is of a teacher on Megatron-Core, and engine is set; expected one of them")
         return self
+
+
+class JudgeModel(Settings):
+    """A model of any family that SGLang serves, which reward functions with `path: judge` ask."""
+
+    path: AbsolutePath
+    """HuggingFace directory of the model, with its tokenizer and chat template."""
+    engine: ServerConfig = ServerConfig()
+    """Of each SGLang server; there are as many as the devices of `placement.judge` hold."""
+    restarts: int = Field(3, ge=0, le=1000)
+    """How often each server is started again when it dies, before the run ends."""
 
 
 class ScoringModel(ModelRole):

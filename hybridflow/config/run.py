@@ -235,6 +235,8 @@ class PlacementConfig(Settings):
     """Only with a reward model; the reference's devices if null."""
     cost_model: str | None = None
     """Only with a cost model; the reward model's devices if null."""
+    judge: str | None = None
+    """Only with a judge; devices of its own."""
     reward: str | None = None
     """Where the functions of rewards and costs are called, which use no GPU; beside the first rank of rollout if null.
     Only where there are functions."""
@@ -252,6 +254,7 @@ class PlacementConfig(Settings):
             "rollout": self.rollout,
             "reference": reference,
             "teacher": self.teacher or self.actor,
+            "judge": self.judge,
             "critic": critic,
             "cost_critic": self.cost_critic or critic,
             "reward_model": reward_model,

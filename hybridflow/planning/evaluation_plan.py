@@ -25,6 +25,7 @@ from hybridflow.data.prompts import Prompts
 from hybridflow.planning.engine_check import check_sampling
 from hybridflow.planning.evaluation_sets import check_set_rewards, check_sets, encode_sets, set_notes
 from hybridflow.planning.gpu_check import used_gpus
+from hybridflow.planning.judge_check import check_judge
 from hybridflow.planning.model_check import check_engines, check_model_files
 from hybridflow.planning.placement_check import check_engine_devices, planned_devices
 from hybridflow.planning.prompt_check import check_token_ids
@@ -213,6 +214,8 @@ def check_evaluation_alone(recipe: EvaluationRecipe, *, whole: bool = True) -> l
     ]
     if devices is not None:
         checks.append(partial(check_engine_devices, recipe, devices))
+    if recipe.asked_judge is not None:
+        checks.append(partial(check_judge, recipe.asked_judge, devices))
     if whole and recipe.model.path is not None:
         checks.append(partial(check_model_files, "model.path", load_model_spec(recipe.model.path), recipe.model.path))
     for check in checks:

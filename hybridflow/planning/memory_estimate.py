@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from engine3d.checkpoint.plan import plan_checkpoint
+from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.memory import Held, Serving, Working, held_by_rank, inference_peak, serving_by_rank, update_peak
 from engine3d.memory.overhead import (
@@ -26,9 +28,12 @@ from engine3d.models import ModelSpec, load_model_spec
 from engine3d.platform.cuda.cuda_platform import graph_batch_sizes
 from engine3d.reshard.describe.shards import Place
 from engine3d.reshard.describe.source import PlannedTrainer
+from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
+from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.launch import most_requests
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.recipe import Recipe
+from hybridflow.config.roles import JudgeModel
 from hybridflow.planning.memory_ledger import GpuMemory, HostMemory, Ledger, Phase
 from hybridflow.planning.replay_check import replay_bytes
 
@@ -80,7 +85,12 @@ def foresee(
         else:
             gpus[like] = replace(gpus[like], devices=(*gpus[like].devices, device))
     if recipe.teacher_engine is not None:
-        gpus += _of_teacher_engine(recipe, devices["teacher"], gpu_bytes, host_bytes, cache_tokens, with_engines)
+        teacher = recipe.teacher
+        assert teacher is not None
+        served = Served("teacher", "infer of teacher", teacher.path, recipe.teacher_engine)
+        gpus += _of_served(recipe, served, devices["teacher"], gpu_bytes, host_bytes, cache_tokens, with_engines)
+    if recipe.asked_judge is not None and (judge := _served_judge(recipe.asked_judge)) is not None:
+        gpus += _of_served(recipe, judge, devices["judge"], gpu_bytes, host_bytes, None, with_engines)
     return Ledger(
         tuple(gpus),
         gpu_bytes,
@@ -91,18 +101,57 @@ def foresee(
     )
 
 
-def _of_teacher_engine(
+@dataclass(frozen=True)
+class Served:
+    """A model beside the actor's that SGLang serves on devices of its own.
+
+    Args:
+        role: with its settings.
+        phase: of the ledger.
+        path: of its directory.
+        config: of its engines.
+    """
+
+    role: str
+    phase: str
+    path: Path
+    config: RolloutConfig
+
+
+def _served_judge(judge: JudgeModel) -> Served | None:
+    """The judge as engines like ours would serve it; None for a family whose sizes are not known here."""
+    try:
+        spec = load_model_spec(judge.path)
+    except UserError:
+        return None
+    config, length = judge.engine, judge.engine.context_length or spec.sizes.max_positions
+    tokens = config.max_total_tokens or tokens_needed(
+        requests=config.max_running_requests, sequence_tokens=length, page_tokens=max(PAGE_TOKENS.values())
+    )
+    names = ("tp", "ep", "mem_fraction_static", "max_running_requests", "cuda_graph")
+    given = {name: getattr(config, name) for name in names}
+    dtype = config.dtype if config.dtype != "auto" else _stored_dtype(spec)
+    served = RolloutConfig(**given, dtype=dtype, context_length=length, max_total_tokens=tokens)
+    return Served("judge", "judge", judge.path, served)
+
+
+def _stored_dtype(spec: ModelSpec) -> str:
+    """As SGLang takes it with dtype auto: that of the configuration, and float16 for float32."""
+    found = spec.hf_config.get("dtype") or spec.hf_config.get("torch_dtype")
+    return found if found in ("bfloat16", "float16") else "float16"
+
+
+def _of_served(
     recipe: Recipe,
+    model: Served,
     devices: Sequence[Device],
     gpu_bytes: int | None,
     host_bytes: int | None,
     cache_tokens: int | None,
     with_engines: bool,
 ) -> list[GpuMemory]:
-    """The devices of a teacher that engines serve, which have them to themselves: as of engines that generate."""
-    teacher, config = recipe.teacher, recipe.teacher_engine
-    assert teacher is not None and config is not None
-    spec = load_model_spec(teacher.path)
+    """The devices of a model that engines serve, which have them to themselves: as of engines that generate."""
+    spec, config = load_model_spec(model.path), model.config
     served = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"engine": config})})
     engines = dict.fromkeys(devices, _NOTHING)
     if with_engines:
@@ -112,7 +161,7 @@ def _of_teacher_engine(
     tokens = config.max_total_tokens if config.max_total_tokens is not None else cache_tokens
     found = _gpu(served, devices[0], {"actor": spec}, {}, engines, size, tokens, estimate=with_engines)
     phases = tuple(
-        replace(phase, name="infer of teacher", less=phase.less.replace("rollout.engine", "teacher.engine"))
+        replace(phase, name=model.phase, less=phase.less.replace("rollout.engine", f"{model.role}.engine"))
         for phase in found.phases
     )
     return [replace(found, devices=tuple(devices), phases=phases)]
@@ -333,7 +382,7 @@ def _hosts(
     *,
     estimate: bool,
 ) -> tuple[HostMemory, ...]:
-    nodes = 1 + max(device.node for role in (*specs, "rollout") for device in devices.get(role, ()))
+    nodes = 1 + max(device.node for held in devices.values() for device in held)
     found: list[dict[str, int]] = [{} for _ in range(nodes)]
     less = {}
     for role in recipe.offloaded_roles:

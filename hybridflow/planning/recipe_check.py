@@ -27,6 +27,7 @@ from hybridflow.metrics.wandb_sink import check_wandb
 from hybridflow.planning.engine_check import check_sampling
 from hybridflow.planning.evaluation_sets import check_set_rewards
 from hybridflow.planning.gpu_check import check_libraries, check_memory, largest_gpu, used_gpus
+from hybridflow.planning.judge_check import check_judge
 from hybridflow.planning.model_check import check_engines, check_model, check_model_files
 from hybridflow.planning.placement_check import check_engine_devices, check_layouts, groups_over_nodes, planned_devices
 from hybridflow.planning.prompt_check import EncodedPrompts, encoded_prompts
@@ -100,6 +101,8 @@ def check_recipe(
             attempt(check_sampling, recipe, spec, devices)
         if recipe.teacher_engine is not None:
             attempt(check_teacher_engine, recipe, spec, devices)
+        if recipe.asked_judge is not None:
+            attempt(check_judge, recipe.asked_judge, devices)
         if here:
             warnings += attempt(check_libraries, recipe, devices, spec) or []
         encoded = attempt(encoded_prompts, recipe, spec, layouts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,24 @@ MOST_WORKERS = 1024
 _LONGEST_WAIT_S = 60.0
 FILES_OF_FUNCTIONS = (".py", ".pkl")
 """How the names of files end that a function's path may begin with."""
+
+
+_PATIENCE = {"retries": 100, "longest_wait_s": 5.0}
+
+
+@dataclass(frozen=True)
+class JudgeServers:
+    """Where the recipe's judge is asked.
+
+    Args:
+        urls: of its servers, before `/chat/completions`.
+        key_variable: the environment variable that holds their key.
+        model: tells this model from others.
+    """
+
+    urls: tuple[str, ...]
+    key_variable: str
+    model: str
 
 
 def function_path(path: str) -> str:
@@ -101,6 +120,24 @@ class RewardFunctionConfig(Settings):
         return self.path in BUILTIN_REWARDS
 
     @property
+    def asks_recipes_judge(self) -> bool:
+        """Whether it asks the model of the recipe's `judge`."""
+        return self.path == "judge" and self.arguments.get("url") is None
+
+    def served_by(self, servers: JudgeServers) -> RewardFunctionConfig:
+        """The function where these answer its questions, if it asks the recipe's judge.
+
+        One that is started again is waited for, as long as `timeout_s` allows.
+        """
+        if not self.asks_recipes_judge:
+            return self
+        given = {"url": list(servers.urls), "model": "judge", "api_key_variable": servers.key_variable}
+        arguments = {**_PATIENCE, "cached_as": servers.model, **self.arguments, **given}
+        return self.model_copy(
+            update={"arguments": arguments, "environment": (*self.environment, servers.key_variable)}
+        )
+
+    @property
     def imported_from(self) -> str:
         """Where a process imports the function from, as "module:function" or the like."""
         return PROVIDED_REWARDS.get(self.path, self.path)
@@ -157,6 +194,10 @@ class RewardFunctionConfig(Settings):
         if key is not None and key not in self.environment:
             raise ValueError(f"arguments.api_key_variable {key!r} is not in environment, expected environment: [{key}]")
 
+        if self.asks_recipes_judge and (key or self.arguments.get("cached_as")):
+            name = "api_key_variable" if key else "cached_as"
+            raise ValueError(f"arguments.{name} without url, where the run says it itself; expected none")
+
     def limit_s(self, samples: int) -> float:
         """The most seconds that a call on so many samples can take, retries and imports included; see `Worker`."""
         share = -(-samples // self.workers)
@@ -174,6 +215,10 @@ class RewardConfig(Settings):
 
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(name="arithmetic", path="arithmetic"),)
     """The functions; each item has the settings below."""
+
+    def served_by(self, servers: JudgeServers) -> RewardConfig:
+        """The functions where these servers answer those that ask the recipe's judge."""
+        return self.model_copy(update={"functions": tuple(each.served_by(servers) for each in self.functions)})
 
     @model_validator(mode="after")
     def _check(self) -> RewardConfig:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hybridflow.roles.judge import JudgeWorker
 from hybridflow.roles.model import ModelWorker
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
@@ -105,6 +106,13 @@ class EngineCalls(_TransferCalls, SomeRanks):
     """Some of the engines of a group."""
 
     restart = RolloutWorker.restart
+
+
+class JudgeGroup(WorkerGroup):
+    """Servers of a judge, side by side."""
+
+    start = JudgeWorker.start
+    check = JudgeWorker.check
 
 
 class FunctionRewardGroup(WorkerGroup):

@@ -17,7 +17,7 @@ from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.stored_rows import Row, gathered
 from hybridflow.batch.worker_output import Columns
 from hybridflow.data.tasks import Example
-from hybridflow.rewards.config import RewardConfig
+from hybridflow.rewards.config import JudgeServers, RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.rewards.result import RewardResult, SampleScore, by_sample
 from hybridflow.rewards.votes import votes
@@ -59,14 +59,26 @@ class FunctionRewardWorker:
             raise UserError(f"reward functions are looked for from {directory}, which is not there on its node")
         os.chdir(directory)
         self._fields = tuple(fields)
-        self._functions = {what: RewardFunctions(config, self._fields) for what, config in configs.items()}
         self._configs, self._of_training = configs, [what for what in _OF_TRAINING if what in configs]
+        self._make_functions()
         self._tokenizer_directory = tokenizer
         self._turn = threading.Lock()  # the functions are for one batch at a time
 
+    def _make_functions(self) -> None:
+        self._functions = {what: RewardFunctions(config, self._fields) for what, config in self._configs.items()}
+
     @register(ONE_TO_ALL)
-    def start(self) -> None:
-        """Load the tokenizer and import every function."""
+    def start(self, *, judge: JudgeServers | None = None, judge_key: str = "") -> None:
+        """Load the tokenizer and import every function.
+
+        Args:
+            judge: whom functions ask that ask the recipe's judge.
+            judge_key: that they bring.
+        """
+        if judge is not None:
+            os.environ[judge.key_variable] = judge_key
+            self._configs = {what: config.served_by(judge) for what, config in self._configs.items()}
+            self._make_functions()
         with quick_imports():  # slow all the same: roles that start after this one do not wait for it
             from hybridflow.data.tokenizer import load_tokenizer
 

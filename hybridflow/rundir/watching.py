@@ -20,6 +20,7 @@ from hybridflow.rundir.progress import Phase
 
 ENGINES = "sglang"
 TEACHER_ENGINES = "sglang-teacher"
+JUDGE_SERVERS = "sglang-judge"
 """In the names of the logs of engines; these belong to the role `rollout`."""
 _LOG = re.compile(r"(?P<role>.+)-(?P<rank>\d{1,6})\.log")
 _BLOCK = 1 << 16

@@ -15,6 +15,7 @@ from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics
 from hybridflow.rewards.result import figure_metrics, reward_metrics
 from hybridflow.roles.reward import reward_result
+from hybridflow.trainer.role_startup import judging
 from hybridflow.trainer.step import Machinery, tell_failures
 
 
@@ -41,7 +42,8 @@ def evaluate(
     values = {metrics.EVAL_PROMPTS: subject.prompts, metrics.EVAL_TRAINING_PROMPTS: subject.learned_from}
     failed: dict[str, float] = {}
     if "reward" in machinery.roles.functions:
-        result = reward_result(machinery.roles.functions["reward"].score(batch, examples=prompts.at(draw.indices)))
+        with judging(machinery.roles.judge):
+            result = reward_result(machinery.roles.functions["reward"].score(batch, examples=prompts.at(draw.indices)))
         tell_failures(f"step {step}, eval", result)
         failed = {name: value for name, value in reward_metrics(result).items() if name.endswith("/failed")}
         failed |= figure_metrics(result)

@@ -64,6 +64,7 @@ def evaluate_alone(plan: EvaluationPlan) -> Evaluated:
             generator=Generator(serving.rollout),
             functions=serving.functions,
             reward_model=serving.reward_model,
+            judge=serving.judge,
             tokenizer=run.tokenizer,
             texts=run.directory / EVALUATIONS,
             characters=recipe.metrics.sample_characters,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,9 +22,11 @@ from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.cache_size import Lengths, cache_tokens, teacher_cache_tokens
 from hybridflow.planning.engine_check import hosts_of_engine
+from hybridflow.planning.judge_check import judge_identity
 from hybridflow.planning.placement_check import lent_engines
 from hybridflow.roles.groups import (
     FunctionRewardGroup,
+    JudgeGroup,
     ModelGroup,
     PolicyGroup,
     RolloutGroup,
@@ -31,6 +34,7 @@ from hybridflow.roles.groups import (
     TeacherGroup,
     ValueGroup,
 )
+from hybridflow.roles.judge import JudgeWorker
 from hybridflow.roles.offload import begin_in_turn
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
@@ -51,7 +55,20 @@ _LANGUAGE_MODELS: Mapping[str, tuple[type[ModelGroup], type]] = {
 }
 """The models without a scalar head: their groups and workers."""
 
-RoleGroup = ModelGroup | RolloutGroup | FunctionRewardGroup | TeacherEngineGroup
+RoleGroup = ModelGroup | RolloutGroup | FunctionRewardGroup | TeacherEngineGroup | JudgeGroup
+
+
+@dataclass(frozen=True)
+class AskedJudge:
+    """Of the judge, what functions have to know before its servers are there.
+
+    Args:
+        identity: tells it from others.
+        key: that its servers ask for.
+    """
+
+    identity: str
+    key: str
 
 
 @dataclass(frozen=True)
@@ -72,6 +89,7 @@ class RoleSpec:
         sample_costs: by which a batch is dealt to them.
         turn: its place among the roles that start one after another; None for one that waits for no other.
         note: a line for whoever follows the start.
+        judge: that it asks, where it starts after that one is there.
     """
 
     role: str
@@ -88,6 +106,7 @@ class RoleSpec:
     sample_costs: SampleCosts = list
     turn: int | None = None
     note: str | None = None
+    judge: AskedJudge | None = None
 
 
 def role_specs(
@@ -107,6 +126,7 @@ def role_specs(
     models = [made.model(role) for role in (*(("actor",) if recipe.trains else ()), *recipe.models)]
     engines = [made.rollout()] if recipe.starts_engines else []
     engines += [made.teacher_engine()] if recipe.teacher_engine is not None else []
+    engines += [made.judge()] if recipe.asked_judge is not None else []
     return [*engines, *models, *([made.functions()] if recipe.all_functions else [])]
 
 
@@ -119,6 +139,8 @@ class _Specs:
         self._recipe, self._run, self._devices = recipe, run, devices
         self._places = {role: [_place(device, nodes) for device in held] for role, held in devices.items()}
         self._published = [run.directory / SHARDS / f"actor-{rank}" for rank in range(len(devices.get("actor", ())))]
+        judge = recipe.asked_judge
+        self._judge = AskedJudge(judge_identity(judge), secrets.token_urlsafe(32)) if judge is not None else None
         self._turns = {role: turn for turn, role in enumerate(begin_in_turn(recipe, devices))}
 
     def model(self, role: str) -> RoleSpec:
@@ -227,6 +249,24 @@ class _Specs:
             ranks_per_store=0,
         )
 
+    def judge(self) -> RoleSpec:
+        """The servers of the judge."""
+        recipe, devices = self._recipe, self._devices["judge"]
+        assert recipe.asked_judge is not None and self._judge is not None
+        judge, config = recipe.asked_judge, recipe.asked_judge.engine
+        return RoleSpec(
+            "judge",
+            JudgeGroup,
+            JudgeWorker,
+            Layout(dp=len(devices) // config.tp),
+            (judge.path, config),
+            {"key": self._judge.key, "restarts": judge.restarts},
+            start_s=config.start_timeout_s + _MARGIN_S,
+            call_s=recipe.limits.call_s,
+            devices_per_rank=config.tp,
+            ranks_per_store=0,
+        )
+
     def functions(self) -> RoleSpec:
         """Who calls the functions of rewards and costs."""
         recipe, run = self._recipe, self._run
@@ -248,6 +288,7 @@ class _Specs:
             start_s=max(function.load_timeout_s for function in functions) + _MARGIN_S,
             call_s=_MARGIN_S + max(function.limit_s(samples) for function in functions),
             ranks_per_store=0,
+            judge=self._judge,
         )
 
     def _model_directory(self, role: str) -> Path:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from engine3d.errors import UserError
 from hybridflow.cluster.devices.device_map import Device, Node, highest_cpu_slot, pool_devices
 from hybridflow.cluster.devices.gpu_availability import WAIT_S, check_bundles_free, check_gpus_free
 from hybridflow.cluster.hosts.checks.gathering import keep_logs
@@ -18,9 +19,13 @@ from hybridflow.cluster.runtime.resource_pool import ResourcePool
 from hybridflow.config.evaluation_recipe import EvaluationRecipe
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
+from hybridflow.metrics import names as metrics
+from hybridflow.planning.judge_check import check_judge_devices
 from hybridflow.planning.placement_check import check_apart, check_reward_devices, lent_engines
+from hybridflow.rewards.config import JudgeServers
 from hybridflow.roles.groups import (
     FunctionRewardGroup,
+    JudgeGroup,
     ModelGroup,
     PolicyGroup,
     RolloutGroup,
@@ -28,15 +33,23 @@ from hybridflow.roles.groups import (
     TeacherGroup,
     ValueGroup,
 )
+from hybridflow.roles.judge import KEY_VARIABLE
 from hybridflow.roles.offload import check_offload
 from hybridflow.rollout.stream_source import EngineHandles, Lending
-from hybridflow.rundir.watching import ENGINES, TEACHER_ENGINES
+from hybridflow.rundir.watching import ENGINES, JUDGE_SERVERS, TEACHER_ENGINES
 from hybridflow.trainer.role_specs import RoleGroup, RoleSpec, role_specs
 from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.start_log import StartLog
 from hybridflow.workers.rank_process import BESIDE
 from hybridflow.workers.standstill import ProgressLimits
 from hybridflow.workers.worker_group import WorkerGroup
+
+_ENGINE_LOGS: Mapping[type, str] = {
+    RolloutGroup: ENGINES,
+    TeacherEngineGroup: TEACHER_ENGINES,
+    JudgeGroup: JUDGE_SERVERS,
+}
+"""How the logs of what SGLang prints are named, by the group."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +65,7 @@ class Roles:
     """Critics and scoring models, by role."""
     functions: Mapping[str, FunctionRewardGroup]
     """Who calls the reward functions ("reward") and the cost functions ("cost"), where there are any."""
+    judge: JudgeGroup | None
     starting: Mapping[str, Future[Any]]
     """The start of each role, which may still be under way."""
     trained: tuple[str, ...]
@@ -70,7 +84,7 @@ class Roles:
     @property
     def groups(self) -> list[WorkerGroup]:
         """Every group, once."""
-        engines = [each for each in (self.rollout, self.teacher) if each is not None]
+        engines = [each for each in (self.rollout, self.teacher, self.judge) if each is not None]
         return list(dict.fromkeys([self.actor, *engines, *self.models.values(), *self.functions.values()]))
 
     @property
@@ -99,6 +113,7 @@ class Roles:
             group.ranks.check("stream")
         if ask:
             self.rollout.take_offload_figures().wait()
+            check_judge(self.judge)
 
     @property
     def learning(self) -> dict[str, ModelGroup]:
@@ -114,13 +129,38 @@ class Serving:
         rollout: the engines, with the weights of the run's model directory.
         functions: who calls the reward functions, by `PlannedSet.scorer`.
         reward_model: where a set has no functions.
+        judge: that functions ask.
         starting: the start of each role.
     """
 
     rollout: RolloutGroup
     functions: Mapping[str, FunctionRewardGroup]
     reward_model: ValueGroup | None
+    judge: JudgeGroup | None
     starting: Mapping[str, Future[Any]]
+
+
+def check_judge(judge: JudgeGroup | None) -> int:
+    """How often servers of the judge have been started again. Raises EngineError where one is dead for good."""
+    return sum(judge.check().result()) if judge is not None else 0
+
+
+@contextmanager
+def judging(judge: JudgeGroup | None) -> Iterator[dict[str, float]]:
+    """What the judge died of, rather than what functions say that asked it; and its figures, after the block.
+
+    Raises:
+        EngineError: a server of the judge is dead for good, whatever functions made of that.
+    """
+    figures: dict[str, float] = {}
+    try:
+        yield figures
+    except UserError:
+        check_judge(judge)
+        raise
+    restarts = check_judge(judge)
+    if judge is not None:
+        figures[metrics.JUDGE_RESTARTS] = restarts
 
 
 @contextmanager
@@ -161,6 +201,8 @@ def _begun(recipe: Recipe, run: Run) -> Iterator[_Start]:
         if recipe.runs_ahead:
             check_apart(recipe, devices)
         check_offload(recipe, devices)
+        if recipe.asked_judge is not None:
+            check_judge_devices(recipe.asked_judge, devices)
         if recipe.all_functions:
             devices.setdefault("reward", devices["rollout"][:1])
             check_reward_devices(len(devices["reward"]))
@@ -218,6 +260,9 @@ class _Start:
             groups = {role: future.result() for role, future in building.items()}
         finally:
             wait(building.values())  # each that is there is known to the stack, and ends with it
+        for spec in self._specs:
+            if spec.judge is not None:
+                self._start(self._waiters, groups[spec.role], spec)
         in_turn = {spec.turn: spec for spec in self._specs if spec.turn is not None}
         for _, spec in sorted(in_turn.items()):
             self._start(self._one_by_one, groups[spec.role], spec)
@@ -231,6 +276,7 @@ class _Start:
             rollout=_typed(groups["rollout"], RolloutGroup),
             functions={what: _typed(groups["reward"], FunctionRewardGroup) for what in self._recipe.all_functions},
             reward_model=_typed(scoring, ValueGroup) if scoring is not None else None,
+            judge=self._judge(groups),
             starting=self._starting,
         )
 
@@ -245,6 +291,7 @@ class _Start:
             teacher=teacher if isinstance(teacher, TeacherGroup | TeacherEngineGroup) else None,
             scalar={role: group for role, group in groups.items() if isinstance(group, ValueGroup)},
             functions={what: _typed(groups["reward"], FunctionRewardGroup) for what in self._recipe.all_functions},
+            judge=self._judge(groups),
             starting=self._starting,
             trained=self._recipe.trained_roles,
             devices=len({device for role, held in self._devices.items() if role != "reward" for device in held}),
@@ -273,13 +320,26 @@ class _Start:
         )
         with self._entering:
             self._stack.enter_context(group)
-            if spec.turn is None:
+            if spec.turn is None and spec.judge is None:
                 self._start(self._waiters, group, spec)
         return group
 
     def _start(self, waiters: ThreadPoolExecutor, group: RoleGroup, spec: RoleSpec) -> None:
-        self._starting[spec.role] = waiters.submit(_start, group, spec.start_s)
+        if spec.judge is None:
+            self._starting[spec.role] = waiters.submit(_start, group, spec.start_s)
+        else:
+            functions = _typed(group, FunctionRewardGroup)
+            self._starting[spec.role] = waiters.submit(self._start_functions, functions, spec, self._starting["judge"])
         self._log.ready_with(spec.role, self._starting[spec.role])
+
+    def _start_functions(self, group: FunctionRewardGroup, spec: RoleSpec, judge: Future[list[str]]) -> Any:
+        """Start functions of which some ask the judge, once it is there."""
+        assert spec.judge is not None
+        servers = JudgeServers(tuple(judge.result()), KEY_VARIABLE, spec.judge.identity)
+        return group.start(judge=servers, judge_key=spec.judge.key).result(spec.start_s)
+
+    def _judge(self, groups: Mapping[str, RoleGroup]) -> JudgeGroup | None:
+        return _typed(groups["judge"], JudgeGroup) if "judge" in groups else None
 
 
 def processes_by_host(specs: Sequence[RoleSpec], devices: Mapping[str, Sequence[Device]]) -> dict[int, set[str]]:
@@ -295,8 +355,8 @@ def processes_by_host(specs: Sequence[RoleSpec], devices: Mapping[str, Sequence[
             rank = number // spec.devices_per_rank
             names = found.setdefault(device.node, set())
             names.add(f"{spec.role}-{rank}")
-            if spec.group in (RolloutGroup, TeacherEngineGroup):
-                names.add(f"{ENGINES if spec.role == 'rollout' else TEACHER_ENGINES}-{rank}")
+            if spec.group in _ENGINE_LOGS:
+                names.add(f"{_ENGINE_LOGS[spec.group]}-{rank}")
     return found
 
 

@@ -28,12 +28,12 @@ from hybridflow.metrics.evaluation_statistics import (
     with_intervals,
 )
 from hybridflow.rewards.votes import NO_VOTE
-from hybridflow.roles.groups import FunctionRewardGroup, ValueGroup
+from hybridflow.roles.groups import FunctionRewardGroup, JudgeGroup, ValueGroup
 from hybridflow.roles.reward import reward_result, set_votes
 from hybridflow.rollout.generator import Generator
 from hybridflow.rundir.evaluation_texts import EvaluationText, text_file, write_texts
 from hybridflow.rundir.file_names import EVALUATIONS
-from hybridflow.trainer.role_startup import Roles
+from hybridflow.trainer.role_startup import Roles, judging
 from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.sample_texts import short_answer, shortened
 from hybridflow.trainer.step import tell_failures
@@ -63,6 +63,7 @@ class SetMeasurer:
         generator: of the engines.
         functions: who calls reward functions, by `PlannedSet.scorer`.
         reward_model: scores where there are no functions.
+        judge: that functions ask.
         tokenizer: decodes responses.
         texts: directory for the texts of all sets.
         characters: of each text, at most.
@@ -74,6 +75,7 @@ class SetMeasurer:
     generator: Generator
     functions: Mapping[str, FunctionRewardGroup]
     reward_model: ValueGroup | None
+    judge: JudgeGroup | None
     tokenizer: PreTrainedTokenizerBase
     texts: Path
     characters: int
@@ -88,6 +90,7 @@ class SetMeasurer:
             generator=generator,
             functions=roles.functions,
             reward_model=roles.scalar.get("reward_model"),
+            judge=roles.judge,
             tokenizer=run.tokenizer,
             texts=run.directory / EVALUATIONS,
             characters=recipe.metrics.sample_characters,
@@ -129,7 +132,8 @@ class SetMeasurer:
             return Scored(self.reward_model.score(batch.as_generated()).facts()["score"], None)
         examples = self.sets[planned.name].at(batch.facts["prompt_indices"].tolist())
         call = self.functions[planned.scorer].score_set(batch, examples=examples, what=planned.scorer)
-        result = reward_result(call)
+        with judging(self.judge):
+            result = reward_result(call)
         tell_failures(where, result)
         failed = torch.stack([result.dropped, *result.failed.values()]).any(dim=0)
         return Scored(result.total.masked_fill(failed, torch.nan), set_votes(call))

@@ -46,7 +46,7 @@ from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.correcting import Corrected, corrected, tell_empty
 from hybridflow.trainer.event_log import Event, drawn_event, learned_event
 from hybridflow.trainer.given_responses import GivenSource
-from hybridflow.trainer.role_startup import Roles
+from hybridflow.trainer.role_startup import Roles, judging
 from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.sample_store import LearnedSamples
 from hybridflow.trainer.sample_texts import sample_texts
@@ -352,9 +352,11 @@ class TrainerStep(Step[Any]):
             total, kept = torch.zeros(len(batch)), torch.ones(len(batch), dtype=torch.bool)
             if what in roles.functions:
                 result = self._scored_already(what, batch)
-                if result is None:
-                    examples = self.machinery.run.train.at(batch.facts["prompt_indices"].tolist())
-                    result = reward_result(roles.functions[what].score(generated, examples=examples, what=what))
+                with judging(roles.judge) as judged:
+                    if result is None:
+                        examples = self.machinery.run.train.at(batch.facts["prompt_indices"].tolist())
+                        result = reward_result(roles.functions[what].score(generated, examples=examples, what=what))
+                self.values |= judged
                 tell_failures(f"step {self.number}, {phases.phase}", result)
                 total, kept = result.total, ~result.dropped
             if model is not None and scoring is not None:

@@ -73,7 +73,7 @@ def test_the_functions_of_the_example_with_a_judge_score(tmp_path: Path) -> None
 
 
 @pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.release
 def test_the_example_with_a_judge_runs(tmp_path: Path) -> None:
     with serving(lambda _: completion(json.dumps({"score": 5}), tokens=(40, 6))) as server:
         recipe = (ROOT / "examples/judge.yaml").read_text()

@@ -31,6 +31,9 @@ _MEETING = "meeting"
 _SCHEME = "engine3d"
 _MEETING_S = 600.0
 
+ALONE_VARIABLE = "ENGINE3D_SERVER"
+"""In the environment of a server whose weights nobody writes: it meets where our engines do, and is SGLang's else."""
+
 # The method of SGLang's scheduler by which a Call reaches the ranks.
 ANSWER_METHOD = "engine3d_answer"
 
@@ -40,16 +43,33 @@ def register() -> None:
     if RUN_DIRECTORY_VARIABLE not in os.environ:
         return
     write_stacks_on_signal()
+    # SGLang's debug dumper imports Megatron-Core where it finds it: three seconds of every start, for nothing here.
+    leave_out("megatron.core")
+    _hook_start()
+    if ALONE_VARIABLE not in os.environ:
+        _hook_engine()
+
+
+def _hook_start() -> None:
+    """How processes start, meet, and name what they share."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    environment = "sglang.srt.distributed.parallel_state.init_distributed_environment"
+    HookRegistry.register(environment, _meet, HookType.AROUND)
+    for name in ("managers.load_snapshot.shm_path_for", "utils.stale_shm_cleanup.make_shm_name"):
+        HookRegistry.register(f"sglang.srt.{name}", _name_segment, HookType.AROUND)
+    if START_METHOD_VARIABLE in os.environ:
+        HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _set_start_method, HookType.AFTER)
+
+
+def _hook_engine() -> None:
+    """What an engine is asked for beside SGLang's own calls."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from engine3d.rollout.scheduler.rank import RELEASE_VARIABLE
 
-    # SGLang's debug dumper imports Megatron-Core where it finds it: three seconds of every start, for nothing here.
-    leave_out("megatron.core")
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}.update_weights_from_disk", _report_failed_update, HookType.AROUND)
-    environment = "sglang.srt.distributed.parallel_state.init_distributed_environment"
-    HookRegistry.register(environment, _meet, HookType.AROUND)
     runner = "sglang.srt.model_executor.model_runner.ModelRunner"
     HookRegistry.register(f"{runner}.init_torch_distributed", _await_trainer, HookType.BEFORE)
     HookRegistry.register(f"{runner}.load_model", _keep_rank, HookType.AFTER)
@@ -69,10 +89,6 @@ def register() -> None:
         HookRegistry.register(f"{scheduler}.run_batch", note_version, HookType.AFTER)
     request = "sglang.srt.managers.schedule_batch.Req"
     HookRegistry.register(f"{request}._check_str_based_finish", end_at_text, HookType.AROUND)
-    for name in ("managers.load_snapshot.shm_path_for", "utils.stale_shm_cleanup.make_shm_name"):
-        HookRegistry.register(f"sglang.srt.{name}", _name_segment, HookType.AROUND)
-    if START_METHOD_VARIABLE in os.environ:
-        HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _set_start_method, HookType.AFTER)
 
 
 def _report_failed_update(update: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any) -> tuple[bool, str]:

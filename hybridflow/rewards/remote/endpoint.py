@@ -1,4 +1,4 @@
-"""One URL that JSON is posted to: limits of time, of size and of requests in flight, and retries with back-off.
+"""A URL that JSON is posted to, or several of one service: limits of time, size and requests in flight, and retries.
 
 Tried again is what a moment may change: no connection, none kept, no answer in time, 429 and 5xx. The waits double,
 each by chance down to half of it, and are as long at least as the server asks for (Retry-After). Any other status says
@@ -48,8 +48,8 @@ class _PassingError(Exception):
 class EndpointSettings(Settings):
     """Arguments of every reward that asks a server."""
 
-    url: str
-    """Where to post to, with its scheme."""
+    url: str | tuple[str, ...]
+    """Where to post to, with its scheme; several serve the same, and a request goes to the one with the fewest."""
     api_key_variable: str | None = Field(default=None, min_length=1)
     """The environment variable that holds the key, which is sent as `Authorization: Bearer ...`; `environment` of the
     function has to name it. The key itself stands nowhere."""
@@ -64,9 +64,23 @@ class EndpointSettings(Settings):
     longest_wait_s: float = Field(default=30.0, gt=0, le=LONGEST_S)
     """Most of a wait, in seconds. A server that asks for a longer one is not asked again."""
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Each of them."""
+        return (self.url,) if isinstance(self.url, str) else tuple(self.url or ())
+
     @field_validator("url")
     @classmethod
-    def _check_url(cls, url: str) -> str:
+    def _check_urls(cls, given: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        urls = (given,) if isinstance(given, str) else given or ()
+        if given is not None and (not urls or len(set(urls)) != len(urls)):
+            raise ValueError(f"{list(urls)}, expected at least one, each once")
+        for url in urls:
+            cls._check_url(url)
+        return given
+
+    @staticmethod
+    def _check_url(url: str) -> None:
         try:
             parts = urlsplit(url)
             whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -76,7 +90,6 @@ class EndpointSettings(Settings):
             raise ValueError(f"{url!r}, expected http://HOST/... or https://HOST/...")
         if "@" in parts.netloc or parts.query or parts.fragment:
             raise ValueError("has a user, a query or a fragment, expected none: a key is named by api_key_variable")
-        return url
 
 
 def settings_of[Kind: Settings](kind: type[Kind], arguments: dict[str, Any]) -> Kind:
@@ -109,7 +122,12 @@ class Endpoint:
     """
 
     def __init__(self, settings: EndpointSettings, path: str = "") -> None:
-        self.url = settings.url.rstrip("/") + path if path else settings.url
+        self._urls = [url.rstrip("/") + path if path else url for url in settings.urls]
+        self.url = " or ".join(self._urls)
+        """As messages name it."""
+        self._busy = dict.fromkeys(self._urls, 0)
+        self._shunned = dict.fromkeys(self._urls, 0.0)
+        """Until when there is no point in asking one that has just failed, where another is there."""
         self._settings = settings
         self._places = asyncio.Semaphore(settings.in_flight)
         self._client: httpx.AsyncClient | None = None
@@ -145,21 +163,32 @@ class Endpoint:
         limit = self._settings
         for number in range(limit.retries + 1):
             tally.requests += 1
+            url = self._next_url()
+            self._busy[url] += 1
             try:
-                return await self._once(body, most_bytes)
+                return await self._once(url, body, most_bytes)
             except _PassingError as error:
                 tries = f", {number + 1} times" if number else ""
+                self._shunned[url] = time.monotonic() + limit.longest_wait_s
                 if number == limit.retries:
-                    raise RequestError(f"{self.url} {error}{tries}") from None
+                    raise RequestError(f"{url} {error}{tries}") from None
                 if error.wait_s > limit.longest_wait_s:
                     wait = f"asks to wait {error.wait_s:g} s, longer than longest_wait_s={limit.longest_wait_s:g}"
-                    raise RequestError(f"{self.url} {error}{tries}, and {wait}") from None
+                    raise RequestError(f"{url} {error}{tries}, and {wait}") from None
                 longest_s = min(limit.backoff_s * 2.0**number, limit.longest_wait_s)
                 tally.retries += 1
-                await asyncio.sleep(max(error.wait_s, longest_s * random.uniform(0.5, 1.0)))
+                wait_s = max(error.wait_s, longest_s * random.uniform(0.5, 1.0))
+            finally:
+                self._busy[url] -= 1
+            await asyncio.sleep(wait_s)
         raise AssertionError
 
-    async def _once(self, body: bytes, most_bytes: int) -> Any:
+    def _next_url(self) -> str:
+        """Of those that have not just failed, the one with the fewest requests."""
+        now = time.monotonic()
+        return min(self._urls, key=lambda url: (self._shunned[url] > now, self._busy[url]))
+
+    async def _once(self, url: str, body: bytes, most_bytes: int) -> Any:
         import httpx
 
         if self._client is None:
@@ -168,32 +197,32 @@ class Endpoint:
         try:
             async with (
                 asyncio.timeout(limit_s),
-                self._client.stream("POST", self.url, content=body, headers=self._headers()) as response,
+                self._client.stream("POST", url, content=body, headers=self._headers()) as response,
             ):
-                answer = await self._read(response, most_bytes)
+                answer = await self._read(url, response, most_bytes)
         except TimeoutError:
             raise _PassingError(f"did not answer within {limit_s:g} s (request_timeout_s)") from None
         except httpx.TransportError as error:
             raise _PassingError(f"could not be asked: {type(error).__name__}: {self._shown(str(error))}") from None
         except httpx.HTTPError as error:
-            raise RequestError(f"{self.url}: {type(error).__name__}: {self._shown(str(error))}") from None
+            raise RequestError(f"{url}: {type(error).__name__}: {self._shown(str(error))}") from None
         status = response.status_code
         said = f"answered with status {status}: {self._shown(answer.decode(errors='replace'))}"
         if status == 429 or status >= 500:
             raise _PassingError(said, _retry_after_s(response.headers.get("retry-after", "")))
         if not 200 <= status < 300:
-            raise RequestError(f"{self.url} {said}")
+            raise RequestError(f"{url} {said}")
         try:
             return json.loads(answer)
         except (ValueError, RecursionError):
-            raise RequestError(f"{self.url} {said}, expected JSON") from None
+            raise RequestError(f"{url} {said}, expected JSON") from None
 
-    async def _read(self, response: httpx.Response, most_bytes: int) -> bytes:
+    async def _read(self, url: str, response: httpx.Response, most_bytes: int) -> bytes:
         body = bytearray()
         async for part in response.aiter_bytes():
             body += part
             if len(body) > most_bytes:
-                raise RequestError(f"{self.url} answered with more than {most_bytes} bytes")
+                raise RequestError(f"{url} answered with more than {most_bytes} bytes")
         return bytes(body)
 
     def _open(self) -> httpx.AsyncClient:
@@ -202,7 +231,7 @@ class Endpoint:
         most = self._settings.in_flight
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=most, keepalive_expiry=_IDLE_S)
         # Certificates are read where they are looked at, since that takes a while; nothing leads elsewhere from here.
-        checked = urlsplit(self.url).scheme == "https"
+        checked = any(urlsplit(url).scheme == "https" for url in self._urls)
         return httpx.AsyncClient(timeout=self._settings.request_timeout_s, limits=limits, verify=checked)
 
     def _headers(self) -> dict[str, str]:

@@ -16,6 +16,8 @@
               How helpful is the response, from 1 to 10?
             score_range: [1, 10]
 
+Without `url` the judge is the run's own: the model of `judge.path`, which SGLang serves on devices of its own.
+
 A verdict that cannot be read is asked for again, and is then a failure, as is a server that does not answer: never a
 reward. Generative reward models, which write down their verdict, are judges too.
 """
@@ -55,8 +57,12 @@ class Price(Settings):
 class JudgeSettings(EndpointSettings):
     """Arguments of the reward `judge`. `url` ends before `/chat/completions`."""
 
-    model: str = Field(min_length=1)
-    """The model's name at the endpoint."""
+    url: str | tuple[str, ...] | None = None  # type: ignore[assignment]
+    """Of the endpoint; several serve the same model. That of the recipe's `judge` if null."""
+    model: str | None = Field(default=None, min_length=1)
+    """The model's name at the endpoint; with `url`."""
+    cached_as: str | None = Field(default=None, min_length=1)
+    """What stands for the URL in the cache, where that does not say which model answers."""
     rubric: str
     """Template of the message to the judge: see `Rubric`."""
     system: str | None = None
@@ -90,6 +96,8 @@ class JudgeSettings(EndpointSettings):
     def _check(self) -> JudgeSettings:
         if self.pattern is not None and self.json_schema is not None:
             raise ValueError("pattern and json_schema, expected one of them")
+        if (self.url is None) != (self.model is None):
+            raise ValueError("url and model, expected both, or neither for the recipe's judge")
         if ours := sorted(set(self.body) & set(_OURS)):
             raise ValueError(f"body: has {ours[0]!r}, which is set otherwise")
         return self
@@ -156,6 +164,8 @@ class Judge:
 
     def __call__(self, generated_texts: Sequence[str], *, timeout_s: float, **columns: Sequence[Any]) -> dict[str, Any]:
         """Judge so many texts within so many seconds; those without a verdict by then fail."""
+        if self._settings.url is None:
+            raise ValueError("has no url, and no judge of a recipe has told its own")
         return self._loop.run(self._judge(generated_texts, columns, Deadline(timeout_s)))
 
     async def _judge(
@@ -176,7 +186,7 @@ class Judge:
         """The reward of a sample, by the cache or by another one that asks the same, or why there is none."""
         try:
             question = self._question(values)
-            asked = hashlib.sha256(json.dumps([self._settings.url, self._read_by, question]).encode()).hexdigest()
+            asked = hashlib.sha256(json.dumps([self._where, self._read_by, question]).encode()).hexdigest()
             if (kept := self._cache.get(asked)) is not None:
                 spent.cache_hits += 1
                 return kept
@@ -190,6 +200,11 @@ class Judge:
             return NoVerdictError(str(error))
         self._cache.put(asked, score)
         return score
+
+    @property
+    def _where(self) -> Any:
+        """Which model answers, beside its name."""
+        return self._settings.cached_as or self._settings.url
 
     @property
     def _read_by(self) -> list[Any]:

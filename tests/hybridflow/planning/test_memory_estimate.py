@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -321,3 +322,27 @@ def test_samples_that_are_kept_are_on_the_drivers_host() -> None:
     assert "replay buffer" not in second.items
     assert first.items["replay buffer"] == 3 * 100_000 * (13 * ledger.sequence_tokens + 64)
     assert not first.page_locked and second.page_locked
+
+
+def test_a_judge_has_its_devices_to_itself(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 4, "intermediate_size": 4096, "vocab_size": 32000}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 4096}
+    family = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16"}
+    rest = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps({**family, **sizes, **heads, **rest}))
+    asks = {"name": "quality", "path": "judge", "arguments": {"rubric": "{{ response }}", "score_range": [0, 1]}}
+    served = {"path": str(tmp_path), "engine": {"tp": 2, "max_running_requests": 7, "mem_fraction_static": 0.9}}
+    given = [f"reward.functions={json.dumps([asks])}", f"judge={json.dumps(served)}", "placement.judge=cuda:4-5"]
+    nodes = [Node("node 0", gpus=6, cpu_slots=0)]
+    plain, judged = (_ledger("qwen3-30b-a3b-4xh200.yaml", *more, nodes=nodes, gpu_gb=150.7) for more in ([], given))
+    assert judged.gpus[:-1] == plain.gpus
+    gpu = judged.gpus[-1]
+    assert [device.index for device in gpu.devices] == [4, 5]
+    [phase] = gpu.phases
+    assert phase.name == "judge"
+    # So many sequences and one more, a page of 64 longer each, of keys and values of two groups on each device.
+    assert gpu.total(phase) > 8 * (4096 + 64) * 2 * 2 * 64 * 2 * 4 + gpu.always["engine weights"]
+    small = [*given, "judge.engine.max_total_tokens=4096"]
+    smaller = _ledger("qwen3-30b-a3b-4xh200.yaml", *small, nodes=nodes, gpu_gb=150.7).gpus[-1]
+    assert smaller.total(smaller.phases[0]) < gpu.total(phase)
+    assert phase.less == "a smaller judge.engine.max_total_tokens or max_running_requests"

@@ -240,3 +240,24 @@ def test_in_a_run_the_rubric_has_the_fields_of_the_data(monkeypatch: pytest.Monk
     assert (values["reward/quality/malformed"], values["reward/quality/requests"]) == (3, 4)
     assert values["reward/quality/input_tokens"] == 80 and values["reward/quality/failed"] == 1
     assert values["reward/quality/latency_s_p95"] > 0 and "reward/quality/cost" not in values
+
+
+def test_several_servers_share_the_requests_and_do_those_of_one_that_is_gone() -> None:
+    with serving(by_length) as first, serving(by_length) as second:
+        urls = [f"{first.url}/v1", f"{second.url}/v1"]
+        assert judged(Judge(url=urls, **QUICK, **RANGE), ["x" * 5] * 1 + ["xxx"] * 1)["rewards"] == [1.0, 0.5]
+        assert len(first.asked) == len(second.asked) == 1
+    with serving(by_length) as alone:
+        urls = ["http://127.0.0.1:9/v1", f"{alone.url}/v1"]
+        found = judged(Judge(url=urls, **QUICK, **RANGE), ["x", "xxx", "xxxxx"])
+        assert found["rewards"] == [0.0, 0.5, 1.0] and len(alone.asked) == 3
+        assert 1 <= sum(found["counts"]["retries"]) <= 2  # one that has just failed is not asked again at once
+    with pytest.raises(ValueError, match="expected at least one, each once"):
+        Judge(url=[], **QUICK, **RANGE)
+
+
+def test_without_a_url_it_is_the_recipes() -> None:
+    judge = Judge(**RANGE)
+    assert judge.prepare(()) == ["answers", "prompts"]
+    with pytest.raises(ValueError, match="has no url, and no judge of a recipe has told its own"):
+        judge(["x"], timeout_s=1.0, prompts=["p"], answers=["a"])

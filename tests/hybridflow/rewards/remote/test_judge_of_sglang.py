@@ -4,55 +4,37 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
-import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 
 import pytest
 
+from engine3d.errors import EngineError
+from engine3d.serving import CompletionServer
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.rewards.result import reward_metrics
+from tests.support.judge_model import KEY, judge_server
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
-_START_S = 400
-
 
 @pytest.fixture(scope="module")
-def judge_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a server that is up."""
-    directory = tmp_path_factory.mktemp("judge")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with (directory / "log").open("wb") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.judge_server", str(directory / "model"), str(port)],
-            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-    try:
-        deadline = time.monotonic() + _START_S
-        while True:
-            assert server.poll() is None and time.monotonic() < deadline, (directory / "log").read_text()[-3000:]
-            with suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait(timeout=30)
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompletionServer]:
+    with judge_server(tmp_path_factory.mktemp("judge")) as started:
+        yield started
 
 
-def test_verdicts_of_a_model_by_a_schema(judge_url: str) -> None:
+def test_verdicts_of_a_model_by_a_schema(server: CompletionServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
     judge = {
-        **{"url": judge_url, "model": "default", "rubric": "{{ prompt }} {{ response }}: good or bad?"},
+        **{
+            "url": server.url,
+            "model": "default",
+            "api_key_variable": "JUDGE_KEY",
+            "rubric": "{{ prompt }} {{ response }}: good or bad?",
+        },
         **{"choices": {"good": 1, "bad": 0}, "max_tokens": 64, "temperature": 1.0, "price": {"input": 1, "output": 2}},
     }
     scores = judge | {
@@ -61,7 +43,10 @@ def test_verdicts_of_a_model_by_a_schema(judge_url: str) -> None:
     }  # fmt: skip
     written = judge | {"pattern": "(good|bad)", "verdict_retries": 1, "max_tokens": 8}  # which this model never writes
     functions = [
-        {"name": name, "path": "judge", "timeout_s": 120, "on_failure": "value", "arguments": arguments}
+        {
+            **{"name": name, "path": "judge", "timeout_s": 120, "on_failure": "value"},
+            **{"environment": ["JUDGE_KEY"], "arguments": arguments},
+        }
         for name, arguments in (("choice", judge), ("grade", scores), ("written", written))
     ]
     texts = [f"response {number}" for number in range(8)]
@@ -80,3 +65,15 @@ def test_verdicts_of_a_model_by_a_schema(judge_url: str) -> None:
     assert result.failed["written"].all() and values["reward/written/malformed"] == 16
     assert reward_metrics(again)["reward/choice/cache_hits"] == 8
     assert again.by_name["choice"].tolist() == result.by_name["choice"].tolist()
+
+
+def test_a_server_asks_for_its_key_and_says_what_it_died_of(server: CompletionServer) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{server.url}/models", timeout=30)
+    log = server.log_path
+    assert log is not None and KEY not in log.read_text() and "<key>" in log.read_text()
+    assert server._process is not None
+    os.kill(server._process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, server._process.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(EngineError, match=f"SGLang server died: its process was killed by SIGKILL; log: {log}"):
+        server.check()

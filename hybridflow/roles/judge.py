@@ -1,0 +1,91 @@
+"""A judge that SGLang serves: reward functions ask it over HTTP, wherever they run."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+from engine3d.errors import EngineError
+from engine3d.serving import CompletionServer, ServerConfig
+from hybridflow.rundir.watching import JUDGE_SERVERS
+from hybridflow.workers.context import WorkerContext
+from hybridflow.workers.protocols import ONE_TO_ALL, register
+
+KEY_VARIABLE = "HYBRIDFLOW_JUDGE_KEY"
+"""The environment variable that holds the servers' key, for the functions that ask them."""
+_LOOK_EVERY_S = 1.0
+
+
+class JudgeWorker:
+    """One server; the ranks of its group are servers side by side. One that dies is started again.
+
+    Args:
+        directory: HuggingFace directory of the judge.
+        config: of every server.
+        key: that requests bring.
+        restarts: how often it is started again.
+    """
+
+    def __init__(
+        self, context: WorkerContext, directory: Path, config: ServerConfig, *, key: str, restarts: int
+    ) -> None:
+        import ray.util
+
+        path = context.log_path
+        self._server = CompletionServer(
+            directory,
+            config,
+            key=key,
+            address=ray.util.get_node_ip_address(),
+            devices=context.devices,
+            log_path=path.with_name(f"{JUDGE_SERVERS}-{context.rank}.log") if path is not None else None,
+        )
+        self._restarts_left, self._restarts = restarts, 0
+        self._failure: EngineError | None = None
+        self._ending = threading.Event()
+        self._watch = threading.Thread(target=self._keep_up, name="judge", daemon=True)
+
+    @register(ONE_TO_ALL)
+    def start(self) -> str:
+        """Start the server and wait until it generates. Its URL, before `/chat/completions`."""
+        self._server.start()
+        self._watch.start()
+        return self._server.url
+
+    @register(ONE_TO_ALL)
+    def check(self) -> int:
+        """How often the server has been started again. Raises EngineError once it has died more often than it may."""
+        if self._failure is not None:
+            raise self._failure
+        return self._restarts
+
+    def _keep_up(self) -> None:
+        while not self._ending.wait(_LOOK_EVERY_S):
+            if self._server.is_alive:
+                continue
+            try:
+                self._server.check()
+            except EngineError as error:
+                if self._ending.is_set():
+                    return
+                if not self._restarts_left:
+                    self._failure = EngineError(
+                        f"{error}; it was started again {self._restarts} times (judge.restarts)"
+                    )
+                    return
+                print(f"{error}; starting it again", file=sys.stderr)
+            self._restarts_left -= 1
+            self._restarts += 1
+            try:
+                self._server.start()
+            except EngineError as error:
+                print(error, file=sys.stderr)
+
+    def shutdown(self) -> None:
+        """End the server's processes."""
+        self._ending.set()
+        self._server.shutdown()
+        if self._watch.is_alive():
+            self._watch.join(_LOOK_EVERY_S)
+            self._server.kill()
