@@ -114,6 +114,7 @@ def test_a_response_of_a_held_out_set_that_got_no_reward_is_not_a_wrong_one(ray_
             generator=FixedGenerator(a_batch()),  # type: ignore[arg-type]
             functions={"reward": group},  # type: ignore[dict-item]
             reward_model=None,
+            judge=None,
             tokenizer=make_character_tokenizer(ARITHMETIC_CHARACTERS, tmp_path / "tokenizer"),
             texts=tmp_path / "evaluations",
             characters=100,
