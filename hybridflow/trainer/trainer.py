@@ -85,7 +85,7 @@ def train(recipe: Recipe) -> Outcome:
     with open_run(recipe) as opened:
         recipe, run = opened.recipe, opened.run
         resumed = run.resumption.state if run.resumption is not None else None
-        if resumed is not None and resumed.step >= recipe.trainer.steps and not resumed.evaluation_due:
+        if resumed is not None and resumed.step >= recipe.trainer.steps and not run.evaluation_due:
             export_finished(recipe, run)
             found, best = resumed.measurements, resumed.best
         else:
@@ -106,9 +106,8 @@ def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
     if recipe.checkpoint.save_interval is not None and (reasons := inexact_because(recipe)):
         log.info(f"checkpoints: a resumed run may differ from this one by {'; '.join(reasons)}")
     with (
-        ThreadPoolExecutor(
-            1, thread_name_prefix="eval"
-        ) as evaluating,  # left when the groups that it waits for are gone
+        # Entered first and so left last: when the groups are gone, it waits for them no more.
+        ThreadPoolExecutor(1, thread_name_prefix="eval") as evaluating,
         Checkpoints(recipe, run.model_directory, sinks) as checkpoints,
         start_roles(recipe, run) as roles,
         DeviceMonitor(
@@ -230,12 +229,12 @@ class Trainer:
 
     def run(self) -> Measurements:
         """Warm up and train, or go on; what the evaluations of the run have measured."""
-        settings, resumption = self.recipe.trainer, self.facts.resumption
+        settings = self.recipe.trainer
         if self.start():
             self.evaluate(0)
             self.save(0)
-        elif resumption is not None and resumption.state is not None and resumption.state.evaluation_due:
-            self.evaluate(self.steps_done)
+        elif self.facts.evaluation_due:
+            self.evaluate_resumed()
         with termination.saves(self.recipe.checkpoint.on_stop_s):
             for number in range(self.steps_done + 1, settings.steps + 1):
                 self.step_or_end(number)
@@ -252,6 +251,13 @@ class Trainer:
     def evaluate(self, step: int) -> None:
         """Evaluate the policy of after a step on each held-out set for which it is time; 0 is before the first."""
         self.evaluations.evaluate(step, self.version)
+
+    def evaluate_resumed(self) -> None:
+        """The evaluation that was due when the checkpoint was saved; it may be beside the next step again."""
+        self.evaluate(self.steps_done)
+        if self.evaluations.pending is None:
+            drawn = self.machinery.generator.samples_drawn
+            self.checkpoints.evaluated(self.steps_done, self.evaluations.measurements, drawn)
 
     def start(self) -> bool:
         """All that comes before the next step: the roles are there, and the engines serve the actor's weights.
