@@ -51,7 +51,10 @@ _SINCE: dict[str, Any] = {
 }
 """What a checkpoint's recipe means that is older than these settings."""
 
-_OF_NO_RESULT = ("checkpoint.", "limits.", "network.", "samples.", "model.create.config.", "model.create.tokenizer")
+_OF_NO_RESULT = (
+    "checkpoint.", "limits.", "network.", "samples.", "trainer.eval_beside",
+    "model.create.config.", "model.create.tokenizer",
+)  # fmt: skip
 """Settings that a resumed run may change without a word, or that are compared otherwise."""
 
 _ACCEPTED = frozenset(

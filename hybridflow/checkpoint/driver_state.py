@@ -7,7 +7,7 @@ import dataclasses
 import json
 import random
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -75,6 +75,21 @@ class RandomState:
 
 
 @dataclass(frozen=True)
+class Measurements:
+    """What the evaluations of a run have measured.
+
+    Args:
+        first, last: of the prompts of evaluation that the data have; None where there was none yet.
+        first_of_sets, last_of_sets: of each held-out set, by its name.
+    """
+
+    first: Measured | None = None
+    last: Measured | None = None
+    first_of_sets: dict[str, MeasuredSet] = field(default_factory=dict)
+    last_of_sets: dict[str, MeasuredSet] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class RunState:
     """The driver's state after a step, its transfer of weights and its evaluation.
 
@@ -97,6 +112,7 @@ class RunState:
         replay: samples of former steps that the algorithm keeps, in its order; None where it keeps none.
         stream: what a stream of rollouts had under way; None of a run without one.
         kept: what was found once of all the data and later steps need, by name.
+        evaluation_due: the state is that of before the evaluation of the step, which a resumed run begins with.
     """
 
     step: int
@@ -118,6 +134,29 @@ class RunState:
     last_of_sets: dict[str, MeasuredSet] = field(default_factory=dict)
     best: Best | None = None
     kept: dict[str, Tensor] = field(default_factory=dict)
+    evaluation_due: bool = False
+
+    @property
+    def measurements(self) -> Measurements:
+        """What was measured up to here."""
+        return Measurements(self.first_evaluation, self.last_evaluation, self.first_of_sets, self.last_of_sets)
+
+    def evaluated(self, measurements: Measurements, samples_drawn: int) -> RunState:
+        """The state after the evaluation of its step, where that was due.
+
+        Args:
+            measurements: with those of the evaluation.
+            samples_drawn: with the ids of its responses.
+        """
+        return replace(
+            self,
+            samples_drawn=samples_drawn,
+            first_evaluation=measurements.first,
+            last_evaluation=measurements.last,
+            first_of_sets=measurements.first_of_sets,
+            last_of_sets=measurements.last_of_sets,
+            evaluation_due=False,
+        )
 
     def write(self, directory: Path) -> list[Path]:
         """Write driver.json, and a file for each batch, for the samples and for what else is kept; their paths."""

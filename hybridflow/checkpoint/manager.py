@@ -27,9 +27,9 @@ from engine3d.checkpoint.manifest import (
     write_manifest,
 )
 from engine3d.errors import EngineError, UserError
-from hybridflow.checkpoint.driver_state import RunState
+from hybridflow.checkpoint.driver_state import Measurements, RunState
 from hybridflow.checkpoint.resume import find_sound
-from hybridflow.checkpoint.set_results import Best, best_of
+from hybridflow.checkpoint.set_results import RESULTS, Best, best_of, write_results
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import public_settings
 from hybridflow.errors.log import log
@@ -193,6 +193,25 @@ class Checkpoints:
         else:
             if not self._settings.async_save:
                 self.wait()
+
+    def evaluated(self, step: int, measurements: Measurements, samples_drawn: int) -> None:
+        """The evaluation of a step has ended, which was due when the checkpoint of the step was begun, if it was.
+
+        Args:
+            step: that was evaluated.
+            measurements: with those of the evaluation.
+            samples_drawn: with the ids of its responses.
+        """
+        best = best_of(self._settings.keep_best, self.best, measurements.last_of_sets, step)
+        if self._save is not None and self.begun(step):
+            self._save.state = replace(self._save.state.evaluated(measurements, samples_drawn), best=best)
+        elif self._settings.save_interval is not None and self.has(step):
+            self.best = best
+            directory = step_directory(self._root, step)
+            try:
+                write_results(directory, measurements.last_of_sets, best)
+            except OSError as error:
+                log.warning(f"{directory / RESULTS} cannot be written: {error.strerror}")
 
     def poll(self) -> None:
         """Make the save that is under way whole, if all of it is written. Raises as `save`."""

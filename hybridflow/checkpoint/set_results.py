@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +20,10 @@ from hybridflow.config.evaluation import PlannedSet
 from hybridflow.config.run import BestConfig
 from hybridflow.data.prompts import Prompts
 from hybridflow.metrics import names as metrics
+from hybridflow.rundir.atomic_files import replace_file
+
+RESULTS = "evaluation.json"
+"""What was measured of a checkpoint's step once the checkpoint was whole: `last_of_sets` and `best` of driver.json."""
 
 
 @dataclass(frozen=True)
@@ -114,26 +120,44 @@ def best_of(
     return before
 
 
+def write_results(checkpoint: Path, last_of_sets: Mapping[str, MeasuredSet], best: Best | None) -> None:
+    """Add to a whole checkpoint what the evaluation of its step has measured, which was due when it was saved.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    facts = {
+        "last_of_sets": {name: dataclasses.asdict(each) for name, each in last_of_sets.items()},
+        "best": dataclasses.asdict(best) if best is not None else None,
+    }
+    replace_file(checkpoint / RESULTS, json.dumps(facts, indent=1) + "\n")
+
+
+def _driver_facts(checkpoint: Path) -> dict[str, Any]:
+    """The driver's state of a checkpoint, with what was measured later; nothing of a checkpoint of weights alone."""
+    path, results = checkpoint / DRIVER, checkpoint / RESULTS
+    facts = read_json_object(path, MOST_LIST_BYTES) if path.exists() else {}
+    if facts.get("evaluation_due") and results.exists():
+        facts |= read_json_object(results, MOST_LIST_BYTES)
+    return facts
+
+
 def read_best(checkpoint: Path) -> Best | None:
     """The best checkpoint of a run once the given one was whole; None where none was kept as such.
 
     Raises:
         UserError: its driver's state cannot be read.
     """
-    path = checkpoint / DRIVER
-    if not path.exists():
-        return None  # of weights alone
+    found = _driver_facts(checkpoint).get("best")
     try:
-        found = read_json_object(path, MOST_LIST_BYTES).get("best")
         return None if found is None else Best(**found)
     except TypeError:
-        raise UserError(f"{path}: best is {found!r}, expected what a run writes") from None
+        raise UserError(f"{checkpoint / DRIVER}: best is {found!r}, expected what a run writes") from None
 
 
 def value_of(checkpoint: Path, metric: str) -> float | None:
     """A figure of a set, `eval/NAME/FIGURE`, that was measured at the step of a checkpoint; None where it was not."""
-    path = checkpoint / DRIVER
-    facts = read_json_object(path, MOST_LIST_BYTES) if path.exists() else {}
+    facts = _driver_facts(checkpoint)
     _, name, figure = metric.split("/", 2)
     measured = facts.get("last_of_sets", {}).get(name)
     if measured is None or measured["step"] != facts["step"]:

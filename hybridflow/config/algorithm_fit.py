@@ -20,6 +20,11 @@ def misfits(algorithm: AlgorithmSettings, trainer: TrainerConfig, rollout: Rollo
     """What does not go together, a line each."""
     if rollout.stream is not None or trainer.max_staleness > 1:
         yield from stream_misfits(algorithm, trainer, rollout)
+    if trainer.eval_beside and rollout.stream is not None:
+        yield (
+            "trainer.eval_beside=true with rollout.stream, whose engines respond to prompts of further steps while "
+            "models learn; expected false, or no stream"
+        )
     if algorithm.correction is not None:
         yield from _of_correction(algorithm, algorithm.correction, trainer)
     if isinstance(algorithm, DynamicSamplingSettings) and algorithm.dynamic_sampling:

@@ -12,7 +12,7 @@ from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import PlacementConfig, TrainerConfig
 from hybridflow.data.config import DataConfig
 
-_OF_ENGINES = ("eval_samples", "eval_temperature", "eval_sampling")
+_OF_ENGINES = ("eval_samples", "eval_temperature", "eval_sampling", "eval_beside")
 """Settings of the trainer that are of what engines generate."""
 
 

@@ -339,7 +339,7 @@ class Recipe(Settings):
     @property
     def runs_ahead(self) -> bool:
         """Whether engines generate while models learn."""
-        return self.trainer.max_staleness > 0 or self.rollout.stream is not None
+        return self.trainer.max_staleness > 0 or self.rollout.stream is not None or self.trainer.eval_beside
 
     @property
     def trained_roles(self) -> tuple[str, ...]:

@@ -74,6 +74,9 @@ class TrainerConfig(Settings):
     """Temperature of those responses; 0 takes the most likely token."""
     eval_sampling: Alterations = Alterations()
     """What else those responses are drawn by, from which nothing is learned; the rest is as in rollout.sampling."""
+    eval_beside: bool = False
+    """Evaluate beside training: the engines respond to the held-out prompts while the models learn the next step, whose
+    weights wait for the end of the evaluation. The engines need devices of their own."""
     export: bool = True
     """Write the trained model as a HuggingFace directory at the end."""
     profile: ProfileConfig | None = None

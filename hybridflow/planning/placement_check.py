@@ -128,10 +128,12 @@ def check_apart(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> None
         return
     for role in ("actor", *recipe.models):
         if shared := sorted(set(devices[role]) & set(devices["rollout"])):
+            ahead = recipe.trainer.max_staleness > 0 or recipe.rollout.stream is not None
+            setting = "trainer.max_staleness or rollout.stream" if ahead else "trainer.eval_beside=true"
+            otherwise = "rollout.stream with rollout.lend=true" if ahead else "trainer.eval_beside=false"
             raise UserError(
-                f"trainer.max_staleness or rollout.stream with placement.rollout and placement.{role} both on "
-                f"{shared[0].kind}:{shared[0].index} of node {shared[0].node}, expected rollout on devices of its own, "
-                "or rollout.stream with rollout.lend=true"
+                f"{setting} with placement.rollout and placement.{role} both on {shared[0].kind}:{shared[0].index} of "
+                f"node {shared[0].node}, expected rollout on devices of its own, or {otherwise}"
             )
 
 

@@ -20,6 +20,7 @@ _PARTS = (
     ("rewards", metrics.REWARD_LATENCY),
     ("inference", metrics.INFERENCE_TIME),
     ("updates", metrics.TRAIN_UPDATE_TIME),
+    ("wait for the evaluation", metrics.EVAL_WAIT_TIME),
     ("weights to the engines", metrics.SYNC_TIME),
 )
 

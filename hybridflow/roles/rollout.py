@@ -30,7 +30,7 @@ from hybridflow.workers.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PROTO, 
 
 type _Method[**P, R] = Callable[Concatenate[RolloutWorker, P], R]
 
-_LONGEST_ROLLOUT_S = 24 * 3600.0
+LONGEST_ROLLOUT_S = 24 * 3600.0
 """Of all responses of a call. The engine itself ends a call that comes no further (`request_timeout_s`)."""
 
 
@@ -137,7 +137,7 @@ class RolloutWorker:
         """Start the engine and wait until it can generate."""
         self._part.start()
 
-    @register(ONE_TO_ALL, timeout_s=_LONGEST_ROLLOUT_S)
+    @register(ONE_TO_ALL, timeout_s=LONGEST_ROLLOUT_S)
     def restart(self) -> None:
         """Start another engine in the place of one that has died or comes no further; it has no weights to serve yet.
 
@@ -148,7 +148,7 @@ class RolloutWorker:
         self._part = self._make_engine()
         self._part.start()
 
-    @register(THREE_D_PROTO, exclusive=True, timeout_s=_LONGEST_ROLLOUT_S)
+    @register(THREE_D_PROTO, exclusive=True, timeout_s=LONGEST_ROLLOUT_S)
     @on_first_host(_UNUSED)
     def generate(self, drawn: list[DrawnPrompt], *, sampling: Sampling, samples_per_prompt: int) -> SampleBatch:
         """Responses to prompts: `samples_per_prompt` samples of each, in order."""

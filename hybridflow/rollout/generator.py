@@ -44,7 +44,8 @@ class Generator:
         reserve: Callable[[int], int] | None = None,
     ) -> None:
         self._rollout, self._before = rollout, before
-        self._reserve = reserve or self._own
+        self.reserve = reserve or self._own
+        """Gives out the ids of so many samples: the first of them."""
         self.samples_drawn = 0
         """Ids that were given out, unless `reserve` gives them."""
 
@@ -56,11 +57,19 @@ class Generator:
         """So many responses to each prompt, those to one prompt side by side."""
         return self.begin(draw, sampling, samples_per_prompt).batch()
 
-    def begin(self, draw: Draw, sampling: Sampling, samples_per_prompt: int) -> Future[SampleBatch]:
-        """The same as a call whose `batch` the responses are."""
+    def begin(
+        self, draw: Draw, sampling: Sampling, samples_per_prompt: int, first_sample: int | None = None
+    ) -> Future[SampleBatch]:
+        """The same as a call whose `batch` the responses are.
+
+        Args:
+            draw, sampling, samples_per_prompt: as of `generate`.
+            first_sample: id of the first response, where `reserve` has given out the ids before.
+        """
         assert self._rollout is not None
         self._before()
-        first_sample = self._reserve(len(draw.indices) * samples_per_prompt)
+        if first_sample is None:
+            first_sample = self.reserve(len(draw.indices) * samples_per_prompt)
         drawn = [
             DrawnPrompt(
                 draw.prompts.tokens[index], index, draw.first_group + place, first_sample + place * samples_per_prompt

@@ -2,48 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from hybridflow.algorithms.config import load
-from hybridflow.algorithms.losses.preference import PreferenceLoss, Responses
+from hybridflow.algorithms.losses.preference import Responses
+from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import COUNTED
 from hybridflow.checkpoint.evaluation_result import Measured, Subject
 from hybridflow.data.prompts import Draw
 from hybridflow.metrics import names as metrics
-from hybridflow.metrics.logger import Metrics
+from hybridflow.metrics.sample_file import SampleText
 from hybridflow.rewards.result import figure_metrics, reward_metrics
 from hybridflow.roles.reward import reward_result
 from hybridflow.trainer.role_startup import judging
 from hybridflow.trainer.step import Machinery, tell_failures
+from hybridflow.workers.future import Future
 
 
-def evaluate(
-    machinery: Machinery, sinks: Metrics, step: int, subject: Subject, others: Mapping[str, float]
-) -> Measured:
-    """Mean reward of responses to the prompts of evaluation: of the functions, or of the reward model alone.
-
-    Without engines, of the responses that the data have: see `_evaluate_given`.
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured on the prompts of evaluation.
 
     Args:
-        step: after which the policy is evaluated.
-        subject: what is measured, and of what.
-        others: figures of the step that stand in the same record.
+        measured: the value.
+        values: all figures, by metric name.
+        texts: some of the responses.
     """
-    if machinery.given is not None:
-        loss = load(machinery.recipe.algorithm.name).preference_loss
-        assert loss is not None
-        return _evaluate_given(machinery, sinks, step, subject, loss)
-    machinery.phases.enter("eval")
+
+    measured: Measured
+    values: dict[str, float]
+    texts: Sequence[SampleText] = ()
+
+
+def begin_evaluation(machinery: Machinery, first_sample: int | None = None) -> Future[SampleBatch]:
+    """Let the engines respond to the prompts of evaluation; `first_sample` as of `Generator.begin`."""
     recipe, prompts = machinery.recipe, machinery.run.evaluation
     draw = Draw(prompts, range(len(prompts)))
-    batch = machinery.generator.generate(draw, recipe.eval_sampling, recipe.trainer.eval_samples)
+    return machinery.generator.begin(draw, recipe.eval_sampling, recipe.trainer.eval_samples, first_sample)
+
+
+def evaluate_responses(machinery: Machinery, batch: RemoteBatch, step: int, subject: Subject) -> Evaluation:
+    """Mean reward of responses to the prompts of evaluation: of the functions, or of the reward model alone.
+
+    Args:
+        batch: the responses of `begin_evaluation`.
+        step: after which the policy is evaluated.
+        subject: what is measured, and of what.
+    """
+    prompts = machinery.run.evaluation
     values = {metrics.EVAL_PROMPTS: subject.prompts, metrics.EVAL_TRAINING_PROMPTS: subject.learned_from}
     failed: dict[str, float] = {}
     if "reward" in machinery.roles.functions:
+        examples = prompts.at(range(len(prompts)))
         with judging(machinery.roles.judge):
-            result = reward_result(machinery.roles.functions["reward"].score(batch, examples=prompts.at(draw.indices)))
+            result = reward_result(machinery.roles.functions["reward"].score(batch, examples=examples))
         tell_failures(f"step {step}, eval", result)
         failed = {name: value for name, value in reward_metrics(result).items() if name.endswith("/failed")}
         failed |= figure_metrics(result)
@@ -52,24 +68,19 @@ def evaluate(
     else:
         rewards = machinery.roles.scalar["reward_model"].score(batch.as_generated()).facts()["score"]
     mean = float(rewards.mean())
-    sinks.log(step, {subject.metric: mean, **values, **failed, **others}, phase="eval")
-    sinks.log_samples(step, machinery.texts(batch, rewards, prompts), phase="eval")
-    return Measured(subject, step, mean)
+    texts = machinery.texts(batch, rewards, prompts)
+    return Evaluation(Measured(subject, step, mean), {subject.metric: mean, **values, **failed}, texts)
 
 
-def _evaluate_given(
-    machinery: Machinery, sinks: Metrics, step: int, subject: Subject, loss: PreferenceLoss
-) -> Measured:
-    """How the policy ranks the held-out responses.
+def evaluate_given(machinery: Machinery, step: int, subject: Subject) -> Evaluation:
+    """How the policy ranks the held-out responses that the data have, where no engines run.
 
     Args:
         step: after which the policy is evaluated.
         subject: what is measured, and of what.
-        loss: of the algorithm.
     """
-    machinery.phases.enter("eval")
-    given = machinery.given
-    assert given is not None
+    given, loss = machinery.given, load(machinery.recipe.algorithm.name).preference_loss
+    assert given is not None and loss is not None
     batches = list(given.held_out())
     columns = [
         (given.policy_logprobs(each), *(each.facts[name] for name in ("reference_logprobs", COUNTED, "rewards")))
@@ -88,5 +99,4 @@ def _evaluate_given(
     }
     figures |= {name: values[inner] for inner, name in told.items() if inner in values}
     accuracy = values[metrics.PREFERENCE_ACCURACY]
-    sinks.log(step, {subject.metric: accuracy} | figures, phase="eval")
-    return Measured(subject, step, accuracy)
+    return Evaluation(Measured(subject, step, accuracy), {subject.metric: accuracy} | figures)

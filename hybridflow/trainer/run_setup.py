@@ -90,6 +90,12 @@ class Run:
         return 0 if state is None else state.step
 
     @property
+    def evaluation_due(self) -> bool:
+        """Whether the run goes on before the evaluation of that step."""
+        state = self.resumption.state if self.resumption is not None else None
+        return state is not None and state.evaluation_due
+
+    @property
     def log_directory(self) -> Path:
         return self.directory / LOGS
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError
 from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import FinishReason
 from hybridflow.checkpoint.set_results import MeasuredSet, learned_from, set_identity
 from hybridflow.config.evaluation import PlannedSet
@@ -37,6 +38,7 @@ from hybridflow.trainer.role_startup import Roles, judging
 from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.sample_texts import short_answer, shortened
 from hybridflow.trainer.step import tell_failures
+from hybridflow.workers.future import Future
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,20 @@ class SetMeasurer:
         Raises:
             UserError: a reward function failed that is to stop the run, or failed on all responses.
         """
+        return self.measure_responses(planned, self.begin(planned).batch(), step)
+
+    def samples(self, planned: PlannedSet) -> int:
+        """How many responses a measurement of a set is of."""
+        return len(self.sets[planned.name]) * planned.settings.samples
+
+    def begin(self, planned: PlannedSet, first_sample: int | None = None) -> Future[SampleBatch]:
+        """Let the engines respond to the prompts of a set; `first_sample` as of `Generator.begin`."""
         prompts = self.sets[planned.name]
         draw = Draw(prompts, range(len(prompts)))
-        batch = self.generator.generate(draw, planned.sampling, planned.settings.samples)
+        return self.generator.begin(draw, planned.sampling, planned.settings.samples, first_sample)
+
+    def measure_responses(self, planned: PlannedSet, batch: RemoteBatch, step: int) -> MeasuredSet:
+        """As `measure`, of responses that are there."""
         scored = self._scored(planned, batch, f"step {step}, evaluation.{planned.name}")
         groups, places = _by_prompt(batch, scored, planned.settings.passing)
         if not any(groups.values()):

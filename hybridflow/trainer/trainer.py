@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,15 +18,14 @@ from engine3d.errors import EngineError
 from hybridflow.algorithms.base import Experience
 from hybridflow.algorithms.config import load
 from hybridflow.algorithms.controllers import Controllers
-from hybridflow.checkpoint.driver_state import RandomState, RunState
+from hybridflow.checkpoint.driver_state import Measurements, RandomState, RunState
 from hybridflow.checkpoint.evaluation_result import Measured, Subject, summary
 from hybridflow.checkpoint.manager import Checkpoints
 from hybridflow.checkpoint.resume import inexact_because
-from hybridflow.checkpoint.set_results import MeasuredSet, summary_of_best, summary_of_sets
+from hybridflow.checkpoint.set_results import summary_of_best, summary_of_sets
 from hybridflow.cluster.devices.device_monitor import DeviceMonitor
 from hybridflow.cluster.processes.orphans import remove_orphans
 from hybridflow.cluster.processes.termination import Abandoned, termination
-from hybridflow.config.evaluation import PlannedSet
 from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.sampler import PromptOrder
@@ -46,7 +46,7 @@ from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.closing import results
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.engine_restarts import EngineRestarts
-from hybridflow.trainer.evaluation import evaluate
+from hybridflow.trainer.evaluations import Evaluations
 from hybridflow.trainer.event_log import Event, EventLog
 from hybridflow.trainer.given_responses import GivenSource
 from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
@@ -85,19 +85,18 @@ def train(recipe: Recipe) -> Outcome:
     with open_run(recipe) as opened:
         recipe, run = opened.recipe, opened.run
         resumed = run.resumption.state if run.resumption is not None else None
-        if resumed is not None and resumed.step >= recipe.trainer.steps:
+        if resumed is not None and resumed.step >= recipe.trainer.steps and not run.evaluation_due:
             export_finished(recipe, run)
-            first, last = resumed.first_evaluation, resumed.last_evaluation
-            of_sets = [*summary_of_sets(resumed.first_of_sets, resumed.last_of_sets), *summary_of_best(resumed.best)]
+            found, best = resumed.measurements, resumed.best
         else:
             with start_trainer(opened) as trainer:
-                first, last = trainer.run()
-            of_sets = [*summary_of_sets(trainer.first_of_sets, trainer.last_of_sets)]
-            of_sets += summary_of_best(trainer.checkpoints.best)
+                found = trainer.run()
+            best = trainer.checkpoints.best
         opened.phases.enter("end")
-    for line in (*summary(first, last), *of_sets, *results(recipe)):
+    of_sets = [*summary_of_sets(found.first_of_sets, found.last_of_sets), *summary_of_best(best)]
+    for line in (*summary(found.first, found.last), *of_sets, *results(recipe)):
         log.info(line)
-    return Outcome(run.directory, first, last)
+    return Outcome(run.directory, found.first, found.last)
 
 
 @contextmanager
@@ -107,6 +106,8 @@ def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
     if recipe.checkpoint.save_interval is not None and (reasons := inexact_because(recipe)):
         log.info(f"checkpoints: a resumed run may differ from this one by {'; '.join(reasons)}")
     with (
+        # Entered first and so left last: when the groups are gone, it waits for them no more.
+        ThreadPoolExecutor(1, thread_name_prefix="eval") as evaluating,
         Checkpoints(recipe, run.model_directory, sinks) as checkpoints,
         start_roles(recipe, run) as roles,
         DeviceMonitor(
@@ -120,7 +121,9 @@ def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
     ):
         checkpoints.after = samples.written  # a run that goes on from one has the samples of the steps before it
         try:
-            yield Trainer(recipe, run, roles, weights, sinks, checkpoints, opened.phases, devices, samples, events)
+            yield Trainer(
+                recipe, run, roles, weights, sinks, checkpoints, opened.phases, devices, samples, events, evaluating
+            )
         finally:
             write_timeline(run.directory)
 
@@ -168,6 +171,7 @@ class Trainer:
         devices: DeviceMonitor,
         samples: SampleStore,
         events: EventLog,
+        evaluating: Executor,
     ) -> None:
         self.recipe, self.facts, self.roles = recipe, run, roles
         self.sinks, self.checkpoints, self.devices, self.samples = sinks, checkpoints, devices, samples
@@ -200,12 +204,9 @@ class Trainer:
         self.updates = 0
         self.steps_without_update = 0
         self.timeline_shown = -math.inf
-        self.subject = Subject.of(recipe, run.evaluation, (run.train, run.sft))
-        self.first_evaluation: Measured | None = None
-        self.last_evaluation: Measured | None = None
-        self.measurer = SetMeasurer.of_run(recipe, run, roles, generator)
-        self.first_of_sets: dict[str, MeasuredSet] = {}
-        self.last_of_sets: dict[str, MeasuredSet] = {}
+        subject = Subject.of(recipe, run.evaluation, (run.train, run.sft))
+        measurer = SetMeasurer.of_run(recipe, run, roles, generator)
+        self.evaluations = Evaluations(self.machinery, sinks, subject, measurer, evaluating)
 
     @staticmethod
     def _stream(
@@ -226,12 +227,14 @@ class Trainer:
 
         return before
 
-    def run(self) -> tuple[Measured | None, Measured | None]:
-        """Warm up and train, or go on; the first and the last evaluation of the run."""
+    def run(self) -> Measurements:
+        """Warm up and train, or go on; what the evaluations of the run have measured."""
         settings = self.recipe.trainer
         if self.start():
             self.evaluate(0)
             self.save(0)
+        elif self.facts.evaluation_due:
+            self.evaluate_resumed()
         with termination.saves(self.recipe.checkpoint.on_stop_s):
             for number in range(self.steps_done + 1, settings.steps + 1):
                 self.step_or_end(number)
@@ -243,34 +246,18 @@ class Trainer:
             self.checkpoints.wait()
         if settings.export:
             self.roles.actor.export(self.facts.directory / EXPORT).result()
-        return self.first_evaluation, self.last_evaluation
+        return self.evaluations.measurements
 
     def evaluate(self, step: int) -> None:
         """Evaluate the policy of after a step on each held-out set for which it is time; 0 is before the first."""
-        settings, due = self.recipe.trainer, self.recipe.trainer.eval_before_train
-        if step:
-            due = step == settings.steps or bool(settings.eval_interval and step % settings.eval_interval == 0)
-        figures = self.evaluate_sets(
-            [each for each in self.recipe.sets.values() if each.due(step, settings.steps)], step
-        )
-        if due and len(self.facts.evaluation):
-            self.last_evaluation = evaluate(self.machinery, self.sinks, step, self.subject, figures)
-            self.first_evaluation = self.first_evaluation or self.last_evaluation
-        elif figures:
-            self.sinks.log(step, figures, phase="eval")
+        self.evaluations.evaluate(step, self.version)
 
-    def evaluate_sets(self, due: Sequence[PlannedSet], step: int) -> dict[str, float]:
-        """Measure some of the named sets, one after another; the figures of all."""
-        figures: dict[str, float] = {}
-        if due:
-            self.machinery.phases.enter("eval")
-        for planned in due:
-            with Timer(figures, metrics.of_set(planned.name, metrics.SET_TIME)):
-                measured = self.measurer.measure(planned, step)
-            figures |= measured.metrics(planned.name)
-            self.last_of_sets[planned.name] = measured
-            self.first_of_sets.setdefault(planned.name, measured)
-        return figures
+    def evaluate_resumed(self) -> None:
+        """The evaluation that was due when the checkpoint was saved; it may be beside the next step again."""
+        self.evaluate(self.steps_done)
+        if self.evaluations.pending is None:
+            drawn = self.machinery.generator.samples_drawn
+            self.checkpoints.evaluated(self.steps_done, self.evaluations.measurements, drawn)
 
     def start(self) -> bool:
         """All that comes before the next step: the roles are there, and the engines serve the actor's weights.
@@ -331,8 +318,7 @@ class Trainer:
         self.steps_done = machinery.phases.step = state.step
         self.updates = state.updates
         self.steps_without_update = state.steps_without_update
-        self.first_evaluation, self.last_evaluation = state.first_evaluation, state.last_evaluation
-        self.first_of_sets, self.last_of_sets = dict(state.first_of_sets), dict(state.last_of_sets)
+        self.evaluations.measurements = state.measurements
         self.checkpoints.best = state.best
         forget_after(self.facts.directory / EVALUATIONS, state.step)
         self.version = state.policy_version - 1
@@ -349,6 +335,9 @@ class Trainer:
         order, samples, held = machinery.sampler.state_dict(), machinery.generator.samples_drawn, None
         if machinery.stream is not None and with_buffer:
             order, samples, held = machinery.stream.state()
+        if (due := self.evaluations.pending) is not None and due.first_sample is not None:
+            samples = due.first_sample  # a resumed run evaluates first
+        measured = self.evaluations.measurements
         buffer = lookahead.held() if with_buffer and isinstance(lookahead, Lookahead) else ()
         return RunState(
             step=self.steps_done,
@@ -358,10 +347,11 @@ class Trainer:
             algorithm=self.machinery.controllers.state_dict(),
             updates=self.updates,
             steps_without_update=self.steps_without_update,
-            first_evaluation=self.first_evaluation,
-            last_evaluation=self.last_evaluation,
-            first_of_sets=dict(self.first_of_sets),
-            last_of_sets=dict(self.last_of_sets),
+            first_evaluation=measured.first,
+            last_evaluation=measured.last,
+            first_of_sets=measured.first_of_sets,
+            last_of_sets=measured.last_of_sets,
+            evaluation_due=due is not None,
             random=RandomState.capture(),
             run=self.facts.identity,
             inputs=self.facts.inputs,
@@ -440,10 +430,12 @@ class Trainer:
         with Timer(step.values, metrics.TRAIN_STEP_TIME) as timer:
             with termination.abandonable():
                 experience = make_experience()
+            self.evaluations.begin()
             self.algorithm.learn(step, experience)
             self.count(step)
             digests = self.digests()  # while the actor has its devices
             self.finish_rollout(step.values)
+            self.finish_evaluation(step.values)
             self.synchronise(step.values)
             step.events.append(self.weights_event(digests))
             self.machinery.sampler.measured(step.pass_rates)
@@ -457,6 +449,7 @@ class Trainer:
         self.steps_done = step.number
         self.sinks.log(step.number, step.values)
         self.sinks.log_samples(step.number, step.texts)
+        self.evaluations.log()
         self.samples.keep(step.learned_samples())
         self.events.write(step.number, step.events)
         self.show_timeline()
@@ -498,6 +491,11 @@ class Trainer:
             self.machinery.phases.enter("rollout")
             with Timer(values, metrics.ROLLOUT_WAIT_TIME):
                 lookahead.wait()
+
+    def finish_evaluation(self, values: dict[str, float]) -> None:
+        """Wait for the evaluation beside the step, if there is one: its responses are of the weights of before."""
+        if (done := self.evaluations.finish(values)) is not None:
+            self.checkpoints.evaluated(done.step, self.evaluations.measurements, done.samples_drawn)
 
     def synchronise(self, values: dict[str, float]) -> None:
         """Bring the rollout engines, if there are any, to the actor's weights."""

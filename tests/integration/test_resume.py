@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.kill_harness import Comparison, Kill, KilledRun, compare
+from hybridflow.checkpoint.set_results import value_of
+from hybridflow.metrics.timeline import read_spans, step_ends
 from hybridflow.rundir.evaluation_texts import read_texts, steps_with_texts, text_file
 from tests.support.runs import ROOT, SMALL, records, rewarded_by_length, run_recipe
 from tests.support.warm import warm_python
@@ -37,6 +40,7 @@ RECIPE = [
     "algorithm.kl_coef=0.01",
     "train.optimizer.warmup_steps=3",
 ]
+BESIDE = ["trainer.eval_beside=true", "placement.rollout=cpu:2"]
 
 
 EVALUATED = str(ROOT / "examples/evaluation.yaml")
@@ -54,6 +58,14 @@ def whole(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> Killed
     outcome = run.run()
     assert outcome.exit_code == 0, run.output
     assert not outcome.left_over
+    return run
+
+
+@pytest.fixture(scope="module")
+def beside(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
+    """The same with its evaluations beside training."""
+    run = a_run(tmp_path_factory.mktemp("beside"), [*recipe, *BESIDE])
+    assert run.run().exit_code == 0, run.output
     return run
 
 
@@ -146,6 +158,76 @@ def test_a_checkpoint_that_is_evaluated_alone_gives_the_figures_of_the_run(whole
     assert texts[0] == texts[1] and len(texts[0].splitlines()) == 12
     assert re.search(r"^sums +12 +4 +reward_mean +\d\.\d{4} +\S+ to \S+ *$", done.stdout, re.MULTILINE)
     assert not (tmp_path / "alone" / "weights").exists()
+
+
+def test_evaluations_beside_training_change_neither_results_nor_training(whole: KilledRun, beside: KilledRun) -> None:
+    def of_phase(run: KilledRun, phase: str) -> list[dict[str, Any]]:
+        found = [record for record in run.records() if record["phase"] == phase]
+        # Where the engine shares no device with the actor, weights go another way.
+        return [{name: value for name, value in record.items() if "sync/" not in name} for record in found]
+
+    for phase in ("sft", "train", "eval"):
+        assert of_phase(beside, phase) == of_phase(whole, phase)
+    assert beside.model() == whole.model()
+    directories = beside.run_directory, whole.run_directory
+    assert events(directories[0]) == events(directories[1])  # digests of the weights of each step among them
+    for name in ("samples.jsonl", "evaluations/sums/step-00000002.jsonl", "evaluations/beyond/step-00000003.jsonl"):
+        texts = [sorted((directory / name).read_text().splitlines()) for directory in directories]
+        assert texts[0] == texts[1] and texts[0]
+    states = [driver_state(directory / "checkpoints/step-00000005") for directory in directories]
+    assert states[0].pop("run") != states[1].pop("run")
+    assert states[0] == states[1]
+    kept = [sorted(path.name for path in (directory / "checkpoints").glob("step-*")) for directory in directories]
+    assert kept[0] == kept[1]  # the best one too
+    metric = "eval/sums/reward_mean"
+    values = [[value_of(each / "checkpoints" / name, metric) for name in kept[0]] for each in directories]
+    assert values[0] == values[1] and None not in values[0]
+
+
+def test_engines_respond_to_held_out_prompts_while_the_models_learn_the_next_step(beside: KilledRun) -> None:
+    directory = beside.run_directory
+    found = [(record["phase"], record["step"]) for record in records(directory, "train", "eval")]
+    assert found == [
+        ("train", 1), ("eval", 0), ("train", 2), ("train", 3), ("eval", 2), ("train", 4), ("eval", 3), ("train", 5),
+        ("eval", 4), ("eval", 5),
+    ]  # fmt: skip
+    waits = {record["step"]: record.get("eval/wait_ms") for record in records(directory, "train")}
+    assert waits.pop(2) is None and all(waited is not None and waited >= 0 for waited in waits.values())
+    spans = read_spans(directory / "timeline.json")
+    held_out = []
+    for begin, end in pairwise(step_ends(spans)):
+        within = [span for span in spans if begin < span.begin < end]
+        own, *others = [span for span in within if span.method == "generate"]
+        rewarded = min(span.begin for span in within if span.method == "score")
+        learned = max(span.end for span in within if span.method == "update")
+        assert own.end < rewarded and all(rewarded < each.begin for each in others)
+        assert not others or others[0].begin < learned
+        held_out.append(len(others))
+    assert held_out == [2, 0, 2, 1, 2]  # sets, the data's own among them
+
+
+@pytest.mark.long
+def test_a_run_that_is_killed_beside_an_evaluation_is_the_uninterrupted_one(
+    beside: KilledRun, recipe: list[str], tmp_path: Path
+) -> None:
+    run = a_run(tmp_path, [*recipe, *BESIDE, "checkpoint.on_stop_s=60"])
+    outcome = run.run(Kill("engine", "update", 3, 0.0))
+    assert outcome.killed and outcome.exit_code == 1 and not outcome.left_over, run.output
+    assert "\nhybridflow: rollout rank 0, " in run.output
+    outcome = run.run(Kill("driver", "update", 4, 0.0, signal.SIGTERM))
+    assert outcome.killed and outcome.exit_code == 75 and not outcome.left_over, run.output
+    saved = driver_state(run.run_directory / "checkpoints" / "step-00000004")
+    assert saved["evaluation_due"] and saved["last_of_sets"]["beyond"]["step"] == 3
+    outcome = run.run(Kill("driver", "update", 5, 0.1))
+    assert outcome.killed and outcome.exit_code == -9 and not outcome.left_over, run.output
+    outcome = run.run()
+    assert outcome.exit_code == 0 and not outcome.left_over, run.output
+    assert run.output.count("resume: after step 4, ") == 2
+    assert compare(run, beside) == Comparison(identical=True, lost=0, duplicated=0)
+    assert events(run.run_directory) == events(beside.run_directory)
+    states = [driver_state(each.run_directory / "checkpoints/step-00000005") for each in (beside, run)]
+    assert states[0].pop("run") != states[1].pop("run")
+    assert states[0] == states[1]
 
 
 @pytest.mark.long

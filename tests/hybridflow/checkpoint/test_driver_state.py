@@ -112,7 +112,7 @@ def test_a_file_that_is_no_batch_is_named(tmp_path: Path) -> None:
 
 def test_the_state_comes_back_with_its_batches(tmp_path: Path) -> None:
     batches = [a_batch(), a_batch(first_sample=3), a_batch(first_sample=6)]
-    state = a_state(*batches)
+    state = replace(a_state(*batches), evaluation_due=True)
     files = state.write(tmp_path)
     assert sorted(files) == sorted(tmp_path.iterdir()) and len(files) == 4
     back = RunState.read(tmp_path)
@@ -122,17 +122,19 @@ def test_the_state_comes_back_with_its_batches(tmp_path: Path) -> None:
         assert getattr(back, name) == getattr(state, name), name
     assert back.first_evaluation == state.first_evaluation and back.last_evaluation is None
     assert back.random == state.random and back.inputs == state.inputs
-    assert back.algorithm == state.algorithm
+    assert back.algorithm == state.algorithm and back.evaluation_due
+    assert back.measurements == state.measurements
 
 
 def test_a_state_of_format_1_has_none_of_the_algorithm(tmp_path: Path) -> None:
     a_state(a_batch()).write(tmp_path)
     driver = tmp_path / "driver.json"
     facts = json.loads(driver.read_text())
-    del facts["algorithm"]
+    del facts["algorithm"], facts["evaluation_due"]
     driver.write_text(json.dumps(facts))
     back = RunState.read(tmp_path)
     assert back.algorithm == {} and back.step == 12 and len(back.buffer) == 1
+    assert not back.evaluation_due
 
 
 def test_accuracies_of_no_known_step_count_as_no_evaluation(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from hybridflow.algorithms.losses.aggregation import sequence_weights
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import COUNTED
-from hybridflow.checkpoint.driver_state import RandomState, RunState
+from hybridflow.checkpoint.driver_state import Measurements, RandomState, RunState
 from hybridflow.checkpoint.manager import Checkpoints
+from hybridflow.checkpoint.set_results import RESULTS, MeasuredSet, read_best, value_of
 from hybridflow.cluster.devices.device_map import pool_devices
 from hybridflow.cluster.runtime.resource_pool import cluster_nodes, release, reserve
 from hybridflow.config.recipe import Recipe, load_recipe
@@ -175,6 +176,34 @@ def test_checkpoints_are_whole_and_the_oldest_go(stage: Stage, tmp_path: Path, a
         assert record["checkpoint/stall_ms"] > 0 and record["checkpoint/whole_after_sec"] > 0
         # The critic's only rank holds a copy of all of it, which is more than any of the actor's.
         assert state_bytes["critic"] <= held < 1.1 * state_bytes["critic"] if async_save == "true" else held == 0
+
+
+def test_what_is_measured_after_a_save_reaches_its_checkpoint(stage: Stage, tmp_path: Path) -> None:
+    def measured(step: int, value: float) -> Measurements:
+        return Measurements(last_of_sets={"sums": MeasuredSet("beef", step, 12, 1, {"pass@1": value})})
+
+    metric, root = "eval/sums/pass@1", tmp_path / "checkpoints"
+    sets = ["evaluation.sums.data.path=sums.jsonl", "evaluation.sums.interval=1"]
+    best = [f"checkpoint.keep_best.metric={metric}", "checkpoint.keep_last_k=1"]
+    with checkpoints(stage, tmp_path, *sets, *best) as saving:
+        saving.save(stage.trained, a_state(1).evaluated(measured(1, 0.5), 9))
+        saving.wait()
+        saving.save(stage.trained, replace(a_state(2), evaluation_due=True))
+        saving.wait()
+        assert whole(tmp_path) == ["step-00000002", "step-00000001"]  # the best so far, and one that may be better
+        found = read_best(root / "step-00000002")
+        assert found is not None and found.step == 1 and value_of(root / "step-00000002", metric) is None
+        saving.evaluated(2, measured(2, 0.75), 18)
+        found = read_best(root / "step-00000002")
+        assert found is not None and (found.step, found.value) == (2, 0.75) and found == saving.best
+        assert value_of(root / "step-00000002", metric) == 0.75
+        saving.save(stage.trained, replace(a_state(3), evaluation_due=True))
+        saving.evaluated(3, measured(3, 0.25), 27)  # before the checkpoint is whole
+        saving.wait()
+    assert whole(tmp_path) == ["step-00000003", "step-00000002"]
+    state = RunState.read(root / "step-00000003")
+    assert (state.evaluation_due, state.samples_drawn, state.best) == (False, 27, found)
+    assert state.measurements == measured(3, 0.25) and not (root / "step-00000003" / RESULTS).exists()
 
 
 def _vanish(stage: Stage, root: Path) -> Any:

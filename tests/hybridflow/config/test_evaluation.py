@@ -81,6 +81,14 @@ def test_a_recipe_with_sets_is_written_and_read_again(tmp_path: Path) -> None:
         (["evaluation.sums.data.weight=2"], "evaluation.sums.data: weight is set, which is of training prompts"),
         (["evaluation.sums.data=null"], "evaluation.sums.data = None: expected the keys path"),
         (["evaluation.sums.k=4"], "unknown key evaluation.sums.k: evaluation.sums takes data, reward, prompts"),
+        (
+            [*WITHOUT_ENGINES, "trainer.eval_beside=true"],
+            "trainer.eval_beside is set with algorithm.name=dpo and algorithm.pairs=file, which learns from responses",
+        ),
+        (
+            ["trainer.eval_beside=true", "rollout.stream={}", "placement.rollout=cpu:2"],
+            "trainer.eval_beside=true with rollout.stream, whose engines respond to prompts of further steps while",
+        ),
         (WITHOUT_ENGINES, "evaluation is set with algorithm.name=dpo, which learns from responses that the data"),
         ([KEEP, "checkpoint.save_interval=null"], "checkpoint: keep_best of eval/sums/pass@1 in a run that saves"),
         (

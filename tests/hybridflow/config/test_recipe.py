@@ -122,6 +122,7 @@ def test_older_checkpoints_refused_long_prompts(tmp_path: Path) -> None:
     inputs: dict[str, str] = {}
     assert contradictions(recipe, checkpoint / "model", ["actor"], saved, inputs) == []
     assert changes(recipe, saved) == []
+    assert changes(a_recipe(tmp_path, "trainer.eval_beside=true"), saved) == []  # which changes no result
     [other] = contradictions(a_recipe(tmp_path, "data.overlong_prompts=drop"), checkpoint / "model", [], saved, inputs)
     assert str(other) == "data.overlong_prompts: refuse in the checkpoint, drop in the recipe"
     assert "data.overlong_prompts: " in refusal(a_recipe(tmp_path, "resume=auto", "data.overlong_prompts=drop"))[1]
