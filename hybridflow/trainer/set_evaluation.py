@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from hybridflow.metrics.evaluation_statistics import (
     over_prompts,
     with_intervals,
 )
+from hybridflow.rewards.result import figure_metrics, reward_metrics
 from hybridflow.rewards.votes import NO_VOTE
 from hybridflow.roles.groups import FunctionRewardGroup, JudgeGroup, ValueGroup
 from hybridflow.roles.reward import reward_result, set_votes
@@ -48,10 +49,12 @@ class Scored:
     Args:
         rewards: (B,) float32; nan where a response got none, since a function failed on it.
         votes: (B,) int64 of `rewards.votes`; None where a reward model alone scores.
+        figures: of the functions, by their names, where there are several or they give figures of their own.
     """
 
     rewards: Tensor
     votes: Tensor | None
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,7 @@ class SetMeasurer:
         measured = sum(1 for group in groups.values() if group)
         figures |= {metrics.SET_PROMPTS: measured, metrics.SET_SAMPLES: kept}
         figures[metrics.SET_LEFT_OUT] = len(batch) - kept
+        figures |= scored.figures
         if planned.name in self.learned:
             figures[metrics.SET_TRAINING] = self.learned[planned.name]
         self._keep_texts(planned, step, batch, scored, groups, places)
@@ -149,7 +153,9 @@ class SetMeasurer:
             result = reward_result(call)
         tell_failures(where, result)
         failed = torch.stack([result.dropped, *result.failed.values()]).any(dim=0)
-        return Scored(result.total.masked_fill(failed, torch.nan), set_votes(call))
+        figures = reward_metrics(result) if len(result.by_name) > 1 else figure_metrics(result)
+        figures.pop(metrics.REWARD_DROPPED, None)
+        return Scored(result.total.masked_fill(failed, torch.nan), set_votes(call), figures)
 
     def _keep_texts(
         self,

@@ -131,7 +131,9 @@ def test_a_response_of_a_held_out_set_that_got_no_reward_is_not_a_wrong_one(ray_
         "samples": 2,
     }
     wanted |= {"left_out_samples": 1, "training_prompts": 1, "response_length_mean": 2.0, "truncated_fraction": 0.0}
+    wanted |= {"reward/arithmetic/failed": 0, "reward/mine/failed": 1, "reward/mine/calls": 2.0}
     assert {name: measured.figures[name] for name in wanted} == wanted
+    assert measured.figures["reward/arithmetic/mean"] == pytest.approx(2 / 3)
     texts = read_texts(text_file(tmp_path / "evaluations", "sums", 3))
     assert [(each.index, each.response, each.reward, each.passing, each.scored) for each in texts] == [
         (0, "2", 2.0, 1, 2),
