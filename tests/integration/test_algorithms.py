@@ -279,3 +279,37 @@ def test_safe_rlhf_in_a_loop_of_ones_own_learns_what_a_run_learns(tmp_path: Path
     ]
     [dearer] = [line.removeprefix("dearer ") for line in said["loop"] if line.startswith("dearer ")]
     assert float(dearer) == pytest.approx(1, abs=0.01)  # each return is that of the dearer costs, without a discount
+
+
+@pytest.mark.long
+def test_a_reward_model_scores_an_evaluation_beside_a_step_once_the_models_have_learned(tmp_path: Path) -> None:
+    scorer = a_scorer(tmp_path / "scorer")
+    overrides = [
+        *("placement={actor: cpu:0, rollout: cpu:2}", *ONE_RANK, *FEW, "trainer.steps=2", "trainer.eval_interval=1"),
+        *("cost_critic.train.layout.ep=1", "reward=null", f"reward_model={{path: {scorer}, weight: 0.5}}"),
+    ]
+    found = {}
+    for name, setting in (("waiting", "false"), ("beside", "true")):
+        recipe, own = str(RECIPES / "safe_rlhf.yaml"), (f"name={name}", f"trainer.eval_beside={setting}")
+        done = run_recipe(recipe, tmp_path, *overrides, *own)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found[name] = [
+            {figure: value for figure, value in record.items() if not figure.endswith(("_ms", "_per_sec", "mfu"))}
+            for record in sorted(records(tmp_path / name, "train", "eval"), key=lambda each: each["phase"])
+        ]
+        for record in found[name]:
+            for figure in [each for each in record if each.startswith(("memory/", "samples/"))]:
+                del record[figure]
+    assert found["waiting"] == found["beside"]
+    assert [record["step"] for record in found["beside"] if "eval/score_mean" in record] == [0, 1, 2]
+    calls = spans(tmp_path / "beside")
+    ends = sorted(end for role, method, _, end in calls if (role, method) == ("rollout", "commit_weights"))
+    for begin, end in itertools.pairwise(ends):
+        within = [each for each in calls if begin < each[2] < end]
+        learned = max(each[3] for each in within if each[1] in ("update", "update_values"))
+        generated, scored = (
+            [each for each in within if each[:2] == call]
+            for call in (("rollout", "generate"), ("reward_model", "score"))
+        )
+        assert len(generated) == len(scored) == 2
+        assert generated[1][2] < learned <= scored[1][2]
