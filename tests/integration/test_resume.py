@@ -160,6 +160,20 @@ def test_a_checkpoint_that_is_evaluated_alone_gives_the_figures_of_the_run(whole
     assert not (tmp_path / "alone" / "weights").exists()
 
 
+@pytest.mark.long
+def test_the_model_that_a_run_has_exported_gives_the_figures_of_its_last_step(whole: KilledRun, tmp_path: Path) -> None:
+    words = ["-m", "hybridflow", "evaluate", str(whole.run_directory / "model"), "--set", "sums"]
+    done = subprocess.run(
+        [warm_python(), *words, "--recipe", str(whole.run_directory / "recipe.yaml"), "--out", str(tmp_path / "alone")],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "alone" / "evaluation.json").read_text())
+    measured = driver_state(whole.run_directory / "checkpoints" / "step-00000005")["last_of_sets"]["sums"]
+    assert measured["step"] == 5 and measured["figures"].pop("training_prompts") == 0
+    assert found["step"] is None and found["sets"]["sums"]["figures"] == measured["figures"]
+
+
 def test_evaluations_beside_training_change_neither_results_nor_training(whole: KilledRun, beside: KilledRun) -> None:
     def of_phase(run: KilledRun, phase: str) -> list[dict[str, Any]]:
         found = [record for record in run.records() if record["phase"] == phase]

@@ -147,8 +147,13 @@ class FixedGenerator:
     def __init__(self, batch: RemoteBatch) -> None:
         self._batch = batch
 
-    def generate(self, draw: Draw, sampling: Sampling, samples_per_prompt: int) -> RemoteBatch:
-        assert list(draw.indices) == [0, 1] and samples_per_prompt == 2
+    def begin(
+        self, draw: Draw, sampling: Sampling, samples_per_prompt: int, first_sample: int | None = None
+    ) -> FixedGenerator:
+        assert list(draw.indices) == [0, 1] and samples_per_prompt == 2 and first_sample is None
+        return self
+
+    def batch(self) -> RemoteBatch:
         return self._batch
 
 
