@@ -54,8 +54,8 @@ def data_lines(recipe: Recipe, *, show: int, characters: int) -> list[str]:
         lines += ["", *_phase_lines(name, phase)]
         for index in spread(len(phase), show):
             lines += _prompt_lines(tokenizer, phase, index, characters)
-        if isinstance(phase, SupervisedPrompts) and encoded.masks is not None and show:
-            lines += _learned_lines(tokenizer, encoded.answers[0], encoded.masks[0], characters)
+            if isinstance(phase, SupervisedPrompts) and encoded.masks is not None:
+                lines += _learned_lines(tokenizer, encoded.answers[index], encoded.masks[index], characters)
     notes = [
         *overlong_notes(recipe, phases, limit),
         *file_notes(recipe, tokenizer, phases),
@@ -122,7 +122,7 @@ def _prompt_lines(tokenizer: PreTrainedTokenizerBase, phase: Prompts, index: int
 def _learned_lines(
     tokenizer: PreTrainedTokenizerBase, answer: list[int], mask: list[bool], characters: int
 ) -> Iterator[str]:
-    """Of the first supervised example, what is learned."""
+    """Of a supervised example, what is learned."""
     parts: list[tuple[bool, list[int]]] = []
     for token, learned in zip(answer, mask, strict=True):
         if not parts or parts[-1][0] != learned:
