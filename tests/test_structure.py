@@ -16,7 +16,7 @@ TOPS = ("launch", "benchmarks", "hybridflow", "engine3d")
 ORDERS = {
     "hybridflow": "cli > api > trainer > planning > checkpoint > roles | rollout > workers | config "
     "> algorithms | cluster | report > batch | metrics | environments > rewards | data | rundir > errors",
-    "engine3d": "checkpoint | memory > training | rollout > reshard > models > platform > startup | stores",
+    "engine3d": "checkpoint | memory | serving > training | rollout > reshard > models > platform > startup | stores",
 }
 """Of the packages of each: one imports only those to its right, and none beside which it stands."""
 LEVEL = {

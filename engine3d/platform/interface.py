@@ -133,6 +133,10 @@ class Platform(ABC):
         """SGLang engine arguments that this platform needs, for an engine that runs so many requests at once."""
 
     @abstractmethod
+    def grammar_arguments(self) -> dict[str, Any]:
+        """More of them, for a server that is asked for answers of a schema."""
+
+    @abstractmethod
     def rollout_device_arguments(self) -> dict[str, Any]:
         """More of them, by what the devices are that this process sees; called in SGLang's own main process."""
 

@@ -33,7 +33,6 @@ from engine3d.stores import KEY_VARIABLE
 
 _ASK_EVERY_S = 0.5
 _ANSWER_S = 30.0
-_SCHEMA_GRAMMAR_ON_CPU = "outlines"
 
 
 class CompletionServer:
@@ -160,8 +159,7 @@ class CompletionServer:
         elif config.max_total_tokens is not None:
             arguments["max_total_tokens"] = config.max_total_tokens
         arguments |= platform.rollout_server_arguments(config.max_running_requests)
-        if platform.device_type == "cpu":
-            arguments["grammar_backend"] = _SCHEMA_GRAMMAR_ON_CPU
+        arguments |= platform.grammar_arguments()
         return arguments | config.server_args
 
     def _wait_until_up(self, process: subprocess.Popen[bytes]) -> None:

@@ -92,6 +92,9 @@ class CpuPlatform(Platform):
 
         return sglang_cpu.server_arguments()
 
+    def grammar_arguments(self) -> dict[str, Any]:
+        return {"grammar_backend": "outlines"}  # the others have kernels for GPUs alone
+
     def rollout_device_arguments(self) -> dict[str, Any]:
         return {}
 

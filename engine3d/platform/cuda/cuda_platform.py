@@ -153,6 +153,9 @@ class CudaPlatform(Platform):
             "cuda_graph_bs_decode": graph_batch_sizes(most_requests),
         }
 
+    def grammar_arguments(self) -> dict[str, Any]:
+        return {}
+
     def rollout_device_arguments(self) -> dict[str, Any]:
         # SGLang asks the devices too, in this process, so that this takes no more memory of them.
         return expert_kernels([torch.cuda.get_device_capability(index) for index in range(self.gpus)])

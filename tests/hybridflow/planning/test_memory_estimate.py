@@ -345,4 +345,4 @@ def test_a_judge_has_its_devices_to_itself(tmp_path: Path) -> None:
     small = [*given, "judge.engine.max_total_tokens=4096"]
     smaller = _ledger("qwen3-30b-a3b-4xh200.yaml", *small, nodes=nodes, gpu_gb=150.7).gpus[-1]
     assert smaller.total(smaller.phases[0]) < gpu.total(phase)
-    assert phase.less == "a smaller judge.engine.max_total_tokens or max_running_requests"
+    assert phase.less == "a smaller judge.engine.mem_fraction_static or max_total_tokens"
