@@ -89,6 +89,7 @@ def test_a_node_that_differs_is_refused(tmp_path: Path) -> None:
         assert not Launch(hosts, tmp_path).run.exists()
 
 
+@pytest.mark.release
 def test_a_node_without_the_code_is_named(tmp_path: Path) -> None:
     with hosts_or_skip(2, shared=tmp_path) as hosts:
         start_cluster(hosts, tmp_path, ["train", "rollout"])
@@ -98,6 +99,7 @@ def test_a_node_without_the_code_is_named(tmp_path: Path) -> None:
         assert re.search(r"^hybridflow: hosts: host-1 \(10\.\S+\): ModuleNotFoundError: No module named", done.stderr)
 
 
+@pytest.mark.release
 def test_a_pod_that_has_to_go_lets_the_run_save(tmp_path: Path) -> None:
     with hosts_or_skip(2, shared=tmp_path) as hosts:
         start_cluster(hosts, tmp_path, ["train", "rollout"])

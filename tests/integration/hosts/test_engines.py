@@ -78,6 +78,7 @@ def test_an_engine_on_two_hosts_learns_what_one_on_one_host_does(
     assert (aliased != {0}) == shares
 
 
+@pytest.mark.release
 def test_an_engine_of_deepseek_v3_that_loses_a_host_names_the_part_that_died(tmp_path: Path) -> None:
     settings = [
         *SETTINGS,

@@ -66,6 +66,7 @@ def test_a_rank_that_is_stopped_on_another_host_is_the_cause(tmp_path: Path) -> 
         assert "most recent call first" in (launch.run / "logs" / f"{name}.stacks").read_text(), name
 
 
+@pytest.mark.release
 def test_an_engine_that_is_stopped_is_the_cause(tmp_path: Path) -> None:
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         launch = start_agents(hosts, tmp_path, *SETTINGS, *APART)
@@ -87,6 +88,7 @@ def test_a_host_whose_link_goes_down_in_a_transfer_of_weights_is_the_cause(tmp_p
     assert card.cause.startswith("host-2 (10.77.0.12): no sign of life since ")
 
 
+@pytest.mark.release
 def test_of_a_driver_that_is_killed_its_launcher_tells(tmp_path: Path) -> None:
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         launch = start_agents(hosts, tmp_path, *SETTINGS, *APART)

@@ -124,6 +124,7 @@ def test_without_the_first_host_the_others_end(tmp_path: Path) -> None:
         assert launch.left() == []
 
 
+@pytest.mark.release
 def test_the_agent_of_the_first_host_is_killed(tmp_path: Path) -> None:
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         launch = start_agents(hosts, tmp_path, *MANY_STEPS)
@@ -149,6 +150,7 @@ def test_a_signal_on_any_host_ends_the_run_on_all(tmp_path: Path, host: int, num
         assert launch.left() == []
 
 
+@pytest.mark.release
 def test_a_run_with_ipv6_alone(tmp_path: Path) -> None:
     with hosts_or_skip(2, shared=tmp_path, ipv6=True) as hosts:
         launch = start_agents(hosts, tmp_path, "trainer.steps=2", "warmup=null", "placement.rollout=cpu:4")
@@ -216,6 +218,7 @@ def test_a_run_that_fails_is_started_again_and_ends_well(tmp_path: Path) -> None
         assert launch.left() == []
 
 
+@pytest.mark.release
 def test_a_run_that_fails_of_the_same_again_is_not_started_any_more(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def score(generated_texts):\n    raise ValueError('no figure 42')\n")
     reward = f'reward.functions=[{{name: broken, path: "{tmp_path}/broken.py:score"}}]'

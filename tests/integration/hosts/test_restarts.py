@@ -117,6 +117,7 @@ def ended_by(launch: Launch, deadline: float) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.release
 def test_a_spare_that_torchrun_has_started_takes_the_place_of_a_host_without_power(tmp_path: Path) -> None:
     words = small_run(tmp_path, *SETTINGS, "placement.actor=cpu:0-1", "placement.rollout=cpu:4,5")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "3", "--nproc-per-node", "1"]

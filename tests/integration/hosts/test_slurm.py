@@ -111,6 +111,7 @@ def test_a_job_that_is_to_make_room_is_queued_again_and_resumes(hosts: Hosts, tm
     assert job.field("Restarts") == "1"
 
 
+@pytest.mark.release
 def test_a_job_that_is_cancelled_is_not_queued_again(hosts: Hosts, tmp_path: Path) -> None:
     job = by_hand(hosts, tmp_path, *MANY_STEPS)
     job.until_in("update")
@@ -121,6 +122,7 @@ def test_a_job_that_is_cancelled_is_not_queued_again(hosts: Hosts, tmp_path: Pat
     assert "queued again\n" not in job.outputs().replace("not queued again", "")
 
 
+@pytest.mark.release
 def test_a_failure_has_its_exit_code(hosts: Hosts, tmp_path: Path) -> None:
     job = by_hand(hosts, tmp_path, "seed=none")
     job.until_state("FAILED", 60)
@@ -148,6 +150,7 @@ def test_what_is_wrong_is_said_before_anything_starts(
     assert job.field("ExitCode") == "2:0"
 
 
+@pytest.mark.release
 def test_a_spare_node_takes_the_place_of_one_that_is_lost(hosts: Hosts, tmp_path: Path) -> None:
     settings = ["warmup=null", "trainer.steps=5", "checkpoint.save_interval=2", "placement.rollout=cpu:4,5"]
     job = by_hand(

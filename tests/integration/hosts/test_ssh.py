@@ -110,6 +110,7 @@ def test_ctrl_c_before_the_run_has_begun(hosts: Hosts, tmp_path: Path) -> None:
     assert launch.left() == []
 
 
+@pytest.mark.release
 def test_the_run_ends_on_all_hosts_when_the_script_is_killed(hosts: Hosts, tmp_path: Path) -> None:
     launch = started(hosts, tmp_path, *MANY_STEPS)
     launch.until_in("update")
@@ -134,6 +135,7 @@ def _command(host: Host, pid: int) -> str:
     return (host.path("/proc") / str(pid) / "cmdline").read_text()
 
 
+@pytest.mark.release
 def test_an_agent_that_is_killed_ends_the_run(hosts: Hosts, tmp_path: Path) -> None:
     launch = started(hosts, tmp_path, *MANY_STEPS)
     launch.until_in("update")
