@@ -242,6 +242,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
+@pytest.mark.release
 def test_safe_rlhf_in_a_loop_of_ones_own_learns_what_a_run_learns(tmp_path: Path) -> None:
     """Bit for bit: figures, multiplier and weights."""
     shared = [*SMALL, "placement={actor: cpu:0, rollout: cpu:0}", *ONE_RANK, "cost_critic.train.layout.ep=1"]

@@ -35,6 +35,7 @@ def a_run(directory: Path, *overrides: str) -> KilledRun:
 
 @pytest.mark.long
 @pytest.mark.processes
+@pytest.mark.release
 def test_with_rollout_one_step_ahead_results_are_those_of_waiting_evaluations(tmp_path: Path) -> None:
     ahead = "trainer.max_staleness=1"
     runs = waiting, beside = a_run(tmp_path / "waiting", ahead), a_run(tmp_path / "beside", ahead, BESIDE)
@@ -71,6 +72,7 @@ def test_a_reward_that_fails_beside_a_step_ends_the_run_before_weights_change(tm
 
 @pytest.mark.long
 @pytest.mark.processes
+@pytest.mark.release
 def test_an_engine_that_is_lost_beside_a_step_ends_the_run_as_one_that_is_waited_for(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", BESIDE, "evaluation.sums.samples=200")
     outcome = run.run(Kill("engine", "update", 1, 0.3))
@@ -82,6 +84,7 @@ def test_an_engine_that_is_lost_beside_a_step_ends_the_run_as_one_that_is_waited
 
 @pytest.mark.long
 @pytest.mark.processes
+@pytest.mark.release
 def test_a_signal_ends_a_run_that_waits_for_an_evaluation(tmp_path: Path) -> None:
     slow = a_function(tmp_path / "rewards", "time.sleep(120)")
     run = a_run(tmp_path / "run", BESIDE, slow, "limits.quiet_s=2", "limits.stop_s=20")

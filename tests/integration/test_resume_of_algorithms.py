@@ -115,6 +115,7 @@ def test_choices_and_coefficients_go_on(reward: str, tmp_path: Path) -> None:
     assert all(step["train/selected_fraction"] > 0 for step in steps)
 
 
+@pytest.mark.release
 def test_the_reference_of_given_pairs_is_asked_once(tmp_path: Path) -> None:
     """Before the first update, so that margins are 0 there; a resumed run has its log-probs from the checkpoint."""
     directory = whole_and_killed(tmp_path, "dpo", "trainer.mini_batches=2", common=GIVEN)

@@ -99,6 +99,7 @@ def test_a_killed_run_learns_from_the_rollout_that_was_made_ahead(
 
 @pytest.mark.long
 @pytest.mark.processes
+@pytest.mark.release
 def test_with_other_data_what_was_made_ahead_is_made_again(whole: KilledRun, recipe: list[str], tmp_path: Path) -> None:
     checkpoint = whole.run_directory / "checkpoints" / "step-00000002"
     other = [

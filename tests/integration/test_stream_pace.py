@@ -47,6 +47,7 @@ def test_engines_stop_at_a_full_queue_and_wait_for_a_slow_trainer(tmp_path: Path
     assert sum(step["stream/evicted_groups"] for step in steps) == 0
 
 
+@pytest.mark.release
 def test_a_trainer_waits_for_slow_engines_and_learns_from_what_is_whole(tmp_path: Path) -> None:
     slow = {"sampling": {"max_new_tokens": 48, "ignore_eos": True}, "engine": {"max_running_requests": 1}}
     steps = _steps(tmp_path, pause_s=0.0, rollout=slow)
