@@ -49,6 +49,7 @@ def _timeless(directory: Path) -> list[dict[str, object]]:
     ]
 
 
+@pytest.mark.release
 def test_each_actor_learns_as_if_it_were_alone(tmp_path: Path) -> None:
     """Bit for bit, though another learns at the same time; and one that fails ends the run with its own exit code."""
     (tmp_path / "bad.py").write_text("def score(generated_texts):\n    raise KeyError('no score')\n")

@@ -74,6 +74,7 @@ COMPUTES = {"generate", "logprobs", "values", "score", "update", "update_values"
 
 
 @pytest.mark.long
+@pytest.mark.release
 def test_ppo_is_the_same_on_every_placement(tmp_path: Path) -> None:
     """Bit for bit, where the layouts of each role are equal; roles that share devices take turns."""
     found = {}

@@ -66,6 +66,7 @@ def test_a_device_of_the_actor_generates_while_it_waits(tmp_path: Path, more: li
 
 @pytest.mark.processes
 @pytest.mark.long
+@pytest.mark.release
 def test_a_run_that_is_to_end_while_a_device_is_lent_saves_and_goes_on(tmp_path: Path) -> None:
     stop = ["checkpoint={save_interval: 1000, on_stop_s: 60}", "rollout.verify_weights=false"]
     recipe = [RECIPE, *SMALL, *SETTINGS, *stop, rewarded_by_length(tmp_path)]

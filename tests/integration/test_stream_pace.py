@@ -34,6 +34,7 @@ def _steps(directory: Path, *, pause_s: float, rollout: dict[str, Any]) -> list[
     return figures
 
 
+@pytest.mark.release
 def test_engines_stop_at_a_full_queue_and_wait_for_a_slow_trainer(tmp_path: Path) -> None:
     steps = _steps(tmp_path, pause_s=4.0, rollout={})
     for number, step in enumerate(steps[1:], 1):

@@ -72,6 +72,7 @@ def test_roles_by_label(tmp_path: Path) -> None:
         assert actors(hosts) == []
 
 
+@pytest.mark.release
 def test_a_node_that_differs_is_refused(tmp_path: Path) -> None:
     metadata = Path(str(distribution("torch").locate_file(f"torch-{version('torch')}.dist-info/METADATA")))
     other = tmp_path / "METADATA"

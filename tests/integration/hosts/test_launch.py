@@ -160,6 +160,7 @@ def test_a_run_with_ipv6_alone(tmp_path: Path) -> None:
         assert launch.left() == []
 
 
+@pytest.mark.release
 def test_hosts_that_are_preempted_save_and_end_with_the_code_to_start_again(tmp_path: Path) -> None:
     saving = "checkpoint={save_interval: 100000, on_stop_s: 40}"
     with hosts_or_skip(3, shared=tmp_path) as hosts:

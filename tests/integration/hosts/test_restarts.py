@@ -138,6 +138,7 @@ def test_a_spare_that_torchrun_has_started_takes_the_place_of_a_host_without_pow
     assert [record["step"] for record in records(launch.run, "train")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.release
 def test_what_does_not_fit_on_the_hosts_that_are_left_ends_the_run(tmp_path: Path) -> None:
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         launch = start_with(hosts, tmp_path, "placement.actor=cpu:0-1", "placement.rollout=cpu:4,8", spares=0)

@@ -102,6 +102,7 @@ def test_a_signal_ends_all_hosts(hosts: Hosts, tmp_path: Path, number: signal.Si
     assert launch.left() == []
 
 
+@pytest.mark.release
 def test_ctrl_c_before_the_run_has_begun(hosts: Hosts, tmp_path: Path) -> None:
     launch = started(hosts, tmp_path, *MANY_STEPS)
     launch.pids(2, "hybridflow agent", limit_s=30)
