@@ -114,6 +114,7 @@ def small_disk(directory: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", directory], check=True)
 
 
+@pytest.mark.release
 def test_a_disk_that_is_full_keeps_no_run_from_going_on_and_is_named(tmp_path: Path) -> None:
     with hosts_or_skip(3, shared=tmp_path):
         pass  # who may not make hosts may not mount either

@@ -105,6 +105,7 @@ def test_a_host_whose_link_goes_down_is_named_and_the_run_ends_on_all(tmp_path: 
         assert "host 0 (host-0) gives no sign of life since " in launch.output(2)
 
 
+@pytest.mark.release
 def test_an_agent_that_is_killed_ends_the_run_on_all_hosts(tmp_path: Path) -> None:
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         launch = start_agents(hosts, tmp_path, *MANY_STEPS)
@@ -113,6 +114,7 @@ def test_an_agent_that_is_killed_ends_the_run_on_all_hosts(tmp_path: Path) -> No
         ends_with(launch, codes=[1, -signal.SIGKILL, 1], told="host-1 (10.77.0.11): its agent is gone")
 
 
+@pytest.mark.release
 def test_without_the_first_host_the_others_end(tmp_path: Path) -> None:
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         launch = start_agents(hosts, tmp_path, *MANY_STEPS)
@@ -232,6 +234,7 @@ def test_a_run_that_fails_of_the_same_again_is_not_started_any_more(tmp_path: Pa
         assert launch.left() == []
 
 
+@pytest.mark.release
 def test_a_host_that_comes_late_is_waited_for_and_one_that_comes_later_is_refused(tmp_path: Path) -> None:
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         words = small_run(tmp_path, "trainer.steps=3", "warmup=null")

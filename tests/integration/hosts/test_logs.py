@@ -131,6 +131,7 @@ def test_what_hosts_would_have_to_share_is_refused_before_the_start(hosts: Hosts
     assert launch.left() == []
 
 
+@pytest.mark.release
 def test_a_run_is_started_again_from_checkpoints_that_all_see(hosts: Hosts, shared: Path, own: Path) -> None:
     saving = [f"checkpoint={{dir: {shared}/checkpoints, save_interval: 1}}", "trainer.steps=6"]
     words = small_run(own, *SETTINGS, *no_files_in_common(shared), *saving)

@@ -69,6 +69,7 @@ def test_a_range_with_too_few_ports_is_refused_before_anything_starts(tmp_path: 
         assert launch.left() == []
 
 
+@pytest.mark.release
 def test_strangers_on_another_host_are_refused_by_a_runs_stores_and_do_not_stop_it(tmp_path: Path) -> None:
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         launch = start_agents(hosts, tmp_path, *APART[1:], "trainer.steps=1000", "limits.stop_s=5")

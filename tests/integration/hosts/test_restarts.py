@@ -78,6 +78,7 @@ def test_a_spare_takes_the_place_of_a_lost_host_and_nothing_is_lost(tmp_path: Pa
     assert learned(launch.run) == learned(one / "small")
 
 
+@pytest.mark.release
 def test_without_a_spare_it_goes_on_with_the_hosts_of_a_role_that_are_left(tmp_path: Path) -> None:
     devices = "placement={actor: 'cpu:0-1', rollout: 'role:rollout'}"
     with hosts_or_skip(3, shared=tmp_path) as hosts:

@@ -77,6 +77,7 @@ def test_a_job_runs_to_its_end(hosts: Hosts, tmp_path: Path) -> None:
     assert job.left() == []
 
 
+@pytest.mark.release
 def test_the_command_submits_a_job(hosts: Hosts, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hybridflow", "launch", "slurm"]
     words = [*small_run(tmp_path, "trainer.steps=1", "warmup=null", "placement.actor=node:1", "train.layout.ep=4")]
