@@ -22,13 +22,13 @@ from typing import IO, Any, Self
 from engine3d.errors import EngineError, UserError
 from engine3d.platform import platform
 from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
-from engine3d.rollout.host.log import root_cause
+from engine3d.rollout.host.log import told_death
+from engine3d.rollout.host.run_environment import run_environment
 from engine3d.rollout.launch import server_environment
 from engine3d.rollout.scheduler.plugin import ALONE_VARIABLE
-from engine3d.run_files import RUN_DIRECTORY_VARIABLE, make_run_directory, remove_run_files
+from engine3d.run_files import make_run_directory, remove_run_files
 from engine3d.serving.config import ServerConfig
 from engine3d.serving.model import ServedModel
-from engine3d.stacks import STACKS_VARIABLE, stacks_path
 from engine3d.stores import KEY_VARIABLE
 
 _ASK_EVERY_S = 0.5
@@ -118,12 +118,8 @@ class CompletionServer:
                 start_new_session=True,
                 env={
                     **{name: value for name, value in environment.items() if name != KEY_VARIABLE},
-                    "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
-                    "PYTHONSAFEPATH": "1",
-                    "TMPDIR": str(directory),
-                    RUN_DIRECTORY_VARIABLE: str(directory),
+                    **run_environment(directory, log_path),
                     ALONE_VARIABLE: "1",
-                    STACKS_VARIABLE: str(stacks_path(log_path.absolute())),
                 },
             )
         assert process.stdin is not None
@@ -201,12 +197,9 @@ class CompletionServer:
             raise EngineError(f"SGLang server died: {self._death()}")
 
     def _death(self) -> str:
-        if self._process is None:
+        if self._process is None or self._log_path is None:
             return "it was not started"
-        code = self._process.returncode or 0
-        ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        cause = root_cause(self._log_path) if self._log_path is not None else ""
-        return f"its process {ended}{cause and f' after: {cause}'}; log: {self._log_path}"
+        return told_death(self._process.returncode or 0, self._log_path)
 
     def shutdown(self) -> None:
         """End it and everything that it started, by force after `shutdown_timeout_s`. Idempotent."""
@@ -224,7 +217,7 @@ class CompletionServer:
             self._bury()
 
     def _bury(self) -> None:
-        if self._process is not None:
+        if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # before it is reaped the group's id is its own
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import textwrap
 import traceback
@@ -40,6 +41,13 @@ def root_cause(log_path: Path) -> str:
         if found:
             return _shown(found[0])
     return ""
+
+
+def told_death(exit_code: int, log_path: Path) -> str:
+    """What a process died of, in words: how it ended, and what its log says of why."""
+    ended = f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with {exit_code}"
+    cause = root_cause(log_path)
+    return f"its process {ended}{cause and f' after: {cause}'}; log: {log_path}"
 
 
 def lost_neighbour(log_path: Path) -> str:

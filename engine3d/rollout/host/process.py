@@ -19,11 +19,11 @@ from typing import Any
 
 from engine3d.errors import LOST_PART, EngineError
 from engine3d.progress import progress
-from engine3d.rollout.host.log import lost_neighbour, root_cause
+from engine3d.rollout.host.log import lost_neighbour, told_death
 from engine3d.rollout.host.messages import START_ID, Ended, Launch, Limits, Progress, Reply, Request, StreamFailed
 from engine3d.rollout.host.responses import Responses
-from engine3d.run_files import RUN_DIRECTORY_VARIABLE, make_run_directory, remove_run_files
-from engine3d.stacks import STACKS_VARIABLE, stacks_path
+from engine3d.rollout.host.run_environment import run_environment
+from engine3d.run_files import make_run_directory, remove_run_files
 from engine3d.stores import KEY_FILE_VARIABLE, KEY_VARIABLE, write_key
 
 _EXIT_GRACE_S = 5.0  # between the end of the connection and the end of the process
@@ -53,15 +53,7 @@ class HostProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={
-                    **environment,
-                    # The client's code, in the host and in all that it starts; not what lies in the working directory.
-                    "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
-                    "PYTHONSAFEPATH": "1",
-                    "TMPDIR": str(self._run_directory),
-                    RUN_DIRECTORY_VARIABLE: str(self._run_directory),
-                    STACKS_VARIABLE: str(stacks_path(log_path.absolute())),
-                },
+                env=environment | run_environment(self._run_directory, log_path),
             )
         self._connection = Connection(ours.detach())
         self._send_lock = threading.Lock()
@@ -223,12 +215,10 @@ class HostProcess:
         if self._ending:
             death = "it was shut down"
         else:
-            ended = f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with {exit_code}"
             if lost := self._several_hosts and lost_neighbour(self.log_path):
                 death = f"{LOST_PART}: {lost}; log: {self.log_path}"
             else:
-                cause = root_cause(self.log_path)
-                death = f"its process {ended}{cause and f' after: {cause}'}; log: {self.log_path}"
+                death = told_death(exit_code, self.log_path)
         with self._lock:
             self._death = death
             waiting, self._pending = self._pending, {}
