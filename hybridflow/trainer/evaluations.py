@@ -80,7 +80,7 @@ class Evaluations:
         self, machinery: Machinery, sinks: Metrics, subject: Subject, measurer: SetMeasurer, thread: Executor
     ) -> None:
         self._machinery, self._sinks, self._subject, self._measurer = machinery, sinks, subject, measurer
-        self._thread = thread
+        self.thread = thread
         self.measurements = Measurements()
         """What was measured first and last."""
         self.pending: DueEvaluation | None = None
@@ -116,7 +116,7 @@ class Evaluations:
         if (due := self.pending) is not None:
             self._asked = list(self._ask(due))
             by_functions = [each for each in self._asked if self._has_functions(each.planned)]
-            self._scoring = self._thread.submit(self._measured, due, by_functions)
+            self._scoring = self.thread.submit(self._measured, due, by_functions)
 
     def finish(self, values: dict[str, float]) -> DueEvaluation | None:
         """Wait for the end of the evaluation that was begun, if one was, before the engines get other weights.

@@ -278,7 +278,17 @@ def _trainer(recipe: Recipe, first: Trainer, sinks: Metrics, samples: SampleStor
         weights = NoEngines()
         roles = dataclasses.replace(roles, rollout=None)
     return Trainer(
-        recipe, facts, roles, weights, sinks, first.checkpoints, machinery.phases, first.devices, samples, events
+        recipe,
+        facts,
+        roles,
+        weights,
+        sinks,
+        first.checkpoints,
+        machinery.phases,
+        first.devices,
+        samples,
+        events,
+        first.evaluations.thread,
     )
 
 
