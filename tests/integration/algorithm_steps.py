@@ -187,7 +187,7 @@ def recipe_of(case: str, directory: Path, settings: Mapping[str, Any]) -> dict[s
     """All that a case's recipe says."""
     own = {key: value for key, value in settings.items() if key != "base"}
     said, _ = read_with_bases(RECIPES / f"{settings['base']}.yaml")
-    of_others = {role: _ONE_RANK for role in _CRITICS if role in said}
+    of_others: dict[str, Any] = {role: _ONE_RANK for role in _CRITICS if role in said}
     if "teacher" in said or case == ROLES:
         of_others["teacher"] = {"path": str(directory / TEACHER), "train": {"layout": {"tp": 1}, "dtype": "float32"}}
     return merged(merged(merged(said, _COMMON), of_others | _FEW), own) | {"name": case, "run_dir": str(directory)}

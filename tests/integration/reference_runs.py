@@ -272,8 +272,8 @@ def _model(directory: Path) -> dict[str, list[Any]]:
 def _processor() -> str:
     """Vendor, family and model: by these BLAS libraries choose their kernels."""
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    facts = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
-    return " ".join(facts.get(name, "unknown") for name in ("vendor_id", "cpu family", "model"))
+    facts = {name.strip(): value for name, _, value in (line.partition(":") for line in lines)}
+    return " ".join(facts.get(name, "unknown").strip() for name in ("vendor_id", "cpu family", "model"))
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:

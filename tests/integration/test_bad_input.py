@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,5 +124,5 @@ def test_a_run_goes_on_without_standard_output_or_home_and_ends_without_its_dire
     assert any(line.startswith(removed) for line in others)  # the timeline has no place either
 
 
-def trained(directory: Path) -> list[object]:
+def trained(directory: Path) -> list[dict[str, Any]]:
     return records(directory, "train") if (directory / "metrics.jsonl").exists() else []

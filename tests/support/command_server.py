@@ -153,9 +153,11 @@ def _prepare(request: dict[str, Any]) -> None:
     if request["stdout"] is not None:
         os.dup2(os.open(request["stdout"], os.O_WRONLY | os.O_CREAT, 0o600), 1)  # also if it is that already
         os.set_inheritable(1, True)
-    sys.__stdout__ = None if request["stdout"] is None else open(1, "w", closefd=False)  # noqa: SIM115
-    sys.__stderr__ = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    stdout = None if request["stdout"] is None else open(1, "w", closefd=False)  # noqa: SIM115
+    stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    for name, stream in (("stdout", stdout), ("stderr", stderr)):
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     sys.argv = ["hybridflow", *request["arguments"]]
     held = int(next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line).split()[1])
     limits = {resource.RLIMIT_DATA: held * 1024 + _BYTES_BEYOND, resource.RLIMIT_CORE: 0}

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 ROOT = Path(__file__).parents[2]
 MAY_MOUNT = subprocess.run(["unshare", "--map-root-user", "--mount", "true"], capture_output=True).returncode == 0
@@ -121,7 +121,7 @@ class Commands:
         answer = self._ask(request | {"stdout": str(self._out), "open_files": None, "kill_after_s": 60.0})
         assert answer["code"] == 0, f"{function}: {self._err.read_text()}"
 
-    def _ask(self, request: dict[str, object]) -> dict[str, object]:
+    def _ask(self, request: dict[str, object]) -> dict[str, Any]:
         assert self._server.stdin is not None and self._server.stdout is not None
         self._server.stdin.write(json.dumps(request | {"stderr": str(self._err)}) + "\n")
         self._server.stdin.flush()

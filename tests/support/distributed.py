@@ -44,7 +44,8 @@ def run_distributed(
         RankFailedError: with the traceback of the first rank that failed, or the ranks that were late.
     """
     # A process forked from one that has used CUDA cannot use it.
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    method: Any = "spawn" if torch.cuda.is_available() else "forkserver"
+    context = multiprocessing.get_context(method)
     context.set_forkserver_preload(list(_PRELOADED))
     listening = stores.listen("127.0.0.1")
     port = listening.getsockname()[1]

@@ -25,7 +25,7 @@ def make_qwen3_moe(directory: Path, seed: int) -> Qwen3MoeForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=16,  # type: ignore[call-arg]  # an attribute that the generated signature lacks
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=True,

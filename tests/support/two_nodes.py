@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from typing import Any
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
@@ -20,7 +22,7 @@ from engine3d.layout import Layout
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.cluster.devices.device_map import pool_devices
 from hybridflow.cluster.runtime.ray_runtime import start_ray, stop_ray
-from hybridflow.cluster.runtime.resource_pool import cluster_nodes, release, reserve
+from hybridflow.cluster.runtime.resource_pool import ResourcePool, cluster_nodes, release, reserve
 from hybridflow.workers.worker_group import WorkerGroup
 from tests.support.group_workers import Model, response_tokens
 
@@ -35,8 +37,8 @@ def main() -> None:
     try:
         pools = reserve(pool_devices({"rollout": "cpu:0", "actor": "cpu:1-2"}, {}, cluster_nodes()))
         with (
-            WorkerGroup("rollout", Model, pools["rollout"], Layout(), call_timeout_s=60) as rollout,
-            WorkerGroup("actor", Model, pools["actor"], Layout(dp=2), call_timeout_s=60) as actor,
+            _group("rollout", pools, Layout()) as rollout,
+            _group("actor", pools, Layout(dp=2)) as actor,
         ):
             batch = rollout.generate(SAMPLES, longest=LONGEST).batch()
             print(json.dumps(found(batch, actor)), flush=True)
@@ -46,7 +48,12 @@ def main() -> None:
         cluster.shutdown()
 
 
-def found(batch: RemoteBatch, actor: WorkerGroup) -> dict[str, object]:
+def _group(role: str, pools: Mapping[str, ResourcePool], layout: Layout) -> Any:
+    """Of models; methods of workers are attributes of it that no type declares."""
+    return WorkerGroup(role, Model, pools[role], layout, call_timeout_s=60)
+
+
+def found(batch: RemoteBatch, actor: Any) -> dict[str, object]:
     """What the ranks got, and what went to each node for it."""
     future = actor.logprobs(batch)
     whole = batch.with_columns(ref_logprobs=future).fetch()

@@ -43,11 +43,11 @@ def test_a_run_listens_at_the_clusters_address_or_on_loopback(
         addresses = [ipaddress.ip_address(host.address) for host in hosts]
     print("ports at once:", most)
     assert len(phases) >= 3
-    for host, (own, listeners) in enumerate(zip(addresses, found, strict=True)):
+    for number, (own, listeners) in enumerate(zip(addresses, found, strict=True)):
         beyond = [each for each in listeners if not each.only_this_host]
         assert [each for each in beyond if _plain(each.address) != own] == []
         names = " ".join(each.process for each in beyond)
-        for part in ("rate_probe", "raylet", "hybridflow agent", *(["gcs_server"] if host == 0 else [])):
+        for part in ("rate_probe", "raylet", "hybridflow agent", *(["gcs_server"] if number == 0 else [])):
             assert part in names, (host, beyond)
         if ports is not None:
             allowed = {PORT, *range(ports.first, ports.last + 1)}

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ SETTINGS = [
 ]
 
 
-def start_with(hosts: Hosts, directory: Path, *overrides: str, spares: int, **options: object) -> Launch:
+def start_with(hosts: Hosts, directory: Path, *overrides: str, spares: int, **options: Any) -> Launch:
     words = small_run(directory, *SETTINGS, *overrides)
     roles = options.pop("roles", [None] * len(hosts))
     return start(
@@ -41,7 +42,7 @@ def start_with(hosts: Hosts, directory: Path, *overrides: str, spares: int, **op
             restarts=3,
             spares=spares,
             role=roles[index],
-            **options,  # type: ignore[arg-type, index]
+            **options,
         ),
     )
 

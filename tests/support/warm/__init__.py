@@ -66,7 +66,7 @@ class WarmServers:
                 self._servers.append(
                     subprocess.Popen(
                         [sys.executable, "-m", "tests.support.warm.server", kind, str(self.executable)],
-                        stdin=listening,
+                        stdin=listening.fileno(),
                         stdout=subprocess.PIPE,
                         cwd=_ROOT,
                         env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -15,7 +15,7 @@ LOST = 99  # exit code where the server is gone; of descriptors none is left to 
 AGENTS = ("/ray/dashboard/", "/ray/_private/runtime_env/agent/")
 
 
-def kind_of(arguments):
+def kind_of(arguments: list[str]) -> str | None:
     """Which of the server's processes has imported what these arguments run; None for none of them."""
     if not arguments or any(part in word for word in arguments for part in AGENTS):
         return None
@@ -32,7 +32,7 @@ def kind_of(arguments):
     return None
 
 
-def main(arguments):
+def main(arguments: list[str]) -> None:
     interpreter = sys.executable
     kind = kind_of(arguments)
     if kind is None:
@@ -70,7 +70,7 @@ def main(arguments):
         os.execv(interpreter, [interpreter, *arguments])
     import signal
 
-    def forward(number, _):
+    def forward(number: int, _: object) -> None:
         try:  # noqa: SIM105
             os.kill(process, number)
         except ProcessLookupError:
@@ -87,7 +87,7 @@ def main(arguments):
     os._exit(code)
 
 
-def _exactly(server, count):
+def _exactly(server: _socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
         more = server.recv(count - len(data))
