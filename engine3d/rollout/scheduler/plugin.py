@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 from engine3d.platform import platform
 from engine3d.platform.cpu.sglang import START_METHOD_VARIABLE
 from engine3d.rollout.host.progress import count_batch, count_retracted, start_counting
+from engine3d.rollout.scheduler.last_token import end_at_last_token
 from engine3d.rollout.scheduler.text_stops import end_at_text
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE, note_version
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE, segment_name
@@ -89,6 +90,7 @@ def _hook_engine() -> None:
         HookRegistry.register(f"{scheduler}.run_batch", note_version, HookType.AFTER)
     request = "sglang.srt.managers.schedule_batch.Req"
     HookRegistry.register(f"{request}._check_str_based_finish", end_at_text, HookType.AROUND)
+    HookRegistry.register(f"{request}.update_finish_state", end_at_last_token, HookType.AROUND)
 
 
 def _report_failed_update(update: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any) -> tuple[bool, str]:

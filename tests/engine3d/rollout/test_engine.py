@@ -80,6 +80,21 @@ def test_a_response_ends_at_a_stop_token_or_at_its_length(engine: RolloutEngine)
     assert len(stopped.logprobs) == len(stopped.token_ids)
 
 
+def test_a_response_whose_last_allowed_token_ends_it_is_not_cut(engine: RolloutEngine) -> None:
+    ((whole,),) = engine.generate(PROMPTS[:1], GREEDY.model_copy(update={"ignore_eos": True}))
+    stop = whole.token_ids[4]
+    ends = whole.token_ids.index(stop) + 1
+    sampling = GREEDY.model_copy(update={"stop_token_ids": (stop,)})
+    for longest, reason in ((ends + 1, "stop"), (ends, "stop"), (ends - 1, "length")):
+        asked = sampling.model_copy(update={"max_new_tokens": longest})
+        ((found,),) = engine.generate(PROMPTS[:1], asked)
+        engine.submit([Asked(0, PROMPTS[0], asked)])
+        ended = engine.take_ended(60)[0]
+        for response in (found, ended):
+            assert response.finish_reason == reason
+            assert response.token_ids == whole.token_ids[: min(longest, ends)]
+
+
 def test_a_response_may_fill_the_context(engine: RolloutEngine) -> None:
     sampling = SamplingConfig(max_new_tokens=4, ignore_eos=True)
     ((generation,),) = engine.generate([[5] * (engine.context_length - 4)], sampling)
@@ -299,6 +314,10 @@ def test_a_response_ends_with_the_token_that_completes_a_text(
             assert stopped.finish_reason == "stop"
             assert stopped.token_ids == whole.token_ids[:ends]
             assert stopped.logprobs == pytest.approx(whole.logprobs[:ends], abs=1e-4)
+            # With its last token it is whole, without it it is cut.
+            for longest, reason in ((ends, "stop"), (ends - 1, "length")):
+                asked = greedy.model_copy(update={"stop": ("never", stop), "max_new_tokens": longest})
+                assert engine.generate(PROMPTS[:1], asked)[0][0].finish_reason == reason
             # Of a stream, where the response goes on in the middle of its stop.
             begun = Response(whole.token_ids[: ends - 1], whole.logprobs[: ends - 1], [0] * (ends - 1))
             sampling = greedy.model_copy(update={"stop": ("never", stop)})
