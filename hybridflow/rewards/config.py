@@ -16,6 +16,8 @@ from hybridflow.rewards.builtin import BUILTIN_REWARDS, PROVIDED_REWARDS, REMOTE
 
 MOST_WORKERS = 1024
 """Processes of all functions together, on one node."""
+MOST_AT_ONCE = 16
+"""Batches that functions may be given at a time."""
 _LONGEST_WAIT_S = 60.0
 FILES_OF_FUNCTIONS = (".py", ".pkl")
 """How the names of files end that a function's path may begin with."""
@@ -219,6 +221,15 @@ class RewardConfig(Settings):
     def served_by(self, servers: JudgeServers) -> RewardConfig:
         """The functions where these servers answer those that ask the recipe's judge."""
         return self.model_copy(update={"functions": tuple(each.served_by(servers) for each in self.functions)})
+
+    @property
+    def batches_at_once(self) -> int:
+        """Batches of a stream's samples that are scored at a time: each function has a worker for each of them.
+
+        So a call that takes long keeps others back only once every worker has such a one.
+        """
+        workers = [function.workers for function in self.functions if not function.builtin]
+        return min([*workers, MOST_AT_ONCE]) if workers else 1
 
     @model_validator(mode="after")
     def _check(self) -> RewardConfig:

@@ -11,21 +11,34 @@ from engine3d.errors import UserError
 from hybridflow.rewards.builtin import BUILTIN_REWARDS
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.process_handle import Answer, CallError, RewardInputs, RewardProcess
+from hybridflow.rewards.process_pool import ProcessPool
 from hybridflow.rewards.result import RewardResult, combine
 from hybridflow.rewards.scoring import Scoring, Worker
 
 
 class PendingRewards:
-    """Rewards that threads and processes work on. Made by `RewardFunctions.submit`; for the thread that called it."""
+    """Rewards of a batch that threads and processes work on. Made by `RewardFunctions.submit`.
+
+    Args:
+        scorings: of the batch, one a function.
+        workers: that make their calls.
+        failed: called with an error of one of the calls.
+        ended: called with this once the result is asked for and known, and with its error.
+        whole: as of `RewardFunctions.submit`.
+    """
 
     def __init__(
-        self, scorings: Sequence[Scoring], workers: Sequence[Worker], close: Callable[[], None], *, whole: bool = True
+        self,
+        scorings: Sequence[Scoring],
+        workers: Sequence[Worker],
+        failed: Callable[[BaseException], None],
+        ended: Callable[[PendingRewards, BaseException | None], None],
+        *,
+        whole: bool = True,
     ) -> None:
-        self._scorings = scorings
-        self._workers = workers
-        self._close = close
-        self._whole = whole
-        self._errors: list[BaseException] = []
+        self._scorings, self._failed, self._ended, self._whole = scorings, failed, ended, whole
+        self.errors: list[BaseException] = []
+        """What it failed of, first: an error of its own, or of a batch beside it."""
         self._outcome: RewardResult | BaseException | None = None
         # Daemons: at the end of the program they do not wait for their processes, which end with it.
         self._threads = [threading.Thread(target=self._run, args=(worker,), daemon=True) for worker in workers]
@@ -39,25 +52,19 @@ class PendingRewards:
         try:
             worker.run()
         except BaseException as error:  # raised in the caller's thread, by `result`
-            self._errors.append(error)
-            for other in self._workers:
-                other.process.kill()
+            self._failed(error)
 
     def done(self) -> bool:
         """Whether `result` returns or raises without waiting."""
         return not any(thread.is_alive() for thread in self._threads)
-
-    @property
-    def taken(self) -> bool:
-        """Whether `result` has returned or raised."""
-        return self._outcome is not None
 
     def result(self) -> RewardResult:
         """Wait for the rewards. A second call gives the same.
 
         Raises:
             UserError: a function failed whose `on_failure` is "stop", a function failed on all samples, or every
-                sample is dropped. One line that names the reward, and the sample where known. No process is left.
+                sample is dropped; of this batch or of one beside it. One line that names the reward, and the sample
+                where known. No process is left.
             RuntimeError: `RewardFunctions.close` was called before.
         """
         if self._outcome is None:
@@ -65,34 +72,30 @@ class PendingRewards:
                 self._outcome = self._wait()
             except BaseException as error:
                 self._outcome = error
-                self._close()
+            self._ended(self, self._outcome if isinstance(self._outcome, BaseException) else None)
         if isinstance(self._outcome, BaseException):
             raise self._outcome
         return self._outcome
 
     def _wait(self) -> RewardResult:
-        for thread in self._threads:
-            thread.join()
-        if self._errors:
-            raise self._errors[0]  # the others are of processes killed because of it
+        self.join()
+        if self.errors:
+            raise self.errors[0]  # the others are of processes killed because of it
         return combine(self._scorings, whole=self._whole)
 
-    def cancel(self) -> None:
-        """End the work: `result` raises unless it was called before."""
-        if self._outcome is None:
-            self._outcome = RuntimeError("rewards: closed before their result was asked for")
-        for worker in self._workers:
-            worker.process.kill()
+    def join(self) -> None:
+        """Wait for the end of its threads."""
         for thread in self._threads:
-            if thread.is_alive():  # an interrupt may have come before it was started
+            if thread.ident is not None:  # an interrupt may have come before it was started
                 thread.join()
 
 
 class RewardFunctions:
     """Evaluates all functions of a `RewardConfig` at the same time, a user's function in processes of its own.
 
-    After an error every process is gone, and the next call starts anew. Use as a context manager, or `close`.
-    Its methods are for one thread.
+    Batches may be scored at the same time, in threads of their own: their calls take turns with a function's workers.
+    After an error every process is gone, the batches beside fail of it too, and the next call starts anew. Use as a
+    context manager, or `close`.
 
     Args:
         config: of the functions.
@@ -102,11 +105,14 @@ class RewardFunctions:
     def __init__(self, config: RewardConfig, fields: Sequence[str] | None = ()) -> None:
         self._functions, self._fields = config.functions, fields
         self._processes = {
-            function.name: [RewardProcess(function, fields) for _ in range(function.workers)]
+            function.name: ProcessPool([RewardProcess(function, fields) for _ in range(function.workers)])
             for function in config.functions
             if not function.builtin
         }
-        self._pending: PendingRewards | None = None
+        self._ending = threading.RLock()  # no batch begins while all are ended
+        self._lock = threading.Lock()  # of what follows
+        self._under_way: list[PendingRewards] = []
+        self._error: BaseException | None = None
 
     def load(self) -> None:
         """Import every function, in each of its workers.
@@ -115,7 +121,8 @@ class RewardFunctions:
             UserError: one cannot be loaded, or its arguments do not fit.
             RuntimeError: rewards are under way.
         """
-        self._check_idle()
+        if self._under_way:
+            raise RuntimeError("rewards: a batch is scored, or its result was not taken; expected load before that")
         try:
             for process in self._all_processes():
                 process.start()
@@ -158,16 +165,12 @@ class RewardFunctions:
             answers: (B,), each what JSON may hold.
             fields: (B,) each, by name: those that the data have.
             whole: whether these are all of a step, of which a function must not fail on all.
-
-        Raises:
-            RuntimeError: the result of an earlier submit has not been taken. The processes are for one batch at a time.
         """
         fields = fields or {}
         if not len(texts) == len(prompts) == len(answers):
             raise ValueError(f"rewards: {len(texts)} texts, {len(prompts)} prompts, {len(answers)} answers")
         if set(fields) != set(self._fields or ()) or any(len(values) != len(texts) for values in fields.values()):
             raise ValueError(f"rewards: fields {list(fields)}, expected {len(texts)} values each of {self._fields}")
-        self._check_idle()
         batch = RewardInputs(tuple(texts), tuple(prompts), tuple(answers), fields)
         scorings = [Scoring(function, batch) for function in self._functions]
         workers = []
@@ -177,27 +180,52 @@ class RewardFunctions:
                 values = BUILTIN_REWARDS[function.path](batch.texts, answers=batch.answers)
                 scoring.record(range(len(values)), Answer(values))
             else:
-                workers += [Worker(process, scoring) for process in self._processes[function.name]]
-        self._pending = PendingRewards(scorings, workers, self.close, whole=whole)
-        self._pending.start()
-        return self._pending
+                pool = self._processes[function.name]
+                workers += [Worker(pool, scoring) for _ in range(scoring.most_workers)]
+        pending = PendingRewards(scorings, workers, self._fail, self._ended, whole=whole)
+        with self._ending:
+            with self._lock:
+                self._under_way.append(pending)
+                pending.errors += [self._error] if self._error is not None else []
+            pending.start()
+        return pending
 
     def close(self) -> None:
         """Kill every process, whatever it is doing. May be called twice."""
-        if self._pending is not None:
-            self._pending.cancel()
-            self._pending = None
-        for process in self._all_processes():
-            process.kill()
-        for process in self._all_processes():
-            process.close()
+        self._end(RuntimeError("rewards: closed before their result was asked for"))
 
-    def _check_idle(self) -> None:
-        if self._pending is not None and not self._pending.taken:
-            raise RuntimeError("rewards: the result of the batch before was not taken; expected one batch at a time")
+    def _fail(self, error: BaseException) -> None:
+        """Have all batches under way end with an error."""
+        with self._lock:
+            self._error = self._error or error
+            for pending in self._under_way:
+                pending.errors.append(error)
+        for pool in self._processes.values():
+            pool.kill()
+
+    def _ended(self, pending: PendingRewards, error: BaseException | None) -> None:
+        with self._ending:
+            if pending not in self._under_way:  # it was ended with another, and what is under way now is not its own
+                return
+            if error is not None:
+                self._end(error)
+                return
+            with self._lock:
+                self._under_way.remove(pending)
+
+    def _end(self, error: BaseException) -> None:
+        with self._ending:
+            self._fail(error)
+            for pending in self._under_way:
+                pending.join()
+            with self._lock:
+                self._under_way.clear()
+                self._error = None
+            for pool in self._processes.values():
+                pool.close()
 
     def _all_processes(self) -> list[RewardProcess]:
-        return [process for processes in self._processes.values() for process in processes]
+        return [process for pool in self._processes.values() for process in pool.processes]
 
     def __enter__(self) -> RewardFunctions:
         return self

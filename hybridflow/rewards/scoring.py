@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from engine3d.errors import UserError
 from hybridflow.rewards.config import RewardFunctionConfig
 from hybridflow.rewards.process_handle import Answer, CallError, RewardInputs, RewardProcess
+from hybridflow.rewards.process_pool import ProcessPool
 
 _MOST_SHARES = 8
 _LEAST_SHARE_S = 0.01
@@ -37,6 +38,8 @@ class Scoring:
         self.counts: dict[str, list[float]] = {}
         """The same of what is counted: the sum over all calls with a sample."""
         calls = split_calls(len(batch.texts), config.workers, config.batch_size)
+        self.most_workers = min(config.workers, len(calls))
+        """So many workers have something to do."""
         self.calls: Iterator[range] = iter(calls)
         """The calls that no worker has taken. Threads may share the iterator of a list: each gets another element."""
 
@@ -65,7 +68,7 @@ class Scoring:
 
 
 class Worker:
-    """Makes calls of a `Scoring` with one process, until none is left.
+    """Makes calls of a `Scoring`, each with a process that is free, until none is left.
 
     A call that fails as a whole fails all its samples only if there is one. Else each is called alone: within the time
     that is left of the call if the function raised or did not return one value for each, or within one more `timeout_s`
@@ -74,12 +77,11 @@ class Worker:
     there, but all that a worker makes for one batch have one `load_timeout_s` together. Samples without a number are
     tried again up to `retries` times, together where the whole call failed, else one by one; each time has the limits
     of the first. So a worker with c calls takes at most 2 c (1 + retries) timeout_s + load_timeout_s, the waits before
-    retries, and what it takes to kill and start processes.
+    retries, what it takes to kill and start processes, and what it waits for those that other batches use.
     """
 
-    def __init__(self, process: RewardProcess, scoring: Scoring) -> None:
-        self.process = process
-        self._scoring = scoring
+    def __init__(self, processes: ProcessPool, scoring: Scoring) -> None:
+        self._processes, self._scoring = processes, scoring
         self._load_left_s = scoring.config.load_timeout_s
 
     def run(self) -> None:
@@ -87,39 +89,41 @@ class Worker:
 
         Raises:
             UserError: a sample failed, and that is to stop the run.
-            KilledError: the process was killed by `RewardProcess.kill`.
+            KilledError: the processes were killed by `ProcessPool.kill`.
         """
         for samples in self._scoring.calls:
-            self._call(samples)
+            with self._processes.taken() as process:
+                self._call(process, samples)
 
-    def _call(self, samples: range) -> None:
+    def _call(self, process: RewardProcess, samples: range) -> None:
         """Make a call, and others with the samples that it gave no number for."""
         config = self._scoring.config
-        failed = self._attempt(samples)
+        failed = self._attempt(process, samples)
         for wait_s in config.waits_s:
             if not failed:
                 break
-            self.process.pause(wait_s * random.uniform(0.5, 1.0))  # so that workers do not come back all at once
+            process.pause(wait_s * random.uniform(0.5, 1.0))  # so that workers do not come back all at once
             whole = len(failed) == len(samples)
-            failed = self._attempt(samples) if whole else self._call_each(failed, config.timeout_s)
+            failed = self._attempt(process, samples) if whole else self._call_each(process, failed, config.timeout_s)
         self._scoring.fail(failed)
 
-    def _attempt(self, samples: range) -> dict[int, str]:
+    def _attempt(self, process: RewardProcess, samples: range) -> dict[int, str]:
         """Call with all samples. Returns those that have no number, and why; the same of all others here."""
-        if (failed := self._load(samples)) is not None:
+        if (failed := self._load(process, samples)) is not None:
             return failed
         config = self._scoring.config
         deadline = time.monotonic() + config.timeout_s
         try:
-            answer = self.process.call(self._scoring.batch, samples, config.timeout_s)
+            answer = process.call(self._scoring.batch, samples, config.timeout_s)
         except CallError as error:
             reasons = dict.fromkeys(samples, error.reason)
             if len(samples) == 1 or config.on_failure == "stop":
                 return reasons
-            return self._call_each(reasons, deadline - time.monotonic() if self.process.running else config.timeout_s)
+            left_s = deadline - time.monotonic() if process.running else config.timeout_s
+            return self._call_each(process, reasons, left_s)
         return self._scoring.record(samples, answer)
 
-    def _call_each(self, failed: Mapping[int, str], left_s: float) -> dict[int, str]:
+    def _call_each(self, process: RewardProcess, failed: Mapping[int, str], left_s: float) -> dict[int, str]:
         """Call with one sample at a time, within `left_s` seconds, since a call with all of them failed."""
         still: dict[int, str] = {}
         for number, (sample, reason) in enumerate(failed.items()):
@@ -129,24 +133,24 @@ class Worker:
                 none_left = f"had no time left for sample {sample} alone after it "
                 still[sample] = none_left + reason.removeprefix(none_left)
                 continue
-            if (unloaded := self._load(alone)) is not None:
+            if (unloaded := self._load(process, alone)) is not None:
                 still |= unloaded
                 continue
             started = time.monotonic()
             try:
-                still |= self._scoring.record(alone, self.process.call(self._scoring.batch, alone, limit_s))
+                still |= self._scoring.record(alone, process.call(self._scoring.batch, alone, limit_s))
             except CallError as error:
                 still[sample] = error.reason
             left_s -= time.monotonic() - started
         return still
 
-    def _load(self, samples: range) -> dict[int, str] | None:
+    def _load(self, process: RewardProcess, samples: range) -> dict[int, str] | None:
         """Have the function loaded. Where it cannot be, why, for each of these samples."""
-        if not self.process.running and self._load_left_s <= 0:
+        if not process.running and self._load_left_s <= 0:
             return dict.fromkeys(samples, f"had no time left to be imported again for sample {samples.start}")
         started = time.monotonic()
         try:
-            self.process.load(self._load_left_s)
+            process.load(self._load_left_s)
         except CallError as error:
             return dict.fromkeys(samples, error.reason)
         finally:

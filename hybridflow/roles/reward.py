@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.stored_rows import Row, gathered
 from hybridflow.batch.worker_output import Columns
 from hybridflow.data.tasks import Example
-from hybridflow.rewards.config import JudgeServers, RewardConfig
+from hybridflow.rewards.config import MOST_AT_ONCE, JudgeServers, RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.rewards.result import RewardResult, SampleScore, by_sample
 from hybridflow.rewards.votes import votes
@@ -44,7 +43,7 @@ class FunctionRewardWorker:
         UserError: the directory is not there on this node.
     """
 
-    threads_beside = 1
+    threads_beside = MOST_AT_ONCE
     """For a stream, whose responses are scored as they end."""
 
     def __init__(
@@ -62,7 +61,6 @@ class FunctionRewardWorker:
         self._configs, self._of_training = configs, [what for what in _OF_TRAINING if what in configs]
         self._make_functions()
         self._tokenizer_directory = tokenizer
-        self._turn = threading.Lock()  # the functions are for one batch at a time
 
     def _make_functions(self) -> None:
         self._functions = {what: RewardFunctions(config, self._fields) for what, config in self._configs.items()}
@@ -130,14 +128,13 @@ class FunctionRewardWorker:
     ) -> RewardResult:
         texts = self._tokenizer.batch_decode(batch.responses(), skip_special_tokens=True)
         examples = [by_index[index] for index in batch.prompt_indices.tolist()]
-        with self._turn:
-            result = self._functions[what].evaluate(
-                texts,
-                [example.prompt for example in examples],
-                [example.answer for example in examples],
-                {name: [example.fields.get(name) for example in examples] for name in self._fields},
-                whole=whole,
-            )
+        result = self._functions[what].evaluate(
+            texts,
+            [example.prompt for example in examples],
+            [example.answer for example in examples],
+            {name: [example.fields.get(name) for example in examples] for name in self._fields},
+            whole=whole,
+        )
         for failure in result.failures:
             print(f"sample {int(batch.sample_ids[failure.sample])}: {failure}")
         return result

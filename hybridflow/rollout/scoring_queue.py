@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
 from typing import Any, Protocol
@@ -19,10 +18,12 @@ class Scorer(Protocol):
 
 
 class ScoringQueue:
-    """Gives each scorer what waits, its part of it if several are free, and again once it is done with that.
+    """Gives scorers what waits, as soon as one may have more: to all that have nothing a part of it, else all of it to
+    the one with the fewest batches.
 
     Args:
         scorers: none where nothing is scored.
+        at_once: batches that each may have at a time.
         scored: called with the ends of samples, and their scores.
         spawn: has something done beside.
     """
@@ -30,12 +31,14 @@ class ScoringQueue:
     def __init__(
         self,
         scorers: Sequence[Scorer],
+        at_once: int,
         scored: Callable[[Sequence[SampleEnd], Sequence[Any]], Awaitable[None]],
         spawn: Callable[[Any], object],
     ) -> None:
-        self._scorers, self._scored, self._spawn = scorers, scored, spawn
-        self._free = deque(range(len(scorers)))
+        self._scorers, self._at_once, self._scored, self._spawn = scorers, at_once, scored, spawn
+        self._batches = [0] * len(scorers)
         self._waiting: dict[int, tuple[SampleEnd, Row, int]] = {}
+        self._dealing = False
         self._being_scored = 0
 
     def __len__(self) -> int:
@@ -49,18 +52,34 @@ class ScoringQueue:
     def add(self, end: SampleEnd, row: Row, prompt: int) -> None:
         """Have a sample scored, a response to the prompt of this index."""
         self._waiting[end.sample] = end, row, prompt
-        if self._free:
-            self._spawn(self._work(self._free.popleft()))
+        if not self._dealing:  # together with what is added at the same time
+            self._dealing = True
+            self._spawn(self._deal_added())
 
     def forget(self, sample: int) -> None:
         """Do not score a sample any more, unless that has begun."""
         self._waiting.pop(sample, None)
 
-    async def _work(self, scorer: int) -> None:
-        while count := -(-len(self._waiting) // (len(self._free) + 1)):
-            taken = [self._waiting.pop(sample) for sample in list(islice(self._waiting, count))]
-            self._being_scored += count
-            scores = await self._scorers[scorer].score([row for _, row, _ in taken], [prompt for *_, prompt in taken])
-            self._being_scored -= count
-            await self._scored([end for end, *_ in taken], scores)
-        self._free.append(scorer)
+    async def _deal_added(self) -> None:
+        self._dealing = False
+        self._deal()
+
+    def _deal(self) -> None:
+        fewest = min(self._batches)
+        if fewest >= self._at_once:
+            return
+        takers = [scorer for scorer, batches in enumerate(self._batches) if batches == fewest]
+        takers = takers if fewest == 0 else takers[:1]
+        for left, scorer in zip(range(len(takers), 0, -1), takers, strict=True):
+            if count := -(-len(self._waiting) // left):
+                taken = [self._waiting.pop(sample) for sample in list(islice(self._waiting, count))]
+                self._batches[scorer] += 1
+                self._being_scored += count
+                self._spawn(self._score(scorer, taken))
+
+    async def _score(self, scorer: int, taken: Sequence[tuple[SampleEnd, Row, int]]) -> None:
+        scores = await self._scorers[scorer].score([row for _, row, _ in taken], [prompt for *_, prompt in taken])
+        self._batches[scorer] -= 1
+        self._being_scored -= len(taken)
+        self._deal()
+        await self._scored([end for end, *_ in taken], scores)

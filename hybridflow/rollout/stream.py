@@ -103,7 +103,7 @@ class RolloutStream:
         """Engines that the driver was not told of yet, and why."""
         self._lives = [0] * len(engines)
         """How often each engine was lost: what comes of one that was is not of the one that is there."""
-        self._scoring = ScoringQueue(scorers, self._scored, self._spawn)
+        self._scoring = ScoringQueue(scorers, plan.scored_at_once, self._scored, self._spawn)
         self.figures = StreamFigures(len(engines), clock)
         self.events = StreamEvents()
 

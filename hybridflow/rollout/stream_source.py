@@ -133,6 +133,7 @@ class StreamSource:
             self._bounds(),
             lending.engines if lending is not None else (),
             stream.engine_restarts if restarts is not None else 0,
+            min((config.batches_at_once for config in recipe.functions.values()), default=1),
         )
         self._controller = start_controller(
             plan,

@@ -24,6 +24,7 @@ class StreamPlan:
             be are in flight if None.
         lent: engines that take requests only from `lend` to `withdraw`.
         restarts: how often an engine may be lost, and started again.
+        scored_at_once: batches of samples that each scorer may have at a time.
     """
 
     limits: StreamLimits
@@ -33,6 +34,7 @@ class StreamPlan:
     bounds: RequestBounds | None = None
     lent: tuple[int, ...] = ()
     restarts: int = 0
+    scored_at_once: int = 1
 
 
 @dataclass(frozen=True)

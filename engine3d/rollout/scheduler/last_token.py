@@ -20,5 +20,7 @@ def end_at_last_token(update: Callable[..., None], request: Any, *args: Any, **k
     if not isinstance(request.finished_reason, FINISH_LENGTH):
         return
     longest = request.finished_len
-    if request._check_str_based_finish() or request._check_token_based_finish(request.output_ids[longest - 1 : longest]):
+    if request._check_str_based_finish() or request._check_token_based_finish(
+        request.output_ids[longest - 1 : longest]
+    ):
         request.finished_len = longest

@@ -14,6 +14,7 @@ from engine3d.errors import UserError
 from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.rewards.process_handle import RewardInputs, RewardProcess
+from hybridflow.rewards.process_pool import ProcessPool
 from hybridflow.rewards.result import RewardFailure, RewardResult, reward_metrics
 from hybridflow.rewards.scoring import Scoring, Worker, split_calls
 
@@ -154,7 +155,7 @@ def test_a_function_that_fails_on_all_samples_stops_the_run(
             rewards.evaluate(texts, texts, texts)
         expected = rf"reward 'mine' \({mine.path}\) failed on all {len(texts)} samples of a step: {reason}"
         assert re.fullmatch(expected, str(error.value))
-        assert not any(process.running for process in rewards._processes["mine"])
+        assert not any(process.running for process in rewards._processes["mine"].processes)
         assert rewards.evaluate(["a", "nan"], [""] * 2, [""] * 2).failed["mine"].tolist() == [False, True]
 
 
@@ -207,7 +208,7 @@ def test_samples_for_which_no_time_is_left_fail_without_a_call(tmp_path: Path) -
     texts = ["hang", "a", "bb"]
     process, scoring = RewardProcess(mine), Scoring(mine, RewardInputs(texts, texts, texts))
     try:
-        Worker(process, scoring).run()
+        Worker(ProcessPool([process]), scoring).run()
     finally:
         process.close()
     assert scoring.failures == {
@@ -237,9 +238,9 @@ def test_a_process_that_died_is_replaced_and_the_others_go_on(tmp_path: Path) ->
     mine = function(tmp_path, on_failure="value", workers=2)
     with RewardFunctions(RewardConfig(functions=(mine,))) as rewards:
         rewards.load()
-        before = [process._process.pid for process in rewards._processes["mine"]]  # type: ignore[union-attr]
+        before = [process._process.pid for process in rewards._processes["mine"].processes]  # type: ignore[union-attr]
         result = rewards.evaluate(["kill", "pid", "aaaa", "aaaa"], [""] * 4, [""] * 4)
-        after = [process._process.pid for process in rewards._processes["mine"]]  # type: ignore[union-attr]
+        after = [process._process.pid for process in rewards._processes["mine"].processes]  # type: ignore[union-attr]
         assert len(set(before) & set(after)) == 1
         assert result.by_name["mine"][1] > 0
         assert result.by_name["mine"][2:].tolist() == [4.0, 4.0]

@@ -266,7 +266,7 @@ def test_functions_run_at_the_same_time_and_one_failure_ends_all(tmp_path: Path)
     with RewardFunctions(RewardConfig(functions=(wrong, *slow))) as rewards:
         with pytest.raises(UserError, match="reward 'wrong'"):
             rewards.evaluate(TEXTS, PROMPTS, ANSWERS)
-        assert not any(process.running for processes in rewards._processes.values() for process in processes)
+        assert not any(process.running for pool in rewards._processes.values() for process in pool.processes)
 
 
 def test_a_step_of_256_samples_takes_milliseconds(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from engine3d.errors import UserError
 from hybridflow.rewards.config import RewardConfig
-from hybridflow.rewards.functions import RewardFunctions
+from hybridflow.rewards.functions import PendingRewards, RewardFunctions
 from hybridflow.rewards.process_handle import KilledError, RewardInputs, RewardProcess
 from tests.hybridflow.rewards.test_failures import evaluated, function
 from tests.hybridflow.rewards.test_functions import SPAWNS, gone, process_ids, wait_until
@@ -53,9 +53,7 @@ def test_submit_returns_at_once_and_the_work_goes_on_without_the_driver(tmp_path
     mine = function(tmp_path, source=GATE)
     with RewardFunctions(RewardConfig(functions=(mine,))) as rewards:
         pending = rewards.submit(["a", "bb"], ["", ""], ["", ""])
-        with pytest.raises(RuntimeError, match="the result of the batch before was not taken"):
-            rewards.submit(["a"], [""], [""])
-        with pytest.raises(RuntimeError, match="the result of the batch before was not taken"):
+        with pytest.raises(RuntimeError, match="a batch is scored, or its result was not taken"):
             rewards.load()
         assert not pending.done()
         (tmp_path / "gate").touch()
@@ -63,6 +61,49 @@ def test_submit_returns_at_once_and_the_work_goes_on_without_the_driver(tmp_path
         assert pending.result().total.tolist() == [1.0, 2.0]
         assert pending.result() is pending.result()
         assert rewards.evaluate(["ccc"], [""], [""]).total.tolist() == [3.0]
+
+
+SLOW_AND_QUICK = """
+import time
+from pathlib import Path
+def reward(texts):
+    if "slow" in texts:
+        while not Path(__file__).with_name("gate").exists(): time.sleep(0.01)
+    if "bad" in texts: raise ValueError("bad text")
+    return [len(text) for text in texts]
+"""
+
+
+def test_batches_share_the_workers_and_a_slow_call_keeps_one_of_them(tmp_path: Path) -> None:
+    mine = function(tmp_path, source=SLOW_AND_QUICK, workers=2)
+    with RewardFunctions(RewardConfig(functions=(mine,))) as rewards:
+        slow = rewards.submit(["slow", "a"], ["", ""], ["", ""])
+        for texts in (["bb", "ccc"], ["dddd"]):
+            assert rewards.evaluate(texts, [""] * len(texts), [""] * len(texts)).total.tolist() == list(map(len, texts))
+        both = rewards.submit(["slow"], [""], [""]), rewards.submit(["eeeee"], [""], [""])
+        time.sleep(0.3)
+        assert not slow.done() and not any(each.done() for each in both)  # every worker has a slow one
+        (tmp_path / "gate").touch()
+        assert [each.result().total.tolist() for each in (slow, *both)] == [[4.0, 1.0], [4.0], [5.0]]
+
+
+def test_an_error_of_one_batch_is_that_of_all_beside_it_and_the_next_starts_anew(tmp_path: Path) -> None:
+    mine = function(tmp_path, source=SLOW_AND_QUICK, workers=2)
+    with RewardFunctions(RewardConfig(functions=(mine,))) as rewards:
+        slow = rewards.submit(["slow", "a"], ["", ""], ["", ""])
+        bad = rewards.submit(["bad"], [""], [""])
+        wait_until(lambda: bad.done() and slow.done(), 20, "both have failed")
+        late = rewards.submit(["b"], [""], [""])
+        errors = [raised(bad), raised(late), raised(slow)]
+        assert len(set(map(str, errors))) == 1 and "bad text" in str(errors[0])
+        assert rewards.evaluate(["ccc"], [""], [""]).total.tolist() == [3.0]
+        assert raised(late) is errors[1]
+
+
+def raised(pending: PendingRewards) -> BaseException:
+    with pytest.raises(UserError) as caught:
+        pending.result()
+    return caught.value
 
 
 def test_an_error_of_a_submit_is_raised_by_its_result_each_time(tmp_path: Path) -> None:

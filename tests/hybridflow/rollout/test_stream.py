@@ -65,6 +65,7 @@ class _Setup:
         lent: tuple[int, ...] = (),
         kind: type[_Named] = _Named,
         restarts: int = 0,
+        scored_at_once: int = 1,
     ) -> None:
         self._scorers = scorers
         self.version = self.drawn = 0
@@ -78,7 +79,9 @@ class _Setup:
             kind(slots, lambda n: 0.01 + 0.001 * n, length, lambda: self.version) for _ in range(engines)
         ]
         self._numbers = itertools.count()
-        self.plan = StreamPlan(limits, SAMPLES, slots, engines, lent=lent, restarts=restarts)
+        self.plan = StreamPlan(
+            limits, SAMPLES, slots, engines, lent=lent, restarts=restarts, scored_at_once=scored_at_once
+        )
         self.stream = self.another()
 
     def another(self) -> RolloutStream:
@@ -446,11 +449,31 @@ def test_a_response_that_is_never_scored_keeps_no_other_group_back() -> None:
     assert next(group.attempt for group in groups if group.number == 2) == 1  # drawn again once it was too old
 
 
-def test_each_sample_is_scored_once_and_its_group_waits_for_that() -> None:
+def test_a_slow_score_keeps_no_other_group_back_where_several_batches_are_scored_at_once() -> None:
+    class Slow(_Scorer):
+        async def score(self, rows: Sequence[Row], prompts: Sequence[int]) -> list[int]:
+            await asyncio.sleep(1000.0 if any(row.rows[row.place] == 5 for row in rows) else 0.0)  # of the third group
+            return await super().score(rows, prompts)
+
+    async def learn(scored_at_once: int) -> tuple[float, int]:
+        setup = _Setup(StreamLimits(4, 2), scorers=[Slow(0.05)], scored_at_once=scored_at_once)
+        setup.stream.open(0)
+        started = asyncio.get_running_loop().time()
+        rows = await setup.step()
+        return asyncio.get_running_loop().time() - started, len(rows.groups)
+
+    (together_s, groups), _ = run(learn(1))
+    assert together_s > 1000 and groups == 4
+    (apart_s, groups), _ = run(learn(2))
+    assert apart_s < 10 and groups == 4
+
+
+@pytest.mark.parametrize("scored_at_once", [1, 3])
+def test_each_sample_is_scored_once_and_its_group_waits_for_that(scored_at_once: int) -> None:
     scorers = [_Scorer(0.2), _Scorer(0.3)]
 
     async def learn() -> list[StepRows]:
-        setup = _Setup(StreamLimits(4, 1, extra=2), scorers=scorers)
+        setup = _Setup(StreamLimits(4, 1, extra=2), scorers=scorers, scored_at_once=scored_at_once)
         setup.stream.open(0)
         return [await setup.step() for _ in range(20)]
 
