@@ -12,6 +12,7 @@ from engine3d.platform.cpu import sglang as sglang_cpu
 from engine3d.serving.model import ServedModel
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.roles import JudgeModel
+from hybridflow.planning.served_devices import check_served_devices
 
 
 def check_judge(judge: JudgeModel, devices: Mapping[str, Sequence[Device]] | None) -> None:
@@ -40,20 +41,8 @@ def check_judge_devices(judge: JudgeModel, devices: Mapping[str, Sequence[Device
     Raises:
         UserError: naming the setting.
     """
-    own, tp = devices["judge"], judge.engine.tp
-    for role, held in devices.items():
-        if role not in ("judge", "reward") and (shared := sorted(set(held) & set(own))):
-            raise UserError(
-                f"placement.judge and placement.{role} are both on {shared[0].kind}:{shared[0].index} of node "
-                f"{shared[0].node}, expected devices of its own for the judge"
-            )
-    each = [{device.node for device in own[first : first + tp]} for first in range(0, len(own), tp)]
-    if len(own) % tp or any(len(nodes) > 1 for nodes in each):
-        raise UserError(
-            f"placement.judge: {len(own)} devices for servers of judge.engine.tp={tp}, expected a multiple, and the "
-            "devices of each on one node"
-        )
-    if own[0].kind == "cpu":
+    check_served_devices("judge", judge.engine.tp, devices, beside=("reward",))
+    if devices["judge"][0].kind == "cpu":
         for name, value in sglang_cpu.server_arguments().items():
             if judge.engine.server_args.get(name, value) != value:
                 raise UserError(

@@ -13,6 +13,7 @@ from engine3d.rollout.server_arguments import check_against_platform
 from hybridflow.algorithms.distillation import DistillationSettings
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.recipe import Recipe
+from hybridflow.planning.served_devices import check_served_devices
 
 
 def check_teacher(recipe: Recipe, teacher: ModelSpec, directory: Path, actor: ModelSpec) -> None:
@@ -64,21 +65,9 @@ def check_teacher_engine(recipe: Recipe, actor: ModelSpec, devices: Mapping[str,
         )
     if devices is None:
         return
-    own = devices["teacher"]
-    for role, held in devices.items():
-        if role != "teacher" and (shared := sorted(set(held) & set(own))):
-            raise UserError(
-                f"teacher.engine is set with placement.teacher and placement.{role} both on {shared[0].kind}:"
-                f"{shared[0].index} of node {shared[0].node}, expected devices of its own"
-            )
-    each = [{device.node for device in own[first : first + engine.tp]} for first in range(0, len(own), engine.tp)]
-    if len(own) % engine.tp or any(len(nodes) > 1 for nodes in each):
-        raise UserError(
-            f"placement.teacher: {len(own)} devices for engines of teacher.engine.tp={engine.tp}, expected a multiple, "
-            "and the devices of each on one node"
-        )
+    engines = check_served_devices("teacher", engine.tp, devices)
     samples = recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt
-    if samples < len(each):
-        raise UserError(f"{samples} samples a step for {len(each)} engines of the teacher, expected one for each")
-    if own[0].kind == "cpu":
+    if samples < engines:
+        raise UserError(f"{samples} samples a step for {engines} engines of the teacher, expected one for each")
+    if devices["teacher"][0].kind == "cpu":
         check_against_platform(engine.server_args, engine.attention_backend, sglang_cpu.server_arguments())

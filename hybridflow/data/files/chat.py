@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import FileError, read_text
 from hybridflow.data.files.config import ChatConfig, Learned
+from hybridflow.data.tokenizer import encode_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = Mapping[str, Any]
@@ -27,6 +28,10 @@ _OF_TRANSFORMERS = frozenset(
 _MOST_TEMPLATE_BYTES = 1 << 20
 _PROBE = "e7d1b04c"
 """A text that no template has by itself."""
+
+
+class _NoDateError(Exception):
+    """The template asks for a date, and none is set."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class ChatTemplate:
         self.source = self._source()
         """Text of the template; None where the tokenizer has none."""
         if self.source is None:
-            if given := [name for name in ("system", "arguments") if getattr(config, name)]:
+            if given := [name for name in ("system", "arguments", "date") if getattr(config, name)]:
                 raise UserError(f"data.files.chat.{given[0]} is set and {self._no_template()}")
             if config.texts == "user":
                 raise UserError(f"data.files.chat.texts=user, and {self._no_template()}")
@@ -87,6 +92,8 @@ class ChatTemplate:
             read = jinja2.meta.find_undeclared_variables(environment.parse(_without_generation(source)))
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"the chat template, line {error.lineno}: {error.message}") from None
+        if self.config.date is not None and "strftime_now" not in read:
+            raise UserError("data.files.chat.date is set, and the chat template does not ask for a date; expected none")
         special = set(self._tokenizer.special_tokens_map)
         known = sorted(read - _OF_TRANSFORMERS - special)
         for name in self.config.arguments:
@@ -102,6 +109,8 @@ class ChatTemplate:
             raise UserError(
                 "data.files.chat.system is set, and the chat template does not render the content of a system message"
             )
+        assert self.config.system is not None
+        encode_text(self._tokenizer, self.config.system, "data.files.chat.system", special_tokens=False)
 
     def prompt(self, messages: Any, place: str) -> str:
         """The text of a prompt.
@@ -190,13 +199,25 @@ class ChatTemplate:
                 chat_template=self.source,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
+                strftime_now=self._date,
                 **self.config.arguments,
             )
+        except _NoDateError:
+            raise UserError(
+                f"{place}: the chat template writes today's date, with which prompts are others every day; expected "
+                "data.files.chat.date, such as 2026-01-31, for every day"
+            ) from None
         except Exception as error:  # a template raises what it likes
             reason = shortened(" ".join(str(error).split()), 200)
             raise UserError(f"{place}: the chat template refuses these messages: {reason}") from None
         assert isinstance(text, str)
         return text
+
+    def _date(self, format: str) -> str:
+        """In place of the `strftime_now` of transformers."""
+        if self.config.date is None:
+            raise _NoDateError
+        return self.config.date.strftime(format)
 
 
 def joined(parts: list[Any], where: str) -> str:

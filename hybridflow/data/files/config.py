@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -170,6 +171,9 @@ class ChatConfig(Settings):
     """System prompt, before the messages of a row that has none of its own."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the template, such as {enable_thinking: false}; each has to be one that the template reads."""
+    date: datetime.date | None = None
+    """What a template writes that asks for today's date (`strftime_now`), such as 2026-01-31: the same every day, so
+    that a run that goes on tomorrow has the same prompts."""
     generation_prompt: bool = True
     """End with what the template puts before an answer of the assistant."""
     texts: Texts = "raw"

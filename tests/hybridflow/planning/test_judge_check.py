@@ -76,7 +76,7 @@ def test_what_is_no_judge_is_refused_before_anything_starts(model: Path, tmp_pat
         shared
     )
     two = [*judge(model, tp=2), "placement.judge=cpu:2-4"]
-    assert "placement.judge: 3 devices for servers of judge.engine.tp=2, expected a multiple" in lines_of(two)
+    assert "placement.judge: 3 devices for engines of judge.engine.tp=2, expected a multiple" in lines_of(two)
     other = judge(model, server_args={"attention_backend": "triton"})
     assert "judge.engine.server_args.attention_backend=triton: on a CPU SGLang runs with torch_native" in lines_of(
         other

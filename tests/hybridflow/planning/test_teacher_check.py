@@ -150,8 +150,7 @@ def test_engines_that_serve_a_teacher_have_devices_of_their_own(tmp_path: Path) 
     recipe = load_recipe(RECIPE, given)
     assert check_recipe(recipe) == []
     assert refusal([*given, "placement.teacher=cpu:1-2"]) == (
-        "teacher.engine is set with placement.teacher and placement.actor both on cpu:1 of node 0, expected devices of "
-        "its own"
+        "placement.teacher and placement.actor are both on cpu:1 of node 0, expected devices of its own for the teacher"
     )
     found = refusal([*given, "teacher.engine.tp=2", "placement.teacher=cpu:2-4"])
     assert found.startswith("placement.teacher: 3 devices for engines of teacher.engine.tp=2, expected a multiple")

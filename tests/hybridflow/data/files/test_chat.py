@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine3d.errors import UserError
 from hybridflow.data.files.chat import ChatTemplate, Rendered, joined
@@ -82,7 +85,8 @@ def test_an_argument_of_a_template_that_has_none(chat: PreTrainedTokenizerBase) 
 def test_arguments_of_templates_as_published_ones_read_them(bpe: PreTrainedTokenizerBase, source: str) -> None:
     tokenizer = other(bpe, source)
     tokenizer.bos_token = "<|endoftext|>"
-    assert template(tokenizer, arguments={"date_string": "today"}).prompt([USER], "f:1").endswith("today")
+    date = {"date": "2026-01-31"} if "strftime_now" in source else {}
+    assert template(tokenizer, arguments={"date_string": "today"}, **date).prompt([USER], "f:1").endswith("today")
     assert refused(lambda: template(tokenizer, arguments={"date": 1})).endswith("expected one of date_string")
 
 
@@ -111,6 +115,30 @@ def test_a_system_prompt_that_the_template_leaves_out_or_refuses(bpe: PreTrained
         "data.files.chat.system: the chat template refuses these messages: System role not supported"
     )
     assert refused(lambda: template(tokenizer).prompt([USER], "f:1")).startswith("f:1: the chat template refuses these")
+
+
+def test_a_system_prompt_that_the_tokenizer_cannot_encode(tmp_path: Path) -> None:
+    digits = Tokenizer(WordLevel({str(digit): digit for digit in range(10)}))  # and no token for what is unknown
+    digits.pre_tokenizer = Split(Regex("."), "isolated")  # type: ignore[assignment]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=digits)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    assert template(tokenizer, system="12").prompt([{"role": "user", "content": "3"}], "f:1") == "123"
+    assert refused(lambda: template(tokenizer, system="Think.")).startswith(
+        "data.files.chat.system ('Think.') cannot be encoded: "
+    )
+
+
+def test_a_template_that_writes_todays_date(bpe: PreTrainedTokenizerBase) -> None:
+    asks = "{% if not day is defined %}{% set day = strftime_now('%d %b %Y') %}{% endif %}{{ day }} "
+    tokenizer = other(bpe, asks + "{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert refused(lambda: template(tokenizer).prompt([USER], "f:1")) == (
+        "f:1: the chat template writes today's date, with which prompts are others every day; expected "
+        "data.files.chat.date, such as 2026-01-31, for every day"
+    )
+    assert template(tokenizer, date="2026-01-31").prompt([USER], "f:1") == "31 Jan 2026 1+2?"
+    assert template(tokenizer, arguments={"day": "today"}).prompt([USER], "f:1") == "today 1+2?"
+    message = "data.files.chat.date is set, and the chat template does not ask for a date; expected none"
+    assert refused(lambda: template(bpe, date="2026-01-31")) == message
 
 
 def test_a_tokenizer_without_a_template(tmp_path: Path, bpe: PreTrainedTokenizerBase) -> None:
