@@ -72,7 +72,7 @@ def update_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainC
     of_experts = gradients_of_experts(spec.sizes, layout, itemsize) if sparse else 0
     return Working(
         activations=round(under_way * kept * tokens),
-        logits=_head(spec, layout, at, itemsize, tokens, backward=True),
+        logits=_head(spec, layout, at, config, tokens, backward=True),
         layer=round(layer_peak * tokens) + of_experts,
     )
 
@@ -89,15 +89,17 @@ def inference_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: Tra
     ]
     return Working(
         activations=0,
-        logits=_head(spec, layout, at, itemsize, tokens, backward=False),
+        logits=_head(spec, layout, at, config, tokens, backward=False),
         layer=round(max(saved, default=0.0) * tokens),
     )
 
 
-def _head(spec: ModelSpec, layout: Layout, at: Coordinates, itemsize: int, tokens: int, *, backward: bool) -> int:
+def _head(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainConfig, tokens: int, *, backward: bool) -> int:
     """The end of the last stage; the gradient of the logits takes their place."""
     if at.pp != layout.pp - 1 or spec.value_head:
         return 0
+    itemsize = getattr(torch, config.dtype).itemsize
     width, hidden = spec.padded_vocabulary(layout) // layout.tp, spec.sizes.hidden
+    together = tokens if config.logits_tokens is None else min(tokens, config.logits_tokens)
     weight_gradient = width * hidden if backward else 0
-    return itemsize * (tokens * (width + 2 * hidden) + weight_gradient)
+    return itemsize * (together * width + 2 * tokens * hidden + weight_gradient)

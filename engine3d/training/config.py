@@ -89,6 +89,13 @@ class TrainConfig(Settings):
     micro_batch_tokens: int = Field(
         8192, ge=1, le=MOST_TOKENS, description="most tokens of a micro-batch; a longer sequence is alone"
     )
+    logits_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_TOKENS,
+        description="most tokens of a micro-batch whose logits are there at a time; null: all. Fewer need less memory, "
+        "and the output layer is computed twice in an update",
+    )
     packing: bool = Field(True, description="lay sequences end to end; otherwise pad each to the longest")
     sequence_parallel: bool = Field(True, description="split activations over tp where tp is above 1")
     one_step_experts: bool = Field(

@@ -17,6 +17,7 @@ from engine3d.models.experts.load_balance import LoadBalance
 from engine3d.progress import progress
 from engine3d.training.build import BuiltModel
 from engine3d.training.flops import sequence_flops
+from engine3d.training.logit_pieces import logprobs_of_states
 from engine3d.training.profile import UpdateTrace
 from engine3d.training.sequences import CHOSEN, MicroBatch, Sequences, assign, least_micro_batches, micro_batch
 from engine3d.training.vocab_parallel import logprobs_and_entropy, logprobs_of_choices, top_tokens
@@ -156,6 +157,8 @@ class ForwardModel(BuiltModel):
         def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(data).to(self.device)
             arguments = {"packed_seq_params": _packed_parameters(batch), "padding_mask": self._sequences_of(batch)}
+            if self._in_pieces(batch):
+                arguments["output_processor"] = self._states
             output = model(batch.input_ids, batch.position_ids, None, **arguments)
             progress.part_done()
             return output, partial(loss, batch)
@@ -181,6 +184,21 @@ class ForwardModel(BuiltModel):
             return batch.sequences
         return batch.sequences.chunk(self.layout.tp, dim=1)[self.coordinates.tp].contiguous()
 
+    def _in_pieces(self, batch: MicroBatch) -> bool:
+        """Whether the output layer is applied to some of a micro-batch's tokens at a time."""
+        most = self.config.logits_tokens
+        return self.is_last_stage and not self.value_head and most is not None and batch.positions > most
+
+    def _states(self, *, hidden_states: Tensor, output_layer: Any, **_: Any) -> Tensor:
+        """(B, S, H) in place of the logits: what Megatron-Core's output layer would have read, on every rank whole."""
+        from megatron.core.tensor_parallel import mappings
+
+        if output_layer.sequence_parallel:
+            states = mappings.gather_from_sequence_parallel_region(hidden_states, group=self._tp_group)
+        else:
+            states = mappings.copy_to_tensor_model_parallel_region(hidden_states, group=self._tp_group)
+        return states.transpose(0, 1).contiguous()
+
     def _nothing(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, None]:
         return torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int, device=self.device), None
 
@@ -200,31 +218,80 @@ class ForwardModel(BuiltModel):
                 values=batch.figures(output), scores=batch.last_figures(output), sequences=batch.members
             )
         else:
-            outputs = self._of_vocabulary(batch, output.view(-1, output.shape[-1]), temperature, with_entropy, top)
+            of_tokens = self._of_states if self._in_pieces(batch) else self._of_logits
+            choices = batch.columns.get(CHOSEN)
+            outputs = of_tokens(
+                batch,
+                output.view(-1, output.shape[-1]),
+                None if choices is None else batch.where_computed(choices),
+                temperature,
+                with_entropy,
+                top,
+            )
         loss, facts = loss_function(outputs, batch.columns)
         return loss, torch.zeros((), dtype=torch.int, device=self.device), facts
 
-    def _of_vocabulary(
-        self, batch: MicroBatch, logits: Tensor, temperature: float, with_entropy: bool, top: int
+    def _of_logits(
+        self,
+        batch: MicroBatch,
+        logits: Tensor,
+        choices: Tensor | None,
+        temperature: float,
+        with_entropy: bool,
+        top: int,
     ) -> TokenOutputs:
         """What the logits of a language model, which nothing else reads, say of each token."""
         over: dict[str, Any] = {"vocabulary": self.spec.vocab_size, "group": self._tp_group}
         settings = {**over, "temperature": temperature, "with_entropy": with_entropy, "overwrite": True}
-        targets, choices = batch.targets.view(-1), batch.columns.get(CHOSEN)
+        targets = batch.targets.view(-1)
         best = top_tokens(logits, top, **over) if top else None
-        places = best if choices is None else batch.where_computed(choices)
+        places = best if choices is None else choices
         chosen = None
         if places is None:
             logprobs, entropy = logprobs_and_entropy(logits, targets, **settings)
         else:
             logprobs, entropy, chosen = logprobs_of_choices(logits, targets, places, **settings)
-        return TokenOutputs(
-            batch.figures(logprobs),
-            batch.figures(entropy) if with_entropy else None,
-            sequences=batch.members,
-            top_tokens=None if best is None else batch.figures(best),
-            chosen_logprobs=None if chosen is None else batch.figures(chosen),
+        return _outputs(batch, logprobs, entropy if with_entropy else None, chosen, best)
+
+    def _of_states(
+        self,
+        batch: MicroBatch,
+        states: Tensor,
+        choices: Tensor | None,
+        temperature: float,
+        with_entropy: bool,
+        top: int,
+    ) -> TokenOutputs:
+        """The same of what the output layer reads."""
+        assert self.config.logits_tokens is not None
+        module = self.module
+        tied = module.share_embeddings_and_output_weights
+        logprobs, entropy, chosen, best = logprobs_of_states(
+            states,
+            module.shared_embedding_or_output_weight() if tied else module.output_layer.weight,
+            batch.targets.view(-1),
+            choices,
+            piece=self.config.logits_tokens,
+            vocabulary=self.spec.vocab_size,
+            group=self._tp_group,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            top=top,
         )
+        return _outputs(batch, logprobs, entropy if with_entropy else None, chosen, best)
+
+
+def _outputs(
+    batch: MicroBatch, logprobs: Tensor, entropy: Tensor | None, chosen: Tensor | None, best: Tensor | None
+) -> TokenOutputs:
+    """Of the tokens of a micro-batch, from what was computed at its positions."""
+    return TokenOutputs(
+        batch.figures(logprobs),
+        None if entropy is None else batch.figures(entropy),
+        sequences=batch.members,
+        top_tokens=None if best is None else batch.figures(best),
+        chosen_logprobs=None if chosen is None else batch.figures(chosen),
+    )
 
 
 def _packed_parameters(batch: MicroBatch) -> Any:

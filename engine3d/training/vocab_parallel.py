@@ -5,7 +5,9 @@ The full logits of a token are never gathered: ranks exchange a few figures of e
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,13 +127,121 @@ class _LogProbs(torch.autograd.Function):
         with_entropy: bool,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        width = logits.shape[1]
+        part = VocabularyPart.of(logits.shape[1], vocabulary, group, temperature)
+        local, places = targets - part.first, None if choices is None else choices - part.first
+        at = None if places is None else part.at(logits, places)
+        found = part.of_all_ranks(part.facts(logits, local), local, at, places, with_entropy=with_entropy)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, local, places, *found.kept)
+        ctx.settings = (part, with_entropy, overwrite)
+        return found.logprobs, found.entropy, found.choices
+
+    @staticmethod
+    def backward(
+        ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None, of_choices: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        logits, local, places, *kept = ctx.saved_tensors
+        part, with_entropy, overwrite = ctx.settings
+        result = logits if overwrite else torch.empty_like(logits)
+        slopes = Slopes.of(kept[0], of_logprob, of_entropy if with_entropy else None, of_choices)
+        part.write_gradient(logits, local, places, kept, slopes, result)
+        return result, *[None] * 7
+
+
+class OfTokens(NamedTuple):
+    """What all ranks' slices together say of N tokens, all float32.
+
+    Args:
+        logprobs: (N,) of the targets.
+        entropy: (N,) in nats; zeros where it was not asked for.
+        choices: (N, k) log-probs of further tokens, or None.
+        normaliser: (N,) log(sum(exp(x))).
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    choices: Tensor | None
+    normaliser: Tensor
+
+    @property
+    def kept(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the gradient is made from: the normaliser, the entropy, the log-probs of choices."""
+        return self.normaliser, self.entropy, self.choices
+
+
+class Slopes(NamedTuple):
+    """The gradient of a loss by what is said of N tokens, all float32.
+
+    Args:
+        of_logprob: (N,) by the target's log-prob.
+        of_all: (N,) the sum over all log-probs of the row.
+        of_entropy: (N,) by the entropy; None where no loss uses it.
+        of_choices: (N, k) by the log-probs of choices; None where no loss uses them.
+    """
+
+    of_logprob: Tensor
+    of_all: Tensor
+    of_entropy: Tensor | None
+    of_choices: Tensor | None
+
+    @classmethod
+    def of(
+        cls, like: Tensor, of_logprob: Tensor | None, of_entropy: Tensor | None, of_choices: Tensor | None
+    ) -> Slopes:
+        """From the gradients that autograd gives, of which each may be None."""
+        own = torch.zeros_like(like) if of_logprob is None else of_logprob.contiguous()
+        of_all = own if of_choices is None else own + of_choices.sum(dim=1)
+        return cls(own, of_all, None if of_entropy is None else of_entropy.contiguous(), of_choices)
+
+    def rows(self, piece: slice) -> Slopes:
+        """Of some of the tokens."""
+        return Slopes(*(None if each is None else each[piece] for each in self))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """This rank's slice of the vocabulary.
+
+    Args:
+        first: token id of its first column.
+        real: its columns that are no padding.
+        group: the tensor-parallel group.
+        temperature: that logits are divided by.
+    """
+
+    first: int
+    real: int
+    group: ProcessGroup
+    temperature: float
+
+    @classmethod
+    def of(cls, width: int, vocabulary: int, group: ProcessGroup, temperature: float) -> VocabularyPart:
+        """Of logits with so many columns on each rank."""
         first = group.rank() * width
-        real = max(0, min(width, vocabulary - first))
-        local = targets - first
-        facts = _facts(logits, local, real, temperature)
+        return cls(first, max(0, min(width, vocabulary - first)), group, temperature)
+
+    def facts(self, logits: Tensor, local: Tensor) -> Tensor:
+        """(4, N) float32 of (N, V / tp) logits, as `vocab_kernels.facts`, also for slices that are all padding."""
+        return _facts(logits, local, self.real, self.temperature)
+
+    def at(self, logits: Tensor, places: Tensor) -> Tensor:
+        """(N, k) float32 logits at (N, k) columns; anything where a column is another rank's."""
+        return _at(logits, places, self.real)
+
+    def of_all_ranks(
+        self, facts: Tensor, local: Tensor, at: Tensor | None, places: Tensor | None, *, with_entropy: bool
+    ) -> OfTokens:
+        """What all slices say together.
+
+        Args:
+            facts: (4, N) of this rank, which are overwritten.
+            local: (N,) columns of the targets.
+            at, places: (N, k) logits of choices and their columns; None without choices.
+            with_entropy: without it the entropies are zeros.
+        """
+        real = self.real
         own = facts[0].clone()
-        all_reduce(facts[0], ReduceOp.MAX, group)
+        all_reduce(facts[0], ReduceOp.MAX, self.group)
         highest, total, weighted, chosen = facts
         if real:  # in terms of the highest of all ranks
             # A slice of -inf alone has no part in the sums.
@@ -139,43 +249,46 @@ class _LogProbs(torch.autograd.Function):
             weighted.add_(total * down).mul_(down.exp())
             total.mul_(down.exp())
             chosen.add_(torch.where((local >= 0) & (local < real), down, 0.0))
-        all_reduce(facts[1:], ReduceOp.SUM, group)
+        all_reduce(facts[1:], ReduceOp.SUM, self.group)
         log_total = total.log()
         entropy = log_total - weighted / total if with_entropy else torch.zeros_like(total)
-        places, of_choices = None, None
-        if choices is not None:
-            places = choices - first
-            of_choices = _at(logits, places, real).div(temperature).sub(highest[:, None])
+        of_choices = None
+        if at is not None and places is not None:
+            of_choices = at.div(self.temperature).sub(highest[:, None])
             of_choices = of_choices.where((places >= 0) & (places < real), 0.0)
-            all_reduce(of_choices, ReduceOp.SUM, group)
+            all_reduce(of_choices, ReduceOp.SUM, self.group)
             of_choices.sub_(log_total[:, None])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, local, highest + log_total, entropy, places, of_choices)
-        ctx.settings = (real, temperature, with_entropy, overwrite)
-        return chosen - log_total, entropy, of_choices
+        return OfTokens(chosen - log_total, entropy, of_choices, highest + log_total)
 
-    @staticmethod
-    def backward(
-        ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None, of_choices: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        logits, local, normaliser, entropy, places, chosen = ctx.saved_tensors
-        real, temperature, with_entropy, overwrite = ctx.settings
-        result = logits if overwrite else torch.empty_like(logits)
-        slope = torch.zeros_like(normaliser) if of_logprob is None else of_logprob.contiguous()
-        slopes = (
-            slope,
-            slope if of_choices is None else slope + of_choices.sum(dim=1),
-            of_entropy.contiguous() if with_entropy and of_entropy is not None else None,
-        )
+    def write_gradient(
+        self,
+        logits: Tensor,
+        local: Tensor,
+        places: Tensor | None,
+        kept: Sequence[Tensor | None],
+        slopes: Slopes,
+        result: Tensor,
+    ) -> None:
+        """Write the gradient of (N, V / tp) logits to `result`, which may be the logits themselves.
+
+        Args:
+            local: (N,) columns of the targets.
+            places: (N, k) columns of the choices, or None.
+            kept: `OfTokens.kept` of these tokens.
+            slopes: of these tokens.
+        """
+        normaliser, entropy, chosen = kept
+        assert normaliser is not None and entropy is not None
+        arguments = (logits, local, self.real, self.temperature, normaliser, entropy, *slopes[:3], result)
         if logits.is_cuda:
             from engine3d.training import vocab_kernels
 
-            vocab_kernels.gradient(logits, local, real, temperature, normaliser, entropy, *slopes, result)
+            vocab_kernels.gradient(*arguments)
         else:
-            _gradient(logits, local, real, temperature, normaliser, entropy, *slopes, result)
-        if of_choices is not None:
-            _set_choices(result, local, real, temperature, entropy, *slopes, places, chosen, of_choices)
-        return result, *[None] * 7
+            _gradient(*arguments)
+        if (of_choices := slopes.of_choices) is not None:
+            assert places is not None and chosen is not None
+            _set_choices(result, local, self.real, self.temperature, entropy, *slopes[:3], places, chosen, of_choices)
 
 
 def _at(logits: Tensor, places: Tensor, real: int) -> Tensor:

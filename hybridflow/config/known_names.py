@@ -57,6 +57,7 @@ _ALONE = "absent: hybridflow evaluate measures a model without training"
 _VERL = {
     "actor_rollout_ref": "verl's; here the actor is train, the engines are rollout, the reference policy is reference",
     "actor_rollout_ref.model.path": _is("model.path"),
+    "entropy_from_logits_with_chunking": _is("train.logits_tokens"),
     "actor_rollout_ref.rollout.name": _SGLANG,
     "actor_rollout_ref.rollout.mode": _ASYNC,
     "actor_rollout_ref.rollout.n": _is("rollout.samples_per_prompt"),
@@ -161,6 +162,7 @@ _ANYWHERE = {
     "ppo_max_token_len_per_gpu": _MICRO_BATCHES,
     "micro_train_batch_size": _MICRO_BATCHES,
     "micro_rollout_batch_size": _MICRO_BATCHES,
+    "log_probs_chunk_size": _is("train.logits_tokens"),
     "max_tokens_per_gpu": _MICRO_BATCHES,
     "gradient_accumulation": _MICRO_BATCHES,
     "gradient_accumulation_steps": _MICRO_BATCHES,

@@ -288,15 +288,20 @@ def _gpu(
         held_twice = always.get("engine weights", 0)
         advice = partial(_advice, recipe, role, cache=bool(kept), weights=held_twice, stay=stay, on_gpu=on_gpu)
         phases.append(
-            Phase(f"infer of {role}", kept | in_turn[role] | _at_work(each.inference[device]), advice("infer"))
+            Phase(
+                f"infer of {role}",
+                kept | in_turn[role] | _at_work(each.inference[device]),
+                advice("infer", each.inference[device]),
+            )
         )
         if each.trained:
             gradients = {} if alone else {"gradients": each.held[device].gradients}
-            working = _at_work(each.update[device])
+            at_work = each.update[device]
+            working = _at_work(at_work)
             if _offloads(recipe, role) and each.held[device].staged > sum(working.values()):
                 working = {"optimizer": each.held[device].staged}
             items = kept | in_turn[role] | gradients | working
-            phases.append(Phase(f"update of {role}", items, advice("update")))
+            phases.append(Phase(f"update of {role}", items, advice("update", at_work)))
     return GpuMemory((), always, tuple(phases), tokens)
 
 
@@ -318,7 +323,15 @@ def _at_work(working: Working) -> dict[str, int]:
 
 
 def _advice(
-    recipe: Recipe, role: str, call: str, *, cache: bool, weights: int, stay: Sequence[str], on_gpu: bool
+    recipe: Recipe,
+    role: str,
+    call: str,
+    working: Working,
+    *,
+    cache: bool,
+    weights: int,
+    stay: Sequence[str],
+    on_gpu: bool,
 ) -> str:
     """What would make a phase of training need less, the cheapest first."""
     config, train = recipe.train_config(role), recipe.train_setting(role)
@@ -332,6 +345,8 @@ def _advice(
         advice.append(f"{train}.recompute=full")
     elif call == "update" and config.recompute_layers is not None:
         advice.append(f"more of {train}.recompute_layers")
+    if working.logits > working.layer:
+        advice.append(f"{train}.logits_tokens" if config.logits_tokens is None else f"a smaller {train}.logits_tokens")
     advice.append(f"a smaller {train}.micro_batch_tokens")
     if not on_gpu:
         return ", ".join(advice)
