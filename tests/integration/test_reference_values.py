@@ -33,8 +33,10 @@ from tests.integration.reference_runs import (
 )
 from tests.integration.replayed_steps import REPLAYED
 
-OTHERS = {"ppo-split", "ppo-colocate", "remax-colocate"}
-"""Of an algorithm that another case has as well, on other devices."""
+OTHERS = {"ppo-split": pytest.mark.long, "ppo-colocate": pytest.mark.long} | dict.fromkeys(
+    ("ppo-standalone", "remax-standalone", "remax-colocate"), pytest.mark.release
+)
+"""Of an algorithm that another case, or one of two steps, has as well, on other devices."""
 
 
 def test_every_algorithm_has_a_case() -> None:
@@ -44,7 +46,7 @@ def test_every_algorithm_has_a_case() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.long] * (each in OTHERS)) for each in CASES])
+@pytest.mark.parametrize("name", [pytest.param(each, marks=OTHERS.get(each, ())) for each in CASES])
 def test_values_are_those_recorded(name: str, tmp_path: Path) -> None:
     expect_recorded(name, run_case(name, tmp_path))
 
