@@ -13,7 +13,16 @@ import pytest
 
 from hybridflow.rundir.first_failure import read_failure
 from tests.support.hosts import hosts_or_skip
-from tests.support.hosts.launching import Launch, agent_command, environment, learned, small_run, start, start_agents
+from tests.support.hosts.launching import (
+    LIMIT_S,
+    Launch,
+    agent_command,
+    environment,
+    learned,
+    small_run,
+    start,
+    start_agents,
+)
 from tests.support.runs import ROOT, records, run
 
 pytestmark = [pytest.mark.processes, pytest.mark.hosts]
@@ -187,7 +196,7 @@ def test_a_rank_that_raises_on_another_host_is_the_cause(tmp_path: Path) -> None
     reward = f'reward.functions=[{{name: broken, path: "{tmp_path}/broken.py:score"}}]'
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         launch = start_agents(hosts, tmp_path, *MANY_STEPS, reward, "placement.reward=cpu:9")
-        ends_with(launch, codes=[1, 1, 1], told="reward rank 0, score: ")
+        ends_with(launch, codes=[1, 1, 1], told="reward rank 0, score: ", limit_s=LIMIT_S)  # from its start
         assert "raised ValueError at " in launch.output(0) and ": no figure on sample 0 " in launch.output(0)
 
 
