@@ -7,9 +7,9 @@
 
 The first runs the recipes, each with each seed and an evaluation every `--eval-interval` steps, `--jobs` runs at a
 time, and keeps what they learned in `results/learning/<recipe>/seed-<N>.json`; of a recipe with several actors in
-`<recipe>.<actor>`. The second does so for a variant of a recipe, which is kept by a name of its own. The third draws
-every curve that is kept into `docs/algorithms/curves/<recipe>.svg`, beside GRPO's; the last prints a table of all that
-is kept.
+`<recipe>.<actor>`, of one with held-out sets in `<recipe>.<set>`. The second does so for a variant of a recipe, which
+is kept by a name of its own. The third draws every curve that is kept into `docs/algorithms/curves/<recipe>.svg`,
+beside GRPO's; the last prints a table of all that is kept.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ _FIGURES = {
     "eval/preference_accuracy": "share of held-out preferences that became likelier",
 }
 """What a curve shows, by its metric: the first of these that a run has."""
+_OF_A_SET = re.compile(r"eval/([^/]+)/mean@\d+")
 _LIMIT_S = 3600.0
 _COLOURS = {"--ink": "#444444", "--rule": "#cccccc", "--series-0": "#1f77b4", "--series-1": "#999999"}
 _PACKAGES = ("torch", "megatron-core", "sglang", "ray")
@@ -59,7 +60,7 @@ class Learned:
     """What a run learned.
 
     Args:
-        recipe: the name of its file, and that of the actor behind a dot if it has several.
+        recipe: the name of its file, and that of the actor behind a dot if it has several, or that of the held-out set.
         seed: of the run.
         evaluations: step and figure of each evaluation.
         figure: its metric.
@@ -141,8 +142,13 @@ def _run(
     if done.returncode:
         print(f"{name}: exit code {done.returncode} after {seconds:.0f} s; {log}", flush=True)
         return False
-    for learner, metrics in learners(directory / name, kept_by).items():
-        found = learned(metrics, learner, seed, seconds, " ".join(["hybridflow train", *arguments]))
+    command = " ".join(["hybridflow train", *arguments])
+    for found in (
+        learned(metrics, learner, seed, seconds, command, figure)
+        for run, metrics in learners(directory / name, kept_by).items()
+        for learner, figure in figures(metrics, run).items()
+    ):
+        learner = found.recipe
         path = results / learner / f"seed-{seed}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(found)) + "\n")
@@ -158,15 +164,28 @@ def learners(run: Path, recipe: str) -> dict[str, Path]:
     return {f"{recipe}.{path.parent.name}": path for path in sorted(run.glob("*/metrics.jsonl"))}
 
 
-def learned(path: Path, recipe: str, seed: int, seconds: float, command: str) -> Learned:
-    """What a run's metrics tell. Raises ValueError where it has no evaluation, or one of nothing that is drawn."""
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    evaluations = [record for record in records if record["phase"] == "eval"]
-    if not evaluations:
+def figures(path: Path, learner: str) -> dict[str, str]:
+    """What is kept of the evaluations of a run's metrics: figures, each by the name that it is kept by.
+
+    Raises:
+        ValueError: there is no evaluation, or one of nothing that is drawn.
+    """
+    records = map(json.loads, path.read_text().splitlines())
+    first = next((record for record in records if record["phase"] == "eval"), None)
+    if first is None:
         raise ValueError(f"{path}: no evaluation, expected at least one")
-    figure = next((name for name in _FIGURES if name in evaluations[0]), None)
-    if figure is None:
-        raise ValueError(f"{path}: evaluations of {', '.join(evaluations[0])}, expected one of {', '.join(_FIGURES)}")
+    if own := next((name for name in _FIGURES if name in first), None):
+        return {learner: own}
+    if of_sets := {f"{learner}.{found[1]}": found[0] for name in first if (found := _OF_A_SET.fullmatch(name))}:
+        return of_sets
+    expected = ", ".join([*_FIGURES, "eval/SET/mean@K"])
+    raise ValueError(f"{path}: evaluations of {', '.join(first)}, expected one of {expected}")
+
+
+def learned(path: Path, recipe: str, seed: int, seconds: float, command: str, figure: str) -> Learned:
+    """What a run's metrics tell of a figure; the other arguments are those of what is returned."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    evaluations = [record for record in records if record["phase"] == "eval" and figure in record]
     return Learned(
         recipe=recipe,
         seed=seed,

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.learning import RESULTS, Learned, curve, draw_curves, learned, learners, read, table
+from benchmarks.learning import RESULTS, Learned, curve, draw_curves, figures, learned, learners, read, table
 from hybridflow.config.actors import load_recipes
 
 ROOT = Path(__file__).parents[2]
@@ -28,11 +28,12 @@ def test_what_is_kept_is_what_the_metrics_say(tmp_path: Path) -> None:
         {"phase": "eval", "step": 2, "eval/reward_mean": 0.9, "eval/accuracy": 0.5},
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = learned(path, "demo", 3, 60.0, "hybridflow train")
+    assert figures(path, "demo") == {"demo": "eval/accuracy"}
+    found = learned(path, "demo", 3, 60.0, "hybridflow train", "eval/accuracy")
     assert (found.evaluations, found.figure, found.rewards) == ([(0, 0.25), (2, 0.5)], "eval/accuracy", [0.5, 0.75])
     path.write_text(json.dumps(records[0]) + "\n")
     with pytest.raises(ValueError, match="no evaluation"):
-        learned(path, "demo", 3, 60.0, "hybridflow train")
+        figures(path, "demo")
 
 
 def test_each_actor_of_a_run_is_a_learner(tmp_path: Path) -> None:
@@ -57,7 +58,7 @@ def test_a_run_without_engines_is_measured_by_its_preferences(tmp_path: Path) ->
         for step, each in ((0, 0.5), (2, 0.75))
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = learned(path, "dpo", 1, 60.0, "hybridflow train")
+    found = learned(path, "dpo", 1, 60.0, "hybridflow train", figures(path, "dpo")["dpo"])
     assert (found.evaluations, found.figure, found.rewards) == ([(0, 0.5), (2, 0.75)], "eval/preference_accuracy", [])
     (tmp_path / "kept/dpo").mkdir(parents=True)
     (tmp_path / "kept/demo").mkdir()
@@ -69,7 +70,22 @@ def test_a_run_without_engines_is_measured_by_its_preferences(tmp_path: Path) ->
     assert "grpo" not in text  # whose accuracy is another figure
     path.write_text(json.dumps({"phase": "eval", "step": 0, "eval/prompts": 8}) + "\n")
     with pytest.raises(ValueError, match="expected one of eval/accuracy, "):
-        learned(path, "dpo", 1, 60.0, "hybridflow train")
+        figures(path, "dpo")
+
+
+def test_each_held_out_set_is_kept_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    evaluations = [
+        {"phase": "eval", "step": 0, "eval/plain/mean@4": 0.25, "eval/plain/pass@4": 0.5, "eval/carry/mean@8": 0.5},
+        {"phase": "eval", "step": 2, "eval/plain/mean@4": 0.5},
+        {"phase": "eval", "step": 4, "eval/plain/mean@4": 0.75, "eval/carry/mean@8": 1.0},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in evaluations))
+    found = figures(path, "chat")
+    assert found == {"chat.plain": "eval/plain/mean@4", "chat.carry": "eval/carry/mean@8"}
+    plain, carry = (learned(path, name, 1, 60.0, "hybridflow train", figure) for name, figure in found.items())
+    assert plain.evaluations == [(0, 0.25), (2, 0.5), (4, 0.75)]
+    assert carry.evaluations == [(0, 0.5), (4, 1.0)] and carry.recipe == "chat.carry"
 
 
 def test_a_curve_is_over_the_evaluations_that_all_seeds_have() -> None:
@@ -108,6 +124,7 @@ def test_what_is_kept_is_of_a_recipe_that_is_there_and_of_three_seeds(folder: st
     for run in runs:
         path = ROOT / run.command.split()[2]
         assert folder == run.recipe
-        recipe, _, actor = folder.partition(".")
+        recipe, _, part = folder.partition(".")
         assert path.stem == recipe
-        assert actor in load_recipes(path) or not actor
+        recipes = load_recipes(path)
+        assert not part or part in recipes or any(part in each.evaluation for each in recipes.values())
