@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,6 +55,8 @@ LEND = ("placement.actor=cpu:0-1", "placement.rollout=cpu:1-2", "rollout.lend=tr
 _MARK = "HYBRIDFLOW_KILL_HARNESS"
 _EXIT_LIMIT_S = 180.0
 _GONE_LIMIT_S = 60.0
+_LOOK_S = 1.0
+_MAPPED = re.compile(r"^\S+ \S+ \S+ \S+ (\d+) +/dev/shm/", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,8 @@ class KilledRun:
         self.temporary.mkdir(parents=True, exist_ok=True)
         directory.mkdir(parents=True, exist_ok=True)
         self._shared = _shared_memory()
+        self._of_others: set[int] = set()
+        """Files there that processes of no run of this directory were seen with, such as those of a test beside."""
 
     @property
     def output(self) -> str:
@@ -141,6 +147,9 @@ class KilledRun:
                 start_new_session=True,
             )
         outcome = Outcome(killed=False, exit_code=0)
+        ended = threading.Event()
+        watch = threading.Thread(target=self._watch_others, args=(ended,), daemon=True)
+        watch.start()
         try:
             if kill is not None and _await(kill, phase_file, driver, limit_s):
                 outcome.step, outcome.phase = _phase(phase_file)
@@ -155,7 +164,19 @@ class KilledRun:
                 self.end()
         # Where nobody is left to tidy up, the next start does.
         outcome.left_over = self.left_over(_GONE_LIMIT_S, files=not (outcome.killed and outcome.target == "everything"))
+        ended.set()
+        watch.join()
         return outcome
+
+    def _watch_others(self, ended: threading.Event) -> None:
+        """Note the semaphores of other processes. Their names do not say whose they are, and a kill leaves them."""
+        # By the numbers of files: a semaphore is mapped by another name than it has afterwards.
+        while not ended.wait(_LOOK_S):
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error, OSError):
+                    mapped = _mapped(Path(f"/proc/{process.pid}/maps"))
+                    if mapped - self._of_others and not self._is_own(process):
+                        self._of_others |= mapped
 
     def _kill(self, kill: Kill, driver: subprocess.Popen[bytes]) -> bool:
         """Kill a target; false where there is no such process yet, or any more."""
@@ -178,17 +199,20 @@ class KilledRun:
 
     def processes(self) -> list[psutil.Process]:
         """Every process of the run: what carries its mark, or has its files open, since some hide their environment."""
-        places = (str(self.directory), str(self.temporary))
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                     continue
-                files = (file.path for file in process.open_files())
-                marked = process.environ().get(_MARK) == str(self.directory)
-                if marked or any(path.startswith(places) for path in files):
+                if self._is_own(process):
                     found.append(process)
         return found
+
+    def _is_own(self, process: psutil.Process) -> bool:
+        places = (str(self.directory), str(self.temporary))
+        files = (file.path for file in process.open_files())
+        marked = process.environ().get(_MARK) == str(self.directory)
+        return marked or any(path.startswith(places) for path in files)
 
     def left_over(self, limit_s: float, *, files: bool = True) -> list[str]:
         """What the run has left behind: processes, shared memory, temporary files and sockets; waits for their end."""
@@ -196,7 +220,7 @@ class KilledRun:
         while True:
             found = [f"process {process.pid}: {_name(process)}" for process in self.processes()]
             if files:
-                found += [f"shared memory {name}" for name in _unused(_shared_memory() - self._shared)]
+                found += [f"shared memory {name}" for name in _unused(_shared_memory() - self._shared, self._of_others)]
                 found += [f"file {path}" for path in self.temporary.rglob("*") if not path.is_dir()]
             if not found or time.monotonic() > deadline:
                 return found
@@ -341,13 +365,22 @@ def _shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
-def _unused(segments: set[str]) -> list[str]:
+def _unused(segments: set[str], of_others: set[int]) -> list[str]:
     """Those that no process has mapped; the others are not this run's, or are found with the process."""
-    for process in Path("/proc").glob("[0-9]*/maps") if segments else ():
+    numbers = {}
+    for name in segments:
         with contextlib.suppress(OSError):
-            maps = process.read_text()
-            segments = {name for name in segments if f"/dev/shm/{name}" not in maps}
-    return sorted(segments)
+            numbers[Path("/dev/shm", name).stat().st_ino] = name
+    used = set(of_others)
+    for maps in Path("/proc").glob("[0-9]*/maps") if segments else ():
+        with contextlib.suppress(OSError):
+            used |= _mapped(maps)
+    return sorted(name for number, name in numbers.items() if number not in used)
+
+
+def _mapped(maps: Path) -> set[int]:
+    """The numbers of the files of shared memory that a process has mapped."""
+    return set(map(int, _MAPPED.findall(maps.read_text())))
 
 
 def _log_of(process: psutil.Process) -> str:
