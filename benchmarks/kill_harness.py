@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -134,6 +134,10 @@ class KilledRun:
         Raises:
             AssertionError: it does not end within the limit.
         """
+        with self.watching_others():
+            return self._run(kill, limit_s)
+
+    def _run(self, kill: Kill | None, limit_s: float) -> Outcome:
         phase_file = self.run_directory / "phase.json"
         phase_file.unlink(missing_ok=True)
         settings = [*self._recipe, f"run_dir={self.directory}", "resume=auto"]
@@ -147,9 +151,6 @@ class KilledRun:
                 start_new_session=True,
             )
         outcome = Outcome(killed=False, exit_code=0)
-        ended = threading.Event()
-        watch = threading.Thread(target=self._watch_others, args=(ended,), daemon=True)
-        watch.start()
         try:
             if kill is not None and _await(kill, phase_file, driver, limit_s):
                 outcome.step, outcome.phase = _phase(phase_file)
@@ -164,9 +165,19 @@ class KilledRun:
                 self.end()
         # Where nobody is left to tidy up, the next start does.
         outcome.left_over = self.left_over(_GONE_LIMIT_S, files=not (outcome.killed and outcome.target == "everything"))
-        ended.set()
-        watch.join()
         return outcome
+
+    @contextlib.contextmanager
+    def watching_others(self) -> Iterator[None]:
+        """In the block, note which shared memory is that of other processes."""
+        ended = threading.Event()
+        watch = threading.Thread(target=self._watch_others, args=(ended,))
+        watch.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watch.join()
 
     def _watch_others(self, ended: threading.Event) -> None:
         """Note the semaphores of other processes. Their names do not say whose they are, and a kill leaves them."""

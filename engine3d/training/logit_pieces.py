@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from engine3d.training.vocab_parallel import Slopes, VocabularyPart, top_tokens
+from engine3d.training.vocab_parallel import Slopes, VocabularyPart, pieces, top_tokens
 
 
 def logprobs_of_states(
@@ -76,7 +76,7 @@ class _OfStates(torch.autograd.Function):
         at = facts.new_empty(len(states), count) if count else None
         best = targets.new_empty(len(states), top) if top else None
         wanted = best if choices is None else choices
-        for rows in _pieces(len(states), piece):
+        for rows in pieces(len(states), piece):
             logits = states[rows] @ weight.t()
             facts[:, rows] = part.facts(logits, local[rows])
             if best is not None:
@@ -104,7 +104,7 @@ class _OfStates(torch.autograd.Function):
         of_weight = main_gradient if ctx.needs_input_grad[1] else None
         if of_weight is None and ctx.needs_input_grad[1]:
             of_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for rows in _pieces(len(states), piece):
+        for rows in pieces(len(states), piece):
             logits = states[rows] @ weight.t()
             own = [None if each is None else each[rows] for each in (places, *kept)]
             part.write_gradient(logits, local[rows], own[0], own[1:], slopes.rows(rows), logits)
@@ -115,7 +115,3 @@ class _OfStates(torch.autograd.Function):
             del logits
         returned = of_weight.to(weight.dtype) if of_weight is not None and main_gradient is None else None
         return of_states, returned, *[None] * 8
-
-
-def _pieces(count: int, piece: int) -> list[slice]:
-    return [slice(start, min(count, start + piece)) for start in range(0, count, piece)]

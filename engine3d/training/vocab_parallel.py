@@ -340,7 +340,7 @@ def _facts(logits: Tensor, local: Tensor, real: int, temperature: float) -> Tens
     if not real:
         highest.fill_(-torch.inf)
         return facts
-    for piece in _pieces(*logits.shape):
+    for piece in pieces(len(logits), _PIECE_BYTES // (4 * max(1, logits.shape[1]))):
         x = logits[piece, :real].float().div(temperature)
         highest[piece] = x.amax(dim=1)
         x.sub_(highest[piece, None].where(highest[piece, None] > -torch.inf, 0.0))
@@ -365,7 +365,7 @@ def _gradient(
     result: Tensor,
 ) -> None:
     """As `vocab_kernels.gradient`."""
-    for piece in _pieces(*logits.shape):
+    for piece in pieces(len(logits), _PIECE_BYTES // (4 * max(1, logits.shape[1]))):
         log_p = logits[piece, :real].float().div(temperature).sub_(normaliser[piece, None])
         scale = of_all[piece, None]
         if of_entropy is not None:
@@ -380,6 +380,7 @@ def _gradient(
         result[piece, real:] = 0
 
 
-def _pieces(count: int, width: int) -> list[slice]:
-    step = max(1, _PIECE_BYTES // (4 * max(1, width)))
+def pieces(count: int, most: int) -> list[slice]:
+    """The slices of `count` tokens in order, each of `most` of them, or of one if that is none, but for the last."""
+    step = max(1, most)
     return [slice(start, min(count, start + step)) for start in range(0, count, step)]

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,20 +70,18 @@ time.sleep(600)
 @pytest.mark.processes
 @pytest.mark.parametrize("own", [False, True])
 def test_a_semaphore_that_a_kill_leaves_is_the_runs_own_or_anothers(tmp_path: Path, own: bool) -> None:
-    run, ended = KilledRun(tmp_path / "run", ["recipe.yaml", "name=small"]), threading.Event()
-    watch = threading.Thread(target=run._watch_others, args=(ended,))
-    watch.start()
+    run = KilledRun(tmp_path / "run", ["recipe.yaml", "name=small"])
     environment = os.environ | ({kill_harness._MARK: str(run.directory)} if own else {})
     command = [sys.executable, "-c", HOLDS]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True) as holder:
+    with (
+        run.watching_others(),
+        subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True) as holder,
+    ):
         assert holder.stdout is not None
         name = f"sem.{holder.stdout.readline().decode().strip().lstrip('/')}"
         time.sleep(3 * kill_harness._LOOK_S)
         os.killpg(holder.pid, signal.SIGKILL)  # with the process that would remove it
     try:
-        found = run.left_over(0.0)
-        assert (f"shared memory {name}" in found) == own
+        assert (f"shared memory {name}" in run.left_over(0.0)) == own
     finally:
-        ended.set()
-        watch.join()
         Path(f"/dev/shm/{name}").unlink()
