@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 benchmarks/train.py --model qwen3-30b-a3b --train ep=4,dp=4 --precision-aware
 
 updates a model of random weights on random sequences, by this project's engine and by a bare Megatron-Core loop over
-the same model and optimizer in turn, and prints one JSON object. One rank needs torchrun too.
+the same model and optimizer in turn, and prints one JSON object: also the most memory that tensors took beside what the
+memory estimate foresees, and the seconds of a digest of the weights. One rank needs torchrun too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from torch import Tensor
 
 from benchmarks.random_engine import leads, most, random_engine, random_sequences, say, timed, train_on
 from benchmarks.reshard_plan import Parser, named_model, parse_layout, versions
+from engine3d.checkpoint.digest import weights_digest
 from engine3d.errors import UserError
+from engine3d.memory import held_by_rank, update_peak
 from engine3d.platform import platform
 from engine3d.training.config import OptimizerConfig
 from engine3d.training.engine import TrainEngine
@@ -42,6 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--train", required=True, help="sizes of the trainer, such as ep=4,dp=4")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of each sequence")
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
+    parser.add_argument(
+        "--logits-tokens", type=int, help="tokens whose logits are there at a time; else a micro-batch's"
+    )
     parser.add_argument("--step-tokens", type=int, default=2**19, help="of a training step, over all ranks")
     parser.add_argument("--steps", type=int, default=3, help="of each way, after one that warms up")
     parser.add_argument("--ways", default=",".join(WAYS), help="of engine and bare")
@@ -84,6 +90,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         dtype=options.dtype,
         optimizer=OptimizerConfig(lr=1e-6, precision_aware=options.precision_aware, offload=options.offload),
         micro_batch_tokens=options.micro_batch_tokens,
+        logits_tokens=options.logits_tokens,
         recompute=options.recompute,
         recompute_layers=options.recompute_layers,
         one_step_experts=not options.megatron_experts,
@@ -125,7 +132,18 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     if len(seconds) == len(WAYS):
         figures["engine_over_bare"] = statistics.median(seconds["bare"]) / statistics.median(seconds["engine"])
     figures["peak_memory_bytes"] = most(platform.memory().peak)
+    figures["foreseen_memory_bytes"] = most(_foreseen(engine))
+    figures["digest_s"] = [timed(lambda: weights_digest(engine)) for _ in range(options.steps + 1)][1:]
     return figures
+
+
+def _foreseen(engine: TrainEngine) -> int:
+    """Bytes of tensors of an update by the memory estimate."""
+    at, config = engine.coordinates, engine.config
+    held = held_by_rank(engine.spec, engine.layout, at, config, transformer_engine=platform.has_transformer_engine)
+    working = update_peak(engine.spec, engine.layout, at, config, tokens=config.micro_batch_tokens)
+    away = held.optimizer - held.masters - held.staged if config.optimizer.offload else 0
+    return held.total - away + working.peak
 
 
 def _bare_step(engine: TrainEngine, tokens: Tensor, step_tokens: int) -> None:

@@ -95,6 +95,15 @@ class HeldParameter:
             return join_remainder(own, self.where(master).view(-1)[part].to(own.device))  # it may be in host memory
         return self.where(master).view(-1)[part]
 
+    def weight_parts(self) -> tuple[Tensor, ...]:
+        """(stop - start,) tensors that the weight is kept in, as they lie: one, or Transformer Engine's two halves."""
+        if self.optimizer is None:
+            return (self.where(self.parameter.detach()).view(-1),)
+        master = self.moments.get("master_param")
+        halves = master is not None and master.dtype == torch.int16
+        kept = (self.main, master) if halves else (self.main if master is None else master,)
+        return tuple(self.where(each).view(-1) for each in kept)
+
     def target(self, kind: Kind) -> Tensor:
         """(stop - start,) where a loaded kind goes; to be followed by `accept` once it is filled."""
         if self.optimizer is None:

@@ -111,7 +111,17 @@ class _OfStates(torch.autograd.Function):
             if of_states is not None:
                 torch.matmul(logits, weight, out=of_states[rows])
             if of_weight is not None:
-                of_weight.add_(logits.t() @ states[rows])
+                _add_product(of_weight, logits.t(), states[rows])
             del logits
         returned = of_weight.to(weight.dtype) if of_weight is not None and main_gradient is None else None
         return of_states, returned, *[None] * 8
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, rounded once, and without room for the product where the device's libraries can."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(left @ right)

@@ -33,6 +33,23 @@ def test_every_bit_and_every_place_counts(dtype: torch.dtype) -> None:
     assert digest(-values) not in known
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int16])
+def test_wherever_a_tensor_lies_and_ends_its_bits_count(dtype: torch.dtype) -> None:
+    within = torch.randint(-(2**15), 2**15, (64,), generator=torch.Generator().manual_seed(3)).to(dtype)
+    for start, length in ((0, 64), (1, 17), (2, 8), (3, 1), (4, 7)):
+        values = within[start : start + length]
+        assert digest(values) == digest(values.clone())
+        assert len({digest(values), digest(values[:-1]), digest(torch.cat((values, values.new_zeros(1))))}) == 3
+
+
+@pytest.mark.parametrize("at", range(0, 64, 7))
+def test_the_same_bit_of_two_words_counts(at: int) -> None:
+    values = torch.randint(-(2**62), 2**62, (512,), generator=torch.Generator().manual_seed(4))
+    other = values.clone()
+    other[[3, 400]] ^= 1 << at if at < 63 else -(2**63)
+    assert len({digest(values), digest(other), digest(~values)}) == 3
+
+
 def test_the_least_bit_counts_and_tensors_stand_in_an_order() -> None:
     values = torch.randn(64, generator=torch.Generator().manual_seed(2))
     other = values.clone()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from engine3d.layout import Layout
 from engine3d.memory import inference_peak, update_peak
 from engine3d.models import load_model_spec
+from engine3d.platform import platform
 from engine3d.training import forward
 from engine3d.training.config import LayoutConfig, TrainConfig
 from engine3d.training.logit_pieces import logprobs_of_states
@@ -89,6 +90,43 @@ def _on_a_rank(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_values_and_gradients_are_those_of_whole_logits(world_size: int) -> None:
     run_distributed(_on_a_rank, world_size, world_size, timeout_s=120)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(platform.gpus == 0, reason="needs a GPU")
+@pytest.mark.parametrize("accumulated", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu_the_gradient_takes_no_room_of_its_own(accumulated: torch.dtype) -> None:
+    run_distributed(_on_a_gpu, 1, accumulated, timeout_s=120)
+
+
+def _on_a_gpu(accumulated: torch.dtype) -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(5)
+    tokens, hidden, vocabulary, piece = 4096, 512, 65536, 256
+    over: dict[str, Any] = {"vocabulary": vocabulary, "group": dist.group.WORLD}
+    states = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    weight = 0.05 * torch.randn(vocabulary, hidden, device="cuda", dtype=torch.bfloat16)
+    targets = torch.randint(vocabulary, (tokens,), device="cuda")
+    exact_states, exact_weight = states.float().requires_grad_(), weight.float().requires_grad_()
+    exact = logprobs_of_choices(exact_states @ exact_weight.t(), targets, targets[:, None][:, :0], **over)
+    (exact[0].sum() / tokens).backward()
+    assert exact_weight.grad is not None
+    del exact
+    states.requires_grad_()
+    weight.requires_grad_()
+    weight.main_grad = torch.zeros_like(weight, dtype=accumulated)  # type: ignore[attr-defined]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = logprobs_of_states(states, weight, targets, piece=piece, **over)
+    (found[0].sum() / tokens).backward()
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken < 2 * piece * vocabulary * 2 + 8 * tokens * hidden < weight.nbytes + piece * vocabulary * 2
+    torch.testing.assert_close(states.grad.float(), exact_states.grad, atol=2e-6, rtol=0.03)  # type: ignore[union-attr]
+    gradient = weight.main_grad.float()  # type: ignore[attr-defined]
+    off = (gradient - exact_weight.grad).norm() / exact_weight.grad.norm()
+    assert off < (0.003 if accumulated is torch.float32 else 0.01), off
+    dist.destroy_process_group()
 
 
 # The embedding of the second is its output layer too.
