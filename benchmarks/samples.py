@@ -10,7 +10,7 @@ prints one JSON object on stdout. Both ways begin with the lists that engines gi
   cut again.
 
 Lengths of responses are drawn from a log-normal distribution with the mean that is asked for, cut off at the longest;
-one response is the longest. Both ways give the same sequences, bit for bit, which is checked.
+one response is the longest; all are where the mean is. Both ways give the same sequences, bit for bit; this is checked.
 """
 
 from __future__ import annotations
@@ -65,15 +65,17 @@ class Case:
 
 
 def make_case(samples: int, mean: int, longest: int, prompt: int, seed: int = 0) -> Case:
-    """Samples with responses of these lengths."""
+    """Samples with responses of these lengths: all of one length where that is their mean and their longest."""
     random = np.random.default_rng(seed)
-    lengths = np.exp(random.normal(0.0, _SPREAD, samples))
-    # The cut lowers the mean: scaled until it is what was asked for.
-    scale = mean / lengths.mean()
-    for _ in range(50):
-        scale *= mean / np.clip(scale * lengths, 1, longest).mean()
-    counts = np.clip(scale * lengths, 1, longest).astype(int)
-    counts[int(counts.argmax())] = longest
+    counts = np.full(samples, longest)
+    if mean < longest:
+        lengths = np.exp(random.normal(0.0, _SPREAD, samples))
+        # The cut lowers the mean: scaled until it is what was asked for.
+        scale = mean / lengths.mean()
+        for _ in range(50):
+            scale *= mean / np.clip(scale * lengths, 1, longest).mean()
+        counts = np.clip(scale * lengths, 1, longest).astype(int)
+        counts[int(counts.argmax())] = longest
     prompts = random.integers(1, 2 * prompt, samples)
     return Case(
         [random.integers(0, _VOCABULARY, count).tolist() for count in prompts],
@@ -311,8 +313,10 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("samples", "mean", "longest", "prompt", "ranks", "repeats"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name} is {getattr(options, name)}, expected at least 1")
-    if options.mean >= options.longest:
-        raise UserError(f"--mean is {options.mean} and --longest {options.longest}, expected a longer one")
+    if options.mean > options.longest:
+        raise UserError(
+            f"--mean is {options.mean} and --longest {options.longest}, expected none shorter than the mean"
+        )
     if options.samples < options.ranks:
         raise UserError(f"--samples is {options.samples} for {options.ranks} ranks, expected at least as many")
 

@@ -16,6 +16,12 @@ def test_lengths_are_as_asked_for() -> None:
     assert case.lengths == [len(prompt) + length for prompt, length in zip(case.prompts, lengths, strict=True)]
 
 
+def test_all_are_of_one_length_where_the_longest_is_the_mean() -> None:
+    case = samples.make_case(samples=30, mean=40, longest=40, prompt=10)
+    assert [len(response) for response in case.responses] == [40] * 30
+    assert len(set(map(len, case.prompts))) > 1
+
+
 @pytest.mark.processes
 def test_both_ways_end_with_the_same_sequences(ray_cluster: None) -> None:
     case = samples.make_case(samples=40, mean=20, longest=200, prompt=5)
@@ -35,7 +41,10 @@ def test_both_ways_end_with_the_same_sequences(ray_cluster: None) -> None:
     ("arguments", "line"),
     [
         (["--samples", "0"], "samples.py: --samples is 0, expected at least 1"),
-        (["--mean", "40", "--longest", "40"], "samples.py: --mean is 40 and --longest 40, expected a longer one"),
+        (
+            ["--mean", "41", "--longest", "40"],
+            "samples.py: --mean is 41 and --longest 40, expected none shorter than the mean",
+        ),
         (["--samples", "3", "--ranks", "4"], "samples.py: --samples is 3 for 4 ranks, expected at least as many"),
         (["--sample", "many"], "samples.py: argument --samples: invalid int value: 'many'"),
     ],
