@@ -15,8 +15,8 @@ from engine3d.checkpoint.state import held_parameters
 if TYPE_CHECKING:
     from engine3d.training.engine import TrainEngine
 
-_CHUNK = 1 << 24
-"""Bytes at a time; three times as many are taken beside them."""
+_CHUNK = 1 << 25
+"""Bytes at a time; four times as many are taken in all."""
 _WORD = 8
 """Bytes that are multiplied at a time."""
 _SPREAD = -7046029254386353131
@@ -32,48 +32,53 @@ def weights_digest(engine: TrainEngine) -> str:
     Returns:
         16 hexadecimal digits.
     """
-    digest = Digest(engine.device)
-    for held in held_parameters(engine):
-        for part in held.weight_parts():
-            digest.add(part)
+    parts = [part for held in held_parameters(engine) for part in held.weight_parts()]
+    digest = Digest(engine.device, sum(part.nbytes for part in parts))
+    for part in parts:
+        digest.add(part)
     return digest.text()
 
 
 class Digest:
     """Takes in one tensor after another.
 
+    Small ones are gathered first: kernels of its own for each of thousands of experts take longer than reading them.
+
     Args:
         device: where it is computed.
+        nbytes: of all that will be added.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        words = -(-min(nbytes, _CHUNK) // _WORD)
         self._value = torch.zeros((), dtype=torch.int64, device=device)
-        self._factors = torch.empty(0, dtype=torch.int64, device=device)
+        self._lengths = 0
+        self._gathered = torch.empty(words * _WORD, dtype=torch.uint8, device=device)
+        self._room, self._filled = words * _WORD, 0
+        places = torch.arange(words + 1, device=device)
+        self._factors = (places * _SPREAD).bitwise_or_(1)
 
     def add(self, values: Tensor) -> None:
-        """Take in the bits of (n,) values, each with its place."""
-        for part in values.detach().contiguous().split(_CHUNK // values.element_size()):
-            self._add(_words(part.to(self._value.device)), part.nbytes)
+        """Take in the bits of (n,) values, each with its place; they may not be written to before `text`."""
+        values, size, taken = values.detach().contiguous().view(torch.uint8), values.nbytes, 0
+        self._lengths = (self._lengths * _STEP + size + 1) % (1 << 64)
+        while taken < size:
+            fits = min(size - taken, self._room - self._filled)
+            into = self._gathered[self._filled : self._filled + fits]
+            into.copy_(values if fits == size else values[taken : taken + fits], non_blocking=True)
+            self._filled, taken = self._filled + fits, taken + fits
+            if self._filled == self._room:
+                self._take_in()
 
     def text(self) -> str:
-        """16 hexadecimal digits."""
-        return f"{int(self._value) % (1 << 64):016x}"
+        """16 hexadecimal digits; nothing is added after it."""
+        self._gathered[self._filled :].zero_()
+        self._take_in()
+        return f"{(int(self._value) + self._lengths) % (1 << 64):016x}"
 
-    def _add(self, words: Tensor, nbytes: int) -> None:
-        if len(words) >= len(self._factors):
-            places = torch.arange(len(words) + 1, device=self._value.device)
-            self._factors = (places * _SPREAD).bitwise_or_(1)
+    def _take_in(self) -> None:
+        words = self._gathered.view(torch.int64)
         # All of it modulo 2^64, where a factor moves bits up only: upper halves are multiplied on their own too.
-        count = len(words)
-        found = (words * self._factors[:count]).addcmul_(words >> 32, self._factors[1 : count + 1]).sum()
-        self._value = self._value * _STEP + found + nbytes
-
-
-def _words(values: Tensor) -> Tensor:
-    """(n,) values read as (ceil(bytes / 8),) int64, zeros behind the last."""
-    rest = -values.nbytes % _WORD
-    if rest:
-        values = torch.cat((values, values.new_zeros(rest // values.element_size())))
-    elif values.storage_offset() * values.element_size() % _WORD:
-        values = values.clone()  # torch reads as wider words only what begins at one
-    return values.view(torch.int64)
+        found = (words * self._factors[:-1]).addcmul_(words >> 32, self._factors[1:]).sum()
+        self._value = self._value * _STEP + found
+        self._filled = 0

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 def digest(*tensors: torch.Tensor) -> str:
-    found = Digest(CPU)
+    found = Digest(CPU, sum(tensor.nbytes for tensor in tensors))
     for tensor in tensors:
         found.add(tensor)
     return found.text()
@@ -48,6 +48,19 @@ def test_the_same_bit_of_two_words_counts(at: int) -> None:
     other = values.clone()
     other[[3, 400]] ^= 1 << at if at < 63 else -(2**63)
     assert len({digest(values), digest(other), digest(~values)}) == 3
+
+
+def test_what_is_larger_than_a_chunk_counts_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine3d.checkpoint.digest._CHUNK", 64)
+    values = torch.randn(100, generator=torch.Generator().manual_seed(5))
+    known = {digest(values), digest(values[:50], values[50:])}
+    for place in (0, 15, 16, 17, 63, 99):
+        other = values.clone()
+        other.view(torch.int32)[place] ^= 1 << 31
+        known |= {digest(other), digest(other[:50], other[50:])}
+    other = values.clone()
+    other[:16], other[16:32] = values[16:32], values[:16]  # two chunks
+    assert len(known | {digest(other)}) == 15
 
 
 def test_the_least_bit_counts_and_tensors_stand_in_an_order() -> None:
