@@ -91,14 +91,15 @@ def plan_evaluation(
     """
     loaded, root, model = _target(target, overrides, recipe)
     found = None
+    saved = root is not None and bool(find_checkpoints(root)[0])
+    if target.is_file() and model is None and checkpoint is None and not saved:
+        raise UserError(
+            f"{target}: the model of this recipe is made with random weights, and {root or 'its run'} has no "
+            "checkpoint; expected model.path, or a run's or a model's directory"
+        )
     if checkpoint is not None or (root is not None and model is None):
         found = _checkpoint(target, root, checkpoint or "last")
         model = found / MODEL
-    if model is None and loaded.model.path is None:
-        raise UserError(
-            f"{target}: the model of this recipe is made with random weights, expected model.path, a run's directory, "
-            "or --checkpoint"
-        )
     step = int(found.name.removeprefix("step-")) if found is not None else 0
     label = found.name if found is not None else (model or loaded.model.path or target).name
     directory = out or (

@@ -82,6 +82,7 @@ def test_dynamic_sampling_draws_the_same_prompts(reward: str, tmp_path: Path) ->
     assert sum(step["sampling/filtered_prompts"] for step in steps) > 0
 
 
+@pytest.mark.release
 def test_a_replay_buffer_gives_the_same_samples(reward: str, tmp_path: Path) -> None:
     directory = whole_and_killed(tmp_path, "pf_ppo", reward, "algorithm.replay_buffer_size=40", *WITH_CRITIC)
     steps = records(directory, "train")

@@ -90,7 +90,7 @@ def test_other_targets_are_refused(recipe: Recipe, tmp_path: Path) -> None:
         plan_evaluation(tmp_path, [])
     file = tmp_path / "recipe.yaml"
     file.write_text(settings_yaml(recipe.model_copy(update={"run_dir": tmp_path / "runs"})))
-    with pytest.raises(UserError, match=r"--checkpoint last: no whole checkpoint in"):
+    with pytest.raises(UserError, match=r"made with random weights, and .*/checkpoints has no checkpoint; expected"):
         plan_evaluation(file, [])
     with pytest.raises(UserError, match="which is a recipe itself"):
         plan_evaluation(file, [], recipe=file)

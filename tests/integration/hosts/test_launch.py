@@ -58,7 +58,8 @@ def test_torchrun_on_three_hosts_learns_what_one_host_learns(tmp_path: Path) -> 
     assert found == learned(one / "small")
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.release), 1])
+@pytest.mark.release
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_torchrun_that_is_killed_ends_the_run_on_all_hosts(tmp_path: Path, victim: int) -> None:
     with hosts_or_skip(2, shared=tmp_path) as hosts:
         words = small_run(tmp_path, *MANY_STEPS, "placement.rollout=cpu:4")
@@ -104,7 +105,8 @@ def ends_with(launch: Launch, *, codes: list[int], told: str, limit_s: float = 6
     assert launch.left() == []
 
 
-@pytest.mark.parametrize("phase", [pytest.param("rollout", marks=pytest.mark.release), "update"])
+@pytest.mark.release
+@pytest.mark.parametrize("phase", ["rollout", "update"])
 def test_a_host_whose_link_goes_down_is_named_and_the_run_ends_on_all(tmp_path: Path, phase: str) -> None:
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         launch = start_agents(hosts, tmp_path, *MANY_STEPS)

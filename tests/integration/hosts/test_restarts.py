@@ -92,7 +92,8 @@ def test_without_a_spare_it_goes_on_with_the_hosts_of_a_role_that_are_left(tmp_p
     assert [record["step"] for record in records(launch.run, "train")] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("spares", [pytest.param(0, marks=pytest.mark.release), 1])
+@pytest.mark.release
+@pytest.mark.parametrize("spares", [0, 1])
 def test_a_trainer_that_loses_one_of_its_two_hosts_goes_on(tmp_path: Path, spares: int) -> None:
     devices = "placement={actor: 'role:train', rollout: 'role:rollout'}"
     roles = ["train", "train", "rollout", *["train"] * spares]
