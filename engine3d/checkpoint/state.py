@@ -100,8 +100,9 @@ class HeldParameter:
         if self.optimizer is None:
             return (self.where(self.parameter.detach()).view(-1),)
         master = self.moments.get("master_param")
-        halves = master is not None and master.dtype == torch.int16
-        kept = (self.main, master) if halves else (self.main if master is None else master,)
+        kept = [self.main] if master is None else [master]
+        if master is not None and master.dtype == torch.int16:
+            kept.insert(0, self.main)
         return tuple(self.where(each).view(-1) for each in kept)
 
     def target(self, kind: Kind) -> Tensor:
