@@ -1,6 +1,6 @@
 """A number for the weights that a rank holds: the same for the same bits, and no others in all likelihood.
 
-Cheap enough for every step: the weights are read once, as they lie and where they are, and nothing is gathered.
+Cheap enough for every step: each rank reads its weights once, as they lie, and asks no other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def weights_digest(engine: TrainEngine) -> str:
 class Digest:
     """Takes in one tensor after another.
 
-    Small ones are gathered first: kernels of its own for each of thousands of experts take longer than reading them.
+    Small ones are put together first: kernels for each of thousands of experts take longer than reading them all.
 
     Args:
         device: where it is computed.
@@ -53,7 +53,7 @@ class Digest:
         words = -(-min(nbytes, _CHUNK) // _WORD)
         self._value = torch.zeros((), dtype=torch.int64, device=device)
         self._lengths = 0
-        self._gathered = torch.empty(words * _WORD, dtype=torch.uint8, device=device)
+        self._together = torch.empty(words * _WORD, dtype=torch.uint8, device=device)
         self._room, self._filled = words * _WORD, 0
         places = torch.arange(words + 1, device=device)
         self._factors = (places * _SPREAD).bitwise_or_(1)
@@ -64,7 +64,7 @@ class Digest:
         self._lengths = (self._lengths * _STEP + size + 1) % (1 << 64)
         while taken < size:
             fits = min(size - taken, self._room - self._filled)
-            into = self._gathered[self._filled : self._filled + fits]
+            into = self._together[self._filled : self._filled + fits]
             into.copy_(values if fits == size else values[taken : taken + fits], non_blocking=True)
             self._filled, taken = self._filled + fits, taken + fits
             if self._filled == self._room:
@@ -72,12 +72,12 @@ class Digest:
 
     def text(self) -> str:
         """16 hexadecimal digits; nothing is added after it."""
-        self._gathered[self._filled :].zero_()
+        self._together[self._filled :].zero_()
         self._take_in()
         return f"{(int(self._value) + self._lengths) % (1 << 64):016x}"
 
     def _take_in(self) -> None:
-        words = self._gathered.view(torch.int64)
+        words = self._together.view(torch.int64)
         # All of it modulo 2^64, where a factor moves bits up only: upper halves are multiplied on their own too.
         found = (words * self._factors[:-1]).addcmul_(words >> 32, self._factors[1:]).sum()
         self._value = self._value * _STEP + found

@@ -92,7 +92,9 @@ def plan_evaluation(
     loaded, root, model = _target(target, overrides, recipe)
     found = None
     saved = root is not None and bool(find_checkpoints(root)[0])
-    if target.is_file() and model is None and checkpoint is None and not saved:
+    if model is None and checkpoint is None and not saved:
+        if not target.is_file():
+            raise UserError(f"{target} has neither a whole checkpoint nor an exported model, expected one of them")
         raise UserError(
             f"{target}: the model of this recipe is made with random weights, and {root or 'its run'} has no "
             "checkpoint; expected model.path, or a run's or a model's directory"

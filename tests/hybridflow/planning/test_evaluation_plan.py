@@ -88,10 +88,14 @@ def test_other_targets_are_refused(recipe: Recipe, tmp_path: Path) -> None:
         plan_evaluation(tmp_path / "none", [])
     with pytest.raises(UserError, match=r"has neither recipe\.yaml nor config\.json"):
         plan_evaluation(tmp_path, [])
-    file = tmp_path / "recipe.yaml"
-    file.write_text(settings_yaml(recipe.model_copy(update={"run_dir": tmp_path / "runs"})))
+    file, empty = tmp_path / "recipe.yaml", recipe.model_copy(update={"run_dir": tmp_path / "runs"})
+    file.write_text(settings_yaml(empty))
     with pytest.raises(UserError, match=r"made with random weights, and .*/checkpoints has no checkpoint; expected"):
         plan_evaluation(file, [])
+    empty.directory.mkdir(parents=True)
+    (empty.directory / "recipe.yaml").write_text(settings_yaml(empty))
+    with pytest.raises(UserError, match="has neither a whole checkpoint nor an exported model, expected one of them"):
+        plan_evaluation(empty.directory, [])
     with pytest.raises(UserError, match="which is a recipe itself"):
         plan_evaluation(file, [], recipe=file)
 
