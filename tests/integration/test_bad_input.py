@@ -90,7 +90,7 @@ def run(case: Case, at: Place, commands: Commands) -> Outcome:
 WITH_A_HOME_TO_READ = ("unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o ro none "$HOME" && exec "$@"', "sh")
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.processes
 def test_a_run_goes_on_without_standard_output_or_home_and_ends_without_its_directory(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()

@@ -34,7 +34,8 @@ from tests.integration.reference_runs import (
 from tests.integration.replayed_steps import REPLAYED
 
 OTHERS = {"ppo-split": pytest.mark.long, "ppo-colocate": pytest.mark.long} | dict.fromkeys(
-    ("ppo-standalone", "remax-standalone", "remax-colocate"), pytest.mark.release
+    ("grpo-one-step-apart", "ppo-standalone", "remax-standalone", "remax-colocate", "safe_rlhf-colocate"),
+    pytest.mark.release,
 )
 """Of an algorithm that another case, or one of two steps, has as well, on other devices."""
 

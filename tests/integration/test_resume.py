@@ -311,7 +311,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one(
     assert compare(run, whole).identical
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_run_that_is_asked_to_end_saves_and_resumes_as_the_uninterrupted_one(
     whole: KilledRun, recipe: list[str], tmp_path: Path
 ) -> None:

@@ -202,7 +202,8 @@ def test_a_rank_that_raises_on_another_host_is_the_cause(tmp_path: Path) -> None
         assert "raised ValueError at " in launch.output(0) and ": no figure on sample 0 " in launch.output(0)
 
 
-@pytest.mark.parametrize("victim", ["actor", pytest.param("rollout", marks=pytest.mark.release)])
+@pytest.mark.release
+@pytest.mark.parametrize("victim", ["actor", "rollout"])
 def test_a_rank_that_is_killed_is_the_cause(tmp_path: Path, victim: str) -> None:
     with hosts_or_skip(3, shared=tmp_path) as hosts:
         devices = {"actor": "cpu:0,4", "rollout": "cpu:8"}

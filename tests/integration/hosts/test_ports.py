@@ -21,7 +21,11 @@ APART = ["trainer.steps=2", "warmup=null", "placement.actor=cpu:0-1", "placement
 RANGE = PortRange(31000, 32999)
 
 
-@pytest.mark.parametrize(("ports", "ipv6"), [(RANGE, False), (None, True)], ids=["range-ipv4", "any-ipv6"])
+@pytest.mark.parametrize(
+    ("ports", "ipv6"),
+    [pytest.param(RANGE, False, marks=pytest.mark.release), (None, True)],
+    ids=["range-ipv4", "any-ipv6"],
+)
 def test_a_run_listens_at_the_clusters_address_or_on_loopback(
     tmp_path: Path, ports: PortRange | None, ipv6: bool
 ) -> None:
