@@ -6,6 +6,7 @@ it is to serve comes as one line of JSON on its standard input, which its client
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -67,7 +68,9 @@ def main() -> None:
     with quick_imports():
         from sglang.srt.entrypoints.http_server import launch_server
         from sglang.srt.server_args import ServerArgs
-    launch_server(ServerArgs(**launch["arguments"]))
+    with contextlib.suppress(SystemExit):  # how uvicorn ends; the log says why
+        launch_server(ServerArgs(**launch["arguments"]))
+    _end()  # SGLang has threads that would keep this process
 
 
 if __name__ == "__main__":

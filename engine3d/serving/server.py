@@ -69,6 +69,7 @@ class CompletionServer:
         self._key, self._address, self._devices = key, address, tuple(devices)
         self._log_path = Path(log_path) if log_path is not None else None
         self._port = 0
+        self._held: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._run_directory: tuple[Path, IO[bytes]] | None = None
         self._turn = threading.Lock()
@@ -94,7 +95,9 @@ class CompletionServer:
             if self.is_alive:
                 raise UserError("the server was started already")
             self._bury()
-            self._port = self._port or _free_port(self._address)
+            if self._held is None:
+                self._held = _held_port(self._address)
+                self._port = self._held.getsockname()[1]
             if self._log_path is None:
                 self._log_path = Path(tempfile.mkstemp(prefix="server-", suffix=".log")[1])
             process = self._process = self._launch(self._log_path)
@@ -210,6 +213,9 @@ class CompletionServer:
         while self.is_alive and time.monotonic() < deadline:
             time.sleep(0.01)
         self.kill()
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     def kill(self) -> None:
         """Kill it with all of its group, and take its temporary files away. Idempotent."""
@@ -239,9 +245,12 @@ class CompletionServer:
         self.shutdown()
 
 
-def _free_port(address: str) -> int:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as listening:
-        listening.bind((address, 0))
-        port: int = listening.getsockname()[1]
-        return port
+def _held_port(address: str) -> socket.socket:
+    """A socket at a free port, by which no process gets that port that asks for any, also between two starts.
+
+    SGLang's own socket may be bound to it: both have SO_REUSEADDR, and this one does not listen.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((address, 0))
+    return held

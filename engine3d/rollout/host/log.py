@@ -16,7 +16,9 @@ _MAX_LENGTH = 400
 
 # The last line of a Python traceback: an exception's name, dotted or not, and mostly its message.
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Timeout)\b(?::.*)?$")
-_CRASH = re.compile(r"crashed with exit code|Segmentation fault|Out of memory|terminate called|Fatal Python error")
+_CRASH = re.compile(
+    r"crashed with exit code|Segmentation fault|Out of memory|terminate called|Fatal Python error|ERROR: +\[Errno \d+\]"
+)
 _KILLED = re.compile(r"crashed with exit code -|Segmentation fault|Out of memory|terminate called")
 # What other processes say when one has failed.
 _CONSEQUENCE = re.compile(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from engine3d.errors import EngineError
 from engine3d.serving import CompletionServer
+from engine3d.serving.server import _held_port
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.rewards.result import reward_metrics
@@ -77,3 +80,19 @@ def test_a_server_asks_for_its_key_and_says_what_it_died_of(server: CompletionSe
     os.waitid(os.P_PID, server._process.pid, os.WEXITED | os.WNOWAIT)
     with pytest.raises(EngineError, match=f"SGLang server died: its process was killed by SIGKILL; log: {log}"):
         server.check()
+
+
+def test_a_port_that_another_has_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setattr("engine3d.serving.server._held_port", lambda address: taken)
+    with pytest.raises(EngineError, match=r"SGLang server died during start: .*address already in use"):
+        judge_server(tmp_path).start()
+
+
+def test_no_other_gets_the_port_of_a_server_that_starts() -> None:
+    with _held_port("127.0.0.1") as held, socket.socket() as other:
+        place = held.getsockname()
+        with pytest.raises(OSError, match="in use"):
+            other.bind(place)
+        with socket.create_server(place) as own:  # as SGLang does
+            assert own.getsockname() == place
