@@ -56,6 +56,7 @@ _MARK = "HYBRIDFLOW_KILL_HARNESS"
 _EXIT_LIMIT_S = 180.0
 _GONE_LIMIT_S = 60.0
 _LOOK_S = 1.0
+_LIST_S = 0.02
 _MAPPED = re.compile(r"^\S+ \S+ \S+ \S+ (\d+) +/dev/shm/", re.MULTILINE)
 
 
@@ -181,8 +182,14 @@ class KilledRun:
 
     def _watch_others(self, ended: threading.Event) -> None:
         """Note the semaphores of other processes. Their names do not say whose they are, and a kill leaves them."""
-        # By the numbers of files: a semaphore is mapped by another name than it has afterwards.
-        while not ended.wait(_LOOK_S):
+        # By the numbers of files: a semaphore is mapped by another name than it has afterwards. At once when there is a
+        # new one, for whoever made it may be killed soon; and now and then, for a file is mapped after it is there.
+        known, looked = _shared_memory(), -_LOOK_S
+        while not ended.wait(_LIST_S):
+            names, now = _shared_memory(), time.monotonic()
+            if names <= known and now - looked < _LOOK_S:
+                continue
+            known, looked = known | names, now
             for process in psutil.process_iter():
                 with contextlib.suppress(psutil.Error, OSError):
                     mapped = _mapped(Path(f"/proc/{process.pid}/maps"))

@@ -69,7 +69,10 @@ time.sleep(600)
 
 @pytest.mark.processes
 @pytest.mark.parametrize("own", [False, True])
-def test_a_semaphore_that_a_kill_leaves_is_the_runs_own_or_anothers(tmp_path: Path, own: bool) -> None:
+def test_a_semaphore_that_a_kill_leaves_is_the_runs_own_or_anothers(
+    tmp_path: Path, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kill_harness, "_LOOK_S", 1e6)  # a new file makes it look
     run = KilledRun(tmp_path / "run", ["recipe.yaml", "name=small"])
     environment = os.environ | ({kill_harness._MARK: str(run.directory)} if own else {})
     command = [sys.executable, "-c", HOLDS]
@@ -79,7 +82,9 @@ def test_a_semaphore_that_a_kill_leaves_is_the_runs_own_or_anothers(tmp_path: Pa
     ):
         assert holder.stdout is not None
         name = f"sem.{holder.stdout.readline().decode().strip().lstrip('/')}"
-        time.sleep(3 * kill_harness._LOOK_S)
+        number, deadline = Path(f"/dev/shm/{name}").stat().st_ino, time.monotonic() + (1 if own else 30)
+        while number not in run._of_others and time.monotonic() < deadline:
+            time.sleep(0.01)
         os.killpg(holder.pid, signal.SIGKILL)  # with the process that would remove it
     try:
         assert (f"shared memory {name}" in run.left_over(0.0)) == own

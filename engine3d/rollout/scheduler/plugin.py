@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,17 @@ def register() -> None:
     write_stacks_on_signal()
     # SGLang's debug dumper imports Megatron-Core where it finds it: three seconds of every start, for nothing here.
     leave_out("megatron.core")
+    _lock_progress_bars()
     _hook_start()
     if ALONE_VARIABLE not in os.environ:
         _hook_engine()
+
+
+def _lock_progress_bars() -> None:
+    # By themselves they make a semaphore among processes, which stays in /dev/shm when SGLang kills its schedulers.
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
 
 
 def _hook_start() -> None:

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from engine3d.errors import EngineError
@@ -76,6 +77,9 @@ def test_a_server_asks_for_its_key_and_says_what_it_died_of(server: CompletionSe
     log = server.log_path
     assert log is not None and KEY not in log.read_text() and "<key>" in log.read_text()
     assert server._process is not None
+    group = [psutil.Process(server._process.pid), *psutil.Process(server._process.pid).children(recursive=True)]
+    held = [line for process in group for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+    assert len(group) > 2 and not [line for line in held if "/dev/shm/sem." in line]  # which a kill would leave
     os.kill(server._process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, server._process.pid, os.WEXITED | os.WNOWAIT)
     with pytest.raises(EngineError, match=f"SGLang server died: its process was killed by SIGKILL; log: {log}"):
