@@ -142,10 +142,8 @@ def _foreseen(engine: TrainEngine) -> int:
     at, config = engine.coordinates, engine.config
     held = held_by_rank(engine.spec, engine.layout, at, config, transformer_engine=platform.has_transformer_engine)
     peak = update_peak(engine.spec, engine.layout, at, config, tokens=config.micro_batch_tokens).peak
-    if not config.optimizer.offload:
-        return held.total + peak
-    # Parts of the state come to the device once the backward pass is over.
-    return held.total - held.optimizer + held.masters + max(peak, held.staged)
+    # Parts of a state in host memory come to the device once the backward pass is over.
+    return held.on_device + max(peak, held.staged)
 
 
 def _bare_step(engine: TrainEngine, tokens: Tensor, step_tokens: int) -> None:

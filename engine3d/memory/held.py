@@ -27,8 +27,8 @@ class Held:
         gradients: the buffer that they are added up in.
         optimizer: this rank's part of Adam's two moments, and of what a bf16 weight lacks to float32. It is taken by
             the first update.
-        masters: of these, float32 weights, which are on the device even where the rest is in host memory.
-        staged: what the device has of the rest while it is updated, where that is in host memory.
+        away: of these, what is in host memory: with an offloaded optimizer the moments, not the float32 weights.
+        staged: what the device has of that while it is updated.
         dummy_gradients: what Transformer Engine hands autograd in place of gradients that it adds to their buffer
             itself: a tensor for each shape of a linear layer's weight.
     """
@@ -36,7 +36,7 @@ class Held:
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
-    masters: int = 0
+    away: int = 0
     staged: int = 0
     dummy_gradients: int = 0
 
@@ -45,7 +45,7 @@ class Held:
             self.weights + other.weights,
             self.gradients + other.gradients,
             self.optimizer + other.optimizer,
-            self.masters + other.masters,
+            self.away + other.away,
             max(self.staged, other.staged),  # one buffer is updated after the other
             self.dummy_gradients + other.dummy_gradients,
         )
@@ -53,6 +53,11 @@ class Held:
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.dummy_gradients
+
+    @property
+    def on_device(self) -> int:
+        """Of all that, what is not in host memory."""
+        return self.total - self.away
 
 
 def held_by_rank(
@@ -93,14 +98,11 @@ def held_by_rank(
         found += Held(weights=elements * itemsize + others * _FLOAT32)
         if trainable:
             own = elements // copies
-            masters, moments = own * of_element.master, own * of_element.moments
-            largest = min(own, max((prod(each.shape) for each in parameters), default=0))
-            found += Held(
-                gradients=elements * of_element.gradient,
-                optimizer=masters + moments,
-                masters=masters,
-                staged=most_on_device(moments, largest * of_element.moments),
-            )
+            moments = own * of_element.moments
+            found += Held(gradients=elements * of_element.gradient, optimizer=own * of_element.master + moments)
+            if config.optimizer.offload:
+                largest = min(own, max((prod(each.shape) for each in parameters), default=0))
+                found += Held(away=moments, staged=most_on_device(moments, largest * of_element.moments))
         if trainable and transformer_engine:
             linear = [each for each in parameters if ".linear_" in each.name and len(each.shape) == 2]
             shapes = {each.shape for each in linear if ".experts." not in each.name}  # experts are multiplied without

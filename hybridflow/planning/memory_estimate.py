@@ -248,7 +248,7 @@ def _gpu(
     in_turn: dict[str, dict[str, int]] = {}
     for role, each in here.items():
         held = each.held[device]
-        own = {f"{role} weights": held.weights, f"{role} optimizer": held.optimizer - _away(recipe, role, held)}
+        own = {f"{role} weights": held.weights, f"{role} optimizer": held.optimizer - held.away}
         in_turn[role] = {name: size for name, size in own.items() if size} if _leaves(recipe, role) else {}
         always |= own if not _leaves(recipe, role) else {}
         always[f"{role} dummy gradients"] = held.dummy_gradients
@@ -296,10 +296,8 @@ def _gpu(
         )
         if each.trained:
             gradients = {} if alone else {"gradients": each.held[device].gradients}
-            at_work = each.update[device]
-            working = _at_work(at_work)
-            if _offloads(recipe, role) and each.held[device].staged > sum(working.values()):
-                working = {"optimizer": each.held[device].staged}
+            at_work, staged = each.update[device], each.held[device].staged
+            working = _at_work(at_work) if at_work.peak >= staged else {"optimizer": staged}
             items = kept | in_turn[role] | gradients | working
             phases.append(Phase(f"update of {role}", items, advice("update", at_work)))
     return GpuMemory((), always, tuple(phases), tokens)
@@ -404,7 +402,7 @@ def _hosts(
         less[name := f"{role} between its turns"] = f"{role}.offload=false"
         for device, held in ranks[role].held.items():
             if device.kind == "cuda":
-                _add(found[device.node], name, held.weights + held.optimizer - _away(recipe, role, held))
+                _add(found[device.node], name, held.weights + held.optimizer - held.away)
     slots = [(device.node, gpu) for gpu in gpus if gpu.on_cpu for device in gpu.devices]
     for node, slot in slots:  # each at its worst, since they need not be at the same phase
         for name, size in {**slot.always, **slot.worst.items}.items():
@@ -420,8 +418,8 @@ def _hosts(
         config, name = recipe.train_config(role), f"{role} optimizer"
         less[name] = f"{recipe.train_setting(role)}.optimizer.offload=false"
         for device, held in ranks[role].held.items():
-            if state := _away(recipe, role, held):
-                _add(found[device.node], name, state)
+            if held.away:
+                _add(found[device.node], name, held.away)
         if estimate and recipe.checkpoint.saves_in_background:
             layout: Layout = config.layout.layout(len(devices[role]))
             plan = plan_checkpoint(specs[role], layout, precision_aware=config.optimizer.precision_aware)
@@ -442,11 +440,6 @@ def _add(items: dict[str, int], name: str, size: int) -> None:
     items[name] = items.get(name, 0) + size
 
 
-def _away(recipe: Recipe, role: str, held: Held) -> int:
-    """Of the optimizer's state, what is in host memory."""
-    return held.optimizer - held.masters if _offloads(recipe, role) else 0
-
-
 def _leaves(recipe: Recipe, role: str) -> bool:
     """Whether a model is on its devices in its own turns only."""
     return role in recipe.offloaded_roles
@@ -455,10 +448,6 @@ def _leaves(recipe: Recipe, role: str) -> bool:
 def _leave(recipe: Recipe, roles: Iterable[str]) -> list[str]:
     """The settings by which models would leave that now stay."""
     return [f"{role}.offload=true" for role in roles if role in recipe.models and not _leaves(recipe, role)]
-
-
-def _offloads(recipe: Recipe, role: str) -> bool:
-    return role in recipe.trained_roles and recipe.train_config(role).optimizer.offload
 
 
 def _place(device: Device) -> Place:

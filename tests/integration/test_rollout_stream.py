@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks import logprobs
 from benchmarks.kill_harness import Kill, KilledRun
 from hybridflow.checkpoint.batch_files import read_batch
 from hybridflow.config.recipe import load_recipe
@@ -157,6 +158,20 @@ def test_engines_get_new_weights_one_after_another(run: KilledRun) -> None:
     assert len(paused[0]) == len(paused[1]) > 1
     for first, second in zip(paused[0], paused[1], strict=True):
         assert first.begin < first.end <= second.begin < second.end
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_each_token_was_drawn_with_the_weights_of_its_version(
+    run: KilledRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert logprobs.main([str(run.run_directory), "--samples", "1000"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    told, tokens = result["distances"], STEPS * GROUPS * 4 * 24
+    assert sum(told[kind]["tokens"] for kind in (logprobs.FIRST, logprobs.LATER)) + result["left_out"] == tokens
+    for kind in (logprobs.FIRST, logprobs.LATER):
+        assert told[kind]["most"] < 1e-4
+    assert told[logprobs.BEFORE]["mean"] > 1e-3
 
 
 @pytest.mark.processes

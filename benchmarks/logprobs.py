@@ -1,0 +1,211 @@
+"""Log-probs of stored samples beside transformers', with the weights that drew each token.
+
+    python benchmarks/logprobs.py RUN_DIRECTORY [--samples 400] [--device cuda]
+
+of a run that keeps a checkpoint of every step and all of its samples (`checkpoint.save_interval=1`,
+`samples.keep_mb=null`). Each checkpoint is exported and loaded by transformers in float32. The log-prob of each token of
+a response is computed with the weights of the token's own version and with those of the version before, and compared
+with what the engine said when it drew the token.
+
+Prints a table of the absolute differences, and last one JSON object. With the own version they are those of the engine's
+data type; with the version before they are how far the policy has moved, without which the first says nothing.
+Tokens of a version of which there is no checkpoint are counted and left out: those of the first, where a run warms up
+or begins with training.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pyarrow.parquet as pq
+import torch
+
+from benchmarks.reshard_plan import Parser, versions
+from engine3d.checkpoint.hf import export_checkpoint
+from engine3d.checkpoint.manifest import find_checkpoints
+from engine3d.errors import UserError
+from hybridflow.checkpoint.driver_state import RunState
+
+from hybridflow.config.recipe import load_recipe
+from hybridflow.rundir.file_names import CHECKPOINTS, RECIPE, SAMPLE_STORE
+from hybridflow.rundir.sample_files import stored_steps
+
+FIRST, LATER, BEFORE = "the response's first version", "a later version", "one version older"
+_COLUMNS = ["sample_id", "prompt_tokens", "response_tokens", "logprobs", "policy_version", "token_versions"]
+_FAR = 5
+"""Of the tokens that are furthest off, so many are told of each kind."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """A stored sample.
+
+    Args:
+        sample: its id.
+        tokens: of prompt and response.
+        prompt: tokens of the prompt.
+        logprobs: of each token of the response, in the natural logarithm, as the engine gave them.
+        versions: of the weights by which each token of the response was drawn.
+    """
+
+    sample: int
+    tokens: tuple[int, ...]
+    prompt: int
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """A token of a response, and how far its log-prob is off.
+
+    Args:
+        sample, place: the sample's id, and the token's place in the response.
+        version: of the weights that drew the token.
+        kind: with which weights it was computed: `FIRST` and `LATER` are of the token's version, `BEFORE` is not.
+        distance: absolute difference of the log-probs.
+    """
+
+    sample: int
+    place: int
+    version: int
+    kind: str
+    distance: float
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the exit code is 2 for arguments that cannot be right."""
+    parser = Parser(prog="logprobs.py", description="Log-probs of stored samples beside transformers'.")
+    parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
+    parser.add_argument("--samples", type=int, default=400, help="at most so many, evenly over all that are stored")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        options = parser.parse_args(arguments)
+        responses = stored_responses(options.run)
+        chosen = responses[:: max(1, -(-len(responses) // options.samples))]
+        checkpoints = checkpoints_by_version(options.run)
+        dtype = load_recipe(options.run / RECIPE).rollout.engine.dtype
+        found = list(distances(chosen, checkpoints, dtype, options.device))
+    except UserError as error:
+        print(f"logprobs.py: {error}", file=sys.stderr)
+        return 2
+    versions_seen = {version for response in chosen for version in response.versions}
+    left_out = sum(version not in checkpoints for response in chosen for version in response.versions)
+    told = {kind: summary([each for each in found if each.kind == kind]) for kind in (FIRST, LATER, BEFORE)}
+    print("| weights | tokens | mean | 99 % | most |\n|---|---|---|---|---|")
+    for kind, values in told.items():
+        if values:
+            print(f"| {kind} | {values['tokens']:,} | {values['mean']:.2g} | {values['p99']:.2g} | {values['most']:.2g} |")
+    print(f"{len(chosen)} of {len(responses)} samples, {len(versions_seen)} versions, {left_out} tokens left out")
+    result = {"versions_of_weights": sorted(versions_seen), "left_out": left_out, "distances": told}
+    print(json.dumps(result | {"device": options.device, "versions": versions()}))
+    return 0
+
+
+def stored_responses(run: Path) -> list[Response]:
+    """All samples of a run, in the order of steps.
+
+    Raises:
+        UserError: there are none, or a sample is there twice.
+    """
+    files = stored_steps(run / SAMPLE_STORE)
+    found = [_response(row) for path in files.values() for row in pq.read_table(path, columns=_COLUMNS).to_pylist()]
+    if not found:
+        raise UserError(f"{run}: no stored samples, expected those of a run with samples.store=true")
+    if len({each.sample for each in found}) < len(found):
+        raise UserError(f"{run}: samples are stored twice, expected each once")
+    return found
+
+
+def _response(row: Mapping[str, Any]) -> Response:
+    prompt, response = row["prompt_tokens"], row["response_tokens"]
+    token_versions = row["token_versions"] or [row["policy_version"]] * len(response)
+    return Response(
+        row["sample_id"], (*prompt, *response), len(prompt), tuple(row["logprobs"]), tuple(token_versions)
+    )
+
+
+def checkpoints_by_version(run: Path) -> dict[int, Path]:
+    """The whole checkpoint of each version of the weights.
+
+    Raises:
+        UserError: there is none.
+    """
+    whole, _ = find_checkpoints(run / CHECKPOINTS)
+    if not whole:
+        raise UserError(f"{run}: no whole checkpoint, expected those of a run with checkpoint.save_interval=1")
+    return {RunState.read(directory).policy_version: directory for directory in whole}
+
+
+def distances(
+    responses: Sequence[Response], checkpoints: Mapping[int, Path], dtype: str, device: str
+) -> Iterator[Distance]:
+    """How far the log-prob of each token is off, for one version of the weights after the other.
+
+    Args:
+        responses: to look at.
+        checkpoints: of each version.
+        dtype: in which the engine has its weights.
+        device: that computes.
+    """
+    for version in sorted(checkpoints):
+        concerned = [each for each in responses if not {version, version + 1}.isdisjoint(each.versions)]
+        if not concerned:
+            continue
+        model = _loaded(checkpoints[version], dtype, device)
+        for response in concerned:
+            computed = _logprobs(model, response, device)
+            for place, (drawn_by, given) in enumerate(zip(response.versions, response.logprobs, strict=True)):
+                if drawn_by in (version, version + 1):
+                    own = FIRST if drawn_by == response.versions[0] else LATER
+                    kind = own if drawn_by == version else BEFORE
+                    yield Distance(response.sample, place, drawn_by, kind, abs(given - computed[place]))
+        del model
+
+
+def _loaded(checkpoint: Path, dtype: str, device: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory(prefix="logprobs-") as directory:
+        exported = Path(directory, "model")
+        export_checkpoint(checkpoint, exported, dtype=dtype, verify=False)
+        return AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).to(device).eval()
+
+
+@torch.no_grad()
+def _logprobs(model: Any, response: Response, device: str) -> list[float]:
+    """Log-prob of each token of the response, by one forward pass of batch 1 without a cache."""
+    tokens = torch.tensor([response.tokens], device=device)
+    logits = model(tokens, use_cache=False).logits[0, response.prompt - 1 : -1].float()
+    chosen = tokens[0, response.prompt :, None]
+    found: list[float] = logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
+    return found
+
+
+def summary(found: Sequence[Distance]) -> dict[str, Any]:
+    """Tokens, mean, 99th percentile and most of the distances, and the tokens furthest off; empty of none."""
+    if not found:
+        return {}
+    furthest = sorted(found, key=lambda each: each.distance, reverse=True)
+    return {
+        "tokens": len(found),
+        "mean": sum(each.distance for each in found) / len(found),
+        "p99": furthest[len(found) // 100].distance,
+        "most": furthest[0].distance,
+        "furthest": [
+            {"sample": each.sample, "place": each.place, "version": each.version, "distance": each.distance}
+            for each in furthest[:_FAR]
+        ],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

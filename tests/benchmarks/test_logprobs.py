@@ -1,0 +1,64 @@
+"""Log-probs of stored samples beside transformers': of which tokens, and with which weights.
+
+`tests/integration/test_rollout_stream.py` has it of a real run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import logprobs
+from benchmarks.logprobs import BEFORE, FIRST, LATER, Response, distances, main, summary
+
+
+class _Uniform:
+    """A model of so many words, all of them equally likely but the last, which is e times as likely for a version."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    def __call__(self, tokens: torch.Tensor, use_cache: bool) -> _Uniform:
+        assert not use_cache
+        self.logits = torch.zeros(1, tokens.shape[1], 4)
+        self.logits[..., 3] = self.version
+        return self
+
+
+def test_each_token_is_compared_with_its_version_and_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "_loaded", lambda checkpoint, dtype, device: _Uniform(int(checkpoint.name)))
+
+    def exact(version: int, token: int) -> float:
+        logits = torch.tensor([0.0, 0.0, 0.0, version])
+        return float(logits.log_softmax(0)[token])
+
+    response = Response(7, (0, 3, 3, 1), 1, (exact(2, 3), exact(3, 3), exact(3, 1) + 0.5), (2, 3, 3))
+    found = {
+        (each.place, each.kind): round(each.distance, 5)
+        for each in distances([response], {2: Path("2"), 3: Path("3"), 9: Path("9")}, "float32", "cpu")
+    }
+    assert found == {
+        (0, FIRST): 0.0,  # of version 1 there is no checkpoint
+        (1, LATER): 0.0,
+        (2, LATER): 0.5,
+        (1, BEFORE): round(exact(3, 3) - exact(2, 3), 5),
+        (2, BEFORE): round(abs(exact(3, 1) + 0.5 - exact(2, 1)), 5),
+    }
+
+
+def test_the_furthest_are_told() -> None:
+    found = [logprobs.Distance(sample, 0, 1, FIRST, sample / 1000) for sample in range(200)]
+    told = summary(found)
+    assert (told["tokens"], told["p99"], told["most"]) == (200, 0.197, 0.199)
+    assert told["mean"] == pytest.approx(0.0995)
+    assert [each["sample"] for each in told["furthest"]] == [199, 198, 197, 196, 195]
+    assert summary([]) == {}
+
+
+def test_what_is_no_run_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"logprobs.py: {tmp_path}: no stored samples, expected those of a run with samples.store=true\n"
+    )
