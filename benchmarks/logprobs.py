@@ -103,7 +103,9 @@ def main(arguments: list[str] | None = None) -> int:
     print("| weights | tokens | mean | 99 % | most |\n|---|---|---|---|---|")
     for kind, values in told.items():
         if values:
-            print(f"| {kind} | {values['tokens']:,} | {values['mean']:.2g} | {values['p99']:.2g} | {values['most']:.2g} |")
+            print(
+                f"| {kind} | {values['tokens']:,} | {values['mean']:.2g} | {values['p99']:.2g} | {values['most']:.2g} |"
+            )
     print(f"{len(chosen)} of {len(responses)} samples, {len(versions_seen)} versions, {left_out} tokens left out")
     result = {"versions_of_weights": sorted(versions_seen), "left_out": left_out, "distances": told}
     print(json.dumps(result | {"device": options.device, "versions": versions()}))
@@ -128,9 +130,7 @@ def stored_responses(run: Path) -> list[Response]:
 def _response(row: Mapping[str, Any]) -> Response:
     prompt, response = row["prompt_tokens"], row["response_tokens"]
     token_versions = row["token_versions"] or [row["policy_version"]] * len(response)
-    return Response(
-        row["sample_id"], (*prompt, *response), len(prompt), tuple(row["logprobs"]), tuple(token_versions)
-    )
+    return Response(row["sample_id"], (*prompt, *response), len(prompt), tuple(row["logprobs"]), tuple(token_versions))
 
 
 def checkpoints_by_version(run: Path) -> dict[int, Path]:

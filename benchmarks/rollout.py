@@ -4,7 +4,8 @@
 
 lets engines with random weights respond to random prompts, as this project's rollout role does, and then SGLang alone,
 started with the same arguments and given the same requests; prints one JSON object. With `hosts=2` each of our engines
-is in two processes, as on two hosts; SGLang's are in one.
+is in two processes, as on two hosts; SGLang's are in one. Where all requests of an engine are decoded at once, the mean
+step is compared with its bound (`roofline.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.parted_engine import PartedEngine
 from benchmarks.reshard_plan import Parser, Rollout, named_model, parse_rollout, versions
+from benchmarks.roofline import decode_bytes, memory_bandwidth
 from engine3d.errors import UserError
+from engine3d.models import load_model_spec
 from engine3d.platform import platform
 from engine3d.rollout import launch
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
@@ -56,6 +59,16 @@ class Case:
     prompts: list[list[list[int]]]
     output: int
     rounds: int
+
+    @property
+    def of_an_engine(self) -> int:
+        """Requests of each engine."""
+        return len(self.prompts[0])
+
+    @property
+    def input(self) -> int:
+        """Tokens of a prompt."""
+        return len(self.prompts[0][0])
 
     def devices(self, engine: int) -> tuple[int, ...]:
         """Of an engine; none where there are no GPUs."""
@@ -117,25 +130,80 @@ def _case(options: argparse.Namespace, rollout: Rollout, model: Path, vocabulary
     return Case(model, rollout, config, prompts, options.output, options.rounds)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Engines of a kind.
+
+    Args:
+        start_s: seconds until all could generate.
+        rounds_s: seconds of each round.
+        cache_tokens: that the KV cache of each has room for; None where it was not asked.
+    """
+
+    start_s: float
+    rounds_s: list[float]
+    cache_tokens: int | None = None
+
+
 def _measure(case: Case) -> dict[str, Any]:
     found = {"engine": _engines(case), "sglang": _sglang(case)}
-    requests, prompt = sum(map(len, case.prompts)), len(case.prompts[0][0])
-    figures: dict[str, Any] = {"device": _device(), "requests": requests, "input": prompt, "output": case.output}
-    for way, (start_s, seconds) in found.items():
-        median = statistics.median(seconds)
+    requests = sum(map(len, case.prompts))
+    figures: dict[str, Any] = {"device": _device(), "requests": requests, "input": case.input, "output": case.output}
+    for way, measured in found.items():
+        median = statistics.median(measured.rounds_s)
         figures[way] = {
-            "start_s": start_s,
-            "round_s": seconds,
+            "start_s": measured.start_s,
+            "round_s": measured.rounds_s,
             "output_tokens_per_s": requests * case.output / median,
             "output_tokens_per_s_per_device": requests * case.output / median / case.rollout.ranks,
         }
-    ours, theirs = (statistics.median(found[way][1]) for way in ("engine", "sglang"))
+    ours, theirs = (statistics.median(found[way].rounds_s) for way in ("engine", "sglang"))
     figures["engine_over_sglang"] = theirs / ours
+    cache_tokens = found["engine"].cache_tokens
+    if decoded_at_once(case, cache_tokens or 0):
+        figures["decode"] = decode_figures(case, memory_bandwidth(), {"engine": ours, "sglang": theirs})
+    else:
+        print(
+            f"decode: not all {case.of_an_engine} requests of an engine run at once, with room for "
+            f"{case.config.max_running_requests} and {cache_tokens} tokens; no bound is told",
+            file=sys.stderr,
+        )
     return figures
 
 
-def _engines(case: Case) -> tuple[float, list[float]]:
-    """Seconds to start, and of each round, of the rollout role's engines."""
+def decoded_at_once(case: Case, cache_tokens: int) -> bool:
+    """Whether an engine has room for all of its requests, so that a step decodes a token of each."""
+    tokens = case.of_an_engine * (case.input + case.output)
+    return case.of_an_engine <= case.config.max_running_requests and tokens <= cache_tokens
+
+
+def decode_figures(case: Case, bandwidth: float, rounds_s: dict[str, float]) -> dict[str, Any]:
+    """The mean step of a round beside the least it could take. A round is all steps: prompts are in the cache.
+
+    Args:
+        case: whose requests are decoded at once.
+        bandwidth: of a device's memory, in bytes a second.
+        rounds_s: seconds of a round, by way.
+    """
+    spec = load_model_spec(case.model)
+    read = decode_bytes(
+        spec, case.rollout, case.config, requests=case.of_an_engine, prompt=case.input, response=case.output
+    )
+    least = read.step / bandwidth
+    figures: dict[str, Any] = {
+        "bandwidth_gb_s": bandwidth / 1e9,
+        "weights_bytes": read.weights,
+        "cache_bytes": read.cache,
+        "least_step_ms": 1e3 * least,
+    }
+    for way, seconds in rounds_s.items():
+        step = seconds / case.output
+        figures[way] = {"step_ms": 1e3 * step, "of_roofline": least / step}
+    return figures
+
+
+def _engines(case: Case) -> Measured:
+    """The rollout role's engines."""
     sampling = SamplingConfig(max_new_tokens=case.output, ignore_eos=True)
     with ExitStack() as stack, ThreadPoolExecutor(case.rollout.engines) as threads:
         parted = [
@@ -156,11 +224,12 @@ def _engines(case: Case) -> tuple[float, list[float]]:
             for responses in (future.result() for future in making):
                 _check(case, [len(generation.token_ids) for [generation] in responses])
 
-        return start_s, _rounds("engine", case.rounds, run)
+        seconds = _rounds("engine", case.rounds, run)
+        return Measured(start_s, seconds, min(engine.figures.cache_tokens for engine in engines))
 
 
-def _sglang(case: Case) -> tuple[float, list[float]]:
-    """The same of SGLang's own engines, each in a process of its own."""
+def _sglang(case: Case) -> Measured:
+    """SGLang's own engines, each in a process of its own."""
     context = multiprocessing.get_context("spawn")
     pipes = []
     started = time.perf_counter()
@@ -181,7 +250,7 @@ def _sglang(case: Case) -> tuple[float, list[float]]:
     seconds = _rounds("sglang", case.rounds, run)
     for pipe in pipes:
         pipe.send(False)
-    return start_s, seconds
+    return Measured(start_s, seconds)
 
 
 def _serve(pipe: Any, case: Case, number: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -112,6 +113,9 @@ def _rank(
     }
 
     torch.set_num_threads(1)
+    # An engine that is closed lets all that was imported be looked through again, for most of a second with each later
+    # engine of this process. What it leaves goes with the process.
+    gc.unfreeze = lambda: None
     try:
         # Bytes, because a tensor's own way through a pipe would need this process to outlive it.
         connection.send_bytes(pickle.dumps((True, function(*args))))
