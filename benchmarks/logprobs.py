@@ -3,14 +3,13 @@
     python benchmarks/logprobs.py RUN_DIRECTORY [--samples 400] [--device cuda]
 
 of a run that keeps a checkpoint of every step and all of its samples (`checkpoint.save_interval=1`,
-`samples.keep_mb=null`). Each checkpoint is exported and loaded by transformers in float32. The log-prob of each token of
-a response is computed with the weights of the token's own version and with those of the version before, and compared
+`samples.keep_mb=null`). Each checkpoint is exported and loaded by transformers in float32. The log-prob of each token
+of a response is computed with the weights of the token's own version and with those of the version before, and compared
 with what the engine said when it drew the token.
 
-Prints a table of the absolute differences, and last one JSON object. With the own version they are those of the engine's
-data type; with the version before they are how far the policy has moved, without which the first says nothing.
-Tokens of a version of which there is no checkpoint are counted and left out: those of the first, where a run warms up
-or begins with training.
+Prints a table of the absolute differences, and last one JSON object. With the own version they are those of the
+engine's data type; with the version before they are how far the policy has moved, without which the first says nothing.
+Tokens of a version of which there is no checkpoint are counted and left out.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from engine3d.checkpoint.hf import export_checkpoint
 from engine3d.checkpoint.manifest import find_checkpoints
 from engine3d.errors import UserError
 from hybridflow.checkpoint.driver_state import RunState
-
 from hybridflow.config.recipe import load_recipe
 from hybridflow.rundir.file_names import CHECKPOINTS, RECIPE, SAMPLE_STORE
 from hybridflow.rundir.sample_files import stored_steps

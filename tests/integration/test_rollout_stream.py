@@ -167,8 +167,9 @@ def test_each_token_was_drawn_with_the_weights_of_its_version(
 ) -> None:
     assert logprobs.main([str(run.run_directory), "--samples", "1000"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    told, tokens = result["distances"], STEPS * GROUPS * 4 * 24
-    assert sum(told[kind]["tokens"] for kind in (logprobs.FIRST, logprobs.LATER)) + result["left_out"] == tokens
+    told, learned = result["distances"], STEPS * GROUPS - STEPS * GROUPS // 20  # but for what hangs in each epoch
+    assert sum(told[kind]["tokens"] for kind in (logprobs.FIRST, logprobs.LATER)) == learned * 4 * 24
+    assert result["left_out"] == 0
     for kind in (logprobs.FIRST, logprobs.LATER):
         assert told[kind]["most"] < 1e-4
     assert told[logprobs.BEFORE]["mean"] > 1e-3
