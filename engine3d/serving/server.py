@@ -89,7 +89,8 @@ class CompletionServer:
         """Start it, and wait until it generates; again after it has died, at the same address.
 
         Raises:
-            EngineError: it died, or did not generate within `start_timeout_s`. Nothing is left of it.
+            EngineError: it died, or did not generate within `start_timeout_s`. Nothing is left of it but its port,
+                which it keeps for another start until `shutdown`.
         """
         with self._turn:
             if self.is_alive:
@@ -212,10 +213,11 @@ class CompletionServer:
                 self._process.stdin.close()  # by which it ends itself
         while self.is_alive and time.monotonic() < deadline:
             time.sleep(0.01)
-        self.kill()
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        with self._turn:
+            self._bury()
+            if self._held is not None:
+                self._held.close()
+                self._held = None
 
     def kill(self) -> None:
         """Kill it with all of its group, and take its temporary files away. Idempotent."""
@@ -237,7 +239,11 @@ class CompletionServer:
             self._run_directory = None
 
     def __enter__(self) -> Self:
-        return self.start()
+        try:
+            return self.start()
+        except BaseException:
+            self.shutdown()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -253,4 +259,5 @@ def _held_port(address: str) -> socket.socket:
     held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind((address, 0))
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # which a port of network.ports is bound without
     return held

@@ -88,4 +88,4 @@ class JudgeWorker:
         self._server.shutdown()
         if self._watch.is_alive():
             self._watch.join(_LOOK_EVERY_S)
-            self._server.kill()
+            self._server.shutdown()  # which it may have started again meanwhile

@@ -68,6 +68,22 @@ def test_any_port_becomes_one_of_the_range_and_each_is_given_once() -> None:
     assert found[-1][1] not in range(ports.first, ports.last + 1)
 
 
+HELD = """
+import socket
+from engine3d.serving.server import _held_port
+held = _held_port("127.0.0.7")
+with socket.create_server(held.getsockname()) as own:  # as SGLang does
+    print(own.getsockname()[1])
+"""
+
+
+def test_a_server_listens_at_the_port_that_is_held_for_it() -> None:
+    environment = os.environ | prepare(OWN, PortRange(31200, 31299)).environment({})
+    done = subprocess.run([sys.executable, "-c", HELD], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) in range(31200, 31300)
+
+
 def test_a_range_that_is_used_up_is_named() -> None:
     found, said = bound(prepare(OWN, PortRange(31100, 31103)).environment({}), count=6)
     assert len(found) == 5 and found[-1] == ["Address already in use", 0]
