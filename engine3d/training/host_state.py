@@ -160,6 +160,7 @@ class HostState:
     def _step(self, inner: Any, parts: list[_Part], step: Callable[[], None]) -> None:
         groups = inner.param_groups
         whole = [(group["params"], group.get("step")) for group in groups]
+        counted: dict[int, Any] = {}
         platform.empty_cache()  # activations' memory is in pieces, none of which may be as large as a part
         way = _Way(parts, self._device)
         try:
@@ -171,13 +172,17 @@ class HostState:
                     if made is not None:  # Transformer Engine's Adam counts in the group
                         group["step"] = made
                 step()
+                # Some versions count only in groups with parameters, which the last part need not have of each.
+                counted |= {index: groups[index]["step"] for index in part.parameters if "step" in groups[index]}
                 if part.host is None:
                     part.put_away(inner.state)
                 else:
                     way.send(number)
         finally:
-            for group, (parameters, _) in zip(groups, whole, strict=True):
+            for index, (group, (parameters, _)) in enumerate(zip(groups, whole, strict=True)):
                 group["params"] = parameters
+                if index in counted:
+                    group["step"] = counted[index]
         platform.synchronize()
 
 

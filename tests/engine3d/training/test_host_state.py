@@ -65,6 +65,41 @@ def test_what_is_given_back_is_taken_no_further(capsys: pytest.CaptureFixture[st
     assert not capsys.readouterr().out
 
 
+class CountsInGroups(torch.optim.SGD):
+    """Counts steps as Transformer Engine's Adam: in the group, in some versions only where it has parameters."""
+
+    def __init__(self, groups: list[list[torch.nn.Parameter]], *, empty_too: bool) -> None:
+        super().__init__([{"params": group} for group in groups], lr=1.0)
+        self.empty_too, self.seen = empty_too, dict[int, list[int]]()
+
+    def step(self, closure: Any = None) -> None:
+        for number, group in enumerate(self.param_groups):
+            if group["params"] or self.empty_too:
+                group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                self.seen.setdefault(number, []).append(group["step"])
+                self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+
+
+@pytest.mark.parametrize("empty_too", [False, True])
+def test_every_group_counts_each_step_once(empty_too: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last part has parameters of one group alone."""
+    monkeypatch.setattr(host_state, "PART_BYTES", 16384)
+    host_state.platform = CpuPlatform()
+    sizes = [[(64, 16), (128, 64)], [(64,), (64,)]]
+    groups = [[torch.nn.Parameter(torch.ones(size)) for size in each] for each in sizes]
+    adam = CountsInGroups(groups, empty_too=empty_too)
+    optimizer = SimpleNamespace(optimizer=adam, is_stub_optimizer=False)
+    state = host_state.HostState(optimizer, torch.device("cpu"), 8)
+    [(_, parts)] = state._parts
+    assert len(parts) > 1 and not {0, 1} <= parts[-1].parameters.keys()
+    for _ in range(3):
+        adam.step()
+    assert [group["step"] for group in adam.param_groups] == [3, 3]
+    assert adam.seen == {0: [1, 1, 2, 2, 3, 3], 1: [1, 1, 2, 2, 3, 3]}
+    state.release()
+
+
 def test_why_there_is_no_memory_is_one_line() -> None:
     state = _state(Full())
     with pytest.raises(
