@@ -97,7 +97,7 @@ class RunState:
         step: steps that were done.
         policy_version: of the weights that the rollout engines serve.
         samples_drawn: ids of samples that were given out, those of evaluations included.
-        sampler: `PromptSampler.state_dict()` of the training prompts.
+        sampler: `PromptSampler.state_dict()` of the training prompts: whole numbers, and texts.
         updates: optimizer steps of the training steps, skipped ones included.
         steps_without_update: steps in a row whose gradients were not finite.
         first_evaluation, last_evaluation: None where there was none yet.
@@ -118,7 +118,7 @@ class RunState:
     step: int
     policy_version: int
     samples_drawn: int
-    sampler: dict[str, int]
+    sampler: dict[str, int | str]
     updates: int
     steps_without_update: int
     first_evaluation: Measured | None

@@ -119,7 +119,11 @@ class Checkpoints:
         self.after: Callable[[int], bool] = lambda step: True
         """Whether a checkpoint of this step may become whole; asked again later where not."""
         self.best: Best | None = None
-        """The best whole checkpoint; of a run that goes on, that of before."""
+        """The best whole checkpoint of this directory."""
+
+    def go_on(self, best: Best | None) -> None:
+        """What was the best one stays it if this directory has it: a run may be resumed under another name."""
+        self.best = best if best is not None and self.has(best.step) else None
 
     def __enter__(self) -> Checkpoints:
         """Make the directory; remove what saves that were killed left in it.

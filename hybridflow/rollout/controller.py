@@ -217,12 +217,12 @@ class RolloutController:
             self._taking.cancel()
         self._stream.give_back()
 
-    async def state(self) -> tuple[dict[str, int], StreamState]:
+    async def state(self) -> tuple[dict[str, int | str], StreamState]:
         """State of the prompts' order, and all that is under way."""
         state = await self._stream.state()
         return self._sampler.state_dict(), state
 
-    async def restore(self, sampler: dict[str, int], state: StreamState | None, samples_drawn: int) -> None:
+    async def restore(self, sampler: dict[str, int | str], state: StreamState | None, samples_drawn: int) -> None:
         """Go on where `state` was taken, before `open`."""
         self._sampler.load_state_dict(sampler)
         if state is not None:

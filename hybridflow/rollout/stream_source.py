@@ -319,13 +319,13 @@ class StreamSource:
         if self._lending is not None:  # models may compute next
             self._get(self._controller.withdraw.remote(self._lending.engines))
 
-    def state(self) -> tuple[dict[str, int], int, HeldStream]:
+    def state(self) -> tuple[dict[str, int | str], int, HeldStream]:
         """State of the prompts' order, ids of samples that were given out, and all that is under way."""
         sampler, state = self._get(self._controller.state.remote())
         assert isinstance(state, StreamState)
         return sampler, state.samples_drawn, held_stream(state, self._prompts)
 
-    def restore(self, sampler: dict[str, int], samples_drawn: int, held: HeldStream | None) -> None:
+    def restore(self, sampler: dict[str, int | str], samples_drawn: int, held: HeldStream | None) -> None:
         """Go on where `state` was taken, before `open`."""
         state = None if held is None else restored(held, samples_drawn, self._recipe.rollout.samples_per_prompt)
         self._get(self._controller.restore.remote(sampler, state, samples_drawn))

@@ -299,7 +299,9 @@ class Trainer:
         machinery, order, held, replay = self.machinery, state.sampler, state.buffer, state.replay
         under_way = state.stream
         if self.recipe.checkpoint.accept:  # perhaps other prompts, or in another order, or another tokenizer
-            position = min([order["position"], *(int(batch.group_ids.min()) for batch in held), *_numbers(under_way)])
+            position = min(
+                [int(order["position"]), *(int(batch.group_ids.min()) for batch in held), *_numbers(under_way)]
+            )
             order, held, replay = machinery.sampler.forwarded(position), (), None
             under_way = None
         machinery.sampler.load_state_dict(order)
@@ -312,14 +314,14 @@ class Trainer:
         elif isinstance(machinery.lookahead, Lookahead):
             machinery.lookahead.restore(held)
         ahead = [*_numbers(under_way), *(int(group) for batch in held for group in batch.group_ids)]
-        machinery.contract.begin(order["position"], ahead)
+        machinery.contract.begin(int(order["position"]), ahead)
         if machinery.given is not None:
             machinery.given.load_state_dict(state.kept)
         self.steps_done = machinery.phases.step = state.step
         self.updates = state.updates
         self.steps_without_update = state.steps_without_update
         self.evaluations.measurements = state.measurements
-        self.checkpoints.best = state.best
+        self.checkpoints.go_on(state.best)
         forget_after(self.facts.directory / EVALUATIONS, state.step)
         self.version = state.policy_version - 1
         self.synchronise({})

@@ -19,6 +19,8 @@ from hybridflow.checkpoint.batch_files import read_batch, write_batch
 from hybridflow.checkpoint.driver_state import RandomState, RunState
 from hybridflow.checkpoint.evaluation_result import Measured, Subject
 from hybridflow.checkpoint.set_results import Best, MeasuredSet
+from hybridflow.data.files.config import DifficultyConfig
+from hybridflow.data.sampler import PromptOrder
 from hybridflow.rundir.progress import PhaseFile
 
 
@@ -36,6 +38,16 @@ def a_batch(first_sample: int = 0) -> SampleBatch:
     )
     odd = torch.tensor([math.nan, -math.inf, 1e-45])
     return batch.replace(rewards=odd, values=torch.rand(len(batch.logprobs)))
+
+
+def test_measured_pass_rates_of_prompts_come_back(tmp_path: Path) -> None:
+    order = PromptOrder(10, 1, difficulty=DifficultyConfig())
+    sampler = order.sampler()
+    sampler.measured({1: 0.5, 7: 0.125})
+    replace(a_state(), sampler=sampler.state_dict()).write(tmp_path)
+    restored = order.sampler()
+    restored.load_state_dict(RunState.read(tmp_path).sampler)
+    assert restored.state_dict() == sampler.state_dict()
 
 
 def a_state(*buffer: SampleBatch) -> RunState:

@@ -28,7 +28,7 @@ from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import COUNTED
 from hybridflow.checkpoint.driver_state import Measurements, RandomState, RunState
 from hybridflow.checkpoint.manager import Checkpoints
-from hybridflow.checkpoint.set_results import RESULTS, MeasuredSet, read_best, value_of
+from hybridflow.checkpoint.set_results import RESULTS, Best, MeasuredSet, read_best, value_of
 from hybridflow.cluster.devices.device_map import pool_devices
 from hybridflow.cluster.runtime.resource_pool import cluster_nodes, release, reserve
 from hybridflow.config.recipe import Recipe, load_recipe
@@ -176,6 +176,24 @@ def test_checkpoints_are_whole_and_the_oldest_go(stage: Stage, tmp_path: Path, a
         assert record["checkpoint/stall_ms"] > 0 and record["checkpoint/whole_after_sec"] > 0
         # The critic's only rank holds a copy of all of it, which is more than any of the actor's.
         assert state_bytes["critic"] <= held < 1.1 * state_bytes["critic"] if async_save == "true" else held == 0
+
+
+def test_the_best_of_another_directory_keeps_none_of_this_one(stage: Stage, tmp_path: Path) -> None:
+    """As of a run that was resumed under another name."""
+
+    def measured(step: int, value: float) -> Measurements:
+        return Measurements(last_of_sets={"sums": MeasuredSet("beef", step, 12, 1, {"pass@1": value})})
+
+    sets = ["evaluation.sums.data.path=sums.jsonl", "evaluation.sums.interval=1"]
+    best = ["checkpoint.keep_best.metric=eval/sums/pass@1", "checkpoint.keep_last_k=1"]
+    with checkpoints(stage, tmp_path, *sets, *best) as saving:
+        saving.go_on(Best("eval/sums/pass@1", 40, 0.8, "beef"))
+        for step, value in ((41, 0.75), (42, 0.5), (43, 0.625)):
+            saving.save(stage.trained, a_state(step).evaluated(measured(step, value), 9))
+            saving.wait()
+        assert whole(tmp_path) == ["step-00000043", "step-00000041"]
+        saving.go_on(saving.best)
+        assert saving.best is not None and saving.best.step == 41
 
 
 def test_what_is_measured_after_a_save_reaches_its_checkpoint(stage: Stage, tmp_path: Path) -> None:
