@@ -140,7 +140,6 @@ class PPOTrainer:
             step.values |= made.step.values
             step.texts += made.step.texts
             step.take_scores(made.step)
-            step.stale |= made.step.stale
         whole = next((made for made in self._made if made.batch is rollouts), None)
         if whole is not None:
             trainer.learn(step, lambda: whole.experience)

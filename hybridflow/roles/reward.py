@@ -88,7 +88,8 @@ class FunctionRewardWorker:
     def score(self, batch: SampleBatch, *, examples: Mapping[int, Example], what: str = "reward") -> Columns:
         """The rewards (or costs) of responses, which `reward_result` reads.
 
-        Failures go into this rank's log too, by the id of their sample.
+        Failures go into this rank's log too, by the id of their sample. A function may fail on all of its part: whether
+        enough came of a step is the caller's to see, by `check_given`.
 
         Args:
             batch: this rank's part.
@@ -106,7 +107,7 @@ class FunctionRewardWorker:
         return replace(columns, facts=columns.facts | {_VOTE: votes_cast})
 
     def _columns(self, batch: SampleBatch, examples: Mapping[int, Example], what: str) -> Columns:
-        result = self._evaluated(batch, examples, what, whole=True)
+        result = self._evaluated(batch, examples, what)
         facts = {_TOTAL: result.total, _DROPPED: result.dropped}
         facts |= {f"{_VALUE}{name}": column for name, column in result.by_name.items()}
         facts |= {f"{_FAILED}{name}": mask for name, mask in result.failed.items()}
@@ -115,17 +116,12 @@ class FunctionRewardWorker:
         return Columns(facts=facts, note=result.failures)
 
     def score_rows(self, rows: Sequence[Row], examples: Mapping[int, Example]) -> list[dict[str, SampleScore]]:
-        """What each function of rewards and of costs gives samples of a stream, by what it is for; as `score`.
-
-        Of a part of a step's samples a function may fail on all.
-        """
+        """What each function of rewards and of costs gives samples of a stream, by what it is for; as `score`."""
         batch = gathered(rows).fetch()
-        found = {what: by_sample(self._evaluated(batch, examples, what, whole=False)) for what in self._of_training}
+        found = {what: by_sample(self._evaluated(batch, examples, what)) for what in self._of_training}
         return [{what: scores[row] for what, scores in found.items()} for row in range(len(rows))]
 
-    def _evaluated(
-        self, batch: SampleBatch, by_index: Mapping[int, Example], what: str, *, whole: bool
-    ) -> RewardResult:
+    def _evaluated(self, batch: SampleBatch, by_index: Mapping[int, Example], what: str) -> RewardResult:
         texts = self._tokenizer.batch_decode(batch.responses(), skip_special_tokens=True)
         examples = [by_index[index] for index in batch.prompt_indices.tolist()]
         result = self._functions[what].evaluate(
@@ -133,7 +129,7 @@ class FunctionRewardWorker:
             [example.prompt for example in examples],
             [example.answer for example in examples],
             {name: [example.fields.get(name) for example in examples] for name in self._fields},
-            whole=whole,
+            whole=False,
         )
         for failure in result.failures:
             print(f"sample {int(batch.sample_ids[failure.sample])}: {failure}")

@@ -16,7 +16,7 @@ from hybridflow.checkpoint.evaluation_result import Measured, Subject
 from hybridflow.data.prompts import Draw
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.sample_file import SampleText
-from hybridflow.rewards.result import figure_metrics, reward_metrics
+from hybridflow.rewards.result import check_given, figure_metrics, reward_metrics
 from hybridflow.roles.reward import reward_result
 from hybridflow.trainer.role_startup import judging
 from hybridflow.trainer.step import Machinery, tell_failures
@@ -60,6 +60,7 @@ def evaluate_responses(machinery: Machinery, batch: RemoteBatch, step: int, subj
         examples = prompts.at(range(len(prompts)))
         with judging(machinery.roles.judge):
             result = reward_result(machinery.roles.functions["reward"].score(batch, examples=examples))
+        check_given(result, machinery.recipe.functions["reward"].functions)
         tell_failures(f"step {step}, eval", result)
         failed = {name: value for name, value in reward_metrics(result).items() if name.endswith("/failed")}
         failed |= figure_metrics(result)

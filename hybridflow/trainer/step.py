@@ -34,7 +34,7 @@ from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
 from hybridflow.metrics.sample_file import SampleText
-from hybridflow.rewards.result import RewardResult
+from hybridflow.rewards.result import RewardResult, check_given
 from hybridflow.roles.model import Update, update_metrics
 from hybridflow.roles.reward import reward_result
 from hybridflow.roles.value import NAMES
@@ -356,6 +356,8 @@ class TrainerStep(Step[Any]):
                     if result is None:
                         examples = self.machinery.run.train.at(batch.facts["prompt_indices"].tolist())
                         result = reward_result(roles.functions[what].score(generated, examples=examples, what=what))
+                if not part:
+                    check_given(result, recipe.functions[what].functions)
                 self.values |= judged
                 tell_failures(f"step {self.number}, {phases.phase}", result)
                 total, kept = result.total, ~result.dropped
@@ -368,7 +370,8 @@ class TrainerStep(Step[Any]):
             if what == "reward" and not scores:
                 self.texts += self.machinery.texts(generated.select(rows), total[rows], self.machinery.run.train)
             scores.append(Scores(batch.facts["sample_ids"], total, kept, result, score))
-            self.values |= Scores.join(scores).metrics(what)
+            joined = Scores.join(scores)
+            self.values |= joined.metrics(what) if joined.kept.any() else {}
             self.values[latency] = self.values.get(latency, 0.0) + times[latency]
             if what == "reward":
                 self._count_passes(batch.facts["prompt_indices"][rows], total[rows])
@@ -398,8 +401,13 @@ class TrainerStep(Step[Any]):
         return None if stream is None else stream.rewards(what, batch.facts["sample_ids"].tolist())
 
     def take_scores(self, made: TrainerStep) -> None:
-        """Have what another step has found of the rewards and costs of samples that this one learns from."""
+        """Have what another step has found of the samples that this one learns from: rewards, costs, where from."""
         self.events += made.events
+        self.stale |= made.stale
+        self._recalled |= made._recalled
+        for prompt, (passed, drawn) in made._passes.items():
+            before = self._passes.get(prompt, (0, 0))
+            self._passes[prompt] = before[0] + passed, before[1] + drawn
         for what, scores in made._scores.items():
             self._scores.setdefault(what, []).extend(scores)
 

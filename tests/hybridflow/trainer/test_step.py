@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from engine3d.errors import UserError
 from hybridflow.algorithms.dpo import DPOSettings
 from hybridflow.algorithms.grpo import GRPOSettings
+from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.data.prompts import Prompts
+from hybridflow.data.tasks import Example
+from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig
+from hybridflow.rewards.result import RewardFailure, RewardResult
 from hybridflow.trainer.step import TrainerStep, old_logprobs
 
 
@@ -87,6 +93,50 @@ def test_old_log_probs_are_another_column_or_missed_by_name() -> None:
         old_logprobs(batch, config=GRPOSettings())
     found = old_logprobs(batch.replace(old_logprobs=torch.tensor([-1.5, -2.5])), config=GRPOSettings())
     assert found.tokens["old_logprobs"].tolist() == [-1.5, -2.5]
+
+
+def test_a_part_of_a_step_may_get_no_reward_and_the_whole_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of dynamic sampling, whose later rounds may draw a single prompt."""
+    function = RewardFunctionConfig(name="mine", path="length", on_failure="drop")
+    failures = tuple(RewardFailure("mine", sample, "raised ValueError") for sample in range(2))
+    gone = torch.tensor([True, True])
+    nothing = torch.full((2,), torch.nan)
+    result = RewardResult(nothing, {"mine": nothing}, {"mine": gone}, gone, failures)
+    monkeypatch.setattr("hybridflow.trainer.step.reward_result", lambda scored: result)
+    step = step_of()
+    machinery: Any = step.machinery
+    machinery.phases = SimpleNamespace(enter=lambda phase: None, phase="reward")
+    machinery.run = SimpleNamespace(train=Prompts([Example("1+1=", "2")], [[1]]))
+    machinery.texts = lambda *_: []
+    machinery.roles.judge = None
+    machinery.roles.functions = {"reward": SimpleNamespace(score=lambda *_, **__: None)}
+    machinery.recipe.scoring, machinery.recipe.data = {}, SimpleNamespace(files=None)
+    machinery.recipe.functions = {"reward": RewardConfig(functions=[function])}
+    machinery.stream = None
+    batch = RemoteBatch.of(
+        SampleBatch.from_generations(
+            prompts=[[1]] * 2,
+            responses=[[5, 6]] * 2,
+            logprobs=[[-1.0, -2.0]] * 2,
+            sample_ids=[0, 1],
+            group_ids=[0, 0],
+            prompt_indices=[0, 0],
+            policy_versions=[0, 0],
+            finish_reasons=["stop"] * 2,
+        )
+    )
+    assert len(step.rewards(batch, part=True)) == 0
+    assert "reward/mean" not in step.values
+    with pytest.raises(UserError, match=r"reward 'mine' .* failed on all 2 samples of a step: it raised ValueError"):
+        step.rewards(batch)
+
+
+def test_a_step_takes_over_what_another_knows_of_its_samples() -> None:
+    made, step = step_of(stale=True), step_of()
+    made._recalled, made._passes = {7}, {3: (1, 4)}
+    step._passes = {3: (2, 4), 5: (0, 4)}
+    step.take_scores(made)
+    assert step.stale and step._recalled == {7} and step.pass_rates == {3: 3 / 8, 5: 0.0}
 
 
 def test_choices_at_random_are_those_of_run_step_and_name() -> None:
