@@ -56,7 +56,9 @@ class Subject:
             measure, rewards = "preference_accuracy", [recipe.algorithm.name]
         elif recipe.reward is not None:
             functions = recipe.reward.functions
-            rewards = [(each.name, each.path, each.weight) for each in functions]
+            rewards = [
+                (each.name, each.path, each.weight, *([each.arguments] if each.arguments else [])) for each in functions
+            ]
             exact = [(each.path, each.weight) for each in functions] == [(_EXACT_MATCH, 1.0)]
             measure = "accuracy" if exact else "reward_mean"
         elif recipe.reward_model is not None:
@@ -64,7 +66,7 @@ class Subject:
         if recipe.algorithm.needs_engines:
             sampling = recipe.eval_sampling.model_dump(mode="json")
         answers = [example.answer for example in evaluation.examples]
-        facts = json.dumps([evaluated, answers, rewards, sampling, recipe.trainer.eval_samples])
+        facts = json.dumps([evaluated, answers, rewards, sampling, recipe.trainer.eval_samples], default=str)
         return cls(
             measure=measure,
             prompts=len(evaluated),

@@ -17,6 +17,7 @@ from engine3d.checkpoint.inspect import DRIVER
 from engine3d.errors import UserError
 from engine3d.input_files import MOST_LIST_BYTES, read_json_object
 from hybridflow.config.evaluation import PlannedSet
+from hybridflow.config.roles import ScoringModel
 from hybridflow.config.run import BestConfig
 from hybridflow.data.prompts import Prompts
 from hybridflow.metrics import names as metrics
@@ -66,17 +67,19 @@ class Best:
     identity: str
 
 
-def set_identity(planned: PlannedSet, prompts: Prompts) -> str:
+def set_identity(planned: PlannedSet, prompts: Prompts, model: ScoringModel | None) -> str:
     """What identifies all that the figures of a set depend on beside the weights.
 
     Args:
         planned: the set.
         prompts: of it.
+        model: that scores the responses of a set without functions.
     """
-    rewards = [
-        (each.name, each.path, each.weight, each.arguments)
-        for each in (planned.reward.functions if planned.reward is not None else ())
-    ]
+    rewards: list[Any] = []
+    if planned.reward is not None:
+        rewards = [(each.name, each.path, each.weight, each.arguments) for each in planned.reward.functions]
+    elif model is not None:
+        rewards = [str(model.path.absolute())]
     answers = [example.answer for example in prompts.examples]
     sampling, settings = planned.sampling.model_dump(mode="json"), planned.settings
     hashes = [int(each) for each in prompts.text_hashes()]

@@ -59,7 +59,10 @@ def evaluate_alone(plan: EvaluationPlan) -> Evaluated:
         wait_for(serving, *serving.starting)
         measurer = SetMeasurer(
             sets=run.sets,
-            identities={name: set_identity(each, run.sets[name]) for name, each in recipe.sets.items()},
+            identities={
+                name: set_identity(each, run.sets[name], recipe.scoring.get("reward"))
+                for name, each in recipe.sets.items()
+            },
             learned={},
             generator=Generator(serving.rollout),
             functions=serving.functions,

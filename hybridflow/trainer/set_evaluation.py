@@ -90,7 +90,10 @@ class SetMeasurer:
         """For the sets of a run, while it goes on."""
         return cls(
             sets=run.sets,
-            identities={name: set_identity(each, run.sets[name]) for name, each in recipe.sets.items()},
+            identities={
+                name: set_identity(each, run.sets[name], recipe.scoring.get("reward"))
+                for name, each in recipe.sets.items()
+            },
             learned={name: learned_from(prompts, (run.train, run.sft)) for name, prompts in run.sets.items()},
             generator=generator,
             functions=roles.functions,
@@ -202,7 +205,7 @@ def _by_prompt(
     batch: RemoteBatch, scored: Scored, passing: float
 ) -> tuple[dict[int, list[Response]], dict[int, list[int]]]:
     """The scored responses to each prompt in the order in which they were drawn, and the rows of all of them."""
-    rewards = scored.rewards.tolist()
+    rewards, passes = scored.rewards.tolist(), (scored.rewards >= passing).tolist()  # in the precision of rewards
     votes = scored.votes.tolist() if scored.votes is not None else [NO_VOTE] * len(rewards)
     places: dict[int, list[int]] = {}
     order = batch.facts["sample_ids"].argsort().tolist()
@@ -211,7 +214,7 @@ def _by_prompt(
         places.setdefault(prompts[row], []).append(row)
     groups = {
         prompt: [
-            Response(rewards[row], rewards[row] >= passing, votes[row] if votes[row] != NO_VOTE else None)
+            Response(rewards[row], passes[row], votes[row] if votes[row] != NO_VOTE else None)
             for row in rows
             if rewards[row] == rewards[row]
         ]

@@ -103,8 +103,18 @@ def test_what_makes_two_measurements_the_same(
 ) -> None:
     recipe, prompts = a_set(tmp_path / "one")
     other, others = a_set(tmp_path / "other", *overrides, answer=answer)
-    equal = set_identity(recipe.sets["sums"], prompts) == set_identity(other.sets["sums"], others)
+    equal = identity(recipe, prompts) == identity(other, others)
     assert equal == same
+
+
+def identity(recipe: Recipe, prompts: Prompts) -> str:
+    return set_identity(recipe.sets["sums"], prompts, recipe.scoring.get("reward"))
+
+
+def test_scores_of_another_reward_model_are_other_measurements(tmp_path: Path) -> None:
+    scored = [a_set(tmp_path, "reward=null", f"reward_model.path=/models/{name}") for name in ("a", "b", "a")]
+    first, other, again = (identity(*each) for each in scored)
+    assert first == again != other
 
 
 def test_prompts_that_are_learned_from_are_counted(tmp_path: Path) -> None:
