@@ -43,6 +43,9 @@ if what == "end":
     sys.exit(0)
 if what == "hang":
     time.sleep(1000)
+if what == "slow_end":
+    time.sleep(float(line))
+    sys.exit(0)
 card = {"cause": line, "phase": f"{step}, update", "at": time.time(), "since": time.time()}
 (directory / "failure.json").write_text(json.dumps(card))
 tell_failure(step, line)
@@ -123,8 +126,8 @@ def launch_of(
 ) -> LaunchedAgents:
     """A launch of which the command does one thing a start: what, in which step, and with which line.
 
-    What is "end", "fail", "refuse" (exit code 2), "lose" (fail when a host is lost), "linger" (do not end then) or
-    "hang".
+    What is "end", "slow_end" (after so many seconds), "fail", "refuse" (exit code 2), "lose" (fail when a host is
+    lost), "linger" (do not end then) or "hang".
     """
     (directory / "script.json").write_text(json.dumps(list(script)))
     (directory / "command.py").write_text(COMMAND)

@@ -99,8 +99,9 @@ class Attempts:
             log.warning(f"{line}; it has stood by")
         elif self._driver is not None and self._driver.is_running:
             self._driver.tell_lost(host, line)
-            limit_s = self._plan.stop_s + GRACE_S
-            self._late = asyncio.get_running_loop().call_later(limit_s, self._end_late, self._driver, line)
+            if self._late is None:  # of several losses the first counts
+                limit_s = self._plan.stop_s + GRACE_S
+                self._late = asyncio.get_running_loop().call_later(limit_s, self._end_late, self._driver, line)
         else:
             log.warning(line)
 
@@ -152,6 +153,7 @@ class Attempts:
         code = await driver.run([*plan.program, *words], derived(self._token, RAY), environments, confined)
         if self._late is not None:
             self._late.cancel()
+            self._late = None
         if self._ending is not None:
             await self._ending
             self._ending = None

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine3d.errors import UserError
-from hybridflow.cluster.hosts.channel import Message
+from engine3d.errors import UserError, first_line
+from hybridflow.cluster.hosts.channel import Message, stream_limit
 from hybridflow.cluster.hosts.description import Cluster, Host
 from hybridflow.cluster.hosts.driver_link import DESCRIPTOR
 from hybridflow.cluster.hosts.logs.log_keeper import QUESTIONS, GatheredLogs
@@ -86,7 +86,7 @@ class DriverProcess:
                 # Ctrl-C is for the agent, which passes it on.
                 start_new_session=True,
             )
-        reader, self._writer = await asyncio.open_connection(sock=ours)
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=stream_limit())
         self._tell(
             "begins",
             hosts=self._cluster.as_json(),
@@ -144,6 +144,14 @@ class DriverProcess:
             self._writer.write(json.dumps({"kind": kind, **fields}).encode() + b"\n")
 
     async def _serve(self, reader: asyncio.StreamReader) -> None:
+        try:
+            await self._answer(reader)
+        except Exception as error:  # what would wait for an answer is to learn that none comes
+            log.error(f"the driver is answered no more: {type(error).__name__}: {first_line(error)}")
+            assert self._writer is not None
+            self._writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader) -> None:
         while (line := await reader.readline()).endswith(b"\n"):
             message = json.loads(line)
             match message["kind"]:

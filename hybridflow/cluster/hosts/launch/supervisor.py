@@ -27,6 +27,8 @@ _SAY_EVERY_S = 10.0
 _END_S = 60.0
 _SILENT_S = 5.0
 """Without a sign of life, after which another agent of the same host may take over."""
+_SAME_S = 10.0
+"""Within which requests for a checkpoint that come to several hosts are one."""
 _ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
@@ -52,6 +54,7 @@ class Supervisor:
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._has_begun = False
         self._signals: set[tuple[int, int]] = set()
+        self._save_asked_s = float("-inf")
         self._attempts: Attempts | None = None
         self._ending = False
 
@@ -74,10 +77,16 @@ class Supervisor:
         """A signal came, on this host or on another: the driver gets it; without one the launch is over.
 
         A scheduler sends its signal to all hosts, and not at one moment: the driver takes a second one for impatience,
-        so that it gets each once, and again from a host that had it before.
+        so that it gets each once, and again from a host that had it before. Of requests for a checkpoint it gets one in
+        so many seconds, whichever host they come to.
         """
         came = (host.index if host is not None else 0, number)
-        if number in {each for _, each in self._signals} and came not in self._signals:
+        if number == SAVE:
+            now, before = time.monotonic(), self._save_asked_s
+            if now - before < _SAME_S:
+                return
+            self._save_asked_s = now
+        elif number in {each for _, each in self._signals} and came not in self._signals:
             self._signals.add(came)
             return
         self._signals.add(came)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hybridflow.cluster.hosts.launch.driver_process import GRACE_S
 from hybridflow.rundir.first_failure import read_earlier, read_failure
 from tests.support.launched_agents import LaunchedAgents, launch_of
 
@@ -74,6 +75,14 @@ def test_without_a_spare_the_run_goes_on_with_those_that_are_left(
     assert run(launch, (1, 1)) == [0, 1, 0]
     assert where(launch)[1] == [(0, 0, None), (1, 2, None)]
     assert "the run goes on with 2 of 3 hosts; restarts left: 0" in capfd.readouterr().err
+
+
+def test_several_losses_at_once_are_one_failure(tmp_path: Path) -> None:
+    """Whose time to end does not run on in the next start."""
+    longer_s = 0.5 + GRACE_S + 2
+    launch = launch_of(tmp_path, [LOSE, ("slow_end", "", str(longer_s))], hosts=4, restarts=1)
+    assert run(launch, (1, 1), (2, 1)) == [0, 1, 1, 0]
+    assert where(launch)[1] == [(0, 0, None), (1, 3, None)]
 
 
 def test_a_loss_without_restarts_ends_it(tmp_path: Path) -> None:
