@@ -37,7 +37,7 @@ def write_stacks(processes: Processes, *, wake: bool = False) -> None:
     asked = False
     for process in family(processes):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if _catches(process.pid, STACKS_SIGNAL):
+            if catches(process.pid, STACKS_SIGNAL):
                 process.send_signal(STACKS_SIGNAL)
                 asked = True
                 if wake and is_stopped(process.pid):
@@ -62,7 +62,7 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
-def _catches(pid: int, number: int) -> bool:
+def catches(pid: int, number: int) -> bool:
     """Whether a process has a handler of a signal, which would end it otherwise."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():

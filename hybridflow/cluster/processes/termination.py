@@ -29,6 +29,8 @@ STOPPED_AFTER_SAVING = 75
 """Exit code after SIGTERM where all that was done is in a checkpoint: EX_TEMPFAIL of sysexits.h, "try again"."""
 SAVE = signal.SIGUSR1
 """Asks a run for a checkpoint; it goes on."""
+LEAVE = signal.SIGRTMIN
+"""Asks for the same end as SIGTERM, by any number of those who need not know of each other: it is never impatience."""
 
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 # A terminal and a parent may both pass on the same Ctrl-C: so soon after the first, it is not impatience.
@@ -75,7 +77,7 @@ class Termination:
         self._resorts: list[Callable[[], None]] = []
         self._wake: int | None = None
         self._raised = False
-        self._first_s = self._deadline_s = float("inf")
+        self._first_s = self._deadline_s = self._pressed_s = float("inf")
         self._limit_s: float | None = None
         self._out_of_time = False
         self._abandonable = self._waiting = False
@@ -88,7 +90,7 @@ class Termination:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM in the block; they interrupt it from its call of `begin` on.
+        """Handle SIGINT, SIGTERM and LEAVE in the block; they interrupt it from its call of `begin` on.
 
         Nothing changes in a thread that is not the main one.
 
@@ -108,6 +110,7 @@ class Termination:
             if signal.getsignal(number) != signal.SIG_IGN
         }
         handlers[SAVE] = signal.signal(SAVE, self._ask_to_save)
+        handlers[LEAVE] = signal.signal(LEAVE, self._interrupt)
         threading.Thread(target=self._guard, args=(reading,), name="termination", daemon=True).start()
         try:
             yield
@@ -284,6 +287,7 @@ class Termination:
 
     def _note(self, number: int) -> None:
         # Of signals alone: no lock, which the main thread could hold when its handler runs.
+        number = signal.SIGTERM if number == LEAVE else number
         if self._cause is None:
             self._cause = Cause(_word(number), 128 + number)
 
@@ -297,12 +301,16 @@ class Termination:
                 os.close(reading)
                 return
             for number in numbers:
-                if number in _WORDS:
+                if number in _WORDS or number == LEAVE:
                     self._note(number)
                     now = time.monotonic()
                     if self._first_s == float("inf"):
                         self._first_s, self._deadline_s = now, now + self._time_s()
-                    elif now > self._first_s + _SAME_S:
+                    if number == LEAVE:
+                        continue
+                    if self._pressed_s == float("inf"):
+                        self._pressed_s = now
+                    elif now > max(self._first_s, self._pressed_s) + _SAME_S:
                         self._deadline_s = now  # asked for twice
             if time.monotonic() >= self._deadline_s:
                 if self.asked:

@@ -1,7 +1,8 @@
 """`python -m hybridflow.cluster.runtime.stop_driver SECONDS`: lets a run save before a pod of it goes.
 
-What Kubernetes calls before it ends a pod (preStop), of whichever node of the cluster: the driver, on Ray's head, gets
-SIGTERM, and this ends when the driver has, or after the time that is given. Without a driver it ends at once.
+What Kubernetes calls before it ends a pod (preStop), of whichever node of the cluster: the driver, on Ray's head, is
+asked to end, and this ends when the driver has, or after the time that is given. Without a driver it ends at once.
+Where several pods go together each asks, beside whoever deletes the job: the driver takes that for one request.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from hybridflow.cluster.processes.process_tree import catches
+from hybridflow.cluster.processes.termination import LEAVE
 
 _HEAD = "node:__internal_head__"
 """Ray's own resource of the node with its head."""
@@ -36,7 +40,7 @@ def main(words: Sequence[str]) -> int:
         ray.init(address="auto", job_config=driver_imports(), **QUIET)
         ask: Any = ray.remote(num_cpus=0, max_retries=0, resources={_HEAD: 0.001})
         told = ray.get(ask(stop_drivers).remote(), timeout=_ASK_S)
-        print(f"SIGTERM to the driver: pid {', '.join(map(str, told))}" if told else "no driver", flush=True)
+        print(f"the driver is to end: pid {', '.join(map(str, told))}" if told else "no driver", flush=True)
         while told and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             told = ray.get(ask(those_left).remote(told), timeout=_ASK_S)
@@ -47,11 +51,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def stop_drivers() -> list[int]:
-    """Send SIGTERM to every driver of this host's user; their process ids."""
+    """Ask every driver of this host's user to end; their process ids."""
     found = [each for each in psutil.process_iter(["cmdline", "uids"]) if is_driver(each.info["cmdline"] or [])]
     found = [each for each in found if each.info["uids"].real == os.getuid()]
     for each in found:
-        each.send_signal(signal.SIGTERM)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.send_signal(LEAVE if catches(each.pid, LEAVE) else signal.SIGTERM)
     return [each.pid for each in found]
 
 

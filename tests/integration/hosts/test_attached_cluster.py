@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from importlib.metadata import distribution, version
 from pathlib import Path
@@ -114,8 +115,13 @@ def test_a_pod_that_has_to_go_lets_the_run_save(tmp_path: Path) -> None:
         (tmp_path / "output-1").touch()
         launch.until_in("rollout", step=2)
         stop = [sys.executable, "-P", "-m", "hybridflow.cluster.runtime.stop_driver", "120"]
-        done = hosts[1].run(stop, env=with_token(tmp_path), cwd="/tmp", timeout_s=200)
-        assert done.returncode == 0 and done.stdout.startswith("SIGTERM to the driver: pid "), done.stdout + done.stderr
+        # Pods that go together each ask.
+        with (tmp_path / "other-pod").open("w") as other:
+            beside = hosts[0].start(stop, env=with_token(tmp_path), cwd="/tmp", stdout=other, stderr=other)
+            time.sleep(2)
+            done = hosts[1].run(stop, env=with_token(tmp_path), cwd="/tmp", timeout_s=200)
+            beside.wait(100)
+        assert done.returncode == 0 and done.stdout.startswith("the driver is to end: pid "), done.stdout + done.stderr
         assert launch.wait(30) == [75], launch.outputs()
         assert list((launch.run / "checkpoints").glob("step-*"))
         again = hosts[1].run(stop, env=with_token(tmp_path), cwd="/tmp", timeout_s=100)

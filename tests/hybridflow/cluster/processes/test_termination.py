@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from engine3d.errors import EngineError
-from hybridflow.cluster.processes.termination import Abandoned, Terminated, Termination
+from hybridflow.cluster.processes.termination import LEAVE, Abandoned, Terminated, Termination
 from tests.support.runs import ROOT
 
 
@@ -122,6 +122,33 @@ def test_a_second_signal_ends_what_has_time_to_save(termination: Termination) ->
     with pytest.raises(Terminated), termination.saves(60.0):
         threading.Event().wait(10)
     assert termination.finish() == 130
+
+
+def test_requests_to_leave_may_be_many_and_come_before_a_signal(termination: Termination) -> None:
+    """As of several pods that go together, and of whoever deletes their job."""
+
+    def asks() -> None:
+        for number in (LEAVE, LEAVE, signal.SIGTERM, LEAVE):
+            os.kill(os.getpid(), number)
+            time.sleep(1.2)
+
+    asking = threading.Thread(target=asks)
+    asking.start()
+    with termination.saves(60.0):
+        while asking.is_alive():
+            time.sleep(0.05)
+        assert termination.asked
+        with pytest.raises(Terminated):
+            termination.end_asked("saved")
+    assert termination.finish() == 75
+
+
+def test_a_second_signal_after_a_request_to_leave_is_impatience(termination: Termination) -> None:
+    for delay_s, number in ((0.05, LEAVE), (0.2, signal.SIGTERM), (1.5, signal.SIGTERM)):
+        threading.Timer(delay_s, os.kill, (os.getpid(), number)).start()
+    with pytest.raises(Terminated), termination.saves(60.0):
+        threading.Event().wait(10)
+    assert termination.finish() == 143
 
 
 def test_sigusr1_asks_once(termination: Termination, capfd: pytest.CaptureFixture[str]) -> None:
