@@ -20,7 +20,7 @@ from hybridflow.cluster.hosts.checks.preflight import PreflightPlan
 from hybridflow.cluster.hosts.description import checked_role
 from hybridflow.cluster.hosts.launch.agent import Agent, Place
 from hybridflow.cluster.hosts.launch.launch_plan import DOCTOR, LaunchPlan
-from hybridflow.cluster.hosts.network.interfaces import named
+from hybridflow.cluster.hosts.network.interfaces import all_interfaces, named
 from hybridflow.cluster.hosts.network.network_settings import PORTS_OF_A_HOST, NetworkConfig
 from hybridflow.cluster.hosts.run_token import find_token, needed, new_token
 from hybridflow.cluster.limits import LimitsConfig
@@ -96,6 +96,8 @@ def take_part(launched: Launched, announce: Callable[[int], object] | None = Non
         address = None
         if interface is not None:
             address = _address_of(interface, launched.head)
+            if launched.host == 0:
+                _check_head(launched.head, interface, address)
         elif launched.host == 0:
             address = _own_address(launched.head)
         head = address if launched.host == 0 and address is not None else launched.head
@@ -238,6 +240,26 @@ def _own_address(head: str) -> str:
             "address of the cluster's network, or the interface (--interface)"
         )
     return str(reached[0])
+
+
+def _check_head(head: str, interface: str, address: str) -> None:
+    """Host 0 listens at its interface's address: the others must not be given that of another one.
+
+    Raises:
+        UserError: they are.
+    """
+    try:
+        found = {str(each[4][0]) for each in socket.getaddrinfo(head, None, type=socket.SOCK_STREAM)}
+    except OSError:  # others may know the name
+        return
+    own = all_interfaces()
+    others = {name for name, addresses in own.items() if found & set(addresses) and name != interface}
+    reached = {each for each in found if not ipaddress.ip_address(each).is_loopback}
+    if address not in found and reached and others:
+        raise UserError(
+            f"--interface {interface} ({address}): the others look for host 0 at {head}, which is "
+            f"{', '.join(sorted(reached))} ({', '.join(sorted(others))}); expected --head {address} on all hosts"
+        )
 
 
 def _address_of(interface: str, head: str) -> str:

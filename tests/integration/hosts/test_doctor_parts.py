@@ -262,5 +262,9 @@ def test_agents_take_the_interface_that_is_named(tmp_path: Path) -> None:
             "hybridflow: no interface 'ib7' on this host; it has eth0 (10.77.0.11), eth1"
         )
         launch = agents(hosts, tmp_path, "eth1", *words, "limits.gather_s=4")
-        assert launch.wait(60) == [1, 1]
+        assert launch.wait(60) == [2, 1]
+        assert launch.output(0) == (
+            "hybridflow: --interface eth1 (192.168.77.10): the others look for host 0 at host-0, which is 10.77.0.10 "
+            "(eth0); expected --head 192.168.77.10 on all hosts\n"
+        )
         assert "host 0 at host-0:29400 was not reached from 192.168.77.11 (eth1) within 4 s" in launch.output(1)

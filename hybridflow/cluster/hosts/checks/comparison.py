@@ -27,6 +27,7 @@ _SAID_FIRST = 2
 _SAID_OTHERS = 8
 _MOST_VALUES = 4
 _NOTHING = "none"
+_BUSY = "GPUs in use by others"
 _SHORT_HASH = 8
 
 
@@ -145,6 +146,11 @@ class Comparison:
     def refusals(self) -> tuple[Finding, ...]:
         """For which a run is not started."""
         return tuple(each for each in self.findings if each.severity == "refuse")
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether nothing is refused but GPUs in use, whose memory may belong to a run that has just ended."""
+        return bool(self.refusals) and all(each.what == _BUSY for each in self.refusals)
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
@@ -370,7 +376,7 @@ def _gpus(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
     if busy:
         values = tuple((said, (name,)) for name, said in busy)
         severity: Severity = "warn" if needs.shared_gpus else "refuse"
-        yield Finding(severity, "GPUs in use by others", values, "them free, or placement.shared_gpus=true")
+        yield Finding(severity, _BUSY, values, "them free, or placement.shared_gpus=true")
 
 
 def _kinds(gpus: Iterable[Gpu]) -> str | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine3d.errors import UserError
+from hybridflow.cluster.devices.gpu_availability import WAIT_S
 from hybridflow.cluster.hosts.channel import Message
 from hybridflow.cluster.hosts.checks.comparison import ClockDifference, Needs, Report, compare
 from hybridflow.cluster.hosts.checks.facts import HostFacts, collect, mark_directory, sees_mark
@@ -31,6 +32,7 @@ from hybridflow.errors.log import log
 FACTS_S, PAIRS_S, RATES_S = 30.0, 30.0, 60.0
 _ANSWER_S = 10.0
 _CLOCKS = 3
+_LOOK_AGAIN_S = 1.0
 """Readings of each host's clock, of which the quickest answer counts."""
 
 
@@ -221,8 +223,13 @@ async def check_newcomer(newcomer: AsksAgents, others: Sequence[AsksAgents], pla
 
 async def _compare(members: Sequence[AsksAgents], plan: PreflightPlan, *, with_table: bool) -> list[int]:
     """Compare hosts; the numbers of those that do not see what the first one has at `run_dir`."""
-    reports = await _reports(members, plan)
-    comparison = compare(reports, plan.needs)
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        reports = await _reports(members, plan)
+        comparison = compare(reports, plan.needs)
+        if with_table or not comparison.may_pass or time.monotonic() >= deadline:
+            break
+        await asyncio.sleep(_LOOK_AGAIN_S)
     if with_table or comparison.findings:
         log.info(comparison.table)
     for warning in comparison.warnings:

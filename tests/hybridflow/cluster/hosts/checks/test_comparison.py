@@ -165,6 +165,14 @@ def test_each_difference_has_its_line(changes: dict[str, Any], severity: str, li
     assert compared.findings[0].hosts == ("host-2",)
 
 
+def test_gpus_in_use_alone_may_pass() -> None:
+    busy = {"gpus": (replace(H200[0], used_bytes=90 * GB), *H200[1:])}
+    of_gpus = Needs(gpus=True)
+    assert compare(cluster(2, {1: busy}), of_gpus).may_pass
+    assert not compare(cluster(2, {1: busy | versions(torch="2.0")}), of_gpus).may_pass
+    assert not compare(cluster(2), of_gpus).may_pass
+
+
 @pytest.mark.parametrize(
     "gpu",
     [

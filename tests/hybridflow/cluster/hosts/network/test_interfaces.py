@@ -8,6 +8,8 @@ import pytest
 
 from engine3d.errors import UserError
 from hybridflow.cli import agent
+from hybridflow.cli.agent import _check_head
+from hybridflow.cluster.hosts.network import interface_address
 from hybridflow.cluster.hosts.network.interfaces import Interface, all_interfaces, named, route_to
 
 
@@ -28,6 +30,27 @@ def test_an_interface_that_does_not_exist_is_refused_with_those_that_do() -> Non
 def test_a_name_that_does_not_resolve_is_refused() -> None:
     with pytest.raises(UserError, match=r"^no\.such\.host\.invalid does not resolve on this host \("):
         route_to("no.such.host.invalid")
+
+
+def test_host_0_is_looked_for_where_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"eth0": ["10.0.0.5"], "ib0": ["10.9.0.5"], "lo": ["127.0.0.1"]}
+    monkeypatch.setattr("hybridflow.cli.agent.all_interfaces", lambda: own)
+    _check_head("10.9.0.5", "ib0", "10.9.0.5")
+    _check_head("192.0.2.7", "ib0", "10.9.0.5")  # of nobody here: perhaps translated on the way
+    _check_head("127.0.0.1", "ib0", "10.9.0.5")  # as a host may have it for its own name
+    with pytest.raises(
+        UserError,
+        match=r"--interface ib0 \(10\.9\.0\.5\): the others look for host 0 at 10\.0\.0\.5, which is 10\.0\.0\.5 "
+        r"\(eth0\); expected --head 10\.9\.0\.5 on all hosts",
+    ):
+        _check_head("10.0.0.5", "ib0", "10.9.0.5")
+
+
+def test_scripts_ask_for_the_address_of_an_interface(capsys: pytest.CaptureFixture[str]) -> None:
+    assert interface_address.main(["lo"]) == 0
+    assert capsys.readouterr().out == "127.0.0.1\n"
+    assert interface_address.main(["ib7"]) == 2
+    assert capsys.readouterr().err.startswith("hybridflow: no interface 'ib7' on this host; it has ")
 
 
 def test_the_cluster_is_not_on_the_loopback() -> None:
