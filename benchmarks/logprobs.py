@@ -33,7 +33,8 @@ from engine3d.checkpoint.manifest import find_checkpoints
 from engine3d.errors import UserError
 from hybridflow.checkpoint.driver_state import RunState
 from hybridflow.config.recipe import load_recipe
-from hybridflow.rundir.file_names import CHECKPOINTS, RECIPE, SAMPLE_STORE
+from hybridflow.rundir.file_names import RECIPE, SAMPLE_STORE
+from hybridflow.rundir.kept_recipe import saved_to
 from hybridflow.rundir.sample_files import stored_steps
 
 FIRST, LATER, BEFORE = "the response's first version", "a later version", "one version older"
@@ -62,6 +63,19 @@ class Response:
 
 
 @dataclass(frozen=True)
+class Drawing:
+    """How engines have drawn tokens.
+
+    Args:
+        dtype: of their weights.
+        temperature: that their log-probs are of, 1 for the most likely tokens.
+    """
+
+    dtype: str
+    temperature: float
+
+
+@dataclass(frozen=True)
 class Distance:
     """A token of a response, and how far its log-prob is off.
 
@@ -87,11 +101,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     try:
         options = parser.parse_args(arguments)
+        if options.samples < 1:
+            raise UserError(f"--samples: {options.samples}, expected at least 1")
         responses = stored_responses(options.run)
         chosen = responses[:: max(1, -(-len(responses) // options.samples))]
         checkpoints = checkpoints_by_version(options.run)
-        dtype = load_recipe(options.run / RECIPE).rollout.engine.dtype
-        found = list(distances(chosen, checkpoints, dtype, options.device))
+        rollout = load_recipe(options.run / RECIPE).rollout
+        engines = Drawing(rollout.engine.dtype, rollout.sampling.temperature or 1.0)
+        found = list(distances(chosen, checkpoints, engines, options.device))
     except UserError as error:
         print(f"logprobs.py: {error}", file=sys.stderr)
         return 2
@@ -137,30 +154,31 @@ def checkpoints_by_version(run: Path) -> dict[int, Path]:
     Raises:
         UserError: there is none.
     """
-    whole, _ = find_checkpoints(run / CHECKPOINTS)
+    root = saved_to(run)
+    whole = find_checkpoints(root)[0] if root is not None else []
     if not whole:
         raise UserError(f"{run}: no whole checkpoint, expected those of a run with checkpoint.save_interval=1")
     return {RunState.read(directory).policy_version: directory for directory in whole}
 
 
 def distances(
-    responses: Sequence[Response], checkpoints: Mapping[int, Path], dtype: str, device: str
+    responses: Sequence[Response], checkpoints: Mapping[int, Path], engines: Drawing, device: str
 ) -> Iterator[Distance]:
     """How far the log-prob of each token is off, for one version of the weights after the other.
 
     Args:
         responses: to look at.
         checkpoints: of each version.
-        dtype: in which the engine has its weights.
+        engines: that drew them.
         device: that computes.
     """
     for version in sorted(checkpoints):
         concerned = [each for each in responses if not {version, version + 1}.isdisjoint(each.versions)]
         if not concerned:
             continue
-        model = _loaded(checkpoints[version], dtype, device)
+        model = _loaded(checkpoints[version], engines.dtype, device)
         for response in concerned:
-            computed = _logprobs(model, response, device)
+            computed = _logprobs(model, response, engines.temperature, device)
             for place, (drawn_by, given) in enumerate(zip(response.versions, response.logprobs, strict=True)):
                 if drawn_by in (version, version + 1):
                     own = FIRST if drawn_by == response.versions[0] else LATER
@@ -179,10 +197,10 @@ def _loaded(checkpoint: Path, dtype: str, device: str) -> Any:
 
 
 @torch.no_grad()
-def _logprobs(model: Any, response: Response, device: str) -> list[float]:
+def _logprobs(model: Any, response: Response, temperature: float, device: str) -> list[float]:
     """Log-prob of each token of the response, by one forward pass of batch 1 without a cache."""
     tokens = torch.tensor([response.tokens], device=device)
-    logits = model(tokens, use_cache=False).logits[0, response.prompt - 1 : -1].float()
+    logits = model(tokens, use_cache=False).logits[0, response.prompt - 1 : -1].float() / temperature
     chosen = tokens[0, response.prompt :, None]
     found: list[float] = logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
     return found

@@ -35,6 +35,7 @@ from engine3d.errors import UserError
 from engine3d.models import load_model_spec
 from engine3d.platform import platform
 from engine3d.rollout import launch
+from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
 
 _LIMIT_S = 1800.0
@@ -173,8 +174,12 @@ def _measure(case: Case) -> dict[str, Any]:
 
 def decoded_at_once(case: Case, cache_tokens: int) -> bool:
     """Whether an engine has room for all of its requests, so that a step decodes a token of each."""
-    tokens = case.of_an_engine * (case.input + case.output)
-    return case.of_an_engine <= case.config.max_running_requests and tokens <= cache_tokens
+    room = tokens_needed(
+        requests=case.of_an_engine,
+        sequence_tokens=case.input + case.output,
+        page_tokens=PAGE_TOKENS[platform.device_type],
+    )
+    return case.of_an_engine <= case.config.max_running_requests and room <= cache_tokens
 
 
 def decode_figures(case: Case, bandwidth: float, rounds_s: dict[str, float]) -> dict[str, Any]:
@@ -231,11 +236,12 @@ def _engines(case: Case) -> Measured:
 def _sglang(case: Case) -> Measured:
     """SGLang's own engines, each in a process of its own."""
     context = multiprocessing.get_context("spawn")
-    pipes = []
+    pipes, processes = [], []
     started = time.perf_counter()
     for number in range(case.rollout.engines):
         ours, theirs = context.Pipe()
-        context.Process(target=_serve, args=(theirs, case, number)).start()
+        processes.append(context.Process(target=_serve, args=(theirs, case, number)))
+        processes[-1].start()
         pipes.append(ours)
     for pipe in pipes:
         _answer(pipe)
@@ -250,6 +256,8 @@ def _sglang(case: Case) -> Measured:
     seconds = _rounds("sglang", case.rounds, run)
     for pipe in pipes:
         pipe.send(False)
+    for process in processes:  # whose memory is free then
+        process.join(_LIMIT_S)
     return Measured(start_s, seconds)
 
 

@@ -132,7 +132,8 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     if len(seconds) == len(WAYS):
         figures["engine_over_bare"] = statistics.median(seconds["bare"]) / statistics.median(seconds["engine"])
     figures["peak_memory_bytes"] = most(platform.memory().peak)
-    figures["foreseen_memory_bytes"] = most(_foreseen(engine))
+    if "bare" not in seconds:  # whose logits are whole
+        figures["foreseen_memory_bytes"] = most(_foreseen(engine))
     figures["digest_s"] = [timed(lambda: weights_digest(engine)) for _ in range(options.steps + 1)][1:]
     return figures
 

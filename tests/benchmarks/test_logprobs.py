@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from benchmarks import logprobs
-from benchmarks.logprobs import BEFORE, FIRST, LATER, Response, distances, main, summary
+from benchmarks.logprobs import BEFORE, FIRST, LATER, Drawing, Response, distances, main, summary
 
 
 class _Uniform:
-    """A model of so many words, all of them equally likely but the last, which is e times as likely for a version."""
+    """A model of four tokens: the logits of the first three are 0, that of the last is the version of the weights."""
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -32,12 +32,14 @@ def test_each_token_is_compared_with_its_version_and_the_one_before(monkeypatch:
 
     def exact(version: int, token: int) -> float:
         logits = torch.tensor([0.0, 0.0, 0.0, version])
-        return float(logits.log_softmax(0)[token])
+        return float((logits / 0.5).log_softmax(0)[token])
 
     response = Response(7, (0, 3, 3, 1), 1, (exact(2, 3), exact(3, 3), exact(3, 1) + 0.5), (2, 3, 3))
     found = {
         (each.place, each.kind): round(each.distance, 5)
-        for each in distances([response], {2: Path("2"), 3: Path("3"), 9: Path("9")}, "float32", "cpu")
+        for each in distances(
+            [response], {2: Path("2"), 3: Path("3"), 9: Path("9")}, Drawing("float32", temperature=0.5), "cpu"
+        )
     }
     assert found == {
         (0, FIRST): 0.0,  # of version 1 there is no checkpoint
@@ -57,8 +59,15 @@ def test_the_furthest_are_told() -> None:
     assert summary([]) == {}
 
 
-def test_what_is_no_run_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err == (
-        f"logprobs.py: {tmp_path}: no stored samples, expected those of a run with samples.store=true\n"
-    )
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], "{run}: no stored samples, expected those of a run with samples.store=true"),
+        (["--samples", "0"], "--samples: 0, expected at least 1"),
+    ],
+)
+def test_what_is_wrong_gets_one_line(
+    more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path), *more]) == 2
+    assert capsys.readouterr().err == f"logprobs.py: {said.format(run=tmp_path)}\n"
