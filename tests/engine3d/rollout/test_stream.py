@@ -15,6 +15,7 @@ from engine3d.rollout.host.messages import Response
 from engine3d.rollout.host.stream import UnderWay
 from engine3d.rollout.streams import Asked
 from tests.engine3d.rollout.test_engine import reference_logprobs
+from tests.support.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.processes
 
@@ -139,6 +140,26 @@ def test_what_was_given_up_ends_with_what_it_has_and_can_go_on(
     assert (whole.finish_reason, len(whole.token_ids)) == ("length", 48)
     _assert_drawn_by_their_versions(tiny_model_dirs, PROMPTS[0], whole)
     engine.abort([20])  # of none under way
+
+
+def test_no_response_goes_on_behind_its_end(engine: RolloutEngine, tiny_model_dirs: tuple[Path, Path]) -> None:
+    """Though it is aborted with its last token, to be sent again."""
+    ends = set(range(1, VOCAB_SIZE // 12))  # of which the first is the model's own
+    sampling = SamplingConfig(max_new_tokens=48, stop_token_ids=sorted(ends))
+    resent = engine.figures.resent
+    for round_ in range(8):
+        first = 1000 + 100 * round_
+        samples = range(first, first + 48)
+        engine.submit(_asked(sampling, first, [[3, 4, 5]] * len(samples)))
+        found = dict[int, Response]()
+        for version in (1, 0):
+            found |= engine.take_ended(0.2)
+            engine.load_weights(tiny_model_dirs[version], version=version, under_way="resend")
+        found |= _all_ended(engine, *(set(samples) - found.keys()))
+        for response in found.values():
+            assert ends.isdisjoint(response.token_ids[:-1])
+            assert (response.finish_reason == "stop") == (response.token_ids[-1] in ends)
+    assert engine.figures.resent - resent > 20
 
 
 def test_a_stream_refuses_what_a_batch_refuses(engine: RolloutEngine) -> None:
