@@ -479,8 +479,11 @@ class RolloutStream:
             await self._engines[engine].submit(requests)
 
     async def _abort(self, engine: int, samples: Sequence[int]) -> None:
+        life = self._lives[engine]
         with self._losing(engine):
-            await self._engines[engine].abort(samples)
+            await asyncio.gather(*self._submitting.get(engine, ()))  # what has not come cannot be aborted
+            if life == self._lives[engine]:
+                await self._engines[engine].abort(samples)
 
     def _idle(self, number: int) -> None:
         """An engine has nothing in flight any more."""

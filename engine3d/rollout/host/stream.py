@@ -50,6 +50,7 @@ class ResponseStream:
         self._names: dict[int, str] = {}
         self._begun: dict[int, Response] = {}
         self._given_up: set[int] = set()
+        self._held_back: set[int] = set()
         self._resends = False
         self._caches = 0
         self._parked = asyncio.Event()
@@ -73,7 +74,7 @@ class ResponseStream:
                 self._given_up.add(sample)
                 if (name := self._names.get(sample)) is not None:
                     self._manager.abort_request(name)
-                else:  # it is not with the scheduler: a transfer of weights holds it back
+                elif sample in self._held_back:  # by a transfer of weights; else it looks before it is sent
                     self._tasks[sample].cancel()
 
     def leave_cache(self) -> None:
@@ -140,15 +141,19 @@ class ResponseStream:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         sample, manager = request.sample, self._manager
-        async with manager.is_pause_cond:  # before it has a name, which says that the scheduler has it
-            await manager.is_pause_cond.wait_for(lambda: not manager.is_pause)
+        self._held_back.add(sample)
+        try:
+            async with manager.is_pause_cond:  # before it has a name, which says that the scheduler has it
+                await manager.is_pause_cond.wait_for(lambda: not manager.is_pause)
+        finally:
+            self._held_back.discard(sample)
         begun = self._begun[sample]
         if sample in self._given_up:
             return replace(begun, finish_reason="abort")
         left = request.sampling["max_new_tokens"] - len(begun.token_ids)
         if left <= 0:  # it was begun with a larger limit, before a restart
             return replace(begun, finish_reason="length")
-        name = f"stream-{next(self._serial)}"
+        name = f"stream-{next(self._serial)}."  # no name begins with another, which SGLang would abort with it
         sampling = request.sampling | {"max_new_tokens": left}
         if (texts := sampling.get("custom_params")) and begun.token_ids:  # a text may begin in what is there already
             sampling["custom_params"] = texts | {BEFORE: begun.token_ids[-window(texts[PARAMETER]) :]}

@@ -117,6 +117,41 @@ def _check(rows: StepRows, groups: int, staleness: int) -> None:
     assert max(rows.taken.staleness) <= staleness
 
 
+class _Slow(_Named):
+    """To which requests need longer than their aborts."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.came: set[int] = set()
+        self.early: list[int] = []
+        self.aborted = 0
+
+    async def submit(self, requests: Sequence[StreamRequest]) -> None:
+        await asyncio.sleep(0.001)
+        self.came |= {request.sample for request in requests}
+        await super().submit(requests)
+
+    async def abort(self, samples: Sequence[int]) -> None:
+        await asyncio.sleep(0.0005)
+        self.early += [sample for sample in samples if sample not in self.came]
+        self.aborted += len(samples)
+        await super().abort(samples)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_what_is_given_up_on_its_way_to_an_engine_is_given_up_there(staleness: int) -> None:
+    async def learn() -> list[_Slow]:
+        setup = _Setup(StreamLimits(8, staleness, extra=4), engines=2, slots=3, kind=_Slow)
+        setup.stream.open(0)
+        for _ in range(30):
+            await setup.step()
+        return setup.engines
+
+    engines, _ = run(learn())
+    assert sum(engine.aborted for engine in engines) > 20
+    assert [engine.early for engine in engines] == [[], []]
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_each_prompt_is_learned_from_once_and_sample_ids_are_never_used_again(staleness: int) -> None:
     async def learn() -> list[StepRows]:

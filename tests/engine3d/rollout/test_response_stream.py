@@ -1,0 +1,79 @@
+"""Responses of a stream beside a tokenizer manager that does what it is told; a real one is in `test_stream.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from engine3d.rollout.host.messages import Ended, ResponseRequest
+from engine3d.rollout.host.progress import SchedulerState
+from engine3d.rollout.host.stream import ResponseStream
+
+SAMPLING = {"max_new_tokens": 4}
+
+
+class Manager:
+    """Ends each request only when it is aborted, and aborts as SGLang does: all whose name begins so."""
+
+    def __init__(self) -> None:
+        self.is_pause_cond, self.is_pause = asyncio.Condition(), False
+        self.under_way: dict[str, asyncio.Event] = {}
+
+    async def generate_request(self, asked: Any) -> AsyncIterator[dict[str, Any]]:
+        aborted = self.under_way[asked.rid] = asyncio.Event()
+        await aborted.wait()
+        del self.under_way[asked.rid]
+        yield {"meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": []}}
+
+    def abort_request(self, name: str) -> None:
+        for each, aborted in self.under_way.items():
+            if each.startswith(name):
+                aborted.set()
+
+
+async def _of(samples: int) -> tuple[ResponseStream, Manager, list[Any]]:
+    manager, told = Manager(), list[Any]()
+    stream = ResponseStream(manager, told.append, lambda: SchedulerState(), 64)
+    stream.submit([ResponseRequest(sample, [3], SAMPLING, None) for sample in range(samples)])
+    return stream, manager, told
+
+
+def ended(told: list[Any]) -> dict[int, str]:
+    assert all(isinstance(each, Ended) for each in told)
+    return {sample: response.finish_reason for each in told for sample, response in each.responses.items()}
+
+
+def test_what_is_given_up_before_it_begins_has_ended() -> None:
+    async def main() -> tuple[dict[int, str], int]:
+        stream, manager, told = await _of(2)
+        stream.abort([0])
+        await asyncio.sleep(0.3)
+        assert len(manager.under_way) == 1
+        return ended(told), len(stream)
+
+    assert asyncio.run(main()) == ({0: "abort"}, 1)
+
+
+def test_what_is_held_back_is_given_up_at_once() -> None:
+    async def main() -> dict[int, str]:
+        stream, manager, told = await _of(0)
+        manager.is_pause = True
+        stream.submit([ResponseRequest(7, [3], SAMPLING, None)])
+        await asyncio.sleep(0.05)
+        stream.abort([7])
+        await asyncio.sleep(0.3)
+        return ended(told)
+
+    assert asyncio.run(main()) == {7: "abort"}
+
+
+def test_no_other_is_aborted_whose_number_begins_alike() -> None:
+    async def main() -> dict[int, str]:
+        stream, _, told = await _of(30)
+        await asyncio.sleep(0.05)
+        stream.abort([1, 2])
+        await asyncio.sleep(0.3)
+        return ended(told)
+
+    assert asyncio.run(main()) == {1: "abort", 2: "abort"}
