@@ -32,6 +32,8 @@ _OF_SETS = ("first_of_sets", "last_of_sets")
 _KEPT = "kept.safetensors"
 _WITHOUT_SUBJECT = {"accuracy_before", "accuracy_after"}
 _REPLAY = "replay.safetensors"
+_RATES = "rates"
+"""The text in the state of the prompts' order: measured pass rates."""
 _STREAM = {"ended": "stream-ended.safetensors", "begun": "stream-begun.safetensors"}
 _IN_FILES = ("buffer", "replay", "stream", "kept")
 """Fields that are not in driver.json as they are."""
@@ -211,7 +213,11 @@ class RunState:
             if facts.keys() >= _WITHOUT_SUBJECT:
                 facts = {name: fact for name, fact in facts.items() if name not in _WITHOUT_SUBJECT}
                 facts |= dict.fromkeys(_EVALUATIONS)
+            rates = facts["sampler"].pop(_RATES, None)
+            if not isinstance(rates, str | None):
+                raise ValueError(f"sampler.{_RATES}: {shortened(repr(rates))}, expected text")
             facts = {name: _checked(cls, name, value) for name, value in facts.items()}
+            facts["sampler"] |= {_RATES: rates} if rates is not None else {}
             found = {"buffer": batches, "replay": replay, "stream": stream, "kept": _read_kept(directory / _KEPT)}
             return cls(**facts | found)
         except OSError as error:
@@ -251,7 +257,7 @@ def _read_kept(path: Path) -> dict[str, Tensor]:
 
 def _checked(kind: type, name: str, value: Any) -> Any:
     """What JSON holds of a field, as the field has it. Raises ValidationError, titled `name`, for another type."""
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind) | {"sampler": dict[str, int]}  # whose text was taken out
     if name not in hints:
         raise KeyError(name)
     of_dataclass = any(map(dataclasses.is_dataclass, (hints[name], *get_args(hints[name]))))
