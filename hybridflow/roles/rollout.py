@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Concatenate, cast
 
 from engine3d.engine_figures import EngineFigures
-from engine3d.errors import EngineError, UserError
+from engine3d.errors import EngineError
 from engine3d.reshard.describe.memory import SharedShards
 from engine3d.reshard.describe.shards import Place
 from engine3d.reshard.plan.coordinate import ReceiveOrder
@@ -281,9 +281,9 @@ class RolloutWorker:
         return self._stream.figures
 
     def of_stream(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the `EngineStream`. Raises UserError before `open_stream`."""
+        """Call a method of the `EngineStream`. EngineError before `open_stream`, as while it is started again."""
         if self._stream is None:
-            raise UserError(f"rollout engine {self._number}: {method} of a stream that was not opened")
+            raise EngineError(f"rollout engine {self._number}: {method} of a stream that was not opened")
         return getattr(self._stream, method)(*arguments)
 
     def shutdown(self) -> None:

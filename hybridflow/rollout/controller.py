@@ -38,11 +38,15 @@ class _RemoteRank:
         name: of it in errors.
         actor: of the rank.
         threads: Ray's name of the threads that take calls beside those of the group.
+        answers_s: that it has for a call.
         failed: raised where the worker failed of something that the user cannot put right.
     """
 
-    def __init__(self, name: str, actor: Any, threads: str, failed: type[EngineError] = EngineError) -> None:
+    def __init__(
+        self, name: str, actor: Any, threads: str, answers_s: float, failed: type[EngineError] = EngineError
+    ) -> None:
         self._name, self._actor, self._threads, self._failed = name, actor, threads, failed
+        self._answers_s = answers_s
 
     async def call(self, method: str, results: int, *arguments: Any, what: str = "") -> Any:
         """What a method returns; of several results only the first, and references to others."""
@@ -50,7 +54,9 @@ class _RemoteRank:
         refs = calling.remote(method, results, *arguments)
         first, *others = refs if results > 1 else [refs]
         try:
-            value = await first
+            value = await asyncio.wait_for(first, self._answers_s)
+        except TimeoutError:
+            raise EngineError(f"{self._name}, {what or method}: no answer within {self._answers_s:g} s") from None
         except RayError as error:
             raise EngineError(f"{self._name}, {what or method}: {' '.join(str(error).split())}") from None
         if isinstance(value, Failure):  # the rank is there, and says what its worker failed of
@@ -66,10 +72,11 @@ class RemoteScorer:
         actor: of the rank.
         threads: Ray's name of its threads.
         examples: that the indices of prompts count.
+        answers_s: that it has for a call.
     """
 
-    def __init__(self, actor: Any, threads: str, examples: Sequence[Example]) -> None:
-        self._rank, self._examples = _RemoteRank("reward rank", actor, threads), examples
+    def __init__(self, actor: Any, threads: str, examples: Sequence[Example], answers_s: float) -> None:
+        self._rank, self._examples = _RemoteRank("reward rank", actor, threads, answers_s), examples
 
     async def score(self, rows: Sequence[Row], prompts: Sequence[int]) -> Sequence[Any]:
         examples = {prompt: self._examples[prompt] for prompt in dict.fromkeys(prompts)}
@@ -86,10 +93,13 @@ class RemoteEngine:
         node: Ray's id of the node that it is on.
         threads: Ray's name of the threads that take calls beside those of the group.
         prompts: that requests name by their index.
+        answers_s: that the rank has for a call.
     """
 
-    def __init__(self, number: int, actor: Any, node: str, threads: str, prompts: PackedPrompts) -> None:
-        self._rank = _RemoteRank(f"rollout rank of engine {number}", actor, threads, EngineLostError)
+    def __init__(
+        self, number: int, actor: Any, node: str, threads: str, prompts: PackedPrompts, answers_s: float
+    ) -> None:
+        self._rank = _RemoteRank(f"rollout rank of engine {number}", actor, threads, answers_s, EngineLostError)
         self._node, self._prompts = node, prompts
 
     async def submit(self, requests: Sequence[StreamRequest]) -> None:
@@ -152,16 +162,17 @@ class RolloutController:
     ) -> None:
         self._prompts, self._sampler = prompts, order.sampler()
         engines = [
-            RemoteEngine(number, actor, node, threads, prompts.tokens)
+            RemoteEngine(number, actor, node, threads, prompts.tokens, plan.engine_answers_s)
             for number, (actor, node) in enumerate(zip(actors, nodes, strict=True))
         ]
         self._taking: asyncio.Task[Any] | None = None
-        scoring = [RemoteScorer(actor, threads, prompts.examples) for actor in scorers]
+        scoring = [RemoteScorer(actor, threads, prompts.examples, plan.scorer_answers_s) for actor in scorers]
         self._stream = RolloutStream(plan, engines, self._draw, prompts.tokens.length, scorers=scoring)
 
-    async def open(self, version: int, last_group: int, figures: Sequence[EngineFigures]) -> None:
-        """Begin with engines that serve `version`; draw no prompt from `last_group` on. `figures`: of each engine."""
-        self._stream.ledger.draws_left = max(0, last_group - self._sampler.position)
+    async def open(self, version: int, groups: int, figures: Sequence[EngineFigures]) -> None:
+        """Begin with engines that serve `version`, for so many groups in all. `figures`: of each engine."""
+        ledger = self._stream.ledger
+        ledger.draws_left = max(0, groups - ledger.held)
         self._stream.open(version, figures)
 
     async def take(self, version: int) -> StepRows:

@@ -129,6 +129,11 @@ class Ledger:
         return sum(number for (_, whole), number in self._kinds.items() if whole)
 
     @property
+    def held(self) -> int:
+        """Groups that were drawn and that no step has learned from, those included that went back."""
+        return len(self._entries) + len(self._returned)
+
+    @property
     def learning(self) -> tuple[Group, ...]:
         """What the step that is under way learns from."""
         return tuple(entry.group for entry in self._learning)

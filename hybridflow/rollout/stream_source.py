@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from engine3d.engine_figures import EngineFigures
 from engine3d.errors import EngineError, UserError
 from hybridflow.batch.stored_rows import gathered
+from hybridflow.cluster.processes.termination import termination
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Draw, Prompts
@@ -33,6 +34,7 @@ from hybridflow.rollout.stream_types import StepRows, StreamPlan, StreamState
 
 _LOOK_S = 0.2
 _MEND_S = 1.0
+_LATER_S = 60.0
 
 
 class Check(Protocol):
@@ -134,6 +136,9 @@ class StreamSource:
             lending.engines if lending is not None else (),
             stream.engine_restarts if restarts is not None else 0,
             min((config.batches_at_once for config in recipe.functions.values()), default=1),
+            # A rank says itself what hangs below it.
+            engine_answers_s=recipe.rollout.engine.request_timeout_s + _LATER_S,
+            scorer_answers_s=recipe.limits.call_s,
         )
         self._controller = start_controller(
             plan,
@@ -162,12 +167,12 @@ class StreamSource:
 
     # A step
 
-    def open(self, version: int) -> None:
-        """Begin, with engines that serve this version."""
+    def open(self, version: int, *, steps_left: int) -> None:
+        """Begin, with engines that serve this version, for so many steps."""
         self._version = version
         figures = [self._open_engine(number) for number in range(len(self._engines.actors))]
-        last = self._recipe.trainer.steps * self._recipe.trainer.prompts_per_step
-        self._get(self._controller.open.remote(version, last, figures))
+        groups = steps_left * self._recipe.trainer.prompts_per_step
+        self._get(self._controller.open.remote(version, groups, figures))
         self._open = True
 
     def _open_engine(self, number: int) -> EngineFigures:
@@ -244,7 +249,7 @@ class StreamSource:
             yield
             return
         times |= dict.fromkeys((metrics.STREAM_LEND_TIME, metrics.STREAM_LENT_TIME, metrics.STREAM_WITHDRAW_TIME), 0.0)
-        if ray.wait([taking], timeout=lending.after_s)[0]:
+        if _is_ready(taking, lending.after_s, of_step=True):
             yield
             return
         with Timer(times, metrics.STREAM_LEND_TIME):
@@ -343,7 +348,7 @@ class StreamSource:
         end, quiet = began + limits.call_s, began + limits.quiet_s
         mended = 0.0
         try:
-            while not ray.wait([ref], timeout=_LOOK_S)[0]:
+            while not _is_ready(ref, _LOOK_S, of_step=of_step):
                 self._check()
                 if of_step and time.monotonic() > mended + _MEND_S:
                     self.mend()
@@ -360,3 +365,9 @@ class StreamSource:
             if isinstance(cause, EngineError | UserError):
                 raise cause from None
             raise EngineError(f"rollout controller: {' '.join(str(error).split())}") from None
+
+
+def _is_ready(ref: Any, timeout_s: float, *, of_step: bool) -> bool:
+    """Whether a result is there within so long. A run that is asked to save and to end does not wait for a step's."""
+    with termination.waiting() if of_step else nullcontext():
+        return bool(ray.wait([ref], timeout=timeout_s)[0])

@@ -25,6 +25,7 @@ class StreamPlan:
         lent: engines that take requests only from `lend` to `withdraw`.
         restarts: how often an engine may be lost, and started again.
         scored_at_once: batches of samples that each scorer may have at a time.
+        engine_answers_s, scorer_answers_s: that a rank has to answer a call.
     """
 
     limits: StreamLimits
@@ -35,6 +36,8 @@ class StreamPlan:
     lent: tuple[int, ...] = ()
     restarts: int = 0
     scored_at_once: int = 1
+    engine_answers_s: float = 660.0
+    scorer_answers_s: float = 1800.0
 
 
 @dataclass(frozen=True)

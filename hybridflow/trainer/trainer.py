@@ -286,7 +286,7 @@ class Trainer:
         self.synchronise({})
         self.events.write(0, [self.weights_event(digests)])
         if (stream := self.machinery.stream) is not None:
-            stream.open(self.version)
+            stream.open(self.version, steps_left=self.recipe.trainer.steps)
         if (given := self.machinery.given) is not None:
             self.machinery.phases.enter("infer")
             given.measure()
@@ -298,12 +298,14 @@ class Trainer:
         wait_for(self.roles, *self.roles.starting)
         machinery, order, held, replay = self.machinery, state.sampler, state.buffer, state.replay
         under_way = state.stream
-        if self.recipe.checkpoint.accept:  # perhaps other prompts, or in another order, or another tokenizer
-            position = min(
-                [int(order["position"]), *(int(batch.group_ids.min()) for batch in held), *_numbers(under_way)]
-            )
-            order, held, replay = machinery.sampler.forwarded(position), (), None
-            under_way = None
+        if self.recipe.checkpoint.accept:
+            replay = None
+        if self.recipe.checkpoint.accept or (held if machinery.stream is not None else under_way is not None):
+            # Perhaps other prompts, or in another order, or another tokenizer; or what a run without a stream made
+            # ahead and one with a stream does not, or the other way round: it is drawn again.
+            begun = [*(int(batch.group_ids.min()) for batch in held), *_numbers(under_way)]
+            order = machinery.sampler.forwarded(min([int(order["position"]), *begun]))
+            held, under_way = (), None
         machinery.sampler.load_state_dict(order)
         machinery.generator.samples_drawn = state.samples_drawn
         machinery.controllers.load_state_dict(state.algorithm)
@@ -327,7 +329,7 @@ class Trainer:
         self.synchronise({})
         self.events.write(state.step, [{"event": "resumed", "version": self.version}])
         if machinery.stream is not None:
-            machinery.stream.open(self.version)
+            machinery.stream.open(self.version, steps_left=self.recipe.trainer.steps - state.step)
         state.random.restore()
 
     def state(self, *, with_buffer: bool = True) -> RunState:

@@ -182,8 +182,9 @@ def test_a_group_that_is_lost_is_begun_again_before_others() -> None:
 def test_nothing_is_drawn_beyond_the_last_step() -> None:
     ledger = _ledger(2, 1)
     ledger.draws_left = 3
-    assert len(ledger.admit()) == 3
+    assert len(ledger.admit()) == ledger.held == 3
     ledger.lost(1)
+    assert ledger.held == 3
     assert _numbers(ledger.admit()) == [1]
 
 
