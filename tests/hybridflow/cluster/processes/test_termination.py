@@ -133,8 +133,8 @@ def test_requests_to_leave_may_be_many_and_come_before_a_signal(termination: Ter
             time.sleep(1.2)
 
     asking = threading.Thread(target=asks)
-    asking.start()
     with termination.saves(60.0):
+        asking.start()
         while asking.is_alive():
             time.sleep(0.05)
         assert termination.asked

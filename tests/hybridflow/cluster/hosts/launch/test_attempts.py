@@ -81,7 +81,15 @@ def test_several_losses_at_once_are_one_failure(tmp_path: Path) -> None:
     """Whose time to end does not run on in the next start."""
     longer_s = 0.5 + GRACE_S + 2
     launch = launch_of(tmp_path, [LOSE, ("slow_end", "", str(longer_s))], hosts=4, restarts=1)
-    assert run(launch, (1, 1), (2, 1)) == [0, 1, 1, 0]
+
+    async def main() -> list[int]:
+        await launch.start()
+        await launch.until_started(1)
+        launch.lose(1)
+        launch.lose(2)
+        return await launch.ended()
+
+    assert asyncio.run(main()) == [0, 1, 1, 0]
     assert where(launch)[1] == [(0, 0, None), (1, 3, None)]
 
 
