@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -186,6 +187,41 @@ def test_responses_that_are_never_rewarded_are_left_out_and_nothing_else(run: Ki
     epochs = STEPS * GROUPS // 20
     assert Counter(learned.values()) == {epochs * 4: 19}
     assert sum(record["reward/dropped"] for record in records(run.run_directory, "train")) == epochs * 4
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_a_step_that_waits_for_its_groups_is_abandoned_for_a_checkpoint(tmp_path: Path) -> None:
+    """Those of a run that has made its rollouts ahead in a batch before, whose prompts are drawn again."""
+    function = tmp_path / "reward.py"
+    function.write_text("def score(generated_texts):\n    return [len(text) / 4 for text in generated_texts]\n")
+    rewards = f'reward.functions=[{{name: length, path: "{function}:score", timeout_s: 1000}}]'
+    ahead = [
+        "trainer.max_staleness=1",
+        "checkpoint={save_interval: 2, async_save: false, on_stop_s: 100}",
+        rewards,
+        "trainer.steps=4",
+    ]
+    both = [f"trainer.prompts_per_step={GROUPS}", "rollout.verify_weights=false"]
+    batch = [*ahead, *both, "rollout.stream=null", "algorithm.correction=null"]
+    run = KilledRun(tmp_path / "run", [RECIPE, *SMALL, *batch], interpreter=warm_python())
+    outcome = run.run(Kill("driver", "update", 3, 0.0))
+    assert outcome.killed, run.output
+
+    function.write_text("import time\ndef score(generated_texts):\n    time.sleep(900)\n")
+    stream = ["rollout.stream={on_new_weights: recompute}"]
+    run._recipe = [RECIPE, *SMALL, *ahead, *both, *stream]
+    outcome = run.run(Kill("driver", "rollout", 1, 5.0, signal.SIGTERM), limit_s=120)
+    assert "resume: after step 2" in run.output
+    assert outcome.killed and outcome.exit_code == 75, run.output
+    assert outcome.seconds < 60 and not outcome.left_over
+
+    function.write_text("def score(generated_texts):\n    return [len(text) / 4 for text in generated_texts]\n")
+    outcome = run.run()
+    assert outcome.exit_code == 0, run.output
+    tables = [pq.read_table(path) for path in sorted((run.run_directory / "samples").iterdir())]
+    learned = {group for table in tables for group in table["group_id"].to_pylist()}
+    assert learned == set(range(4 * GROUPS))
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,12 @@ class Termination:
             if self.asked:
                 raise Abandoned
             yield
+        except (KeyboardInterrupt, SystemError) as error:
+            # What Ray's C++ code makes of anything that a handler raises in it: either, by how far it was.
+            is_ours = not isinstance(error, Terminated | SystemError) or isinstance(error.__cause__, Abandoned)
+            if self.asked and is_ours:
+                raise Abandoned from None
+            raise
         finally:
             self._waiting = False
 

@@ -105,6 +105,28 @@ def test_a_wait_under_way_is_abandoned_and_what_is_not_abandonable_goes_on(termi
     assert termination.finish() == 130
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemError])
+def test_a_wait_in_a_library_that_makes_another_error_of_it_is_abandoned_too(
+    termination: Termination, kind: type[BaseException]
+) -> None:
+    def wait() -> None:
+        with termination.abandonable(), termination.waiting():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                threading.Event().wait(10)
+            except Abandoned as error:
+                raise kind from error
+
+    with termination.saves(20.0):
+        with pytest.raises(SystemError, match="of its own"), termination.abandonable(), termination.waiting():
+            raise SystemError("of its own")
+        with pytest.raises(Abandoned):
+            wait()
+        with pytest.raises(Terminated):
+            termination.end_asked(None)
+    assert termination.finish() == 143
+
+
 def test_when_the_time_to_save_is_over_a_run_ends_as_without(
     termination: Termination, capfd: pytest.CaptureFixture[str]
 ) -> None:
