@@ -215,6 +215,7 @@ def test_a_rank_that_is_killed_is_the_cause(tmp_path: Path, victim: str) -> None
         assert "the process died without a word" in launch.output(0).split("hybridflow: ")[1]
 
 
+@pytest.mark.release
 def test_a_run_that_fails_is_started_again_and_ends_well(tmp_path: Path) -> None:
     settings = ["trainer.steps=10", "warmup=null", "checkpoint.save_interval=1", "placement.rollout=cpu:4"]
     with hosts_or_skip(2, shared=tmp_path) as hosts:
