@@ -67,8 +67,10 @@ def by_hand(hosts: Hosts, directory: Path, *overrides: str, options: tuple[str, 
 
 
 def test_a_job_runs_to_its_end(hosts: Hosts, tmp_path: Path) -> None:
-    job = by_hand(hosts, tmp_path, *ENGINES_APART, "placement.rollout=cpu:4,8")
+    job = by_hand(hosts, tmp_path, *ENGINES_APART, "placement.rollout=cpu:4,8", HYBRIDFLOW_INTERFACE="eth0")
     job.until_in("update", step=1)
+    agents = hosts[1].run(["pgrep", "-af", "hybridflow agent"]).stdout
+    assert "--head 10.77.0.10:" in agents  # its address there, and not its name
     assert [each for host in hosts for each in secrets_seen(host)] == []
     job.until_state("COMPLETED")
     lines = job.outputs().splitlines()
@@ -108,7 +110,7 @@ def test_a_job_that_is_to_make_room_is_queued_again_and_resumes(hosts: Hosts, tm
     job.until(lambda: re.search(r"^0: resume: after step \d+", job.outputs(), re.MULTILINE) is not None)
     job.signal()
     job.until_state("CANCELLED", 60)
-    assert job.left() == []
+    job.until(lambda: job.left() == [], 30)  # Slurm kills all of it, and what watches over it tidies up after that
     assert job.field("Restarts") == "1"
 
 
