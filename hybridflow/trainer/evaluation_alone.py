@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine3d.checkpoint.hf import export_checkpoint
-from hybridflow.checkpoint.set_results import MeasuredSet, set_identity
+from hybridflow.checkpoint.set_results import MeasuredSet
 from hybridflow.cluster.hosts.driver_link import tell_directory
 from hybridflow.config.evaluation_recipe import EvaluationRecipe
 from hybridflow.config.yaml_loader import settings_yaml
@@ -27,7 +27,7 @@ from hybridflow.rundir.file_names import EVALUATIONS, RECIPE
 from hybridflow.rundir.lock import claim
 from hybridflow.trainer.role_startup import start_serving, wait_for
 from hybridflow.trainer.run_setup import Run
-from hybridflow.trainer.set_evaluation import SetMeasurer
+from hybridflow.trainer.set_evaluation import SetMeasurer, set_identities
 
 RESULT = "evaluation.json"
 """The figures of all sets, in the directory of the evaluation."""
@@ -59,10 +59,7 @@ def evaluate_alone(plan: EvaluationPlan) -> Evaluated:
         wait_for(serving, *serving.starting)
         measurer = SetMeasurer(
             sets=run.sets,
-            identities={
-                name: set_identity(each, run.sets[name], recipe.scoring.get("reward"))
-                for name, each in recipe.sets.items()
-            },
+            identities=set_identities(recipe, run.sets),
             learned={},
             generator=Generator(serving.rollout),
             functions=serving.functions,

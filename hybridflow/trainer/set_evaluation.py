@@ -90,10 +90,7 @@ class SetMeasurer:
         """For the sets of a run, while it goes on."""
         return cls(
             sets=run.sets,
-            identities={
-                name: set_identity(each, run.sets[name], recipe.scoring.get("reward"))
-                for name, each in recipe.sets.items()
-            },
+            identities=set_identities(recipe, run.sets),
             learned={name: learned_from(prompts, (run.train, run.sft)) for name, prompts in run.sets.items()},
             generator=generator,
             functions=roles.functions,
@@ -199,6 +196,12 @@ class SetMeasurer:
             write_texts(path, found)
         except OSError as error:
             log.warning(f"{path} cannot be written: {error.strerror}")
+
+
+def set_identities(recipe: Recipe, sets: Mapping[str, Prompts]) -> dict[str, str]:
+    """What identifies the figures of each set of a recipe: `set_identity`, by name; `sets` has their prompts."""
+    model = recipe.scoring.get("reward")
+    return {name: set_identity(each, sets[name], model) for name, each in recipe.sets.items()}
 
 
 def _by_prompt(
