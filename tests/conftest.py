@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 
 def pytest_configure() -> None:
-    """Have a key of stores, for all that tests start, and Ctrl-C.
+    """Have a key of stores, for all that tests start, Ctrl-C, and no Ray that no test asks for.
 
-    Shells let what they start in the background ignore Ctrl-C, and so all its processes.
+    Shells let what they start in the background ignore Ctrl-C, and so all its processes. A call of Ray's without one
+    would start one, which no later test could start beside: it raises here.
     """
     os.environ.setdefault(KEY_VARIABLE, new_key())
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -83,8 +83,8 @@ def test_figures_compare_only_where_the_same_was_measured(tmp_path: Path) -> Non
     assert Subject.of(*prepared(tmp_path, "trainer.steps=3", "trainer.eval_interval=2")) == subject
     for other in ("trainer.eval_temperature=0", "trainer.eval_samples=1", "trainer.eval_prompts=16", LENGTH):
         assert Subject.of(*prepared(tmp_path, other)) != subject, other
-    function = "{name: sum, path: length, arguments: {longest: %d}}"
-    one, two = (Subject.of(*prepared(tmp_path, f"reward.functions=[{function % longest}]")) for longest in (4, 5))
+    function = "{name: short, path: length_limit, arguments: {soft: 3, hard: %d}}"
+    one, two = (Subject.of(*prepared(tmp_path, f"reward.functions=[{function % hard}]")) for hard in (4, 5))
     assert one != two  # by what the function is given
 
 

@@ -10,8 +10,9 @@ from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.trainer.set_evaluation import Scored, _by_prompt
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("passing", [0.9, 0.7, 0.35, 0.45, 1.0])
-def test_a_reward_equal_to_what_passes_passes(passing: float) -> None:
+def test_a_reward_equal_to_what_passes_passes(ray_cluster: None, passing: float) -> None:
     """Rewards are float32, of which these settings are no values."""
     batch = RemoteBatch.of(
         SampleBatch.from_generations(

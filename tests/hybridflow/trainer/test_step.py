@@ -95,7 +95,10 @@ def test_old_log_probs_are_another_column_or_missed_by_name() -> None:
     assert found.tokens["old_logprobs"].tolist() == [-1.5, -2.5]
 
 
-def test_a_part_of_a_step_may_get_no_reward_and_the_whole_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.processes
+def test_a_part_of_a_step_may_get_no_reward_and_the_whole_may_not(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As of dynamic sampling, whose later rounds may draw a single prompt."""
     function = RewardFunctionConfig(name="mine", path="length", on_failure="drop")
     failures = tuple(RewardFailure("mine", sample, "raised ValueError") for sample in range(2))
