@@ -105,6 +105,10 @@ class PairsConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> PairsConfig:
+        if self.chat.texts != "raw":
+            raise ValueError(f"chat.texts={self.chat.texts}, where a text is a prompt as it is; expected raw")
+        if self.chat.learn != "all":
+            raise ValueError(f"chat.learn={self.chat.learn}, where the responses are learned; expected none")
         if self.sft_path is not None and self.prompt_field is None:
             raise ValueError("prompt_field is null with sft_path set, expected the column of the supervised prompts")
         return self

@@ -71,7 +71,7 @@ def encode_pairs(
     Raises:
         UserError: naming the pair that cannot be encoded, has no room or no difference, or none has one.
     """
-    template = ChatTemplate(chat or ChatConfig(), tokenizer)
+    template = ChatTemplate(chat or ChatConfig(), tokenizer, "data.pairs.chat")
     kept: list[_Encoded] = []
     alike, overlong = [], 0
     for pair in pairs:
@@ -168,6 +168,8 @@ def _responses_to_others(examples: Sequence[_Encoded]) -> list[list[int]]:
 def _prompt(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, pair: Pair) -> list[int]:
     if is_messages(pair.prompt):
         return encode_text(tokenizer, template.prompt(pair.prompt, pair.place), pair.place, special_tokens=False)
+    if template.config.system is not None:
+        raise UserError(f"{pair.place}: the prompt is no messages, and data.pairs.chat.system is set; expected them")
     if not isinstance(pair.prompt, str):
         return list(pair.prompt)  # type: ignore[arg-type]
     tokens = encode_text(tokenizer, pair.prompt, f"{pair.place}: the prompt", special_tokens=True)

@@ -13,7 +13,7 @@ from engine3d.errors import UserError, shortened
 from hybridflow.data.config import DataConfig, PairsConfig
 from hybridflow.data.files.config import FileSource
 from hybridflow.data.files.opening import default_cache, files_of, open_rows
-from hybridflow.data.files.rows import batches
+from hybridflow.data.files.rows import Row, batches, without_nulls
 from hybridflow.data.tasks import Example, arithmetic_splits, listed, with_error
 
 Text = str | list[int] | list[dict[str, Any]]
@@ -83,8 +83,12 @@ def read_pairs(path: Path, config: PairsConfig, *, unpaired: bool) -> list[Pair]
         rows = open_rows(files_of(FileSource(path=(str(path),)), cache), cache)
     except UserError as error:
         raise UserError(f"cannot read pairs from {str(error).removeprefix('cannot read rows from ')}") from None
+
+    def fields(row: Row) -> Row:
+        return {name: without_nulls(value) for name, value in row.items()} if rows.in_columns else row
+
     return [
-        _pair(row, rows.place(number), config, unpaired=unpaired)
+        _pair(fields(row), rows.place(number), config, unpaired=unpaired)
         for first, some in batches(rows, 0, len(rows))
         for number, row in enumerate(some, start=first)
     ]

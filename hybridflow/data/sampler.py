@@ -108,11 +108,34 @@ class PromptSampler:
         """
         return [self._draw() for _ in range(number)]
 
-    def forwarded(self, position: int) -> dict[str, Any]:
-        """The state of a sampler of these prompts that has drawn so many, whatever this one has drawn."""
+    def forwarded(self, position: int, rates: Mapping[int, float] | None = None) -> dict[str, Any]:
+        """The state of a sampler of these prompts that has drawn so many, whatever this one has drawn.
+
+        Args:
+            position: how many.
+            rates: pass rates that it has from the beginning; none if None.
+        """
         other = self._order.sampler()
+        other.measured(rates or {})
         other.next(position)
         return other.state_dict()
+
+    def taken_back(self, state: Mapping[str, Any], position: int) -> dict[str, Any]:
+        """A state of these prompts, at an earlier position if not all that was drawn is to count.
+
+        By difficulty it is drawn again with the pass rates that are known now, not with those of then.
+
+        Args:
+            state: `state_dict` of a sampler of the same prompts in the same order.
+            position: at most that of the state.
+        """
+        if position == state["position"]:
+            return dict(state)
+        return self.forwarded(position, _unpacked_rates(state["rates"]) if "rates" in state else None)
+
+    def is_of(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state is of as many prompts, in the order of the same seed."""
+        return bool(state["count"] == self._count and state["seed"] == self._seed)
 
     def measured(self, rates: Mapping[int, float]) -> None:
         """Remember the pass rates of prompts, by their indices, where difficulty decides what is drawn again."""

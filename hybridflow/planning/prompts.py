@@ -223,5 +223,5 @@ def overlong_notes(recipe: Recipe, phases: Mapping[str, Prompts], limit: int) ->
         f"data: {phase.overlong:,} of {len(phase) + phase.overlong * (policy == 'drop'):,} {name} prompts have "
         f"{have[name]} and are {done[policy]} (data.overlong_prompts={policy})"
         for name, phase in phases.items()
-        if phase.overlong
+        if phase.overlong and not isinstance(phase, SupervisedPrompts)  # which are dropped, as `file_notes` says
     ]

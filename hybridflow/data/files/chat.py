@@ -53,20 +53,21 @@ class ChatTemplate:
     Args:
         config: of the recipe.
         tokenizer: of the model.
+        name: of these settings in the recipe.
 
     Raises:
         UserError: a file is no template, an argument is not read by it, or it does not render the system prompt.
     """
 
-    def __init__(self, config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.config, self._tokenizer = config, tokenizer
+    def __init__(self, config: ChatConfig, tokenizer: PreTrainedTokenizerBase, name: str = "data.files.chat") -> None:
+        self.config, self._tokenizer, self._name = config, tokenizer, name
         self.source = self._source()
         """Text of the template; None where the tokenizer has none."""
         if self.source is None:
             if given := [name for name in ("system", "arguments", "date") if getattr(config, name)]:
-                raise UserError(f"data.files.chat.{given[0]} is set and {self._no_template()}")
+                raise UserError(f"{self._name}.{given[0]} is set and {self._no_template()}")
             if config.texts == "user":
-                raise UserError(f"data.files.chat.texts=user, and {self._no_template()}")
+                raise UserError(f"{self._name}.texts=user, and {self._no_template()}")
             return
         self._check_arguments(self.source)
         if config.system is not None:
@@ -77,14 +78,14 @@ class ChatTemplate:
             try:
                 return read_text(self.config.template, _MOST_TEMPLATE_BYTES)
             except FileError as error:
-                raise UserError(f"data.files.chat.template: {error}") from None
+                raise UserError(f"{self._name}.template: {error}") from None
         found = self._tokenizer.chat_template
         if isinstance(found, Mapping):  # some have several, by name
             found = found.get("default")
         return found if isinstance(found, str) and found else None
 
     def _no_template(self) -> str:
-        return "the tokenizer has no chat template; expected data.files.chat.template, the file of one"
+        return f"the tokenizer has no chat template; expected {self._name}.template, the file of one"
 
     def _check_arguments(self, source: str) -> None:
         try:
@@ -93,24 +94,24 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"the chat template, line {error.lineno}: {error.message}") from None
         if self.config.date is not None and "strftime_now" not in read:
-            raise UserError("data.files.chat.date is set, and the chat template does not ask for a date; expected none")
+            raise UserError(f"{self._name}.date is set, and the chat template does not ask for a date; expected none")
         special = set(self._tokenizer.special_tokens_map)
         known = sorted(read - _OF_TRANSFORMERS - special)
         for name in self.config.arguments:
             if name not in known:
                 raise UserError(
-                    f"data.files.chat.arguments: the chat template does not read {name!r}; expected "
+                    f"{self._name}.arguments: the chat template does not read {name!r}; expected "
                     + (f"one of {', '.join(known)}" if known else "none, since it has no arguments")
                 )
 
     def _check_system(self) -> None:
         probe = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "x"}]
-        if _PROBE not in self._render(probe, "data.files.chat.system", generation_prompt=False):
+        if _PROBE not in self._render(probe, f"{self._name}.system", generation_prompt=False):
             raise UserError(
-                "data.files.chat.system is set, and the chat template does not render the content of a system message"
+                f"{self._name}.system is set, and the chat template does not render the content of a system message"
             )
         assert self.config.system is not None
-        encode_text(self._tokenizer, self.config.system, "data.files.chat.system", special_tokens=False)
+        encode_text(self._tokenizer, self.config.system, f"{self._name}.system", special_tokens=False)
 
     def prompt(self, messages: Any, place: str) -> str:
         """The text of a prompt.
@@ -122,7 +123,7 @@ class ChatTemplate:
         if self.config.generation_prompt and checked[-1]["role"] == "assistant":
             raise UserError(
                 f"{place}: the last message is the assistant's, expected one that it answers; or "
-                "data.files.chat.generation_prompt=false"
+                f"{self._name}.generation_prompt=false"
             )
         return self._render(checked, place, generation_prompt=self.config.generation_prompt)
 
@@ -154,13 +155,13 @@ class ChatTemplate:
         text = self._render(checked, place, generation_prompt=False)
         spans = []
         for number in own:
-            before = self._render(checked[:number], place, generation_prompt=True)
+            before = self._render(checked[:number], place, generation_prompt=self.config.generation_prompt)
             after = self._render(checked[: number + 1], place, generation_prompt=False)
             if not text.startswith(before) or not text.startswith(after):
                 raise UserError(
                     f"{place}: the chat template renders the beginning of the conversation otherwise once message "
                     f"{number + 1} follows, so that what would be learned is not what is generated; expected "
-                    "data.files.chat.learn=last, a template that renders every message by itself, or data.files.chat."
+                    f"{self._name}.learn=last, a template that renders every message by itself, or {self._name}."
                     "arguments by which it does"
                 )
             spans.append((len(before), len(after)))
@@ -205,7 +206,7 @@ class ChatTemplate:
         except _NoDateError:
             raise UserError(
                 f"{place}: the chat template writes today's date, with which prompts are others every day; expected "
-                "data.files.chat.date, such as 2026-01-31, for every day"
+                f"{self._name}.date, such as 2026-01-31, for every day"
             ) from None
         except Exception as error:  # a template raises what it likes
             reason = shortened(" ".join(str(error).split()), 200)

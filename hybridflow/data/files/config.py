@@ -47,9 +47,15 @@ class Condition(Settings):
     none_of: tuple[Any, ...] | None = None
     """The values that are not."""
 
+    @field_validator("one_of", "none_of", mode="after")
+    @classmethod
+    def _as_rows_have_them(cls, given: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+        dates = datetime.date | datetime.time  # which rows have as text
+        return None if given is None else tuple(each.isoformat() if isinstance(each, dates) else each for each in given)
+
     @model_validator(mode="after")
     def _says_something(self) -> Condition:
-        if not self.model_fields_set:
+        if all(part is None for part in (self.min, self.max, self.one_of, self.none_of)):
             raise ValueError("nothing is asked, expected a value, a list of them, or some of min, max, one_of, none_of")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min={self.min:g} is above max={self.max:g}")
@@ -68,6 +74,12 @@ class Condition(Settings):
         if self.one_of is not None and value not in self.one_of:
             return False
         return self.none_of is None or value not in self.none_of
+
+    @property
+    def is_of_texts(self) -> bool:
+        """Whether it asks for texts alone, so that every part of it says something of one."""
+        values = [*(self.one_of or ()), *(self.none_of or ())]
+        return self.min is None and self.max is None and all(isinstance(each, str) for each in values)
 
 
 def _condition(given: Any) -> Any:
@@ -227,6 +239,8 @@ class FilesConfig(Settings):
             labels = [source.label for source in sources]
             if twice := next((label for label in labels if labels.count(label) > 1), None):
                 raise ValueError(f"{what} has two sources named {twice!r}, expected a name of its own for each")
+        if given := next((source.label for source in self.sft if source.weight), None):
+            raise ValueError(f"sft has a weight for {given}, expected one of training prompts alone")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < self.min_prompt_tokens:
             raise ValueError(
                 f"max_prompt_tokens={self.max_prompt_tokens} is below min_prompt_tokens={self.min_prompt_tokens}"

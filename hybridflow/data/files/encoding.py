@@ -31,7 +31,7 @@ from hybridflow.data.prompts import text_hash
 from hybridflow.data.tokenizer import cut, encode_text
 from hybridflow.errors.log import log
 
-_FORM = 1
+_FORM = 2
 """Of the files in the cache; a change of what is written there is another number."""
 _SAY_EVERY_S = 10.0
 _NAMES = (TOKENS, ENDS, NUMBERS, HASHES)
@@ -186,9 +186,9 @@ class _Writer:
         begin, dropped, ids = self._prompts, Counter[str](), array("Q")  # a list of ten million takes 400 MB
         rows, settings = source.rows, source.settings
         count = min(len(rows), settings.rows or len(rows))
-        said = time.monotonic()
+        filter_, said = RowFilter(source), time.monotonic()
         for first, some in batches(rows, 0, count):
-            taken = self._taken(source, first, some, dropped)
+            taken = self._taken(source, first, some, filter_, dropped)
             if settings.id is not None:
                 ids.extend(text_hash(source.row_id(each.number, each.row)) for each in taken)
             self._encode(source, taken)
@@ -196,15 +196,18 @@ class _Writer:
             if time.monotonic() - said > _SAY_EVERY_S:
                 said = time.monotonic()
                 log.info(f"data: {first + len(some):,} of {count:,} rows of {settings.label} are read")
+        filter_.check()
         self._spans.append((begin, self._prompts))
         self._dropped.append(dict(dropped))
         _check_ids(source, ids)
 
-    def _taken(self, source: OpenSource, first: int, some: Sequence[Row], dropped: Counter[str]) -> list[_Prompt]:
+    def _taken(
+        self, source: OpenSource, first: int, some: Sequence[Row], filter_: RowFilter, dropped: Counter[str]
+    ) -> list[_Prompt]:
         taken = []
         for number, row in enumerate(some, start=first):
             place = source.rows.place(number)
-            if (failed := first_failed(source.settings, row)) is not None:
+            if (failed := filter_.first_failed(row, place)) is not None:
                 dropped[f"another {failed} (where)"] += 1
                 continue
             answer = source.check(row, place)
@@ -264,16 +267,43 @@ class _Writer:
         return cut_messages(self._tokenizer, self._template, messages, prompt.tokens, self._fit, place)
 
 
-def first_failed(source: FileSource, row: Row) -> str | None:
-    """The first column whose condition a row does not meet."""
-    for column, condition in source.where.items():
-        try:
-            value = value_of(row, column)
-        except KeyError:
-            return column
-        if not condition.holds(value):
-            return column
-    return None
+class RowFilter:
+    """Which rows of a source meet its conditions.
+
+    Args:
+        source: with its rows.
+    """
+
+    def __init__(self, source: OpenSource) -> None:
+        self._source = source
+        self._asked, self._found = dict[str, None](), set[str]()
+
+    def first_failed(self, row: Row, place: str) -> str | None:
+        """The first column whose condition a row does not meet.
+
+        Raises:
+            UserError: it is a column of texts, and the condition is of others.
+        """
+        for column, condition in self._source.settings.where.items():
+            self._asked[column] = None
+            try:
+                value = value_of(row, column)
+            except KeyError:
+                return column
+            self._found.add(column)
+            if isinstance(value, str) and self._source.rows.in_columns and not condition.is_of_texts:
+                raise UserError(
+                    f"{place}: column {column!r} is of texts, such as {shortened(repr(value), 40)}, and where compares "
+                    "it with others; expected one_of or none_of with texts, in quotes"
+                )
+            if not condition.holds(value):
+                return column
+        return None
+
+    def check(self) -> None:
+        """Raises UserError where no row had a column of which a condition was asked."""
+        if missing := next((column for column in self._asked if column not in self._found), None):
+            raise _missing(missing, self._source.rows)
 
 
 def _check_ids(source: OpenSource, ids: array[int]) -> None:
@@ -286,18 +316,22 @@ def _check_ids(source: OpenSource, ids: array[int]) -> None:
 
 
 def check_columns(source: FileSource, rows: Rows) -> None:
-    """Whether there are the columns that a source names, by the first row, unless its conditions leave that out.
+    """Whether there are the columns that a source names, by the first row, unless it has conditions.
 
     Raises:
         UserError: names the first that is missing.
     """
     place, row = rows.place(0), rows[0]
-    for name in source.where:
+    for name in source.where if rows.in_columns else ():  # lines of JSON may have others later
         if name not in rows.columns and name.partition(".")[0] not in rows.columns:
-            there = shortened(", ".join(map(repr, rows.columns)), 200)
-            raise UserError(f"{place}: where has column {name!r}, and there are only {there}")
-    if first_failed(source, row) is not None:
+            raise _missing(name, rows)
+    if source.where:
         return
     for column in (source.prompt, source.answer, source.id):
         if column is not None:
             needed(row, column, place)
+
+
+def _missing(column: str, rows: Rows) -> UserError:
+    there = shortened(", ".join(map(repr, rows.columns)), 200)
+    return UserError(f"{rows.place(0)}: where has column {column!r}, and there are only {there}")

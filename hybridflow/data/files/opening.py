@@ -20,10 +20,11 @@ from typing import Any
 import pyarrow as pa
 
 from engine3d.checkpoint.manifest import checksum
+from engine3d.durable import bring_to_disk
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import MOST_DIGITS_OF_DATA, MOST_LINE_BYTES, FileError, JsonError, check_regular, parse_json
 from hybridflow.data.files.config import COMPRESSED, SUFFIXES, FileSource, Format
-from hybridflow.data.files.rows import ArrowRows, Concatenated, JsonLines, Rows, plain
+from hybridflow.data.files.rows import ArrowRows, Concatenated, JsonLines, Rows, is_binary, plain
 
 _WILD = re.compile(r"[*?\[]")
 _BLOCK = 1 << 24
@@ -88,6 +89,12 @@ def open_rows(files: Sequence[DataFile], cache: Path) -> Rows:
         UserError: naming the file that cannot be read, or has no rows.
     """
     parts = [_open(file, cache) for file in files]
+    for file, part in zip(files, parts, strict=True):
+        if part.in_columns != parts[0].in_columns:
+            raise UserError(
+                f"{file.path} beside {files[0].path}: {file.format} and {files[0].format} in one source, and one of "
+                "them has the same columns in every row; expected a source for each"
+            )
     return parts[0] if len(parts) == 1 else Concatenated(parts)
 
 
@@ -232,11 +239,7 @@ def write_once(path: Path, write: Callable[[Path], None]) -> Path:
 def _flush(part: Path) -> None:
     """Bring a file, or those of a directory, to the disk."""
     for path in part.iterdir() if part.is_dir() else (part,):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        bring_to_disk(path)
 
 
 def _open(file: DataFile, cache: Path) -> Rows:
@@ -392,12 +395,13 @@ def _from_json(file: DataFile, part: Path) -> None:
 class _SavedRows:
     """Rows of a saved data set, in the order that it has."""
 
-    def __init__(self, dataset: Any, name: str) -> None:
-        import datasets
+    in_columns = True
 
+    def __init__(self, dataset: Any, name: str) -> None:
         if not len(dataset):
             raise UserError(f"{name} holds no rows")
-        binary = {column for column, kind in dataset.features.items() if _decoded(kind, datasets)}
+        # As Arrow has them: pictures and sounds are bytes there.
+        binary = {field.name for field in dataset.features.arrow_schema if is_binary(field.type)}
         self.columns = tuple(column for column in dataset.column_names if column not in binary)
         self._dataset, self._name = dataset.select_columns(list(self.columns)).with_format(None), name
 
@@ -405,20 +409,19 @@ class _SavedRows:
         return len(self._dataset)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        return {name: plain(value) for name, value in self._dataset[number].items()}
+        return self.read(number, number + 1)[0]
 
     def read(self, begin: int, end: int) -> list[dict[str, Any]]:
-        columns = self._dataset[begin:end]
+        try:
+            columns = self._dataset[begin:end]
+        except (ValueError, OverflowError, pa.ArrowException) as error:
+            if end - begin > 1:
+                return [row for number in range(begin, end) for row in self.read(number, number + 1)]
+            raise UserError(f"{self.place(begin)}: {_reason(error)}") from None
         return [{name: plain(columns[name][row]) for name in columns} for row in range(end - begin)]
 
     def place(self, number: int) -> str:
         return f"{self._name}, row {number}"
-
-
-def _decoded(kind: Any, datasets: Any) -> bool:
-    """Whether a column holds pictures, sounds or bytes."""
-    media = (datasets.Image, datasets.Audio, datasets.Video)
-    return isinstance(kind, media) or getattr(kind, "dtype", "") in ("binary", "large_binary")
 
 
 def _saved_dataset(file: DataFile) -> Rows:

@@ -15,7 +15,7 @@ from engine3d.errors import UserError, shortened
 from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.config import FileSource
 from hybridflow.data.files.opening import DataFile, open_rows
-from hybridflow.data.files.rows import Row, Rows, needed
+from hybridflow.data.files.rows import Row, Rows, needed, without_nulls
 from hybridflow.data.packed_prompts import PackedPrompts, mapped
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
@@ -68,23 +68,23 @@ class OpenSource:
 
     def is_raw(self, row: Row) -> bool:
         """Whether the prompt is a text that no template is applied to."""
-        return isinstance(self._prompt(row, ""), str) and self.template.config.texts == "raw"
+        return isinstance(self.prompt(row, ""), str) and self.template.config.texts == "raw"
 
     def messages(self, row: Row) -> list[Any]:
         """The messages of a prompt that is not raw."""
-        prompt = self._prompt(row, "")
+        prompt = self.prompt(row, "")
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
     def text(self, row: Row, place: str) -> str:
         """The prompt as the text that the model reads."""
-        prompt = self._prompt(row, place)
+        prompt = self.prompt(row, place)
         if isinstance(prompt, str) and self.template.config.texts == "raw":
             return prompt
         return self.template.prompt(self.messages(row), place)
 
     def check(self, row: Row, place: str) -> Any:
         """The answer of a row. Raises UserError where it lacks a column that is needed, or its prompt is none."""
-        prompt = self._prompt(row, place)
+        prompt = self.prompt(row, place)
         if not isinstance(prompt, str | list) or not prompt:
             raise UserError(
                 f"{place}: column {self.settings.prompt!r} is {shortened(repr(prompt), 60)}, expected a text or a list "
@@ -117,8 +117,11 @@ class OpenSource:
         row = {} if self.settings.id is None else self.rows[number]
         return f"{self.settings.label}:{self.row_id(number, row)}"
 
-    def _prompt(self, row: Row, place: str) -> Any:
-        return needed(row, self.settings.prompt, place)
+    def prompt(self, row: Row, place: str) -> Any:
+        """What the column of the prompt holds: a text or messages. Raises UserError where the row lacks it."""
+        found = needed(row, self.settings.prompt, place)
+        # Of messages whose calls of tools have other arguments, each had those of all.
+        return without_nulls(found) if self.rows.in_columns else found
 
 
 class FileExamples(Sequence[Example]):

@@ -45,6 +45,11 @@ class Rows(Protocol):
         """Their names, where the file itself says them; of lines of JSON those of the first rows."""
         ...
 
+    @property
+    def in_columns(self) -> bool:
+        """Whether every row has every column, null where it lacks one, and so do the objects in them."""
+        ...
+
 
 class JsonLines:
     """Rows of a file of one JSON object a line; lines of white space are skipped.
@@ -57,6 +62,8 @@ class JsonLines:
     Raises:
         UserError: there is no such file, or it holds no row.
     """
+
+    in_columns = False
 
     def __init__(self, path: Path, name: str | None = None, *, is_list: bool = False) -> None:
         self._name, self._is_list = name or str(path), is_list
@@ -137,6 +144,8 @@ class ArrowRows:
         name: of the file in errors.
     """
 
+    in_columns = True
+
     def __init__(self, batches: Sequence[pa.RecordBatch], name: str) -> None:
         if not sum(map(len, batches)):
             raise UserError(f"{name} holds no rows")
@@ -148,7 +157,7 @@ class ArrowRows:
             raise UserError(f"{name}: there are two columns named {twice!r}, expected each name once")
         kinds = {field.name: field.type for field in self._batches[0].schema}
         # Pictures and sounds are no part of a row: neither prompts nor rewards are made of them.
-        self.columns = tuple(column for column, kind in kinds.items() if not _is_binary(kind))
+        self.columns = tuple(column for column, kind in kinds.items() if not is_binary(kind))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -163,9 +172,23 @@ class ArrowRows:
             batch, last = self._batches[place], self._ends[place]
             first = last - len(batch)
             part = batch.slice(begin - first, min(end, last) - begin).select(list(self.columns))
-            rows += ({name: plain(value) for name, value in row.items()} for row in part.to_pylist())
+            rows += ({name: plain(value) for name, value in row.items()} for row in self._values(part, begin))
             begin, place = min(end, last), place + 1
         return rows
+
+    def _values(self, part: pa.RecordBatch, begin: int) -> list[dict[str, Any]]:
+        """The values of rows, of which the first has number `begin`."""
+        try:
+            return part.to_pylist()  # type: ignore[no-any-return]
+        except (ValueError, OverflowError, pa.ArrowException):
+            for number, column in itertools.product(range(len(part)), self.columns):
+                value = part.column(column)[number]
+                try:
+                    value.as_py()
+                except (ValueError, OverflowError, pa.ArrowException) as error:
+                    reason = shortened(" ".join(str(error).split()), 120)
+                    raise UserError(f"{self.place(begin + number)}: column {column!r}: {reason}") from None
+            raise
 
     def place(self, number: int) -> str:
         return f"{self._name}, row {number}"
@@ -202,6 +225,10 @@ class Concatenated:
     def columns(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(itertools.chain.from_iterable(part.columns for part in self._parts)))
 
+    @property
+    def in_columns(self) -> bool:
+        return all(part.in_columns for part in self._parts)
+
     def _part(self, number: int) -> tuple[Rows, int]:
         place = bisect.bisect_right(self._ends, number)
         return self._parts[place], number - (self._ends[place] - len(self._parts[place]))
@@ -234,12 +261,29 @@ def needed(row: Row, column: str, place: str) -> Any:
         raise UserError(f"{place}: no column {column!r}, only {there}") from None
 
 
-def _is_binary(kind: pa.DataType) -> bool:
-    if pa.types.is_struct(kind):
-        return any(_is_binary(field.type) for field in kind)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _is_binary(kind.value_type)
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind))
+def is_binary(kind: pa.DataType) -> bool:
+    """Whether values of a type are bytes, or hold some."""
+    types = pa.types
+    if isinstance(kind, pa.BaseExtensionType):
+        return not isinstance(kind, pa.UuidType) and is_binary(kind.storage_type)
+    if types.is_run_end_encoded(kind):
+        return is_binary(kind.value_type)
+    if types.is_struct(kind):
+        return any(is_binary(field.type) for field in kind)
+    if types.is_map(kind):
+        return is_binary(kind.key_type) or is_binary(kind.item_type)
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    if any(each(kind) for each in lists) or types.is_dictionary(kind):
+        return is_binary(kind.value_type)
+    own = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary, types.is_binary_view)
+    return any(each(kind) for each in own)
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without what is null in its objects, at any depth: of Arrow, where all objects have the same fields."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def plain(value: Any) -> Any:

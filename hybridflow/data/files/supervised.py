@@ -16,7 +16,7 @@ from engine3d.errors import UserError, shortened
 from hybridflow.data.config import OverlongPolicy
 from hybridflow.data.files.chat import ChatTemplate, Rendered
 from hybridflow.data.files.config import FilesConfig, FileSource, Learned
-from hybridflow.data.files.encoding import check_columns, first_failed, open_sources
+from hybridflow.data.files.encoding import RowFilter, check_columns, open_sources
 from hybridflow.data.files.opening import write_once
 from hybridflow.data.files.prompts import FACTS, HASHES, OpenSource, SourceSpan
 from hybridflow.data.files.rows import Row, batches, needed
@@ -143,7 +143,7 @@ class Encoder:
 
     def encode(self, source: OpenSource, row: Row, place: str) -> Conversation:
         """The tokens of a row. Raises UserError where it is no example."""
-        prompt = needed(row, source.settings.prompt, place)
+        prompt = source.prompt(row, place)
         if _is_conversation(prompt):
             return self.conversation(prompt, place)
         source.check(row, place)
@@ -218,14 +218,14 @@ def _write(
     encoder, spans, dropped_of, tokens, count, overlong = Encoder(template, tokenizer), [], [], 0, 0, 0
     try:
         for source in sources:
-            begin, dropped = count, Counter[str]()
+            begin, dropped, filter_ = count, Counter[str](), RowFilter(source)
             rows = min(len(source.rows), source.settings.rows or len(source.rows))
             for first, some in batches(source.rows, 0, rows):
                 for number, row in enumerate(some, start=first):
-                    if (failed := first_failed(source.settings, row)) is not None:
+                    place = source.rows.place(number)
+                    if (failed := filter_.first_failed(row, place)) is not None:
                         dropped[f"another {failed} (where)"] += 1
                         continue
-                    place = source.rows.place(number)
                     found = encoder.encode(source, row, place)
                     if len(found.tokens) > limit.most:
                         overlong += 1
@@ -238,6 +238,7 @@ def _write(
                     written = [*[False] * found.start, *found.learned]
                     files[_LEARNED].write(np.array(written, dtype=np.uint8).tobytes())
                     files[HASHES].write(np.uint64(text_hash(found.prompt)).tobytes())
+            filter_.check()
             spans.append((begin, count))
             dropped_of.append(dict(dropped))
     finally:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError
 from hybridflow.data.config import ArithmeticConfig, DataConfig, OverlongPolicy, PairsConfig
+from hybridflow.data.files.config import ChatConfig
 from hybridflow.data.given_responses import GivenResponses, alike_notes, encode_pairs
 from hybridflow.data.pairs import Pair, load_pairs, read_pairs
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS, load_splits
@@ -138,6 +139,48 @@ def test_pairs_of_messages_are_rendered_by_the_template(tmp_path: Path) -> None:
     assert [[tokenizer.decode(each) for each in both] for both in given.responses] == [["2<|end|>", "3<|end|>"]] * 3
     [cut] = encode_pairs(tokenizer, found[:1], context=13, policy="cut_left", same="refuse", unpaired=False).tokens
     assert tokenizer.decode(cut) == prompt.replace("1+1", "+1")
+
+
+def test_calls_of_tools_in_pairs_have_their_own_arguments_from_every_format(tmp_path: Path) -> None:
+    def row(name: str, **arguments: Any) -> dict[str, Any]:
+        called = {"role": "assistant", "content": "", "tool_calls": [{"name": name, "arguments": arguments}]}
+        return {
+            "prompt": [{"role": "user", "content": "1+1"}],
+            "chosen": [called],
+            "rejected": [{"role": "assistant", "content": "3"}],
+        }
+
+    rows, path = [row("weather", city="Bonn"), row("add", a=1, b=2)], tmp_path / "pairs.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    lines = read(tmp_path / "p.jsonl", "\n".join(map(json.dumps, rows)))
+    columns = read_pairs(path, config(path), unpaired=False)
+    assert [(each.prompt, each.chosen, each.rejected) for each in columns] == [
+        (each.prompt, each.chosen, each.rejected) for each in lines
+    ]
+    [pair] = read(tmp_path / "p.jsonl", json.dumps(row("weather", city=None)))
+    assert pair.chosen == row("weather", city=None)["chosen"]
+
+
+@pytest.mark.parametrize("generation_prompt", [True, False])
+def test_prompt_and_response_of_a_pair_are_the_tokens_of_the_whole(tmp_path: Path, generation_prompt: bool) -> None:
+    tokenizer = make_chat_tokenizer(tmp_path / "tokenizer")
+    asked = [{"role": "user", "content": "1+1"}]
+    good, bad = ([{"role": "assistant", "content": answer}] for answer in "23")
+    chat = ChatConfig(generation_prompt=generation_prompt)
+    found = encoded(tokenizer, a_pair(asked, good, bad), context=60, chat=chat)
+    for response, answer in zip(found.responses[0], "23", strict=True):
+        whole = f"<|user|>1+1<|end|><|assistant|>{answer}<|end|>"
+        assert found.tokens[0] + response == tokenizer.encode(whole, add_special_tokens=False)
+
+
+def test_settings_of_chat_that_say_nothing_of_pairs_are_refused(tmp_path: Path) -> None:
+    for name, value in (("texts", "user"), ("learn", "last")):
+        with pytest.raises(ValueError, match=rf"chat\.{name}={value}, where .*; expected"):
+            config(tmp_path / "p.jsonl", chat={name: value})
+    tokenizer, chat = make_chat_tokenizer(tmp_path / "tokenizer"), ChatConfig(system="Add.")
+    message = "p:1: the prompt is no messages, and data.pairs.chat.system is set; expected them"
+    with pytest.raises(UserError, match=f"^{message}$"):
+        encoded(tokenizer, a_pair("1+1=", "2", "3"), chat=chat)
 
 
 def test_a_response_that_is_no_answer_to_its_prompt_is_refused(tmp_path: Path) -> None:

@@ -224,3 +224,57 @@ def test_a_curriculum_by_difficulty_resumes_at_every_position() -> None:
         assert play(after, position, position + 25) == whole[position : position + 25]
         assert after.epoch == after.position // 15
         play(sampler, position, position + 1)
+
+
+def half_of_them_passed() -> PromptSampler:
+    """Has drawn 14 of 10 prompts, of which those below 5 are no longer drawn since the tenth."""
+    sampler = order([10], high=0.9, keep=0.0).sampler()
+    sampler.next(10)
+    sampler.measured({index: 1.0 if index < 5 else 0.5 for index in range(10)})
+    sampler.next(4)
+    return sampler
+
+
+def test_a_state_that_is_not_taken_back_goes_on_with_the_very_next_draw() -> None:
+    sampler = half_of_them_passed()
+    state, fresh = sampler.state_dict(), order([10], high=0.9, keep=0.0).sampler()
+    fresh.load_state_dict(fresh.taken_back(json.loads(json.dumps(state)), 14))
+    assert fresh.state_dict() == state
+    assert fresh.next(40) == sampler.next(40)
+
+
+@pytest.mark.parametrize("position", [3, 10, 12])
+def test_a_state_that_is_taken_back_keeps_its_pass_rates(position: int) -> None:
+    state, fresh = half_of_them_passed().state_dict(), order([10], high=0.9, keep=0.0).sampler()
+    fresh.load_state_dict(fresh.taken_back(state, position))
+    assert (fresh.position, fresh.state_dict()["rates"]) == (position, state["rates"])
+    fresh.next(max(10 - position, 0))  # an epoch draws all of them before it leaves any out
+    assert set(fresh.next(40)) == {5, 6, 7, 8, 9}
+
+
+def test_a_sampler_is_forwarded_with_pass_rates_or_without_any() -> None:
+    sampler = half_of_them_passed()
+    unknown, known = sampler.forwarded(12), sampler.forwarded(12, dict.fromkeys(range(5), 1.0))
+    assert (unknown["position"], known["position"]) == (12, 12)
+    drawn = []
+    for state in (unknown, known):
+        after = order([10], high=0.9, keep=0.0).sampler()
+        after.load_state_dict(state)
+        drawn.append(set(after.next(30)))
+    assert drawn == [set(range(10)), {5, 6, 7, 8, 9}]
+    assert sampler.position == 14
+
+
+def test_a_state_without_pass_rates_is_taken_back_by_its_position() -> None:
+    sampler = order([7, 5], (3, 1)).sampler()
+    whole = sampler.next(30)
+    after = order([7, 5], (3, 1)).sampler()
+    after.load_state_dict(after.taken_back(sampler.state_dict(), 20))
+    assert after.next(10) == whole[20:]
+
+
+def test_whose_state_it_is_says_the_count_and_the_seed() -> None:
+    sampler = order([10], high=0.9, keep=0.0).sampler()
+    assert sampler.is_of(half_of_them_passed().state_dict())
+    assert not sampler.is_of(order([11]).sampler().state_dict())
+    assert not sampler.is_of(order([10], seed=4).sampler().state_dict())

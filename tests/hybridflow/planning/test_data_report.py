@@ -86,3 +86,13 @@ def test_a_wrong_row_is_one_line(recipe: Path, capsys: pytest.CaptureFixture[str
     assert main(["data", str(recipe), "data.files.train=[{path: nowhere.jsonl}]"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "nowhere.jsonl: no such file" in line
+
+
+def test_what_is_too_long_to_be_learned_is_said_once(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2" * 80}]
+    with (recipe.parent / "sft.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": long}) + "\n")
+    assert main(["data", str(recipe), "data.overlong_prompts=cut_left"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("data: ")]
+    assert len([line for line in lines if "1 of 2 supervised rows of sft are dropped" in line]) == 1
+    assert not any("supervised prompts" in line for line in lines)

@@ -255,3 +255,17 @@ def test_a_conversation_without_anything_to_learn(chat: PreTrainedTokenizerBase)
     message = "f:1: no message of the assistant after another, expected one to learn"
     for messages in ([USER], [ANSWER, USER]):
         assert refused(lambda messages=messages: template(chat).conversation(messages, "f:1")) == message
+
+
+@pytest.mark.parametrize("generation_prompt", [True, False])
+@pytest.mark.parametrize("name", ["chat", "bpe"])
+def test_what_is_learned_begins_where_a_prompt_ends(
+    request: pytest.FixtureRequest, name: str, generation_prompt: bool
+) -> None:
+    made = template(request.getfixturevalue(name), generation_prompt=generation_prompt)
+    messages = [SYSTEM, USER, ANSWER, USER, {"role": "assistant", "content": "three"}]
+    found = made.conversation(messages, "f:1")
+    before = [found.text[:begin] for begin, _ in found.learned]
+    assert before == [made.prompt(messages[:count], "f:1") for count in (2, 4)]
+    whole = template(request.getfixturevalue(name), generation_prompt=False).prompt(messages, "f:1")
+    assert before[-1] + learned(found)[-1] == whole

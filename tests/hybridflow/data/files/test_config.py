@@ -66,6 +66,7 @@ def test_the_weight_of_a_step() -> None:
         ({"path": []}, "expected at least one file"),
         ({"path": ["a", ""]}, "no empty name"),
         ({"path": "a", "where": {"x": {}}}, "nothing is asked"),
+        ({"path": "a", "where": {"x": {"min": None}}}, "nothing is asked"),
         ({"path": "a", "where": {"x": {"min": 2, "max": 1}}}, "min=2 is above max=1"),
         ({"path": "a", "weight": [{"step": 2, "weight": 1}]}, r"steps \[2\], expected ascending ones from 1"),
         ({"path": "a", "weight": [{"step": 1, "weight": 1}] * 2}, r"steps \[1, 1\], expected ascending"),
@@ -92,6 +93,8 @@ def test_settings_of_files_that_cannot_be() -> None:
         FilesConfig.model_validate({"train": [one], "min_prompt_tokens": 4, "max_prompt_tokens": 3})
     with pytest.raises(ValueError, match="train has a weight for x and none for y"):
         FilesConfig.model_validate({"train": [one | {"weight": 1}, other | {"name": "y"}]})
+    with pytest.raises(ValueError, match="sft has a weight for y, expected one of training prompts alone"):
+        FilesConfig.model_validate({"train": [one], "sft": [one, other | {"name": "y", "weight": 2}]})
     steps = [{"step": 1, "weight": 1}, {"step": 7, "weight": 0}]
     with pytest.raises(ValueError, match="no source with a weight above 0 from step 7 on"):
         FilesConfig.model_validate({"train": [one | {"weight": steps}]})

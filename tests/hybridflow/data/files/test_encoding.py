@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import json
 import sys
 from pathlib import Path
@@ -93,6 +94,23 @@ def test_null_columns_of_parquet_are_dropped_before_the_template_sees_them(
         '<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n[{"name": "f"}]<|im_end|>\n'
         "<|im_start|>tool\nc<|im_end|>\n<|im_start|>assistant\n",
     ]
+
+
+def test_calls_of_tools_in_a_prompt_have_their_own_arguments_from_every_format(
+    tmp_path: Path, bpe: PreTrainedTokenizerBase
+) -> None:
+    def row(name: str, **arguments: Any) -> dict[str, Any]:
+        called = {"role": "assistant", "tool_calls": [{"name": name, "arguments": arguments}]}
+        return {"prompt": [{"role": "user", "content": "a"}, called, {"role": "tool", "content": "c"}], "answer": "x"}
+
+    rows, cache = [row("weather", city="Bonn"), row("add", a=1, b=2)], tmp_path / "cache"
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
+    lines = read_prompts(bpe, cache, {"path": str(write(tmp_path / "a.jsonl", rows))})
+    columns = read_prompts(bpe, cache, {"path": str(tmp_path / "b.parquet")})
+    assert list(lines.tokens) == list(columns.tokens)
+    assert columns.examples[0].prompt == lines.examples[0].prompt
+    with_null = {"path": str(write(tmp_path / "c.jsonl", [row("weather", city=None)]))}
+    assert '{"city": null}' in texts(bpe, read_prompts(bpe, cache, with_null))[0]
 
 
 def test_rows_that_are_dropped_are_counted_by_why(tmp_path: Path, chat: PreTrainedTokenizerBase) -> None:
@@ -194,6 +212,36 @@ def test_what_is_missing_is_said_of_the_first_row(tmp_path: Path, file: Path, ch
     assert refused(chat, cache, {"path": str(file), "where": {"subject": 1}}) == (
         f"{file}:1: where has column 'subject', and there are only 'prompt', 'answer', 'level'"
     )
+
+
+def test_a_column_that_only_later_lines_have_keeps_their_rows(tmp_path: Path, chat: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": f"{n}", "answer": ""} | ({"good": 1} if n > 1200 else {}) for n in range(1203)]
+    source = {"path": str(write(tmp_path / "a.jsonl", rows)), "where": {"good": 1}}
+    assert texts(chat, read_prompts(chat, tmp_path / "cache", source)) == ["1201", "1202"]
+    assert refused(chat, tmp_path / "cache", source | {"where": {"god": 1}}) == (
+        f"{source['path']}:1: where has column 'god', and there are only 'prompt', 'answer'"
+    )
+
+
+def test_numbers_are_no_values_of_a_column_of_texts(tmp_path: Path, chat: PreTrainedTokenizerBase) -> None:
+    path, cache = tmp_path / "a.csv", tmp_path / "cache"
+    path.write_text("prompt,answer,level\na,x,4\nb,y,5\n")
+    for condition in ({"none_of": [5]}, [4], {"min": 5}, {"none_of": [True]}, {"none_of": [5, "6"]}):
+        assert refused(chat, cache, {"path": str(path), "where": {"level": condition}}) == (
+            f"{path}, row 0: column 'level' is of texts, such as '4', and where compares it with others; expected "
+            "one_of or none_of with texts, in quotes"
+        )
+    in_quotes = {"path": str(path), "where": {"level": {"none_of": ["5"]}}}
+    assert texts(chat, read_prompts(chat, cache, in_quotes)) == ["a"]
+
+
+def test_dates_compare_with_those_of_parquet(tmp_path: Path, chat: PreTrainedTokenizerBase) -> None:
+    days = [datetime.date(2026, 1, day) for day in (1, 2, 3)]
+    rows = [{"prompt": f"{day.day}", "answer": "", "day": day} for day in days]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for condition, kept in ((days[1], ["2"]), ({"one_of": days[1:]}, ["2", "3"]), ({"none_of": days[:2]}, ["3"])):
+        source = {"path": str(tmp_path / "a.parquet"), "where": {"day": condition}}
+        assert texts(chat, read_prompts(chat, tmp_path / "cache", source)) == kept
 
 
 def test_two_rows_of_one_name(tmp_path: Path, chat: PreTrainedTokenizerBase) -> None:

@@ -337,6 +337,55 @@ def test_a_saved_data_set_that_was_filtered_and_has_columns_of_bytes(tmp_path: P
     assert sorted(row["n"] for row in found) == [0, 2, 4, 6, 8]
 
 
+@pytest.mark.parametrize("format", ["parquet", "dataset"])
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([b"a", b"b", b"\xff"], pa.binary()).view(pa.string()),
+        pa.array([0, 1, 4 * 10**17], pa.timestamp("us")),
+        pa.array([0, 1, 4 * 10**6], pa.date32()),
+    ],
+    ids=["no text", "time", "date"],
+)
+def test_a_value_that_python_cannot_hold_is_named_by_its_row(tmp_path: Path, format: str, column: pa.Array) -> None:
+    import datasets
+
+    table, path = pa.table({"a": [1, 2, 3], "b": column}), tmp_path / f"a.{format}"
+    if format == "parquet":
+        pq.write_table(table, path)
+    else:
+        datasets.Dataset(table).save_to_disk(path)
+    rows = opened(path, tmp_path / "cache")
+    assert [row["a"] for row in rows.read(0, 2)] == [1, 2]
+    for read in (lambda: rows.read(0, 3), lambda: rows[2]):
+        with pytest.raises(UserError) as error:
+            read()
+        assert str(error.value).startswith(f"{path}, row 2: " + ("column 'b': " if format == "parquet" else ""))
+        assert "\n" not in str(error.value)
+
+
+def test_pictures_of_a_saved_data_set_are_left_out_as_those_of_parquet(tmp_path: Path) -> None:
+    import datasets
+
+    picture = {"bytes": b"x", "path": None}
+    row = {"prompt": "a", "one": picture, "several": [picture], "inside": {"picture": picture}, "sizes": [[1, 2]]}
+    features = datasets.Features(
+        {
+            "prompt": datasets.Value("string"),
+            "one": datasets.Image(),
+            "several": datasets.List(datasets.Image()),
+            "inside": {"picture": datasets.Image()},
+            "sizes": datasets.Array2D((1, 2), "int64"),
+        }
+    )
+    dataset = datasets.Dataset.from_list([row], features=features)
+    dataset.save_to_disk(tmp_path / "saved")
+    dataset.to_parquet(tmp_path / "a.parquet")
+    saved, parquet = (opened(tmp_path / name, tmp_path / "cache") for name in ("saved", "a.parquet"))
+    assert saved.columns == parquet.columns == ("prompt", "sizes")
+    assert saved[0] == parquet[0] == {"prompt": "a", "sizes": [[1, 2]]}
+
+
 # Other file systems
 
 
@@ -461,3 +510,12 @@ def test_files_of_a_source_go_to_another_process(tmp_path: Path) -> None:
     as_json(tmp_path / "a.json", ROWS)
     files = files_of(FileSource.model_validate({"path": str(tmp_path / "a.json")}), tmp_path / "cache")
     assert pickle.loads(pickle.dumps(files)) == files
+
+
+def test_files_of_a_source_have_their_columns_in_every_row_or_none_has(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    as_jsonl(tmp_path / "a.jsonl", ROWS)
+    as_parquet(tmp_path / "b.parquet", ROWS)
+    paths = tuple(str(tmp_path / name) for name in ("a.jsonl", "b.parquet"))
+    with pytest.raises(UserError, match=r"b.parquet beside .*a.jsonl: parquet and jsonl in one source"):
+        open_rows(files_of(FileSource(path=paths), cache), cache)

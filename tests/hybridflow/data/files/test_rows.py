@@ -14,7 +14,16 @@ import pytest
 
 from engine3d.errors import UserError
 from engine3d.input_files import MOST_LINE_BYTES
-from hybridflow.data.files.rows import ArrowRows, Concatenated, JsonLines, Rows, batches, needed, plain, value_of
+from hybridflow.data.files.rows import (
+    ArrowRows,
+    Concatenated,
+    JsonLines,
+    Rows,
+    batches,
+    needed,
+    plain,
+    value_of,
+)
 
 
 def lines(path: Path, data: bytes) -> JsonLines:
@@ -140,6 +149,47 @@ def test_columns_of_bytes_are_left_out_and_two_of_a_name_refused() -> None:
     twice = pa.RecordBatch.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
     with pytest.raises(UserError, match="name: there are two columns named 'a', expected each name once"):
         ArrowRows([twice], "name")
+
+
+BYTES_AND_TEXTS = {
+    "view": (pa.binary_view(), pa.string_view()),
+    "list of a fixed size": (pa.list_(pa.binary(), 2), pa.list_(pa.string(), 2)),
+    "view of a list": (pa.list_view(pa.binary()), pa.list_view(pa.string())),
+    "map": (pa.map_(pa.string(), pa.binary()), pa.map_(pa.string(), pa.string())),
+    "dictionary": (pa.dictionary(pa.int32(), pa.large_binary()), pa.dictionary(pa.int32(), pa.large_string())),
+    "extension": (pa.opaque(pa.binary(), "picture", "vendor"), pa.json_()),
+    "name": (pa.binary(16), pa.uuid()),
+    "list of objects": (
+        pa.list_(pa.struct([("path", pa.string()), ("bytes", pa.binary_view())])),
+        pa.list_(pa.struct([("path", pa.string())])),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BYTES_AND_TEXTS)
+def test_bytes_are_left_out_of_whatever_type_and_texts_are_not(name: str) -> None:
+    columns = [pa.nulls(1, kind) for kind in BYTES_AND_TEXTS[name]]
+    assert ArrowRows([pa.RecordBatch.from_arrays(columns, names=["bytes", "texts"])], "name").columns == ("texts",)
+
+
+UNHOLDABLE = {
+    "bytes that are no text": pa.array([b"a", b"b", b"\xff"], pa.binary()).view(pa.string()),
+    "a time after the year 9999": pa.array([0, 1, 4 * 10**17], pa.timestamp("us")),
+    "a date after the year 9999": pa.array([0, 1, 4 * 10**6], pa.date32()),
+}
+"""Columns whose last value Python cannot hold."""
+
+
+@pytest.mark.parametrize("name", UNHOLDABLE)
+def test_a_value_that_python_cannot_hold_is_named_by_row_and_column(name: str) -> None:
+    batch = pa.RecordBatch.from_arrays([pa.array(range(3)), UNHOLDABLE[name]], names=["a", "b"])
+    rows = ArrowRows([table(2), batch], "name")
+    assert len(rows.read(0, 4)) == 4
+    for read in (lambda: rows.read(0, 5), lambda: rows[4]):
+        with pytest.raises(UserError) as error:
+            read()
+        assert str(error.value).startswith("name, row 4: column 'b': ")
+        assert "\n" not in str(error.value)
 
 
 def test_several_files_are_one_after_the_other(tmp_path: Path) -> None:

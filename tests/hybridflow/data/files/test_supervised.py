@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -145,3 +147,28 @@ def test_a_row_that_is_no_example_is_named(
     with pytest.raises(UserError) as caught:
         encoded(tmp_path, tokenizer, [row], **source)
     assert f"{tmp_path / 'sft.jsonl'}:1: " in str(caught.value) and message in str(caught.value)
+
+
+def with_call(name: str, **arguments: Any) -> list[dict[str, Any]]:
+    called = {"role": "assistant", "content": None, "tool_calls": [{"name": name, "arguments": arguments}]}
+    return [*ASKED, called, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "It is 2."}]
+
+
+@pytest.mark.parametrize("format", ["parquet", "dataset"])
+def test_calls_of_tools_are_learned_with_their_own_arguments_from_every_format(
+    tmp_path: Path, bpe: PreTrainedTokenizerBase, format: str
+) -> None:
+    import datasets
+
+    rows = [{"prompt": with_call("weather", city="Bonn")}, {"prompt": with_call("add", a=1, b=2)}]
+    table, path = pa.Table.from_pylist(rows), tmp_path / f"saved.{format}"
+    if format == "parquet":
+        pq.write_table(table, path)
+    else:
+        datasets.Dataset(table).save_to_disk(path)
+    lines, columns = encoded(tmp_path, bpe, rows, most=500), encoded(tmp_path, bpe, rows, most=500, path=str(path))
+    assert list(lines.prompts.tokens) == list(columns.prompts.tokens)
+    assert list(lines.answers) == list(columns.answers) and list(lines.masks) == list(columns.masks)
+    assert learned(columns, bpe)[0] == (True, '[{"name": "weather", "arguments": {"city": "Bonn"}}]<|im_end|>')
+    with_null = encoded(tmp_path, bpe, [{"prompt": with_call("weather", city=None)}], most=500)
+    assert '{"city": null}' in learned(with_null, bpe)[0][1]  # a line of JSON says so itself
