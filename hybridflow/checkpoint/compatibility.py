@@ -21,8 +21,8 @@ from hybridflow.config.initial_model import initial_spec, initial_tokenizer
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import public_settings
 from hybridflow.data.config import ArithmeticConfig, DataConfig, JsonlConfig
-from hybridflow.data.files.config import ChatConfig, FilesConfig
-from hybridflow.data.files.opening import default_cache, files_of
+from hybridflow.data.files.config import ChatConfig, FilesConfig, FileSource
+from hybridflow.data.files.opening import DataFile, default_cache, files_of
 
 # Of a config.json: what says nothing of the model.
 _COSMETIC = frozenset({"dtype", "torch_dtype", "transformers_version", "_name_or_path"})
@@ -30,7 +30,9 @@ _ABSENT = "nothing"
 
 _FILES_OF_JSONL = ("data.jsonl.train_path", "data.jsonl.eval_path", "data.jsonl.sft_path")
 _FILES_OF_PAIRS = ("data.pairs.train_path", "data.pairs.eval_path", "data.pairs.sft_path")
-_FILES_OF_DATA = (*_FILES_OF_JSONL, *_FILES_OF_PAIRS, "data.files.cache", "data.files.chat.template")
+_TEMPLATES = ("data.files.chat.template", "data.pairs.chat.template")
+_FILES_OF_DATA = (*_TEMPLATES, *_FILES_OF_JSONL, *_FILES_OF_PAIRS, "data.files.cache")
+_SINCE_INPUTS = (*_FILES_OF_PAIRS, "data.pairs.chat.template")
 _SOURCES = ("data.files.train", "data.files.sft")
 _MADE_BY = ("seed", "model.create.seed", "model.create.dtype")
 
@@ -127,7 +129,9 @@ def contradictions(
     if not saved:
         return found
     before, now = (_identity(settings) for settings in (saved, public_settings(recipe)))
-    return [*found, *_compare(before, now), *_compare(inputs, input_checksums(recipe))]
+    # Checkpoints of before say nothing of pairs in data sets and patterns, and of their template.
+    own = {name: each for name, each in input_checksums(recipe).items() if name in inputs or name not in _SINCE_INPUTS}
+    return [*found, *_compare(before, now), *_compare(inputs, own)]
 
 
 def changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Difference]:
@@ -162,12 +166,28 @@ def input_checksums(recipe: Recipe) -> dict[str, str]:
         found |= _files_checksums(recipe.data.files)
     for names, given in ((_FILES_OF_JSONL, recipe.data.jsonl), (_FILES_OF_PAIRS, recipe.data.pairs)):
         paths = (given.train_path, given.eval_path, given.sft_path) if given is not None else ()
-        found |= {
-            name: checksum(path)
-            for name, path in zip(names, paths, strict=False)
-            if path is not None and path.is_file()
-        }
+        checksums = {name: _checksum(path) for name, path in zip(names, paths, strict=False) if path is not None}
+        found |= {name: each for name, each in checksums.items() if each is not None}
+    chats = (each.chat if each is not None else None for each in (recipe.data.files, recipe.data.pairs))
+    for name, chat in zip(_TEMPLATES, chats, strict=True):
+        if chat is not None and chat.template is not None and chat.template.is_file():
+            found[name] = checksum(chat.template)
     return found
+
+
+def _checksum(path: Path) -> str | None:
+    """Of a file, or of all that a data set or a pattern stands for; None where there is none, which nobody has read."""
+    if path.is_file():
+        return checksum(path)
+    try:
+        return _of_all(files_of(FileSource(path=(str(path),)), default_cache()))
+    except UserError:
+        return None
+
+
+def _of_all(files: Iterable[DataFile]) -> str:
+    digest = hashlib.sha256(",".join(file.identity for file in files).encode()).hexdigest()
+    return f"sha256:{digest[:32]}"
 
 
 def _files_checksums(files: FilesConfig) -> dict[str, str]:
@@ -175,11 +195,7 @@ def _files_checksums(files: FilesConfig) -> dict[str, str]:
     cache, found = files.cache or default_cache(), {}
     for what, sources in (("train", files.train), ("sft", files.sft)):
         for source in sources:
-            identities = ",".join(file.identity for file in files_of(source, cache))
-            digest = hashlib.sha256(identities.encode()).hexdigest()
-            found[f"data.files.{what}.{source.label}"] = f"sha256:{digest[:32]}"
-    if files.chat.template is not None and files.chat.template.is_file():
-        found["data.files.chat.template"] = checksum(files.chat.template)
+            found[f"data.files.{what}.{source.label}"] = _of_all(files_of(source, cache))
     return found
 
 

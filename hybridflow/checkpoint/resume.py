@@ -48,12 +48,19 @@ class Resumption:
         manifest: what it says of itself.
         state: the driver's; None in a checkpoint of weights alone, as an import makes: the run starts with them.
         in_place: the run's own directory goes on, with its metrics and logs.
+        accepted: what makes this run another than the checkpoint's and `checkpoint.accept` takes, by its name.
     """
 
     directory: Path
     manifest: Manifest
     state: RunState | None
     in_place: bool
+    accepted: tuple[str, ...] = ()
+
+    @property
+    def has_same_prompts(self) -> bool:
+        """Whether prompts are those of the checkpoint, in their order."""
+        return not {name.partition(".")[0] for name in self.accepted} & {"seed", "tokenizer", "data"}
 
     def role(self, name: str) -> Path:
         """The directory of a role's state."""
@@ -83,7 +90,13 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
     if recipe.resume != "auto":  # which has found that nothing sound comes after it
         _check_room(recipe, directory)
     check_saved_roles(recipe, directory, manifest.roles)
-    _refuse_contradictions(recipe, directory, manifest, state)
+    accepted = _accepted(recipe, directory, manifest, state)
+    saves_first = recipe.warmup is not None and recipe.checkpoint.save_interval is not None and manifest.step == 0
+    if state is None and saves_first and directory.parent.resolve() == recipe.checkpoint_directory.resolve():
+        raise UserError(
+            f"resume: {directory} holds weights alone, and the checkpoint after the warm-up would have its name; "
+            "expected another checkpoint.dir, or no warmup"
+        )
     if state is not None and needs_warmed_up(recipe):
         _check_warmed_up(recipe, directory)
     here = recipe.directory / RUN_IDENTITY
@@ -91,7 +104,7 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
     after = f"after step {state.step}" if state is not None else "from the weights alone"
     notes.append(f"resume: {after}, from {directory}")
     notes += [f"resume: {change}" for change in changes(recipe, manifest.recipe)]
-    return Resumption(directory, manifest, state, in_place), notes
+    return Resumption(directory, manifest, state, in_place, accepted), notes
 
 
 def inexact_because(recipe: Recipe) -> list[str]:
@@ -200,13 +213,15 @@ def _check_room(recipe: Recipe, resumed: Path | None) -> None:
         )
 
 
-def _refuse_contradictions(recipe: Recipe, directory: Path, manifest: Manifest, state: RunState | None) -> None:
+def _accepted(recipe: Recipe, directory: Path, manifest: Manifest, state: RunState | None) -> tuple[str, ...]:
+    """What makes the recipe another run than the checkpoint's. Raises UserError for what `checkpoint.accept` lacks."""
     inputs = state.inputs if state is not None else {}
     found = contradictions(recipe, directory / MODEL, manifest.roles, manifest.recipe, inputs)
     refused = [difference for difference in found if not is_accepted(recipe, difference.name)]
     if refused:
         heading = f"resume: {directory} is of another run than this recipe; checkpoint.accept takes what may differ"
         raise UserError("\n".join([heading, *map(str, refused)]))
+    return tuple(difference.name for difference in found)
 
 
 def check_saved_roles(recipe: Recipe, directory: Path, saved: Mapping[str, RoleFacts]) -> None:

@@ -21,7 +21,7 @@ from hybridflow.algorithms.controllers import Controllers
 from hybridflow.checkpoint.driver_state import Measurements, RandomState, RunState
 from hybridflow.checkpoint.evaluation_result import Measured, Subject, summary
 from hybridflow.checkpoint.manager import Checkpoints
-from hybridflow.checkpoint.resume import inexact_because
+from hybridflow.checkpoint.resume import Resumption, inexact_because
 from hybridflow.checkpoint.set_results import summary_of_best, summary_of_sets
 from hybridflow.cluster.devices.device_monitor import DeviceMonitor
 from hybridflow.cluster.processes.orphans import remove_orphans
@@ -271,7 +271,7 @@ class Trainer:
         found: dict[str, str] = self.roles.starting["actor"].result()[0]
         log.info("  ".join(f"{name} {version}" for name, version in found.items()))
         if resumption is not None and resumption.state is not None:
-            self.go_on(resumption.state)
+            self.go_on(resumption, resumption.state)
             return False
         self.begin()
         return True
@@ -291,20 +291,26 @@ class Trainer:
             self.machinery.phases.enter("infer")
             given.measure()
 
-    def go_on(self, state: RunState) -> None:
+    def go_on(self, resumption: Resumption, state: RunState) -> None:
         """Be where the run was when `state` was taken; the engines serve the same version of the weights."""
         if (self.facts.directory / EXPORT).exists():
             move_aside(self.facts.directory / EXPORT)  # that of the same run, when it was to end sooner
         wait_for(self.roles, *self.roles.starting)
         machinery, order, held, replay = self.machinery, state.sampler, state.buffer, state.replay
         under_way = state.stream
-        if self.recipe.checkpoint.accept:
+        if resumption.accepted:
             replay = None
-        if self.recipe.checkpoint.accept or (held if machinery.stream is not None else under_way is not None):
+        not_held = held and (machinery.stream is not None or not self.recipe.trainer.max_staleness)
+        if resumption.accepted or not_held or (machinery.stream is None and under_way is not None):
             # Perhaps other prompts, or in another order, or another tokenizer; or what a run without a stream made
-            # ahead and one with a stream does not, or the other way round: it is drawn again.
+            # ahead and one with a stream does not, or the other way round; or of weights that are too old now: it is
+            # drawn again.
             begun = [*(int(batch.group_ids.min()) for batch in held), *_numbers(under_way)]
-            order = machinery.sampler.forwarded(min([int(order["position"]), *begun]))
+            position = min([int(order["position"]), *begun])
+            if resumption.has_same_prompts and machinery.sampler.is_of(order):
+                order = machinery.sampler.taken_back(order, position)
+            else:
+                order = machinery.sampler.forwarded(position)
             held, under_way = (), None
         machinery.sampler.load_state_dict(order)
         machinery.generator.samples_drawn = state.samples_drawn

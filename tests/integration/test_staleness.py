@@ -116,6 +116,21 @@ def test_with_other_data_what_was_made_ahead_is_made_again(whole: KilledRun, rec
     assert state["sampler"] == {"count": 24, "seed": state["sampler"]["seed"], "position": 24}
 
 
+@pytest.mark.long
+@pytest.mark.processes
+def test_without_staleness_what_was_made_ahead_is_made_again(
+    whole: KilledRun, recipe: list[str], tmp_path: Path
+) -> None:
+    checkpoint = whole.run_directory / "checkpoints" / "step-00000002"
+    others = ("name=other", f"resume={checkpoint}", "trainer.max_staleness=0", "trainer.steps=3", "samples.store=true")
+    done = run_recipe(DEMO, tmp_path, *recipe[1:], *others)
+    assert done.returncode == 0, done.stderr
+    [record] = records(tmp_path / "other", "train")
+    assert (record["step"], record["rollout/staleness_mean"]) == (3, 0)
+    state = json.loads((tmp_path / "other" / "checkpoints" / "step-00000003" / "driver.json").read_text())
+    assert state["sampler"]["position"] == 24  # the same prompts
+
+
 OWN_LOOP = """
 from hybridflow import PPOTrainer, get_ppo_config
 
@@ -134,6 +149,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_loop_of_ones_own_learns_from_old_samples_as_such(tmp_path: Path) -> None:
     create_model(load_recipe(DEMO), tmp_path / "model", seed=0)

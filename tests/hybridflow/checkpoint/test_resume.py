@@ -173,6 +173,21 @@ def test_another_run_is_refused_unless_the_difference_is_accepted(tmp_path: Path
     assert refusal(a_recipe(tmp_path, "resume=auto", override, others))[1:] == [line]
 
 
+def test_prompts_are_the_same_where_something_else_is_accepted(tmp_path: Path) -> None:
+    make_checkpoint(a_recipe(tmp_path), 2)
+    for override, same in (
+        ("model.create.seed=5", True),
+        ("seed=2", False),
+        ("data.seed=3", False),
+        ("data.arithmetic.train_size=65", False),
+    ):
+        name = override.partition("=")[0]
+        found, _ = find_resumption(a_recipe(tmp_path, "resume=auto", override, f"checkpoint.accept=[{name}]"))
+        assert found is not None and (found.accepted, found.has_same_prompts) == ((name,), same)
+    found, _ = find_resumption(a_recipe(tmp_path, "resume=auto", "checkpoint.accept=[data]"))
+    assert found is not None and (found.accepted, found.has_same_prompts) == ((), True)
+
+
 def test_a_checkpoint_of_format_1_is_read(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(a_recipe(tmp_path), 2)
     driver = checkpoint / "driver.json"
@@ -258,6 +273,13 @@ def test_a_checkpoint_of_weights_alone_is_a_start(tmp_path: Path) -> None:
     assert found is not None and found.state is None and not found.in_place
     assert notes == [f"resume: from the weights alone, from {checkpoint}"]
     assert refusal(a_recipe(tmp_path, f"resume={checkpoint}", "model.create.config.num_experts=8"))
+    warm = "warmup={steps: 1, batch_size: 2}"
+    own = (f"resume={checkpoint}", f"checkpoint.dir={checkpoint.parent}", "checkpoint.save_interval=1", warm)
+    assert refusal(a_recipe(tmp_path, *own)) == [
+        f"resume: {checkpoint} holds weights alone, and the checkpoint after the warm-up would have its name; expected "
+        "another checkpoint.dir, or no warmup"
+    ]
+    assert find_resumption(a_recipe(tmp_path, f"resume={checkpoint}", warm))[0] is not None
 
 
 def test_the_reference_policy_of_a_warmed_up_run_is_what_was_written(tmp_path: Path) -> None:
