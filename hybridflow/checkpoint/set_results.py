@@ -17,7 +17,8 @@ from engine3d.checkpoint.inspect import DRIVER
 from engine3d.errors import UserError
 from engine3d.input_files import MOST_LIST_BYTES, read_json_object
 from hybridflow.config.evaluation import PlannedSet
-from hybridflow.config.roles import ScoringModel
+from hybridflow.config.judge_identity import judge_identity
+from hybridflow.config.roles import JudgeModel, ScoringModel
 from hybridflow.config.run import BestConfig
 from hybridflow.data.prompts import Prompts
 from hybridflow.metrics import names as metrics
@@ -67,17 +68,23 @@ class Best:
     identity: str
 
 
-def set_identity(planned: PlannedSet, prompts: Prompts, model: ScoringModel | None) -> str:
+def set_identity(
+    planned: PlannedSet, prompts: Prompts, model: ScoringModel | None, judge: JudgeModel | None = None
+) -> str:
     """What identifies all that the figures of a set depend on beside the weights.
 
     Args:
         planned: the set.
         prompts: of it.
         model: that scores the responses of a set without functions.
+        judge: that functions of the set ask, if they do.
     """
     rewards: list[Any] = []
     if planned.reward is not None:
-        rewards = [(each.name, each.path, each.weight, each.arguments) for each in planned.reward.functions]
+        functions = planned.reward.functions
+        rewards = [(each.name, each.path, each.weight, each.arguments) for each in functions]
+        if judge is not None and any(each.asks_recipes_judge for each in functions):
+            rewards.append(judge_identity(judge))
     elif model is not None:
         rewards = [str(model.path.absolute())]
     answers = [example.answer for example in prompts.examples]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 
 from engine3d.errors import UserError
 from engine3d.input_files import read_model_config
-from engine3d.models.safetensors_files import TensorFiles
 from engine3d.platform.cpu import sglang as sglang_cpu
 from engine3d.serving.model import ServedModel
 from hybridflow.cluster.devices.device_map import Device
@@ -49,13 +47,3 @@ def check_judge_devices(judge: JudgeModel, devices: Mapping[str, Sequence[Device
                     f"judge.engine.server_args.{name}={judge.engine.server_args[name]}: on a CPU SGLang runs with "
                     f"{value} alone"
                 )
-
-
-def judge_identity(judge: JudgeModel) -> str:
-    """What tells a judge from others whose verdicts are kept: its weights, its configuration and how it is served."""
-    found = hashlib.sha256(TensorFiles(judge.path).fingerprint().encode())
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        if (path := judge.path / name).is_file():
-            found.update(path.read_bytes())
-    found.update(judge.engine.model_dump_json().encode())
-    return found.hexdigest()

@@ -192,6 +192,11 @@ class RewardFunctionConfig(Settings):
             function(**given, **self.arguments)
         except (TypeError, ValueError) as error:
             raise ValueError(f"arguments of {self.path!r}: {error}") from None
+        if self.path == "math" and (own := self.arguments.get("sample_timeout_s", 5.0)) >= self.timeout_s:
+            raise ValueError(
+                f"arguments.sample_timeout_s={own:g} (5 if none) with timeout_s={self.timeout_s:g} of all samples of a "
+                "call; expected less of it"
+            )
         key = self.arguments.get("api_key_variable")
         if key is not None and key not in self.environment:
             raise ValueError(f"arguments.api_key_variable {key!r} is not in environment, expected environment: [{key}]")

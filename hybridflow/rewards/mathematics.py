@@ -10,6 +10,7 @@ answer cannot be read, a sample gets no reward: what becomes of it says `on_fail
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import re
 from collections.abc import Callable, Sequence
@@ -19,7 +20,11 @@ Extract = Literal["boxed", "last_line", "tag", "anywhere"]
 """Where the answer of a text is: in its last \\boxed{}; its last line that is not blank; its last <answer></answer>; or
 wherever Math-Verify finds one, the last boxed one first."""
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_TAG, _END_OF_TAG = "<answer>", "</answer>"
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{([^{}]*)\}")
+_WORDS = re.compile(r"[A-Za-z]{4,}(?: [A-Za-z]+)*")
 _MOST_CHARACTERS = 10_000
 """Of an answer: what is longer is none."""
 _LED_IN = re.compile(r"^.*?\b(?:answer|result|solution)\b\s*(?:is|:|=)\s*:?", re.IGNORECASE)
@@ -59,9 +64,10 @@ def score(
     find = _EXTRACTIONS.get(extract)
     if find is None:
         raise ValueError(f"extract={extract!r}, expected one of {', '.join(_EXTRACTIONS)}")
-    if digits < 0 or sample_timeout_s <= 0:
+    if not isinstance(digits, int) or digits < 0 or not 0 < sample_timeout_s < math.inf:
         raise ValueError(
-            f"digits={digits}, sample_timeout_s={sample_timeout_s:g}, expected at least 0, and more than 0"
+            f"digits={digits}, sample_timeout_s={sample_timeout_s:g}, expected a whole number, at least 0, and seconds "
+            "above 0"
         )
     verdicts: dict[tuple[str | None, str], float | Exception] = {}
     found = []
@@ -162,10 +168,14 @@ def _is_right(text: str | None, answer: Any, digits: int, anywhere: bool) -> boo
         return any(_is_right(text, each, digits, anywhere) for each in answer)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise NoVerdictError(f"the right answer is {answer!r}, expected text, a number, or a list of these")
+    alone = (_boxed(text) or _last_line(text)) if anywhere and text is not None else text
+    words, given_words = _words(str(answer)), _words(alone or "")
+    if words is not None and given_words is not None:  # no products of their letters
+        return _verified(_parsed(f"$\\text{{{words}}}$"), _parsed(f"$\\text{{{given_words}}}$"), digits)
     right = _parsed(_as_math(str(answer)))
     if not right:
         raise NoVerdictError(f"the right answer {answer!r} cannot be read")
-    if text is None or len(text) > _MOST_CHARACTERS:
+    if text is None or (len(text) > _MOST_CHARACTERS and not anywhere):
         return False
     given = _parsed(text if anywhere else _as_math(text))
     return bool(given) and _verified(right, given, digits)
@@ -197,16 +207,27 @@ def _as_math(text: str) -> str:
     return text if not text or any(mark in text for mark in ("$", "\\(", "\\[", "\\boxed")) else f"${text}$"
 
 
+def _words(text: str) -> str | None:
+    """The words that an answer is, alone or as text in LaTeX; None where it is something else."""
+    text = text.strip().rstrip(".").strip("$ ")
+    found = _TEXT.fullmatch(text)
+    text = found[1].strip() if found else text
+    return text if _WORDS.fullmatch(text) else None
+
+
 def _boxed(text: str) -> str | None:
     """What is in the last \\boxed{}, whose braces may hold others; None without a whole one."""
-    for begin in reversed([each.end() for each in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]):
-        depth = 1
-        for place, character in enumerate(text[begin:], start=begin):
-            escaped = place > 0 and text[place - 1] == "\\"
-            depth += (character == "{" and not escaped) - (character == "}" and not escaped)
-            if not depth:
-                return text[begin:place]
-    return None
+    boxes = {each.end() - 1 for each in _BOX.finditer(text)}
+    opened: list[int | None] = []
+    last: tuple[int, int] | None = None
+    for brace in _BRACE.finditer(text):  # in one pass, whatever a model writes
+        if brace[0] == "{":
+            opened.append(brace.end() if brace.start() in boxes else None)
+        elif brace[0] == "}" and opened:
+            begin = opened.pop()
+            if begin is not None and (last is None or begin > last[0]):
+                last = begin, brace.start()
+    return text[last[0] : last[1]] if last is not None else None
 
 
 def _last_line(text: str) -> str | None:
@@ -219,8 +240,13 @@ def _last_line(text: str) -> str | None:
 
 
 def _tagged(text: str) -> str | None:
-    found = _TAGGED.findall(text)
-    return _boxed(found[-1]) or found[-1] if found else None
+    end = text.rfind(_END_OF_TAG)
+    begin = text.rfind(_TAG, 0, end) if end >= 0 else -1
+    if begin < 0:
+        return None
+    begin += len(_TAG)
+    found = text[begin : text.find(_END_OF_TAG, begin)]
+    return _boxed(found) or found
 
 
 _EXTRACTIONS: dict[str, Callable[[str], str | None]] = {

@@ -50,8 +50,8 @@ def repetition(generated_texts: Sequence[str], *, words: int = 3) -> list[float]
 
     Raises ValueError for fewer than one word.
     """
-    if words < 1:
-        raise ValueError(f"words={words}, expected at least 1")
+    if not isinstance(words, int) or words < 1:
+        raise ValueError(f"words={words}, expected a whole number, at least 1")
     found = []
     for text in generated_texts:
         split = text.split()
@@ -65,7 +65,7 @@ def script(generated_texts: Sequence[str], *, script: str) -> list[float]:
 
     Raises ValueError for a script of which there is no letter.
     """
-    wanted = script.upper()
+    wanted = str(script).upper()
     if not re.fullmatch(r"[A-Z][A-Z -]*", wanted) or not any(_is_of(chr(code), wanted) for code in range(0x30000)):
         raise ValueError(f"script={script!r}, expected one that Unicode names letters by, such as LATIN or CYRILLIC")
     found = []

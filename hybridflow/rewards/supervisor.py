@@ -42,12 +42,12 @@ class _Supervisor:
     def run(self) -> NoReturn:
         """Wait for the end of the worker or of the parent, kill what is left, and end as the worker did."""
         worker_end = os.pidfd_open(self._worker)
-        looked = 0.0
+        looked, watched = 0.0, [self._lifeline, worker_end, self._output]
         # The look at the parent is for a lifeline that outlives it in a process that it forked.
         while os.getppid() == self._parent:
-            ready, _, _ = select.select([self._lifeline, worker_end, self._output], [], [], _TICK_S)
-            if self._output in ready:
-                self._forward()
+            ready, _, _ = select.select(watched, [], [], _TICK_S)
+            if self._output in ready and not self._forward():
+                watched.remove(self._output)  # the worker and its processes have closed it
             if self._lifeline in ready or worker_end in ready:
                 break
             if time.monotonic() - looked > _TICK_S:

@@ -201,7 +201,7 @@ class SetMeasurer:
 def set_identities(recipe: Recipe, sets: Mapping[str, Prompts]) -> dict[str, str]:
     """What identifies the figures of each set of a recipe: `set_identity`, by name; `sets` has their prompts."""
     model = recipe.scoring.get("reward")
-    return {name: set_identity(each, sets[name], model) for name, each in recipe.sets.items()}
+    return {name: set_identity(each, sets[name], model, recipe.judge) for name, each in recipe.sets.items()}
 
 
 def _by_prompt(

@@ -135,6 +135,8 @@ class TrainerStep(Step[Any]):
     events: list[Event] = field(default_factory=list)
     """What has decided what is learned from; see `event_log`."""
     _recalled: set[int] = field(default_factory=set)
+    _in_parts: set[str] = field(default_factory=set)
+    """What was scored in parts: rewards, or costs."""
     _rollouts: list[Rollout] = field(default_factory=list)
     _scores: dict[str, list[Scores]] = field(default_factory=dict)
     _by_source: SourceFigures = field(default_factory=SourceFigures)
@@ -356,7 +358,9 @@ class TrainerStep(Step[Any]):
                     if result is None:
                         examples = self.machinery.run.train.at(batch.facts["prompt_indices"].tolist())
                         result = reward_result(roles.functions[what].score(generated, examples=examples, what=what))
-                if not part:
+                if part:
+                    self._in_parts.add(what)
+                else:
                     check_given(result, recipe.functions[what].functions)
                 self.values |= judged
                 tell_failures(f"step {self.number}, {phases.phase}", result)
@@ -405,6 +409,7 @@ class TrainerStep(Step[Any]):
         self.events += made.events
         self.stale |= made.stale
         self._recalled |= made._recalled
+        self._in_parts |= made._in_parts
         for prompt, (passed, drawn) in made._passes.items():
             before = self._passes.get(prompt, (0, 0))
             self._passes[prompt] = before[0] + passed, before[1] + drawn
@@ -442,6 +447,9 @@ class TrainerStep(Step[Any]):
         self.wait_for_columns()
         machinery, batch = self.machinery, experience.batch
         config: AlgorithmSettings = self.config
+        for what in self._in_parts:  # of each of which alone a function may fail on all samples
+            if (result := Scores.join(self._scores[what]).result) is not None:
+                check_given(result, machinery.recipe.functions[what].functions)
         if len(batch) < (least := self.least_samples):
             raise EngineError(
                 f"step {self.number}: {len(batch)} samples are left to learn from, expected at least {least}"

@@ -96,6 +96,10 @@ class JudgeSettings(EndpointSettings):
     def _check(self) -> JudgeSettings:
         if self.pattern is not None and self.json_schema is not None:
             raise ValueError("pattern and json_schema, expected one of them")
+        if self.pattern is not None and "score_field" in self.model_fields_set:
+            raise ValueError("pattern and score_field, which is of a JSON object; expected one of them")
+        if self.cache_dir is not None and not self.cache_entries:
+            raise ValueError("cache_dir with cache_entries=0, which keeps none; expected some, or no cache_dir")
         if (self.url is None) != (self.model is None):
             raise ValueError("url and model, expected both, or neither for the recipe's judge")
         if ours := sorted(set(self.body) & set(_OURS)):
@@ -151,13 +155,13 @@ class Judge:
         return {name for rubric in self._rubrics.values() for name in rubric.names}
 
     def prepare(self, fields: Sequence[str] | None) -> list[str]:
-        """The columns that the rubric needs. Raises ValueError for a name that nothing has, and for a missing key."""
+        """The columns that the rubric needs. Raises ValueError for a name that nothing has, and for a missing key.
+
+        A field of the data that is named as one of `COLUMNS`, or as the response, is not what the rubric gets.
+        """
         known = [*COLUMNS, RESPONSE, *(fields or ())]
-        if fields is not None:
-            if unknown := sorted(self._names - set(known)):
-                raise ValueError(f"the rubric asks for {unknown[0]!r}, expected of {', '.join(known)}")
-            if twice := sorted(self._names & set(fields) & {*COLUMNS, RESPONSE}):
-                raise ValueError(f"the rubric asks for {twice[0]!r}, which is a field of the data too")
+        if fields is not None and (unknown := sorted(self._names - set(known))):
+            raise ValueError(f"the rubric asks for {unknown[0]!r}, expected of {', '.join(known)}")
         self._endpoint.read_key()
         self._cache.open()
         return [COLUMNS.get(name, name) for name in sorted(self._names - {RESPONSE})]
@@ -251,7 +255,7 @@ class Judge:
             text, finished = choice["message"].get("content"), choice.get("finish_reason")
             spent.input_tokens += int(usage.get("prompt_tokens") or 0)
             spent.output_tokens += int(usage.get("completion_tokens") or 0)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
             shown = shortened(repr(answer), 100)
             raise RequestError(f"{self._endpoint.url} answered {shown}, expected a chat completion") from None
         if finished == "length":

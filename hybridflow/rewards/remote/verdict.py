@@ -45,6 +45,11 @@ class Scale:
         assert self._ends is not None
         return {"type": "number", "minimum": self._ends[0], "maximum": self._ends[1]}
 
+    @property
+    def types(self) -> tuple[str, ...]:
+        """What JSON Schema calls the verdict."""
+        return ("string",) if self._choices is not None else ("number", "integer")
+
     def value(self, given: object) -> float:
         """The number. Raises MalformedError where what is given is not on the scale."""
         if self._choices is not None:
@@ -92,6 +97,14 @@ class StructuredVerdict:
             )
         self._schema = dict(schema)
         self._validator = kind(schema)
+        try:
+            list(self._validator.iter_errors(dict.fromkeys(asked)))
+        except Exception as error:  # such as a reference to nothing
+            raise ValueError(f"json_schema: {shortened(' '.join(str(error).split()), 200)}") from None
+        given = asked[field].get("type", scale.types) if isinstance(asked[field], Mapping) else scale.types
+        kinds = [given] if isinstance(given, str) else given
+        if not set(scale.types) & set(kinds):
+            raise ValueError(f"json_schema: {field!r} is a {' or '.join(kinds)}, expected a {scale.types[0]}")
 
     def request(self) -> dict[str, Any]:
         """What a request says of the form of its answer."""
@@ -104,7 +117,11 @@ class StructuredVerdict:
             verdict = json.loads(text)
         except (ValueError, RecursionError):
             raise MalformedError(f"{_quoted(text)} is no JSON") from None
-        if (error := next(self._validator.iter_errors(verdict), None)) is not None:
+        try:
+            error = next(self._validator.iter_errors(verdict), None)
+        except Exception as failed:  # such as a reference to nothing, deep in the schema
+            raise MalformedError(f"the schema cannot be held against it: {shortened(str(failed), 100)}") from None
+        if error is not None:
             raise MalformedError(f"{_quoted(text)} is not of the schema: {shortened(error.message, 100)}")
         return self._scale.value(verdict[self._field])
 

@@ -21,10 +21,13 @@ from hybridflow.checkpoint.set_results import (
 )
 from hybridflow.config.initial_model import initial_tokenizer
 from hybridflow.config.recipe import Recipe, load_recipe
+from hybridflow.config.roles import JudgeModel
 from hybridflow.config.run import BestConfig
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
 from hybridflow.planning.evaluation_sets import encode_sets
+from hybridflow.trainer.set_evaluation import set_identities
+from tests.support.judge_model import make_judge
 from tests.support.resumable import DEMO, a_recipe, make_checkpoint
 
 HIGHEST = BestConfig(metric="eval/aime/pass@1")
@@ -115,6 +118,25 @@ def test_scores_of_another_reward_model_are_other_measurements(tmp_path: Path) -
     scored = [a_set(tmp_path, "reward=null", f"reward_model.path=/models/{name}") for name in ("a", "b", "a")]
     first, other, again = (identity(*each) for each in scored)
     assert first == again != other
+
+
+def test_verdicts_of_another_judge_are_other_measurements(tmp_path: Path) -> None:
+    asks = {"name": "j", "path": "judge", "arguments": {"rubric": "{{ response }}", "score_range": [0, 1]}}
+    asked = [f"evaluation.sums.reward.functions={json.dumps([asks])}", "placement.judge=cpu:2"]
+    identities = []
+    for name in ("one", "other", "one"):
+        make_judge(tmp_path / name)
+        (tmp_path / name / "vocab.json").write_text(name)
+        recipe, prompts = a_set(tmp_path, *asked, f"judge.path={tmp_path / name}")
+        identities.append(set_identities(recipe, {"sums": prompts})["sums"])
+    one, other, again = identities
+    assert one == again != other
+
+
+def test_a_set_that_asks_no_judge_is_measured_as_ever(tmp_path: Path) -> None:
+    recipe, prompts = a_set(tmp_path)
+    known = JudgeModel(path=make_judge(tmp_path / "judge"))
+    assert set_identity(recipe.sets["sums"], prompts, None, known) == identity(recipe, prompts)
 
 
 def test_prompts_that_are_learned_from_are_counted(tmp_path: Path) -> None:

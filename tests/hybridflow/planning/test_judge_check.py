@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from hybridflow.config.judge_identity import judge_identity
 from hybridflow.config.recipe import load_recipe
 from hybridflow.config.yaml_loader import SettingsError
-from hybridflow.planning.judge_check import judge_identity
 from hybridflow.planning.recipe_check import check_recipe
 from tests.support.judge_model import ENGINE, make_judge
 
@@ -96,3 +96,25 @@ def test_functions_wait_for_the_judge_and_know_it_from_others(model: Path, tmp_p
     same = load_recipe(DEMO, judge(make_judge(tmp_path / "moved"))).judge
     assert other is not None and same is not None
     assert judge_identity(recipe.judge) == judge_identity(same) != judge_identity(other)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "vocab.json", "tokenizer.model", "merges.txt"])
+def test_verdicts_are_of_the_files_of_the_tokenizer_too(tmp_path: Path, name: str) -> None:
+    made = make_judge(tmp_path)
+    known = load_recipe(DEMO, judge(made)).judge
+    assert known is not None
+    before = judge_identity(known)
+    (made / name).write_text("of another tokenizer")
+    after = judge_identity(known)
+    (made / name).write_text("of another Tokenizer")
+    assert len({before, after, judge_identity(known)}) == 3
+
+
+def test_verdicts_are_of_the_template_that_the_server_is_given(model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }}")
+    known = load_recipe(DEMO, judge(model, server_args={"chat_template": str(template)})).judge
+    assert known is not None
+    before = judge_identity(known)
+    template.write_text("{{ messages[-1] }}")
+    assert judge_identity(known) != before

@@ -117,6 +117,21 @@ def test_what_it_prints_is_kept_up_to_a_limit(tmp_path: Path, capfd: pytest.Capt
     assert printed == "x" * 50_000 + "\n[no more of the reward's output is kept]\n"
 
 
+def test_one_that_closes_its_output_leaves_its_supervisor_idle(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    source = (
+        "import os\ndef reward(texts):\n os.close(1)\n os.close(2)\n"
+        f" open({str(told)!r}, 'w').write(str(os.getppid()))\n return [1]\n"
+    )
+    with RewardFunctions(RewardConfig(functions=(function(tmp_path, source),))) as rewards:
+        assert rewards.evaluate(["a"], [""], [""]).total.tolist() == [1.0]
+        supervisor = psutil.Process(int(told.read_text()))
+        before = supervisor.cpu_times()
+        time.sleep(1.0)
+        after = supervisor.cpu_times()
+    assert after.user + after.system - before.user - before.system < 0.2
+
+
 FORGES = """
 import json, os, socket, stat, struct
 def say(body):

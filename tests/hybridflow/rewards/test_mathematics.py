@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,12 +47,19 @@ def test_pairs_have_their_known_verdicts() -> None:
         ("boxed", r"first \boxed{3}, no: \boxed{\frac{1}{2}}", "0.5"),
         ("boxed", r"\boxed{3} and then \boxed{4", "3"),  # the last one is cut off
         ("boxed", r"\fbox{\{1,2\}}", r"\{2,1\}"),
+        ("boxed", r"\boxed{\begin{pmatrix}1\\{2}\end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        ("boxed", r"\boxed{3} then \boxed{5\\}", "5"),  # a line break, and no brace that is escaped
         ("last_line", "I add.\nThe answer is 42.\n\n", "42"),
         ("last_line", r"**Answer: $\frac{3}{4}$**", "0.75"),
         ("last_line", r"it is \boxed{7}", "7"),
         ("tag", "<answer>1</answer> no <answer> 2/3 </answer>", r"\frac{2}{3}"),
         ("tag", r"<answer>\boxed{5}</answer>", "5"),
+        ("tag", "I must put it in <answer> tags. So <answer>42</answer>", "42"),
+        ("tag", "<answer>41 no wait <answer>42</answer>", "42"),
+        ("tag", "<answer>1</answer> then <answer>2", "1"),
+        ("tag", "<answer>42</answer>, and not 17 </answer>", "42"),
         ("anywhere", "So the final answer is $x=9$.", "9"),
+        ("anywhere", "and so on " * 1_050 + r"\boxed{9}", "9"),  # however long the text before it
     ],
 )
 def test_where_the_answer_of_a_text_is(extract: Any, text: str, right: str) -> None:
@@ -64,6 +72,29 @@ def test_where_the_answer_of_a_text_is(extract: Any, text: str, right: str) -> N
 )
 def test_a_text_without_an_answer_is_wrong(extract: Any, text: str) -> None:
     assert score([text], ["42"], extract=extract) == [0.0]
+
+
+def test_boxes_that_never_end_are_soon_given_up() -> None:
+    began = time.monotonic()
+    assert mathematics._boxed("\\boxed{" * 20_000) is None
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("right", "given", "verdict"),
+    [
+        ("east", "seat", 0.0),  # the same letters
+        ("east", "east", 1.0),
+        ("east", "East.", 1.0),
+        ("east", r"\text{east}", 1.0),
+        ("east", r"\text{seat}", 0.0),
+        ("Monday", "Monday", 1.0),
+        ("infinity", r"\infty", 1.0),
+        ("half past two", "half past two", 1.0),
+    ],
+)
+def test_words_are_no_product_of_their_letters(right: str, given: str, verdict: float) -> None:
+    assert score([rf"\boxed{{{given}}}"], [right]) == [verdict]
 
 
 def test_right_answers_may_be_numbers_and_several() -> None:
@@ -125,7 +156,9 @@ def test_in_a_run_what_has_no_verdict_is_no_wrong_answer(policy: str) -> None:
     ("arguments", "line"),
     [
         ({"extract": "box"}, "extract='box', expected one of boxed, last_line, tag, anywhere"),
-        ({"digits": -1}, "digits=-1, sample_timeout_s=5, expected at least 0, and more than 0"),
+        ({"digits": -1}, "digits=-1, sample_timeout_s=5, expected a whole number, at least 0, and seconds"),
+        ({"digits": 2.5}, "digits=2.5, sample_timeout_s=5, expected a whole number"),
+        ({"sample_timeout_s": math.nan}, "digits=6, sample_timeout_s=nan, expected a whole number"),
         ({"boxed": True}, "unexpected keyword argument 'boxed'"),
     ],
 )
@@ -133,3 +166,10 @@ def test_arguments_that_it_does_not_take_are_refused(arguments: dict[str, Any], 
     with pytest.raises(ValueError, match="math") as error:
         RewardConfig.model_validate({"functions": [{"name": "m", "path": "math", "arguments": arguments}]})
     assert line in str(error.value)
+
+
+def test_a_sample_never_has_as_long_as_all_of_a_call() -> None:
+    function = {"name": "m", "path": "math", "timeout_s": 5.0}
+    with pytest.raises(ValueError, match=r"sample_timeout_s=5 \(5 if none\) with timeout_s=5 of all samples of a call"):
+        RewardConfig.model_validate({"functions": [function]})
+    RewardConfig.model_validate({"functions": [function | {"arguments": {"sample_timeout_s": 4.0}}]})

@@ -43,8 +43,10 @@ def test_letters_of_a_script_are_counted_alone() -> None:
         ("matches", {"patern": "a"}, "unexpected keyword argument 'patern'"),
         ("length_limit", {"soft": 4, "hard": 2}, "soft=4, hard=2, expected 0 <= soft <= hard"),
         ("length_limit", {"soft": 1, "hard": 2, "unit": "tokens"}, "unit='tokens', expected characters or words"),
-        ("repetition", {"words": 0}, "words=0, expected at least 1"),
+        ("repetition", {"words": 0}, "words=0, expected a whole number, at least 1"),
+        ("repetition", {"words": 2.5}, "words=2.5, expected a whole number, at least 1"),
         ("script", {"script": "KLINGON"}, "script='KLINGON', expected one that Unicode names letters by"),
+        ("script", {"script": 5}, "script=5, expected one that Unicode names letters by"),
         ("arithmetic", {"extract": "boxed"}, "'arithmetic', which takes none"),
     ],
 )

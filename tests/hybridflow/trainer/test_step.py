@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from engine3d.errors import UserError
+from engine3d.errors import EngineError, UserError
+from engine3d.layout import Layout
+from hybridflow.algorithms.base import Experience
 from hybridflow.algorithms.dpo import DPOSettings
 from hybridflow.algorithms.grpo import GRPOSettings
 from hybridflow.batch.remote_batch import RemoteBatch
@@ -31,6 +34,8 @@ class Batch:
 
 
 class Actor:
+    layout = Layout()
+
     def logprobs(self, batch: Any, *, temperature: float) -> str:
         return f"forward pass at {temperature}"
 
@@ -95,17 +100,11 @@ def test_old_log_probs_are_another_column_or_missed_by_name() -> None:
     assert found.tokens["old_logprobs"].tolist() == [-1.5, -2.5]
 
 
-@pytest.mark.processes
-def test_a_part_of_a_step_may_get_no_reward_and_the_whole_may_not(
-    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As of dynamic sampling, whose later rounds may draw a single prompt."""
-    function = RewardFunctionConfig(name="mine", path="length", on_failure="drop")
-    failures = tuple(RewardFailure("mine", sample, "raised ValueError") for sample in range(2))
-    gone = torch.tensor([True, True])
-    nothing = torch.full((2,), torch.nan)
-    result = RewardResult(nothing, {"mine": nothing}, {"mine": gone}, gone, failures)
-    monkeypatch.setattr("hybridflow.trainer.step.reward_result", lambda scored: result)
+def failing(monkeypatch: pytest.MonkeyPatch, on_failure: str, *failed: tuple[bool, ...]) -> tuple[TrainerStep, Any]:
+    """A step, and two samples on which its function fails, or not, each time that they are scored."""
+    function = RewardFunctionConfig(name="mine", path="length", on_failure=on_failure)  # type: ignore[arg-type]
+    results = iter([result_of(each, dropped=on_failure == "drop") for each in failed])
+    monkeypatch.setattr("hybridflow.trainer.step.reward_result", lambda scored: next(results))
     step = step_of()
     machinery: Any = step.machinery
     machinery.phases = SimpleNamespace(enter=lambda phase: None, phase="reward")
@@ -114,8 +113,8 @@ def test_a_part_of_a_step_may_get_no_reward_and_the_whole_may_not(
     machinery.roles.judge = None
     machinery.roles.functions = {"reward": SimpleNamespace(score=lambda *_, **__: None)}
     machinery.recipe.scoring, machinery.recipe.data = {}, SimpleNamespace(files=None)
-    machinery.recipe.functions = {"reward": RewardConfig(functions=[function])}
-    machinery.stream = None
+    machinery.recipe.functions = {"reward": RewardConfig(functions=(function,))}
+    machinery.stream, machinery.roles.models, machinery.recipe.trainer.mini_batches = None, {}, 3
     batch = RemoteBatch.of(
         SampleBatch.from_generations(
             prompts=[[1]] * 2,
@@ -128,10 +127,47 @@ def test_a_part_of_a_step_may_get_no_reward_and_the_whole_may_not(
             finish_reasons=["stop"] * 2,
         )
     )
+    return step, batch
+
+
+def result_of(failed: tuple[bool, ...], *, dropped: bool) -> RewardResult:
+    gone = torch.tensor(failed)
+    values = torch.arange(float(len(failed))).masked_fill(gone, math.nan if dropped else 0.0)
+    failures = tuple(RewardFailure("mine", sample, "raised ValueError") for sample in gone.nonzero()[:, 0].tolist())
+    return RewardResult(values, {"mine": values}, {"mine": gone}, gone & dropped, failures)
+
+
+BOTH = (True, True)
+LAST = (False, True)
+ON_ALL = r"reward 'mine' .* failed on all %d samples of a step: it raised ValueError"
+
+
+@pytest.mark.processes
+def test_a_part_of_a_step_may_get_no_reward_and_the_whole_may_not(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of dynamic sampling, whose later rounds may draw a single prompt."""
+    step, batch = failing(monkeypatch, "drop", BOTH, BOTH)
     assert len(step.rewards(batch, part=True)) == 0
     assert "reward/mean" not in step.values
-    with pytest.raises(UserError, match=r"reward 'mine' .* failed on all 2 samples of a step: it raised ValueError"):
+    with pytest.raises(UserError, match=ON_ALL % 2):
         step.rewards(batch)
+
+
+@pytest.mark.processes
+def test_all_parts_of_a_step_may_not_be_without_a_reward_of_a_function(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a failure has a value, the samples are there and would be learned from."""
+    step, batch = failing(monkeypatch, "value", BOTH, BOTH)
+    assert len(step.rewards(batch, part=True)) == len(step.rewards(batch, part=True)) == 2
+    with pytest.raises(UserError, match=ON_ALL % 4):
+        step.update(Experience(batch))
+    step, batch = failing(monkeypatch, "value", BOTH, LAST)
+    step.rewards(batch, part=True)
+    step.rewards(batch, part=True)
+    with pytest.raises(EngineError, match="2 samples are left to learn from, expected at least 3"):
+        step.update(Experience(batch))
 
 
 def test_a_step_takes_over_what_another_knows_of_its_samples() -> None:

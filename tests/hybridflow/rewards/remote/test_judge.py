@@ -28,6 +28,12 @@ SCHEMA = {
 }
 
 
+def scored_by(**score: Any) -> dict[str, Any]:
+    """The argument that asks for a text and for such a score."""
+    properties = {"why": {"type": "string"}, "score": score}
+    return {"json_schema": {"type": "object", "properties": properties, "required": ["why", "score"]}}
+
+
 def by_length(asked: Asked) -> Any:
     """A verdict: the length of the response."""
     text = re.search(r"Response: (\w*)", asked.content["messages"][-1]["content"])
@@ -125,6 +131,12 @@ def test_what_is_no_chat_completion_is_a_failure_at_once(answer: Any) -> None:
         assert len(server.asked) == 1
 
 
+def test_tokens_that_are_no_number_are_no_verdict_and_no_crash() -> None:
+    answer = json.dumps(completion('{"score": 4}')).replace('"prompt_tokens": 10', '"prompt_tokens": 1e999')
+    with serving(lambda _: Reply(answer)) as server:
+        assert reason_of(server.url).endswith("expected a chat completion")
+
+
 def test_a_wrong_key_is_told_once_for_each_sample_and_a_busy_server_asked_again() -> None:
     with serving(lambda _: Reply({"error": {"message": "Incorrect API key"}}, 401)) as server:
         assert "status 401" in reason_of(server.url) and len(server.asked) == 1
@@ -205,6 +217,18 @@ def test_a_text_is_no_template() -> None:
         ),
         ({"pattern": "("}, "pattern: '(' is no regular expression"),
         ({"pattern": "a", "json_schema": {}}, "pattern and json_schema, expected one of them"),
+        ({"pattern": "a", "score_field": "score"}, "pattern and score_field, which is of a JSON object; expected one"),
+        ({"cache_dir": "kept", "cache_entries": 0}, "cache_dir with cache_entries=0, which keeps none; expected some"),
+        (scored_by(type="string"), "json_schema: 'score' is a string, expected a number"),
+        (
+            {"score_range": None, "choices": {"a": 1, "b": 0}, **scored_by(type=["number", "null"])},
+            "json_schema: 'score' is a number or null, expected a string",
+        ),
+        (
+            {"json_schema": {"type": "object", "properties": {"score": {"$ref": "#/nope"}}, "required": ["score"]}},
+            "json_schema: PointerToNowhere: '/nope'",
+        ),
+        (scored_by(**{"$ref": "#/nope"}), "json_schema: PointerToNowhere: '/nope'"),  # behind another field
         ({"body": {"messages": []}}, "body: has 'messages', which is set otherwise"),
         ({"url": "judge.example/v1"}, "url: 'judge.example/v1', expected http://HOST"),
         ({"price": {"input": 1}}, "price.output: Field required"),
@@ -254,6 +278,12 @@ def test_several_servers_share_the_requests_and_do_those_of_one_that_is_gone() -
         assert 1 <= sum(found["counts"]["retries"]) <= 2  # one that has just failed is not asked again at once
     with pytest.raises(ValueError, match="expected at least one, each once"):
         Judge(url=[], **QUICK, **RANGE)
+
+
+def test_fields_of_the_data_may_have_the_names_of_what_the_rubric_gets() -> None:
+    """As those of a file with the columns prompt, answer and level."""
+    judge = Judge(rubric=RUBRIC + "{{ level }}", score_range=[1, 5])
+    assert judge.prepare(("prompt", "answer", "level")) == ["answers", "level", "prompts"]
 
 
 def test_without_a_url_it_is_the_recipes() -> None:

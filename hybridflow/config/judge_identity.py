@@ -1,0 +1,33 @@
+"""What tells a judge from others, whose verdicts are not its own."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from engine3d.models.safetensors_files import TensorFiles
+from hybridflow.config.roles import JudgeModel
+
+_OF_TOKENIZERS = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.tiktoken"),
+    *("tiktoken.model", "spiece.model", "chat_template*", "chat_template*/*"),
+)
+_OF_NO_VERDICT = {
+    *("start_timeout_s", "shutdown_timeout_s", "mem_fraction_static", "max_running_requests", "max_total_tokens"),
+}
+"""Settings of the engine by which no answer is another."""
+
+
+def judge_identity(judge: JudgeModel) -> str:
+    """What tells a judge from others whose verdicts are kept: its weights, its configuration and how it is served."""
+    found = hashlib.sha256(TensorFiles(judge.path).fingerprint().encode())
+    patterns = ("config.json", "generation_config.json", *_OF_TOKENIZERS)
+    files = {path for pattern in patterns for path in judge.path.glob(pattern) if path.is_file()}
+    template = judge.engine.server_args.get("chat_template")
+    if isinstance(template, str) and Path(template).is_file():
+        files.add(Path(template))
+    for path in sorted(files):
+        found.update(f"{path.name} {path.stat().st_size}\0".encode())
+        found.update(path.read_bytes())
+    found.update(judge.engine.model_dump_json(exclude=_OF_NO_VERDICT).encode())
+    return found.hexdigest()
