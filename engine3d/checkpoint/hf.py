@@ -169,7 +169,12 @@ def copy_model_files(model: Path, checkpoint: Path, role: str | None = None) -> 
 
     Returns:
         The copies, with paths relative to the checkpoint.
+
+    Raises:
+        EngineError: the directory has no model any more.
     """
+    if not (model / "config.json").is_file():
+        raise EngineError(f"{model} has no config.json any more, without which a checkpoint is of no model")
     target = checkpoint / MODEL if role is None else _model_files(checkpoint, role)
     target.mkdir(parents=True, exist_ok=True)
     found = [name for name in ("config.json", *TOKENIZER_FILES) if (model / name).is_file()]

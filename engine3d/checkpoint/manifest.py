@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar
 import xxhash
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from engine3d.durable import bring_to_disk
 from engine3d.errors import EngineError, UserError
 from engine3d.input_files import MOST_LIST_BYTES, FileError, JsonError, parse_json, read_bytes
 
@@ -198,9 +199,9 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     folders = {folder for entry in manifest.files for folder in (directory / entry.path).parents}
     within = {folder for folder in folders if folder.is_relative_to(directory)}
     for folder in sorted({*within, directory, directory.parent}):
-        _sync_directory(folder)
+        bring_to_disk(folder)
     scratch.replace(directory / MANIFEST)
-    _sync_directory(directory)
+    bring_to_disk(directory)
 
 
 def sealed(text: str) -> bytes:
@@ -271,7 +272,7 @@ def remove_checkpoint(directory: Path) -> None:
         return
     try:
         (directory / MANIFEST).unlink()
-        _sync_directory(directory)  # or a loss of power could bring the manifest back, and not the files
+        bring_to_disk(directory)  # or a loss of power could bring the manifest back, and not the files
     except FileNotFoundError:
         pass  # a partial one, or somebody else removes it too
     shutil.rmtree(directory, onexc=_unless_gone)
@@ -406,17 +407,6 @@ def _checksum(descriptor: int) -> str:
     while read := os.readv(descriptor, [block]):
         found.update(block[:read])
     return found.checksum()
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot, because names are never kept back there
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _unless_gone(_function: object, _path: str, error: BaseException) -> None:

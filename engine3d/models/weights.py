@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from engine3d.durable import bring_to_disk
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Coordinates, Layout
 from engine3d.models.family import ModelSpec
@@ -246,7 +247,10 @@ def finish_export(spec: ModelSpec, dtype: torch.dtype, partial: Path, directory:
         if spec.directory is not None and (spec.directory / name).is_file():
             shutil.copyfile(spec.directory / name, partial / name)
     (partial / "config.json").write_text(json.dumps(exported_config(spec, dtype), indent=2) + "\n")
+    for path in (*partial.iterdir(), partial):  # else the name may be on the disk before what it holds
+        bring_to_disk(path)
     partial.rename(directory)
+    bring_to_disk(directory.parent)
 
 
 def exported_config(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:

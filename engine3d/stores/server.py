@@ -40,6 +40,7 @@ PROOF_S = 10.0
 MOST_STRANGERS = 128
 """Connections that have not."""
 _READ_BYTES = 1 << 16
+_LONGEST_WAIT_S = 3600.0
 _NO_ROOM_S = 0.1
 """Until it accepts again where this process has no descriptor for a connection."""
 
@@ -112,10 +113,10 @@ class StoreServer:
             self._end_late()
 
     def _left_s(self) -> float | None:
-        """Until something is late."""
+        """Until something is late, or it is to be looked again: more than 24 days at a time cannot be waited for."""
         ends = [self._strangers[0].since + PROOF_S] if self._strangers else []
         ends += [self._deadlines[0][0]] if self._deadlines else []
-        return max(0.0, min(ends) - time.monotonic()) if ends else None
+        return min(max(0.0, min(ends) - time.monotonic()), _LONGEST_WAIT_S) if ends else None
 
     def _accept(self) -> None:
         try:

@@ -75,6 +75,9 @@ class OptimizerConfig(Settings):
             raise ValueError(f"schedule={self.schedule} needs decay_steps, the update at which min_lr is reached")
         if self.decay_steps is not None and self.warmup_steps >= self.decay_steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} must be below decay_steps={self.decay_steps}")
+        for name, given in (("decay_steps", self.decay_steps), ("min_lr", self.min_lr)):
+            if given and self.schedule == "constant":
+                raise ValueError(f"{name}={given} does nothing with schedule=constant; expected linear or cosine")
         return self
 
 
@@ -126,7 +129,7 @@ class TrainConfig(Settings):
 
     def gathers_tokens(self, layout: Layout) -> bool:
         """Whether ranks that share experts gather each other's tokens, and so need as many each."""
-        return layout.ep > 1 and self.megatron.get("moe_token_dispatcher_type") == "allgather"
+        return layout.ep * layout.etp > 1 and self.megatron.get("moe_token_dispatcher_type") == "allgather"
 
     @property
     def balances_experts(self) -> bool:
@@ -159,6 +162,15 @@ class TrainConfig(Settings):
         if found := refusals(options):
             raise ValueError("; ".join(found))
         return options
+
+    @model_validator(mode="after")
+    def _has_masters(self) -> TrainConfig:
+        if self.dtype == "float32" and self.optimizer.precision_aware:
+            raise ValueError(
+                "optimizer.precision_aware=true with dtype=float32, whose masters Transformer Engine does not update: "
+                "expected dtype=bfloat16, or false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _layers_are_computed_again(self) -> TrainConfig:

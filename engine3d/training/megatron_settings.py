@@ -89,6 +89,12 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
         raise UserError(
             f"megatron.moe_aux_loss_coeff={coefficients} with moe_router_load_balancing_type=none does nothing"
         )
+    given = coefficients if isinstance(coefficients, list) else [coefficients]
+    if kinds not in (None, "none") and not any(given):
+        raise UserError(
+            f"megatron.moe_router_load_balancing_type={kinds} with moe_aux_loss_coeff={coefficients} does nothing: "
+            "expected a coefficient above 0"
+        )
 
 
 def check_effect(config: TrainConfig, spec: ModelSpec, *, trained: bool) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
-from engine3d.errors import UserError
+from engine3d.errors import EngineError, UserError
 from engine3d.input_files import check_regular
 from hybridflow.batch.sample_batch import SampleBatch
 
@@ -17,8 +19,17 @@ _PADDED = "pad_token_id"
 
 def write_batch(path: Path, batch: SampleBatch) -> None:
     """Write all columns of a batch."""
+    write_tensors(path, batch.columns())
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file of tensors. Raises EngineError where the disk does not take it."""
     # Copies, because the format takes no two tensors of one memory.
-    save_file({name: column.clone().contiguous() for name, column in batch.columns().items()}, path)
+    copies = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(copies, path)
+    except (SafetensorError, OSError) as error:
+        raise EngineError(f"cannot write {path}: {' '.join(str(error).split())}") from None
 
 
 def read_batch(path: Path) -> SampleBatch:

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import MOST_LIST_BYTES, check_regular, read_json_object
 from hybridflow.batch.sample_batch import SampleBatch
-from hybridflow.checkpoint.batch_files import read_batch, write_batch
+from hybridflow.checkpoint.batch_files import read_batch, write_batch, write_tensors
 from hybridflow.checkpoint.evaluation_result import Measured
 from hybridflow.checkpoint.set_results import Best, MeasuredSet
 from hybridflow.rollout.held_stream import HeldStream
@@ -186,7 +186,7 @@ class RunState:
         (directory / DRIVER).write_text(json.dumps(facts, indent=1) + "\n")
         written = [directory / DRIVER, *batches, *streamed, *([directory / _REPLAY] if self.replay is not None else [])]
         if self.kept:
-            save_file({name: column.clone().contiguous() for name, column in self.kept.items()}, directory / _KEPT)
+            write_tensors(directory / _KEPT, self.kept)
             written.append(directory / _KEPT)
         return written
 

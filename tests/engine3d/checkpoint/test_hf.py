@@ -58,6 +58,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def test_a_checkpoint_is_of_a_model_that_is_there(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"gone has no config.json any more"):
+        copy_model_files(tmp_path / "gone", tmp_path)
+
+
 def _saved(ranks: list[dict[str, tuple[RoleFacts, list[FileEntry]]]]) -> dict[str, tuple[RoleFacts, list[FileEntry]]]:
     return {name: (role, [entry for rank in ranks for entry in rank[name][1]]) for name, (role, _) in ranks[0].items()}
 
@@ -398,6 +403,7 @@ print(most - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """Of 660 MB of weights at most a few pieces are held; mapped files, which the kernel may drop, do not count."""

@@ -33,6 +33,28 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, fsync, rename = [], os.fsync, Path.rename
+
+    def flushed(descriptor: int) -> None:
+        events.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    def named(path: Path, target: Path) -> Path:
+        events.append(target)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "rename", named)
+    spec, directory = model_spec(MOE), tmp_path / "model"
+    initialise_random(spec, directory, seed=1, dtype=torch.float32, max_shard_bytes=50e3)
+    place = events.index(directory)
+    partial = {each for each in events[:place] if each.is_relative_to(tmp_path)}
+    [root] = {each for each in partial if any(each == other.parent for other in partial)}
+    assert {each.name for each in partial - {root}} == {each.name for each in directory.iterdir()}
+    assert events[place + 1 :] == [tmp_path]
+
+
 def file_of(directory: Path, tensor: str) -> Path:
     return directory / json.loads((directory / INDEX).read_text())["weight_map"][tensor]
 

@@ -85,6 +85,7 @@ def _tokens(engine: RolloutEngine) -> int:
     return sum(len(each.token_ids) for each in engine.responses_under_way().values())
 
 
+@pytest.mark.long
 def test_one_engine_after_another_gets_new_weights_while_the_other_goes_on(
     engines: list[RolloutEngine], tiny_model_dirs: tuple[Path, Path], tmp_path: Path
 ) -> None:

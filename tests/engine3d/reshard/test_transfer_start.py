@@ -31,6 +31,7 @@ def scheduler(engine: RolloutEngine, rank: int) -> int:
     raise AssertionError(f"no scheduler of rank {rank}")
 
 
+@pytest.mark.long
 def test_an_engine_bound_at_its_start_generates_as_one_started_from_the_export_and_survives_its_death(
     tiny_model_dirs: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def assert_same(found: list[list[Generation]], expected: list[list[Generation]],
             assert each.logprobs == pytest.approx(reference.logprobs, abs=1e-5)
 
 
+@pytest.mark.long
 def test_two_hosts_generate_what_one_does_and_the_death_of_one_is_told(tmp_path: Path) -> None:
     started, loaded = tmp_path / "started", tmp_path / "loaded"
     tiny_families.make("deepseek_v3", started, seed=1)

@@ -77,6 +77,16 @@ def test_a_wait_ends_when_the_last_key_is_there_and_holds_nobody_up(served: Stor
     assert found == [[b"1", b"2"]]
 
 
+def test_a_wait_may_have_a_limit_of_years(served: StoreServer) -> None:
+    store, found = client(served, 1e8), []
+    waiting = threading.Thread(target=lambda: found.append(store.get("late")))
+    waiting.start()
+    time.sleep(0.2)  # it waits by now
+    client(served).set("late", "1")
+    waiting.join(10)
+    assert found == [b"1"]
+
+
 def test_large_values_go_through(served: StoreServer) -> None:
     store, value = client(served), secrets.token_bytes(8 << 20)
     store.set("large", value)  # type: ignore[arg-type]

@@ -409,16 +409,17 @@ def test_the_optimizers_state_may_be_in_host_memory(directory: Path) -> None:
     assert told["moved"] == 2 * len(told["parts"])  # in all of three updates but the first, which makes the state
 
 
-def _gather(directory: Path) -> dict[str, Any]:
+def _gather(directory: Path, sizes: dict[str, int]) -> dict[str, Any]:
     gathers = {"moe_token_dispatcher_type": "allgather"}
-    found = _train(directory, {"ep": 2}, 2, megatron=gathers)
+    found = _train(directory, sizes, 2, megatron=gathers)
     with pytest.raises(UserError, match="allgather needs packing=true"):
-        _engine(directory, {"ep": 2}, 2, packing=False, megatron=gathers)
+        _engine(directory, sizes, 2, packing=False, megatron=gathers)
     return found
 
 
-def test_tokens_may_be_gathered_for_experts(directory: Path, alone: dict[str, Any]) -> None:
-    ranks = run_distributed(_gather, 2, directory, timeout_s=180)
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"etp": 2}])
+def test_tokens_may_be_gathered_for_experts(directory: Path, alone: dict[str, Any], sizes: dict[str, int]) -> None:
+    ranks = run_distributed(_gather, 2, directory, sizes, timeout_s=180)
     for rank in ranks:
         assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-4)

@@ -122,6 +122,13 @@ def test_every_refusal_is_told() -> None:
             {},
             "with moe_router_load_balancing_type=none does nothing",
         ),
+        (
+            MOE,
+            Layout(),
+            {"moe_router_load_balancing_type": "seq_aux_loss"},
+            {},
+            "with moe_aux_loss_coeff=0.0 does nothing: expected a coefficient above 0",
+        ),
     ],
 )
 def test_options_against_model_layout_and_devices(

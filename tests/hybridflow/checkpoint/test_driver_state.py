@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine3d.errors import UserError
+from engine3d.errors import EngineError, UserError
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.checkpoint.batch_files import read_batch, write_batch
 from hybridflow.checkpoint.driver_state import RandomState, RunState
@@ -87,6 +87,11 @@ def test_a_batch_comes_back_bit_for_bit(tmp_path: Path) -> None:
     back = read_batch(tmp_path / "batch.safetensors")
     assert_equal(batch, back)
     assert back.finish_reasons.tolist() == [0, 2, 1] and back.advantages is None
+
+
+def test_a_batch_that_cannot_be_written_is_no_traceback(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"cannot write .*/none/batch.safetensors: "):  # as on a full disk
+        write_batch(tmp_path / "none/batch.safetensors", a_batch())
 
 
 def test_a_batch_of_padded_rows_is_read(tmp_path: Path) -> None:

@@ -152,7 +152,10 @@ def test_a_recipe_with_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None
             "train.layout on placement.actor: sequence_parallel=false with tp=2: expected true, because the model has",
         ),
         ("train.layout.cp=2", "cp=2: expected 1, because training does not cut sequences over ranks yet"),
-        ("train.optimizer.precision_aware=true", "precision_aware=true needs Transformer Engine"),
+        (
+            "train={dtype: bfloat16, optimizer: {precision_aware: true}}",
+            "precision_aware=true needs Transformer Engine",
+        ),
         ("train.megatron={nonsense: 1}", "train.megatron: nonsense: it is none of the options that were tried"),
         ("train.megatron={num_layers: 2}", "train.megatron: num_layers: it is of the model, and SGLang would serve"),
         ("train.megatron={moe_router_fusion: true}", "train.megatron.moe_router_fusion=True needs Transformer Engine"),

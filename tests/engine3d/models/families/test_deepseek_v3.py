@@ -182,6 +182,7 @@ def _train(directory: Path, world_size: int, export: Path) -> list[dict[str, Any
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_every_layout_updates_alike_and_leaves_the_bias_alone(tmp_path: Path) -> None:
     directory = tmp_path / "model"
