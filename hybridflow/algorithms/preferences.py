@@ -22,6 +22,7 @@ from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import COUNTED, Columns
+from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 
 PAIR = 2
@@ -139,7 +140,8 @@ def prepare(step: Step[Any], mini_batch: RemoteBatch, *, loss: PreferenceLoss, l
 
 def learn[C: PreferenceSettings](step: Step[C], experience: Experience) -> None:
     """Update the actor, unless too few groups made a pair. The loss that is told is that of the responses."""
-    if len(experience.batch) < PAIR * step.least_samples:
+    if (there := len(experience.batch)) < (least := PAIR * step.least_samples):
+        log.warning(f"step {step.number}: {there // PAIR} pairs, and an update needs {least // PAIR}: none is made")
         return
     step.update(replace(experience, whiten=None))
     for name in (metrics.TRAIN_LOSS, metrics.TRAIN_POLICY_LOSS):

@@ -9,14 +9,17 @@ from hybridflow.algorithms.dapo import DAPOSettings
 from hybridflow.algorithms.distillation import DistillationSettings
 from hybridflow.algorithms.dynamic_sampling import DynamicSamplingSettings
 from hybridflow.algorithms.pf_ppo import PFPPOSettings
+from hybridflow.algorithms.ppo import PPOSettings
 from hybridflow.algorithms.settings import AlgorithmSettings
-from hybridflow.algorithms.vapo import VAPOSettings
 from hybridflow.config.roles import RolloutRole
 from hybridflow.config.run import TrainerConfig
 from hybridflow.config.stream_fit import stream_misfits
+from hybridflow.data.config import DataConfig
 
 
-def misfits(algorithm: AlgorithmSettings, trainer: TrainerConfig, rollout: RolloutRole) -> Iterator[str]:
+def misfits(
+    algorithm: AlgorithmSettings, trainer: TrainerConfig, rollout: RolloutRole, data: DataConfig
+) -> Iterator[str]:
     """What does not go together, a line each."""
     if rollout.stream is not None or trainer.max_staleness > 1:
         yield from stream_misfits(algorithm, trainer, rollout)
@@ -28,15 +31,15 @@ def misfits(algorithm: AlgorithmSettings, trainer: TrainerConfig, rollout: Rollo
     if algorithm.correction is not None:
         yield from _of_correction(algorithm, algorithm.correction, trainer)
     if isinstance(algorithm, DynamicSamplingSettings) and algorithm.dynamic_sampling:
-        yield from _of_dynamic_sampling(trainer)
+        yield from _of_dynamic_sampling(trainer, data)
     if algorithm.on_policy:
         yield from _of_one_update(algorithm.name, trainer)
     if isinstance(algorithm, DAPOSettings):
         yield from _of_length_penalty(algorithm, rollout)
     if isinstance(algorithm, PFPPOSettings):
         yield from _of_filtration(algorithm, trainer, rollout)
-    if isinstance(algorithm, VAPOSettings) and trainer.epochs_of_data is None:
-        yield from _of_pretraining(algorithm, trainer.steps)
+    if trainer.epochs_of_data is None:
+        yield from pretraining_misfits(algorithm, trainer.steps)
 
 
 def _of_one_update(name: str, trainer: TrainerConfig) -> Iterator[str]:
@@ -90,8 +93,15 @@ def _of_correction(
         )
 
 
-def _of_dynamic_sampling(trainer: TrainerConfig) -> Iterator[str]:
+def _of_dynamic_sampling(trainer: TrainerConfig, data: DataConfig) -> Iterator[str]:
     setting = "algorithm.dynamic_sampling=true"
+    for source in data.files.train if data.files is not None else ():
+        if len(source.weight) > 1:
+            yield (
+                f"data.files.train: {source.label} has a weight from step {source.weight[1].step} on with {setting}, "
+                "where a step draws as many prompts as it needs; expected weights that do not change, or "
+                "dynamic_sampling=false"
+            )
     if trainer.epochs_of_data is not None:
         yield (
             f"trainer.epochs_of_data={trainer.epochs_of_data:g} with {setting}, where a step draws as many prompts "
@@ -135,8 +145,9 @@ def _of_filtration(algorithm: PFPPOSettings, trainer: TrainerConfig, rollout: Ro
         )
 
 
-def _of_pretraining(algorithm: VAPOSettings, steps: int) -> Iterator[str]:
-    if algorithm.critic_warmup_steps >= steps:
+def pretraining_misfits(algorithm: AlgorithmSettings, steps: int) -> Iterator[str]:
+    """What is wrong where so many steps are made of an algorithm whose first ones may train the critic alone."""
+    if isinstance(algorithm, PPOSettings) and algorithm.critic_warmup_steps >= steps:
         yield (
             f"algorithm.critic_warmup_steps={algorithm.critic_warmup_steps} with trainer.steps={steps}, in which the "
             "policy would never learn; expected more steps, or fewer of the critic alone"

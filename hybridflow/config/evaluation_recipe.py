@@ -27,11 +27,15 @@ class EvaluationRecipe(Recipe):
         """
         values = {name: getattr(recipe, name) for name in Recipe.model_fields}
         rollout = recipe.rollout
-        engine = rollout.engine.model_copy(update={"release_weights": False})
+        # Of a training run the engines may begin with random weights, since the actor's come.
+        arguments = {name: value for name, value in rollout.engine.server_args.items() if name != "load_format"}
+        engine = rollout.engine.model_copy(update={"release_weights": False, "server_args": arguments})
         weights = rollout.weights.model_copy(update={"share": False, "rolling": False})
         values["rollout"] = rollout.model_copy(
             update={"engine": engine, "weights": weights, "stream": None, "lend": False}
         )
+        if recipe.reward_model is not None:  # beside which nothing else computes
+            values["reward_model"] = recipe.reward_model.model_copy(update={"offload": False})
         made = cls.model_construct(recipe.model_fields_set, **values)
         made._measured = frozenset(measured)
         return made

@@ -113,7 +113,11 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _algorithm_has_what_it_needs(self) -> Recipe:
-        fitting = [*misfits(self.algorithm, self.trainer, self.rollout), *self._of_engines(), *self._of_sets()]
+        fitting = [
+            *misfits(self.algorithm, self.trainer, self.rollout, self.data),
+            *self._of_engines(),
+            *self._of_sets(),
+        ]
         if errors := [*self._missing(), *fitting, *self._unused(), *self._unmeasured()]:
             raise ValueError("; ".join(errors))
         return self
@@ -208,6 +212,15 @@ class Recipe(Settings):
                 f"algorithm.kl_horizon={self.algorithm.kl_horizon} with {samples} samples a step, by which one step "
                 f"could bring the coefficient to 0; expected above {samples // 5}"
             )
+        if self.warmup is not None:
+            own, kept = self.warmup.optimizer, self.train.optimizer
+            for setting in ("offload", "precision_aware"):
+                given, wanted = getattr(own, setting), getattr(kept, setting)
+                if given and not wanted:  # what a kept recipe says is the default
+                    yield (
+                        f"warmup.optimizer.{setting}={given} with train.optimizer.{setting}={wanted}, by which the "
+                        "state of both lies; expected none of its own"
+                    )
         if name == "ippo" and self.actor is None:
             yield "algorithm.name=ippo without actors; expected actors: {NAME: {settings}, ...}, or ppo for one actor"
         if self.algorithm.needs_teacher and self.teacher is None:

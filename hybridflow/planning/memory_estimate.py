@@ -124,6 +124,8 @@ def _served_judge(judge: JudgeModel) -> Served | None:
         spec = load_model_spec(judge.path)
     except UserError:
         return None
+    if "quantization_config" in spec.hf_config or {"quantization", "kv_cache_dtype"} & judge.engine.server_args.keys():
+        return None
     config, length = judge.engine, judge.engine.context_length or spec.sizes.max_positions
     tokens = config.max_total_tokens or tokens_needed(
         requests=config.max_running_requests, sequence_tokens=length, page_tokens=max(PAGE_TOKENS.values())

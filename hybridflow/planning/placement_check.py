@@ -11,6 +11,7 @@ from engine3d.models import ModelSpec
 from engine3d.platform import platform
 from engine3d.platform.cpu import sglang as sglang_cpu
 from engine3d.rollout.server_arguments import check_against_platform
+from hybridflow.algorithms.preferences import PreferenceSettings
 from hybridflow.cluster.devices.device_map import Device, DeviceMap, Node, highest_cpu_slot, pool_devices
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.engine_check import check_baselines, check_engine_nodes
@@ -182,6 +183,10 @@ def check_batch_sizes(recipe: Recipe, *, engines: int, replicas: int) -> None:
             f"trainer.prompts_per_step * {kept} samples that algorithm.name={recipe.algorithm.name} may leave of each"
         )
         wanted.append((name, trainer.prompts_per_step * kept, wanted[-1][2], wanted[-1][3]))
+    if isinstance(recipe.algorithm, PreferenceSettings):
+        shared = trainer.mini_batches * replicas
+        why = "a pair for each data-parallel rank of each of trainer.mini_batches, and a prompt makes one at most"
+        wanted.append(("trainer.prompts_per_step", trainer.prompts_per_step, shared, why))
     if trainer.eval_prompts is not None:
         wanted.append(("trainer.eval_prompts", trainer.eval_prompts, engines, "a prompt for each rollout engine"))
     if warmup is not None:

@@ -11,6 +11,7 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec
 from engine3d.rollout.cache import RESERVED_TOKENS
+from hybridflow.config.algorithm_fit import pretraining_misfits
 from hybridflow.config.initial_model import initial_tokenizer
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.files.supervised import SupervisedPrompts
@@ -94,7 +95,8 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
     check_token_ids(
         "end-of-sequence and pad token", [[tokenizer.eos_token_id, tokenizer.pad_token_id]], spec.vocab_size
     )
-    for error in recipe.for_prompts(len(train)).keep_best_errors():
+    planned = recipe.for_prompts(len(train))
+    for error in (*planned.keep_best_errors(), *pretraining_misfits(recipe.algorithm, planned.trainer.steps)):
         raise UserError(error)
     if recipe.warmup is not None and not len(sft):
         raise UserError(

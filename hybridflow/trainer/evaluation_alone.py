@@ -95,7 +95,8 @@ def _opened(plan: EvaluationPlan) -> Iterator[Run]:
         model = recipe.model.path
         if plan.checkpoint is not None:
             log.info(f"exporting {plan.checkpoint}")
-            dtype = recipe.rollout.engine.dtype  # in which the engines of a run have the actor's weights
+            # As the engines of a run have the actor's weights: those of training, cast where the engines' differ.
+            dtype = recipe.train.dtype if recipe.train.dtype != "float32" else recipe.rollout.engine.dtype
             export_checkpoint(plan.checkpoint, exported, dtype=dtype, verify=recipe.checkpoint.verify)
             model = exported
         assert model is not None

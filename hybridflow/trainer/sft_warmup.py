@@ -26,7 +26,9 @@ def warm_up(machinery: Machinery, sinks: Metrics) -> None:
     settings = recipe.warmup
     assert settings is not None
     prompts, answers, masks = run.sft, run.answers, run.masks
-    actor.reset_optimizer(settings.optimizer).result()
+    kept = recipe.train.optimizer  # where its state lies, and as what, is of the model and not of a phase
+    own = settings.optimizer.model_copy(update={"offload": kept.offload, "precision_aware": kept.precision_aware})
+    actor.reset_optimizer(own).result()
     sampler = PromptSampler(len(prompts), recipe.order_seed)
     for step in range(1, settings.steps + 1):
         raise_failed_start(machinery.roles)

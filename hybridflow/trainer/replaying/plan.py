@@ -32,6 +32,7 @@ _OWN = (
     "checkpoint.dir=null",
     "checkpoint.on_stop_s=null",
     "checkpoint.keep_last_k=null",
+    "checkpoint.keep_best=null",
     "checkpoint.async_save=false",
     f"checkpoint.save_interval={_SAVE_NONE}",
     "samples={store: false, events: false}",

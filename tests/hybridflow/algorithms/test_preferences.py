@@ -55,6 +55,7 @@ class _Step:
     samples: SampleBatch
     ranks: int = 1
     least_samples: int = 2
+    number: int = 3
     values: dict[str, float] = field(default_factory=dict)
     told: dict[str, Tensor] = field(default_factory=dict)
     updated: list[Experience] = field(default_factory=list)
@@ -241,14 +242,17 @@ def test_pairs_of_groups_bring_what_the_reference_says() -> None:
     assert step.values == {metrics.PREFERENCE_WITHOUT_DIFFERENCE: 1}
 
 
-def test_a_step_with_too_few_pairs_learns_nothing() -> None:
+def test_a_step_with_too_few_pairs_learns_nothing_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     samples = samples_of("dpo")
     step: Any = _Step(settings("dpo"), samples, least_samples=4)
     few = remote(samples).select(range(6))
     load("dpo").learn(step, Experience(few))
     assert step.updated == []
+    said = "hybridflow: step 3: 3 pairs, and an update needs 4: none is made\n"
+    assert capsys.readouterr().err == said
     step.values |= {metrics.PREFERENCE_LOSS: 0.5, metrics.TRAIN_LOSS: 3.0, metrics.TRAIN_RATIO: 1.0}
     load("dpo").learn(step, Experience(remote(samples)))
     assert len(step.updated) == 1
     assert step.values[metrics.TRAIN_LOSS] == step.values[metrics.TRAIN_POLICY_LOSS] == 0.5
     assert metrics.TRAIN_RATIO not in step.values
+    assert not capsys.readouterr().err

@@ -14,6 +14,13 @@ from hybridflow.planning.replay_check import check_replay, replay_bytes
 from tests.support.runs import DEMO
 
 AHEAD = ("trainer.mini_batches=1", "trainer.epochs=1", "trainer.max_staleness=1", "placement.rollout=cpu:2")
+EASY = "{path: easy.jsonl, weight: 1}"
+FILES = ("warmup=null", "trainer.eval_samples=1", "data.source=files")
+STEADY = [*FILES, f"data.files.train=[{EASY}, {{path: hard.jsonl, weight: 2}}]"]
+RISING = [
+    *FILES,
+    f"data.files.train=[{EASY}, {{path: hard.jsonl, weight: [{{step: 1, weight: 0}}, {{step: 5, weight: 2}}]}}]",
+]
 PRETRAINED = "algorithm={name: vapo, critic_warmup_steps: 1}"
 
 
@@ -60,6 +67,16 @@ PRETRAINED = "algorithm={name: vapo, critic_warmup_steps: 1}"
             "algorithm.critic_warmup_steps=120 with trainer.steps=120, in which the policy would never learn; expected "
             "more steps, or fewer of the critic alone",
         ),
+        (
+            ["algorithm={name: ppo, critic_warmup_steps: 7}", "trainer.steps=6"],
+            "algorithm.critic_warmup_steps=7 with trainer.steps=6, in which the policy would never learn; expected "
+            "more steps, or fewer of the critic alone",
+        ),
+        (
+            ["algorithm.dynamic_sampling=true", *RISING],
+            "data.files.train: hard has a weight from step 5 on with algorithm.dynamic_sampling=true, where a step "
+            "draws as many prompts as it needs; expected weights that do not change, or dynamic_sampling=false",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_one_line(overrides: list[str], message: str) -> None:
@@ -75,6 +92,9 @@ def test_what_does_not_go_together_is_refused_in_one_line(overrides: list[str], 
         ["algorithm={name: dapo, dynamic_sampling: false}", "trainer.steps=null", "trainer.epochs_of_data=2"],
         ["algorithm={name: dapo, dynamic_sampling: false}", "trainer.max_staleness=1", "placement.rollout=cpu:2"],
         ["algorithm={name: dapo, overlong_buffer: 4}"],
+        ["algorithm={name: ppo, critic_warmup_steps: 5}", "trainer.steps=6"],
+        RISING,
+        ["algorithm.dynamic_sampling=true", *STEADY],
         ["algorithm={name: pf_ppo, replay_buffer_size: 0}", "trainer.max_staleness=1", "placement.rollout=cpu:2"],
         [PRETRAINED, "trainer.max_staleness=1", "placement.rollout=cpu:2"],
         ["algorithm.name=kl_cov", *AHEAD],
@@ -84,6 +104,21 @@ def test_what_does_not_go_together_is_refused_in_one_line(overrides: list[str], 
 )
 def test_what_goes_together_is_not(overrides: list[str]) -> None:
     load_recipe(DEMO, overrides)
+
+
+def test_a_policy_that_would_never_learn_in_one_pass_over_the_data_is_refused_by_check(tmp_path: Path) -> None:
+    """The demo's 1,000 prompts make 16 steps of 64."""
+
+    def of_steps(count: int) -> Recipe:
+        one_pass = ("trainer.steps=null", "trainer.epochs_of_data=1")
+        vapo = f"algorithm={{name: vapo, critic_warmup_steps: {count}}}"
+        return load_recipe(DEMO, [f"run_dir={tmp_path}", vapo, *one_pass])
+
+    with pytest.raises(SettingsError) as caught:
+        check_recipe(of_steps(16))
+    [line] = caught.value.lines
+    assert line.startswith("algorithm.critic_warmup_steps=16 with trainer.steps=16, in which the policy would never")
+    check_recipe(of_steps(15))
 
 
 def test_a_buffer_larger_than_memory_is_refused_by_check_in_one_line(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.config.evaluation_recipe import EvaluationRecipe
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.config.yaml_loader import SettingsError, settings_yaml
 from tests.support.resumable import DEMO
@@ -128,6 +129,14 @@ def test_what_cannot_be_measured_is_refused(overrides: list[str], line: str) -> 
 )
 def test_a_best_checkpoint_has_to_choose_from_something(overrides: list[str]) -> None:
     assert recipe(KEEP, *overrides).checkpoint.keep_best is not None
+
+
+def test_a_model_alone_has_its_own_weights_and_devices_that_nothing_else_computes_on() -> None:
+    engine = "rollout.engine.server_args={load_format: dummy, schedule_policy: fcfs}"
+    scored = ("reward=null", "reward_model={path: /models/scorer, offload: true}")
+    alone = EvaluationRecipe.of(recipe(engine, *scored), ["sums"])
+    assert alone.rollout.engine.server_args == {"schedule_policy": "fcfs"}
+    assert [(role, model.offload) for role, model in alone.models.items()] == [("reward_model", False)]
 
 
 def test_a_set_that_stands_twice_is_refused(tmp_path: Path) -> None:

@@ -48,6 +48,26 @@ def test_a_run_has_one_length(overrides: list[str], line: str) -> None:
     assert line in str(caught.value)
 
 
+@pytest.mark.parametrize("setting", ["offload", "precision_aware"])
+def test_a_warm_up_has_no_other_place_for_the_optimizers_state(setting: str) -> None:
+    own, of_training = f"warmup.optimizer.{setting}=true", ["train.dtype=bfloat16", f"train.optimizer.{setting}=true"]
+    with pytest.raises(SettingsError) as caught:
+        load_recipe(DEMO, [own])
+    [line] = caught.value.lines
+    assert line.endswith(
+        f"warmup.optimizer.{setting}=True with train.optimizer.{setting}=False, by which the state of both lies; "
+        "expected none of its own"
+    )
+    assert load_recipe(DEMO, [*of_training, own]).warmup is not None
+
+
+@pytest.mark.parametrize("setting", ["offload", "precision_aware"])
+def test_a_run_reads_its_recipe_again_wherever_the_optimizers_state_lies(tmp_path: Path, setting: str) -> None:
+    recipe = load_recipe(DEMO, ["train.dtype=bfloat16", f"train.optimizer.{setting}=true"])
+    (tmp_path / "recipe.yaml").write_text(settings_yaml(recipe))  # with every default, those of the warm-up too
+    assert load_recipe(tmp_path / "recipe.yaml") == recipe
+
+
 def test_a_traced_step_is_one_of_those_that_cover_the_data(capsys: pytest.CaptureFixture[str]) -> None:
     passes = ["trainer.steps=null", "trainer.epochs_of_data=1"]
     assert main(["check", str(DEMO), *passes, "trainer.profile={steps: [16]}"]) == 0

@@ -11,19 +11,36 @@ from engine3d.checkpoint.manifest import step_directory
 from engine3d.errors import UserError
 from hybridflow.checkpoint.set_results import Best, MeasuredSet
 from hybridflow.cli.main import main
+from hybridflow.config.actors import load_recipes
 from hybridflow.config.initial_model import create_model
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import settings_yaml
 from hybridflow.planning.evaluation_plan import EvaluationPlan, plan_evaluation
-from tests.support.resumable import a_recipe, make_checkpoint
+from tests.support.resumable import SMALL, a_recipe, make_checkpoint
+from tests.support.runs import ROOT
+
+IPPO = ROOT / "launch/recipes/algorithms/ippo.yaml"
+
+
+def rows_of_sums(directory: Path) -> Path:
+    rows = directory / "sums.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{number}+1=", "answer": number + 1}) + "\n" for number in range(4)))
+    return rows
+
+
+def a_run(directory: Path, *overrides: str) -> Recipe:
+    """With a checkpoint of its second step, and one set."""
+    recipe = a_recipe(directory, f"evaluation.sums.data.path={rows_of_sums(directory)}", "trainer.steps=4", *overrides)
+    make_checkpoint(recipe, 2)
+    (recipe.directory / "recipe.yaml").write_text(settings_yaml(recipe))
+    return recipe
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     """Of a run with checkpoints of two steps, of which the first is the best."""
     directory = tmp_path_factory.mktemp("evaluated")
-    rows = directory / "sums.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{number}+1=", "answer": number + 1}) + "\n" for number in range(4)))
+    rows = rows_of_sums(directory)
     keep = "checkpoint.keep_best={metric: eval/sums/pass@1}"
     sets = [f"evaluation.{name}.data.path={rows}" for name in ("sums", "others")]
     recipe = a_recipe(directory, keep, *sets, "evaluation.sums.interval=1", "trainer.steps=4")
@@ -49,6 +66,24 @@ def test_of_a_run_the_last_checkpoint_is_taken_or_the_best_or_a_step(recipe: Rec
         assert list(found.recipe.sets) == ["sums"] and not found.recipe.trains
     assert list(plan(recipe).recipe.sets) == ["sums", "others"]
     assert plan(recipe, out=recipe.run_dir / "out").directory == recipe.run_dir / "out"
+
+
+def test_an_evaluation_may_lack_the_figure_by_which_its_run_chose_the_best(tmp_path: Path) -> None:
+    keep = "checkpoint.keep_best={metric: eval/sums/pass@4}"
+    recipe = a_run(tmp_path, keep, "evaluation.sums.samples=4", "evaluation.sums.interval=1", "warmup=null")
+    greedy = ["evaluation.sums.samples=1", "evaluation.sums.temperature=0"]
+    found = plan_evaluation(recipe.directory, [], greedy)
+    assert found.step == 2 and found.recipe.sets["sums"].settings.samples == 1
+
+
+def test_an_actor_of_several_is_evaluated_by_its_own_recipe(tmp_path: Path) -> None:
+    sets = ["evaluation.sums.data.path=" + str(rows_of_sums(tmp_path)), "checkpoint.save_interval=1"]
+    recipe = load_recipes(IPPO, [f"run_dir={tmp_path}", *SMALL, *sets])["adder"]
+    make_checkpoint(recipe, 2)
+    (recipe.directory / "recipe.yaml").write_text(settings_yaml(recipe))
+    found = plan(recipe)
+    assert (found.recipe.actor, found.step) == ("adder", 2)
+    assert found.directory == tmp_path / "ippo/adder/evaluate/step-00000002"
 
 
 def test_a_model_is_measured_on_the_sets_of_a_recipe(recipe: Recipe, tmp_path: Path) -> None:

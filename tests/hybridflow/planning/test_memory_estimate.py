@@ -324,15 +324,21 @@ def test_samples_that_are_kept_are_on_the_drivers_host() -> None:
     assert not first.page_locked and second.page_locked
 
 
-def test_a_judge_has_its_devices_to_itself(tmp_path: Path) -> None:
+def a_judge(directory: Path, **config: object) -> list[str]:
+    """The settings of one that two GPUs serve beside those of the large recipe."""
     sizes = {"hidden_size": 1024, "num_hidden_layers": 4, "intermediate_size": 4096, "vocab_size": 32000}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 4096}
     family = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16"}
     rest = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
-    (tmp_path / "config.json").write_text(json.dumps({**family, **sizes, **heads, **rest}))
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({**family, **sizes, **heads, **rest, **config}))
     asks = {"name": "quality", "path": "judge", "arguments": {"rubric": "{{ response }}", "score_range": [0, 1]}}
-    served = {"path": str(tmp_path), "engine": {"tp": 2, "max_running_requests": 7, "mem_fraction_static": 0.9}}
-    given = [f"reward.functions={json.dumps([asks])}", f"judge={json.dumps(served)}", "placement.judge=cuda:4-5"]
+    served = {"path": str(directory), "engine": {"tp": 2, "max_running_requests": 7, "mem_fraction_static": 0.9}}
+    return [f"reward.functions={json.dumps([asks])}", f"judge={json.dumps(served)}", "placement.judge=cuda:4-5"]
+
+
+def test_a_judge_has_its_devices_to_itself(tmp_path: Path) -> None:
+    given = a_judge(tmp_path / "judge")
     nodes = [Node("node 0", gpus=6, cpu_slots=0)]
     plain, judged = (_ledger("qwen3-30b-a3b-4xh200.yaml", *more, nodes=nodes, gpu_gb=150.7) for more in ([], given))
     assert judged.gpus[:-1] == plain.gpus
@@ -346,3 +352,15 @@ def test_a_judge_has_its_devices_to_itself(tmp_path: Path) -> None:
     smaller = _ledger("qwen3-30b-a3b-4xh200.yaml", *small, nodes=nodes, gpu_gb=150.7).gpus[-1]
     assert smaller.total(smaller.phases[0]) < gpu.total(phase)
     assert phase.less == "a smaller judge.engine.mem_fraction_static or max_total_tokens"
+
+
+def test_nothing_is_foreseen_of_a_quantized_judge(tmp_path: Path) -> None:
+    """Whose weights take what the method says, of which nothing is known here."""
+    stored = a_judge(tmp_path / "stored", quantization_config={"quant_method": "fp8"})
+    plain = a_judge(tmp_path / "plain")
+    asked = ("quantization: fp8", "kv_cache_dtype: fp8_e5m2")
+    for given in (stored, *([*plain, f"judge.engine.server_args={{{each}}}"] for each in asked)):
+        judge = _recipe("qwen3-30b-a3b-4xh200.yaml", *given).judge
+        assert judge is not None and memory_estimate._served_judge(judge) is None
+    judge = _recipe("qwen3-30b-a3b-4xh200.yaml", *plain).judge
+    assert judge is not None and memory_estimate._served_judge(judge) is not None

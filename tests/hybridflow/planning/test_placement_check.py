@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
+from engine3d.errors import UserError
 from engine3d.layout import Layout
 from hybridflow.cluster.devices.device_map import DeviceMap, Node
-from hybridflow.planning.placement_check import groups_over_nodes
+from hybridflow.config.recipe import load_recipe
+from hybridflow.planning.placement_check import check_batch_sizes, groups_over_nodes
+from tests.support.runs import DEMO
 
 NODES = [Node("host-0", gpus=4, cpu_slots=0), Node("host-1", gpus=4, cpu_slots=0)]
 
@@ -24,3 +29,17 @@ def test_groups_over_several_nodes_are_told() -> None:
     assert "1 of 1 tensor-parallel groups are on several nodes (ranks 0-1 on host-0, host-1)" in "".join(
         groups_over_nodes({"critic": Layout(tp=2)}, devices, NODES)
     )
+
+
+def test_a_step_of_preferences_has_a_pair_for_each_rank_and_mini_batch() -> None:
+    """Of the eight responses to a prompt two are learned from, the best and the worst."""
+
+    def of_prompts(count: int, *pairs: str) -> None:
+        sizes = (f"trainer.prompts_per_step={count}", "trainer.mini_batches=2", "rollout.samples_per_prompt=8")
+        check_batch_sizes(load_recipe(DEMO, [*pairs, *sizes]), engines=1, replicas=8)
+
+    of_prompts(8)
+    of_groups = ("algorithm.name=dpo", "algorithm.pairs=group")
+    with pytest.raises(UserError, match=r"trainer\.prompts_per_step = 15, expected at least 16: a pair for each data-"):
+        of_prompts(15, *of_groups)
+    of_prompts(16, *of_groups)

@@ -136,6 +136,19 @@ def test_a_teacher_of_another_size_family_and_layout(tmp_path: Path) -> None:
         ),
         (["teacher.train={}"], "train is of a teacher on Megatron-Core, and engine is set; expected one of them"),
         (["teacher.offload=true"], "offload is of a teacher on Megatron-Core, and engine is set; expected one of them"),
+        (
+            ["teacher.engine.server_args={load_format: dummy}"],
+            "engine.server_args.load_format=dummy, a teacher with random weights; expected auto",
+        ),
+        (
+            ["teacher.engine.memory_saver=true"],
+            "engine.memory_saver is set, and a teacher keeps its weights throughout",
+        ),
+        (
+            ["teacher.engine.memory_saver=true", "teacher.engine.release_weights=true"],
+            "engine.release_weights is set, and a teacher keeps its weights throughout; expected none",
+        ),
+        (["teacher.engine.token_versions=true"], "engine.token_versions is set, and a teacher keeps its weights"),
     ],
 )
 def test_what_an_engine_cannot_do_for_a_teacher_is_refused(overrides: list[str], line: str) -> None:

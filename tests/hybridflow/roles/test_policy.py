@@ -126,6 +126,7 @@ def _updates_all(directory: Path, world_size: int) -> list[tuple[int, dict[str, 
     return found
 
 
+@pytest.mark.long
 def test_every_loss_updates_alike_on_every_layout(tmp_path: Path) -> None:
     """Beside one rank that reads padded rows in one micro-batch: ranks with parts of them, packed into several."""
     tiny_families.make("qwen3_moe", tmp_path / "moe")

@@ -86,6 +86,7 @@ async def _steps(engine: RolloutEngine, bounds: RequestBounds | None, first_samp
     return found
 
 
+@pytest.mark.long
 def test_requests_in_flight_keep_within_a_cache_in_which_they_were_retracted(small_cache: RolloutEngine) -> None:
     fixed = asyncio.run(_steps(small_cache, None, 0))
     # Whatever their length: nothing is ever retracted then.

@@ -75,6 +75,14 @@ def test_a_replay_has_a_directory_of_its_own_and_no_engines(tmp_path: Path) -> N
     assert plan_replay(moved, 3).checkpoint == moved / "checkpoints/step-00000002"
 
 
+def test_a_replay_keeps_no_best_checkpoint(tmp_path: Path) -> None:
+    """It saves none after its steps, of which its run might choose one."""
+    keep = ("evaluation.sums.data.path=sums.jsonl", "checkpoint.keep_best={metric: eval/sums/pass@1}")
+    run = make_run(tmp_path, *keep, "evaluation.sums.interval=1", "warmup=null").directory
+    plan = plan_replay(run, 3)
+    assert plan.base == 2 and plan.recipe.checkpoint.keep_best is None and plan.changed == ()
+
+
 def test_other_settings_make_other_bits(tmp_path: Path) -> None:
     run = make_run(tmp_path).directory
     plan = plan_replay(run, 3, ["train.layout={ep: 1, tp: 2}", "limits.call_s=1000", "placement.actor=cpu:2-3"])
