@@ -182,6 +182,7 @@ def test_safe_rlhf_weighs_costs_that_models_and_functions_find(tmp_path: Path) -
     assert not overlapping(tmp_path / "small", COMPUTES - {"score"})
 
 
+@pytest.mark.long
 def test_models_alone_reward_and_cost(tmp_path: Path) -> None:
     """No function of rewards or costs: their sums, the evaluation, the report and a resumed end are the models'."""
     scorer = a_scorer(tmp_path / "scorer")

@@ -49,6 +49,7 @@ def page() -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / "docs/api.md").read_text(), re.DOTALL)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
     """Two runs and a graph, one after another, as one script; nothing is left of them."""

@@ -174,6 +174,7 @@ def test_the_model_that_a_run_has_exported_gives_the_figures_of_its_last_step(wh
     assert found["step"] is None and found["sets"]["sums"]["figures"] == measured["figures"]
 
 
+@pytest.mark.long
 def test_evaluations_beside_training_change_neither_results_nor_training(whole: KilledRun, beside: KilledRun) -> None:
     def of_phase(run: KilledRun, phase: str) -> list[dict[str, Any]]:
         found = [record for record in run.records() if record["phase"] == phase]

@@ -14,6 +14,7 @@ import pytest
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.long
 def test_only_the_rows_of_its_part_go_to_another_node() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.two_nodes"],
