@@ -448,7 +448,7 @@ class TrainerStep(Step[Any]):
         machinery, batch = self.machinery, experience.batch
         config: AlgorithmSettings = self.config
         for what in self._in_parts:  # of each of which alone a function may fail on all samples
-            if (result := Scores.join(self._scores[what]).result) is not None:
+            if (scores := self._scores.get(what)) and (result := Scores.join(scores).result) is not None:
                 check_given(result, machinery.recipe.functions[what].functions)
         if len(batch) < (least := self.least_samples):
             raise EngineError(
