@@ -40,7 +40,7 @@ def length(generated_texts: Sequence[str], *, answers: Sequence[str]) -> list[fl
 BUILTIN_REWARDS: dict[str, Callable[..., list[float]]] = {"arithmetic": arithmetic, "length": length}
 
 PROVIDED_REWARDS: dict[str, str] = {
-    "math": "hybridflow.rewards.mathematics:score",
+    "math": "hybridflow.rewards.mathematics:Mathematics",
     "http": "hybridflow.rewards.remote.http_reward:HttpReward",
     "judge": "hybridflow.rewards.remote.judge:Judge",
     **{name: f"hybridflow.rewards.shaping:{name}" for name in ("matches", "length_limit", "repetition", "script")},

@@ -13,6 +13,7 @@ import logging
 import math
 import multiprocessing
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -27,6 +28,10 @@ _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{([^{}]*)\}")
 _WORDS = re.compile(r"[A-Za-z]{4,}(?: [A-Za-z]+)*")
 _MOST_CHARACTERS = 10_000
 """Of an answer: what is longer is none."""
+_QUICK_S = 0.5
+"""What a comparison takes at most, unless it is a long one."""
+_SHARE = 0.95
+"""Of the limit of a call: what has a verdict by then is not lost with it."""
 _LED_IN = re.compile(r"^.*?\b(?:answer|result|solution)\b\s*(?:is|:|=)\s*:?", re.IGNORECASE)
 _MONEY = re.compile(r"\\\$")
 _THIN_SPACE = re.compile(r"(?<=\d)\\[,!;: ](?=\d)")
@@ -37,6 +42,30 @@ class NoVerdictError(Exception):
     """Whether an answer is right could not be found out."""
 
 
+class _TooLongError(NoVerdictError):
+    """It took too long."""
+
+
+class Mathematics:
+    """`score` as a function of rewards: within the limit of each call. Arguments and errors as of `score`."""
+
+    def __init__(self, *, extract: Extract = "boxed", digits: int = 6, sample_timeout_s: float = 5.0) -> None:
+        _check(extract, digits, sample_timeout_s)
+        self._arguments: dict[str, Any] = {"extract": extract, "digits": digits, "sample_timeout_s": sample_timeout_s}
+
+    def prepare(self, fields: Sequence[str] | None) -> list[str]:
+        """The columns that it needs. What takes seconds at first is done now, which is no call's time."""
+        del fields
+        _comparer.prepare()
+        return ["answers"]
+
+    def __call__(
+        self, generated_texts: Sequence[str], *, answers: Sequence[Any], timeout_s: float
+    ) -> list[float | Exception]:
+        """Compare so many answers within so many seconds; those that are not compared by then have no verdict."""
+        return score(generated_texts, answers, **self._arguments, timeout_s=timeout_s)
+
+
 def score(
     generated_texts: Sequence[str],
     answers: Sequence[Any],
@@ -44,12 +73,13 @@ def score(
     extract: Extract = "boxed",
     digits: int = 6,
     sample_timeout_s: float = 5.0,
+    timeout_s: float = math.inf,
 ) -> list[float | Exception]:
     """1 for a text whose answer equals the right one, 0 for another or none, and an exception without a verdict.
 
     Equal are answers whose difference simplifies to zero, or that agree in so many digits where they are numbers; sets
     whatever their order; intervals with the same ends; several answers if each is there and no other. A unit that only
-    one of them has is left out.
+    one of them has is left out. What takes long waits for all others.
 
     Args:
         generated_texts: B of them.
@@ -57,30 +87,41 @@ def score(
         extract: where a text's answer is.
         digits: behind the point, in which numbers are to agree.
         sample_timeout_s: limit of a sample, in seconds.
+        timeout_s: limit of all of them.
 
     Raises:
         ValueError: an argument is none that there is.
     """
-    find = _EXTRACTIONS.get(extract)
-    if find is None:
+    _check(extract, digits, sample_timeout_s)
+    end = time.monotonic() + _SHARE * timeout_s
+    find, anywhere = _EXTRACTIONS[extract], extract == "anywhere"
+    keys, questions = [], {}
+    for text, answer in zip(generated_texts, answers, strict=True):
+        given = find(text)
+        keys.append((given, repr(answer)))  # many responses to a prompt have the same answer
+        questions[keys[-1]] = answer
+    verdicts: dict[tuple[str | None, str], float | Exception] = {}
+    for limit_s in sorted({min(_QUICK_S, sample_timeout_s), sample_timeout_s}):
+        for key in [key for key in questions if isinstance(verdicts.get(key, _TooLongError()), _TooLongError)]:
+            if end - time.monotonic() <= limit_s:
+                verdicts[key] = _TooLongError(f"no time was left for it within {timeout_s:g} s (timeout_s)")
+                continue
+            try:
+                verdicts[key] = float(_comparer.ask(limit_s, key[0], questions[key], digits, anywhere))
+            except NoVerdictError as error:
+                verdicts[key] = error
+    return [verdicts[key] for key in keys]
+
+
+def _check(extract: str, digits: int, sample_timeout_s: float) -> None:
+    """Raises ValueError for arguments that there are not."""
+    if extract not in _EXTRACTIONS:
         raise ValueError(f"extract={extract!r}, expected one of {', '.join(_EXTRACTIONS)}")
     if not isinstance(digits, int) or digits < 0 or not 0 < sample_timeout_s < math.inf:
         raise ValueError(
             f"digits={digits}, sample_timeout_s={sample_timeout_s:g}, expected a whole number, at least 0, and seconds "
             "above 0"
         )
-    verdicts: dict[tuple[str | None, str], float | Exception] = {}
-    found = []
-    for text, answer in zip(generated_texts, answers, strict=True):
-        given = find(text)
-        key = given, repr(answer)  # many responses to a prompt have the same answer
-        if key not in verdicts:
-            try:
-                verdicts[key] = float(_comparer.ask(sample_timeout_s, given, answer, digits, extract == "anywhere"))
-            except NoVerdictError as error:
-                verdicts[key] = error
-        found.append(verdicts[key])
-    return found
 
 
 def final_answer(text: str, extract: Extract) -> str | None:
@@ -104,6 +145,7 @@ class _Comparer:
     def __init__(self) -> None:
         self._process: Any = None
         self._connection: Any = None
+        self._prepared = False
 
     def ask(self, limit_s: float, *question: Any) -> bool:
         """Whether an answer is right. Raises NoVerdictError."""
@@ -117,7 +159,7 @@ class _Comparer:
             raise NoVerdictError("the process that compares answers died, perhaps of its memory") from None
         if verdict is None:
             self.end()
-            raise NoVerdictError(f"no verdict within {limit_s:g} s (sample_timeout_s)")
+            raise _TooLongError(f"no verdict within {limit_s:g} s (sample_timeout_s)")
         if isinstance(verdict, str):
             raise NoVerdictError(verdict)
         return bool(verdict)
@@ -130,10 +172,18 @@ class _Comparer:
             self._connection.close()
         self._process = self._connection = None
 
-    def _start(self) -> None:
-        import math_verify  # so that the fork has it
+    def prepare(self) -> None:
+        """Import the library and let it compare once, so that a fork has all that it needs."""
+        if self._prepared:
+            return
+        import math_verify
 
         logging.getLogger(math_verify.__name__).setLevel(logging.CRITICAL)  # what it cannot read is told in the reward
+        _is_right(r"\frac{1}{2}", "0.5", 6, anywhere=False)
+        self._prepared = True
+
+    def _start(self) -> None:
+        self.prepare()
         context = multiprocessing.get_context("fork")
         self._connection, other = context.Pipe()
         self._process = context.Process(target=_compare, args=(other, self._connection), daemon=True)

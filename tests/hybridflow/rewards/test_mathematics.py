@@ -134,6 +134,18 @@ def test_a_comparison_that_hangs_is_ended_and_the_others_are_made() -> None:
     assert len(set(psutil.Process().children()) - before) <= 1  # what hung is gone
 
 
+def test_what_hangs_takes_no_verdict_from_others_and_no_more_than_the_call_has() -> None:
+    towers = [rf"\boxed{{9^{{9^{{9^{each}}}}}}}" for each in range(2, 6)]
+    began = time.monotonic()
+    found = score([*towers, r"\boxed{1}", r"\boxed{2}"], ["1"] * 6, sample_timeout_s=4.0, timeout_s=8.0)
+    assert time.monotonic() - began < 8
+    assert found[4:] == [1.0, 0.0]
+    assert {str(each) for each in found[:4]} == {
+        "no verdict within 4 s (sample_timeout_s)",
+        "no time was left for it within 8 s (timeout_s)",
+    }
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("policy", ["drop", "value"])
 def test_in_a_run_what_has_no_verdict_is_no_wrong_answer(policy: str) -> None:
