@@ -61,6 +61,13 @@ class JudgeWorker:
         return self._restarts
 
     def _keep_up(self) -> None:
+        try:
+            self._start_again()
+        except Exception as error:  # nobody else would hear of it
+            self._failure = EngineError(f"judge: {type(error).__name__}: {' '.join(str(error).split())}")
+
+    def _start_again(self) -> None:
+        """Start the server again whenever it has died, as often as it may, until `shutdown`."""
         while not self._ending.wait(_LOOK_EVERY_S):
             if self._server.is_alive:
                 continue
@@ -79,7 +86,7 @@ class JudgeWorker:
             self._restarts += 1
             try:
                 self._server.start()
-            except EngineError as error:
+            except (EngineError, OSError) as error:  # a full disk, no memory: the next look counts it as a death
                 print(error, file=sys.stderr)
 
     def shutdown(self) -> None:

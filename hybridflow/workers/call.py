@@ -67,6 +67,8 @@ class Call:
                 failures, silent = self._outcome(limit, wait)
             except StandsStillError as found:
                 self._end_of_standstill(found)
+        if (failures or silent) and self.ranks.failure is not None:
+            raise self.ranks.failure  # which another call has met, and ended the group for
         if failures or silent:
             calls: dict[CallState, Call] = {}
             _end(self._state(failures, silent, calls), limit, calls)
@@ -124,7 +126,13 @@ class Call:
         self.spans = tuple(value.span for value in ray.get(self.statuses) if isinstance(value, Answer))
         timeline.record(self.spans)
         for each in (*self._inputs, *self.earlier):  # for which nobody need wait
-            if not each._answered and each.ranks.is_alive and each._statuses_within(_LOOK_S) == ([], []):
+            if each._answered or not each.ranks.is_alive:
+                continue
+            failures, silent = each._statuses_within(_LOOK_S)
+            if failures and each.method in each.ranks.memory_methods:  # which only those wait for whose turn it lets in
+                calls: dict[CallState, Call] = {}
+                _end(each._state(failures, silent, calls), 0.0, calls)
+            if not failures and not silent:
                 each._answer()
         self._inputs = self.earlier = ()
 

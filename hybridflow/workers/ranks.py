@@ -81,7 +81,8 @@ class Ranks:
 
     def fail(self, error: RankError | RankUserError) -> None:
         """End them; every later call raises the error."""
-        self.failure = error
+        if self.failure is None:  # the first is the cause of others
+            self.failure = error
         self.kill()
 
     def kill(self) -> None:

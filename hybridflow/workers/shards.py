@@ -32,8 +32,6 @@ def split(data: Any, parts: int) -> list[Any]:
     if isinstance(data, torch.Tensor | list):
         if len(data) < parts:
             raise UserError(f"cannot split {len(data)} rows of data into {parts} parts")
-        if isinstance(data, torch.Tensor):
-            return list(torch.tensor_split(data, parts))
         return [data[part.start : part.stop] for part in even_ranges(len(data), parts)]
     if hasattr(data, "split") and not isinstance(data, str | bytes):
         try:

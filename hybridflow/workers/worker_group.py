@@ -357,9 +357,10 @@ class WorkerGroup(Caller):
             return Samples.all_of(value, self.sample_costs)
         if not isinstance(value, Future):
             return value
-        shards = value.shards()
-        if protocol.splits and protocol.cuts_into is not None and protocol.cuts_into(self.grid) == len(shards.parts):
-            return shards
+        if value.parts is None and protocol.splits and protocol.cuts_into is not None:  # else in another order
+            shards = value.shards()
+            if protocol.cuts_into(self.grid) == len(shards.parts):
+                return shards
         return value.result()
 
 

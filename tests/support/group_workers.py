@@ -103,6 +103,10 @@ class Model:
         ]
         return [(self.context.rank, row) for row in rows]
 
+    @register(THREE_D_PROTO)
+    def ids(self, batch: SampleBatch) -> list[int]:
+        return batch.sample_ids.tolist()
+
     @register(ONE_TO_ALL)
     def whole(self, batch: SampleBatch) -> list[int]:
         return batch.sample_ids.tolist()
@@ -142,6 +146,12 @@ class Computing:
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
         self._given_back = self._taken_back = 0
+        self._keeps = False
+
+    @register(ONE_TO_ALL)
+    def keep(self) -> None:
+        """Give nothing back from now on."""
+        self._keeps = True
 
     @register(THREE_D_PROTO, exclusive=True)
     def compute(self, batch: SampleBatch, *, factor: int, sleep_s: float = 0.0) -> list[list[int]]:
@@ -166,6 +176,8 @@ class Computing:
 
     @register(ONE_TO_ALL, exclusive=True)
     def give_back(self) -> None:
+        if self._keeps:
+            raise RuntimeError("no room in host memory")
         self._given_back += 1
 
     @register(ONE_TO_ALL, exclusive=True)

@@ -133,6 +133,15 @@ def test_results_of_a_batch_come_in_its_order(groups: dict[str, WorkerGroup]) ->
         groups["actor"].returns(batch).result()
 
 
+def test_results_of_a_batch_are_data_in_its_order(groups: dict[str, WorkerGroup]) -> None:
+    samples = [8, 1, 2, 3, 4, 35, 6, 7]
+    batch = groups["rollout"].generate(samples, longest=LONGEST).batch()
+    ids = groups["actor"].ids(batch)
+    assert ids.parts is not None and [*ids.parts[0], *ids.parts[1]] != list(range(8))  # by what samples cost
+    again = groups["rollout"].generate(ids, longest=LONGEST).batch()
+    assert again.facts["sample_ids"].tolist() == samples
+
+
 def test_a_call_need_not_wait_for_the_columns_that_it_reads(groups: dict[str, WorkerGroup]) -> None:
     batch = groups["rollout"].generate(list(range(6)), longest=LONGEST).batch().with_facts(rewards=torch.zeros(6))
     slow = groups["reference"].logprobs(batch, sleep_s=1.0)

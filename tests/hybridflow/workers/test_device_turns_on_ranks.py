@@ -30,6 +30,7 @@ DEVICES = {
     "second_critic": "cpu:0",
     "dies": "cpu:0,3",
     "hangs": "cpu:0",
+    "keeps": "cpu:0",
 }
 APART = ("reference", "reward", "critic")
 TOGETHER = ("second_critic", "reference", "second_reward")  # neither in the order of their start nor of their names
@@ -138,6 +139,20 @@ def test_a_group_takes_back_what_it_gave_before_its_next_turn_alone(groups: dict
     (taking,) = [span for span in timeline.spans if (span.role, span.method) == ("dies", "take_back")][-1:]
     (computing,) = [span for span in again.spans if span.rank == taking.rank]
     assert giving.end <= taking.begin and taking.end <= computing.begin
+
+
+def test_memory_that_is_not_given_back_is_told_also_after_the_turn_that_it_let_in(
+    groups: dict[str, WorkerGroup],
+) -> None:
+    batch = RemoteBatch.of(batch_of(range(2), 5))
+    groups["keeps"].keep().wait()
+    groups["keeps"].compute(batch, factor=1).wait()
+    after = groups["second_reward"].compute(batch, factor=2)
+    while not after.done():
+        time.sleep(0.05)
+    with pytest.raises(RankError, match=r"^keeps rank 0, give_back: .*no room in host memory"):
+        after.wait()
+    assert not groups["keeps"].is_alive and groups["second_reward"].is_alive
 
 
 def test_a_turn_ends_with_its_call_however_that_ends_and_the_cause_is_told(groups: dict[str, WorkerGroup]) -> None:

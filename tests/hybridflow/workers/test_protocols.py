@@ -45,7 +45,7 @@ def test_3d_splits_over_dp_and_comes_back_in_order(layout: Layout) -> None:
     grid = Grid(layout)
     data = torch.arange(3 * layout.dp + 1)
     spread = given(THREE_D_PROTO, grid, data, lr=0.1)
-    parts = torch.tensor_split(data, layout.dp)
+    parts = split(data, layout.dp)
     for rank, place in layout.ranks():
         assert torch.equal(spread[rank].positional[0], parts[place.dp])
         assert spread[rank].keyword == {"lr": 0.1}
@@ -54,6 +54,12 @@ def test_3d_splits_over_dp_and_comes_back_in_order(layout: Layout) -> None:
         place = layout.coordinates(rank)
         assert (place.tp, place.cp, place.dp, place.pp) == (0, 0, dp, layout.pp - 1)
     assert torch.equal(concatenate([spread[rank].positional[0] for rank in collected]), data)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_rows_of_tensors_and_of_lists_are_cut_alike(parts: int) -> None:
+    cut = [part.tolist() for part in split(torch.arange(7), parts)]
+    assert cut == split(list(range(7)), parts) and [each for part in cut for each in part] == list(range(7))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Timer
 
@@ -98,6 +99,23 @@ def test_of_some_ranks_the_one_that_dies_is_named_and_ends_the_group(failing: Wo
     with pytest.raises(RankError, match="critic rank 1, die_on: the process died"):
         list(as_they_answer([waiting, failing.call_some([1], "die_on", 1)]))
     assert not failing.is_alive
+
+
+def test_all_who_wait_are_told_what_the_first_has_met(failing: WorkerGroup) -> None:
+    calls = [failing.call_some([rank], "raise_on", 1) for rank in (0, 1)]  # the first for a minute
+    found = []
+
+    def wait(call: Future) -> None:
+        with pytest.raises(RankError) as caught:
+            call.wait()
+        found.append(str(caught.value))
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(wait, calls))
+    with pytest.raises(RankError) as caught:
+        failing.call_some([0], "raise_on", 0)
+    assert len({*found, str(caught.value)}) == 1
+    assert found[0].startswith("critic rank 1, raise_on: ")
 
 
 def test_output_goes_to_one_file_a_rank(group: WorkerGroup) -> None:
