@@ -152,7 +152,7 @@ def make_recipe(config: PPOConfig, given: Given, *, gpus: int) -> Recipe:
         base.drop(_EPOCHS_OF_DATA)
     _put_given(base, config, given)
     algorithm = base.get(_KEYS["algorithm"]) or config.algorithm
-    for key, value in _defaults(config, base, algorithm, gpus):
+    for key, value in _defaults(config, base, algorithm, gpus, has_own_evaluation=given.eval_prompts is not None):
         if not base.has(key):
             base.put(key, value)
     _put_mini_batches(base, config)
@@ -194,7 +194,9 @@ def run_directory(config: PPOConfig) -> Path:
     return Path(str(base.get(("run_dir",)) or "runs")).absolute() / str(name)
 
 
-def _defaults(config: PPOConfig, base: Base, algorithm: str, gpus: int) -> Iterator[tuple[Key, Any]]:
+def _defaults(
+    config: PPOConfig, base: Base, algorithm: str, gpus: int, *, has_own_evaluation: bool
+) -> Iterator[tuple[Key, Any]]:
     """What holds where neither the settings nor the recipe say otherwise."""
     settings = load(algorithm).settings if algorithm in ALGORITHMS else AlgorithmSettings
     compared = settings.group_baseline or (algorithm in ALGORITHMS and load(algorithm).together > 1)
@@ -217,7 +219,8 @@ def _defaults(config: PPOConfig, base: Base, algorithm: str, gpus: int) -> Itera
     yield ("placement", "rollout"), rollout
     yield ("train", "dtype"), dtype
     yield ("rollout", "engine", "dtype"), dtype
-    yield ("trainer", "eval_prompts"), _EVALUATED
+    if not has_own_evaluation:
+        yield ("trainer", "eval_prompts"), _EVALUATED
     if gpus and rollout == actor:
         yield ("rollout", "engine", "mem_fraction_static"), _SHARED_MEMORY
 

@@ -59,6 +59,11 @@ class Timeline:
         with self._lock:
             self._spans.extend(spans)
 
+    def clear(self) -> None:
+        """Forget all spans: another run of this process begins."""
+        with self._lock:
+            self._spans.clear()
+
     @property
     def spans(self) -> tuple[Span, ...]:
         """What is kept, in the order of their beginnings."""

@@ -296,7 +296,7 @@ def _size(series: Series) -> float:
 
 def _line_plot(run: RunData, wanted: _Wanted, found: dict[str, Series]) -> LinePlot:
     parts = [name for name in found if name.count("/") > 1]
-    if len(parts) == 1:
+    if len(parts) == 1 and len(found) > 1:
         del found[parts[0]]  # the sum of one
     lines = tuple(Line.of(name, series.steps, series.values) for name, series in found.items())
     return LinePlot(

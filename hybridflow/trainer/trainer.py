@@ -103,6 +103,7 @@ def train(recipe: Recipe) -> Outcome:
 def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
     """Start the roles, and end them when the block is left."""
     recipe, run, sinks = opened.recipe, opened.run, opened.sinks
+    timeline.clear()
     if recipe.checkpoint.save_interval is not None and (reasons := inexact_because(recipe)):
         log.info(f"checkpoints: a resumed run may differ from this one by {'; '.join(reasons)}")
     with (

@@ -186,7 +186,12 @@ def _originals(run: Path, kept: Recipe, steps: range, figures: Mapping[int, Mapp
         files = stored_steps(store)
     except OSError as error:
         raise UserError(f"{store} cannot be read: {error.strerror}") from None
-    learned = {number: "train/update_time_ms" in figures.get(number, {}) for number in steps}
+    if lost := next((number for number in steps if number not in figures), None):
+        raise UserError(
+            f"replay: {METRICS} of the run in {run} has no step {lost}, which is needed from step {steps[0]} on; "
+            "expected a step before which there is a later checkpoint"
+        )
+    learned = {number: "train/update_time_ms" in figures[number] for number in steps}
     if missing := [number for number in steps if learned[number] and number not in files]:
         has = f"it has those of steps {min(files)} to {max(files)}" if files else "it has none"
         why = "samples.store=false" if not kept.samples.store else f"samples.keep_mb={kept.samples.keep_mb}"

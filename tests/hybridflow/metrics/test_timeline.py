@@ -14,6 +14,8 @@ def test_the_last_spans_are_kept_in_the_order_of_their_beginnings() -> None:
     timeline.record([spans[0], spans[3]])
     timeline.record([spans[2], spans[1]])
     assert timeline.spans == (spans[1], spans[2], spans[3])
+    timeline.clear()
+    assert timeline.spans == ()
 
 
 def test_the_file_has_a_process_for_each_role_and_a_thread_for_each_rank(tmp_path: Path) -> None:

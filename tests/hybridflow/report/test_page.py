@@ -312,6 +312,15 @@ def test_figures_of_other_scales_and_equal_ones_do_not_hide_each_other(tmp_path:
     ]
 
 
+def test_sources_of_equal_rewards_are_one_line(tmp_path: Path) -> None:
+    with Metrics(FILES, tmp_path) as log:
+        for number in range(1, 6):
+            log.log(number, {f"data/{source}/reward_mean": number / 10 for source in ("easy", "hard")})
+    assert report(tmp_path).figures["rewards-by-source"]["note"] == "data/hard/reward_mean is nearly the same."
+    [line] = plots(tmp_path)["rewards-by-source"].lines  # type: ignore[attr-defined]
+    assert line.label == "data/easy/reward_mean"
+
+
 def test_a_run_on_cpus_has_nothing_of_gpus(tmp_path: Path) -> None:
     directory = small_run(tmp_path, **{metrics.ACTOR_GPU_MEMORY: 1500.0, "memory/critic_host_mem_mb": 1400.0})
     recipe = "name: a\nplacement: {pools: {all: 'cpu:0-1'}, actor: all, rollout: 'cpu:0', critic: null}\n"

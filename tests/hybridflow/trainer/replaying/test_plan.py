@@ -117,6 +117,9 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     assert "no samples of step 3 in" in line and "needed from step 3 on; it has those of steps 1 to 6" in line
     assert "resume is set, which a replay sets itself" in refusal(run, 5, "resume=auto")
     assert "samples.store is set" in refusal(run, 5, "samples.store=true")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(line for line in lines if '"step": 5' not in line))
+    assert "metrics.jsonl of the run in" in refusal(run, 6) and "has no step 5, which is needed" in refusal(run, 6)
     (run / "metrics.jsonl").unlink()
     assert "metrics.jsonl=false" in refusal(run, 5)
 
