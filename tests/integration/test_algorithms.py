@@ -191,6 +191,7 @@ def test_models_alone_reward_and_cost(tmp_path: Path) -> None:
         *ONE_RANK,
         *FEW,
         "trainer.steps=1",
+        "algorithm.critic_warmup_steps=0",
         "cost_critic.train.layout.ep=1",
         "reward=null",
         "cost=null",
