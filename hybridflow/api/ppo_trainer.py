@@ -22,6 +22,8 @@ from hybridflow.api.recipe_builder import run_directory
 from hybridflow.api.rl_trainer import changed, check_same_config, checked_config, checked_recipe, refuse_unknown
 from hybridflow.api.rollout_batch import RolloutBatch
 from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.metrics import names as metrics
+from hybridflow.metrics.logger import Timer
 from hybridflow.trainer.run_setup import open_run
 from hybridflow.trainer.step import TrainerStep
 from hybridflow.trainer.trainer import Trainer, start_trainer
@@ -112,9 +114,10 @@ class PPOTrainer:
             EngineError: a role failed.
         """
         trainer = self._started()
-        step = trainer.next_step(trainer.steps_done + 1)
-        experience = trainer.algorithm.make_experience(step)
-        step.wait_for_columns()
+        step = trainer.next_step(trainer.steps_done + 1, begun=bool(self._made))
+        with Timer(step.values, metrics.TRAIN_STEP_TIME):
+            experience = trainer.algorithm.make_experience(step)
+            step.wait_for_columns()
         batch = RolloutBatch.of(experience.batch.fetch(), trainer.facts.tokenizer.pad_token_id)
         self._made.append(_Made(batch, experience, step))
         return batch
@@ -135,9 +138,8 @@ class PPOTrainer:
             EngineError: a role failed.
         """
         trainer = self._started()
-        step = trainer.next_step(trainer.steps_done + 1)
+        step = trainer.next_step(trainer.steps_done + 1, begun=bool(self._made))
         for made in self._made:
-            step.values |= made.step.values
             step.texts += made.step.texts
             step.take_scores(made.step)
         whole = next((made for made in self._made if made.batch is rollouts), None)

@@ -30,6 +30,12 @@ class SourceFigures:
             self._samples[prompt] += 1
             self._rewards[prompt] = self._rewards.get(prompt, 0.0) + reward
 
+    def add_all(self, other: SourceFigures) -> None:
+        """What another one holds."""
+        self._samples += other._samples
+        for prompt, reward in other._rewards.items():
+            self._rewards[prompt] = self._rewards.get(prompt, 0.0) + reward
+
     def metrics(self, prompts: Prompts) -> dict[str, float]:
         """Samples and mean reward of each source that has some; nothing where there is but one source."""
         sources = prompts.sources()

@@ -405,7 +405,13 @@ class TrainerStep(Step[Any]):
         return None if stream is None else stream.rewards(what, batch.facts["sample_ids"].tolist())
 
     def take_scores(self, made: TrainerStep) -> None:
-        """Have what another step has found of the samples that this one learns from: rewards, costs, where from."""
+        """Have what another step has found of the samples that this one learns from, and add the time that it took."""
+        for name, value in made.values.items():
+            self.values[name] = self.values.get(name, 0.0) + value if name.endswith("_ms") else value
+        self.tokens += made.tokens
+        self._rollouts += made._rollouts
+        if self._rollouts:
+            self.values |= rollout_metrics(self._rollouts, self.version - 1)
         self.events += made.events
         self.stale |= made.stale
         self._recalled |= made._recalled
@@ -415,6 +421,11 @@ class TrainerStep(Step[Any]):
             self._passes[prompt] = before[0] + passed, before[1] + drawn
         for what, scores in made._scores.items():
             self._scores.setdefault(what, []).extend(scores)
+            joined = Scores.join(self._scores[what])
+            self.values |= joined.metrics(what) if joined.kept.any() else {}
+        if made._scores:
+            self._by_source.add_all(made._by_source)
+            self.values |= self._by_source.metrics(self.machinery.run.train)
 
     def learned_samples(self) -> LearnedSamples:
         """What the step has learned from, for the run's sample store."""

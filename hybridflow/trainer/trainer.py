@@ -425,20 +425,25 @@ class Trainer:
         step = self.next_step(number)
         self.learn(step, lambda: self.algorithm.make_experience(step))
 
-    def next_step(self, number: int) -> TrainerStep:
+    def next_step(self, number: int, *, begun: bool = False) -> TrainerStep:
         """What the next step is done with.
+
+        Args:
+            number: of the step.
+            begun: whether another object has begun it: what devices do counts since then.
 
         Raises:
             EngineError: the run's directory is gone.
         """
         self.facts.check_directory()
         self.machinery.phases.step = number
-        self.devices.begin()
+        if not begun:
+            self.devices.begin()
         return TrainerStep(self.machinery, number, version=self.version + 1, poll=self.checkpoints.poll)
 
     def learn(self, step: TrainerStep, make_experience: Callable[[], Experience]) -> None:
         """Make an experience and learn from it, and bring the new weights to the engines."""
-        with Timer(step.values, metrics.TRAIN_STEP_TIME) as timer:
+        with Timer(step.values, metrics.TRAIN_STEP_TIME):
             with termination.abandonable():
                 experience = make_experience()
             self.evaluations.begin()
@@ -454,7 +459,7 @@ class Trainer:
                 self.machinery.stream.learned(self.version, step.pass_rates)
         step.values |= offload_metrics(offloaded_groups(self.recipe, self.roles.models, self.roles.rollout))
         if step.tokens:  # none where the responses were given
-            rate = step.tokens / (timer.milliseconds / 1000)
+            rate = step.tokens / (step.values[metrics.TRAIN_STEP_TIME] / 1000)
             step.values[metrics.STEP_DEVICE_THROUGHPUT] = rate / self.roles.devices
         step.values |= self.devices.collect() | self.samples.take_figures()
         self.steps_done = step.number

@@ -174,7 +174,11 @@ def test_a_step_takes_over_what_another_knows_of_its_samples() -> None:
     made, step = step_of(stale=True), step_of()
     made._recalled, made._passes = {7}, {3: (1, 4)}
     step._passes = {3: (2, 4), 5: (0, 4)}
+    for each, passed in ((made, 100.0), (step, 20.0)):
+        each.values |= {"rollout/time_ms": passed, "reward/mean": passed}
+    made.tokens, step.tokens = 7, 5
     step.take_scores(made)
+    assert (step.tokens, step.values) == (12, {"rollout/time_ms": 120.0, "reward/mean": 100.0})
     assert step.stale and step._recalled == {7} and step.pass_rates == {3: 3 / 8, 5: 0.0}
 
 
