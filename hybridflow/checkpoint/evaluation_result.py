@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from hybridflow.config.judge_identity import judge_identity
+from hybridflow.config.judge_identity import asked_judge_identity
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.prompts import Prompts
 
@@ -60,8 +60,7 @@ class Subject:
             rewards = [
                 (each.name, each.path, each.weight, *([each.arguments] if each.arguments else [])) for each in functions
             ]
-            if recipe.judge is not None and any(each.asks_recipes_judge for each in functions):
-                rewards.append(judge_identity(recipe.judge))
+            rewards += asked_judge_identity(functions, recipe.judge)
             exact = [(each.path, each.weight) for each in functions] == [(_EXACT_MATCH, 1.0)]
             measure = "accuracy" if exact else "reward_mean"
         elif recipe.reward_model is not None:

@@ -17,7 +17,7 @@ from engine3d.checkpoint.inspect import DRIVER
 from engine3d.errors import UserError
 from engine3d.input_files import MOST_LIST_BYTES, read_json_object
 from hybridflow.config.evaluation import PlannedSet
-from hybridflow.config.judge_identity import judge_identity
+from hybridflow.config.judge_identity import asked_judge_identity
 from hybridflow.config.roles import JudgeModel, ScoringModel
 from hybridflow.config.run import BestConfig
 from hybridflow.data.prompts import Prompts
@@ -83,8 +83,7 @@ def set_identity(
     if planned.reward is not None:
         functions = planned.reward.functions
         rewards = [(each.name, each.path, each.weight, each.arguments) for each in functions]
-        if judge is not None and any(each.asks_recipes_judge for each in functions):
-            rewards.append(judge_identity(judge))
+        rewards += asked_judge_identity(functions, judge)
     elif model is not None:
         rewards = [str(model.path.absolute())]
     answers = [example.answer for example in prompts.examples]

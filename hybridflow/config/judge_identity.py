@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from engine3d.models.safetensors_files import TensorFiles
 from hybridflow.config.roles import JudgeModel
+from hybridflow.rewards.config import RewardFunctionConfig
 
 _OF_TOKENIZERS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.tiktoken"),
@@ -16,6 +18,13 @@ _OF_NO_VERDICT = {
     *("start_timeout_s", "shutdown_timeout_s", "mem_fraction_static", "max_running_requests", "max_total_tokens"),
 }
 """Settings of the engine by which no answer is another."""
+
+
+def asked_judge_identity(functions: Iterable[RewardFunctionConfig], judge: JudgeModel | None) -> list[str]:
+    """The identity of a recipe's judge where one of these functions asks it; nothing where none does."""
+    if judge is None or not any(function.asks_recipes_judge for function in functions):
+        return []
+    return [judge_identity(judge)]
 
 
 def judge_identity(judge: JudgeModel) -> str:

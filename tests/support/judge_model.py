@@ -5,6 +5,7 @@ Its texts are nonsense; what it is asked for by a schema is of that schema all t
 
 from __future__ import annotations
 
+import json
 import string
 from pathlib import Path
 
@@ -35,3 +36,18 @@ def judge_server(directory: Path) -> CompletionServer:
     return CompletionServer(
         make_judge(directory / "model"), ServerConfig.model_validate(ENGINE), key=KEY, log_path=directory / "log"
     )
+
+
+def judge_and_another(directory: Path, functions: str) -> list[list[str]]:
+    """Overrides of a recipe whose functions ask a judge, then another one, then the first again.
+
+    Args:
+        directory: for both of them.
+        functions: the name of the setting with the functions.
+    """
+    asks = {"name": "j", "path": "judge", "arguments": {"rubric": "{{ response }}", "score_range": [0, 1]}}
+    for name in ("one", "other"):
+        make_judge(directory / name)
+        (directory / name / "vocab.json").write_text(name)
+    asked = [f"{functions}={json.dumps([asks])}", "placement.judge=cpu:2"]
+    return [[*asked, f"judge.path={directory / name}"] for name in ("one", "other", "one")]

@@ -14,7 +14,7 @@ from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.data.prompts import Prompts
 from hybridflow.trainer.run_setup import prepare
 from hybridflow.trainer.trainer import train
-from tests.support.judge_model import make_judge
+from tests.support.judge_model import judge_and_another
 from tests.support.resumable import a_recipe, make_checkpoint
 
 DEMO = "launch/recipes/demo.yaml"
@@ -90,18 +90,13 @@ def test_figures_compare_only_where_the_same_was_measured(tmp_path: Path) -> Non
 
 
 def test_verdicts_of_another_judge_do_not_compare(tmp_path: Path) -> None:
-    asks = {"name": "j", "path": "judge", "arguments": {"rubric": "{{ response }}", "score_range": [0, 1]}}
-    asked = [f"reward.functions={json.dumps([asks])}", "placement.judge=cpu:2"]
-    subjects = []
-    for name in ("one", "other", "one"):
-        make_judge(tmp_path / name)
-        (tmp_path / name / "vocab.json").write_text(name)
-        subjects.append(Subject.of(*prepared(tmp_path, *asked, f"judge.path={tmp_path / name}")))
-    one, other, again = subjects
+    asked = judge_and_another(tmp_path, "reward.functions")
+    one, other, again = (Subject.of(*prepared(tmp_path, *overrides)) for overrides in asked)
     assert one == again != other
     sums = lines(tmp_path / "sums.jsonl", 1, 2)
-    beside = (f"evaluation.sums.data.path={sums}", asked[0].replace("reward", "evaluation.sums.reward"), *asked[1:])
-    unasked = Subject.of(*prepared(tmp_path, *beside, f"judge.path={tmp_path / 'one'}"))
+    functions, *others = asked[0]
+    of_a_set = functions.replace("reward", "evaluation.sums.reward")
+    unasked = Subject.of(*prepared(tmp_path, f"evaluation.sums.data.path={sums}", of_a_set, *others))
     assert unasked == Subject.of(*prepared(tmp_path))  # where a set's functions ask it alone
 
 

@@ -27,7 +27,7 @@ from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
 from hybridflow.planning.evaluation_sets import encode_sets
 from hybridflow.trainer.set_evaluation import set_identities
-from tests.support.judge_model import make_judge
+from tests.support.judge_model import judge_and_another, make_judge
 from tests.support.resumable import DEMO, a_recipe, make_checkpoint
 
 HIGHEST = BestConfig(metric="eval/aime/pass@1")
@@ -121,15 +121,9 @@ def test_scores_of_another_reward_model_are_other_measurements(tmp_path: Path) -
 
 
 def test_verdicts_of_another_judge_are_other_measurements(tmp_path: Path) -> None:
-    asks = {"name": "j", "path": "judge", "arguments": {"rubric": "{{ response }}", "score_range": [0, 1]}}
-    asked = [f"evaluation.sums.reward.functions={json.dumps([asks])}", "placement.judge=cpu:2"]
-    identities = []
-    for name in ("one", "other", "one"):
-        make_judge(tmp_path / name)
-        (tmp_path / name / "vocab.json").write_text(name)
-        recipe, prompts = a_set(tmp_path, *asked, f"judge.path={tmp_path / name}")
-        identities.append(set_identities(recipe, {"sums": prompts})["sums"])
-    one, other, again = identities
+    asked = judge_and_another(tmp_path, "evaluation.sums.reward.functions")
+    sets = (a_set(tmp_path, *overrides) for overrides in asked)
+    one, other, again = (set_identities(recipe, {"sums": prompts})["sums"] for recipe, prompts in sets)
     assert one == again != other
 
 
