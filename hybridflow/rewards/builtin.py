@@ -49,3 +49,6 @@ PROVIDED_REWARDS: dict[str, str] = {
 
 REMOTE_REWARDS = ("http", "judge")
 """Those of them that ask a server."""
+
+SAMPLE_TIMEOUT_S = 5.0
+"""Limit of a comparison of "math", where its arguments have none."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from engine3d.settings import LONGEST_S, Settings
-from hybridflow.rewards.builtin import BUILTIN_REWARDS, PROVIDED_REWARDS, REMOTE_REWARDS
+from hybridflow.rewards.builtin import BUILTIN_REWARDS, PROVIDED_REWARDS, REMOTE_REWARDS, SAMPLE_TIMEOUT_S
 
 MOST_WORKERS = 1024
 """Processes of all functions together, on one node."""
@@ -192,10 +192,10 @@ class RewardFunctionConfig(Settings):
             function(**given, **self.arguments)
         except (TypeError, ValueError) as error:
             raise ValueError(f"arguments of {self.path!r}: {error}") from None
-        if self.path == "math" and (own := self.arguments.get("sample_timeout_s", 5.0)) >= self.timeout_s:
+        if self.path == "math" and (own := self.arguments.get("sample_timeout_s", SAMPLE_TIMEOUT_S)) >= self.timeout_s:
             raise ValueError(
-                f"arguments.sample_timeout_s={own:g} (5 if none) with timeout_s={self.timeout_s:g} of all samples of a "
-                "call; expected less of it"
+                f"arguments.sample_timeout_s={own:g} ({SAMPLE_TIMEOUT_S:g} if none) with timeout_s={self.timeout_s:g} "
+                "of all samples of a call; expected less of it"
             )
         key = self.arguments.get("api_key_variable")
         if key is not None and key not in self.environment:

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from hybridflow.rewards.builtin import SAMPLE_TIMEOUT_S
+
 Extract = Literal["boxed", "last_line", "tag", "anywhere"]
 """Where the answer of a text is: in its last \\boxed{}; its last line that is not blank; its last <answer></answer>; or
 wherever Math-Verify finds one, the last boxed one first."""
@@ -49,7 +51,9 @@ class _TooLongError(NoVerdictError):
 class Mathematics:
     """`score` as a function of rewards: within the limit of each call. Arguments and errors as of `score`."""
 
-    def __init__(self, *, extract: Extract = "boxed", digits: int = 6, sample_timeout_s: float = 5.0) -> None:
+    def __init__(
+        self, *, extract: Extract = "boxed", digits: int = 6, sample_timeout_s: float = SAMPLE_TIMEOUT_S
+    ) -> None:
         _check(extract, digits, sample_timeout_s)
         self._arguments: dict[str, Any] = {"extract": extract, "digits": digits, "sample_timeout_s": sample_timeout_s}
 
@@ -72,7 +76,7 @@ def score(
     *,
     extract: Extract = "boxed",
     digits: int = 6,
-    sample_timeout_s: float = 5.0,
+    sample_timeout_s: float = SAMPLE_TIMEOUT_S,
     timeout_s: float = math.inf,
 ) -> list[float | Exception]:
     """1 for a text whose answer equals the right one, 0 for another or none, and an exception without a verdict.
