@@ -34,7 +34,7 @@ from benchmarks.roofline import decode_bytes, memory_bandwidth
 from engine3d.errors import UserError
 from engine3d.models import load_model_spec
 from engine3d.platform import platform
-from engine3d.rollout import launch
+from engine3d.rollout import RolloutEngine, launch
 from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
 
@@ -52,6 +52,7 @@ class Case:
         prompts: token ids of each request, engine by engine.
         output: tokens of each response.
         rounds: how often all requests are made, after once that warms up.
+        trace: a directory for traces of so many steps of the first engine, in one round more; None for none.
     """
 
     model: Path
@@ -60,6 +61,7 @@ class Case:
     prompts: list[list[list[int]]]
     output: int
     rounds: int
+    trace: tuple[Path, int] | None = None
 
     @property
     def of_an_engine(self) -> int:
@@ -90,6 +92,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--mem-fraction", type=float, default=0.8)
     parser.add_argument("--running", type=int, default=512, help="most requests that an engine runs at once")
+    parser.add_argument(
+        "--trace", type=Path, metavar="DIRECTORY", help="for traces of the first engine's steps (`kernels.py`)"
+    )
+    parser.add_argument("--trace-steps", type=int, default=8, help="of a last round, in its middle")
     try:
         options = parser.parse_args(arguments)
         rollout, spec = parse_rollout(options.rollout), named_model(options.model)
@@ -97,6 +103,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(
                 f"--rollout {options.rollout}: needs {rollout.ranks} GPUs, this machine has {platform.gpus}"
             )
+        if options.trace_steps < 1:
+            raise UserError(f"--trace-steps {options.trace_steps}: expected at least 1")
         if options.requests % rollout.engines:
             raise UserError(f"--requests {options.requests}: expected a multiple of the {rollout.engines} engines")
         with tempfile.TemporaryDirectory() as scratch:
@@ -128,7 +136,8 @@ def _case(options: argparse.Namespace, rollout: Rollout, model: Path, vocabulary
         [[draw.randrange(vocabulary) for _ in range(options.input)] for _ in range(each)]
         for _ in range(rollout.engines)
     ]
-    return Case(model, rollout, config, prompts, options.output, options.rounds)
+    trace = (options.trace, options.trace_steps) if options.trace else None
+    return Case(model, rollout, config, prompts, options.output, options.rounds, trace)
 
 
 @dataclass(frozen=True)
@@ -210,7 +219,7 @@ def decode_figures(case: Case, bandwidth: float, rounds_s: dict[str, float]) -> 
 def _engines(case: Case) -> Measured:
     """The rollout role's engines."""
     sampling = SamplingConfig(max_new_tokens=case.output, ignore_eos=True)
-    with ExitStack() as stack, ThreadPoolExecutor(case.rollout.engines) as threads:
+    with ExitStack() as stack, ThreadPoolExecutor(case.rollout.engines + 1) as threads:
         parted = [
             PartedEngine(case.model, case.config, case.rollout.hosts, case.devices(number))
             for number in range(case.rollout.engines)
@@ -230,7 +239,16 @@ def _engines(case: Case) -> Measured:
                 _check(case, [len(generation.token_ids) for [generation] in responses])
 
         seconds = _rounds("engine", case.rounds, run)
+        if case.trace is not None:
+            traced = threads.submit(_trace, engines[0], *case.trace, statistics.median(seconds) / 2)
+            run()
+            traced.result()
         return Measured(start_s, seconds, min(engine.figures.cache_tokens for engine in engines))
+
+
+def _trace(engine: RolloutEngine, directory: Path, steps: int, after_s: float) -> None:
+    time.sleep(after_s)
+    engine.trace(directory, steps)
 
 
 def _sglang(case: Case) -> Measured:

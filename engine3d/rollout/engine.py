@@ -400,6 +400,22 @@ class RolloutEngine(ResponseStreams):
         checksums: list[dict[str, str]] = self._call("checksum of weights", "weight_checksums")
         return checksums
 
+    def trace(self, directory: str | Path, steps: int) -> None:
+        """Begin a trace of each rank's next steps, as torch.profiler sees them; they go on meanwhile.
+
+        Args:
+            directory: for the traces, in Chrome's trace event format; their names end in `-TP-RANK.trace.json.gz`, or
+                with more ranks of other kinds after that. They are there once so many steps were made.
+            steps: of prefill or decode, each of all requests that run.
+
+        Raises:
+            UserError: no steps are asked for.
+            EngineError: a trace is under way.
+        """
+        if steps < 1:
+            raise UserError(f"a trace of {steps} steps of a rollout engine; expected at least 1")
+        self._call("trace", "trace", directory=str(Path(directory).resolve()), steps=steps)
+
     def ping(self, timeout_s: float = 10) -> None:
         """Raises EngineError when the engine's event loop does not answer in time. Answers during generation too."""
         self._running().call("ping", "ping", timeout_s)

@@ -48,6 +48,12 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         factory.get_rope_cpu = _rope(factory.get_rope_cpu, factory.get_rope)
         fused_moe_native.moe_forward_native = _with_local_experts(fused_moe_native.moe_forward_native)
 
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 

@@ -356,6 +356,24 @@ class _Server:
             raise RuntimeError(message)
         return [rank["checksums"] for rank in ranks]
 
+    async def trace(self, id: int, directory: str, steps: int) -> None:
+        from sglang.srt.managers.io_struct import ProfileReq
+
+        devices = ["GPU"] if platform.gpus else []
+        request = ProfileReq(
+            output_dir=directory,
+            start_step=1,  # the next one; without it SGLang would begin a second trace and lose both
+            num_steps=steps,
+            activities=["CPU", *devices],
+            with_stack=False,
+            record_shapes=False,
+            profile_id="engine",
+        )
+        try:
+            await self._manager.start_profile(request)
+        except RuntimeError as error:
+            raise EngineError(f"SGLang begins no trace: {error}") from error
+
     async def shutdown(self, id: int) -> None:
         """End SGLang's processes; the reply is the last thing that this process does."""
         end_engine(self._engine, self._client, id)

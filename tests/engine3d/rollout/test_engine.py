@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 import shutil
 import threading
@@ -327,6 +329,24 @@ def test_a_response_ends_with_the_token_that_completes_a_text(
     finally:
         for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
             (directory / name).unlink(missing_ok=True)
+
+
+def test_a_trace_has_the_next_steps_and_no_others(engine: RolloutEngine, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a trace of 0 steps of a rollout engine; expected at least 1"):
+        engine.trace(tmp_path, 0)
+    engine.trace(tmp_path / "traces", 4)
+    assert not list(tmp_path.rglob("*.gz"))
+    worker = threading.Thread(
+        target=engine.generate, args=(PROMPTS, SamplingConfig(max_new_tokens=40, ignore_eos=True))
+    )
+    worker.start()
+    worker.join(120)
+    [trace] = (tmp_path / "traces").iterdir()
+    assert trace.name == "engine-TP-0.trace.json.gz"
+    with gzip.open(trace, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    steps = [event["name"] for event in events if str(event.get("name")).startswith("step[")]
+    assert len(steps) == 4 and steps[0].startswith("step[EXTEND") and steps[-1] == "step[DECODE bs=3]"
 
 
 def test_pause_holds_generation_until_resume(engine: RolloutEngine) -> None:
