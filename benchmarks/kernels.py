@@ -3,13 +3,12 @@
     python benchmarks/kernels.py runs/RUN/profile/step-2-actor.json.gz
     python benchmarks/kernels.py traces/*.trace.json.gz --steps 8
 
-reads traces of torch.profiler, as `trainer.profile` and `rollout.py --profile` write them, prints a table of each and last
-one JSON object.
+reads traces of torch.profiler, as `trainer.profile` and `rollout.py --trace` write them, prints a table of each and
+last one JSON object.
 """
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import re
@@ -103,9 +102,8 @@ def device_kernels(path: Path) -> list[Kernel]:
         UserError: it cannot be read, or nothing in it is of a GPU.
     """
     try:
-        opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-        with opened as file:
-            events = json.load(file)["traceEvents"]
+        raw = path.read_bytes()
+        events = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)["traceEvents"]
         found = [
             Kernel(event["name"], event["ts"], event["ts"] + event["dur"])
             for event in events
