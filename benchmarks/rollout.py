@@ -108,9 +108,15 @@ def main(arguments: list[str] | None = None) -> int:
         if options.requests % rollout.engines:
             raise UserError(f"--requests {options.requests}: expected a multiple of the {rollout.engines} engines")
         with tempfile.TemporaryDirectory() as scratch:
-            layers = {"num_hidden_layers": options.layers} if options.layers else {}
-            (Path(scratch) / "config.json").write_text(json.dumps(dict(spec.hf_config) | layers))
-            figures = _measure(_case(options, rollout, Path(scratch), spec.vocab_size))
+            own = Path(options.model)
+            if any(own.glob("*.safetensors")):
+                if options.layers:
+                    raise UserError(f"--layers: {own} has weights of all of its layers; expected no --layers")
+            else:
+                own = Path(scratch)
+                layers = {"num_hidden_layers": options.layers} if options.layers else {}
+                (own / "config.json").write_text(json.dumps(dict(spec.hf_config) | layers))
+            figures = _measure(_case(options, rollout, own, spec.vocab_size))
     except UserError as error:
         print(f"rollout.py: {error}", file=sys.stderr)
         return 2
@@ -130,7 +136,7 @@ def _case(options: argparse.Namespace, rollout: Rollout, model: Path, vocabulary
         mem_fraction_static=options.mem_fraction,
         max_running_requests=options.running,
         request_timeout_s=_LIMIT_S,
-        server_args={"load_format": "dummy"},
+        server_args={} if any(model.glob("*.safetensors")) else {"load_format": "dummy"},
     )
     prompts = [
         [[draw.randrange(vocabulary) for _ in range(options.input)] for _ in range(each)]

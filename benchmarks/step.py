@@ -17,6 +17,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.reshard_plan import Parser, versions
 from engine3d.errors import UserError
+from hybridflow.config.initial_model import initial_tokenizer
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.data.tasks import Example
 from hybridflow.metrics import names as metrics
@@ -116,21 +118,38 @@ def _settings(options: argparse.Namespace) -> tuple[Recipe, list[str]]:
     recipe = load_recipe(options.recipe, settings)
     if options.made:
         return recipe, settings
+    alphabet = _alphabet(recipe)
     options.directory.mkdir(parents=True)
     for name, size in (("train", count * recipe.trainer.prompts_per_step), ("eval", 64)):
-        examples = prompts(size, options.prompt_tokens, seed=name)
+        examples = prompts(size, options.prompt_tokens, seed=name, alphabet=alphabet)
         text = "".join(json.dumps({"prompt": each.prompt, "answer": each.answer}) + "\n" for each in examples)
         (options.directory / f"{name}.jsonl").write_text(text)
     return recipe, settings
 
 
-def prompts(count: int, characters: int, *, seed: str) -> list[Example]:
-    """Sums, each after as many solved ones as fill so many characters."""
+def _alphabet(recipe: Recipe) -> str:
+    """Printable characters that are a token each; none where the tokenizer knows those of sums alone."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer, _ = initial_tokenizer(recipe, Path(scratch))
+    printable = [chr(code) for code in range(32, 127)]
+    try:
+        return "".join(each for each in printable if len(tokenizer.encode(each, add_special_tokens=False)) == 1)
+    except Exception:  # the tokenizer's own, of a character that it has not
+        return ""
+
+
+def prompts(count: int, characters: int, *, seed: str, alphabet: str = "") -> list[Example]:
+    """Sums, each after so many characters: random ones of the alphabet, or as many solved sums where there is none.
+
+    Tokens that are as different as those of texts, so that routers use experts as evenly.
+    """
     generator = random.Random(seed)
     found = []
     for _ in range(count):
         left, right = generator.randrange(100), generator.randrange(100)
         text = f"{left}+{right}="
+        if alphabet:
+            text = "".join(generator.choices(alphabet, k=max(0, characters - len(text)))) + text
         while len(text) < characters:
             first, second = generator.randrange(100), generator.randrange(100)
             text = f"{first}+{second}={first + second}={text}"

@@ -10,16 +10,24 @@ from pathlib import Path
 
 import torch
 
+from engine3d.errors import UserError
 from engine3d.models.family import ModelSpec
 from engine3d.models.rules import HFTensor
 from engine3d.models.safetensors_files import ExportFiles
 from engine3d.models.weights import begin_export, finish_export, plan_model_export, write_index
 
 _ROWS_BYTES = 64 << 20
+_EMBEDDINGS = ".embed_tokens.weight"
 
 
 def initialise_random(
-    spec: ModelSpec, directory: str | Path, seed: int, dtype: torch.dtype, *, max_shard_bytes: float = 5e9
+    spec: ModelSpec,
+    directory: str | Path,
+    seed: int,
+    dtype: torch.dtype,
+    *,
+    embedding_std: float | None = None,
+    max_shard_bytes: float = 5e9,
 ) -> None:
     """Write config.json and safetensors files with random weights.
 
@@ -32,11 +40,15 @@ def initialise_random(
         directory: where to write; must not exist.
         seed: of the random numbers.
         dtype: of the written tensors.
+        embedding_std: standard deviation of the table of embeddings; None for the config's initializer_range, with
+            which the hidden states of all tokens become alike within a few layers, and routers send all to few experts.
         max_shard_bytes: largest file, unless a single tensor is larger.
 
     Raises:
-        UserError: the directory exists already.
+        UserError: the directory exists already; or `embedding_std` is of a table that is the output layer too.
     """
+    if embedding_std is not None and spec.sizes.tied:
+        raise UserError("embedding_std: the table is the output layer too (tie_word_embeddings); expected None")
     directory = Path(directory)
     partial = directory.with_name(f".{directory.name}.partial")
     plan = plan_model_export(spec, dtype, max_shard_bytes)
@@ -45,7 +57,7 @@ def initialise_random(
     files.create()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="random weights") as pool:
         made = [
-            pool.submit(_write_random, files, tensor, seed, spec.sizes.initializer_range)
+            pool.submit(_write_random, files, tensor, seed, _deviation(spec, tensor, embedding_std))
             for tensor in spec.hf_tensors.values()
         ]
         for future in made:
@@ -53,6 +65,12 @@ def initialise_random(
     files.close()
     write_index(plan, partial)
     finish_export(spec, dtype, partial, directory)
+
+
+def _deviation(spec: ModelSpec, tensor: HFTensor, embedding_std: float | None) -> float:
+    if embedding_std is not None and tensor.name.endswith(_EMBEDDINGS):
+        return embedding_std
+    return spec.sizes.initializer_range
 
 
 def _write_random(files: ExportFiles, tensor: HFTensor, seed: int, deviation: float) -> None:

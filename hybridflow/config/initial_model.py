@@ -37,7 +37,8 @@ def create_model(recipe: Recipe, directory: Path, *, seed: int) -> None:
     assert create is not None
     seed = seed if create.seed is None else create.seed
     shutil.rmtree(directory, ignore_errors=True)
-    initialise_random(model_spec(create.config), directory, seed, getattr(torch, create.dtype))
+    spec, dtype = model_spec(create.config), getattr(torch, create.dtype)
+    initialise_random(spec, directory, seed, dtype, embedding_std=create.embedding_std)
     _made_tokenizer(create, directory)
 
 

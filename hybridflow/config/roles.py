@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -29,6 +29,18 @@ class CreateModel(Settings):
     """Of the weights; the run's seed if null."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights on disk."""
+    embedding_std: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Standard deviation of the table of embeddings; the config's `initializer_range` if null. A deep model whose table
+    has that makes all tokens alike and sends them to few experts; with 10 it uses them evenly, as trained models do,
+    which is what a measurement wants."""
+
+    @model_validator(mode="after")
+    def _table_of_its_own(self) -> CreateModel:
+        if self.embedding_std is not None and self.config.get("tie_word_embeddings"):
+            raise ValueError(
+                "embedding_std: the table is the output layer too (tie_word_embeddings: true); expected null"
+            )
+        return self
 
 
 class ModelConfig(Settings):
