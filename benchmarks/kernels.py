@@ -28,12 +28,12 @@ from engine3d.errors import UserError
 _KINDS = {
     "communication": r"nccl|cross_device_reduce|all_?reduce|all_?gather|reduce_?scatter|multimem|_shot_",
     "products of experts": r"fused_moe_kernel|GroupProblemShape|grouped",
+    "norms and positions": r"norm|rope|rotary",
     "attention": r"flash|fmha|sdpa|attn|attention|compute_dot_do_o|convert_dq|prepare_varlen",
     "routing": r"moe|topk|permute|expert|router|chunk_sort|radix|argsort|bincount|cumsum|\bscan",
     "other products": r"gemm|nvjet|cutlass|xmma|cublas|splitk|gemv",
     "log-probs and sampling": r"softmax|sampl|multinomial|argmax|exponential|logprob|log_prob|gumbel|top_?p",
-    "norms and positions": r"norm|rope|rotary",
-    "optimizer": r"multi_tensor|adam",
+    "optimizer": r"adam",
     "copies": r"^memcpy|^memset|copy",
 }
 _PATTERNS = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in _KINDS.items()}

@@ -29,6 +29,7 @@ from benchmarks.kernels import Kernel, kind_of, summarise
         ("_permute_kernel", "routing"),
         ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float>", "log-probs and sampling"),
         ("void transformer_engine::normalization::rmsnorm_bwd_general_kernel<float>", "norms and positions"),
+        ("void flashinfer::norm::FusedAddRMSNormKernel<8u, __nv_bfloat16>", "norms and positions"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add>", "element-wise and other"),
     ],
