@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import drawn_reward, step
+from hybridflow.config.recipe import load_recipe
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS
 from hybridflow.metrics.device_samples import DeviceSample
 from hybridflow.metrics.timeline import Span
@@ -96,6 +97,17 @@ def test_prompts_have_one_length_and_end_with_their_question() -> None:
         assert int(left) + int(right) == int(example.answer)
     assert len({example.prompt for example in examples}) == 20
     assert json.dumps(examples[0].prompt) != json.dumps(step.prompts(1, 64, seed="eval")[0].prompt)
+
+
+def test_prompts_are_of_all_characters_that_the_tokenizer_knows() -> None:
+    four = load_recipe("launch/recipes/qwen3-30b-a3b-4xh200.yaml")
+    alphabet = step._alphabet(four)
+    assert len(alphabet) == 95
+    made = step.prompts(20, 1024, seed="a", alphabet=alphabet)
+    assert {len(each.prompt) for each in made} == {1024} and all(each.prompt.endswith("=") for each in made)
+    assert len(set("".join(each.prompt for each in made))) == 95
+    # One that knows the characters of sums alone has sums.
+    assert step._alphabet(load_recipe("launch/recipes/demo.yaml")) == ""
 
 
 @pytest.mark.parametrize(

@@ -436,3 +436,16 @@ def test_configs_without_value_head_name(tmp_path: Path) -> None:
     assert model_spec(classifier, value_head=True).value_head
     with pytest.raises(UserError, match="LlamaForSequenceClassification is not supported"):
         model_spec(classifier)
+
+
+def test_embeddings_may_be_wider_than_all_else(tmp_path: Path) -> None:
+    initialise_random(model_spec(MOE), tmp_path / "even", seed=1, dtype=torch.float32, embedding_std=10.0)
+    initialise_random(model_spec(MOE), tmp_path / "as-ever", seed=1, dtype=torch.float32)
+    even, ever = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("even", "as-ever"))
+    table = "model.embed_tokens.weight"
+    assert even[table].std() == pytest.approx(10, rel=0.1)
+    assert all(torch.equal(even[name], ever[name]) for name in ever.keys() - {table})
+    tied = model_spec(dict(MOE) | {"tie_word_embeddings": True})
+    with pytest.raises(UserError, match="embedding_std: the table is the output layer too"):
+        initialise_random(tied, tmp_path / "tied", seed=1, dtype=torch.float32, embedding_std=10.0)
+    assert not (tmp_path / "tied").exists()

@@ -44,6 +44,7 @@ def test_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[
 
 # What some overrides need beside them for their own error to be the only one.
 BESIDE = {
+    "model.create.embedding_std=10": ("model.create.config.tie_word_embeddings=true",),
     "placement.rollout=cpu:0-2": ("rollout.engines=2",),
     "rollout.engine.tp=8": ("placement.rollout=cpu:0-7",),
     "model.create.config.moe_intermediate_size=97": ("rollout.engine.tp=2", "placement.rollout=cpu:0-1"),
@@ -181,6 +182,8 @@ def test_a_recipe_with_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None
         ("name=.", "name"),
         ("model={path: /no/such/model}", "/no/such/model"),
         ("model.path=/no/such/model", "expected one of path"),
+        ("model.create.embedding_std=0", "model.create.embedding_std"),
+        ("model.create.embedding_std=10", "embedding_std: the table is the output layer too"),
     ],
 )
 def test_what_check_finds(capsys: pytest.CaptureFixture[str], override: str, line: str) -> None:
