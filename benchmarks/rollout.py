@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"--requests {options.requests}: expected a multiple of the {rollout.engines} engines")
         with tempfile.TemporaryDirectory() as scratch:
             own = Path(options.model)
-            if any(own.glob("*.safetensors")):
+            if _has_weights(own):
                 if options.layers:
                     raise UserError(f"--layers: {own} has weights of all of its layers; expected no --layers")
             else:
@@ -125,6 +125,10 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _has_weights(model: Path) -> bool:
+    return any(model.glob("*.safetensors"))
+
+
 def _case(options: argparse.Namespace, rollout: Rollout, model: Path, vocabulary: int) -> Case:
     draw = random.Random(0)
     each = options.requests // rollout.engines
@@ -136,7 +140,7 @@ def _case(options: argparse.Namespace, rollout: Rollout, model: Path, vocabulary
         mem_fraction_static=options.mem_fraction,
         max_running_requests=options.running,
         request_timeout_s=_LIMIT_S,
-        server_args={} if any(model.glob("*.safetensors")) else {"load_format": "dummy"},
+        server_args={} if _has_weights(model) else {"load_format": "dummy"},
     )
     prompts = [
         [[draw.randrange(vocabulary) for _ in range(options.input)] for _ in range(each)]

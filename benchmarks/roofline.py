@@ -47,8 +47,9 @@ def decode_bytes(
 ) -> DecodeBytes:
     """Of the rank that holds most, while all requests of an engine are decoded together.
 
-    Routers that send each token to any experts with the same probability, as those of random weights nearly do, leave
-    an expert without a token with probability (1 - k/E)^n. The table of embeddings is not read but for a few rows.
+    Routers that send each token to any experts with the same probability, as those of trained models nearly do and
+    those of random weights with `model.create.embedding_std`, leave an expert without a token with probability
+    (1 - k/E)^n. The table of embeddings is not read but for a few rows.
 
     Args:
         spec: the model.

@@ -438,6 +438,28 @@ def test_configs_without_value_head_name(tmp_path: Path) -> None:
         model_spec(classifier)
 
 
+@pytest.mark.parametrize(("embedding_std", "least", "most"), [(None, 0, 24), (10.0, 31, 32)])
+def test_wide_embeddings_keep_tokens_apart_in_deep_models(
+    embedding_std: float | None, least: int, most: int, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    sparse = {"decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 32, "num_experts_per_tok": 4}
+    sizes = sparse | {"hidden_size": 64, "num_hidden_layers": 16, "vocab_size": 256}
+    # As far from the mean as one of a wide model: the deviation goes with the root of the width.
+    config = dict(MOE) | sizes | {"initializer_range": 0.02 * (2048 / 64) ** 0.5}
+    initialise_random(model_spec(config), tmp_path / "m", seed=1, dtype=torch.float32, embedding_std=embedding_std)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    used: list[int] = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(
+            lambda gate, given, _: used.append(len((given[0].reshape(-1, 64) @ gate.weight.T).topk(4).indices.unique()))
+        )
+    with torch.no_grad():
+        model(torch.arange(256)[None])
+    assert least <= sum(used[8:]) / 8 <= most
+
+
 def test_embeddings_may_be_wider_than_all_else(tmp_path: Path) -> None:
     initialise_random(model_spec(MOE), tmp_path / "even", seed=1, dtype=torch.float32, embedding_std=10.0)
     initialise_random(model_spec(MOE), tmp_path / "as-ever", seed=1, dtype=torch.float32)
