@@ -39,6 +39,7 @@ from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
 
 _LIMIT_S = 1800.0
+_TRACE_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--trace", type=Path, metavar="DIRECTORY", help="for traces of the first engine's steps (`kernels.py`)"
     )
-    parser.add_argument("--trace-steps", type=int, default=8, help="of a last round, in its middle")
+    parser.add_argument("--trace-steps", type=int, help="of a last round, in its middle; 8 if not given")
     try:
         options = parser.parse_args(arguments)
         rollout, spec = parse_rollout(options.rollout), named_model(options.model)
@@ -103,7 +104,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(
                 f"--rollout {options.rollout}: needs {rollout.ranks} GPUs, this machine has {platform.gpus}"
             )
-        if options.trace_steps < 1:
+        if options.trace_steps is not None and options.trace is None:
+            raise UserError("--trace-steps: expected with --trace DIRECTORY, where the trace is to be")
+        if options.trace_steps is not None and options.trace_steps < 1:
             raise UserError(f"--trace-steps {options.trace_steps}: expected at least 1")
         if options.requests % rollout.engines:
             raise UserError(f"--requests {options.requests}: expected a multiple of the {rollout.engines} engines")
@@ -146,7 +149,7 @@ def _case(options: argparse.Namespace, rollout: Rollout, model: Path, vocabulary
         [[draw.randrange(vocabulary) for _ in range(options.input)] for _ in range(each)]
         for _ in range(rollout.engines)
     ]
-    trace = (options.trace, options.trace_steps) if options.trace else None
+    trace = (options.trace, options.trace_steps or _TRACE_STEPS) if options.trace else None
     return Case(model, rollout, config, prompts, options.output, options.rounds, trace)
 
 

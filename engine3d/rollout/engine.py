@@ -410,7 +410,7 @@ class RolloutEngine(ResponseStreams):
 
         Raises:
             UserError: no steps are asked for.
-            EngineError: a trace is under way.
+            EngineError: a trace is under way. One that waits for its first step is replaced instead.
         """
         if steps < 1:
             raise UserError(f"a trace of {steps} steps of a rollout engine; expected at least 1")

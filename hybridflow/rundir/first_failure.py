@@ -19,6 +19,7 @@ from pathlib import Path
 from engine3d.errors import UserError, shortened, visible
 from engine3d.input_files import JsonError, parse_json
 from engine3d.stacks import STACKS
+from hybridflow.rundir.atomic_files import replace_file
 from hybridflow.rundir.file_names import EARLIER_FAILURE, FAILURE, FLIGHT_RECORDER, LOGS
 from hybridflow.rundir.heartbeat import Heartbeat, read_heartbeats
 from hybridflow.rundir.watching import goes_on, last_lines, read_place
@@ -128,7 +129,7 @@ def say_card(failure: FirstFailure) -> None:
 
 def write_failure(directory: Path, failure: FirstFailure) -> None:
     """Keep it in the run's directory. Raises OSError."""
-    (directory / FAILURE).write_text(json.dumps(asdict(failure), indent=1) + "\n")
+    replace_file(directory / FAILURE, json.dumps(asdict(failure), indent=1) + "\n")
 
 
 def keep_cause(directory: Path, cause: str, *, host: str | None = None) -> None:

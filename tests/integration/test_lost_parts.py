@@ -212,6 +212,17 @@ def test_a_run_that_loses_a_part_says_so_in_one_line_and_is_gone(run: Run, case:
     assert took_s < case.within_s
 
 
+def test_what_a_run_fails_of_is_kept_before_it_is_said(run: Run) -> None:
+    run.wait_until(has(RANK))
+    run.part(GCS).kill()
+    while not run.lines():
+        time.sleep(0.001)
+    run.driver.kill()  # as Ray does to a driver without a raylet, at a moment of its own
+    run.end(60)
+    failure = read_failure(run.directory / "run")
+    assert failure is not None and f"hybridflow: {failure.cause}" == run.lines()[0]
+
+
 @pytest.mark.long
 def test_a_part_that_stands_still_is_named_and_does_not_keep_a_run_from_ending(run: Run) -> None:
     run.wait_until(phase("update"))

@@ -210,8 +210,12 @@ class Termination:
             os.write(self._wake, b"\0")  # no signal: the guard looks at its deadline
         raise Terminated
 
-    def end(self, line: str) -> bool:
+    def end(self, line: str, before_told: Callable[[], None] | None = None) -> bool:
         """End the command with exit code 1 for a cause that a thread has found; the line is told at once.
+
+        Args:
+            line: for stderr.
+            before_told: is called first, where it is possible: who reads the line may rely on what this has done.
 
         Returns:
             Whether that is possible: not in a program of the user's, which has its own ways, nor twice.
@@ -221,6 +225,9 @@ class Termination:
         self._cause = Cause(line, 1, told=True)
         self._out_of_time = True
         self.grace_s = min(self.grace_s, _CAUSE_GRACE_S)
+        if before_told is not None:
+            with contextlib.suppress(Exception):  # the cause is what counts
+                before_told()
         _tell(line)
         # A real signal, which also wakes a main thread that waits for a lock.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

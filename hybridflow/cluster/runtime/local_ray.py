@@ -27,6 +27,8 @@ from hybridflow.cluster.runtime.private_ray import PrivateEnvironment, driver_im
 from hybridflow.cluster.runtime.ray_host import LOOPBACK, RayHost
 from hybridflow.cluster.runtime.ray_watch import RayWatch
 from hybridflow.errors.log import log
+from hybridflow.rundir.first_failure import describe, write_failure
+from hybridflow.rundir.progress import where_now
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 """Arguments of `ray.init`: no worker output on the console."""
@@ -232,8 +234,17 @@ class LocalRay:
 
     def _lost(self, line: str) -> None:
         """End the command; in a program that is not the command, whoever waits for a rank raises."""
-        if termination.cause is None and termination.end(f"hybridflow: {line}") and self._host is not None:
-            self._host.tell_watchdog(watchdog.END)
+        if termination.cause is None:
+            termination.end(f"hybridflow: {line}", lambda: self._keep(line))
+
+    def _keep(self, line: str) -> None:
+        """Have what the run fails of in its directory: Ray may end this process before its last words."""
+        try:
+            if self._run is not None and self._launch is None:
+                write_failure(self._run, describe(self._run, line, where_now()))
+        finally:
+            if self._host is not None:
+                self._host.tell_watchdog(watchdog.END)
 
 
 def _too_long(limit_s: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from engine3d.models.rules import (
     local_parameters,
 )
 from tests.support.tiny_families import CONFIGS, DEEPSEEK, MOE, has_experts
+from tests.support.work import calls_of
 
 LAYOUTS = [
     Layout(),
@@ -166,12 +166,11 @@ def test_descending_experts_follow_their_router_rows() -> None:
             assert expert == f"model.layers.0.mlp.experts.{rows[coordinates.ep * 4 + local]}.down_proj.weight"
 
 
-def test_a_large_model_on_many_ranks_is_planned_in_seconds() -> None:
+def test_a_large_model_on_many_ranks_is_planned() -> None:
     spec = model_spec(QWEN3_30B)
     assert spec.parameter_count() == 30_532_122_624
     layout = Layout(tp=4, pp=8, ep=16, dp=16)
     spec.check_layout(layout)
-    started = time.monotonic()
     elements = 0
     for _, coordinates in layout.ranks():
         for local in spec.local_parameters(layout, coordinates, transformer_engine=True):
@@ -182,7 +181,11 @@ def test_a_large_model_on_many_ranks_is_planned_in_seconds() -> None:
                         size *= stop - start
                     elements += size
     assert elements == spec.parameter_count()
-    assert layout.world_size == 512 and time.monotonic() - started < 20
+    assert layout.world_size == 512
+    # A rank alone costs what the rank holds, however many there are.
+    coordinates = next(iter(layout.ranks()))[1]
+    alone = calls_of(lambda: spec.local_parameters(layout, coordinates, transformer_engine=True))
+    assert alone < 50 * len(spec.local_parameters(layout, coordinates, transformer_engine=True))
 
 
 def test_figures_of_a_model() -> None:

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from hybridflow.report.run_data import read_run
 from hybridflow.report.thinning import bucketed
 from hybridflow.rundir.hosts_file import NetworkSetting, RunHost, write_hosts
 from tests.support.stored_samples import learned_from, make_run, samples_of, store
+from tests.support.work import calls_of
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks/results"
@@ -343,9 +343,7 @@ def test_samples_stand_in_a_table(tmp_path: Path) -> None:
     texts = [a_text(number) | {"prompt": f"p{number}=", "response": "<i>&\n" * 500} for number in range(1, 401)]
     lines = "".join(json.dumps(text) + "\n" for text in texts)
     (tmp_path / "samples.jsonl").write_text(lines + lines[:50])  # a kill leaves half a line
-    began = time.process_time()
-    report(tmp_path)
-    assert time.process_time() - began < 30
+    assert calls_of(lambda: report(tmp_path)) < 2_000_000  # one more for each text would be few
     table = re.findall(r"<table>.*</table>", (tmp_path / "report.html").read_text(), re.DOTALL)[0]
     assert re.findall(r"p\d+=", table) == ["p1=", *(f"p{number}=" for number in range(385, 401))]
     assert "<i>" not in table and "&lt;i&gt;&amp;" in table and "[1, &quot;&lt;b&gt;&quot;]" in table
@@ -492,9 +490,9 @@ def test_a_long_run_gives_a_small_page_soon(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for number in range(1, 10_001):
             file.write(json.dumps(steps[number % len(steps)] | {"step": number}) + "\n")
-    began = time.process_time()
-    page = report(tmp_path)
-    assert time.process_time() - began < 30
+    pages: list[Page] = []
+    assert calls_of(lambda: pages.append(report(tmp_path))) < 2_000 * 10_000  # half of it for what no step adds to
+    [page] = pages
     assert (tmp_path / "report.html").stat().st_size < 5e6
     assert page.facts["Steps"] == "10,000"
     assert "10,000 steps in 80 bars" in page.figures["step-times"]["note"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from dataclasses import replace
 
 import pytest
@@ -14,6 +13,7 @@ from engine3d.reshard.describe.shards import Buffer, Holding, Place, Shards
 from engine3d.reshard.plan.coordinate import CollectiveOrder, Orders, coordinate
 from engine3d.reshard.plan.pieces import Link
 from engine3d.reshard.plan.rounds import count_rounds
+from tests.support.work import calls_of
 
 ROWS, COLUMNS = 512, 64
 STAGES, CUT = 16, 64
@@ -60,15 +60,20 @@ def _parts(orders: Orders) -> list[CollectiveOrder]:
     return [each.collective for each in (*orders.send, *orders.receive) if each.collective is not None]
 
 
-def test_1024_ranks_of_a_trainer_and_512_of_engines_are_coordinated_in_seconds() -> None:
+def test_1024_ranks_of_a_trainer_and_512_of_engines_are_coordinated_soon() -> None:
     sources, targets, tensors = _world()
-    began = time.process_time()
-    orders = coordinate(sources, targets, tensors, store=lambda: "tcp://127.0.0.1:1", staging_bytes=1 << 16)
-    seconds = time.process_time() - began
+    made: list[Orders] = []
+    calls = calls_of(
+        lambda: made.append(
+            coordinate(sources, targets, tensors, store=lambda: "tcp://127.0.0.1:1", staging_bytes=1 << 16)
+        )
+    )
+    [orders] = made
     parts = _parts(orders)
     assert len(parts) == len(sources) + len(targets)
     assert len(orders.plan.transfers) == ENGINES * TP * STAGES * CUT // TP
-    assert seconds < 15, f"{seconds:.1f} s of one core"
+    transfers = len(orders.plan.transfers)
+    assert calls < 200 * transfers
     # All that goes to the ranks: their pieces, and what grows with the participants by a name each.
     names = len(pickle.dumps(parts[0].names))
     for order in (*orders.send[::100], *orders.receive[::100]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from engine3d.platform.copies import WORDS, Copies
 from engine3d.reshard.plan.pieces import Pieces
 from engine3d.reshard.transport.program import CopyProgram, Route, _joined, flat
 from tests.support.random_pieces import copied, empty_targets, nbytes, random_pieces, random_sources
+from tests.support.work import calls_of
 
 
 def _flat_on_device(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -121,7 +121,7 @@ def test_routes_of_different_size_advance_together() -> None:
         assert np.abs(np.bincount(part, minlength=3) - [10, 30, 60]).max() <= 2
 
 
-def test_tables_of_many_pieces_are_made_quickly() -> None:
+def test_tables_of_many_pieces_are_made_without_a_loop_over_them() -> None:
     count = 50_000
     numbers = np.arange(count, dtype=np.int64)
     copies = Copies(
@@ -137,10 +137,9 @@ def test_tables_of_many_pieces_are_made_quickly() -> None:
         rows=numbers * 0 + 1,
         length=numbers * 0 + 128,
     )
-    started = time.perf_counter()
     (table,) = copies.simplified().interleaved().tiles(1 << 17).values()
     assert len(table) == count
-    assert time.perf_counter() - started < 2
+    assert calls_of(lambda: copies.simplified().interleaved().tiles(1 << 17)) < 1000
 
 
 def _interpret() -> None:

@@ -61,10 +61,13 @@ def test_a_signal_interrupts_once_and_is_the_cause(
 def test_a_cause_that_a_thread_finds_is_told_at_once_and_wakes_the_main_thread(
     termination: Termination, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    threading.Timer(0.05, termination.end, ["hybridflow: the raylet is gone"]).start()
+    said_before: list[str] = []
+    arguments = ["hybridflow: the raylet is gone", lambda: said_before.append(capfd.readouterr().err)]
+    threading.Timer(0.05, termination.end, arguments).start()
     with pytest.raises(Terminated):
         threading.Event().wait(10)
     assert termination.finish() == 1
+    assert said_before == [""]
     assert capfd.readouterr().err == "hybridflow: the raylet is gone\n"
     assert not termination.end("and another")
 
