@@ -270,7 +270,7 @@ def read_once(way: Way) -> dict[str, Any]:
     for index in indices:
         opened.example(index)
     example_seconds = time.perf_counter() - began
-    peak = memory.stop()
+    peak = max(memory.stop(), held)
     del shuffled
     return {
         "seconds": seconds,

@@ -39,6 +39,8 @@ class UpdateResult:
         refused: the guard did.
         tokens: of this data-parallel rank's sequences.
         positions: that the model computed for them, padding included.
+        peak_bytes: of device memory (of the host's on a CPU) that a rank of the model has had at most so far.
+        peak_reserved_bytes: as `peak_bytes`, of what was taken of the device for tensors.
         routing: what the routers of all ranks did with the tokens of all ranks; None for a model without experts.
     """
 
@@ -48,6 +50,8 @@ class UpdateResult:
     applied: bool
     tokens: int
     positions: int
+    peak_bytes: int
+    peak_reserved_bytes: int
     refused: bool = False
     routing: Routing | None = None
 
@@ -141,7 +145,20 @@ class TrainedModel(ForwardModel):
             self._settled = True
         positions = sum(batch.positions for batch in batches)
         tokens = sequences.tokens.numel()
-        return UpdateResult(facts, grad_norm, learning_rate, applied, tokens, positions, refused, routing)
+        return UpdateResult(
+            facts, grad_norm, learning_rate, applied, tokens, positions, *self._most_memory(), refused, routing
+        )
+
+    def _most_memory(self) -> tuple[int, int]:
+        """Of all ranks: stages hold unlike parts of the model, and only the last one's figures reach the driver."""
+        from megatron.core import parallel_state
+
+        memory = platform.memory()
+        peaks = torch.tensor([memory.peak, memory.peak_reserved], device=self.device)
+        # A group that is used anyway: for each that is, NCCL takes memory.
+        all_reduce(peaks, dist.ReduceOp.MAX, parallel_state.get_intra_distributed_optimizer_instance_group())
+        peak, peak_reserved = map(int, peaks.tolist())
+        return peak, peak_reserved
 
     def _learn_routing(
         self, sequences: Sequences, batches: list[MicroBatch], learn: Callable[[], list[Any]]

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
+from engine3d.platform import platform
 from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
 from engine3d.training.profile import UpdateTrace
 from engine3d.training.sequences import Sequences
@@ -72,7 +73,9 @@ def _train(directory: Path, sizes: dict[str, int], world_size: int, **settings: 
     seen: dict[str, Any] = {"losses": [], "norms": [], "rates": [], "mine": mine}
     before = engine.logprobs(sequences, with_entropy=True)
     for _ in range(3):
+        peak_before = platform.memory().peak
         result = engine.update(sequences, _loss, with_entropy=True)
+        seen["peak"], seen["own_peaks"] = result.peak_bytes, (peak_before, platform.memory().peak)
         loss = torch.stack([torch.zeros((), device=engine.device), *result.facts]).sum()
         dist.all_reduce(loss)
         seen["losses"].append(float(loss) / engine.layout.tp)
@@ -152,6 +155,8 @@ def test_every_layout_updates_alike(directory: Path, alone: dict[str, Any], worl
             assert result["tokens"] == sum(len(_samples()[index]) for index in result["mine"])
             # Packed, each of at most three micro-batches is padded to a multiple of tp.
             tp = sizes.get("tp", 1)
+            least, most = (max(rank["own_peaks"][end] for rank in results) for end in (0, 1))
+            assert least <= result["peak"] <= most and result["peak"] == results[0]["peak"]
             assert result["positions"] % tp == 0 and 0 <= result["positions"] - result["tokens"] <= 3 * (tp - 1), sizes
         for name in ("before", "after"):
             expected, found = _by_sample([alone], name), _by_sample(results, name)
