@@ -129,3 +129,37 @@ def summarise(samples: Sequence[DeviceSample], seconds: float) -> DeviceUse:
         memory_peak_bytes=max(sample.memory_bytes for sample in samples),
         energy_j=power_mean_w * seconds,
     )
+
+
+@dataclass(frozen=True)
+class RunDevices:
+    """The GPUs of a whole run, which has had others where it was started again on other hosts.
+
+    Args:
+        at_once: how many it had at one time, at most.
+        power_mean_w: of all that it had at a time together, in W; nan where a GPU does not say.
+    """
+
+    at_once: int
+    power_mean_w: float
+
+    @classmethod
+    def of(cls, samples: Sequence[DeviceSample]) -> RunDevices:
+        """By when each GPU was sampled first and last; at least one sample."""
+        of_gpu: dict[tuple[str, int], list[DeviceSample]] = {}
+        for sample in samples:
+            of_gpu.setdefault((sample.node, sample.gpu), []).append(sample)
+        spans = [(min(each.time for each in own), max(each.time for each in own)) for own in of_gpu.values()]
+        # At one moment those that begin come before those that end.
+        changes = sorted([(begin, -1) for begin, _ in spans] + [(end, 1) for _, end in spans])
+        had = most = 0
+        sampled_s, before = 0.0, changes[0][0]
+        for time, change in changes:
+            sampled_s += time - before if had else 0.0
+            had, before = had - change, time
+            most = max(most, had)
+        power = [sum(each.power_w for each in own) / len(own) for own in of_gpu.values()]
+        if not sampled_s:
+            return cls(most, sum(power))
+        shares = [(end - begin) / sampled_s for begin, end in spans]
+        return cls(most, sum(mean * share for mean, share in zip(power, shares, strict=True)))

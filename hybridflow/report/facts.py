@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.metrics import names as metrics
-from hybridflow.metrics.device_samples import summarise
+from hybridflow.metrics.device_samples import RunDevices
 from hybridflow.report.evaluations import EVALUATIONS, measured
 from hybridflow.report.run_data import RunData, Series, median
 
@@ -52,12 +52,10 @@ def _course(run: RunData) -> Iterator[tuple[str, str]]:
     yield "Median throughput", _amount(median(run.series(metrics.ROLLOUT_THROUGHPUT)), ",.0f", " tokens/s")
     yield "Median time of a step", _amount(median(run.series(metrics.TRAIN_STEP_TIME)) / 1000, ".3g", " s")
     if run.samples:
-        gpus = {(sample.node, sample.gpu) for sample in run.samples}
-        hours = (max(sample.time for sample in run.samples) - min(sample.time for sample in run.samples)) / 3600
-        use = summarise(run.samples, 3600 * hours)
-        yield "GPUs", f"{len(gpus)}, used to {use.utilisation_mean:.0f} % on average"
-        yield "Largest memory of a GPU", f"{use.memory_peak_bytes / 2**30:.1f} GiB"
-        yield "Mean power of all GPUs", _amount(use.power_mean_w, ",.0f", " W")
+        devices, utilisation = RunDevices.of(run.samples), [sample.utilisation for sample in run.samples]
+        yield "GPUs", f"{devices.at_once}, used to {sum(utilisation) / len(utilisation):.0f} % on average"
+        yield "Largest memory of a GPU", f"{max(sample.memory_bytes for sample in run.samples) / 2**30:.1f} GiB"
+        yield "Mean power of all GPUs", _amount(devices.power_mean_w, ",.0f", " W")
 
 
 def _best_checkpoint(run: RunData) -> str:

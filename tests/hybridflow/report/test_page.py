@@ -472,6 +472,21 @@ def test_devices_over_time(tmp_path: Path, nodes: int, gpus: int, lines: list[st
     assert "Mean power of all GPUs" not in page.facts
 
 
+def test_gpus_of_a_run_that_went_on_elsewhere_are_not_added_up(tmp_path: Path) -> None:
+    file = DeviceFile(small_run(tmp_path) / "devices.jsonl")
+    began = 1.8e9
+    for host, minutes in (("10.0.0.0", range(4)), ("10.0.0.1", range(10, 14))):
+        file.add(
+            DeviceSample(began + 60 * minute, host, gpu, 50.0, 2**30, 100.0 * (gpu + 1), 1980.0)
+            for minute in minutes
+            for gpu in range(2)
+        )
+    file.close()
+    facts = report(tmp_path).facts
+    assert facts["GPUs"] == "2, used to 50 % on average"
+    assert facts["Mean power of all GPUs"] == "300 W"
+
+
 def test_a_bucket_keeps_its_extremes() -> None:
     x, y = np.arange(1000.0), np.zeros(1000)
     y[[500, 700, 901]] = 9.0, -3.0, math.nan
