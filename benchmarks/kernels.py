@@ -32,7 +32,7 @@ _KINDS = {
     "attention": r"flash|fmha|sdpa|attn|attention|compute_dot_do_o|convert_dq|prepare_varlen",
     "routing": r"moe|topk|permute|expert|router|chunk_sort|radix|argsort|bincount|cumsum|\bscan",
     "other products": r"gemm|nvjet|cutlass|xmma|cublas|splitk|gemv",
-    "log-probs and sampling": r"softmax|sampl|multinomial|argmax|exponential|logprob|log_prob|gumbel|top_?p",
+    "log-probs and sampling": r"softmax|sampl|draw_rows|multinomial|argmax|exponential|logprob|log_prob|gumbel|top_?p",
     "optimizer": r"adam",
     "copies": r"^memcpy|^memset|copy",
 }

@@ -153,6 +153,24 @@ class Platform(ABC):
         """What takes the place of `TorchMemorySaverAdapter.create` in SGLang's processes; None where that works."""
 
     @abstractmethod
+    def draw_tokens(
+        self, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token for each row of logits, drawn from softmax(logits / temperature), and its log-prob there.
+
+        Tokens are drawn by inversion: the first whose cumulative probability is larger than the row's random number.
+        One that has no probability is never drawn.
+
+        Args:
+            logits: (rows, vocabulary), of any floating-point dtype; read only.
+            temperatures: (rows,), above 0.
+            uniforms: (rows,) float64, random numbers from 0 up to 1, without 1.
+
+        Returns:
+            Token ids, (rows,) int32, and log-probs, (rows,) float32.
+        """
+
+    @abstractmethod
     def device_name(self, slot: int) -> str:
         """What no other device of the node is called, in any process.
 

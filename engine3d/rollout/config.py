@@ -48,6 +48,10 @@ class RolloutConfig(Settings):
     deterministic: bool = False
     """Sample with a seed for each response, so that a run can be repeated; slower. On CUDA with kernels whose results
     do not depend on the batch; on a CPU the same batch gives the same bits, another batch nearly the same log-probs."""
+    fused_sampling: bool = False
+    """Draw tokens and their log-probs by one kernel, which reads the logits once and makes no other tensor as large.
+    The distribution is the same, the random numbers are others. Not with `deterministic`; a batch with a response of
+    the most likely tokens, or by top_k, top_p or min_p, is drawn as without it."""
     cuda_graph: bool = True
     """Capture CUDA graphs of decoding; false decodes eagerly."""
     attention_backend: Annotated[str, AfterValidator(check_attention_backend)] | None = None
@@ -77,6 +81,8 @@ class RolloutConfig(Settings):
             )
         if self.release_weights and not self.memory_saver:
             raise ValueError("release_weights=true needs memory_saver=true")
+        if self.fused_sampling and self.deterministic:
+            raise ValueError("fused_sampling=true draws without the seeds that deterministic=true needs, expected one")
         check_server_arguments(self.server_args)
         return self
 

@@ -17,6 +17,7 @@ from engine3d.platform.away import AwayMemory, FileMemory
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
 from engine3d.platform.cpu import megatron as megatron_cpu
 from engine3d.platform.cpu import memory as cpu_memory
+from engine3d.platform.cpu import sampling
 from engine3d.platform.cpu.gloo_wire import GlooWire
 from engine3d.platform.interface import DeviceMemory, Platform
 from engine3d.platform.memory_handles import MemoryHandle
@@ -107,6 +108,11 @@ class CpuPlatform(Platform):
         from engine3d.platform.cpu import sglang_memory as sglang_cpu_memory
 
         return sglang_cpu_memory.create
+
+    def draw_tokens(
+        self, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return sampling.draw_tokens(logits, temperatures, uniforms)
 
     def device_name(self, slot: int) -> str:
         return f"cpu:{slot}"

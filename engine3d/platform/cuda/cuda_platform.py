@@ -167,6 +167,14 @@ class CudaPlatform(Platform):
     def rollout_memory_saver(self) -> Callable[[bool], Any] | None:
         return None
 
+    def draw_tokens(
+        self, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Triton is slow to import, and only engines need it.
+        from engine3d.platform.cuda import sampling
+
+        return sampling.draw_tokens(logits, temperatures, uniforms)
+
     def device_name(self, slot: int) -> str:
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 

@@ -36,6 +36,9 @@ _MEETING_S = 600.0
 ALONE_VARIABLE = "ENGINE3D_SERVER"
 """In the environment of a server whose weights nobody writes: it meets where our engines do, and is SGLang's else."""
 
+FUSED_SAMPLING_VARIABLE = "ENGINE3D_FUSED_SAMPLING"
+"""In the environment of an engine whose tokens one kernel draws."""
+
 # The method of SGLang's scheduler by which a Call reaches the ranks.
 ANSWER_METHOD = "engine3d_answer"
 
@@ -83,6 +86,8 @@ def _hook_engine() -> None:
     runner = "sglang.srt.model_executor.model_runner.ModelRunner"
     HookRegistry.register(f"{runner}.init_torch_distributed", _await_trainer, HookType.BEFORE)
     HookRegistry.register(f"{runner}.load_model", _keep_rank, HookType.AFTER)
+    if FUSED_SAMPLING_VARIABLE in os.environ:
+        HookRegistry.register(f"{runner}.init_torch_distributed", _draw_by_one_kernel, HookType.BEFORE)
     if RELEASE_VARIABLE not in os.environ:
         loading = "sglang.srt.model_executor.model_runner_components.load_model_utils.load_model_with_memory_saver"
         HookRegistry.register(loading, _load_outside_memory_saver, HookType.AROUND)
@@ -139,6 +144,14 @@ def _await_trainer(runner: Any) -> None:
 
     if not runner.is_draft_worker:
         weight_source(runner.ps.tp_rank)
+
+
+def _draw_by_one_kernel(runner: Any) -> None:
+    # Of the model runner, which has not made its sampler yet: here SGLang's layers are imported anyway.
+    from engine3d.rollout.scheduler import fused_sampler
+
+    if not runner.is_draft_worker:
+        fused_sampler.register()
 
 
 def _load_outside_memory_saver(load: Callable[..., Any], **arguments: Any) -> Any:

@@ -29,6 +29,11 @@ def test_every_accepted_argument_is_one_of_sglangs() -> None:
     assert not server_arguments.ACCEPTED.keys() & server_arguments._OWNED.keys()
 
 
+def test_seeds_and_fused_sampling_are_refused_together() -> None:
+    with pytest.raises(ValidationError, match="fused_sampling=true draws without the seeds that deterministic=true"):
+        RolloutConfig(fused_sampling=True, deterministic=True)
+
+
 def test_accepted_arguments_go_to_sglang_as_they_are() -> None:
     given = {
         "load_format": "dummy",
