@@ -30,7 +30,7 @@ from engine3d.platform import platform
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; the exit code."""
-    parser = Parser(description=__doc__)
+    parser = Parser(prog="sampling.py", description="A sampler of our own beside SGLang's.")
     parser.add_argument("--requests", default="32,256,1024", help="numbers of rows of logits, with commas")
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--rounds", type=int, default=20)
