@@ -27,7 +27,8 @@ def test_a_recipe_of_files_runs(
     name: str, sets: dict[str, int], rewards: tuple[str, ...], sources: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "launch").symlink_to(ROOT / "launch")  # where the recipe's paths start
-    small = [*SMALL, f"data.files.cache={tmp_path}/cache", *(f"evaluation.{each}.prompts=16" for each in sets)]
+    fused = "rollout.engine.fused_sampling=true"  # beside held-out sets that are drawn by SGLang
+    small = [*SMALL, fused, f"data.files.cache={tmp_path}/cache", *(f"evaluation.{each}.prompts=16" for each in sets)]
     done = subprocess.run(
         [warm_python(), "-m", "hybridflow", "train", f"launch/recipes/{name}.yaml", *small],
         cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False,

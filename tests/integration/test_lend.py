@@ -22,6 +22,8 @@ SETTINGS = [
     "rollout.sampling.ignore_eos=true",
     "rollout.engine.max_running_requests=3",  # so that some are under way whenever a step has its groups
     "rollout.engine.memory_saver=true",  # the engine that is lent gives its cache back, and the other must not
+    "rollout.engine.deterministic=false",
+    "rollout.engine.fused_sampling=true",
     "rollout.verify_weights=true",
 ]
 
