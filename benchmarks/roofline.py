@@ -61,11 +61,11 @@ def decode_bytes(
     places = [Place("0", f"cuda:{rank}") for rank in range(rollout.tp)]
     serving = max(serving_by_rank(spec, config, places), key=lambda each: each.weights)
     sizes, itemsize = spec.sizes, _itemsize(config)
-    table = 0 if spec.sizes.tied else spec.vocab_size * sizes.hidden * itemsize // rollout.tp
+    table = 0 if spec.sizes.tied else spec.vocab_size * sizes.hidden * itemsize // config.attention_tp
     experts = 3 * sizes.hidden * sizes.expert_ffn * sizes.experts * itemsize // rollout.tp
     sparse = sum(sizes.is_sparse(layer) for layer in range(sizes.layers))
     idle = (1 - sizes.experts_per_token / sizes.experts) ** requests if sparse else 0.0
-    tokens = requests * (prompt + (response + 1) / 2)
+    tokens = requests / config.attention_dp * (prompt + (response + 1) / 2)
     return DecodeBytes(
         weights=serving.weights - table - sparse * experts * idle, cache=tokens * serving.cache_of_a_token
     )

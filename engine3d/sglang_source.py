@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 
 def sglang_directory() -> Path:
@@ -12,3 +13,8 @@ def sglang_directory() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("sglang is not installed in this environment")
     return Path(spec.submodule_search_locations[0])
+
+
+def attention_arguments(groups: int) -> dict[str, Any]:
+    """SGLang's arguments for so many groups of an engine's ranks, with attention and output layer of their own."""
+    return {"enable_dp_attention": True, "enable_dp_lm_head": True, "dp_size": groups} if groups > 1 else {}

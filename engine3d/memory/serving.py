@@ -69,11 +69,13 @@ def serving_by_rank(
     tensors = {
         name: (tensor.shape, torch.float32 if tensor.buffer else dtype) for name, tensor in spec.hf_tensors.items()
     }
-    traces = trace_engine_layout(spec.hf_config, tensors, config.tp, config.ep, dtype, config.server_args)
-    cache = cache_of_a_token(spec.sizes, config.tp, dtype.itemsize)
-    prefix = prefix_of_a_token(spec.sizes, config.tp, dtype.itemsize)
+    traces = trace_engine_layout(
+        spec.hf_config, tensors, config.tp, config.ep, dtype, config.server_args, config.attention_dp
+    )
+    cache = cache_of_a_token(spec.sizes, config.attention_tp, dtype.itemsize)
+    prefix = prefix_of_a_token(spec.sizes, config.attention_tp, dtype.itemsize)
     prompt = prompt_of_a_token(spec.sizes, config.tp, config.ep, dtype.itemsize)
-    absorbed = absorbed_weights(spec.sizes, config.tp, dtype.itemsize)
+    absorbed = absorbed_weights(spec.sizes, config.attention_tp, dtype.itemsize)
     found = []
     for number, place in enumerate(places):
         trace = traces[number % config.tp]
@@ -86,9 +88,9 @@ def serving_by_rank(
 
 
 def cache_of_a_token(sizes: Sizes, tp: int, itemsize: int) -> int:
-    """Bytes of keys and values of one token on one rank, over all layers.
+    """Bytes of keys and values of one token on one rank that has it, over all layers.
 
-    SGLang cuts key heads over ranks, of which each has at least one; a latent is on all of them.
+    SGLang cuts key heads over the `tp` ranks of its attention, of which each has at least one; a latent is on all.
     """
     if sizes.latent is not None:
         return (sizes.latent.key_value_rank + sizes.latent.rotary_dim) * sizes.layers * itemsize

@@ -33,6 +33,10 @@ class RolloutConfig(Settings):
     """Tensor parallel size: the devices of one engine."""
     ep: int = Field(1, ge=1, le=MOST_RANKS)
     """Expert parallel size; it divides tp."""
+    attention_dp: int = Field(1, ge=1, le=MOST_RANKS)
+    """Data parallel size of attention; it divides tp. The ranks are so many groups, each of which computes attention
+    and output layer for requests of its own and has the KV cache of these alone; experts are cut over all ranks as
+    without. A rank holds more weights then."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Precision of the weights and the KV cache."""
     context_length: int | None = Field(None, ge=2, le=MOST_TOKENS)
@@ -79,12 +83,33 @@ class RolloutConfig(Settings):
             raise ValueError(
                 f"ep is {self.ep} and must divide tp, which is {self.tp}: SGLang cuts experts over its tp ranks"
             )
+        if self.tp % self.attention_dp:
+            raise ValueError(f"attention_dp is {self.attention_dp} and must divide tp, which is {self.tp}")
+        if 1 < self.attention_dp == self.ep < self.tp:
+            raise ValueError(
+                f"ep and attention_dp are both {self.ep}, and tp is {self.tp}: SGLang fails there, expected others"
+            )
+        for name in ("deterministic", "token_versions", "release_weights"):
+            if self.attention_dp > 1 and getattr(self, name):
+                raise ValueError(
+                    f"attention_dp={self.attention_dp} was not tried with {name}=true, expected one of them"
+                )
         if self.release_weights and not self.memory_saver:
             raise ValueError("release_weights=true needs memory_saver=true")
         if self.fused_sampling and self.deterministic:
             raise ValueError("fused_sampling=true draws without the seeds that deterministic=true needs, expected one")
         check_server_arguments(self.server_args)
         return self
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks over which attention is cut."""
+        return self.tp // self.attention_dp
+
+    @property
+    def requests_of_a_group(self) -> int:
+        """Most requests that a group of ranks with attention of its own generates at the same time."""
+        return -(-self.max_running_requests // self.attention_dp)
 
 
 class Alterations(Settings):

@@ -90,7 +90,8 @@ class RolloutEngine(ResponseStreams):
         limits = self._host.wait_until_up(self.config.start_timeout_s)
         assert limits is not None
         self._cache_tokens = limits.max_total_tokens
-        self._context_length = min(self._context_length, limits.max_total_tokens - RESERVED_TOKENS)
+        of_a_group = limits.max_total_tokens // self.config.attention_dp
+        self._context_length = min(self._context_length, of_a_group - RESERVED_TOKENS)
         return self
 
     def generate(
@@ -241,7 +242,7 @@ class RolloutEngine(ResponseStreams):
             raise UserError(f"{len(sources)} weight sources for a rollout engine of tp {self.config.tp}")
         if self.config.release_weights:
             raise UserError("bind_weights with release_weights=true: the trainer's memory cannot be released")
-        needed = platform.rollout_server_arguments(self.config.max_running_requests)
+        needed = platform.rollout_server_arguments(self.config.requests_of_a_group)
         if self.config.cuda_graph and not needed.get("disable_cuda_graph"):
             raise UserError("parameters cannot be bound to other memory after CUDA graphs were captured")
         self._begin("binding of weights", None)

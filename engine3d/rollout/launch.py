@@ -24,7 +24,7 @@ from engine3d.rollout.scheduler.rank import RELEASE_VARIABLE, SOURCES_TIMEOUT_VA
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE
 from engine3d.rollout.server_arguments import check_against_platform
 from engine3d.rollout.weights import ModelTensors
-from engine3d.sglang_source import sglang_directory
+from engine3d.sglang_source import attention_arguments, sglang_directory
 
 # Of a launcher's own process group, which SGLang's processes are no part of.
 _LAUNCHER_VARIABLES = re.compile(
@@ -83,8 +83,8 @@ def context_length(config: RolloutConfig, model: ModelFacts) -> int:
 
 
 def most_requests(config: RolloutConfig) -> int:
-    """Requests that SGLang is told to run at once."""
-    return config.max_running_requests + (0 if _has_own_graphs(config) else SPARE_REQUESTS)
+    """Requests that SGLang is told to run at once, in each group of ranks with attention of its own."""
+    return config.requests_of_a_group + (0 if _has_own_graphs(config) else SPARE_REQUESTS)
 
 
 def _has_own_graphs(config: RolloutConfig) -> bool:
@@ -102,7 +102,9 @@ def server_arguments(config: RolloutConfig, model: ModelFacts, part: EnginePart 
     Raises:
         UserError: names a setting that this platform cannot have.
     """
-    requests = most_requests(config)
+    requests, groups = most_requests(config), config.attention_dp
+    if groups > 1 and part.count > 1:
+        raise UserError(f"attention_dp={groups} was not tried with an engine on {part.count} hosts, expected 1")
     arguments: dict[str, Any] = {
         "model_path": str(model.directory),
         "skip_tokenizer_init": True,
@@ -111,7 +113,7 @@ def server_arguments(config: RolloutConfig, model: ModelFacts, part: EnginePart 
         "dtype": config.dtype,
         "context_length": context_length(config, model) + RESERVED_TOKENS,
         "mem_fraction_static": config.mem_fraction_static,
-        "max_running_requests": requests,
+        "max_running_requests": requests * groups,  # which SGLang deals out
         "random_seed": config.seed,
         "enable_deterministic_inference": config.deterministic,
         "disable_cuda_graph": not config.cuda_graph,
@@ -128,15 +130,20 @@ def server_arguments(config: RolloutConfig, model: ModelFacts, part: EnginePart 
         arguments.pop("cuda_graph_bs_decode", None)
     if config.attention_backend is not None:
         arguments["attention_backend"] = config.attention_backend
+    if groups > 1:
+        # A group that sleeps until it is asked for something keeps those waiting that were.
+        arguments |= attention_arguments(groups) | {"sleep_on_idle": False}
     if part.count > 1:
         arguments |= {"nnodes": part.count, "node_rank": part.index}
     if model.missing:
         arguments["json_model_override_args"] = json.dumps(model.missing)
-    arguments["max_total_tokens"] = config.max_total_tokens or tokens_needed(
-        requests=config.max_running_requests,
+    needed = tokens_needed(
+        requests=config.requests_of_a_group,
         sequence_tokens=context_length(config, model),
         page_tokens=PAGE_TOKENS[platform.device_type],
     )
+    given = config.max_total_tokens
+    arguments["max_total_tokens"] = needed if given is None else -(-given // groups)
     return arguments | config.server_args
 
 

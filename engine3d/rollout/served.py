@@ -6,6 +6,9 @@ from engine3d.errors import UserError
 from engine3d.models import ModelSpec
 from engine3d.rollout.config import RolloutConfig
 
+_VOCABULARY_ROWS = 64
+"""SGLang pads the vocabulary to a multiple of it (layers/vocab_parallel_embedding.py)."""
+
 _DETERMINISTIC = ("fa3", "flashinfer", "triton")
 _DETERMINISTIC_LATENT = ("fa3", "triton")
 _DETERMINISTIC_ON_CPU = ("torch_native",)
@@ -19,10 +22,23 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
     """
     _check_architecture(spec)
     sizes, tp, ep = spec.sizes, config.tp, config.ep
-    _divides("tp", tp, "attention heads (num_attention_heads)", sizes.heads)
-    if sizes.latent is None and sizes.groups % tp and tp % sizes.groups:
+    if config.attention_dp > 1 and not sizes.experts:
         raise UserError(
-            f"rollout.engine.tp={tp}: expected a divisor or a multiple of num_key_value_heads={sizes.groups}"
+            f"rollout.engine.attention_dp={config.attention_dp}: expected 1, because {spec.family.architecture} has no "
+            "experts, for which alone it was tried"
+        )
+    attention_tp = config.attention_tp
+    if config.attention_dp > 1 < attention_tp and spec.vocab_size % (_VOCABULARY_ROWS * attention_tp):
+        raise UserError(
+            f"rollout.engine.attention_dp={config.attention_dp} with tp={tp}: expected tp, because vocab_size="
+            f"{spec.vocab_size} is no multiple of {_VOCABULARY_ROWS * attention_tp}, and SGLang fails then"
+        )
+    each = "tp" if config.attention_dp == 1 else "tp/attention_dp"
+    _divides(each, attention_tp, "attention heads (num_attention_heads)", sizes.heads)
+    if sizes.latent is None and sizes.groups % attention_tp and attention_tp % sizes.groups:
+        raise UserError(
+            f"rollout.engine.{each}={attention_tp}: expected a divisor or a multiple of "
+            f"num_key_value_heads={sizes.groups}"
         )
     if not sizes.sparse or not all(sizes.sparse):
         _divides("tp", tp, "intermediate size of a dense MLP (intermediate_size)", sizes.ffn)

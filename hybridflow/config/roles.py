@@ -141,6 +141,11 @@ class RolloutRole(Settings):
                 "lend=true without a stream, where engines on devices of models generate in turn with them anyway; "
                 "expected stream: {}, or false"
             )
+        if self.stream is not None and self.engine.attention_dp > 1:
+            raise ValueError(
+                f"engine.attention_dp={self.engine.attention_dp} with a stream, where it was not tried; expected 1, or "
+                "stream: null"
+            )
         if self.weights.rolling and self.stream is None:
             raise ValueError(
                 "weights.rolling=true without a stream, where no engine generates while weights change; expected "

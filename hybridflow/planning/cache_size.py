@@ -116,7 +116,8 @@ def cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: DeviceKin
         (lengths.held_out, trainer.eval_samples, lengths.held_out_sequence),
         *((each.prompts, each.samples, each.sequence) for each in lengths.sets),
     )
-    return max(
+    groups = recipe.rollout.engine.attention_dp
+    return groups * max(
         tokens_needed(
             requests=running_requests(recipe, prompts=prompts, samples=samples, engines=engines),
             sequence_tokens=sequence,
@@ -134,13 +135,20 @@ def teacher_cache_tokens(recipe: Recipe, lengths: Lengths, engines: int, kind: D
     if config.max_total_tokens is not None:
         return config.max_total_tokens
     samples = recipe.trainer.prompts_per_step * recipe.rollout.samples_per_prompt
-    return tokens_needed(
-        requests=min(config.max_running_requests, -(-samples // engines)),
+    return config.attention_dp * tokens_needed(
+        requests=min(config.requests_of_a_group, -(-samples // (engines * config.attention_dp))),
         sequence_tokens=lengths.sequence + 1,
         page_tokens=PAGE_TOKENS[kind],
     )
 
 
 def running_requests(recipe: Recipe, *, prompts: int, samples: int, engines: int) -> int:
-    """Requests that an engine runs at once when so many prompts, with so many samples each, are dealt to all."""
-    return min(recipe.rollout.engine.max_running_requests, -(-prompts // engines) * samples)
+    """Requests that an engine runs at once when so many prompts, with so many samples each, are dealt to all.
+
+    Where groups of its ranks have attention of their own, those of one group.
+    """
+    config = recipe.rollout.engine
+    of_an_engine = -(-prompts // engines)
+    together = of_an_engine >= config.attention_dp  # samples of a prompt are in one group where there is one for each
+    of_a_group = -(-(of_an_engine if together else of_an_engine * samples) // config.attention_dp)
+    return min(config.requests_of_a_group, of_a_group * (samples if together else 1))

@@ -42,6 +42,11 @@ def check_engine_nodes(recipe: Recipe, devices: Sequence[Device]) -> None:
             f"rollout.lend=true with engines over {hosts} nodes each, which was not tried; expected false, or engines "
             "that each fit on a node"
         )
+    if recipe.rollout.engine.attention_dp > 1 and hosts > 1:
+        raise UserError(
+            f"rollout.engine.attention_dp={recipe.rollout.engine.attention_dp} with engines over {hosts} nodes each, "
+            "which was not tried; expected 1, or engines that each fit on a node"
+        )
     stream = recipe.rollout.stream
     if stream is not None and stream.engine_restarts and hosts > 1:
         raise UserError(

@@ -374,6 +374,7 @@ def _cache_tokens(
     engine = recipe.rollout.engine
     if not serving.cache_of_a_token:
         return 0
+    most = None if most is None else -(-most // engine.attention_dp)  # of the groups of ranks with caches of their own
     if size is None:
         assert most is not None
         return most

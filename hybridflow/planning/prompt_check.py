@@ -111,11 +111,12 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
     if isinstance(train, GivenResponses):
         lengths = replace(lengths, response=max(len(each) for both in train.responses for each in both))
     given = recipe.rollout.engine.max_total_tokens
-    longest = lengths.longest_sequence + RESERVED_TOKENS
+    longest = (lengths.longest_sequence + RESERVED_TOKENS) * recipe.rollout.engine.attention_dp
     if given is not None and given < longest:
+        groups = ", for each of attention_dp" if recipe.rollout.engine.attention_dp > 1 else ""
         raise UserError(
             f"rollout.engine.max_total_tokens={given}, expected at least {longest}: the longest prompt, the longest "
-            f"response and the {RESERVED_TOKENS} that SGLang keeps; or null for as many as the requests need"
+            f"response and the {RESERVED_TOKENS} that SGLang keeps{groups}; or null for as many as the requests need"
         )
     phases = {"training": train, "held-out": evaluation, "supervised": sft}
     notes = [*overlong_notes(recipe, phases, limit), *alike_notes(phases), *file_notes(recipe, tokenizer, phases)]

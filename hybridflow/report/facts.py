@@ -72,11 +72,16 @@ def _recipe(run: RunData) -> Iterator[tuple[str, str]]:
     yield "Algorithm", _text(run.setting("algorithm.name"))
     yield "Model", _model(run)
     yield "Layout of the actor", _pairs(run.setting("train.layout"))
-    yield "Layout of an engine", _pairs({name: run.setting(f"rollout.engine.{name}") for name in ("tp", "ep")})
+    yield "Layout of an engine", _pairs(_engine(run))
     yield "Placement", _pairs({name: text for name, text in _mapping(run, "placement").items() if name != "pools"})
     yield "Pools", _pairs(run.setting("placement.pools"))
     for name, setting in _SETTINGS:
         yield name, _text(run.setting(setting))
+
+
+def _engine(run: RunData) -> dict[str, Any]:
+    sizes = {name: run.setting(f"rollout.engine.{name}") for name in ("tp", "ep", "attention_dp")}
+    return {name: size for name, size in sizes.items() if name != "attention_dp" or size != 1}
 
 
 def _model(run: RunData) -> str:

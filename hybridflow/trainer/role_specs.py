@@ -305,7 +305,8 @@ class _Specs:
     def _cache_note(self, tokens: int) -> str:
         """The size of an engine's KV cache, which is much of what an engine takes."""
         engine, sizes = self._recipe.rollout.engine, load_model_spec(self._run.model_directory).sizes
-        each = tokens * cache_of_a_token(sizes, engine.tp, getattr(torch, engine.dtype).itemsize)
+        itemsize = getattr(torch, engine.dtype).itemsize
+        each = tokens // engine.attention_dp * cache_of_a_token(sizes, engine.attention_tp, itemsize)
         said = "rollout.engine.max_total_tokens" if engine.max_total_tokens is not None else "all that a step needs"
         return f"rollout: KV cache of {tokens:,} tokens ({said}), {each / 1e9:.2f} GB of each device"
 

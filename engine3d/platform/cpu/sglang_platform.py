@@ -31,10 +31,12 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def init_backend(self) -> None:
         from sglang.srt import batch_invariant_ops
-        from sglang.srt.layers import sampler
+        from sglang.srt.distributed import parallel_state
+        from sglang.srt.layers import dp_attention, sampler
+        from sglang.srt.layers.attention import torch_native_backend
         from sglang.srt.layers.moe import fused_moe_native
         from sglang.srt.layers.rotary_embedding import factory
-        from sglang.srt.model_executor import model_runner
+        from sglang.srt.model_executor import forward_batch_info, model_runner
 
         # SGLang's weight checker waits for the device by this name, whatever the device is.
         torch.cuda.synchronize = _nothing
@@ -42,6 +44,14 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # sample, and PyTorch's operators, which give the same bits for the same batch.
         batch_invariant_ops.enable_batch_invariant_mode = _nothing
         sampler.murmur_hash32 = murmur_hash32
+        dp_attention.memcpy_triton = _copy_rows
+        parallel_state.GroupCoordinator.reduce_scatterv = _reduce_scatter
+        parallel_state.GroupCoordinator.reduce_scatter_tensor = _reduce_scatter_equal
+        parallel_state.GroupCoordinator.all_gather_into_tensor = _all_gather
+        forward_batch_info.ForwardBatch.prepare_mlp_sync_batch = _without_pinned_memory(
+            forward_batch_info.ForwardBatch.prepare_mlp_sync_batch
+        )
+        torch_native_backend.TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda _: 1
         # Its AMX kernels need weights padded to multiples of 32 on every rank; PyTorch's do not.
         model_runner.adjust_config_with_unaligned_cpu_tp = _as_it_is
         sglang_cpu_attention.install()
@@ -80,6 +90,60 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """What has nothing to do on a CPU."""
+
+
+def _copy_rows(
+    target: torch.Tensor,
+    source: torch.Tensor,
+    _dimension: int,
+    offset: torch.Tensor,
+    rows: torch.Tensor,
+    from_there: bool,
+) -> None:
+    """What SGLang's kernel of that name copies: `rows` rows, from `offset` on in the source or in the target."""
+    first, count = int(offset), int(rows)
+    if from_there:
+        target[:count] = source[first : first + count]
+    else:
+        target[first : first + count] = source[:count]
+
+
+def _reduce_scatter(
+    group: Any, whole: torch.Tensor, output: torch.Tensor | None = None, sizes: list[int] | None = None
+) -> torch.Tensor:
+    """SGLang's `GroupCoordinator.reduce_scatterv`, which is NCCL's alone."""
+    total = whole.clone()
+    torch.distributed.all_reduce(total, group=group.device_group)
+    parts = total.split(sizes if sizes is not None else len(whole) // group.world_size)
+    own = parts[group.rank_in_group]
+    return own.contiguous() if output is None else output.copy_(own)
+
+
+def _reduce_scatter_equal(group: Any, output: torch.Tensor, whole: torch.Tensor) -> None:
+    """SGLang's `GroupCoordinator.reduce_scatter_tensor`, whose operator is there for GPUs alone."""
+    _reduce_scatter(group, whole, output)
+
+
+def _all_gather(group: Any, output: torch.Tensor, own: torch.Tensor) -> None:
+    """SGLang's `GroupCoordinator.all_gather_into_tensor`, whose operator is there for GPUs alone."""
+    torch.distributed.all_gather_into_tensor(output.view(-1), own.reshape(-1), group=group.device_group)
+
+
+def _without_pinned_memory(prepare: Callable[..., None]) -> Callable[..., None]:
+    """A function of SGLang's that asks torch for pinned memory, which there is none of without a GPU."""
+    make = torch.tensor
+
+    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return make(*args, **kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        torch.tensor = unpinned
+        try:
+            prepare(*args, **kwargs)
+        finally:
+            torch.tensor = make
+
+    return run
 
 
 def _as_it_is(model_config: Any, load_config: Any, tp_size: int) -> Any:

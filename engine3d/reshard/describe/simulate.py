@@ -4,9 +4,8 @@ SGLang's own model is built on the meta device, with SGLang's own process groups
 own loader is traced. SGLang 0.5.16 cuts the dense part of a model over all tp ranks. The experts are cut over ep groups
 of tp / ep neighbouring ranks, and each expert over the ranks of its group (`moe_tp`).
 
-Data parallel attention (`enable_dp_attention`) changes the cut: attention and, as the model has it, embedding and
-output head are then cut over tp / dp ranks. SGLang's `initialize_model_parallel` takes that size too; engines with it
-are not simulated here. What SGLang decides by the machine it runs on, it decides here by this machine: on a GPU, with
+Data parallel attention (`attention_dp`) changes the cut: attention, embedding and output head are then cut over
+tp / attention_dp ranks. What SGLang decides by the machine it runs on, it decides here by this machine: on a GPU, with
 ep=1, DeepSeek-V3's shared expert is one more of its experts (`enforce_shared_experts_fusion` says so on any machine).
 """
 
@@ -32,7 +31,7 @@ from engine3d.models import missing_for_sglang
 from engine3d.reshard.describe.same_model import check_same_model
 from engine3d.reshard.describe.shards import Buffer, Holding
 from engine3d.reshard.describe.trace import LoadTrace, Tensors, trace_load
-from engine3d.sglang_source import sglang_directory
+from engine3d.sglang_source import attention_arguments, sglang_directory
 from engine3d.startup.imports import quick_imports
 
 # Of sglang.srt.distributed.parallel_state: one for each kind of process group.
@@ -50,6 +49,7 @@ def trace_engine_layout(
     ep: int,
     dtype: torch.dtype | None = None,
     server_args: Mapping[str, Any] = _NO_ARGUMENTS,
+    attention_dp: int = 1,
 ) -> list[LoadTrace]:
     """What each tp rank of an engine holds, as `trace_load` would find it inside that engine, in order of rank.
 
@@ -63,12 +63,13 @@ def trace_engine_layout(
         ep: expert parallel size, which divides tp.
         dtype: the engine's; None for what SGLang's dtype "auto" makes of the config's.
         server_args: further arguments of SGLang's that the engine has, such as enforce_shared_experts_fusion.
+        attention_dp: groups of ranks with attention of their own.
 
     Raises:
         UserError: SGLang refuses the layout, or the tensors are another model's.
     """
     pattern = _Pattern.of(hf_config, tensors, dtype)
-    traces = [pattern.trace(tp, ep, rank, server_args) for rank in range(tp)]
+    traces = [pattern.trace(tp, ep, rank, server_args, attention_dp) for rank in range(tp)]
     check_same_model(traces, {name: shape for name, (shape, _) in tensors.items()})
     return traces
 
@@ -81,9 +82,10 @@ def trace_engine(
     rank: int,
     dtype: torch.dtype | None = None,
     server_args: Mapping[str, Any] = _NO_ARGUMENTS,
+    attention_dp: int = 1,
 ) -> LoadTrace:
     """What one tp rank of an engine holds: one of `trace_engine_layout`, unchecked against the other ranks."""
-    return _Pattern.of(hf_config, tensors, dtype).trace(tp, ep, rank, server_args)
+    return _Pattern.of(hf_config, tensors, dtype).trace(tp, ep, rank, server_args, attention_dp)
 
 
 def auto_dtype(hf_config: dict[str, Any]) -> torch.dtype:
@@ -100,6 +102,7 @@ def engine_rank(
     rank: int,
     server_args: Mapping[str, Any] = _NO_ARGUMENTS,
     ropes: dict[Any, Any] | None = None,
+    attention_dp: int = 1,
 ) -> Iterator[None]:
     """Within it, SGLang's modules are built as on one rank of an engine. Not for several threads at a time.
 
@@ -110,6 +113,7 @@ def engine_rank(
         server_args: further arguments of SGLang's.
         ropes: the rotary embeddings that were built before. SGLang keeps one for all models of a process, where one
             on the meta device would be of no use to others.
+        attention_dp: groups of ranks with attention of their own.
 
     Raises:
         UserError: SGLang refuses the layout, here or when a model is built.
@@ -123,10 +127,12 @@ def engine_rank(
 
     if other := sorted(_OTHER_CUTS & server_args.keys()):
         raise UserError(
-            f"server_args.{other[0]}: engines that are cut in other ways than by tp and ep are not simulated"
+            f"server_args.{other[0]}: engines that are cut otherwise than by tp, ep and attention_dp are not simulated"
         )
     if tp < 1 or ep < 1 or tp % ep:
         raise UserError(f"engine layout tp={tp} ep={ep}: SGLang cuts an expert over tp / ep ranks: ep must divide tp")
+    if attention_dp < 1 or tp % attention_dp:
+        raise UserError(f"engine layout tp={tp} attention_dp={attention_dp}: attention_dp must divide tp")
 
     def group_of_rank(group_ranks: Sequence[Sequence[int]], *_: Any, **__: Any) -> _Group:
         return next(_Group(rank, tuple(ranks)) for ranks in group_ranks if rank in ranks)
@@ -135,18 +141,21 @@ def engine_rank(
     world = _Group(rank, tuple(range(tp)))
     with ExitStack() as stack:
         stack.enter_context(_changed(parallel_state, **(dict.fromkeys(_GROUPS) | {"_WORLD": world})))
-        stack.enter_context(_changed(dp_attention, _ATTN_DP_RANK=0, _ATTN_DP_SIZE=1))
+        stack.enter_context(
+            _changed(dp_attention, _ATTN_DP_RANK=rank // (tp // attention_dp), _ATTN_DP_SIZE=attention_dp)
+        )
         stack.enter_context(_changed(factory, _ROPE_DICT={} if ropes is None else ropes))
-        stack.enter_context(context.flags.dp.override(enabled=False))
+        stack.enter_context(context.flags.dp.override(enabled=attention_dp > 1))
         stack.enter_context(context.flags.moe.override(**vars(context.flags.moe)))
         stack.enter_context(context.resources.override(expert_location_metadata=None))
         stack.enter_context(_refusals(tp, ep))
-        initialize_moe_config(stack.enter_context(context.override_server_args(tp_size=tp, ep_size=ep, **server_args)))
+        cut = {"tp_size": tp, "ep_size": ep, **attention_arguments(attention_dp), **server_args}
+        initialize_moe_config(stack.enter_context(context.override_server_args(**cut)))
         with (
             _changed(parallel_state, init_model_parallel_group=group_of_rank),
             _changed(torch.distributed, is_initialized=lambda: True, get_world_size=lambda: tp),
         ):
-            parallel_state.initialize_model_parallel(tp, ep, backend="none")
+            parallel_state.initialize_model_parallel(tp, ep, attention_data_parallel_size=attention_dp, backend="none")
         yield
 
 
@@ -265,8 +274,8 @@ class _Pattern:
         few = {name: tensor for name, tensor in tensors.items() if (_layer_of(name) or 0) < built}
         return cls(_with_layers(hf_config, built), few, kinds, dtype or auto_dtype(hf_config), {})
 
-    def trace(self, tp: int, ep: int, rank: int, server_args: Mapping[str, Any]) -> LoadTrace:
-        with engine_rank(tp, ep, rank, server_args, self.ropes):
+    def trace(self, tp: int, ep: int, rank: int, server_args: Mapping[str, Any], attention_dp: int) -> LoadTrace:
+        with engine_rank(tp, ep, rank, server_args, self.ropes, attention_dp):
             return _for_all_layers(
                 trace_load(build_model(self.hf_config, self.dtype, "meta"), self.tensors), self.kinds
             )

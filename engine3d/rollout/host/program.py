@@ -56,7 +56,8 @@ class _Server:
         self._manager = engine.tokenizer_manager
         self._client = client
         info = engine._scheduler_init_result.scheduler_infos[0]
-        self._cache_tokens = int(info["max_total_num_tokens"])
+        self._groups = int(self._manager.server_args.dp_size)  # of ranks, with attention and a KV cache of their own
+        self._cache_tokens = int(info["max_total_num_tokens"]) * self._groups
         self._stream = ResponseStream(self._manager, client.send, self._scheduler_state, self._cache_tokens)
         self._pauses = self._keeps_cache = False  # for the transfer that was begun
         self._updating = asyncio.Lock()
@@ -143,23 +144,46 @@ class _Server:
         """`sampling` has one entry for each sample, prompt by prompt."""
         version = self._version
         order = _order(len(prompts), samples_per_prompt, self._manager.server_args.max_running_requests)
-        names = [f"{id}-{index}" for index in order]
-        request = self._engine.async_generate(
+        # A prompt is computed once in a group; too few of them for all groups are computed in each.
+        together = samples_per_prompt if len(prompts) >= self._groups else 1
+        outputs = await self._ask(
+            id,
+            [f"{id}-{index}" for index in order],
+            [index // together % self._groups for index in order],
             input_ids=[prompts[index // samples_per_prompt] for index in order],
             sampling_params=[sampling[index] for index in order],
-            rid=names,
-            return_logprob=True,
         )
-        self._generating[id] = names
-        try:
-            outputs = await request
-        finally:
-            del self._generating[id]
         found = {index: _generation(output, version) for index, output in zip(order, outputs, strict=True)}
         return [
             [found[start + sample] for sample in range(samples_per_prompt)]
             for start in range(0, len(found), samples_per_prompt)
         ]
+
+    async def _ask(self, id: int, names: list[str], groups: list[int], **of_each: list[Any]) -> list[dict[str, Any]]:
+        """SGLang's outputs of responses, in the order of `names`.
+
+        Args:
+            id: of the request that they belong to.
+            names: SGLang's of them.
+            groups: of the engine's ranks with attention of their own, the one that makes each.
+            of_each: further arguments of `async_generate`, with an entry for each response.
+        """
+        asked, places = [], []
+        for group in sorted(set(groups)):
+            own = [place for place, other in enumerate(groups) if other == group]
+            arguments: dict[str, Any] = {name: [values[place] for place in own] for name, values in of_each.items()}
+            if self._groups > 1:
+                arguments["routed_dp_rank"] = group
+            asked.append(
+                self._engine.async_generate(rid=[names[place] for place in own], return_logprob=True, **arguments)
+            )
+            places += own
+        self._generating[id] = names
+        try:
+            outputs = [output for part in await asyncio.gather(*asked) for output in part]
+        finally:
+            del self._generating[id]
+        return [output for _, output in sorted(zip(places, outputs, strict=True), key=lambda each: each[0])]
 
     async def submit(self, id: int, requests: list[ResponseRequest]) -> None:
         """Begin responses; each is told as it ends."""
@@ -176,21 +200,16 @@ class _Server:
 
     async def logprobs(self, id: int, sequences: list[list[int]], firsts: list[int], top: int) -> list[GivenLogprobs]:
         """Log-probs of given tokens: each sequence is a prompt to which nothing is generated."""
-        names = [f"{id}-{index}" for index in range(len(sequences))]
-        request = self._engine.async_generate(
+        outputs = await self._ask(
+            id,
+            [f"{id}-{index}" for index in range(len(sequences))],
+            [index % self._groups for index in range(len(sequences))],
             input_ids=sequences,
             sampling_params=[{"max_new_tokens": 0, "temperature": 1.0}] * len(sequences),
-            rid=names,
-            return_logprob=True,
             # SGLang has none of the very first token that it is asked for.
             logprob_start_len=[first - 1 for first in firsts],
-            top_logprobs_num=top,
+            top_logprobs_num=[top] * len(sequences),
         )
-        self._generating[id] = names
-        try:
-            outputs = await request
-        finally:
-            del self._generating[id]
         return [_given_logprobs(output["meta_info"]) for output in outputs]
 
     async def load_weights(self, id: int, directory: str, version: int, flush_cache: bool, under_way: UnderWay) -> None:
@@ -347,6 +366,8 @@ class _Server:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
+        if self._groups > 1:
+            await self.call_ranks(id, Call("forget_requests", {}))
 
     async def weight_checksums(self, id: int) -> list[dict[str, str]]:
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
@@ -354,7 +375,8 @@ class _Server:
         success, message, ranks, _ = await self._manager.check_weights(CheckWeightsReqInput(action="checksum"))
         if not success or ranks is None:
             raise RuntimeError(message)
-        return [rank["checksums"] for rank in ranks]
+        # Each group of ranks tells of all of them.
+        return [rank["checksums"] for rank in ranks[: len(ranks) // self._groups]]
 
     async def trace(self, id: int, directory: str, steps: int) -> None:
         from sglang.srt.managers.io_struct import ProfileReq

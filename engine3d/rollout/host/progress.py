@@ -18,6 +18,7 @@ from engine3d.run_files import RUN_DIRECTORY_VARIABLE
 PROGRESS_EVERY_S = 0.5
 """How often a host process tells its client whether the engine comes further."""
 _FORMAT = struct.Struct("<5q")
+_NAME = "batches-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ class SchedulerReporter:
     """
 
     def __init__(self, run_directory: Path, scheduler: Any) -> None:
-        self._file = os.open(_path(run_directory), os.O_WRONLY | os.O_CREAT, 0o600)
+        number = int(scheduler.ps.attn_dp_rank)
+        self._file = os.open(run_directory / f"{_NAME}{number}", os.O_WRONLY | os.O_CREAT, 0o600)
         self._scheduler = scheduler
         self._batches = self._batch_tokens = 0
 
@@ -68,18 +70,20 @@ _retracted = 0
 
 
 def scheduler_state(run_directory: Path) -> SchedulerState:
-    """The engine's scheduler after its last batch. Before the first the file is not there, or empty."""
-    try:
-        told = _path(run_directory).read_bytes()
-    except FileNotFoundError:
-        return SchedulerState()
-    return SchedulerState(*_FORMAT.unpack(told)) if told else SchedulerState()
+    """The engine's schedulers after their last batches, added up. Before the first a file is not there, or empty."""
+    told = [path.read_bytes() for path in run_directory.glob(f"{_NAME}*")]
+    states = [_FORMAT.unpack(each) for each in told if each]
+    return SchedulerState(*map(sum, zip(*states, strict=True))) if states else SchedulerState()
 
 
 def start_counting(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """After SGLang's `Scheduler.__init__`: the first rank of each host tells, since all run the same batches."""
+    """After SGLang's `Scheduler.__init__`.
+
+    The first rank of each host tells, and of each group with attention of its own: the others run the same batches.
+    """
     arguments = scheduler.server_args
-    if scheduler.tp_worker.model_runner.ps.tp_rank % (arguments.tp_size // arguments.nnodes) == 0:
+    alike = arguments.tp_size // arguments.nnodes // arguments.dp_size
+    if scheduler.tp_worker.model_runner.ps.tp_rank % alike == 0:
         scheduler.engine3d_reporter = SchedulerReporter(Path(os.environ[RUN_DIRECTORY_VARIABLE]), scheduler)
 
 
@@ -94,7 +98,3 @@ def count_retracted(result: tuple[list[Any], float, list[Any]], *args: Any, **kw
     """After SGLang's `ScheduleBatch.retract_decode`, with the requests that it took back."""
     global _retracted
     _retracted += len(result[0])
-
-
-def _path(run_directory: Path) -> Path:
-    return run_directory / "batches"

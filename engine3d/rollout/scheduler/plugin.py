@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -17,6 +18,7 @@ from urllib.parse import parse_qsl, urlsplit
 from engine3d.platform import platform
 from engine3d.platform.cpu.sglang import START_METHOD_VARIABLE
 from engine3d.rollout.host.progress import count_batch, count_retracted, start_counting
+from engine3d.rollout.scheduler import attention_groups
 from engine3d.rollout.scheduler.last_token import end_at_last_token
 from engine3d.rollout.scheduler.text_stops import end_at_text
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE, note_version
@@ -71,6 +73,7 @@ def _hook_start() -> None:
     HookRegistry.register(environment, _meet, HookType.AROUND)
     for name in ("managers.load_snapshot.shm_path_for", "utils.stale_shm_cleanup.make_shm_name"):
         HookRegistry.register(f"sglang.srt.{name}", _name_segment, HookType.AROUND)
+    attention_groups.register()
     if START_METHOD_VARIABLE in os.environ:
         HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _set_start_method, HookType.AFTER)
 
@@ -174,6 +177,11 @@ def _add_answer(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     rank = scheduler.tp_worker.model_runner.engine3d_rank
     rank.attach(scheduler)
     setattr(scheduler, ANSWER_METHOD, rank.answer)
+    if rank.rank > 0 and scheduler.ipc_channels.recv_from_rpc is not None:
+        # Of groups with attention of their own each first rank is connected. One of them would get a call, by turns,
+        # from where it reaches nobody, and all would answer. From the first rank of all it reaches all.
+        scheduler.ipc_channels.recv_from_rpc.close(linger=0)
+        scheduler.ipc_channels = replace(scheduler.ipc_channels, recv_from_rpc=None)
 
 
 def _name_segment(name: Callable[[str], str], kind: str) -> str:

@@ -250,6 +250,13 @@ class EngineRank:
             self._participant.run(version)
         return taken
 
+    def forget_requests(self) -> None:
+        """The memory of the KV cache is there again, with whatever: let no row of the table of requests point anywhere.
+
+        A group of ranks that has nothing to do computes attention for rows that are nobody's, where others have to.
+        """
+        self._scheduler.req_to_token_pool.req_to_token.zero_()
+
     def restore(self) -> None:
         """The memory of released weights is there again: write what no transfer does, the zeros of padding."""
         trace = self._traced()

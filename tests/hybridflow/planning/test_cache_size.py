@@ -35,6 +35,9 @@ def needed(requests: int, sequence_tokens: int, page_tokens: int = 1) -> int:
         (["rollout.engine.max_running_requests=100"], 1, needed(100, 32)),
         (["trainer.prompts_per_step=2"], 1, needed(40, 42)),  # ten held-out prompts, four samples each
         (["rollout.engine.max_total_tokens=5000"], 1, 5000),
+        (["rollout.engine={tp: 4, attention_dp: 4}"], 2, 4 * needed(64, 32)),  # eight prompts for each group
+        (["rollout.engine={tp: 4, attention_dp: 4}", "trainer.prompts_per_step=3"], 1, 4 * needed(12, 42)),
+        (["rollout.engine={tp: 4, attention_dp: 4, max_running_requests: 100}"], 1, 4 * needed(25, 32)),
         ([*STREAM, "rollout.engine.max_running_requests=4096"], 1, needed((3 * 64 + 16) * 8, 32)),
         ([*STREAM, "rollout.engine.max_running_requests=100"], 1, needed(100, 32)),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.planning import memory_estimate
 from hybridflow.planning.cache_size import Lengths, cache_tokens
-from hybridflow.planning.memory_ledger import Ledger
+from hybridflow.planning.memory_ledger import GpuMemory, Ledger
 from hybridflow.planning.memory_report import recipe_ledger, recipe_specs
 from hybridflow.planning.placement_check import planned_devices
 from hybridflow.planning.prompt_check import check_prompts
@@ -72,6 +72,20 @@ def test_the_large_recipe_holds_what_can_be_counted_by_hand() -> None:
     kept = phases["update of actor"].items["activations"]
     assert kept == 16384 * L * H * 2  # the input of every layer
     ledger.check()
+
+
+def test_a_group_with_attention_of_its_own_has_the_cache_of_its_requests() -> None:
+    def rollout_of(*overrides: str) -> tuple[GpuMemory, Mapping[str, int]]:
+        (gpu,) = _ledger("qwen3-30b-a3b-4xh200.yaml", *LEAST, *overrides).gpus
+        return gpu, {phase.name: phase for phase in gpu.phases}["rollout"].items
+
+    (cut, cut_items), (own, own_items) = rollout_of(), rollout_of("rollout.engine.attention_dp=4")
+    # A quarter of the tokens, with the keys of all four groups of heads.
+    assert own_items == cut_items
+    assert own.cache_tokens == cut.cache_tokens / 4
+    # Queries and keys of all groups of heads, which the trainer has group by group; else the trainer's memory.
+    assert own.always["engine weights"] == 2 * L * H * (HEADS + 2 * GROUPS) * D
+    assert own.always["engine workspace"] < cut.always["engine workspace"] - 2 * V * 4 * 700  # of fewer logits
 
 
 def test_a_cache_that_holds_few_of_the_requests_is_told() -> None:

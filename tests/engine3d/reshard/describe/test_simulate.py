@@ -15,6 +15,7 @@ from engine3d.platform.cpu import sglang as sglang_cpu
 from engine3d.reshard.describe import simulate
 from engine3d.reshard.describe.simulate import auto_dtype, build_model, engine_rank, trace_engine, trace_engine_layout
 from engine3d.reshard.describe.trace import LoadTrace, trace_load
+from engine3d.sglang_source import attention_arguments
 from tests.support.sglang_models import CASES, MODELS, hf_tensors
 from tests.support.tiny_families import CONFIGS
 
@@ -55,7 +56,9 @@ def test_few_layers_repeated_are_the_whole_model(name: str, tp: int, ep: int) ->
         assert trace.tensors == ()
 
 
-def real_rank(config: dict[str, Any], tp: int, ep: int, rank: int, rendezvous: Path, traces: Any) -> None:
+def real_rank(
+    config: dict[str, Any], tp: int, ep: int, attention_dp: int, rank: int, rendezvous: Path, traces: Any
+) -> None:
     """One rank as SGLang's own model runner sets it up, with processes and gloo."""
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.dp_attention import initialize_dp_attention
@@ -64,12 +67,14 @@ def real_rank(config: dict[str, Any], tp: int, ep: int, rank: int, rendezvous: P
 
     torch.set_num_threads(1)
     server_args = ServerArgs(model_path="dummy", tp_size=tp, ep_size=ep, device="cpu")
+    for name, value in attention_arguments(attention_dp).items():
+        setattr(server_args, name, value)
     get_context().set_server_args(server_args)
     parallel_state.set_custom_all_reduce(False)
     parallel_state.init_distributed_environment(
         backend="gloo", world_size=tp, rank=rank, local_rank=rank, distributed_init_method=f"file://{rendezvous}"
     )
-    parallel_state.initialize_model_parallel(tp, ep)
+    parallel_state.initialize_model_parallel(tp, ep, attention_data_parallel_size=attention_dp)
     model_config = type("ModelConfig", (), {"hf_config": None, "hidden_size": 32, "dtype": torch.bfloat16})
     initialize_dp_attention(server_args, model_config)  # type: ignore[arg-type]
     trace = trace_load(build_model(config, torch.bfloat16, "cpu"), hf_tensors(config))
@@ -78,11 +83,15 @@ def real_rank(config: dict[str, Any], tp: int, ep: int, rank: int, rendezvous: P
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-def test_process_groups_of_sglang_give_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "attention_dp"), [("qwen3_moe", 1), ("deepseek_v3", 1), ("qwen3_moe", 2), ("deepseek_v3", 4)]
+)
+def test_process_groups_of_sglang_give_the_same(
+    name: str, attention_dp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tp, ep = 4, 2
     tensors = hf_tensors(MODELS[name])
-    simulated = trace_engine_layout(MODELS[name], tensors, tp, ep, torch.bfloat16)
+    simulated = trace_engine_layout(MODELS[name], tensors, tp, ep, torch.bfloat16, attention_dp=attention_dp)
     for variable, value in sglang_cpu.environment(1).items():
         monkeypatch.setenv(variable, value)
     # Forked, since SGLang takes a quarter of a minute to import.
@@ -90,7 +99,9 @@ def test_process_groups_of_sglang_give_the_same(name: str, tmp_path: Path, monke
     traces = forking.Queue()
     rendezvous = tmp_path / "rendezvous"
     ranks = [
-        forking.Process(target=real_rank, args=(MODELS[name], tp, ep, rank, rendezvous, traces), daemon=True)
+        forking.Process(
+            target=real_rank, args=(MODELS[name], tp, ep, attention_dp, rank, rendezvous, traces), daemon=True
+        )
         for rank in range(tp)
     ]
     for process in ranks:

@@ -1,0 +1,170 @@
+"""Engines whose ranks are groups with attention and a KV cache of their own generate what one rank generates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from engine3d.errors import UserError
+from engine3d.models import load_model_spec
+from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
+from engine3d.rollout.launch import read_model, server_arguments
+from engine3d.rollout.part import EnginePart
+from engine3d.rollout.served import check_served
+from tests.engine3d.rollout.test_engine import reference_logprobs
+from tests.support import tiny_families
+from tests.support.listening import listeners
+from tests.support.tiny_rollout import TINY_ROLLOUT
+from tests.support.trainer_ranks import trainer_ranks
+from tests.support.transfers import connect, differences, places, started
+from tests.support.warm import warm_starts
+
+PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12], [5, 5]]
+GREEDY = SamplingConfig(temperature=0, max_new_tokens=12)
+GROUPS = RolloutConfig.model_validate(
+    TINY_ROLLOUT.model_dump()
+    | {"token_versions": False, "tp": 2, "ep": 2, "attention_dp": 2, "memory_saver": True, "fused_sampling": True}
+    | {"server_args": {"chunked_prefill_size": 128}}
+)
+
+
+@pytest.fixture(scope="module")
+def grouped(tiny_model_dirs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
+    """Two ranks that are a group each, with other weights than the first tiny model's."""
+    log = tmp_path_factory.mktemp("grouped") / "log"
+    with started([RolloutEngine(tiny_model_dirs[1], GROUPS, log_path=log)], afresh=True) as [engine]:
+        yield engine
+
+
+@pytest.mark.processes
+def test_groups_generate_what_one_rank_generates(
+    engine: RolloutEngine, grouped: RolloutEngine, tiny_model_dirs: tuple[Path, Path]
+) -> None:
+    grouped.load_weights(tiny_model_dirs[0], version=1)
+    for prompts in (PROMPTS, PROMPTS[:1]):  # one alone leaves a group with nothing to do
+        expected = [group[0] for group in engine.generate(prompts, GREEDY)]
+        found = [group[0] for group in grouped.generate(prompts, GREEDY)]
+        for one, other in zip(expected, found, strict=True):
+            assert other.token_ids == one.token_ids
+            assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)
+    sampling = SamplingConfig(temperature=0.7, max_new_tokens=12)
+    for prompt, group in zip(PROMPTS, grouped.generate(PROMPTS, sampling, samples_per_prompt=3), strict=True):
+        assert len({tuple(each.token_ids) for each in group}) == 3
+        for each in group:
+            of_all = reference_logprobs(tiny_model_dirs[0], prompt, each.token_ids, sampling.temperature)
+            chosen = of_all.gather(1, torch.tensor(each.token_ids)[:, None])[:, 0]
+            assert each.logprobs == pytest.approx(chosen.tolist(), abs=1e-3)
+    sequences = [[3, 4, 5, 6], [7, 8, 9], [5, 6, 7]]
+    for one, other in zip(*(each.logprobs(sequences, [1] * 3) for each in (engine, grouped)), strict=True):
+        assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)
+
+
+@pytest.mark.processes
+def test_both_groups_have_requests_and_a_prompt_is_in_one_of_them(grouped: RolloutEngine) -> None:
+    assert grouped.log_path is not None
+    before = grouped.log_path.stat().st_size
+    prompts = [[3 + number, *range(40, 63)] for number in range(6)]
+    grouped.generate(prompts, SamplingConfig(max_new_tokens=4), samples_per_prompt=4)
+    said = grouped.log_path.read_text()[before:]
+    for group in range(2):
+        batches = [line for line in said.splitlines() if f"DP{group} " in line and "Prefill batch" in line]
+        computed = sum(int(line.split("#new-token: ")[1].split(",")[0]) for line in batches)
+        assert 3 * 24 <= computed < 2 * 3 * 24  # three of the prompts, computed once
+    assert len(grouped.weight_checksums()) == 2
+    # Room for all requests at once, of which each group has its half.
+    assert f"max_running_requests={GROUPS.max_running_requests // 2 + 1}" in grouped.log_path.read_text()
+
+
+@pytest.mark.processes
+def test_weights_of_a_trainer_come_bit_for_bit(
+    grouped: RolloutEngine, tiny_model_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    layouts: list[dict[str, int]] = [{"ep": 2}, {"tp": 2}]
+    with trainer_ranks(tiny_model_dirs[0], 2, tmp_path) as trainer:
+        for number, sizes in enumerate(layouts, 1):
+            sources = trainer.call("build", places("here", 0, 1), sizes=sizes)
+            connected = connect(trainer, [grouped], sources, [places("here", 8, 9)], tiny_model_dirs[0])
+            trainer.call("change", seed=number)
+            export = tmp_path / f"export-{number}"
+            trainer.call("export", directory=export)
+            assert differences([grouped], export)
+            connected.transfer(10 * number)
+            assert differences([grouped], export) == [], sizes
+            assert grouped.generate(PROMPTS, GREEDY)[0][0].weight_version == 10 * number
+
+
+@pytest.mark.processes
+def test_nobody_else_reaches_its_processes(grouped: RolloutEngine) -> None:
+    assert grouped._host is not None
+    found = listeners(grouped._host.pid)
+    # Ranks have gloo's, as those of any engine; what takes requests and calls is in the engine's directory.
+    assert found and all("scheduler" in each.process and each.only_this_host for each in found)
+
+
+@pytest.mark.processes
+def test_memory_is_given_back_and_taken_again(grouped: RolloutEngine) -> None:
+    before = grouped.generate(PROMPTS, GREEDY)
+    grouped.release_memory()
+    grouped.restore_memory()  # with whatever was there in its place
+    again = grouped.generate(PROMPTS[:1], GREEDY) + grouped.generate(PROMPTS[1:], GREEDY)
+    assert [group[0].token_ids for group in again] == [group[0].token_ids for group in before]
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_latents_are_in_one_group_and_dense_layers_are_cut_over_all(tmp_path: Path) -> None:
+    tiny_families.make("deepseek_v3", tmp_path / "model")
+    alone = RolloutConfig.model_validate(GROUPS.model_dump() | {"tp": 1, "ep": 1, "attention_dp": 1})
+    found = []
+    with warm_starts():
+        for config in (alone, GROUPS):
+            with RolloutEngine(tmp_path / "model", config) as engine:
+                found.append([group[0].token_ids for group in engine.generate(PROMPTS, GREEDY)])
+    assert found[0] == found[1]
+
+
+def test_sglang_deals_out_what_an_engine_has(tiny_model_dirs: tuple[Path, Path]) -> None:
+    model = read_model(tiny_model_dirs[0], weights_needed=True)
+    config = GROUPS.model_copy(update={"max_running_requests": 65, "max_total_tokens": 1001})
+    found = server_arguments(config, model)
+    assert (found["dp_size"], found["max_running_requests"], found["max_total_tokens"]) == (2, 2 * (33 + 1), 501)
+    assert found["enable_dp_attention"] is found["enable_dp_lm_head"] is True
+    with pytest.raises(UserError, match="attention_dp=2 was not tried with an engine on 2 hosts"):
+        server_arguments(config, model, EnginePart(0, 2, "tcp://127.0.0.1:1"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"tp": 4, "attention_dp": 3}, "attention_dp is 3 and must divide tp, which is 4"),
+        ({"tp": 4, "ep": 2, "attention_dp": 2}, "ep and attention_dp are both 2, and tp is 4: SGLang fails there"),
+        ({"tp": 2, "attention_dp": 2, "deterministic": True}, "attention_dp=2 was not tried with deterministic=true"),
+        ({"tp": 2, "attention_dp": 2, "memory_saver": True, "release_weights": True}, "not tried with release_weights"),
+        ({"tp": 2, "attention_dp": 2, "token_versions": True}, "attention_dp=2 was not tried with token_versions=true"),
+    ],
+)
+def test_what_was_not_tried_is_refused(settings: dict[str, int], line: str) -> None:
+    with pytest.raises(ValidationError, match=line):
+        RolloutConfig.model_validate(settings)
+
+
+def test_models_with_which_sglang_fails_are_refused(tmp_path: Path) -> None:
+    for name, config, line in (
+        (
+            "llama",
+            RolloutConfig(tp=2, attention_dp=2),
+            "attention_dp=2: expected 1, because LlamaForCausalLM has no exper",
+        ),
+        (
+            "deepseek_v3",
+            RolloutConfig(tp=4, ep=4, attention_dp=2),
+            "attention_dp=2 with tp=4: expected tp, because vocab_size=97 is no multiple of 128",
+        ),
+    ):
+        tiny_families.make(name, tmp_path / name)
+        with pytest.raises(UserError, match=line):
+            check_served(load_model_spec(tmp_path / name), config)
