@@ -302,7 +302,7 @@ def _gpu(
             working = _at_work(at_work) if at_work.peak >= staged else {"optimizer": staged}
             items = kept | in_turn[role] | gradients | working
             phases.append(Phase(f"update of {role}", items, advice("update", at_work)))
-    return GpuMemory((), always, tuple(phases), tokens)
+    return GpuMemory((), always, tuple(phases), tokens * recipe.rollout.engine.attention_dp)
 
 
 def _engine_workspace(recipe: Recipe, spec: ModelSpec, *, on_gpu: bool) -> int:

