@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
 
 from engine3d.platform import platform
 from engine3d.platform.cpu.sampling import draw_tokens
+from tests.support.interpreted import run_interpreted
 
 LARGEST = float(np.nextafter(1.0, 0.0))
 SIZES = [(1, 1), (5, 7), (3, 4096), (4, 4097), (3, 9000)]
@@ -89,11 +86,13 @@ def like_pytorch(device: str) -> None:
     assert [len(each) for each in none] == [0, 0]
 
 
-def _interpret() -> None:
-    like_pytorch("cpu")
+@pytest.mark.processes
+def test_the_kernel_interpreted() -> None:
+    run_interpreted(like_pytorch)
 
 
-def _compile() -> None:
+@pytest.mark.skipif(platform.gpus > 0, reason="the test below runs the kernel on the GPU")
+def test_the_kernel_compiles_for_a_gpu() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -114,17 +113,6 @@ def _compile() -> None:
         # What some threads of a program write is there for the others.
         assert ptx.index("st.global") < ptx.index("bar.sync", ptx.index("st.global"))
         assert ".local" not in ptx  # no register is spilled
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(platform.gpus > 0, reason="the test below runs the kernel on the GPU")
-@pytest.mark.parametrize(("function", "interpret"), [("_interpret", "1"), ("_compile", "0")])
-def test_the_kernel_without_a_gpu(function: str, interpret: str) -> None:
-    """Interpreted it draws what PyTorch's operators draw, and it compiles for sm_90."""
-    code = f"from {__name__} import {function}; {function}()"
-    environment = os.environ | {"TRITON_INTERPRET": interpret, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu
