@@ -255,6 +255,8 @@ _ANYWHERE = {
     "max_model_len": _is("rollout.engine.context_length"),
     "gpu_memory_utilization": _is("rollout.engine.mem_fraction_static"),
     "sglang_mem_fraction_static": _is("rollout.engine.mem_fraction_static"),
+    "sglang_dp_size": _is("rollout.engine.attention_dp"),
+    "sglang_enable_dp_attention": _is("rollout.engine.attention_dp", note="how many groups of ranks"),
     "max_num_seqs": _is("rollout.engine.max_running_requests"),
     "enforce_eager": _is("rollout.engine.cuda_graph", note="false is eager"),
     "free_cache_engine": _is("rollout.engine.memory_saver"),
