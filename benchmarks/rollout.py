@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", required=True, help="a name in benchmarks/models, or a directory with a config.json")
     parser.add_argument("--layers", type=int, help="of the model, where not all of them are wanted")
     parser.add_argument("--rollout", default="tp=1", help="sizes of the engines, such as tp=4,ep=4,engines=1")
-    parser.add_argument("--attention-dp", type=int, default=1, help="rollout.engine.attention_dp, of our engines")
+    parser.add_argument("--attention-dp", type=int, default=1, help="rollout.engine.attention_dp, of SGLang alone too")
     parser.add_argument("--requests", type=int, default=512, help="of all engines together")
     parser.add_argument("--input", type=int, default=256, help="tokens of each prompt")
     parser.add_argument("--output", type=int, default=512, help="tokens of each response")

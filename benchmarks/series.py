@@ -115,7 +115,7 @@ def run(series: Sequence[Measurement], out: Path, scratch: Path, within_s: float
     for each in series:
         needed = made.get(each.needs) if each.needs is not None else None
         left_s = deadline - time.monotonic()
-        if needed is not None and needed["exit_code"]:
+        if needed is not None and needed["exit_code"] != 0:
             made[each.name] = {"exit_code": None, "why": f"{each.needs} has not ended well"}
         elif left_s < _LEAST * each.limit_s:
             made[each.name] = {"exit_code": None, "why": f"{max(0.0, left_s):.0f} s were left of {each.limit_s:g}"}

@@ -16,6 +16,14 @@ RESERVED_TOKENS = 8
 SPARE_REQUESTS = 1
 
 
+def samples_together(prompts: int, samples: int, groups: int) -> int:
+    """Samples of a prompt that one group of an engine's ranks draws, which computes the prompt once for them.
+
+    All of them where there is a prompt for each group; one by one they are dealt out where there is not.
+    """
+    return samples if prompts >= groups else 1
+
+
 def tokens_needed(*, requests: int, sequence_tokens: int, page_tokens: int) -> int:
     """Tokens of a cache in which so many requests run at once.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
+from engine3d.rollout.cache import PAGE_TOKENS, samples_together, tokens_needed
 from hybridflow.cluster.devices.device_map import DeviceKind
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.packed_prompts import PackedPrompts
@@ -149,6 +149,6 @@ def running_requests(recipe: Recipe, *, prompts: int, samples: int, engines: int
     """
     config = recipe.rollout.engine
     of_an_engine = -(-prompts // engines)
-    together = of_an_engine >= config.attention_dp  # samples of a prompt are in one group where there is one for each
-    of_a_group = -(-(of_an_engine if together else of_an_engine * samples) // config.attention_dp)
-    return min(config.requests_of_a_group, of_a_group * (samples if together else 1))
+    together = samples_together(of_an_engine, samples, config.attention_dp)
+    shares = -(-of_an_engine * samples // (together * config.attention_dp))
+    return min(config.requests_of_a_group, shares * together)

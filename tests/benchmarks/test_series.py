@@ -53,11 +53,12 @@ def test_one_that_takes_too_long_is_ended_with_all_that_it_started_and_others_go
             "limit_s": 1,
         },
         {"name": "after", "command": "true", "limit_s": 20, "needs": "slow"},
+        {"name": "last", "command": "true", "limit_s": 20, "needs": "after"},
         {"name": "fails", "command": "exit 3", "limit_s": 20},
         {"name": "other", "command": "true", "limit_s": 20},
     )
     code, found = run(path, tmp_path / "out")
-    assert (code, [each["exit_code"] for each in found.values()]) == (1, [124, None, 3, 0])
+    assert (code, [each["exit_code"] for each in found.values()]) == (1, [124, None, None, 3, 0])
     assert found["after"]["why"] == "slow has not ended well"
     assert (tmp_path / "out/slow/stdout").read_text() == "ended\n"
     pid = int((tmp_path / "out/slow/pid").read_text())

@@ -215,8 +215,7 @@ def test_a_run_that_loses_a_part_says_so_in_one_line_and_is_gone(run: Run, case:
 def test_what_a_run_fails_of_is_kept_before_it_is_said(run: Run) -> None:
     run.wait_until(has(RANK))
     run.part(GCS).kill()
-    while not run.lines():
-        time.sleep(0.001)
+    run.wait_until(lambda run: bool(run.lines()), 60)
     run.driver.kill()  # as Ray does to a driver without a raylet, at a moment of its own
     run.end(60)
     failure = read_failure(run.directory / "run")

@@ -21,6 +21,7 @@ from typing import Any
 from engine3d.errors import EngineError
 from engine3d.platform import platform
 from engine3d.rollout import moe_configs
+from engine3d.rollout.cache import samples_together
 from engine3d.rollout.host.client_connection import ClientConnection
 from engine3d.rollout.host.log import log_answered
 from engine3d.rollout.host.member import end_engine, serve_member
@@ -144,8 +145,7 @@ class _Server:
         """`sampling` has one entry for each sample, prompt by prompt."""
         version = self._version
         order = _order(len(prompts), samples_per_prompt, self._manager.server_args.max_running_requests)
-        # A prompt is computed once in a group; too few of them for all groups are computed in each.
-        together = samples_per_prompt if len(prompts) >= self._groups else 1
+        together = samples_together(len(prompts), samples_per_prompt, self._groups)
         outputs = await self._ask(
             id,
             [f"{id}-{index}" for index in order],
