@@ -214,9 +214,9 @@ def test_a_hang_is_killed_in_time_with_its_children_and_the_next_call_works(tmp_
         started = time.monotonic()
         with pytest.raises(UserError, match="did not return the rewards of 3 samples within 1 s and was killed"):
             rewards.evaluate(TEXTS, PROMPTS, ANSWERS)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
         for pid in process_ids(marker):
-            wait_until(lambda pid=pid: gone(pid), 5, f"process {pid} has ended")  # type: ignore[misc]
+            wait_until(lambda pid=pid: gone(pid), 30, f"process {pid} has ended")  # type: ignore[misc]
         (tmp_path / "my_rewards.py").write_text("def reward(texts): return [len(t) for t in texts]")
         assert rewards.evaluate(TEXTS, PROMPTS, ANSWERS).total.tolist() == [1.0, 2.0, 3.0]
 
@@ -243,7 +243,7 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path, hang: str) ->
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait(timeout=10)
-    wait_until(lambda: all(map(gone, pids)), 5, "the reward process and its child have ended")
+    wait_until(lambda: all(map(gone, pids)), 30, "the reward process and its child have ended")
 
 
 def test_close_leaves_no_process(tmp_path: Path) -> None:

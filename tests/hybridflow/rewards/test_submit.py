@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parent
 def reward(texts):
     started = time.monotonic()
     (FOLDER / f"{os.getpid()}.started").touch()
-    while len(list(FOLDER.glob("*.started"))) < 2 and time.monotonic() < started + 5: time.sleep(0.01)
+    while len(list(FOLDER.glob("*.started"))) < 2 and time.monotonic() < started + 20: time.sleep(0.01)
     (FOLDER / f"{os.getpid()}.interval").write_text(f"{started} {time.monotonic()}")
     return [os.getpid()] * len(texts)
 """
@@ -135,8 +135,8 @@ def test_close_leaves_nothing_of_a_call_that_hangs(tmp_path: Path) -> None:
     started = time.monotonic()
     rewards.close()
     assert pending.done()
-    assert time.monotonic() - started < 5
-    wait_until(lambda: all(map(gone, pids)), 5, "the reward process and its child have ended")
+    assert time.monotonic() - started < 30
+    wait_until(lambda: all(map(gone, pids)), 30, "the reward process and its child have ended")
     assert threading.active_count() == threads
     with pytest.raises(RuntimeError, match="closed before"):
         pending.result()
@@ -155,7 +155,7 @@ def test_close_while_a_function_is_imported_leaves_nothing(tmp_path: Path) -> No
     rewards.submit(["a", "b"], ["", ""], ["", ""])
     pids = process_ids(marker)
     rewards.close()
-    wait_until(lambda: all(map(gone, pids)), 5, "the reward process and its child have ended")
+    wait_until(lambda: all(map(gone, pids)), 30, "the reward process and its child have ended")
 
 
 def test_a_process_that_was_killed_does_not_start_before_it_is_closed(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_close_ends_a_process_that_left_the_group(tmp_path: Path) -> None:
     worker, daemon = process_ids(marker)
     started = time.monotonic()
     rewards.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert gone(worker) and gone(daemon)
 
 
@@ -205,6 +205,6 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
             with pytest.raises(KeyboardInterrupt):
                 rewards.evaluate(["a"], [""], [""])
             thread.join()
-            wait_until(lambda: all(map(gone, process_ids(marker))), 5, "the reward process and its child have ended")
+            wait_until(lambda: all(map(gone, process_ids(marker))), 30, "the reward process and its child have ended")
     finally:
         signal.signal(signal.SIGINT, before)

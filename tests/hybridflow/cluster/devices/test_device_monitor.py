@@ -210,7 +210,7 @@ def test_a_sampler_that_hangs_holds_nobody_up(tmp_path: Path, bundles: tuple[Bun
         began = time.monotonic()
         for _ in range(40):  # only the first waits
             assert monitor.collect() == {}
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         sampler.resume()
         collected(monitor)
         sampler.suspend()

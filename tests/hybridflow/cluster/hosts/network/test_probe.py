@@ -109,7 +109,7 @@ def test_nobody_there_somebody_silent_and_somebody_else() -> None:
 
     began = time.monotonic()
     refused, silent, right, other = asyncio.run(work())
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert refused.why == "Connection refused"
     assert silent.why == "no answer within 1 s"
     assert right.why is None
@@ -126,7 +126,7 @@ def test_all_that_is_silent_ends_in_time() -> None:
 
     began = time.monotonic()
     probes = asyncio.run(work())
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20
     assert Counter(probe.why for probe in probes) == {
         "no answer within 1 s": AT_ONCE,
         "not tried within 1 s": 3 * AT_ONCE - 1 - AT_ONCE,
