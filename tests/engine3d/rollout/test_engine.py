@@ -198,17 +198,20 @@ def test_a_load_that_fails_half_way_is_healed_by_a_whole_one(
 def test_a_batch_may_take_longer_than_the_limit_as_long_as_it_comes_further(engine: RolloutEngine) -> None:
     results: list[list[list[Generation]]] = []
     long = SamplingConfig(max_new_tokens=60, ignore_eos=True)
-    worker = threading.Thread(target=lambda: results.append(engine.generate([[5]] * 200, long, timeout_s=3)))
-    before = time.monotonic()
+    worker = threading.Thread(target=lambda: results.append(engine.generate([[5]] * 400, long, timeout_s=4)))
+    host, before = engine._host, time.monotonic()
+    assert host is not None
     worker.start()
     for _ in range(3):
-        time.sleep(0.2)
+        told, end = host._progress_at, time.monotonic() + 30
+        while host._progress_at == told and time.monotonic() < end:
+            time.sleep(0.05)
         engine.pause()
-        time.sleep(1.2)
+        time.sleep(1.8)
         engine.resume()
     worker.join(60)
-    assert time.monotonic() - before > 3
-    assert [len(group[0].token_ids) for group in results[0]] == [60] * 200
+    assert time.monotonic() - before > 4
+    assert [len(group[0].token_ids) for group in results[0]] == [60] * 400
 
 
 def test_a_batch_that_comes_no_further_is_given_up(engine: RolloutEngine) -> None:
