@@ -30,13 +30,16 @@ class WarmupConfig(Settings):
 
 class ProfileConfig(Settings):
     """Which updates write a trace of what they spend their time on: `profile/step-N-ROLE.json.gz` in the run's
-    directory, by the first rank of every role that learns."""
+    directory, by the first rank of every role that learns. And which rollouts."""
 
     steps: tuple[Annotated[int, Field(ge=1)], ...]
     """The trainer's steps, from 1, whose first update is traced."""
     micro_batches: int = Field(2, ge=1)
     """How many of its micro-batches, forward and backward: from the second on, or from the first if there are no
     more."""
+    rollout_steps: int = Field(0, ge=0)
+    """How many steps of the first engine are traced too, from the beginning of the trainer's step on: of prefill or
+    decode, each of all requests that run. Every rank of it writes a trace into `profile/step-N-rollout/`."""
 
     @model_validator(mode="after")
     def _some_step(self) -> ProfileConfig:

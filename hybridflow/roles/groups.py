@@ -91,6 +91,7 @@ class RolloutGroup(_TransferCalls, WorkerGroup):
     start = RolloutWorker.start
     restart = RolloutWorker.restart
     generate = RolloutWorker.generate
+    trace = RolloutWorker.trace
     give_back = RolloutWorker.give_back
     take_back = RolloutWorker.take_back
     take_turn = RolloutWorker.take_turn

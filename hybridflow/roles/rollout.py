@@ -173,6 +173,21 @@ class RolloutWorker:
             times=[(began, time.time())] * len(rows),
         )
 
+    @register(ONE_TO_ALL)
+    @on_first_host(cast("str | None", None))
+    def trace(self, directory: Path, *, steps: int) -> str | None:
+        """Have the first engine trace its next steps; see `RolloutEngine.trace`.
+
+        Returns why there will be no trace; None if all is well, and of other engines.
+        """
+        if self._number:
+            return None
+        try:
+            self._engine.trace(directory, steps)
+        except EngineError as error:
+            return str(error)
+        return None
+
     @register(ONE_TO_ALL, exclusive=True)
     @on_first_host(None)
     def give_back(self) -> None:

@@ -103,6 +103,10 @@ class Run:
         """Of the trace of a role's update, where `trainer.profile` asks for one."""
         return self.directory / "profile" / f"step-{step}-{role}.json.gz"
 
+    def rollout_trace_directory(self, step: int) -> Path:
+        """Of the traces of the first engine's ranks, where `trainer.profile` asks for some."""
+        return self.directory / "profile" / f"step-{step}-rollout"
+
 
 @dataclass(frozen=True)
 class OpenRun:

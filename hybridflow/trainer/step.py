@@ -52,6 +52,7 @@ from hybridflow.trainer.sample_store import LearnedSamples
 from hybridflow.trainer.sample_texts import sample_texts
 from hybridflow.trainer.source_figures import SourceFigures
 from hybridflow.trainer.step_figures import Scores, rollout_metrics
+from hybridflow.trainer.step_traces import trace_rollout, trace_updates
 from hybridflow.trainer.weight_sync import NoEngines, WeightSync
 from hybridflow.workers.future import Future
 
@@ -213,6 +214,9 @@ class TrainerStep(Step[Any]):
         With `trainer.max_staleness` those of the policy before it, and the engines go on with the next step's prompts.
         """
         self.machinery.phases.enter("rollout")
+        if not self._rollouts:
+            machinery = self.machinery
+            trace_rollout(machinery.recipe.trainer.profile, self.number, machinery.run, machinery.roles)
         rollout, serving = self.machinery.lookahead.rollout(draw, self.number), self.version - 1
         self._rollouts.append(rollout)
         batch = rollout.batch
@@ -480,7 +484,9 @@ class TrainerStep(Step[Any]):
         mini_batches = [_weighted(each, config, limit) for each in parts]
         mini_batches *= trainer.epochs
         made = {n: each for n, each in enumerate(mini_batches) if not critics_only and of_actor.has_weight(each)}
-        self._trace(*critics, *(["actor"] if made else []))
+        trace_updates(
+            trainer.profile, self.number, [*critics, *(["actor"] if made else [])], machinery.run, machinery.roles
+        )
         calls: dict[str, list[Future[list[Update]]]] = {role: [] for role in (*critics, "actor")}
         with Timer(self.values, metrics.TRAIN_UPDATE_TIME):
             # One model after another: where they share devices, each has one turn.
@@ -497,16 +503,6 @@ class TrainerStep(Step[Any]):
         for role, updates in results.items():
             self.values |= update_metrics(updates, NAMES[critics[role]])
         self._control(len(batch))
-
-    def _trace(self, *roles: str) -> None:
-        """Have the next update of each role traced, if `trainer.profile` names this step."""
-        settings = self.machinery.recipe.trainer.profile
-        if settings is None or self.number not in settings.steps:
-            return
-        for role in roles:
-            path = self.machinery.run.trace_path(self.number, role)
-            group = self.machinery.roles.learning[role]
-            group.trace_next_update(path, micro_batches=settings.micro_batches).result()
 
     def _update_actor(
         self, batch: RemoteBatch, config: AlgorithmSettings, whiten: Moments | None

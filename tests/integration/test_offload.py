@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -65,10 +67,14 @@ def test_an_engine_that_releases_its_weights_serves_the_same_policy(tmp_path: Pa
         "rollout.engine.memory_saver=true",
         "rollout.engine.release_weights=true",
         "rollout.verify_weights=true",
+        "trainer.profile={steps: [2], rollout_steps: 3}",
     ]
-    for name, more in (("stays", []), ("leaves", released)):
+    endless = ["trainer.profile={steps: [1, 2], rollout_steps: 100000}"]
+    for name, more in (("stays", endless), ("leaves", released)):
         ended = run_recipe(str(REMAX), tmp_path / name, *settings, *more)
         assert ended.returncode == 0, ended.stderr
+        untraced = "step 2: no trace of the rollout: rollout engine: trace failed: SGLang begins no trace: "
+        assert (untraced in ended.stderr) == (name == "stays")  # where the trace of the first step goes on
     stays, leaves = (records(tmp_path / name / "small", "train", "eval") for name in ("stays", "leaves"))
     for one, other in zip(stays, leaves, strict=True):
         same = [name for name in one if name.endswith(COMPARED) and not name.startswith(("device/", "memory/"))]
@@ -84,3 +90,10 @@ def test_an_engine_that_releases_its_weights_serves_the_same_policy(tmp_path: Pa
     served = Counter(span.method for span in spans if span.method.endswith("commit_weights"))
     # At first and after each step; and of each step the version that it began with, before its baselines.
     assert served == {"commit_weights": 1 + len(trained), "recommit_weights": len(trained)}
+    profile = tmp_path / "leaves" / "small" / "profile"
+    assert sorted(path.name for path in profile.iterdir()) == ["step-2-actor.json.gz", "step-2-rollout"]
+    [trace] = (profile / "step-2-rollout").iterdir()
+    with gzip.open(trace, "rt") as file:
+        names = [str(event.get("name")) for event in json.load(file)["traceEvents"]]
+    steps = [name for name in names if name.startswith("step[")]
+    assert len(steps) == 3 and steps[0].startswith("step[EXTEND"), steps

@@ -177,3 +177,8 @@ def test_what_cannot_run_ahead_is_refused(tmp_path: Path) -> None:
         load_recipe(DEMO, [*common, *guarded])
     with pytest.raises(SettingsError, match="max_staleness"):
         load_recipe(DEMO, [*common, "trainer.max_staleness=2"])
+    traced = ["placement.rollout=cpu:2", "trainer.profile={steps: [1], rollout_steps: 4}"]
+    with pytest.raises(SettingsError, match=r"profile\.rollout_steps=4 with trainer\.max_staleness=1, .* expected 0"):
+        load_recipe(DEMO, [*common, *traced])
+    with pytest.raises(SettingsError, match=r"profile\.rollout_steps=4 with rollout\.stream, .* expected 0"):
+        load_recipe(DEMO, [*common, *traced, "rollout.stream={}"])

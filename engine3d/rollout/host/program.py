@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import os
 import pickle
 import signal
@@ -467,6 +468,7 @@ def main() -> None:
     with quick_imports():
         engine_class = _engine_class()
     engine = engine_class(**platform.rollout_device_arguments() | launch.server_arguments)
+    gc.freeze()  # what is there now stays
     if launch.server_arguments.get("node_rank", 0) > 0:
         serve_member(engine, client)
     engine.loop.run_until_complete(_Server(engine, client).serve())

@@ -6,6 +6,7 @@ anyone else starts it.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -73,6 +74,7 @@ def _hook_start() -> None:
     HookRegistry.register(environment, _meet, HookType.AROUND)
     for name in ("managers.load_snapshot.shm_path_for", "utils.stale_shm_cleanup.make_shm_name"):
         HookRegistry.register(f"sglang.srt.{name}", _name_segment, HookType.AROUND)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _freeze, HookType.AFTER)
     attention_groups.register()
     if START_METHOD_VARIABLE in os.environ:
         HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _set_start_method, HookType.AFTER)
@@ -108,6 +110,13 @@ def _hook_engine() -> None:
     request = "sglang.srt.managers.schedule_batch.Req"
     HookRegistry.register(f"{request}._check_str_based_finish", end_at_text, HookType.AROUND)
     HookRegistry.register(f"{request}.update_finish_state", end_at_last_token, HookType.AROUND)
+
+
+def _freeze(*_: Any, **__: Any) -> None:
+    # What is there once the engine is made stays. Python's collector would look at it again and again while requests
+    # come and go, on each rank at another time, and all would wait for it. Not earlier: SGLang thaws what was frozen
+    # when it has captured its CUDA graphs.
+    gc.freeze()
 
 
 def _report_failed_update(update: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any) -> tuple[bool, str]:

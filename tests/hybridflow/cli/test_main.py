@@ -176,6 +176,7 @@ def test_a_recipe_with_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None
         ("trainer.profile={steps: 2}", "trainer.profile.steps = 2: expected a list"),
         ("trainer.profile={steps: []}", "trainer.profile: steps=[] traces nothing, expected at least one step"),
         ("trainer.profile={steps: [2], micro_batches: 0}", "trainer.profile.micro_batches = 0: expected at least 1"),
+        ("trainer.profile={steps: [2], rollout_steps: -1}", "trainer.profile.rollout_steps = -1: expected at least 0"),
         ("trainer.profile={micro_batches: 2}", "trainer.profile.steps is missing and has no default"),
         ("trainer.profile.steps=[2, 121]", "trainer: profile.steps has step 121, and steps=120; expected none after"),
         ("data.arithmetic.sft_size=0", "warmup: the data has no supervised examples"),

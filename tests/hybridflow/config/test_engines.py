@@ -36,6 +36,11 @@ def a_recipe(name: str, *overrides: str) -> Recipe:
         ("dpo", "rollout={samples_per_prompt: 4}", f"rollout.samples_per_prompt is set with {FILE}; expected rollout="),
         ("dpo", "reward.functions=[{name: length, path: length}]", f"reward is set with {FILE}; expected null"),
         ("kto", "reward_model={path: a, train: {}}", f"reward_model is set with {KTO}; expected null, or none of it"),
+        (
+            "dpo",
+            "trainer.profile={steps: [1], rollout_steps: 4}",
+            f"trainer.profile.rollout_steps=4 is set with {FILE}; expected 0",
+        ),
         ("dpo", "trainer.eval_samples=2", f"trainer.eval_samples is set with {FILE}; expected none"),
         ("dpo", "trainer.max_staleness=1", "trainer.max_staleness=1 with algorithm.name=dpo, which was not"),
         ("dpo_online", "trainer.max_staleness=1", "trainer.max_staleness=1 with algorithm.name=dpo, which was not"),
