@@ -60,6 +60,13 @@ class Platform(ABC):
         """The device of a rank, made current for this process."""
 
     @abstractmethod
+    def stay_near(self, device: torch.device) -> None:
+        """Keep this thread, and those that it starts from here on, to the processors on the device's side of the host.
+
+        Some hosts do not say which those are; all are taken then.
+        """
+
+    @abstractmethod
     def prepare_training(self) -> None:
         """Make this process ready for Megatron-Core; called before any model is built. Idempotent."""
 

@@ -35,7 +35,7 @@ def initialise(layout: Layout, *, seed: int, timeout_s: float) -> Coordinates:
     platform.prepare_training()
     from megatron.core import parallel_state, tensor_parallel
 
-    platform.device(int(os.environ.get("LOCAL_RANK", "0")))
+    platform.stay_near(platform.device(int(os.environ.get("LOCAL_RANK", "0"))))
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         # Given a device, PyTorch would make the communicator of each group at once, also of the many of one rank.

@@ -78,6 +78,9 @@ class CpuPlatform(Platform):
     def visible_devices(self, devices: tuple[int, ...]) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ""}
 
+    def stay_near(self, device: torch.device) -> None:
+        """A processor has no side of its own."""
+
     def prepare_deterministic(self) -> None:
         """A CPU does so anyway."""
 

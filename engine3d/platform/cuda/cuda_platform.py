@@ -16,6 +16,7 @@ from engine3d.platform.copies import Copies, CopyMethod, RunCopies
 from engine3d.platform.cuda import expandable as cuda_expandable
 from engine3d.platform.cuda import memory as cuda_memory
 from engine3d.platform.cuda.nccl_wire import NcclWire
+from engine3d.platform.cuda.near_processors import stay_near
 from engine3d.platform.cuda.page_locked import page_locked
 from engine3d.platform.interface import DeviceMemory, Platform
 from engine3d.platform.memory_handles import MemoryHandle
@@ -88,6 +89,10 @@ class CudaPlatform(Platform):
     def device(self, local_rank: int) -> torch.device:
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
+
+    def stay_near(self, device: torch.device) -> None:
+        found: Any = torch.cuda.get_device_properties(device)
+        stay_near(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
 
     def prepare_training(self) -> None:
         # Transformer Engine's: one kernel for all local experts, in place of a launch for each.
