@@ -147,7 +147,7 @@ def test_a_transfer_waits_for_generations_and_then_goes_on(
     running: Future[list[list[Generation]]], writer: Writer, engine: RolloutEngine
 ) -> None:
     engine.begin_weights(21)
-    generations = [group[0] for group in running.result(0.5)]
+    generations = [group[0] for group in running.result(10)]
     assert {each.weight_version for each in generations} == {20}
     assert {(each.finish_reason, len(each.token_ids)) for each in generations} == {("length", 60)}
     writer.transfer(21, seed=2)
