@@ -38,8 +38,8 @@ class ProfileConfig(Settings):
     """How many of its micro-batches, forward and backward: from the second on, or from the first if there are no
     more."""
     rollout_steps: int = Field(0, ge=0)
-    """How many steps of the first engine are traced too, from the beginning of the trainer's step on: of prefill or
-    decode, each of all requests that run. Every rank of it writes a trace into `profile/step-N-rollout/`."""
+    """How many steps of the first engine are traced too, from the beginning of the rollout on: of prefill or decode,
+    each of all requests that run. Every rank of it writes a trace into `profile/step-N-rollout/`."""
 
     @model_validator(mode="after")
     def _some_step(self) -> ProfileConfig:
