@@ -28,6 +28,15 @@ def misfits(
             "trainer.eval_beside=true with rollout.stream, whose engines respond to prompts of further steps while "
             "models learn; expected false, or no stream"
         )
+    if traced := trainer.traced_rollout_steps:
+        setting = f"trainer.profile.rollout_steps={traced}"
+        if rollout.stream is not None:
+            yield f"{setting} with rollout.stream, where a rollout is of no step alone; expected 0"
+        elif trainer.max_staleness:
+            yield (
+                f"{setting} with trainer.max_staleness={trainer.max_staleness}, where the engines are in the next "
+                "step's rollout already; expected 0"
+            )
     if algorithm.correction is not None:
         yield from _of_correction(algorithm, algorithm.correction, trainer)
     if isinstance(algorithm, DynamicSamplingSettings) and algorithm.dynamic_sampling:

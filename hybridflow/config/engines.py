@@ -33,15 +33,6 @@ def engine_errors(
     name = f"algorithm.name={algorithm.name}"
     if isinstance(algorithm, PreferenceSettings) and trainer.max_staleness:
         yield f"trainer.max_staleness={trainer.max_staleness} with {name}, which was not tried; expected 0"
-    if traced := trainer.profile.rollout_steps if trainer.profile is not None else 0:
-        setting = f"trainer.profile.rollout_steps={traced}"
-        if rollout.stream is not None:
-            yield f"{setting} with rollout.stream, where a rollout is of no step alone; expected 0"
-        elif trainer.max_staleness:
-            yield (
-                f"{setting} with trainer.max_staleness={trainer.max_staleness}, where the engines are in the next "
-                "step's rollout already; expected 0"
-            )
     if algorithm.needs_engines:
         if placement.rollout is None:
             yield f"placement.rollout is missing: the devices of the engines that {name} needs"
@@ -56,7 +47,7 @@ def engine_errors(
         why = f"{name} and algorithm.pairs=file, which learns from responses that the data have, without engines"
     if placement.rollout is not None:
         yield f"placement.rollout is set with {why}; expected null, or none of it"
-    if traced:
+    if traced := trainer.traced_rollout_steps:
         yield f"trainer.profile.rollout_steps={traced} is set with {why}; expected 0, or none of it"
     if found := _others(rollout, type(rollout)()):
         yield f"rollout.{found[0]} is set with {why}; expected rollout=null, or none of it"

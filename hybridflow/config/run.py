@@ -109,6 +109,15 @@ class TrainerConfig(Settings):
         derived = "steps" if self.epochs_of_data is not None else ""
         return {name: value for name, value in serialize(self).items() if name != derived}
 
+    @property
+    def traced_rollout_steps(self) -> int:
+        """Steps of the first engine that are traced in a step of `profile`."""
+        return self.profile.rollout_steps if self.profile is not None else 0
+
+    def profile_of(self, step: int) -> ProfileConfig | None:
+        """What is traced in a step; None where nothing is."""
+        return self.profile if self.profile is not None and step in self.profile.steps else None
+
     def check_traced(self, steps: int) -> None:
         """Raises ValueError where `profile` names a step that is not run."""
         if self.profile is not None and (last := max(self.profile.steps)) > steps:

@@ -216,7 +216,7 @@ class TrainerStep(Step[Any]):
         self.machinery.phases.enter("rollout")
         if not self._rollouts:
             machinery = self.machinery
-            trace_rollout(machinery.recipe.trainer.profile, self.number, machinery.run, machinery.roles)
+            trace_rollout(machinery.recipe.trainer, self.number, machinery.run, machinery.roles)
         rollout, serving = self.machinery.lookahead.rollout(draw, self.number), self.version - 1
         self._rollouts.append(rollout)
         batch = rollout.batch
@@ -484,9 +484,8 @@ class TrainerStep(Step[Any]):
         mini_batches = [_weighted(each, config, limit) for each in parts]
         mini_batches *= trainer.epochs
         made = {n: each for n, each in enumerate(mini_batches) if not critics_only and of_actor.has_weight(each)}
-        trace_updates(
-            trainer.profile, self.number, [*critics, *(["actor"] if made else [])], machinery.run, machinery.roles
-        )
+        learning = [*critics, *(["actor"] if made else [])]
+        trace_updates(trainer, self.number, learning, machinery.run, machinery.roles)
         calls: dict[str, list[Future[list[Update]]]] = {role: [] for role in (*critics, "actor")}
         with Timer(self.values, metrics.TRAIN_UPDATE_TIME):
             # One model after another: where they share devices, each has one turn.

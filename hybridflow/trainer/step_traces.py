@@ -4,32 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridflow.config.run import ProfileConfig
+from hybridflow.config.run import TrainerConfig
 from hybridflow.errors.log import log
 from hybridflow.trainer.role_startup import Roles
 from hybridflow.trainer.run_setup import Run
 
 
-def trace_updates(settings: ProfileConfig | None, number: int, learning: Sequence[str], run: Run, roles: Roles) -> None:
-    """Have the next update of each role traced, if the settings name the step of this number.
+def trace_updates(trainer: TrainerConfig, number: int, learning: Sequence[str], run: Run, roles: Roles) -> None:
+    """Have the next update of each role traced, if `profile` names the step of this number.
 
     Args:
-        settings: of the run.
+        trainer: of the recipe.
         number: of the step.
         learning: the roles.
         run: whose directory gets the traces.
         roles: of the run.
     """
-    if settings is None or number not in settings.steps:
+    if (settings := trainer.profile_of(number)) is None:
         return
     for role in learning:
         path = run.trace_path(number, role)
         roles.learning[role].trace_next_update(path, micro_batches=settings.micro_batches).result()
 
 
-def trace_rollout(settings: ProfileConfig | None, number: int, run: Run, roles: Roles) -> None:
-    """Have the first engine trace what it does next, if the settings want that of the step of this number."""
-    if settings is None or number not in settings.steps or not settings.rollout_steps or roles.rollout is None:
+def trace_rollout(trainer: TrainerConfig, number: int, run: Run, roles: Roles) -> None:
+    """Have the first engine trace what it does next, if `profile` wants that of the step of this number."""
+    settings = trainer.profile_of(number)
+    if settings is None or not settings.rollout_steps or roles.rollout is None:
         return
     directory = run.rollout_trace_directory(number)
     for why in filter(None, roles.rollout.trace(directory, steps=settings.rollout_steps).result()):

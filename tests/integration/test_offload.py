@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 
 from hybridflow.metrics.timeline import read_spans
 from hybridflow.rundir.file_names import TIMELINE
+from tests.support.engine_traces import traced_steps
 from tests.support.runs import ROOT, records, rewarded_by_length, run_recipe
 
 PPO = ROOT / "launch/recipes/ppo.yaml"
@@ -93,7 +92,5 @@ def test_an_engine_that_releases_its_weights_serves_the_same_policy(tmp_path: Pa
     profile = tmp_path / "leaves" / "small" / "profile"
     assert sorted(path.name for path in profile.iterdir()) == ["step-2-actor.json.gz", "step-2-rollout"]
     [trace] = (profile / "step-2-rollout").iterdir()
-    with gzip.open(trace, "rt") as file:
-        names = [str(event.get("name")) for event in json.load(file)["traceEvents"]]
-    steps = [name for name in names if name.startswith("step[")]
+    steps = traced_steps(trace)
     assert len(steps) == 3 and steps[0].startswith("step[EXTEND"), steps

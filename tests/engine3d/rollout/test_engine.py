@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 import shutil
 import threading
@@ -22,6 +20,7 @@ from engine3d.rollout import engine as engine_module
 from engine3d.rollout.host.messages import Response
 from engine3d.rollout.streams import Asked
 from engine3d.rollout.weights import ModelTensors
+from tests.support.engine_traces import traced_steps
 from tests.support.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.processes
@@ -346,9 +345,7 @@ def test_a_trace_has_the_next_steps_and_no_others(engine: RolloutEngine, tmp_pat
     worker.join(120)
     [trace] = (tmp_path / "traces").iterdir()
     assert trace.name == "engine-TP-0.trace.json.gz"
-    with gzip.open(trace, "rt") as file:
-        events = json.load(file)["traceEvents"]
-    steps = [event["name"] for event in events if str(event.get("name")).startswith("step[")]
+    steps = traced_steps(trace)
     assert len(steps) == 4 and steps[0].startswith("step[EXTEND") and steps[-1] == "step[DECODE bs=3]"
 
 
