@@ -49,7 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     with tempfile.TemporaryDirectory() as scratch:
         samplers = _samplers(Path(scratch))
-        figures = {count: _measured(samplers, count, options.vocabulary, options.rounds) for count in rows}
+        try:
+            figures = {count: _measured(samplers, count, options.vocabulary, options.rounds) for count in rows}
+        finally:
+            _leave()
     for count, found in figures.items():
         told = ", ".join(f"{name} {each['ms']:.3f} ms{_memory(each)}" for name, each in found.items())
         print(f"{count} requests: {told}; {found['sglang']['ms'] / found['fused']['ms']:.2f} times", file=sys.stderr)
@@ -88,6 +91,14 @@ def _samplers(scratch: Path) -> dict[str, Any]:
     model = type("ModelConfig", (), {"hf_config": None, "hidden_size": 8, "dtype": torch.bfloat16})
     initialize_dp_attention(arguments, model)  # type: ignore[arg-type]
     return {"sglang": Sampler(), "fused": FusedSampler()}
+
+
+def _leave() -> None:
+    """End what ranks share: NCCL's threads would keep the process from ending."""
+    from sglang.srt.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
 
 
 def _measured(samplers: dict[str, Any], requests: int, vocabulary: int, rounds: int) -> dict[str, dict[str, float]]:

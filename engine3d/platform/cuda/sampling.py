@@ -29,7 +29,7 @@ def draw_rows(  # type: ignore[no-untyped-def]
 
     The sum of a row's exponentials is made block by block, and kept for each block, in `parts`, [rows, 2, blocks]: then
     one block alone has to be read again. What is added up over blocks is float64. A row's result does not depend on the
-    other rows.
+    other rows; with another stride or alignment of rows its log-prob can differ by rounding.
     """
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride

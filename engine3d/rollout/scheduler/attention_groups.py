@@ -18,12 +18,34 @@ from engine3d.run_files import RUN_DIRECTORY_VARIABLE
 _workers = itertools.count()
 
 
+class Controller:
+    """SGLang's `run_data_parallel_controller_process`, with plugins.
+
+    SGLang loads them in all of its processes but that of its controller, which has none of its own where processes are
+    spawned, as on GPUs. A class, because SGLang puts a wrapper in the place of a function, and a wrapper's name leads
+    the spawned process to what it wraps.
+    """
+
+    run: Callable[..., None]
+    """SGLang's function."""
+
+    def __init__(self, **arguments: Any) -> None:
+        """Be the process, to its end."""
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+        type(self).run(**arguments)
+
+
 def register() -> None:
     """Register the hooks with SGLang, in each of its processes."""
+    from sglang.srt.managers import data_parallel_controller
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", _in_directory, HookType.AROUND)
     controller = "sglang.srt.managers.data_parallel_controller"
+    Controller.run = staticmethod(data_parallel_controller.run_data_parallel_controller_process)
+    HookRegistry.register(f"{controller}.run_data_parallel_controller_process", Controller, HookType.REPLACE)
     HookRegistry.register(f"{controller}.get_zmq_socket_on_host", _worker_socket, HookType.REPLACE)
     broadcast = f"{controller}.DataParallelController._broadcast_worker_ports"
     HookRegistry.register(broadcast, _known_to_all, HookType.REPLACE)

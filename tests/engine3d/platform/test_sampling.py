@@ -77,10 +77,13 @@ def like_pytorch(device: str) -> None:
             assert (below - 1e-6 <= uniforms).all() and (uniforms <= above + 1e-6).all()
             expected, _ = draw_tokens(logits, temperatures, uniforms)
             assert (tokens != expected).sum() <= rows // 20
-            # Alone, a row is drawn as in company.
+            # Alone, a row is drawn as in company. Where it lies in memory decides in which order a GPU adds up.
             for row in (0, rows - 1):
-                alone = [each.to(device) for each in (logits[row:][:1], temperatures[row:][:1], uniforms[row:][:1])]
-                found = cuda_sampling.draw_tokens(*alone)
+                found = cuda_sampling.draw_tokens(
+                    wide[row : row + 1].clone().to(device)[:, :vocabulary],
+                    temperatures[row : row + 1].to(device),
+                    uniforms[row : row + 1].to(device),
+                )
                 assert (int(found[0]), float(found[1])) == (int(tokens[row]), float(logprobs[row]))
     none = cuda_sampling.draw_tokens(*(each.to(device) for each in (logits[:0], temperatures[:0], uniforms[:0])))
     assert [len(each) for each in none] == [0, 0]

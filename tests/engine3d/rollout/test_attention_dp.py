@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from engine3d.errors import UserError
 from engine3d.models import load_model_spec
+from engine3d.platform.cpu.sglang import START_METHOD_VARIABLE
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
 from engine3d.rollout.launch import read_model, server_arguments
 from engine3d.rollout.part import EnginePart
@@ -112,6 +113,26 @@ def test_memory_is_given_back_and_taken_again(grouped: RolloutEngine) -> None:
     grouped.restore_memory()  # with whatever was there in its place
     again = grouped.generate(PROMPTS[:1], GREEDY) + grouped.generate(PROMPTS[1:], GREEDY)
     assert [group[0].token_ids for group in again] == [group[0].token_ids for group in before]
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_spawned_processes_reach_each_other(
+    engine: RolloutEngine,
+    tiny_model_dirs: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As on GPUs, where none of SGLang's processes has what another has loaded.
+    monkeypatch.setenv(START_METHOD_VARIABLE, "spawn")
+    with started([RolloutEngine(tiny_model_dirs[0], GROUPS, log_path=tmp_path / "log")], afresh=True) as [spawned]:
+        assert spawned.verify_weights(tiny_model_dirs[0]) == [[], []]
+        expected = [group[0].token_ids for group in engine.generate(PROMPTS, GREEDY)]
+        assert [group[0].token_ids for group in spawned.generate(PROMPTS, GREEDY)] == expected
+        spawned.release_memory()
+        spawned.restore_memory()
+        assert [group[0].token_ids for group in spawned.generate(PROMPTS, GREEDY)] == expected
+        assert all(each.only_this_host for each in listeners(spawned._host.pid))
 
 
 @pytest.mark.processes
