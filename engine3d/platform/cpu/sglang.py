@@ -56,8 +56,8 @@ def environment(tp: int) -> dict[str, str]:
         # NCCL's library is there but there is no device for it: a path to nothing makes SGLang's wrapper stand aside.
         "SGLANG_NCCL_SO_PATH": os.devnull,
         "CUDA_VISIBLE_DEVICES": "",
-        # Forked processes need not import SGLang each once more, which is most of a start; only CUDA forbids that. Tests
-        # start engines as on GPUs by giving it.
+        # Forked processes need not import SGLang each once more, which is most of a start; only CUDA forbids that.
+        # A test that is to see what GPUs do gives "spawn".
         START_METHOD_VARIABLE: os.environ.get(START_METHOD_VARIABLE, "fork"),
         # As torchrun has it: threads that wait for one another are slow where processes share the cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
