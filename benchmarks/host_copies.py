@@ -2,9 +2,9 @@
 
     python benchmarks/host_copies.py [--gb 8] > rates.json
 
-An optimizer's state in host memory comes and goes so (`train.optimizer.offload`), in parts of 512 MB: into the GPU, out
-of it, and both at once. Each GPU has a process of its own, as trainer's ranks are, which all start a copy together. The
-memory is what ranks take (`page_locked`: CUDA takes it of the system), and memory in huge pages that CUDA locks
+An optimizer's state in host memory comes and goes so (`train.optimizer.offload`), in parts of 512 MiB: into the GPU,
+out of it, and both at once. Each GPU has a process of its own, as trainer's ranks are, which all start a copy together.
+The memory is what ranks take (`page_locked`: CUDA takes it of the system), and memory in huge pages that CUDA locks
 afterwards (`huge_pages`). Rates are of the slowest GPU, in GB/s each way; taking the memory is in seconds.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import mmap
-import multiprocessing
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -34,9 +34,10 @@ _WAYS = ("in", "out", "both")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure and print; the exit code."""
+    """Measure and print; the exit code is 2 for arguments that cannot be right, or where it takes too long."""
     parser = Parser(prog="host_copies.py", description="Copies between page-locked host memory and GPUs.")
     parser.add_argument("--gb", type=float, default=8.0, help="of host memory for each GPU")
+    figures: dict[str, Any] = {}
     try:
         options = parser.parse_args(arguments)
         parts = int(options.gb * 1e9) // PART_BYTES
@@ -44,68 +45,75 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"--gb {options.gb}: expected at least {2 * PART_BYTES / 1e9:.2f}, two parts")
         if not platform.gpus:
             raise UserError("this machine has no GPU, whose copies are measured")
+        for kind in _MEMORY:
+            for gpus in sorted({1, platform.gpus}):
+                found = figures.setdefault(kind, {})[f"{gpus} at once"] = measured(kind, gpus, parts)
+                told = ", ".join(f"{way} {found[way]:.1f} GB/s" for way in _WAYS)
+                print(f"{kind}, {gpus} at once: {told}; taken in {found['taken_s']:.1f} s", file=sys.stderr)
     except UserError as error:
         print(f"host_copies.py: {error}", file=sys.stderr)
         return 2
-    figures: dict[str, Any] = {}
-    for kind in _MEMORY:
-        for gpus in sorted({1, platform.gpus}):
-            found = figures.setdefault(kind, {})[f"{gpus} GPU{'s' * (gpus > 1)}"] = _measured(kind, gpus, parts)
-            told = ", ".join(f"{way} {found[way]:.1f} GB/s" for way in _WAYS)
-            print(f"{kind}, {gpus} at once: {told}; taken in {found['taken_s']:.1f} s", file=sys.stderr)
     command = " ".join(["benchmarks/host_copies.py", *sys.argv[1:]])
     facts = {"command": command, "device": torch.cuda.get_device_name(), "gb": parts * PART_BYTES / 1e9}
     print(json.dumps(facts | {"rates": figures, "versions": versions()}, indent=2))
     return 0
 
 
-def _measured(kind: str, gpus: int, parts: int) -> dict[str, float]:
-    """GB/s of the slowest, each way, and seconds until the slowest had its memory."""
-    context = multiprocessing.get_context("spawn")
-    barrier, answers = context.Barrier(gpus), context.Queue()
-    ranks = [context.Process(target=_rank, args=(kind, gpu, parts, barrier, answers)) for gpu in range(gpus)]
-    for rank in ranks:
-        rank.start()
+def measured(kind: str, devices: int, parts: int, part_bytes: int = PART_BYTES) -> dict[str, float]:
+    """GB/s of the slowest device, each way, and seconds until the slowest had its memory.
+
+    Raises:
+        UserError: they took too long; what a process raises is raised here.
+    """
+    context = torch.multiprocessing.get_context("spawn")
+    answers, barrier = context.SimpleQueue(), context.Barrier(devices)
+    arguments = (kind, parts, part_bytes, barrier, answers)
+    ranks = torch.multiprocessing.spawn(_rank, arguments, nprocs=devices, join=False)
+    deadline = time.monotonic() + _LIMIT_S
     try:
-        found = [answers.get(timeout=_LIMIT_S) for _ in ranks]
+        while not ranks.join(timeout=1.0):
+            if time.monotonic() > deadline:
+                raise UserError(f"{kind}, {devices} at once: no rates within {_LIMIT_S:.0f} s")
     finally:
-        for rank in ranks:
-            rank.join(_LIMIT_S)
-            rank.kill()
+        for process in ranks.processes:
+            process.kill()
+    found = [answers.get() for _ in range(devices)]
     taken_s = max(each["taken_s"] for each in found)
     return {way: min(each[way] for each in found) for way in _WAYS} | {"taken_s": taken_s}
 
 
-def _rank(kind: str, gpu: int, parts: int, barrier: Any, answers: Any) -> None:
-    """One GPU's part."""
-    torch.cuda.set_device(gpu)
-    torch.cuda.synchronize()
+def _rank(rank: int, kind: str, parts: int, part_bytes: int, barrier: Any, answers: Any) -> None:
+    """One device's part."""
+    device = platform.device(rank)
+    platform.synchronize()
     barrier.wait(_LIMIT_S)
     began = time.perf_counter()
-    host = [_MEMORY[kind](PART_BYTES) for _ in range(parts)]
-    taken_s = time.perf_counter() - began
-    place = [torch.empty(PART_BYTES, dtype=torch.uint8, device=f"cuda:{gpu}") for _ in range(2)]
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    half = parts // 2
-    rates: dict[str, float] = {}
+    host = [_MEMORY[kind](part_bytes) for _ in range(parts)]
+    rates = {"taken_s": time.perf_counter() - began}
+    coming, going = host[: parts // 2], host[parts // 2 :][: parts // 2]
+    here = [torch.empty(part_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = torch.get_device_module(device)
+    ways = [streams.Stream(), streams.Stream()]
+
+    def copy(way: str) -> None:
+        for into, out in zip(coming, going, strict=True):
+            if way != "out":
+                with streams.stream(ways[0]):
+                    here[0].copy_(into, non_blocking=True)
+            if way != "in":
+                with streams.stream(ways[1]):
+                    out.copy_(here[1], non_blocking=True)
+        platform.synchronize()
+
     for way in _WAYS:
         seconds = []
-        for number in range(_ROUNDS + 1):
-            torch.cuda.synchronize()
+        for _ in range(_ROUNDS + 1):  # the first is left out
             barrier.wait(_LIMIT_S)
             began = time.perf_counter()
-            for part in range(half):
-                if way != "out":
-                    with torch.cuda.stream(streams[0]):
-                        place[0].copy_(host[part], non_blocking=True)
-                if way != "in":
-                    with torch.cuda.stream(streams[1]):
-                        host[half + part].copy_(place[1], non_blocking=True)
-            torch.cuda.synchronize()
-            if number:
-                seconds.append(time.perf_counter() - began)
-        rates[way] = half * PART_BYTES / sorted(seconds)[len(seconds) // 2] / 1e9
-    answers.put(rates | {"taken_s": taken_s})
+            copy(way)
+            seconds.append(time.perf_counter() - began)
+        rates[way] = len(coming) * part_bytes / statistics.median(seconds[1:]) / 1e9
+    answers.put(rates)
 
 
 def _huge_pages(nbytes: int) -> torch.Tensor:

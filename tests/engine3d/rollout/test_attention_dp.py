@@ -98,12 +98,16 @@ def test_weights_of_a_trainer_come_bit_for_bit(
             assert grouped.generate(PROMPTS, GREEDY)[0][0].weight_version == 10 * number
 
 
+def nobody_else_reaches(engine: RolloutEngine) -> bool:
+    assert engine._host is not None
+    found = listeners(engine._host.pid)
+    # Ranks have gloo's, as those of any engine; what takes requests and calls is in the engine's directory.
+    return bool(found) and all("scheduler" in each.process and each.only_this_host for each in found)
+
+
 @pytest.mark.processes
 def test_nobody_else_reaches_its_processes(grouped: RolloutEngine) -> None:
-    assert grouped._host is not None
-    found = listeners(grouped._host.pid)
-    # Ranks have gloo's, as those of any engine; what takes requests and calls is in the engine's directory.
-    assert found and all("scheduler" in each.process and each.only_this_host for each in found)
+    assert nobody_else_reaches(grouped)
 
 
 @pytest.mark.processes
@@ -132,7 +136,7 @@ def test_spawned_processes_reach_each_other(
         spawned.release_memory()
         spawned.restore_memory()
         assert [group[0].token_ids for group in spawned.generate(PROMPTS, GREEDY)] == expected
-        assert all(each.only_this_host for each in listeners(spawned._host.pid))
+        assert nobody_else_reaches(spawned)
 
 
 @pytest.mark.processes
