@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,23 +109,33 @@ def _ledger(
 
 def compare(run: RunData, ledger: Ledger) -> list[Comparison]:
     """Each phase of the ledger that was seen, and the worst moment of all."""
-    measured = peaks(run)
     foreseen: dict[str, int] = defaultdict(int)
+    where: dict[str, set[int]] = defaultdict(set)
     for gpu in ledger.gpus:
         for phase in gpu.phases:
             foreseen[phase.name] = max(foreseen[phase.name], gpu.total(phase))
+            where[phase.name] |= {device.index for device in gpu.devices}
+    measured = peaks(run, where)
     found = [Comparison(name, size, measured[name]) for name, size in foreseen.items() if name in measured]
     return [*found, Comparison("most", max(foreseen.values()), max(sample.memory_bytes for sample in run.samples))]
 
 
-def peaks(run: RunData) -> dict[str, int]:
-    """The most that a GPU held in each phase after the first step, by the phase's name in the ledger."""
+def peaks(run: RunData, where: Mapping[str, set[int]] | None = None) -> dict[str, int]:
+    """The most that a GPU held in each phase after the first step, by the phase's name in the ledger.
+
+    Args:
+        run: on one host.
+        where: GPUs of each phase, as other roles may be at work beside it; all that were sampled if None, or if the
+            run saw its GPUs under other numbers (`CUDA_VISIBLE_DEVICES`).
+    """
+    sampled = {sample.gpu for sample in run.samples}
+    on = {name: gpus & sampled or sampled for name, gpus in (where or {}).items()}
     begin = min(step_ends(run.spans)[1:2], default=0.0)
     working = [(span, name) for span in run.spans if span.begin >= begin and (name := _phase(span)) is not None]
     found: dict[str, int] = defaultdict(int)
     for sample in run.samples:
         for span, name in working:
-            if span.begin <= sample.time <= span.end:
+            if span.begin <= sample.time <= span.end and sample.gpu in on.get(name, sampled):
                 found[name] = max(found[name], sample.memory_bytes)
     return dict(found)
 

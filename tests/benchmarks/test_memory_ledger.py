@@ -18,7 +18,7 @@ from hybridflow.rundir.file_names import RECIPE
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RUNS = [path.parent for path in sorted(RESULTS.rglob("devices.jsonl"))]
 # Of runs whose engines had caches of the step's size and not of the GPU's: as their logs say.
-CACHE_TOKENS = {"offload/stay": 345_480, "offload/leave": 345_480}
+CACHE_TOKENS = {"offload/stay": 345_480, "offload/leave": 345_480, "h200-2and2-one-step-apart/run": 1_083_528}
 # What libraries and CUDA take of a GPU is one figure for all models, and too much for small ones.
 LEAST = 4.2e9
 
@@ -46,12 +46,18 @@ def test_every_phase_that_was_seen_is_compared_and_the_worst_moment_of_all() -> 
         Phase("infer of actor", {"logits": 10**9}, ""),
         Phase("update of actor", {"gradients": 17 * 10**9}, ""),
     )
-    gpus = (GpuMemory((Device(0, "cuda", 0),), {"actor weights": 64 * 10**9}, phases, 100),)
+    alike = (Device(0, "cuda", 0), Device(0, "cuda", 1))
+    gpus = (GpuMemory(alike, {"actor weights": 64 * 10**9}, phases, 100),)
     found = {each.phase: each for each in memory.compare(_run(), Ledger(gpus, 10**11, (), 10, 10))}
     assert found.keys() == {"rollout", "update of actor", "most"}
     assert found["rollout"].error == pytest.approx(74 / 71 - 1)
     assert found["update of actor"].error == 0
     assert (found["most"].foreseen, found["most"].measured) == (81 * 10**9, 96 * 10**9)
+
+
+def test_a_phase_is_measured_on_the_gpus_that_have_it() -> None:
+    where = {"rollout": {0}, "update of actor": {1}}
+    assert memory.peaks(_run(), where) == {"rollout": 70 * 10**9, "update of actor": 81 * 10**9}
 
 
 @pytest.mark.parametrize("directory", RUNS, ids=[str(path.relative_to(RESULTS)) for path in RUNS])
