@@ -57,6 +57,12 @@ def link(tuned: Path, target: Path, experts: int, local: int) -> None:
             place.with_name(name).symlink_to(path)
 
 
+def tuned_tables(name: str) -> list[Path]:
+    """SGLang's files of this name, those for the newest version of Triton first."""
+    found = [path for path in (sglang_directory() / _TUNED).rglob("*.json") if path.name == name]
+    return sorted(found, key=lambda path: [int(part) for part in path.parent.name.split("_")[1:]], reverse=True)
+
+
 def _experts(model: Path) -> int:
     """Routed experts of a sparse layer; 0 for a dense model."""
     config = read_model_config(model)

@@ -1,0 +1,263 @@
+"""Tiles of SGLang's expert kernel for the experts of a rank, tuned where there are few tokens for each, as in decoding.
+
+    python benchmarks/tune_experts.py --model qwen3-30b-a3b --ranks 4 --out $PWD/tuned > tuned.json
+    SGLANG_MOE_CONFIG_DIR=$PWD/tuned hybridflow run RECIPE
+
+Needs GPUs; it uses all that it sees. SGLang reads tiles from files by the experts of a rank and their width, one for
+the first product (gate and up) and one for the last (down), and takes those of the number of tokens that is nearest.
+Its own tuner gives a rank as many choices as all ranks have together, which is four times as many tokens for each expert
+with four ranks. Here every token chooses among all experts, and most choices are other ranks', as in an engine.
+
+Every combination of tiles is timed for both products by a CUDA graph; both have the same `BLOCK_SIZE_M`, because they
+share an order of tokens. What is written is the table that an engine would have found, with the best of these for each
+of `--tokens`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks.reshard_plan import Parser, named_model, versions
+from engine3d.errors import UserError
+from engine3d.platform import platform
+from engine3d.rollout.moe_configs import tuned_tables
+from engine3d.settings import Settings
+
+Tiles = dict[str, int]
+Times = dict[str, dict[int, float]]
+"""Milliseconds of `first` and `last`, by tokens."""
+
+_WORKERS_PER_GPU = 8
+"""Compile at the same time; one of them measures."""
+_SHARED_MEMORY = 227 << 10
+_PRODUCTS = ("first", "last")
+
+
+class Shapes(Settings):
+    """What a rank multiplies.
+
+    Args:
+        experts: of the model.
+        local: of them, this rank's, which are the first ones.
+        hidden, width: of a token, and of an expert between its two products.
+        chosen: experts of a token.
+    """
+
+    experts: int
+    local: int
+    hidden: int
+    width: int
+    chosen: int
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the exit code is 2 for arguments that cannot be right."""
+    parser = Parser(prog="tune_experts.py", description="Tiles of SGLang's expert kernel for a rank's experts.")
+    parser.add_argument("--model", required=True, help="a name in benchmarks/models, or a directory with a config.json")
+    parser.add_argument("--ranks", type=int, default=1, help="over which experts are spread")
+    parser.add_argument("--tokens", default="256,512,1024,1536,2048", help="of all ranks together, with commas")
+    parser.add_argument("--out", type=Path, required=True, help="directory of tables, for SGLANG_MOE_CONFIG_DIR")
+    try:
+        options = parser.parse_args(arguments)
+        shapes = shapes_of(options.model, options.ranks)
+        tokens = [int(each) for each in options.tokens.split(",")]
+        if not platform.gpus:
+            raise UserError("this machine has no GPU, whose kernel is tuned")
+        found = measured(shapes, tokens)
+        table, before = write(options.out, shapes, found, tokens)
+    except UserError as error:
+        print(f"tune_experts.py: {error}", file=sys.stderr)
+        return 2
+    figures = {
+        count: {"before_ms": both(found, *before[count], count), "ms": both(found, *table[count], count)}
+        | dict(zip(_PRODUCTS, table[count], strict=True))
+        for count in tokens
+    }
+    command = " ".join(["benchmarks/tune_experts.py", *sys.argv[1:]])
+    facts = {"command": command, "device": torch.cuda.get_device_name(), "shapes": shapes.model_dump()}
+    print(json.dumps(facts | {"tokens": figures, "versions": versions()}, indent=2))
+    return 0
+
+
+def shapes_of(model: str, ranks: int) -> Shapes:
+    """Of a model's experts over so many ranks.
+
+    Raises:
+        UserError: it has none, or they cannot be spread evenly.
+    """
+    sizes = named_model(model).sizes
+    if not sizes.experts or sizes.experts % ranks:
+        raise UserError(f"--ranks {ranks}: {model} has {sizes.experts} experts, which cannot be spread evenly")
+    return Shapes(
+        experts=sizes.experts,
+        local=sizes.experts // ranks,
+        hidden=sizes.hidden,
+        width=sizes.expert_ffn,
+        chosen=sizes.experts_per_token,
+    )
+
+
+def choices() -> list[Tiles]:
+    """All tiles that are tried: those whose stages fit a processor's shared memory in bf16."""
+    found = []
+    for m, n, k, warps, stages in itertools.product((16, 32, 64, 128), (64, 128, 256), (64, 128), (4, 8), (3, 4, 5)):
+        if stages * (m + n) * k * 2 <= _SHARED_MEMORY and m * n <= 128 * 128 * (warps // 4):
+            sizes = {"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k, "GROUP_SIZE_M": 1}
+            found.append(sizes | {"num_warps": warps, "num_stages": stages})
+    return found
+
+
+def measured(shapes: Shapes, tokens: Sequence[int]) -> list[tuple[Tiles, Times]]:
+    """Each of `choices` and of the tiles that an engine would find, with its times; without those that do not run."""
+    tried = choices()
+    tried += [each for each in _found_now(shapes).values() if each not in tried]
+    context = multiprocessing.get_context("spawn")
+    locks = [context.Lock() for _ in range(platform.gpus)]
+    numbers = context.Value("i", 0)
+    with ProcessPoolExecutor(
+        _WORKERS_PER_GPU * platform.gpus, context, initializer=_start, initargs=(shapes, list(tokens), locks, numbers)
+    ) as pool:
+        found = list(zip(tried, pool.map(_times, tried), strict=True))
+    return [(tiles, times) for tiles, times in found if times is not None]
+
+
+def both(found: Sequence[tuple[Tiles, Times]], first: Tiles, last: Tiles, tokens: int) -> float:
+    """Milliseconds of both products with these tiles."""
+
+    def of(tiles: Tiles, product: str) -> float:
+        return next(times[product][tokens] for each, times in found if each == tiles)
+
+    return of(first, "first") + of(last, "last")
+
+
+def best(found: Sequence[tuple[Tiles, Times]], tokens: int) -> tuple[Tiles, Tiles]:
+    """The fastest tiles of the first and the last product that have one `BLOCK_SIZE_M`."""
+    rows = {tiles["BLOCK_SIZE_M"] for tiles, _ in found}
+    pairs = []
+    for size in rows:
+        alike = [(tiles, times) for tiles, times in found if tiles["BLOCK_SIZE_M"] == size]
+        fastest = [min(alike, key=lambda each: each[1][product][tokens]) for product in _PRODUCTS]
+        took = sum(times[product][tokens] for (_, times), product in zip(fastest, _PRODUCTS, strict=True))
+        pairs.append((took, fastest[0][0], fastest[1][0]))
+    _, first, last = min(pairs, key=lambda pair: pair[0])
+    return first, last
+
+
+def write(
+    out: Path, shapes: Shapes, found: Sequence[tuple[Tiles, Times]], tokens: Sequence[int]
+) -> tuple[dict[int, tuple[Tiles, Tiles]], dict[int, tuple[Tiles, Tiles]]]:
+    """Write both tables of a rank's experts.
+
+    Returns:
+        The tiles of both products for each of `tokens`, and those that an engine would have found.
+    """
+    import triton
+    from sglang.srt.utils import get_device_name
+
+    now = _found_now(shapes)
+    before = {count: now[min(now, key=lambda key: abs(key - count))] for count in tokens}
+    table = {count: best(found, count) for count in tokens}
+    directory = out / "configs" / f"triton_{triton.__version__.replace('.', '_')}"
+    directory.mkdir(parents=True, exist_ok=True)
+    name = f"E={shapes.local},N={shapes.width},device_name={get_device_name().replace(' ', '_')}"
+    for place, ending in enumerate(("", "_down")):
+        whole = {count: table[count][place] if count in table else now[count] for count in sorted({*now, *table})}
+        (directory / f"{name}{ending}.json").write_text(json.dumps(whole, indent=4) + "\n")
+    return table, {count: (tiles, tiles) for count, tiles in before.items()}
+
+
+def _found_now(shapes: Shapes) -> dict[int, Tiles]:
+    """The table of bf16 tiles that an engine finds for such experts on this machine's GPUs.
+
+    Raises:
+        UserError: there is none.
+    """
+    from sglang.srt.utils import get_device_name
+
+    name = f"N={shapes.width},device_name={get_device_name().replace(' ', '_')}.json"
+    for experts in (shapes.local, shapes.experts):
+        for path in tuned_tables(f"E={experts},{name}"):
+            return {int(count): tiles for count, tiles in json.loads(path.read_text()).items()}
+    raise UserError(f"SGLang has no table E={shapes.local} or E={shapes.experts} for {name}")
+
+
+_worker: dict[str, Any] = {}
+
+
+def _start(shapes: Shapes, tokens: Sequence[int], locks: Sequence[Any], numbers: Any) -> None:
+    """Be a worker on one of the GPUs."""
+    from sglang.srt.runtime_context import get_context
+    from sglang.srt.server_args import ServerArgs
+
+    with numbers.get_lock():
+        number = numbers.value
+        numbers.value += 1
+    torch.cuda.set_device(number % len(locks))
+    get_context().set_server_args(ServerArgs(model_path="dummy", device="cuda"))
+    _worker.update(shapes=shapes, tokens=tokens, lock=locks[number % len(locks)])
+
+
+def _times(tiles: Tiles) -> Times | None:
+    """Of both products for each number of tokens; None where the tiles do not run on this GPU."""
+    from triton.runtime.errors import OutOfResources
+    from triton.testing import do_bench_cudagraph
+
+    found: Times = {product: {} for product in _PRODUCTS}
+    for tokens in _worker["tokens"]:
+        for product, run in zip(_PRODUCTS, _products(_worker["shapes"], tokens, tiles), strict=True):
+            try:
+                run()  # compiles
+            except OutOfResources:
+                return None
+            with _worker["lock"]:
+                found[product][tokens] = do_bench_cudagraph(run, rep=20)
+    return found
+
+
+def _products(shapes: Shapes, tokens: int, tiles: Mapping[str, int]) -> tuple[Any, Any]:
+    """Functions that make the first and the last product as `fused_experts` does in an engine."""
+    import triton.language as tl
+    from sglang.kernels.ops.moe.fused_moe_triton_kernels import invoke_fused_moe_kernel
+    from sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size import moe_align_block_size
+
+    generator = torch.Generator("cuda").manual_seed(tokens)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    chosen = torch.rand(tokens, shapes.experts, generator=generator, device="cuda").topk(shapes.chosen, dim=1)
+    weights = chosen.values.softmax(dim=-1)
+    ids = torch.where(chosen.indices < shapes.local, chosen.indices, -1).int()
+    order = moe_align_block_size(ids, tiles["BLOCK_SIZE_M"], shapes.local)
+    rows = tokens * shapes.chosen
+    given, between, made = drawn(tokens, shapes.hidden), drawn(rows, shapes.width), drawn(rows, 2 * shapes.width)
+    first, last = drawn(shapes.local, 2 * shapes.width, shapes.hidden), drawn(shapes.local, shapes.hidden, shapes.width)
+    result = drawn(tokens, shapes.chosen, shapes.hidden)
+    kinds = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant")
+    common: dict[str, Any] = dict.fromkeys(kinds, False) | {"compute_type": tl.bfloat16, "filter_expert": True}
+    nothing = (None, None, None)
+
+    def run_first() -> None:
+        operands = (given, first, None, made, *nothing, weights, ids, *order, False, shapes.chosen, dict(tiles))
+        invoke_fused_moe_kernel(*operands, **common)
+
+    def run_last() -> None:
+        operands = (between, last, None, result, *nothing, weights, ids, *order, True, 1, dict(tiles))
+        invoke_fused_moe_kernel(*operands, **common, router_topk=shapes.chosen)
+
+    return run_first, run_last
+
+
+if __name__ == "__main__":
+    sys.exit(main())
