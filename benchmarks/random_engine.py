@@ -21,12 +21,15 @@ from engine3d.training.engine import TrainEngine
 from engine3d.training.sequences import Sequences
 
 
-def random_engine(config: dict[str, Any], layout: Layout, **settings: Any) -> TrainEngine:
+def random_engine(
+    config: dict[str, Any], layout: Layout, *, embedding_std: float = 0.02, **settings: Any
+) -> TrainEngine:
     """An engine whose weights are drawn from a normal distribution on each rank, norms being 1.
 
     Args:
         config: the model's config.json.
         layout: of as many ranks as torchrun started.
+        embedding_std: of the embeddings; wide ones keep tokens different in all layers, which then use all experts.
         settings: of a TrainConfig, but for the layout.
     """
     sizes = LayoutConfig(tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.etp, cp=layout.cp)
@@ -36,7 +39,8 @@ def random_engine(config: dict[str, Any], layout: Layout, **settings: Any) -> Tr
     torch.manual_seed(dist.get_rank())
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
-            parameter.fill_(1.0) if "norm" in name else parameter.normal_(0.0, 0.02)
+            wide = embedding_std if "word_embeddings" in name else 0.02
+            parameter.fill_(1.0) if "norm" in name else parameter.normal_(0.0, wide)
     engine.optimizer.reload_model_params()
     return engine
 

@@ -35,6 +35,7 @@ from engine3d.training.engine import TrainEngine
 from engine3d.training.flops import PASSES_OF_AN_UPDATE, sequence_flops
 
 WAYS = ("engine", "bare")
+_EMBEDDING_STD = 10.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--precision-aware", action="store_true", help="gradients and Adam's moments in bf16")
     parser.add_argument("--megatron-experts", action="store_true", help="as train.one_step_experts=false")
     parser.add_argument("--megatron", type=json.loads, default={}, help="JSON of further TransformerConfig fields")
+    parser.add_argument("--settings", type=json.loads, default={}, help="JSON of further settings of `train`")
     parser.add_argument("--profile", type=Path, help="file for the kernels of one step of the engine on rank 0")
     try:
         options = parser.parse_args(arguments)
@@ -87,6 +89,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     engine = random_engine(
         dict(spec.hf_config) | ({"num_hidden_layers": options.layers} if options.layers else {}),
         layout,
+        embedding_std=_EMBEDDING_STD,
         dtype=options.dtype,
         optimizer=OptimizerConfig(lr=1e-6, precision_aware=options.precision_aware, offload=options.offload),
         micro_batch_tokens=options.micro_batch_tokens,
@@ -95,6 +98,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         recompute_layers=options.recompute_layers,
         one_step_experts=not options.megatron_experts,
         megatron=options.megatron,
+        **options.settings,
     )
     sequences = random_sequences(engine, options.step_tokens, options.sequence)
     steps: dict[str, Callable[[], None]] = {

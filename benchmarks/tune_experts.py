@@ -5,8 +5,8 @@
 
 Needs GPUs; it uses all that it sees. SGLang reads tiles from files by the experts of a rank and their width, one for
 the first product (gate and up) and one for the last (down), and takes those of the number of tokens that is nearest.
-Its own tuner gives a rank as many choices as all ranks have together, which is four times as many tokens for each expert
-with four ranks. Here every token chooses among all experts, and most choices are other ranks', as in an engine.
+Its own tuner gives a rank as many choices as all ranks have together: with four ranks four times as many tokens for
+each expert. Here every token chooses among all experts, and most choices are other ranks', as in an engine.
 
 Every combination of tiles is timed for both products by a CUDA graph; both have the same `BLOCK_SIZE_M`, because they
 share an order of tokens. What is written is the table that an engine would have found, with the best of these for each

@@ -2,6 +2,15 @@
 
 from engine3d.memory.held import Held, held_by_rank
 from engine3d.memory.serving import Serving, serving_by_rank
-from engine3d.memory.working import Working, inference_peak, update_peak
+from engine3d.memory.working import Working, inference_peak, peer_memory, update_peak
 
-__all__ = ["Held", "Serving", "Working", "held_by_rank", "inference_peak", "serving_by_rank", "update_peak"]
+__all__ = [
+    "Held",
+    "Serving",
+    "Working",
+    "held_by_rank",
+    "inference_peak",
+    "peer_memory",
+    "serving_by_rank",
+    "update_peak",
+]

@@ -16,7 +16,14 @@ _ROW_BYTES = 16
 
 
 def saved_by_layer(
-    sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool, one_step: bool
+    sizes: Sizes,
+    layout: Layout,
+    layer: int,
+    itemsize: int,
+    *,
+    sequence_parallel: bool,
+    one_step: bool,
+    fused_query_key: bool = False,
 ) -> float:
     """Bytes a token that one layer saves, without recomputation.
 
@@ -29,6 +36,7 @@ def saved_by_layer(
         itemsize: of the dtype that the model computes in.
         sequence_parallel: norms and routing are cut over tp too.
         one_step: experts are one step, which makes again what it is given and what its activation gave.
+        fused_query_key: queries and keys are one step, which keeps the whole projection that they are made from.
     """
     spread = layout.tp if sequence_parallel else 1
     if not sizes.is_sparse(layer):
@@ -37,7 +45,9 @@ def saved_by_layer(
         mlp = _one_step_experts(sizes, layout, spread, itemsize)
     else:
         mlp = _experts(sizes, layout, spread, itemsize)
-    return _attention(sizes, layout.tp, spread, itemsize) + mlp
+    # The values a second time: in the projection.
+    values = max(1, sizes.groups / layout.tp) * sizes.head_dim if fused_query_key else 0
+    return _attention(sizes, layout.tp, spread, itemsize) + itemsize * values + mlp
 
 
 def saved_for_balance(sizes: Sizes, layout: Layout, layer: int, *, sequence_parallel: bool) -> float:

@@ -53,7 +53,10 @@ def update_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainC
     itemsize, cut = getattr(torch, config.dtype).itemsize, {"sequence_parallel": config.sequence_parallel}
     layers = spec.rules.stage_layers(layout, at.pp)
     how = cut | {"one_step": config.has_one_step_experts(spec.sizes, layout)}
-    saved = [saved_by_layer(spec.sizes, layout, layer, itemsize, **how) for layer in layers]
+    saved = [
+        saved_by_layer(spec.sizes, layout, layer, itemsize, **how, fused_query_key=config.fused_query_key)
+        for layer in layers
+    ]
     if config.balances_experts:
         balance = [saved_for_balance(spec.sizes, layout, layer, **cut) for layer in layers]
         saved = [one + other for one, other in zip(saved, balance, strict=True)]
@@ -75,6 +78,18 @@ def update_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainC
         logits=_head(spec, layout, at, config, tokens, backward=True),
         layer=round(layer_peak * tokens) + of_experts,
     )
+
+
+def peer_memory(spec: ModelSpec, layout: Layout, config: TrainConfig, *, tokens: int) -> int:
+    """Bytes into which other ranks copy tokens of experts, for as long as the model is there; see `CopyingWay`.
+
+    Args:
+        tokens: of the largest micro-batch of any call.
+    """
+    if not config.has_expert_copies(spec.sizes, layout):
+        return 0
+    of_piece = -(-tokens // layout.tp // 2)  # experts in one step have their tokens cut over tp
+    return 3 * layout.ep * of_piece * spec.sizes.hidden * getattr(torch, config.dtype).itemsize
 
 
 def inference_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainConfig, *, tokens: int) -> Working:

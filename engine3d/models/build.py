@@ -28,6 +28,8 @@ def build_model(
     post_process: bool | None = None,
     overrides: Mapping[str, Any] | None = None,
     one_step_experts: bool = False,
+    expert_copies_s: float | None = None,
+    fused_query_key: bool = False,
 ) -> GPTModel:
     """Build this rank's part of the model. Its parameters hold nothing yet: `load_weights` fills them.
 
@@ -41,16 +43,22 @@ def build_model(
         pre_process: whether this rank embeds tokens; the first pipeline stage unless given.
         post_process: whether this rank has the output layer; the last pipeline stage unless given.
         overrides: arguments of Megatron's TransformerConfig.
-        one_step_experts: see `layer_spec`.
+        one_step_experts, expert_copies_s, fused_query_key: see `layer_spec`.
 
     Raises:
-        UserError: the layout does not divide the model, or Megatron refuses an argument.
+        UserError: the layout does not divide the model, Megatron refuses an argument, or `fused_query_key` cannot be.
     """
     config = transformer_config(spec, layout, dtype, **(overrides or {}))
     post_process = parallel_state.is_pipeline_last_stage() if post_process is None else post_process
     model = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(spec, config, one_step_experts=one_step_experts),
+        transformer_layer_spec=layer_spec(
+            spec,
+            config,
+            one_step_experts=one_step_experts,
+            expert_copies_s=expert_copies_s,
+            fused_query_key=fused_query_key,
+        ),
         vocab_size=spec.padded_vocabulary(layout),
         max_sequence_length=spec.sizes.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage() if pre_process is None else pre_process,

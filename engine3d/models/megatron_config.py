@@ -18,6 +18,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
+from engine3d.models.attention.requirements import check_fused_query_key
+from engine3d.models.attention.self_attention import FusedSelfAttention
 from engine3d.models.experts.moe_layer import MoELayerInOneStep, MoELayerOfSequences
 from engine3d.models.experts.router import Router
 from engine3d.models.family import ModelSpec
@@ -151,7 +153,12 @@ def _kernels() -> dict[str, Any]:
 
 
 def layer_spec(
-    spec: ModelSpec, config: TransformerConfig, *, one_step_experts: bool = False
+    spec: ModelSpec,
+    config: TransformerConfig,
+    *,
+    one_step_experts: bool = False,
+    expert_copies_s: float | None = None,
+    fused_query_key: bool = False,
 ) -> TransformerBlockSubmodules:
     """Megatron's layers for this rank's stage: Transformer Engine where it is present, else Megatron's own.
 
@@ -161,6 +168,11 @@ def layer_spec(
         spec: the model.
         config: Megatron's configuration.
         one_step_experts: make one step of what experts do, which needs Transformer Engine.
+        expert_copies_s: with that, ranks copy tokens into each other's memory: limit of each wait for another rank.
+        fused_query_key: make queries and keys in one step, which passes `check_fused_query_key`.
+
+    Raises:
+        UserError: they cannot be made in one.
     """
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=platform.has_transformer_engine, normalization="RMSNorm"
@@ -168,9 +180,12 @@ def layer_spec(
     layers = block.layer_specs
     if spec.sizes.latent is not None:
         layers = [_with_attention(layer, module=LatentAttention) for layer in layers]
+    if fused_query_key:
+        check_fused_query_key(spec, tp=config.tensor_model_parallel_size, cp=config.context_parallel_size)
+        layers = [_with_attention(layer, module=FusedSelfAttention) for layer in layers]
     layers = [_with_router(layer) for layer in layers]
     if platform.has_transformer_engine:
-        layers = [_with_lean_modules(layer, config, one_step_experts) for layer in layers]
+        layers = [_with_lean_modules(layer, config, one_step_experts, expert_copies_s) for layer in layers]
     else:
         layers = [_with_local_modules(layer) for layer in layers]
         block = replace(block, layer_norm=RMSNorm)
@@ -195,7 +210,9 @@ def _with_router(layer: ModuleSpec) -> ModuleSpec:
     return replace(layer, submodules=replace(layer.submodules, mlp=mlp))
 
 
-def _with_lean_modules(layer: ModuleSpec, config: TransformerConfig, one_step: bool) -> ModuleSpec:
+def _with_lean_modules(
+    layer: ModuleSpec, config: TransformerConfig, one_step: bool, copies_s: float | None
+) -> ModuleSpec:
     """Transformer Engine's layers, but for the norms that are not part of a linear layer, and for experts."""
     from engine3d.models import transformer_engine_modules as lean
 
@@ -207,9 +224,11 @@ def _with_lean_modules(layer: ModuleSpec, config: TransformerConfig, one_step: b
         linear = {"linear_fc1": lean.GroupedColumns, "linear_fc2": lean.GroupedRows}
         experts = replace(moe.experts.keywords["submodules"], **linear)
         moe = replace(moe, experts=partial(moe.experts, submodules=experts))
-        mlp = partial(
-            MoELayerInOneStep if one_step else MoELayerOfSequences, *mlp.args, **mlp.keywords | {"submodules": moe}
-        )
+        of_layer = mlp.keywords | {"submodules": moe}
+        if one_step:
+            mlp = partial(MoELayerInOneStep, *mlp.args, **of_layer, copies_timeout_s=copies_s)
+        else:
+            mlp = partial(MoELayerOfSequences, *mlp.args, **of_layer)
         layer = replace(layer, submodules=replace(layer.submodules, mlp=mlp))
     return layer
 

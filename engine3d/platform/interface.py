@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import Store
+from torch.distributed import ProcessGroup, Store
 
 from engine3d.platform.away import AwayMemory
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
 from engine3d.platform.memory_handles import MemoryHandle
+from engine3d.platform.peer_memory import PeerMemory
 from engine3d.platform.wire import Wire
 
 
@@ -212,6 +213,16 @@ class Platform(ABC):
         Args:
             copies: between memory that this process reaches. They have to be kept for as long as they may run.
             method: how a GPU copies, instead of the way that was measured to be the fastest.
+        """
+
+    @abstractmethod
+    def peer_memory(self, group: ProcessGroup, nbytes: int, timeout_s: float) -> PeerMemory:
+        """Memory of this process's current device that all ranks of a group write into; called by all of them.
+
+        Args:
+            group: whose ranks are on one host, with a device each.
+            nbytes: of each rank.
+            timeout_s: of each wait for another rank.
         """
 
     @abstractmethod

@@ -56,6 +56,9 @@ class RolloutConfig(Settings):
     """Draw tokens and their log-probs by one kernel, which reads the logits once and makes no other tensor as large.
     The distribution is the same, the random numbers are others. Not with `deterministic`; a batch with a response of
     the most likely tokens, or by top_k, top_p or min_p, is drawn as without it."""
+    peer_collectives: bool = False
+    """With `attention_dp`: ranks read each other's tokens of a decoding step by kernels, where NCCL takes longer to
+    start than to send them. Sums over ranks are in float32."""
     cuda_graph: bool = True
     """Capture CUDA graphs of decoding; false decodes eagerly."""
     attention_backend: Annotated[str, AfterValidator(check_attention_backend)] | None = None
@@ -94,6 +97,8 @@ class RolloutConfig(Settings):
                 raise ValueError(
                     f"attention_dp={self.attention_dp} was not tried with {name}=true, expected one of them"
                 )
+        if self.peer_collectives and self.attention_dp == 1:
+            raise ValueError("peer_collectives=true does nothing with attention_dp=1, expected false")
         if self.release_weights and not self.memory_saver:
             raise ValueError("release_weights=true needs memory_saver=true")
         if self.fused_sampling and self.deterministic:

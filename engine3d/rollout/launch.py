@@ -19,7 +19,12 @@ from engine3d.rollout.cache import PAGE_TOKENS, RESERVED_TOKENS, SPARE_REQUESTS,
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.host.process import HostProcess
 from engine3d.rollout.part import WHOLE, EnginePart
-from engine3d.rollout.scheduler.plugin import FUSED_SAMPLING_VARIABLE, MEETING_TIMEOUT_VARIABLE, MEETING_VARIABLE
+from engine3d.rollout.scheduler.plugin import (
+    FUSED_SAMPLING_VARIABLE,
+    MEETING_TIMEOUT_VARIABLE,
+    MEETING_VARIABLE,
+    PEERS_VARIABLE,
+)
 from engine3d.rollout.scheduler.rank import RELEASE_VARIABLE, SOURCES_TIMEOUT_VARIABLE, SOURCES_VARIABLE
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE
 from engine3d.rollout.server_arguments import check_against_platform
@@ -182,6 +187,8 @@ def environment(
         variables[VERSIONS_VARIABLE] = "1"
     if config.fused_sampling:
         variables[FUSED_SAMPLING_VARIABLE] = "1"
+    if config.peer_collectives:
+        variables[PEERS_VARIABLE] = "1"
     if any(weight_sources):
         variables[SOURCES_VARIABLE] = os.pathsep.join(str(source or "") for source in weight_sources)
         variables[SOURCES_TIMEOUT_VARIABLE] = str(config.start_timeout_s)

@@ -56,6 +56,8 @@ class BuiltModel:
                 self.dtype,
                 overrides=megatron_settings(config, self.spec, layout),
                 one_step_experts=config.has_one_step_experts(spec.sizes, layout),
+                fused_query_key=config.fused_query_key,
+                expert_copies_s=config.timeout_s if config.has_expert_copies(spec.sizes, layout) else None,
             )
         if load:
             load_weights(module, self.spec, layout, self.coordinates, model_directory, needs_head=not trainable)

@@ -106,6 +106,16 @@ class TrainConfig(Settings):
         description="make one step of what experts do where ranks gather each other's tokens or ep is 1 "
         "(bf16, Hopper): faster, and less is kept for the backward pass. Otherwise the steps are Megatron-Core's",
     )
+    expert_copies: bool = Field(
+        False,
+        description="with experts in one step and ep above 1, on one host: ranks copy tokens into each other's memory, "
+        "which leaves GPUs to what they compute meanwhile, where NCCL's kernels would keep it waiting",
+    )
+    fused_query_key: bool = Field(
+        False,
+        description="make queries and keys of the mixed projection by one kernel, with their norms and rotary "
+        "embedding, each way; of models with such norms (Qwen3)",
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
         description="what the backward pass computes again in place of keeping it: nothing, norms and activation "
@@ -143,6 +153,10 @@ class TrainConfig(Settings):
         whole = layout.etp == 1 and (layout.tp == 1 or self.sequence_parallel)
         rows = self.dtype == "bfloat16" and not (sizes.hidden % ROW_ELEMENTS or sizes.expert_ffn % ROW_ELEMENTS)
         return self.one_step_experts and together and whole and rows and not sizes.mlp_bias
+
+    def has_expert_copies(self, sizes: Sizes, layout: Layout) -> bool:
+        """Whether ranks that share experts copy tokens into each other's memory."""
+        return bool(self.expert_copies and sizes.experts and layout.ep > 1 and self.has_one_step_experts(sizes, layout))
 
     def check_trained(self, sizes: Sizes, layout: Layout) -> None:
         """Refuse what a model cannot be trained with.

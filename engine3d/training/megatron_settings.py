@@ -6,6 +6,7 @@ from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
+from engine3d.models.attention.requirements import check_fused_query_key
 from engine3d.models.family import ModelSpec
 from engine3d.models.sizes import Sizes
 from engine3d.platform import platform
@@ -62,7 +63,18 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
     Raises:
         UserError: names the option.
     """
+    if config.fused_query_key:
+        check_fused_query_key(spec, tp=layout.tp, cp=layout.cp)
     options = config.megatron
+    if config.expert_copies and spec.sizes.experts:
+        if not transformer_engine:
+            raise UserError("expert_copies=true needs Transformer Engine; expected false on a CPU")
+        if not config.has_expert_copies(spec.sizes, layout):
+            raise UserError(
+                f"expert_copies=true with ep={layout.ep} etp={layout.etp}, dtype={config.dtype}: expected experts in "
+                "one step (one_step_experts=true, bfloat16, etp=1) on several ranks that gather tokens "
+                "(megatron.moe_token_dispatcher_type=allgather), or false"
+            )
     for name in options:
         if BY_NAME[name].needs_gpu and options[name] and not transformer_engine:
             raise UserError(f"megatron.{name}={options[name]} needs Transformer Engine; expected false on a CPU")
@@ -103,6 +115,8 @@ def check_effect(config: TrainConfig, spec: ModelSpec, *, trained: bool) -> None
     Raises:
         UserError: names the option.
     """
+    if config.expert_copies and not spec.sizes.experts:
+        raise UserError(f"expert_copies=true, and {spec.family.architecture} has no experts; expected false")
     for name, value in config.megatron.items():
         if BY_NAME[name].needs_experts and not spec.sizes.experts:
             raise UserError(f"megatron.{name} is set, and {spec.family.architecture} has no experts")

@@ -63,6 +63,9 @@ def release() -> None:
     """End Megatron-Core's groups and stay in the world, so that another layout can be started."""
     from megatron.core import parallel_state
 
+    from engine3d.models.experts import ways
+
+    ways.release()
     parallel_state.destroy_model_parallel()
 
 

@@ -73,6 +73,12 @@ def _slower_experts(recipe: Recipe, devices: Devices, spec: ModelSpec) -> list[s
     other = gpu_without_one_step_experts(devices) if spec.sizes.experts and wanted else None
     if other is None:
         return []
+    for role, config in configs.items():
+        if config.has_expert_copies(spec.sizes, config.layout.layout(len(devices[role]))):
+            raise UserError(
+                f"{recipe.train_setting(role)}.expert_copies=true needs experts in one step; {other}, expected "
+                f"{CAPABILITY}.x, or false"
+            )
     return [
         f"train.one_step_experts: {other}, and one step needs {CAPABILITY}.x; Megatron-Core's own steps take its "
         "place, slower and with more memory"

@@ -12,7 +12,16 @@ import torch
 from engine3d.checkpoint.plan import plan_checkpoint
 from engine3d.errors import UserError
 from engine3d.layout import Layout
-from engine3d.memory import Held, Serving, Working, held_by_rank, inference_peak, serving_by_rank, update_peak
+from engine3d.memory import (
+    Held,
+    Serving,
+    Working,
+    held_by_rank,
+    inference_peak,
+    peer_memory,
+    serving_by_rank,
+    update_peak,
+)
 from engine3d.memory.overhead import (
     CONTEXT_BYTES,
     DRIVER_BYTES,
@@ -31,6 +40,7 @@ from engine3d.reshard.describe.source import PlannedTrainer
 from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.launch import most_requests
+from engine3d.rollout.scheduler.peer_collectives import PEER_BYTES
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import JudgeModel
@@ -178,6 +188,8 @@ class _Ranks:
     held: dict[Device, Held]
     inference: dict[Device, Working]
     update: dict[Device, Working]
+    peers: int
+    """Bytes of a rank into which others copy."""
 
     @classmethod
     def of(
@@ -197,7 +209,8 @@ class _Ranks:
         share = -(-samples // layout.dp)
         tokens = [max(sequence_tokens, min(config.micro_batch_tokens, share * sequence_tokens))]
         tokens.append(max(sequence_tokens, min(tokens[0], -(-share // recipe.trainer.mini_batches) * sequence_tokens)))
-        found = cls(trained, layout, {}, {}, {})
+        peers = peer_memory(spec, layout, config, tokens=tokens[0])
+        found = cls(trained, layout, {}, {}, {}, peers)
         transformer_engine = devices[0].kind == "cuda"
         first: dict[tuple[int, ...], Device] = {}
         for (_, at), device in zip(layout.ranks(), devices, strict=True):
@@ -254,6 +267,7 @@ def _gpu(
         in_turn[role] = {name: size for name, size in own.items() if size} if _leaves(recipe, role) else {}
         always |= own if not _leaves(recipe, role) else {}
         always[f"{role} dummy gradients"] = held.dummy_gradients
+        always[f"{role} copies of experts' tokens"] = each.peers
         if alone:
             always[f"{role} gradients"] = held.gradients
     tokens, cache = 0, 0
@@ -314,7 +328,7 @@ def _engine_workspace(recipe: Recipe, spec: ModelSpec, *, on_gpu: bool) -> int:
         layers=spec.sizes.layers,
         graphs=len(graph_batch_sizes(requests)) if config.cuda_graph and on_gpu else 0,
         tp=config.tp if on_gpu else 1,
-    )
+    ) + (PEER_BYTES if config.peer_collectives and on_gpu else 0)
 
 
 def _at_work(working: Working) -> dict[str, int]:

@@ -65,6 +65,7 @@ def check_layouts(
             raise UserError(f"{recipe.train_setting(role)}.layout on placement.{role}: {error}") from None
         if spec is not None:
             check_megatron(recipe, role, spec, layouts[role], gpus=devices[role][0].kind == "cuda")
+            check_expert_copies(recipe, role, spec, layouts[role], devices[role])
     replicas = max(layout.dp for layout in layouts.values())
     if "rollout" not in devices:
         if not recipe.algorithm.needs_engines:
@@ -82,6 +83,22 @@ def check_layouts(
     check_batch_sizes(recipe, engines=engines.dp, replicas=replicas)
     check_baselines(recipe, layouts)
     return layouts | {"rollout": engines}
+
+
+def check_expert_copies(recipe: Recipe, role: str, spec: ModelSpec, layout: Layout, devices: Sequence[Device]) -> None:
+    """Ranks that copy into each other's memory are on one node.
+
+    Raises:
+        UserError: names the ranks.
+    """
+    if not recipe.train_config(role).has_expert_copies(spec.sizes, layout):
+        return
+    for group in layout.expert_groups():
+        if len({devices[rank].node for rank in group}) > 1:
+            raise UserError(
+                f"{recipe.train_setting(role)}.expert_copies=true: ranks {group[0]}-{group[-1]} of placement.{role} "
+                "share experts and are on several nodes; expected one node, or false"
+            )
 
 
 def groups_over_nodes(

@@ -69,6 +69,12 @@ def sum_of(values: Tensor, of_token: Tensor, per_token: Tensor) -> Tensor:
     return result
 
 
+def add(received: Tensor, own: Tensor, rank: int, result: Tensor) -> None:
+    """(R, T, H) and (T, H) into (T, H), all contiguous."""
+    if count := own.numel():
+        _add[(triton.cdiv(count, _WIDTH),)](received, own, result, count, rank, len(received), WIDTH=_WIDTH)
+
+
 def gate(values: Tensor, score: Tensor) -> Tensor:
     """(M, 2 I), contiguous, and (M,) float32 -> (M, I)."""
     rows, width = values.shape[0], values.shape[1] // 2
@@ -143,6 +149,22 @@ def _sum(values, of_token, per_token, result, width, most, WIDTH: tl.constexpr):
         row = tl.load(of_token + token * most + number).to(tl.int64)
         total += tl.load(values + row * width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(result + token * width + column, total.to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add(received, own, result, count, rank, ranks, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    element = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    inside = element < count
+    total = tl.zeros((WIDTH,), dtype=tl.float32)
+    place = element
+    for number in range(0, ranks):
+        if number == rank:
+            part = tl.load(own + element, mask=inside, other=0.0)
+        else:
+            part = tl.load(received + place, mask=inside, other=0.0)
+        total += part.to(tl.float32)
+        place += count
+    tl.store(result + element, total.to(result.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from engine3d.models.experts.routed_experts import routed_experts
+from engine3d.models.experts.ways import Way, copying_way
 
 
 class MoELayerOfSequences(MoELayer):  # type: ignore[misc]
@@ -22,7 +23,22 @@ class MoELayerOfSequences(MoELayer):  # type: ignore[misc]
 
 
 class MoELayerInOneStep(MoELayerOfSequences):
-    """A layer whose experts can say what their weights are `together`; see `routed_experts`."""
+    """A layer whose experts can say what their weights are `together`; see `routed_experts`.
+
+    Args:
+        copies_timeout_s: where ranks copy tokens into each other's memory, limit of each wait for another rank.
+    """
+
+    def __init__(self, *args: Any, copies_timeout_s: float | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.copies_timeout_s = copies_timeout_s
+
+    @property
+    def way(self) -> Way:
+        """Between the ranks that share the experts."""
+        if self.copies_timeout_s is None:
+            return Way(self.ep_group)
+        return copying_way(self.ep_group, self.copies_timeout_s)
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
@@ -33,15 +49,18 @@ class MoELayerInOneStep(MoELayerOfSequences):
         if first is None or last is None or intermediate_tensors is not None:
             return super().forward(hidden_states, intermediate_tensors, padding_mask)
         self.router.sequences = padding_mask
+        tokens, way = hidden_states.reshape(-1, hidden_states.shape[-1]), self.way
+        gathered = way.gather_ahead(tokens.detach().contiguous())
         shared = self.shared_experts_compute(hidden_states)
         probabilities, routing = self.route(hidden_states)
         output = routed_experts(
-            hidden_states.reshape(-1, hidden_states.shape[-1]),
+            tokens,
             probabilities,
             routing,
             first,
             last,
             most=self.config.moe_router_topk,
-            group=self.ep_group,
+            way=way,
+            gathered=gathered,
         ).view(hidden_states.shape)
         return output if shared is None else output + shared, None

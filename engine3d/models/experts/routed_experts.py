@@ -6,16 +6,18 @@ that is less to send than each token once for each of its experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine3d.models.experts.grouped_products import learn, product
 from engine3d.models.experts.rows import Rows, gated, gated_gradient, rows_of, sum_rows, take_rows
+from engine3d.models.experts.ways import Coming, Way
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ def routed_experts(
     last: Weights,
     *,
     most: int,
-    group: dist.ProcessGroup,
+    way: Way,
+    gathered: Sequence[Coming] | None = None,
 ) -> Tensor:
     """What the experts make of each token: the sum over its experts of probability * expert(token).
 
@@ -50,7 +53,7 @@ def routed_experts(
     else that needs is made again: the tokens are gathered once more, and the activation is computed once more.
 
     Products are in the dtype of the weights; what is between them and the sum over a rank's experts are in float32.
-    The sums of the ranks are added up in the dtype of the weights.
+    The sums of the ranks are added up as the way does it.
 
     Args:
         hidden: (T, H) of this rank; the ranks of a group have as many each.
@@ -59,13 +62,14 @@ def routed_experts(
         first: W1, with the rows of g before those of u.
         last: W2.
         most: experts of any token.
-        group: the expert-parallel one; its ranks have the experts one after another.
+        way: between the ranks of the expert-parallel group.
+        gathered: the tokens, if `way` is gathering them already: what its `gather_ahead` gave.
 
     Returns:
         (T, H) of the dtype of `hidden`.
     """
     result: Tensor = _RoutedExperts.apply(  # type: ignore[no-untyped-call]
-        hidden, probabilities, routing, first, last, first.parameter, last.parameter, most, group
+        hidden, probabilities, routing, first, last, first.parameter, last.parameter, most, way, gathered
     )
     return result
 
@@ -82,43 +86,80 @@ class _RoutedExperts(torch.autograd.Function):
         _first: Tensor,
         _last: Tensor,
         most: int,
-        group: dist.ProcessGroup,
+        way: Way,
+        gathered: Sequence[Coming] | None,
     ) -> Tensor:
-        way = _Way(group)
         hidden = hidden.contiguous()
-        scores = way.to_experts(_scores(probabilities, routing))
-        gathered = way.gather(hidden)
-        rows = rows_of(scores.value(), most)
-        given = take_rows(gathered.value(), rows)
-        between = product(given, first.values.transpose(1, 2), rows.ends)
-        del given, gathered
-        made = product(gated(between, rows.score), last.values.transpose(1, 2), rows.ends)
-        parts = sum_rows(made, rows)
-        ctx.save_for_backward(hidden, between, *vars(rows).values())
+        tokens = way.pieces(hidden)
+        if gathered is None:
+            gathered = [way.gather(piece) for piece in tokens]
+        routed = zip(way.pieces(probabilities), way.pieces(routing), strict=True)
+        scores = [way.to_experts(_scores(*each)) for each in routed]
+        rows = [rows_of(each.value(), most) for each in scores]  # of all, before there is work to wait for
+        betweens, sums = [], _Sums(way, hidden, len(tokens))
+        for its_tokens, its_rows in zip(gathered, rows, strict=True):
+            given = take_rows(its_tokens.value(), its_rows)
+            its_tokens.done()
+            between = product(given, first.values.transpose(1, 2), its_rows.ends)
+            del given
+            made = product(gated(between, its_rows.score), last.values.transpose(1, 2), its_rows.ends)
+            sums.add(sum_rows(made, its_rows))
+            betweens.append(between)
+            del made
+        ctx.save_for_backward(hidden, *betweens, *(each for its_rows in rows for each in vars(its_rows).values()))
         ctx.first, ctx.last, ctx.way = first, last, way
-        return way.add_up(parts).value()
+        return sums.value()
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, between, *of_rows = ctx.saved_tensors
-        rows, first, last, way = Rows(*of_rows), ctx.first, ctx.last, ctx.way
-        gathered_gradient = way.gather(gradient.contiguous())
-        gathered = way.gather(hidden) if first.gradients is not None else None
-        of_made = take_rows(gathered_gradient.value(), rows)
-        del gathered_gradient
-        activated, of_between, of_score = gated_gradient(between, rows.score, product(of_made, last.values, rows.ends))
-        of_scores = of_score.new_zeros(way.ranks * len(hidden) * len(first.values))
-        of_scores.scatter_(0, rows.place, of_score)
-        of_probabilities = way.from_experts(of_scores.view(way.ranks, len(first.values), len(hidden)))
-        if last.gradients is not None:
-            learn(last.gradients, of_made, activated, rows.ends)
-        del of_made, activated
-        of_hidden = way.add_up(sum_rows(product(of_between, first.values, rows.ends), rows))
-        if gathered is not None:  # beside the sum over ranks
-            learn(first.gradients, of_between, take_rows(gathered.value(), rows), rows.ends)
-        of_routed = of_probabilities.value().view(-1, len(hidden)).t().contiguous()
-        return of_hidden.value(), of_routed, None, None, None, None, None, None, None
+        first, last, way = ctx.first, ctx.last, ctx.way
+        hidden, *saved = ctx.saved_tensors
+        tokens = way.pieces(hidden)
+        betweens, of_rows = saved[: len(tokens)], itertools.batched(saved[len(tokens) :], len(fields(Rows)))
+        gathered = [way.gather(piece) for piece in way.pieces(gradient.contiguous())]
+        of_routed, sums = [], _Sums(way, hidden, len(tokens))
+        for piece, its_gradient, between, of_its_rows in zip(tokens, gathered, betweens, of_rows, strict=True):
+            its_rows = Rows(*of_its_rows)
+            its_tokens = way.gather(piece) if first.gradients is not None else None
+            of_made = take_rows(its_gradient.value(), its_rows)
+            its_gradient.done()
+            activated, of_between, of_score = gated_gradient(
+                between, its_rows.score, product(of_made, last.values, its_rows.ends)
+            )
+            of_scores = of_score.new_zeros(way.ranks * len(piece) * len(first.values))
+            of_scores.scatter_(0, its_rows.place, of_score)
+            of_routed.append(way.from_experts(of_scores.view(way.ranks, len(first.values), len(piece))))
+            if last.gradients is not None:
+                learn(last.gradients, of_made, activated, its_rows.ends)
+            del of_made, activated
+            sums.add(sum_rows(product(of_between, first.values, its_rows.ends), its_rows))
+            if its_tokens is not None:  # beside the sum over ranks
+                given = take_rows(its_tokens.value(), its_rows)
+                its_tokens.done()
+                learn(first.gradients, of_between, given, its_rows.ends)
+                del given
+            del of_between
+        of_probabilities = torch.cat([each.value().flatten(0, 1) for each in of_routed], dim=1).t().contiguous()
+        return sums.value(), of_probabilities, None, None, None, None, None, None, None, None
+
+
+class _Sums:
+    """Sums over ranks of pieces of the tokens, one after another, as one tensor like `hidden`."""
+
+    def __init__(self, way: Way, hidden: Tensor, pieces: int) -> None:
+        self._way = way
+        self._whole = torch.empty_like(hidden) if pieces > 1 else None
+        self._places = [None] if self._whole is None else way.pieces(self._whole)
+        self._coming: list[Coming] = []
+
+    def add(self, parts: Tensor) -> None:
+        """What this rank has of the next piece."""
+        self._coming.append(self._way.add_up(parts, self._places[len(self._coming)]))
+
+    def value(self) -> Tensor:
+        made = [each.value() for each in self._coming]
+        return made[0] if self._whole is None else self._whole
 
 
 def _scores(probabilities: Tensor, routing: Tensor) -> Tensor:
@@ -126,54 +167,3 @@ def _scores(probabilities: Tensor, routing: Tensor) -> Tensor:
     result = probabilities.new_empty(probabilities.shape[::-1])
     nothing = probabilities.new_full((), -torch.inf)
     return torch.where(routing.t(), probabilities.t(), nothing, out=result)
-
-
-@dataclass
-class _Coming:
-    """A tensor that the ranks are sending each other."""
-
-    tensor: Tensor
-    work: dist.Work | None = None
-
-    def value(self) -> Tensor:
-        """The tensor, for what is queued from now on."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        return self.tensor
-
-
-class _Way:
-    """Between the ranks that share the experts."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.ranks = group.size()
-
-    def to_experts(self, scores: Tensor) -> _Coming:
-        """(experts, T) of this rank's tokens -> (R, E, T) of this rank's experts."""
-        return self._exchange(scores.view(self.ranks, -1, scores.shape[1]))
-
-    def from_experts(self, scores: Tensor) -> _Coming:
-        """The other way."""
-        return self._exchange(scores)
-
-    def gather(self, tokens: Tensor) -> _Coming:
-        """(T, H) of each rank -> (R * T, H)."""
-        if self.ranks == 1:
-            return _Coming(tokens)
-        result = tokens.new_empty(self.ranks * len(tokens), *tokens.shape[1:])
-        return _Coming(result, dist.all_gather_into_tensor(result, tokens, self._group, async_op=True))
-
-    def add_up(self, parts: Tensor) -> _Coming:
-        """(R * T, H) of each rank -> (T, H), the sum over ranks of this rank's tokens."""
-        if self.ranks == 1:
-            return _Coming(parts)
-        result = parts.new_empty(len(parts) // self.ranks, *parts.shape[1:])
-        return _Coming(result, dist.reduce_scatter_tensor(result, parts, group=self._group, async_op=True))
-
-    def _exchange(self, tensor: Tensor) -> _Coming:
-        if self.ranks == 1:
-            return _Coming(tensor)
-        result = torch.empty_like(tensor)
-        return _Coming(result, dist.all_to_all_single(result, tensor, group=self._group, async_op=True))

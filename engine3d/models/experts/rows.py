@@ -84,6 +84,30 @@ def sum_rows(values: Tensor, rows: Rows) -> Tensor:
     return wide.index_add_(0, rows.token, values.float()).to(values.dtype)
 
 
+def add_parts(received: Tensor, own: Tensor, rank: int, into: Tensor | None = None) -> Tensor:
+    """The sum over R in float32, where `own` takes the place of what was received of `rank`.
+
+    Args:
+        received: (R, T, H).
+        own: (T, H), contiguous.
+        rank: of R.
+        into: (T, H), contiguous, for the result.
+
+    Returns:
+        (T, H) of the same dtype.
+    """
+    result = torch.empty_like(own) if into is None else into
+    if received.is_cuda:
+        from engine3d.models.experts.kernels import add
+
+        add(received, own, rank, result)
+        return result
+    total = torch.zeros(own.shape, dtype=torch.float32)
+    for number, part in enumerate(received):
+        total += (own if number == rank else part).float()
+    return result.copy_(total)
+
+
 def gated(values: Tensor, score: Tensor) -> Tensor:
     """SwiGLU times the row's score, in float32: silu(values[:, :I]) * values[:, I:] * score.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import Store
+from torch.distributed import ProcessGroup, Store
 
 from engine3d.platform.away import AwayMemory, FileMemory
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
@@ -19,8 +19,10 @@ from engine3d.platform.cpu import megatron as megatron_cpu
 from engine3d.platform.cpu import memory as cpu_memory
 from engine3d.platform.cpu import sampling
 from engine3d.platform.cpu.gloo_wire import GlooWire
+from engine3d.platform.cpu.peer_memory import CpuPeerMemory
 from engine3d.platform.interface import DeviceMemory, Platform
 from engine3d.platform.memory_handles import MemoryHandle
+from engine3d.platform.peer_memory import PeerMemory
 from engine3d.platform.wire import Wire
 from engine3d.startup import leave_out
 
@@ -137,6 +139,9 @@ class CpuPlatform(Platform):
                 torch._foreach_copy_(targets, sources)
 
         return run if targets else _nothing
+
+    def peer_memory(self, group: ProcessGroup, nbytes: int, timeout_s: float) -> PeerMemory:
+        return CpuPeerMemory(group, nbytes)
 
     def wire(self, store: Store, names: Sequence[str], rank: int, timeout_s: float) -> Wire:
         return GlooWire(store, names, rank, timeout_s)

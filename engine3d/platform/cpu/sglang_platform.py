@@ -31,7 +31,6 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def init_backend(self) -> None:
         from sglang.srt import batch_invariant_ops
-        from sglang.srt.distributed import parallel_state
         from sglang.srt.layers import dp_attention, sampler
         from sglang.srt.layers.attention import torch_native_backend
         from sglang.srt.layers.moe import fused_moe_native
@@ -46,9 +45,6 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         sampler.murmur_hash32 = murmur_hash32
         # Of data parallel attention, what is there for GPUs alone.
         dp_attention.memcpy_triton = _copy_rows
-        parallel_state.GroupCoordinator.reduce_scatterv = _reduce_scatter
-        parallel_state.GroupCoordinator.reduce_scatter_tensor = _reduce_scatter_equal
-        parallel_state.GroupCoordinator.all_gather_into_tensor = _all_gather
         forward_batch_info.ForwardBatch.prepare_mlp_sync_batch = _without_pinned_memory(
             forward_batch_info.ForwardBatch.prepare_mlp_sync_batch
         )
@@ -107,27 +103,6 @@ def _copy_rows(
         target[:count] = source[first : first + count]
     else:
         target[first : first + count] = source[:count]
-
-
-def _reduce_scatter(
-    group: Any, whole: torch.Tensor, output: torch.Tensor | None = None, sizes: list[int] | None = None
-) -> torch.Tensor:
-    """SGLang's `GroupCoordinator.reduce_scatterv`, which is NCCL's alone."""
-    total = whole.clone()
-    torch.distributed.all_reduce(total, group=group.device_group)
-    parts = total.split(sizes if sizes is not None else len(whole) // group.world_size)
-    own = parts[group.rank_in_group]
-    return own.contiguous() if output is None else output.copy_(own)
-
-
-def _reduce_scatter_equal(group: Any, output: torch.Tensor, whole: torch.Tensor) -> None:
-    """SGLang's `GroupCoordinator.reduce_scatter_tensor`, whose operator is there for GPUs alone."""
-    _reduce_scatter(group, whole, output)
-
-
-def _all_gather(group: Any, output: torch.Tensor, own: torch.Tensor) -> None:
-    """SGLang's `GroupCoordinator.all_gather_into_tensor`, whose operator is there for GPUs alone."""
-    torch.distributed.all_gather_into_tensor(output.view(-1), own.reshape(-1), group=group.device_group)
 
 
 def _without_pinned_memory(prepare: Callable[..., None]) -> Callable[..., None]:

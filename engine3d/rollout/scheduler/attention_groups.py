@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from engine3d.platform import platform
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE
 
 _workers = itertools.count()
@@ -42,6 +43,10 @@ def register() -> None:
     from sglang.srt.managers import data_parallel_controller
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if platform.device_type == "cpu":
+        from engine3d.platform.cpu import sglang_collectives
+
+        sglang_collectives.register()
     HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", _in_directory, HookType.AROUND)
     controller = "sglang.srt.managers.data_parallel_controller"
     Controller.run = staticmethod(data_parallel_controller.run_data_parallel_controller_process)

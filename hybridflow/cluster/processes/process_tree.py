@@ -71,8 +71,11 @@ def catches(pid: int, number: int) -> bool:
     return False
 
 
-def kill_trees(roots: Processes, timeout_s: float = 15.0) -> None:
+def kill_trees(roots: Processes, timeout_s: float = 120.0) -> None:
     """Kill processes, all that they started, and what is left of that where the process itself is gone already.
+
+    A trainer's rank that is killed with tens of GB of page-locked memory is there until the system has taken it back,
+    which was seen to take longer than 15 s.
 
     Raises:
         EngineError: some are still there after `timeout_s`.

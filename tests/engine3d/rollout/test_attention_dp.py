@@ -31,13 +31,15 @@ GROUPS = RolloutConfig.model_validate(
     | {"token_versions": False, "tp": 2, "ep": 2, "attention_dp": 2, "memory_saver": True, "fused_sampling": True}
     | {"server_args": {"chunked_prefill_size": 128}}
 )
+PEERS = RolloutConfig.model_validate(GROUPS.model_dump() | {"peer_collectives": True})
 
 
 @pytest.fixture(scope="module")
 def grouped(tiny_model_dirs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
-    """Two ranks that are a group each, with other weights than the first tiny model's."""
+    """Two ranks that are a group each and read each other's tokens, with other weights than the first tiny model's."""
     log = tmp_path_factory.mktemp("grouped") / "log"
-    with started([RolloutEngine(tiny_model_dirs[1], GROUPS, log_path=log)], afresh=True) as [engine]:
+    with started([RolloutEngine(tiny_model_dirs[1], PEERS, log_path=log)], afresh=True) as [engine]:
+        assert log.read_text().count("Tokens of up to 32 MB go between ranks by kernels.") == 2
         yield engine
 
 
@@ -167,6 +169,7 @@ def test_sglang_deals_out_what_an_engine_has(tiny_model_dirs: tuple[Path, Path])
     [
         ({"tp": 4, "attention_dp": 3}, "attention_dp is 3 and must divide tp, which is 4"),
         ({"tp": 4, "ep": 2, "attention_dp": 2}, "ep and attention_dp are both 2, and tp is 4: SGLang fails there"),
+        ({"tp": 2, "ep": 2, "peer_collectives": True}, "peer_collectives=true does nothing with attention_dp=1"),
         ({"tp": 2, "attention_dp": 2, "deterministic": True}, "attention_dp=2 was not tried with deterministic=true"),
         ({"tp": 2, "attention_dp": 2, "memory_saver": True, "release_weights": True}, "not tried with release_weights"),
         ({"tp": 2, "attention_dp": 2, "token_versions": True}, "attention_dp=2 was not tried with token_versions=true"),

@@ -145,6 +145,29 @@ def test_the_fused_router_is_for_a_softmax_on_gpus() -> None:
         check_options(config, DEEPSEEK, Layout(), transformer_engine=True)
 
 
+GATHERING = {"moe_token_dispatcher_type": "allgather"}
+
+
+def test_copies_of_experts_tokens_need_experts_in_one_step_on_several_gpus() -> None:
+    config = TrainConfig(expert_copies=True, megatron=GATHERING)
+    check_options(config, MOE, Layout(ep=2, dp=2), transformer_engine=True)
+    check_options(config, DENSE, Layout(dp=2), transformer_engine=True)  # a critic that shares the actor's settings
+    with pytest.raises(UserError, match="expert_copies=true, and LlamaForCausalLM has no experts; expected false"):
+        check_effect(config, DENSE, trained=True)
+    with pytest.raises(UserError, match="expert_copies=true needs Transformer Engine; expected false on a CPU"):
+        check_options(config, MOE, Layout(ep=2, dp=2), transformer_engine=False)
+    for layout, settings, found in (
+        (Layout(dp=2), {}, "ep=1 etp=1, dtype=bfloat16"),
+        (Layout(ep=2, dp=2), {"megatron": {}}, "ep=2"),
+        (Layout(ep=2, dp=2), {"one_step_experts": False}, "ep=2"),
+        (Layout(ep=2, dp=2), {"dtype": "float32"}, "dtype=float32"),
+        (Layout(ep=2, etp=2, dp=4), {}, "etp=2"),
+    ):
+        other = TrainConfig(**{"expert_copies": True, "megatron": GATHERING} | settings)
+        with pytest.raises(UserError, match=f"expert_copies=true with .*{found}.*: expected experts in one step"):
+            check_options(other, MOE, layout, transformer_engine=True)
+
+
 def test_options_that_go_together() -> None:
     for spec, layout, options in (
         (MOE, Layout(ep=2, dp=2), {"moe_token_dispatcher_type": "allgather", "moe_aux_loss_coeff": 1e-3}),

@@ -185,3 +185,21 @@ def test_every_layout_learns_alike_over_nccl(world_size: int, tmp_path: Path) ->
         for rank in ranks:
             assert rank[number]["losses"] == pytest.approx(alone["losses"], rel=0.01), sizes
             assert rank[number]["norms"] == pytest.approx(alone["norms"], rel=0.1), sizes
+
+
+def _train_with_copies(directory: Path) -> list[dict[str, Any]]:
+    gathering = {"moe_token_dispatcher_type": "allgather"}
+    return [
+        _train(directory, {"ep": 2}, 2, dtype="bfloat16", megatron=gathering, expert_copies=copies, recompute=recompute)
+        for copies, recompute in ((False, "none"), (True, "none"), (True, "full"))
+    ]
+
+
+@pytest.mark.skipif(platform.gpus < 2, reason="needs two GPUs")
+def test_copies_of_experts_tokens_are_collective_operations(tmp_path: Path) -> None:
+    tiny_families.make("qwen3_moe", tmp_path / "model")
+    for without, *with_copies in run_distributed(_train_with_copies, 2, tmp_path / "model", timeout_s=300):
+        for found in with_copies:
+            assert found["losses"] == pytest.approx(without["losses"], rel=2e-3)
+            assert found["norms"] == pytest.approx(without["norms"], rel=0.02)
+            assert (found["before"] - without["before"]).abs().mean() < 0.01

@@ -48,6 +48,15 @@ def test_the_large_recipe_fits_its_gpus() -> None:
     assert max(map(gpu.total, gpu.phases)) < 0.9 * 150.7e9, "the ledger may be 7 % wrong"
 
 
+def test_memory_into_which_other_ranks_copy_is_there_for_good() -> None:
+    recipe = "qwen3-30b-a3b-4xh200.yaml"
+    [without], [with_copies] = (_ledger(recipe, f"train.expert_copies={copied}").gpus for copied in ("false", "true"))
+    name = "actor copies of experts' tokens"
+    assert name not in without.always
+    assert with_copies.always[name] == 3 * 4 * 11275 * H * 2  # three halves of four ranks' tokens in bf16
+    assert with_copies.always == without.always | {name: with_copies.always[name]}
+
+
 # The large recipe with what takes the least memory in training, and the optimizer's state on the GPU.
 LEAST = ("train.recompute=full", "train.micro_batch_tokens=16384", "train.optimizer.offload=false")
 

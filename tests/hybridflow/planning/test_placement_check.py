@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.reshard_plan import named_model
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from hybridflow.cluster.devices.device_map import DeviceMap, Node
 from hybridflow.config.recipe import load_recipe
-from hybridflow.planning.placement_check import check_batch_sizes, groups_over_nodes
+from hybridflow.planning.placement_check import check_batch_sizes, check_expert_copies, groups_over_nodes
 from tests.support.runs import DEMO
 
 NODES = [Node("host-0", gpus=4, cpu_slots=0), Node("host-1", gpus=4, cpu_slots=0)]
@@ -29,6 +30,22 @@ def test_groups_over_several_nodes_are_told() -> None:
     assert "1 of 1 tensor-parallel groups are on several nodes (ranks 0-1 on host-0, host-1)" in "".join(
         groups_over_nodes({"critic": Layout(tp=2)}, devices, NODES)
     )
+
+
+def test_ranks_that_copy_into_each_others_memory_are_on_one_node() -> None:
+    spec = named_model("qwen3-30b-a3b")
+    gathering = "train.megatron={moe_token_dispatcher_type: allgather}"
+    recipe = load_recipe(DEMO, ["train.dtype=bfloat16", "train.expert_copies=true", gathering])
+    devices = DeviceMap.parse("cuda:0-7").devices(NODES)
+    check_expert_copies(recipe, "actor", spec, Layout(ep=4, dp=8), devices)
+    with pytest.raises(
+        UserError,
+        match=r"^train\.expert_copies=true: ranks 0-7 of placement\.actor share experts and are on several nodes; "
+        "expected one node, or false$",
+    ):
+        check_expert_copies(recipe, "actor", spec, Layout(ep=8, dp=8), devices)
+    recipe = load_recipe(DEMO, ["train.dtype=bfloat16", gathering])
+    check_expert_copies(recipe, "actor", spec, Layout(ep=8, dp=8), devices)
 
 
 def test_a_step_of_preferences_has_a_pair_for_each_rank_and_mini_batch() -> None:

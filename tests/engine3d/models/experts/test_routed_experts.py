@@ -4,6 +4,8 @@ against the same in PyTorch."""
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from benchmarks.reshard_plan import named_model
-from engine3d.errors import UserError
+from engine3d.errors import EngineError, UserError
 from engine3d.layout import Coordinates, Layout
 from engine3d.models import build_model, load_model_spec, load_weights
 from engine3d.models.experts import rows as expert_rows
@@ -24,12 +26,17 @@ from engine3d.models.experts.moe_layer import MoELayerInOneStep
 from engine3d.models.experts.routed_experts import Weights, routed_experts
 from engine3d.models.experts.router import load_balance
 from engine3d.models.experts.rows import Rows, rows_of
+from engine3d.models.experts.ways import CopyingWay, Way, copying_way, release
+from engine3d.platform import platform
+from engine3d.platform.cpu.peer_memory import CpuPeerMemory
+from engine3d.platform.peer_memory import Copy
 from engine3d.training import parallel
 from engine3d.training.config import TrainConfig
 from tests.engine3d.models.experts.test_load_balance import LOSSES
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
 from tests.support.interpreted import run_interpreted
+from tests.support.ptx import compiled_for_hopper
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, MOST = 10, 16, 24, 4, 2
 """Tokens of a rank, what they are, how wide an expert is, experts over all ranks, experts of a token."""
@@ -87,7 +94,7 @@ def _one_by_one(drawn: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _in_one_step(chosen: list[int], dtype: torch.dtype, device: str) -> None:
+def _in_one_step(chosen: list[int], dtype: torch.dtype, device: str, way: Way) -> None:
     """Assert that this rank's part is right."""
     rank, world = dist.get_rank(), dist.get_world_size()
     drawn = _drawn(world, dtype, chosen)
@@ -101,12 +108,19 @@ def _in_one_step(chosen: list[int], dtype: torch.dtype, device: str) -> None:
     weights = [
         Weights(each, grown, torch.nn.Parameter(each[0].clone())) for each, grown in zip(values, gradients, strict=True)
     ]
-    group = dist.group.WORLD
-    assert group is not None
 
     def made(first: Weights, last: Weights) -> Tensor:
         routing = drawn["routing"][mine].to(device)
-        return routed_experts(hidden, probabilities, routing, first, last, most=MOST, group=group)
+        return routed_experts(
+            hidden,
+            probabilities,
+            routing,
+            first,
+            last,
+            most=MOST,
+            way=way,
+            gathered=way.gather_ahead(hidden.detach()),
+        )
 
     result = made(weights[0], weights[1])
     result.backward(drawn["gradient"][mine].to(device))  # type: ignore[no-untyped-call]
@@ -138,13 +152,24 @@ def _in_one_step(chosen: list[int], dtype: torch.dtype, device: str) -> None:
     alike(hidden.grad, "hidden", mine)
 
 
-def _all_cases(device: str) -> None:
+def _started(device: str) -> dist.ProcessGroup:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    for chosen in CASES.values():
-        for dtype in (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16,):
-            _in_one_step(chosen, dtype, device)
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _all_cases(device: str) -> None:
+    group = _started(device)
+    ways = [Way(group), copying_way(group, 60.0)]
+    assert isinstance(ways[1], CopyingWay) == (group.size() > 1)
+    for way in ways:
+        for chosen in CASES.values():
+            for dtype in (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16,):
+                _in_one_step(chosen, dtype, device, way)
+    release()
     dist.destroy_process_group()
 
 
@@ -161,6 +186,82 @@ def test_all_at_once_is_one_by_one_on_gpus(world: int) -> None:
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
     run_distributed(_all_cases, world, "cuda", timeout_s=300)
+
+
+def _two_ways(device: str) -> None:
+    """Assert that copies bring what collective operations do, for tensors that grow, each kept while the next comes."""
+    group = _started(device)
+    mine, ranks = dist.get_rank(), group.size()
+
+    def late() -> None:
+        """Half of the ranks read and send later than the others."""
+        if mine % 2:
+            torch.cuda._sleep(10**7) if device == "cuda" else time.sleep(0.02)
+
+    if device == "cpu":
+        copy = CpuPeerMemory.copy
+
+        def copy_late(memory: CpuPeerMemory, copies: Sequence[Copy]) -> Callable[[], None]:
+            late()
+            return copy(memory, copies)
+
+        setattr(CpuPeerMemory, "copy", copy_late)  # noqa: B010
+    way, other = CopyingWay(group, 60.0), Way(group)
+    dtype = torch.bfloat16
+    for tokens in (3, 1, 40, 40, 7):
+        generator = torch.Generator().manual_seed(tokens)
+        drawn = torch.randn(2, ranks, tokens, 8, generator=generator).to(device, dtype)
+        first, last, more = (way.gather(drawn[number, mine]) for number in (0, 1, 0))
+        with pytest.raises(EngineError, match="more than 3 tensors are on their way"):
+            way.gather(drawn[0, mine])
+        assert torch.equal(more.value(), drawn[0].flatten(0, 1))
+        more.done()
+        given = first.value()
+        late()
+        given = given.clone()
+        first.done()
+        assert torch.equal(given, drawn[0].flatten(0, 1))
+        parts = torch.randn(ranks, ranks * tokens, 8, generator=generator).to(device, dtype)
+        sums = way.add_up(parts[mine])
+        assert torch.equal(last.value(), other.gather(drawn[1, mine]).value())
+        last.done()
+        right = torch.zeros(tokens, 8, device=device)
+        for part in parts.unflatten(1, (ranks, -1))[:, mine]:
+            right += part.float()
+        assert torch.equal(sums.value(), right.to(dtype))
+        alone = way.gather(drawn[1, mine])
+        assert torch.equal(alone.value(), drawn[1].flatten(0, 1))
+        alone.done()
+        place = torch.empty(tokens, 8, dtype=dtype, device=device)
+        assert way.add_up(parts[mine], place).value() is place
+        assert torch.equal(place, right.to(dtype))
+    assert way.nbytes == 3 * ranks * 40 * 8 * dtype.itemsize
+    dist.destroy_process_group()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [2, 3])
+def test_copies_are_collective_operations(world: int) -> None:
+    run_distributed(_two_ways, world, "cpu", timeout_s=120)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_copies_are_collective_operations_on_gpus() -> None:
+    run_distributed(_two_ways, min(4, torch.cuda.device_count()), "cuda", timeout_s=300)
+
+
+def _of_two_hosts() -> None:
+    group = _started("cpu")
+    platform.__dict__["node"] = f"host-{dist.get_rank()}"
+    with pytest.raises(UserError, match="share experts are on host-0 and on host-1; expected one host, or false"):
+        CopyingWay(group, 60.0)
+    dist.destroy_process_group()
+
+
+@pytest.mark.processes
+def test_copies_need_one_host() -> None:
+    run_distributed(_of_two_hosts, 2, timeout_s=60)
 
 
 def test_a_router_that_is_no_number_shows() -> None:
@@ -182,7 +283,9 @@ class _Stacked:
         return Weights(self.values, self.gradients, self.parameter)
 
 
-def _layers(directory: Path, layout: Layout, coordinates: Coordinates, overrides: dict[str, Any]) -> None:
+def _layers(
+    directory: Path, layout: Layout, coordinates: Coordinates, overrides: dict[str, Any], copies_s: float | None
+) -> None:
     """Assert that a model with layers in one step is Megatron-Core's, both ways, with losses of routers."""
     spec = load_model_spec(directory)
     model = build_model(spec, layout, torch.float32, overrides=overrides)
@@ -213,6 +316,7 @@ def _layers(directory: Path, layout: Layout, coordinates: Coordinates, overrides
     for name, module in model.named_modules():
         if isinstance(module, MoELayer):
             module.__class__ = MoELayerInOneStep
+            module.copies_timeout_s = copies_s
             for linear in ("linear_fc1", "linear_fc2"):
                 each = _Stacked([getattr(expert, linear) for expert in module.experts.local_experts])
                 setattr(module.experts, linear, each)
@@ -234,7 +338,8 @@ def _all_layers(directory: Path, ep: int, ways: list[dict[str, Any]]) -> None:
     coordinates = parallel.initialise(layout, seed=1, timeout_s=60)
     for overrides in ways:
         gathering = {"moe_token_dispatcher_type": "allgather", "calculate_per_token_loss": True}
-        _layers(directory, layout, coordinates, overrides | gathering | LOSSES)
+        for copies_s in (None, 60.0):
+            _layers(directory, layout, coordinates, overrides | gathering | LOSSES, copies_s)
     parallel.release()
 
 
@@ -287,6 +392,11 @@ def _compare(device: str) -> None:
         there = Rows(*(getattr(expected, name).to(device) for name in vars(expected)))
 
         hidden = torch.randn(ranks * tokens, width, generator=generator)
+        parts = torch.randn(3, 5, width, generator=generator)
+        for rank in range(3):
+            together = torch.empty(5, width, device=device)
+            expert_kernels.add(parts.to(device), parts[0].to(device), rank, together)
+            assert torch.equal(together.cpu(), expert_rows.add_parts(parts, parts[0], rank))
         taken = expert_kernels.take(hidden.to(device), there.token)
         assert torch.equal(taken.cpu(), expert_rows.take_rows(hidden, expected))
         values = torch.randn(count, width, generator=generator)
@@ -307,6 +417,23 @@ def _compare(device: str) -> None:
 @pytest.mark.processes
 def test_kernels_interpreted() -> None:
     run_interpreted(_compare)
+
+
+def _compile(device: str) -> None:
+    from engine3d.models.experts import kernels as expert_kernels
+
+    text = compiled_for_hopper(
+        expert_kernels._add,
+        dict.fromkeys(("received", "own", "result"), "*bf16") | dict.fromkeys(("count", "rank", "ranks"), "i32"),
+        {"WIDTH": expert_kernels._WIDTH},
+        whole_words=("received", "own", "result", "count"),
+    )
+    assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
+
+
+@pytest.mark.processes
+def test_sums_of_ranks_compile_without_a_gpu() -> None:
+    run_interpreted(_compile, interpret=False)
 
 
 @pytest.mark.gpu

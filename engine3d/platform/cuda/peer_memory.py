@@ -1,0 +1,59 @@
+"""Memory of GPUs that all ranks of a group write into: PyTorch's symmetric memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from engine3d.platform.peer_memory import Copy, PeerMemory
+
+
+class CudaPeerMemory(PeerMemory):
+    """Memory that no allocator of PyTorch counts; freed with the last tensor of it.
+
+    Args:
+        group: whose ranks have a GPU each, with access to those of the others.
+        nbytes: of each rank.
+        timeout_s: of waits of one GPU for another, which end the process with a message of PyTorch.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, nbytes: int, timeout_s: float) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._own = _SymmetricMemory.empty_strided_p2p((nbytes,), [1], torch.uint8, device, group.group_name)
+        self._handle = _SymmetricMemory.rendezvous(self._own)
+        memory = [self._handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
+        super().__init__(group.rank(), memory)
+        self._addresses = torch.tensor([each.data_ptr() for each in memory], device=device)
+        self._timeout_ms = max(1, round(1000 * timeout_s))
+        self._beside = torch.cuda.Stream()
+
+    def meet(self) -> None:
+        self._handle.barrier(0, self._timeout_ms)
+
+    def collect(self, into: torch.Tensor) -> None:
+        # Triton is slow to import, and only engines need it here.
+        from engine3d.platform.cuda import peer_kernels
+
+        peer_kernels.collect(self._addresses, self.rank, into)
+
+    def collect_sum(self, into: torch.Tensor) -> None:
+        from engine3d.platform.cuda import peer_kernels
+
+        peer_kernels.collect_sum(self._addresses, self.rank, into)
+
+    def copy(self, copies: Sequence[Copy]) -> Callable[[], None]:
+        # No kernel is queued beside the others: with CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron-Core wants, one that
+        # waits for the copies would keep waiting all that is queued after it.
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+            done = self._beside.record_event()
+
+        def wait() -> None:
+            torch.cuda.current_stream().wait_event(done)
+
+        return wait

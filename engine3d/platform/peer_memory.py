@@ -1,0 +1,83 @@
+"""Memory of every rank of a group that all of them write into, without a collective operation."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine3d.errors import UserError
+
+WORD_BYTES = 16
+
+Copy = tuple[Tensor, Tensor]
+"""Of the second into the first, which are alike; either may be of another rank."""
+
+
+class PeerMemory(ABC):
+    """As many bytes of each rank of a group, whose ranks are all on one host, mapped by all of them.
+
+    Who copies into another rank's memory calls `meet` before, after which nobody reads any more what was there, and
+    after it, after which all that was copied may be read: the same calls in the same order on every rank.
+
+    Args:
+        rank: this one's, in the group.
+        memory: of each rank, (nbytes,) uint8.
+    """
+
+    def __init__(self, rank: int, memory: Sequence[Tensor]) -> None:
+        self.rank, self._memory = rank, memory
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory[0].numel()
+
+    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The first bytes of a rank's memory as a contiguous tensor. It has to be large enough."""
+        used = math.prod(shape) * dtype.itemsize
+        return self._memory[rank][:used].view(dtype).view(*shape)
+
+    @abstractmethod
+    def meet(self) -> None:
+        """What any rank queued before this is done before what this one queues from now on."""
+
+    @abstractmethod
+    def collect(self, into: Tensor) -> None:
+        """The first bytes of every rank's memory, in the order of ranks, into (ranks, ...): read by kernels.
+
+        What each rank has of them must be whole words of `WORD_BYTES`.
+        """
+
+    @abstractmethod
+    def collect_sum(self, into: Tensor) -> None:
+        """The sum over ranks of what each memory begins with, (ranks, ...), at this rank's index: read by kernels.
+
+        It is in float32, in the order of ranks, and rounded to the dtype of `into` once.
+        """
+
+    @abstractmethod
+    def copy(self, copies: Sequence[Copy]) -> Callable[[], None]:
+        """Copy in this order, after what is queued now and beside what is queued from now on.
+
+        The sources have to be kept until the function that is returned has been called: what is queued after that
+        comes after the copies.
+        """
+
+
+def check_one_host(node: str, group: dist.ProcessGroup) -> None:
+    """Refuse a group with ranks of several hosts, as `Platform.node` tells them apart.
+
+    Raises:
+        UserError: names two of them.
+    """
+    nodes: list[str] = [""] * group.size()
+    dist.all_gather_object(nodes, node, group)
+    if other := next((each for each in nodes if each != nodes[0]), None):
+        raise UserError(
+            f"train.expert_copies=true: ranks that share experts are on {nodes[0]} and on {other}; expected one host, "
+            "or false"
+        )

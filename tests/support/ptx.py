@@ -1,0 +1,31 @@
+"""Triton's kernels compiled for a GPU that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def compiled_for_hopper(
+    kernel: Any, arguments: Mapping[str, str], constants: Mapping[str, Any], *, whole_words: Sequence[str]
+) -> str:
+    """PTX of a kernel for compute capability 9.0, in a process where Triton does not interpret.
+
+    Args:
+        kernel: of triton.jit.
+        arguments: the types of those that are no constants, in their order, as Triton writes them ("*bf16", "i32").
+        constants: the values of the others, which come after them.
+        whole_words: arguments that are multiples of 16, as pointers to tensors are.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    names = [*arguments, *constants]
+    source = ASTSource(
+        fn=kernel,
+        signature={**arguments, **dict.fromkeys(constants, "constexpr")},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in whole_words},
+    )
+    text: str = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    return text
