@@ -7,7 +7,12 @@ from typing import Any
 
 
 def compiled_for_hopper(
-    kernel: Any, arguments: Mapping[str, str], constants: Mapping[str, Any], *, whole_words: Sequence[str]
+    kernel: Any,
+    arguments: Mapping[str, str],
+    constants: Mapping[str, Any],
+    *,
+    whole_words: Sequence[str],
+    warps: int = 4,
 ) -> str:
     """PTX of a kernel for compute capability 9.0, in a process where Triton does not interpret.
 
@@ -16,6 +21,7 @@ def compiled_for_hopper(
         arguments: the types of those that are no constants, in their order, as Triton writes them ("*bf16", "i32").
         constants: the values of the others, which come after them.
         whole_words: arguments that are multiples of 16, as pointers to tensors are.
+        warps: of a program.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -27,5 +33,5 @@ def compiled_for_hopper(
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in whole_words},
     )
-    text: str = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    text: str = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
     return text

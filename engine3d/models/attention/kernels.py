@@ -24,7 +24,7 @@ def forward(
     # Each in memory of its own: by that Transformer Engine tells how they lie.
     key, value = (mixed.new_empty(tokens, groups, head_dim) for _ in range(2))
     if tokens:
-        _forward[(tokens,)](
+        _normed_rotary_forward[(tokens,)](
             mixed,
             query_weight,
             key_weight,
@@ -64,7 +64,7 @@ def backward(
     of_mixed = torch.empty_like(mixed)
     sums = torch.empty(programs if weights else 0, 2, head_dim, dtype=torch.float32, device=mixed.device)
     if tokens:
-        _backward[(programs,)](
+        _normed_rotary_backward[(programs,)](
             mixed,
             query_weight,
             key_weight,
@@ -104,7 +104,7 @@ def _constants(groups: int, heads: int, head_dim: int) -> dict[str, int]:
 
 
 @triton.jit
-def _forward(  # type: ignore[no-untyped-def]
+def _normed_rotary_forward(  # type: ignore[no-untyped-def]
     mixed,
     query_weight,
     key_weight,
@@ -151,7 +151,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward(  # type: ignore[no-untyped-def]
+def _normed_rotary_backward(  # type: ignore[no-untyped-def]
     mixed,
     query_weight,
     key_weight,

@@ -138,6 +138,7 @@ class CudaPlatform(Platform):
     ) -> dict[str, str]:
         # Megatron-Core relies on kernels of one device being issued in order to overlap tensor-parallel traffic.
         environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | (_DETERMINISTIC if deterministic else {})
+        environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # no peer memory of ours is written so
         if sends_to_engines:
             # SGLang's own choice. NCCL fails with "unhandled cuda error" between processes of one machine that differ.
             environment["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "0")

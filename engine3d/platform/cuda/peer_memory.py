@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,6 +10,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from engine3d.platform.peer_memory import Copy, PeerMemory
+
+
+@functools.cache
+def _beside(device: int) -> torch.cuda.Stream:
+    """The stream of all copies of a device: one set of them after the other, each at the full rate."""
+    return torch.cuda.Stream(device)
 
 
 class CudaPeerMemory(PeerMemory):
@@ -28,7 +35,7 @@ class CudaPeerMemory(PeerMemory):
         super().__init__(group.rank(), memory)
         self._addresses = torch.tensor([each.data_ptr() for each in memory], device=device)
         self._timeout_ms = max(1, round(1000 * timeout_s))
-        self._beside = torch.cuda.Stream()
+        self._beside = _beside(device.index)
 
     def meet(self) -> None:
         self._handle.barrier(0, self._timeout_ms)

@@ -236,8 +236,8 @@ def _compile(_: str) -> None:
     # Halves of heads as large as a tile, and values whole.
     tiles = 2 * (sizes.heads + sizes.groups) * sizes.head_dim // 2 // kernels._ELEMENTS
     for kernel, arguments, more, reads in (
-        (kernels._forward, given | made, {}, tiles),
-        (kernels._backward, given | slopes | rest, {"WEIGHTS": True}, 2 * tiles),
+        (kernels._normed_rotary_forward, given | made, {}, tiles),
+        (kernels._normed_rotary_backward, given | slopes | rest, {"WEIGHTS": True}, 2 * tiles),
     ):
         pointers = [name for name, kind in arguments.items() if kind.startswith("*")]
         text = compiled_for_hopper(kernel, arguments, more | constants, whole_words=pointers, warps=warps)
