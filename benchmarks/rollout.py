@@ -95,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--mem-fraction", type=float, default=0.8)
     parser.add_argument("--peer-collectives", action="store_true", help="as rollout.engine has it, of our engines")
     parser.add_argument("--fused-sampling", action="store_true", help="rollout.engine.fused_sampling, of our engines")
+    parser.add_argument("--engines-alone", action="store_true", help="leave out SGLang alone")
     parser.add_argument("--running", type=int, default=512, help="most requests that an engine runs at once")
     parser.add_argument(
         "--trace", type=Path, metavar="DIRECTORY", help="for traces of the first engine's steps (`kernels.py`)"
@@ -122,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
                 own = Path(scratch)
                 layers = {"num_hidden_layers": options.layers} if options.layers else {}
                 (own / "config.json").write_text(json.dumps(dict(spec.hf_config) | layers))
-            figures = _measure(_case(options, rollout, own, spec.vocab_size))
+            figures = _measure(_case(options, rollout, own, spec.vocab_size), with_sglang=not options.engines_alone)
     except UserError as error:
         print(f"rollout.py: {error}", file=sys.stderr)
         return 2
@@ -174,8 +175,8 @@ class Measured:
     cache_tokens: int | None = None
 
 
-def _measure(case: Case) -> dict[str, Any]:
-    found = {"engine": _engines(case), "sglang": _sglang(case)}
+def _measure(case: Case, *, with_sglang: bool) -> dict[str, Any]:
+    found = {"engine": _engines(case)} | ({"sglang": _sglang(case)} if with_sglang else {})
     requests = sum(map(len, case.prompts))
     figures: dict[str, Any] = {"device": _device(), "requests": requests, "input": case.input, "output": case.output}
     for way, measured in found.items():
@@ -186,11 +187,12 @@ def _measure(case: Case) -> dict[str, Any]:
             "output_tokens_per_s": requests * case.output / median,
             "output_tokens_per_s_per_device": requests * case.output / median / case.rollout.ranks,
         }
-    ours, theirs = (statistics.median(found[way].rounds_s) for way in ("engine", "sglang"))
-    figures["engine_over_sglang"] = theirs / ours
+    medians = {way: statistics.median(measured.rounds_s) for way, measured in found.items()}
+    if with_sglang:
+        figures["engine_over_sglang"] = medians["sglang"] / medians["engine"]
     cache_tokens = found["engine"].cache_tokens
     if decoded_at_once(case, cache_tokens or 0):
-        figures["decode"] = decode_figures(case, memory_bandwidth(), {"engine": ours, "sglang": theirs})
+        figures["decode"] = decode_figures(case, memory_bandwidth(), medians)
     else:
         print(
             f"decode: not all {case.of_an_engine} requests of an engine run at once, with room for "
