@@ -39,7 +39,7 @@ Times = dict[str, dict[int, float]]
 """Milliseconds of `first` and `last`, by tokens."""
 
 _WORKERS_PER_GPU = 8
-"""Compile at the same time; one of them measures."""
+"""Compile at the same time. Only when all is compiled they measure, one at a time."""
 _SHARED_MEMORY = 227 << 10
 _PRODUCTS = ("first", "last")
 
@@ -71,19 +71,23 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = parser.parse_args(arguments)
         shapes = shapes_of(options.model, options.ranks)
-        tokens = [int(each) for each in options.tokens.split(",")]
+        tokens = [int(each) for each in options.tokens.split(",") if each.isdecimal() and int(each)]
+        if len(tokens) != options.tokens.count(",") + 1:
+            raise UserError(f"--tokens {options.tokens}: expected whole numbers of at least 1, such as 256,1024")
         if not platform.gpus:
             raise UserError("this machine has no GPU, whose kernel is tuned")
-        found = measured(shapes, tokens)
-        table, before = write(options.out, shapes, found, tokens)
+        now = tiles_now(shapes)
+        found = measured(shapes, tokens, now)
+        table = {count: best(found, count) for count in tokens}
+        write(options.out, shapes, table, now)
     except UserError as error:
         print(f"tune_experts.py: {error}", file=sys.stderr)
         return 2
-    figures = {
-        count: {"before_ms": both(found, *before[count], count), "ms": both(found, *table[count], count)}
-        | dict(zip(_PRODUCTS, table[count], strict=True))
-        for count in tokens
-    }
+    figures = {}
+    for count in tokens:
+        before = nearest(now, count)
+        figures[count] = {"before_ms": both(found, before, before, count), "ms": both(found, *table[count], count)}
+        figures[count] |= dict(zip(_PRODUCTS, table[count], strict=True))
     command = " ".join(["benchmarks/tune_experts.py", *sys.argv[1:]])
     facts = {"command": command, "device": torch.cuda.get_device_name(), "shapes": shapes.model_dump()}
     print(json.dumps(facts | {"tokens": figures, "versions": versions()}, indent=2))
@@ -97,7 +101,7 @@ def shapes_of(model: str, ranks: int) -> Shapes:
         UserError: it has none, or they cannot be spread evenly.
     """
     sizes = named_model(model).sizes
-    if not sizes.experts or sizes.experts % ranks:
+    if ranks < 1 or not sizes.experts or sizes.experts % ranks:
         raise UserError(f"--ranks {ranks}: {model} has {sizes.experts} experts, which cannot be spread evenly")
     return Shapes(
         experts=sizes.experts,
@@ -118,18 +122,18 @@ def choices() -> list[Tiles]:
     return found
 
 
-def measured(shapes: Shapes, tokens: Sequence[int]) -> list[tuple[Tiles, Times]]:
+def measured(shapes: Shapes, tokens: Sequence[int], now: Mapping[int, Tiles]) -> list[tuple[Tiles, Times]]:
     """Each of `choices` and of the tiles that an engine would find, with its times; without those that do not run."""
     tried = choices()
-    tried += [each for each in _found_now(shapes).values() if each not in tried]
+    tried += [each for each in now.values() if each not in tried]
     context = multiprocessing.get_context("spawn")
     locks = [context.Lock() for _ in range(platform.gpus)]
     numbers = context.Value("i", 0)
     with ProcessPoolExecutor(
         _WORKERS_PER_GPU * platform.gpus, context, initializer=_start, initargs=(shapes, list(tokens), locks, numbers)
     ) as pool:
-        found = list(zip(tried, pool.map(_times, tried), strict=True))
-    return [(tiles, times) for tiles, times in found if times is not None]
+        running = [tiles for tiles, runs in zip(tried, pool.map(_runs, tried), strict=True) if runs]
+        return list(zip(running, pool.map(_times, running), strict=True))
 
 
 def both(found: Sequence[tuple[Tiles, Times]], first: Tiles, last: Tiles, tokens: int) -> float:
@@ -154,42 +158,45 @@ def best(found: Sequence[tuple[Tiles, Times]], tokens: int) -> tuple[Tiles, Tile
     return first, last
 
 
-def write(
-    out: Path, shapes: Shapes, found: Sequence[tuple[Tiles, Times]], tokens: Sequence[int]
-) -> tuple[dict[int, tuple[Tiles, Tiles]], dict[int, tuple[Tiles, Tiles]]]:
-    """Write both tables of a rank's experts.
+def write(out: Path, shapes: Shapes, table: Mapping[int, tuple[Tiles, Tiles]], now: Mapping[int, Tiles]) -> None:
+    """Write both tables of a rank's experts: the tiles of the first and of the last product.
 
-    Returns:
-        The tiles of both products for each of `tokens`, and those that an engine would have found.
+    Args:
+        table: by numbers of tokens, those of both products.
+        now: those of both for other numbers of tokens.
     """
     import triton
-    from sglang.srt.utils import get_device_name
 
-    now = _found_now(shapes)
-    before = {count: now[min(now, key=lambda key: abs(key - count))] for count in tokens}
-    table = {count: best(found, count) for count in tokens}
     directory = out / "configs" / f"triton_{triton.__version__.replace('.', '_')}"
     directory.mkdir(parents=True, exist_ok=True)
-    name = f"E={shapes.local},N={shapes.width},device_name={get_device_name().replace(' ', '_')}"
-    for place, ending in enumerate(("", "_down")):
+    for place, down in enumerate((False, True)):
         whole = {count: table[count][place] if count in table else now[count] for count in sorted({*now, *table})}
-        (directory / f"{name}{ending}.json").write_text(json.dumps(whole, indent=4) + "\n")
-    return table, {count: (tiles, tiles) for count, tiles in before.items()}
+        (directory / _table_name(shapes.local, shapes, down=down)).write_text(json.dumps(whole, indent=4) + "\n")
 
 
-def _found_now(shapes: Shapes) -> dict[int, Tiles]:
+def tiles_now(shapes: Shapes) -> dict[int, Tiles]:
     """The table of bf16 tiles that an engine finds for such experts on this machine's GPUs.
 
     Raises:
         UserError: there is none.
     """
-    from sglang.srt.utils import get_device_name
+    names = [_table_name(experts, shapes) for experts in (shapes.local, shapes.experts)]
+    tables = [path for name in names for path in tuned_tables(name)]
+    if not tables:
+        raise UserError(f"SGLang has no table {' or '.join(names)}")
+    return {int(count): tiles for count, tiles in json.loads(tables[0].read_text()).items()}
 
-    name = f"N={shapes.width},device_name={get_device_name().replace(' ', '_')}.json"
-    for experts in (shapes.local, shapes.experts):
-        for path in tuned_tables(f"E={experts},{name}"):
-            return {int(count): tiles for count, tiles in json.loads(path.read_text()).items()}
-    raise UserError(f"SGLang has no table E={shapes.local} or E={shapes.experts} for {name}")
+
+def nearest(now: Mapping[int, Tiles], tokens: int) -> Tiles:
+    """The tiles that SGLang takes of a table."""
+    return now[min(now, key=lambda count: abs(count - tokens))]
+
+
+def _table_name(experts: int, shapes: Shapes, *, down: bool = False) -> str:
+    from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import get_config_file_name
+
+    name: str = get_config_file_name(experts, shapes.width, None, down_moe=down)
+    return name
 
 
 _worker: dict[str, Any] = {}
@@ -208,19 +215,27 @@ def _start(shapes: Shapes, tokens: Sequence[int], locks: Sequence[Any], numbers:
     _worker.update(shapes=shapes, tokens=tokens, lock=locks[number % len(locks)])
 
 
-def _times(tiles: Tiles) -> Times | None:
-    """Of both products for each number of tokens; None where the tiles do not run on this GPU."""
+def _runs(tiles: Tiles) -> bool:
+    """Whether the tiles run on this GPU; their kernels are compiled then."""
     from triton.runtime.errors import OutOfResources
+
+    try:
+        for tokens in _worker["tokens"]:
+            for run in _products(_worker["shapes"], tokens, tiles):
+                run()
+    except OutOfResources:
+        return False
+    return True
+
+
+def _times(tiles: Tiles) -> Times:
+    """Of both products for each number of tokens, while no other worker uses this GPU."""
     from triton.testing import do_bench_cudagraph
 
     found: Times = {product: {} for product in _PRODUCTS}
-    for tokens in _worker["tokens"]:
-        for product, run in zip(_PRODUCTS, _products(_worker["shapes"], tokens, tiles), strict=True):
-            try:
-                run()  # compiles
-            except OutOfResources:
-                return None
-            with _worker["lock"]:
+    with _worker["lock"]:
+        for tokens in _worker["tokens"]:
+            for product, run in zip(_PRODUCTS, _products(_worker["shapes"], tokens, tiles), strict=True):
                 found[product][tokens] = do_bench_cudagraph(run, rep=20)
     return found
 

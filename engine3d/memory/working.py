@@ -16,6 +16,7 @@ from engine3d.memory.activations import (
     saved_by_layer,
     saved_for_balance,
 )
+from engine3d.models.experts.ways import CopyingWay
 from engine3d.models.family import ModelSpec
 from engine3d.training.config import TrainConfig
 
@@ -81,15 +82,16 @@ def update_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainC
 
 
 def peer_memory(spec: ModelSpec, layout: Layout, config: TrainConfig, *, tokens: int) -> int:
-    """Bytes into which other ranks copy tokens of experts, for as long as the model is there; see `CopyingWay`.
+    """Bytes into which other ranks copy tokens of experts, for as long as the model is there.
 
     Args:
         tokens: of the largest micro-batch of any call.
     """
     if not config.has_expert_copies(spec.sizes, layout):
         return 0
-    of_piece = -(-tokens // layout.tp // 2)  # experts in one step have their tokens cut over tp
-    return 3 * layout.ep * of_piece * spec.sizes.hidden * getattr(torch, config.dtype).itemsize
+    of_rank = -(-tokens // layout.tp)  # experts in one step have their tokens cut over tp
+    of_piece = -(-of_rank // CopyingWay.PIECES)
+    return CopyingWay.TENSORS * layout.ep * of_piece * spec.sizes.hidden * getattr(torch, config.dtype).itemsize
 
 
 def inference_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainConfig, *, tokens: int) -> Working:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-
-from engine3d.errors import UserError
 
 WORD_BYTES = 16
 
@@ -63,21 +60,13 @@ class PeerMemory(ABC):
     def copy(self, copies: Sequence[Copy]) -> Callable[[], None]:
         """Copy in this order, after what is queued now and beside what is queued from now on.
 
-        The sources have to be kept until the function that is returned has been called: what is queued after that
-        comes after the copies.
+        What is queued after a call of the function that is returned comes after the copies. It keeps their sources.
         """
 
 
-def check_one_host(node: str, group: dist.ProcessGroup) -> None:
-    """Refuse a group with ranks of several hosts, as `Platform.node` tells them apart.
-
-    Raises:
-        UserError: names two of them.
-    """
-    nodes: list[str] = [""] * group.size()
-    dist.all_gather_object(nodes, node, group)
-    if other := next((each for each in nodes if each != nodes[0]), None):
-        raise UserError(
-            f"train.expert_copies=true: ranks that share experts are on {nodes[0]} and on {other}; expected one host, "
-            "or false"
-        )
+def sum_in_order(parts: Iterable[Tensor], into: Tensor) -> Tensor:
+    """The sum of parts like `into`, in float32 and in their order, rounded once; it is written there."""
+    total = torch.zeros(into.shape, dtype=torch.float32)
+    for part in parts:
+        total += part.float()
+    return into.copy_(total)

@@ -93,12 +93,11 @@ def check_expert_copies(recipe: Recipe, role: str, spec: ModelSpec, layout: Layo
     """
     if not recipe.train_config(role).has_expert_copies(spec.sizes, layout):
         return
-    for group in layout.expert_groups():
-        if len({devices[rank].node for rank in group}) > 1:
-            raise UserError(
-                f"{recipe.train_setting(role)}.expert_copies=true: ranks {group[0]}-{group[-1]} of placement.{role} "
-                "share experts and are on several nodes; expected one node, or false"
-            )
+    for group in _over_nodes(layout.expert_groups(), devices):
+        raise UserError(
+            f"{recipe.train_setting(role)}.expert_copies=true: ranks {group[0]}-{group[-1]} of placement.{role} "
+            "share experts and are on several nodes; expected one node, or false"
+        )
 
 
 def groups_over_nodes(
@@ -114,7 +113,7 @@ def groups_over_nodes(
     lines = []
     for role, layout in layouts.items():
         for name, members in _groups(role, layout, len(devices[role])):
-            spread = [group for group in members if len({devices[role][rank].node for rank in group}) > 1]
+            spread = _over_nodes(members, devices[role])
             if spread:
                 where = ", ".join(dict.fromkeys(nodes[devices[role][rank].node].name for rank in spread[0]))
                 lines.append(
@@ -122,6 +121,11 @@ def groups_over_nodes(
                     f"(ranks {spread[0][0]}-{spread[0][-1]} on {where}): their collectives cross the network"
                 )
     return lines
+
+
+def _over_nodes(groups: Sequence[range], devices: Sequence[Device]) -> list[range]:
+    """The groups of ranks whose devices are on several nodes."""
+    return [group for group in groups if len({devices[rank].node for rank in group}) > 1]
 
 
 def _groups(role: str, layout: Layout, devices: int) -> list[tuple[str, list[range]]]:

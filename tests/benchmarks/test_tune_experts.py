@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import tune_experts
-from benchmarks.tune_experts import Tiles, Times, both, choices, shapes_of, write
+from benchmarks.tune_experts import Tiles, Times, best, both, choices, nearest, shapes_of, write
 
 pytestmark = pytest.mark.slow
 
@@ -33,9 +33,10 @@ def test_tiles_fit_a_processor() -> None:
 
 
 def test_the_best_of_both_products_have_one_block_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang.srt.utils.get_device_name", lambda: "NVIDIA H200")
+    config = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config"
+    monkeypatch.setattr(f"{config}.get_device_name", lambda: "NVIDIA H200")
     a, b, c = choices()[0], choices()[1], next(tiles for tiles in choices() if tiles["BLOCK_SIZE_M"] == 64)
-    now = tune_experts._found_now(SHAPES)
+    now = tune_experts.tiles_now(SHAPES)
     assert {1024, 2048} < set(now)
 
     def took(first: float, last: float) -> Times:
@@ -44,9 +45,11 @@ def test_the_best_of_both_products_have_one_block_of_rows(tmp_path: Path, monkey
     found: list[tuple[Tiles, Times]] = [(a, took(1.0, 5.0)), (b, took(4.0, 2.0)), (c, took(0.5, 4.0))]
     found.append((now[1024], took(3.0, 3.0)))
     found.append((now[max(now)], took(3.0, 3.0)))
-    table, before = write(tmp_path, SHAPES, found, [1024, 5000])
+    table = {count: best(found, count) for count in (1024, 5000)}
+    write(tmp_path, SHAPES, table, now)
     assert table[1024] == (a, b), "c is the fastest first product, and has other rows than the fastest last one"
-    assert both(found, *table[1024], 1024) == 3.0 and both(found, *before[1024], 1024) == 6.0
+    before = nearest(now, 1028)
+    assert both(found, *table[1024], 1024) == 3.0 and both(found, before, before, 1024) == 6.0
     [directory] = (tmp_path / "configs").iterdir()
     first, last = (
         json.loads((directory / f"E=32,N=768,device_name=NVIDIA_H200{ending}.json").read_text())
@@ -65,3 +68,9 @@ def test_what_cannot_be_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ):
         assert tune_experts.main(["--model", model, "--ranks", ranks, "--out", str(tmp_path)]) == 2
         assert capsys.readouterr().err == f"tune_experts.py: {line}\n"
+    arguments = ["--model", "qwen3-30b-a3b", "--out", str(tmp_path), "--tokens"]
+    for given in ("256,", "0", "many"):
+        assert tune_experts.main([*arguments, given]) == 2
+        assert capsys.readouterr().err == (
+            f"tune_experts.py: --tokens {given}: expected whole numbers of at least 1, such as 256,1024\n"
+        )

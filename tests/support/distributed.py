@@ -14,6 +14,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from engine3d import stores
@@ -64,6 +65,16 @@ def run_distributed(
             process.kill()
         for process in processes:
             process.join()
+
+
+def meet_others(device: str) -> dist.ProcessGroup:
+    """The group of all ranks, on a process of `run_distributed`: of "cuda" each on a GPU of its own, or of "cpu"."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def _start(

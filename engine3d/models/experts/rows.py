@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine3d.platform.peer_memory import sum_in_order
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -102,10 +104,7 @@ def add_parts(received: Tensor, own: Tensor, rank: int, into: Tensor | None = No
 
         add(received, own, rank, result)
         return result
-    total = torch.zeros(own.shape, dtype=torch.float32)
-    for number, part in enumerate(received):
-        total += (own if number == rank else part).float()
-    return result.copy_(total)
+    return sum_in_order((own if number == rank else part for number, part in enumerate(received)), result)
 
 
 def gated(values: Tensor, score: Tensor) -> Tensor:

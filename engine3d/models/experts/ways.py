@@ -9,32 +9,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine3d.errors import EngineError
+from engine3d.errors import EngineError, UserError
 from engine3d.models.experts.rows import add_parts
 from engine3d.platform import platform
-from engine3d.platform.peer_memory import PeerMemory, check_one_host
+from engine3d.platform.peer_memory import PeerMemory
 
 
-@dataclass
+def _nothing() -> None:
+    """The tensor's memory is its own."""
+
+
+@dataclass(frozen=True)
 class Coming:
     """A tensor that the ranks are sending each other.
 
     Args:
-        receive: has what is queued from now on wait for the tensor, and returns it.
-        give_back: lets its memory be used for another one, after what is queued until then.
+        value: has what is queued from now on wait for the tensor, and returns it. To be called once.
+        done: to be called when all that reads the tensor has been queued: its memory may be used for another one then.
     """
 
-    receive: Callable[[], Tensor]
-    give_back: Callable[[], None] | None = None
-
-    def value(self) -> Tensor:
-        """The tensor, for what is queued from now on. To be called once."""
-        return self.receive()
-
-    def done(self) -> None:
-        """All that reads the tensor has been queued."""
-        if self.give_back is not None:
-            self.give_back()
+    value: Callable[[], Tensor]
+    done: Callable[[], None] = _nothing
 
 
 class Way:
@@ -110,13 +105,13 @@ class CopyingWay(Way):
         timeout_s: of waits for another rank.
     """
 
-    _PIECES = 2
+    PIECES = 2
     TENSORS = 3
     """On their way at the same time: tokens of two pieces, and the sums of one."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         super().__init__(group)
-        check_one_host(platform.node, group)
+        _check_one_host(group)
         self._timeout_s = timeout_s
         self._free: list[PeerMemory] = []
         self._taken = 0
@@ -127,42 +122,29 @@ class CopyingWay(Way):
         return sum(memory.nbytes for memory in self._free)
 
     def pieces(self, tokens: Tensor) -> Sequence[Tensor]:
-        return tokens.tensor_split(min(self._PIECES, len(tokens)))
+        return tokens.tensor_split(min(self.PIECES, len(tokens)))
 
     def gather_ahead(self, tokens: Tensor) -> Sequence[Coming]:
         return [self.gather(piece) for piece in self.pieces(tokens)]
 
     def gather(self, tokens: Tensor) -> Coming:
-        shape = (self.ranks, *tokens.shape)
         memory = self._take(self.ranks * tokens.nbytes)
-        mine = memory.rank
-        copies = [(memory.of(peer, shape, tokens.dtype)[mine], tokens) for peer in (*self._others(mine), mine)]
-        memory.meet()
-        wait = memory.copy(copies)
-
-        def receive(kept: Tensor = tokens) -> Tensor:
-            wait()
-            memory.meet()
-            return memory.of(mine, shape, kept.dtype).flatten(0, 1)
-
-        return Coming(receive, lambda: self._give_back(memory))
+        everyone = [*self._others(memory.rank), memory.rank]
+        receive = _send(memory, (self.ranks, *tokens.shape), [(peer, tokens) for peer in everyone])
+        return Coming(lambda: receive().flatten(0, 1), lambda: self._give_back(memory))
 
     def add_up(self, parts: Tensor, into: Tensor | None = None) -> Coming:
-        own = parts.unflatten(0, (self.ranks, -1))
+        of_ranks = parts.unflatten(0, (self.ranks, -1))
         memory = self._take(parts.nbytes)
         mine = memory.rank
-        copies = [(memory.of(peer, own.shape, parts.dtype)[mine], own[peer]) for peer in self._others(mine)]
-        memory.meet()
-        wait = memory.copy(copies)
+        receive = _send(memory, of_ranks.shape, [(peer, of_ranks[peer]) for peer in self._others(mine)])
 
-        def receive(kept: Tensor = own) -> Tensor:
-            wait()
-            memory.meet()
-            result = add_parts(memory.of(mine, kept.shape, kept.dtype), kept[mine], mine, into)
+        def total() -> Tensor:
+            result = add_parts(receive(), of_ranks[mine], mine, into)
             self._give_back(memory)
             return result
 
-        return Coming(receive)
+        return Coming(total)
 
     def _others(self, mine: int) -> list[int]:
         """The other ranks in the order in which this one copies to them: never two ranks to the same one at a time."""
@@ -184,6 +166,40 @@ class CopyingWay(Way):
     def _give_back(self, memory: PeerMemory) -> None:
         self._taken -= 1
         self._free.append(memory)
+
+
+def _send(memory: PeerMemory, shape: Sequence[int], parts: Sequence[tuple[int, Tensor]]) -> Callable[[], Tensor]:
+    """Have parts come to ranks, each as this rank's of `shape`, (ranks, ...).
+
+    Returns:
+        What has the current stream wait for all that the ranks send, and gives what this one has been sent.
+    """
+    dtype = parts[0][1].dtype
+    copies = [(memory.of(peer, shape, dtype)[memory.rank], part) for peer, part in parts]
+    memory.meet()
+    wait = memory.copy(copies)
+
+    def receive() -> Tensor:
+        wait()
+        memory.meet()
+        return memory.of(memory.rank, shape, dtype)
+
+    return receive
+
+
+def _check_one_host(group: dist.ProcessGroup) -> None:
+    """Refuse a group with ranks of several hosts.
+
+    Raises:
+        UserError: names two of them.
+    """
+    nodes: list[str] = [""] * group.size()
+    dist.all_gather_object(nodes, platform.node, group)
+    if other := next((each for each in nodes if each != nodes[0]), None):
+        raise UserError(
+            f"train.expert_copies=true: ranks that share experts are on {nodes[0]} and on {other}; expected one host, "
+            "or false"
+        )
 
 
 _copying: dict[str, CopyingWay] = {}

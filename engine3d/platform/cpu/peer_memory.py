@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from engine3d.platform.cpu import memory as cpu_memory
 from engine3d.platform.memory_handles import MemoryHandle
-from engine3d.platform.peer_memory import Copy, PeerMemory
+from engine3d.platform.peer_memory import Copy, PeerMemory, sum_in_order
 
 
 class CpuPeerMemory(PeerMemory):
@@ -36,11 +36,7 @@ class CpuPeerMemory(PeerMemory):
 
     def collect_sum(self, into: torch.Tensor) -> None:
         ranks = len(self._memory)
-        parts = [self.of(rank, (ranks, *into.shape), into.dtype)[self.rank] for rank in range(ranks)]
-        total = torch.zeros(into.shape, dtype=torch.float32)
-        for part in parts:
-            total += part.float()
-        into.copy_(total)
+        sum_in_order((self.of(rank, (ranks, *into.shape), into.dtype)[self.rank] for rank in range(ranks)), into)
 
     def copy(self, copies: Sequence[Copy]) -> Callable[[], None]:
         for target, source in copies:

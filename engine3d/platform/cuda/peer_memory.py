@@ -60,7 +60,7 @@ class CudaPeerMemory(PeerMemory):
                 target.copy_(source, non_blocking=True)
             done = self._beside.record_event()
 
-        def wait() -> None:
+        def wait(kept: Sequence[Copy] = copies) -> None:  # or their memory would be used for something else
             torch.cuda.current_stream().wait_event(done)
 
         return wait

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,17 +13,15 @@ import torch.distributed as dist
 
 from engine3d.platform import platform
 from engine3d.rollout.scheduler import peer_collectives
-from tests.support.distributed import run_distributed
+from tests.support.distributed import meet_others, run_distributed
 from tests.support.interpreted import run_interpreted
 from tests.support.ptx import compiled_for_hopper
 
 
 def _operations(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    mine, ranks = dist.get_rank(), dist.get_world_size()
-    group = SimpleNamespace(device_group=dist.group.WORLD, world_size=ranks)
+    everyone = meet_others(device)
+    mine, ranks = everyone.rank(), everyone.size()
+    group = SimpleNamespace(device_group=everyone, world_size=ranks)
     asked: list[str] = []
 
     def original(name: str) -> Callable[..., Any]:

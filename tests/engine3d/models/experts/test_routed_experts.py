@@ -3,7 +3,6 @@ against the same in PyTorch."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,7 +33,7 @@ from engine3d.training import parallel
 from engine3d.training.config import TrainConfig
 from tests.engine3d.models.experts.test_load_balance import LOSSES
 from tests.support import tiny_families
-from tests.support.distributed import run_distributed
+from tests.support.distributed import meet_others, run_distributed
 from tests.support.interpreted import run_interpreted
 from tests.support.ptx import compiled_for_hopper
 
@@ -152,17 +151,8 @@ def _in_one_step(chosen: list[int], dtype: torch.dtype, device: str, way: Way) -
     alike(hidden.grad, "hidden", mine)
 
 
-def _started(device: str) -> dist.ProcessGroup:
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
 def _all_cases(device: str) -> None:
-    group = _started(device)
+    group = meet_others(device)
     ways = [Way(group), copying_way(group, 60.0)]
     assert isinstance(ways[1], CopyingWay) == (group.size() > 1)
     for way in ways:
@@ -190,7 +180,7 @@ def test_all_at_once_is_one_by_one_on_gpus(world: int) -> None:
 
 def _two_ways(device: str) -> None:
     """Assert that copies bring what collective operations do, for tensors that grow, each kept while the next comes."""
-    group = _started(device)
+    group = meet_others(device)
     mine, ranks = dist.get_rank(), group.size()
 
     def late() -> None:
@@ -252,7 +242,7 @@ def test_copies_are_collective_operations_on_gpus() -> None:
 
 
 def _of_two_hosts() -> None:
-    group = _started("cpu")
+    group = meet_others("cpu")
     platform.__dict__["node"] = f"host-{dist.get_rank()}"
     with pytest.raises(UserError, match="share experts are on host-0 and on host-1; expected one host, or false"):
         CopyingWay(group, 60.0)
