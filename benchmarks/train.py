@@ -60,7 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--megatron-experts", action="store_true", help="as train.one_step_experts=false")
     parser.add_argument("--megatron", type=json.loads, default={}, help="JSON of further TransformerConfig fields")
     parser.add_argument("--settings", type=json.loads, default={}, help="JSON of further settings of `train`")
-    parser.add_argument("--profile", type=Path, help="file for the kernels of one step of the engine on rank 0")
+    parser.add_argument(
+        "--profile", type=Path, help="file for the kernels of one step of the engine on rank 0; a trace if *.json.gz"
+    )
     try:
         options = parser.parse_args(arguments)
         figures = _measure(options)
@@ -189,12 +191,16 @@ def _profile(step: Callable[[], None], path: Path) -> None:
     """What one step spends its time on, as PyTorch's profiler tells it on rank 0."""
     from torch.profiler import ProfilerActivity, profile
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if platform.gpus else [])]
+    traced = path.suffixes[-2:] == [".json", ".gz"]
+    on_gpus = [ProfilerActivity.CUDA] if platform.gpus else []
     if not leads():
         timed(step)
         return
-    with profile(activities=activities) as profiled:
+    with profile(activities=on_gpus if traced and on_gpus else [ProfilerActivity.CPU, *on_gpus]) as profiled:
         timed(step)
+    if traced:
+        profiled.export_chrome_trace(str(path))
+        return
     orders = ["self_cpu_time_total", *(["self_cuda_time_total"] if platform.gpus else [])]
     averages = profiled.key_averages()
     tables = [averages.table(sort_by=order, row_limit=60, max_name_column_width=110) for order in reversed(orders)]
