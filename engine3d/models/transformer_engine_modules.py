@@ -17,7 +17,7 @@ from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.module.base import get_dummy_wgrad
 from transformer_engine.pytorch.ops.basic.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 
-from engine3d.models.experts.grouped_products import CAPABILITY, ROW_ELEMENTS, as_one, grouped_product
+from engine3d.models.experts.grouped_products import CAPABILITY, ROW_ELEMENTS, are_one, as_one, grouped_product
 from engine3d.models.experts.routed_experts import Weights
 from engine3d.models.local_modules import RMSNorm
 
@@ -44,6 +44,9 @@ class _Grouped:
         for name, place in zip(reversed(self._names), reversed(block.unbind()), strict=True):
             parameters[name] = parameters.pop(name)
             parameters[name].data = place
+        # Where they were found to be one block, with gradients and without: looking at each of the experts takes as long
+        # as launching several kernels.
+        self._places: dict[bool, tuple[object, ...]] = {}
 
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
         """(tokens of all experts, in) and the number of each one's -> (tokens of all experts, out), and no bias."""
@@ -62,17 +65,23 @@ class _Grouped:
         Returns:
             None where either is in pieces, or there is no kernel for such a product.
         """
-        parameters = [self._parameters[name] for name in self._names]  # type: ignore[attr-defined]
-        first = parameters[0]
-        values = as_one(parameters) if self._may_group(dtype, first) else None
-        if values is None:
+        first, last = (self._parameters[self._names[end]] for end in (0, -1))  # type: ignore[attr-defined]
+        trained = torch.is_grad_enabled() and first.requires_grad
+        if trained and not hasattr(first, "main_grad"):
             return None
-        if not (torch.is_grad_enabled() and first.requires_grad):
-            return Weights(values, None, first)
-        gradients = None
-        if hasattr(first, "main_grad"):
-            gradients = as_one([parameter.main_grad for parameter in parameters])
-        return None if gradients is None else Weights(values, gradients, first)
+        ends = [first, last, first.main_grad, last.main_grad] if trained else [first, last]
+        place = (dtype, *(each.data_ptr() for each in ends))
+        if place != self._places.get(trained) and not self._are_one(dtype, trained):
+            return None
+        self._places[trained] = place
+        gradients = as_one(first.main_grad, len(self._names)) if trained else None
+        return Weights(as_one(first, len(self._names)), gradients, first)
+
+    def _are_one(self, dtype: torch.dtype, trained: bool) -> bool:
+        """Whether all weights lie one after another, and their gradients, and can be multiplied together."""
+        parameters = [self._parameters[name] for name in self._names]  # type: ignore[attr-defined]
+        gradients = not trained or are_one([parameter.main_grad for parameter in parameters])
+        return self._may_group(dtype, parameters[0]) and gradients and are_one(parameters)
 
     def _may_group(self, dtype: torch.dtype, weight: Tensor) -> bool:
         """Whether PyTorch has a kernel that can be relied on: for bf16, whole rows, and this GPU."""

@@ -26,8 +26,12 @@ class PeerMemory(ABC):
         memory: of each rank, (nbytes,) uint8.
     """
 
+    _VIEWS = 64
+    """Of so many kinds at most what `of` gave is kept."""
+
     def __init__(self, rank: int, memory: Sequence[Tensor]) -> None:
         self.rank, self._memory = rank, memory
+        self._views: dict[tuple[object, ...], Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -35,8 +39,13 @@ class PeerMemory(ABC):
 
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The first bytes of a rank's memory as a contiguous tensor. It has to be large enough."""
-        used = math.prod(shape) * dtype.itemsize
-        return self._memory[rank][:used].view(dtype).view(*shape)
+        kind = (rank, *shape, dtype)
+        if kind not in self._views:
+            if len(self._views) == self._VIEWS:  # of micro-batches of other lengths
+                self._views.clear()
+            used = math.prod(shape) * dtype.itemsize
+            self._views[kind] = self._memory[rank][:used].view(dtype).view(*shape)
+        return self._views[kind]
 
     @abstractmethod
     def meet(self) -> None:

@@ -60,19 +60,21 @@ def learn(gradients: Tensor, gradient: Tensor, rows: Tensor, ends: Tensor) -> No
         gradients.add_(F.grouped_mm(gradient.t(), rows, offs=ends))
 
 
-def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Tensors of one shape that lie one after another in memory, as one tensor (number, *shape); else None."""
-    first, last = tensors[0], tensors[-1]
+def are_one(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors of one shape lie one after another in memory."""
+    first = tensors[0]
     step = first.numel() * first.element_size()
     start = first.data_ptr()
-    together = (
+    return (
         first.is_contiguous()
-        and first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+        and first.untyped_storage().data_ptr() == tensors[-1].untyped_storage().data_ptr()
         and all(tensor.data_ptr() == start + number * step for number, tensor in enumerate(tensors))
     )
-    if not together:
-        return None
-    return first.detach().as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
+
+
+def as_one(first: Tensor, number: int) -> Tensor:
+    """The first of so many tensors, of which `are_one` is true, as one tensor (number, *shape) of all."""
+    return first.detach().as_strided((number, *first.shape), (first.numel(), *first.stride()))
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -8,18 +8,36 @@ import triton.language as tl
 from torch import Tensor
 
 _CELLS = 4096
-"""Tokens times experts that a program of `_lay_out` looks at."""
+"""Tokens times experts that a program looks at."""
+_TILES = 16
+"""Of so many cells, that a program of `_count` adds up before it adds to what all do."""
 _WIDTH = 2048
 """Columns that a program has at a time."""
 
 
-def lay_out(scores: Tensor, up_to: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """All of `Rows` but their ends; of what has an element for each row, as many as there may be rows.
+def send(probabilities: Tensor, routing: Tensor) -> Tensor:
+    """(T, experts) float32 and bool, both contiguous -> (experts, T) float32, -inf for experts not routed to."""
+    tokens, experts = probabilities.shape
+    result = probabilities.new_empty(experts, tokens)
+    if tokens:
+        width, block = _tile(experts)
+        of_bytes = routing.view(torch.uint8)
+        _send[(triton.cdiv(tokens, block),)](probabilities, of_bytes, result, experts, tokens, BLOCK=block, WIDTH=width)
+    return result
+
+
+def lay_out(scores: Tensor, most: int, pieces: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `rows_of` gives, for all pieces of the tokens one after another.
 
     Args:
         scores: (R, E, T) float32, contiguous.
-        up_to: (E, R * T) int32, contiguous: rows up to and with this token of this expert.
-        most: experts of any token.
+        most: experts of any token, K.
+        pieces: P of the T tokens of a rank, as `Tensor.tensor_split` makes them.
+
+    Returns:
+        as `Rows` has them: token, place and score, with an element for each row that there may be; of_token (R * T, K)
+        and per_token (R * T,), with those of the first piece before those of the second; ends (P, E). And (P,) int32:
+        the row after the last one of each piece, among all rows.
     """
     ranks, experts, tokens = scores.shape
     count, device = ranks * tokens, scores.device
@@ -28,26 +46,51 @@ def lay_out(scores: Tensor, up_to: Tensor, most: int) -> tuple[Tensor, Tensor, T
     score = torch.empty(count * most, dtype=torch.float32, device=device)
     of_token = torch.empty(count, most, dtype=torch.int32, device=device)
     per_token = torch.empty(count, dtype=torch.int32, device=device)
-    width = triton.next_power_of_2(experts)
-    block = max(1, _CELLS // width)
-    if count:
-        grid = (triton.cdiv(tokens, block), ranks)
-        _lay_out[grid](
-            scores,
-            up_to,
-            token,
-            place,
-            score,
-            of_token,
-            per_token,
-            experts,
-            tokens,
-            count,
-            most,
-            BLOCK=block,
-            WIDTH=width,
-        )
-    return token, place, score, of_token, per_token
+    ends = torch.empty(pieces, experts, dtype=torch.int32, device=device)
+    of_pieces = torch.empty(pieces, dtype=torch.int32, device=device)
+    if not count:
+        return token, place, score, of_token, per_token, ends.zero_(), of_pieces.zero_()
+    seen = torch.empty(experts * count, dtype=torch.int32, device=device)
+    width, block = _tile(experts)
+    grid = (triton.cdiv(tokens, block), ranks)
+    least, longer = divmod(tokens, pieces)
+    _mark[grid](scores, seen, experts, tokens, least, longer, BLOCK=block, WIDTH=width)
+    up_to = seen.cumsum(0, dtype=torch.int32)
+    _lay_out[grid](
+        scores,
+        up_to,
+        token,
+        place,
+        score,
+        of_token,
+        per_token,
+        ends,
+        of_pieces,
+        experts,
+        tokens,
+        most,
+        pieces,
+        least,
+        longer,
+        BLOCK=block,
+        WIDTH=width,
+    )
+    return token, place, score, of_token, per_token, ends, of_pieces
+
+
+def count(routing: Tensor, sequences: Tensor, into: Tensor) -> None:
+    """Add to (experts,) float64 how many of the tokens whose sequence is no -1 are routed to each.
+
+    Args:
+        routing: (T, experts) bool, contiguous.
+        sequences: (T,) int32, contiguous.
+    """
+    tokens, experts = routing.shape
+    if tokens:
+        width, block = _tile(experts)
+        grid = (triton.cdiv(tokens, _TILES * block),)
+        of_bytes = routing.view(torch.uint8)
+        _count[grid](of_bytes, sequences, into, experts, tokens, BLOCK=block, WIDTH=width, TILES=_TILES)
 
 
 def take(tokens: Tensor, token: Tensor) -> Tensor:
@@ -97,7 +140,70 @@ def _block(width: int) -> int:
     return min(_WIDTH, triton.next_power_of_2(width))
 
 
+def _tile(experts: int) -> tuple[int, int]:
+    """Of experts and of tokens: what a program looks at."""
+    width = triton.next_power_of_2(experts)
+    return width, max(1, _CELLS // width)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _send(  # type: ignore[no-untyped-def]
+    probabilities, routing, result, experts, tokens, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):
+    token = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :].to(tl.int64)
+    expert = tl.arange(0, WIDTH)[:, None]
+    inside = (token < tokens) & (expert < experts)
+    here = token * experts + expert
+    chosen = tl.load(routing + here, mask=inside, other=0) != 0
+    value = tl.load(probabilities + here, mask=inside, other=0.0)
+    tl.store(result + expert.to(tl.int64) * tokens + token, tl.where(chosen, value, -float("inf")), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _count(  # type: ignore[no-untyped-def]
+    routing, sequences, into, experts, tokens, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr
+):
+    expert = tl.arange(0, WIDTH)
+    total = tl.zeros((WIDTH,), dtype=tl.int32)
+    for tile in range(0, TILES):
+        token = (tl.program_id(0) * TILES + tile) * BLOCK + tl.arange(0, BLOCK)
+        real = tl.load(sequences + token, mask=token < tokens, other=-1) >= 0
+        here = token[None, :].to(tl.int64) * experts + expert[:, None]
+        chosen = tl.load(routing + here, mask=real[None, :] & (expert < experts)[:, None], other=0) != 0
+        total += tl.sum(chosen.to(tl.int32), axis=1)
+    tl.atomic_add(into + expert, total.to(tl.float64), mask=expert < experts)
+
+
 @triton.jit
+def _piece(number, least, longer):  # type: ignore[no-untyped-def]
+    """The first token of the piece that token `number` is of, and the piece's tokens."""
+    of_longer = longer * (least + 1)
+    is_longer = number < of_longer
+    start = tl.where(
+        is_longer,
+        number // (least + 1) * (least + 1),
+        of_longer + (number - of_longer) // least * least,
+    )
+    return start, tl.where(is_longer, least + 1, least)
+
+
+@triton.jit(do_not_specialize=["tokens", "least", "longer"])
+def _mark(  # type: ignore[no-untyped-def]
+    scores, seen, experts, tokens, least, longer, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):
+    """1 for each token of each expert, else 0: (pieces, E, R, tokens of the piece) one after another."""
+    rank, ranks = tl.program_id(1), tl.num_programs(1)
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.arange(0, WIDTH)[:, None].to(tl.int64)
+    inside = (number < tokens)[None, :] & (expert < experts)
+    found = tl.load(scores + (rank * experts + expert) * tokens + number[None, :], mask=inside, other=-float("inf"))
+    start, length = _piece(number, least, longer)
+    first = (experts * ranks * start.to(tl.int64) + number - start)[None, :]
+    to = first + (expert * ranks + rank) * length[None, :]
+    tl.store(seen + to, (found != -float("inf")).to(tl.int32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "least", "longer"])
 def _lay_out(  # type: ignore[no-untyped-def]
     scores,
     up_to,
@@ -106,28 +212,48 @@ def _lay_out(  # type: ignore[no-untyped-def]
     score,
     of_token,
     per_token,
+    ends,
+    of_pieces,
     experts,
     tokens,
-    count,
     most,
+    pieces,
+    least,
+    longer,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    rank = tl.program_id(1)
+    rank, ranks = tl.program_id(1), tl.num_programs(1)
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.arange(0, WIDTH)
     inside = (number < tokens)[None, :] & (expert < experts)[:, None]
     here = (rank * experts + expert)[:, None].to(tl.int64) * tokens + number[None, :]
     found = tl.load(scores + here, mask=inside, other=-float("inf"))
     seen = found != -float("inf")
-    index = rank * tokens + number
-    row = tl.load(up_to + expert[:, None].to(tl.int64) * count + index[None, :], mask=seen, other=1) - 1
+    start, length = _piece(number, least, longer)
+    # Of what is before a piece, and of the token within the piece.
+    before = experts * ranks * start.to(tl.int64)
+    within = rank * length + number - start
+    row_of_piece = tl.load(up_to + before - 1, mask=(number < tokens) & (start > 0), other=0)
+    cell = (before + within)[None, :] + expert[:, None].to(tl.int64) * ranks * length[None, :]
+    row = tl.load(up_to + cell, mask=seen, other=1) - 1
     ordinal = tl.cumsum(seen.to(tl.int32), axis=0) - 1
-    tl.store(token + row, tl.broadcast_to(index[None, :], (WIDTH, BLOCK)), mask=seen)
+    tl.store(token + row, tl.broadcast_to(within[None, :], (WIDTH, BLOCK)), mask=seen)
     tl.store(place + row, here, mask=seen)
     tl.store(score + row, found, mask=seen)
-    tl.store(of_token + index[None, :] * most + ordinal, row, mask=seen)
+    index = (ranks * start + within).to(tl.int64)
+    tl.store(of_token + index[None, :] * most + ordinal, row - row_of_piece[None, :], mask=seen)
     tl.store(per_token + index, tl.sum(seen.to(tl.int32), axis=0), mask=number < tokens)
+    if tl.program_id(0) + rank == 0:
+        last = 0
+        cells = tl.zeros((), dtype=tl.int64)
+        for piece in range(0, pieces):
+            of_expert = ranks * (least + (piece < longer).to(tl.int32))
+            end = tl.load(up_to + cells + (expert + 1).to(tl.int64) * of_expert - 1, mask=expert < experts, other=0)
+            tl.store(ends + piece * experts + expert, end - last, mask=expert < experts)
+            last = tl.max(end, axis=0)
+            tl.store(of_pieces + piece, last)
+            cells += experts.to(tl.int64) * of_expert
 
 
 @triton.jit

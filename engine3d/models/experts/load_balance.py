@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine3d.collectives import all_reduce
+from engine3d.models.experts.rows import count_routed
 
 _FIGURES = 3
 """Of a layer, beside the load of its experts: the three losses, without their coefficients."""
@@ -172,17 +173,17 @@ class LoadBalance:
         Returns:
             The layer's loss of these tokens, a part of the sum over all ranks and micro-batches; None without any.
         """
-        row, real = self._row[layer], sequences >= 0
+        row = self._row[layer]
         if self._counting:
-            self._chosen[row] += (scores()[0] & real[:, None]).sum(dim=0)
+            count_routed(scores()[0], sequences, self._chosen[row])
             return None
         if not torch.is_grad_enabled():
             return None  # the forward pass of layers that are computed again
         seen, figures = self._seen[row, : self._experts], self._seen[row, self._experts :]
-        seen += (routing & real[:, None]).sum(dim=0)
+        count_routed(routing, sequences, seen)
         if not self.losses.any:
             return None
-        parts = []
+        real, parts = sequences >= 0, []
         if self.losses.z:
             z = logits.float().logsumexp(dim=-1).square().where(real, 0.0).sum() / self._tokens
             figures[0] += z.detach()

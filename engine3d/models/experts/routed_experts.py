@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine3d.models.experts.grouped_products import learn, product
-from engine3d.models.experts.rows import Rows, gated, gated_gradient, rows_of, sum_rows, take_rows
+from engine3d.models.experts.rows import Rows, gated, gated_gradient, rows_of, scores_of, sum_rows, take_rows
 from engine3d.models.experts.ways import Coming, Way
 
 
@@ -91,11 +91,10 @@ class _RoutedExperts(torch.autograd.Function):
     ) -> Tensor:
         hidden = hidden.contiguous()
         tokens = way.pieces(hidden)
-        if gathered is None:
+        scores = way.to_experts(scores_of(probabilities, routing))
+        if gathered is None:  # after the scores, so that rows are laid out beside it
             gathered = [way.gather(piece) for piece in tokens]
-        routed = zip(way.pieces(probabilities), way.pieces(routing), strict=True)
-        scores = [way.to_experts(_scores(*each)) for each in routed]
-        rows = [rows_of(each.value(), most) for each in scores]  # of all, before there is work to wait for
+        rows = rows_of(scores.value(), most, len(tokens))  # of all, before there is work to wait for
         betweens, sums = [], _Sums(way, hidden, len(tokens))
         for its_tokens, its_rows in zip(gathered, rows, strict=True):
             given = take_rows(its_tokens.value(), its_rows)
@@ -118,18 +117,19 @@ class _RoutedExperts(torch.autograd.Function):
         tokens = way.pieces(hidden)
         betweens, of_rows = saved[: len(tokens)], itertools.batched(saved[len(tokens) :], len(fields(Rows)))
         gathered = [way.gather(piece) for piece in way.pieces(gradient.contiguous())]
-        of_routed, sums = [], _Sums(way, hidden, len(tokens))
-        for piece, its_gradient, between, of_its_rows in zip(tokens, gathered, betweens, of_rows, strict=True):
+        of_scores = hidden.new_zeros(way.ranks * len(first.values) * len(hidden), dtype=torch.float32)
+        of_routed, sums = None, _Sums(way, hidden, len(tokens))
+        for number, (its_gradient, between, of_its_rows) in enumerate(zip(gathered, betweens, of_rows, strict=True)):
             its_rows = Rows(*of_its_rows)
-            its_tokens = way.gather(piece) if first.gradients is not None else None
+            its_tokens = way.gather(tokens[number]) if first.gradients is not None else None
             of_made = take_rows(its_gradient.value(), its_rows)
             its_gradient.done()
             activated, of_between, of_score = gated_gradient(
                 between, its_rows.score, product(of_made, last.values, its_rows.ends)
             )
-            of_scores = of_score.new_zeros(way.ranks * len(piece) * len(first.values))
             of_scores.scatter_(0, its_rows.place, of_score)
-            of_routed.append(way.from_experts(of_scores.view(way.ranks, len(first.values), len(piece))))
+            if number == len(tokens) - 1:
+                of_routed = way.from_experts(of_scores.view(way.ranks, len(first.values), -1))
             if last.gradients is not None:
                 learn(last.gradients, of_made, activated, its_rows.ends)
             del of_made, activated
@@ -140,7 +140,8 @@ class _RoutedExperts(torch.autograd.Function):
                 learn(first.gradients, of_between, given, its_rows.ends)
                 del given
             del of_between
-        of_probabilities = torch.cat([each.value().flatten(0, 1) for each in of_routed], dim=1).t().contiguous()
+        assert of_routed is not None
+        of_probabilities = of_routed.value().flatten(0, 1).t().contiguous()
         return sums.value(), of_probabilities, None, None, None, None, None, None, None, None
 
 
@@ -161,9 +162,3 @@ class _Sums:
         made = [each.value() for each in self._coming]
         return made[0] if self._whole is None else self._whole
 
-
-def _scores(probabilities: Tensor, routing: Tensor) -> Tensor:
-    """(T, experts) twice -> (experts, T), with -inf for experts that do not see the token."""
-    result = probabilities.new_empty(probabilities.shape[::-1])
-    nothing = probabilities.new_full((), -torch.inf)
-    return torch.where(routing.t(), probabilities.t(), nothing, out=result)

@@ -36,34 +36,71 @@ class Rows:
     per_token: Tensor
 
 
-def rows_of(scores: Tensor, most: int) -> Rows:
-    """Give each token of each expert a row. On a GPU it waits for the number of rows.
+def count_routed(routing: Tensor, sequences: Tensor, into: Tensor) -> None:
+    """Add to (experts,) float64 the tokens of each expert, but for padding.
 
     Args:
-        scores: (R, E, T) float32 of the tokens of each of R ranks, -inf for experts that do not see the token. Token
-            t of rank r is number r * T + t.
+        routing: (T, experts) bool.
+        sequences: (T,) int32, the number of each token's sequence, -1 for padding.
+    """
+    if routing.is_cuda:
+        from engine3d.models.experts.kernels import count
+
+        count(routing.contiguous(), sequences.contiguous(), into)
+        return
+    into += (routing & (sequences >= 0)[:, None]).sum(dim=0)
+
+
+def scores_of(probabilities: Tensor, routing: Tensor) -> Tensor:
+    """(T, experts) float32 and bool -> (experts, T), -inf for experts that do not see the token."""
+    if probabilities.is_cuda:
+        from engine3d.models.experts.kernels import send
+
+        return send(probabilities.contiguous(), routing.contiguous())
+    return torch.where(routing, probabilities, -torch.inf).t().contiguous()
+
+
+def rows_of(scores: Tensor, most: int, pieces: int = 1) -> list[Rows]:
+    """Give each token of each expert a row, of each piece for itself. On a GPU it waits for the number of rows.
+
+    Args:
+        scores: (R, E, T) float32 of the tokens of each of R ranks, -inf for experts that do not see the token.
         most: experts of any token, K.
+        pieces: of the T tokens, as `Tensor.tensor_split` makes them. Token t of rank r of a piece of L tokens a rank is
+            number r * L + t of it.
     """
     ranks, experts, tokens = scores.shape
-    seen = (scores.transpose(0, 1) != -torch.inf).to(torch.int32, memory_format=torch.contiguous_format)
-    up_to = seen.view(-1).cumsum(0, dtype=torch.int32).view(experts, ranks * tokens)
-    ends = up_to[:, -1].contiguous()
     most = min(most, experts)
-    if scores.is_cuda:
-        from engine3d.models.experts.kernels import lay_out
+    if not scores.is_cuda:
+        starts = torch.arange(tokens).tensor_split(pieces)
+        return [_rows_of_piece(scores, most, int(each[0]), len(each)) for each in starts]
+    from engine3d.models.experts.kernels import lay_out
 
-        token, place, score, of_token, per_token = lay_out(scores, up_to, most)
-        count = int(ends[-1])
-        return Rows(ends, token[:count], place[:count], score[:count], of_token, per_token)
-    expert, token = seen.view(experts, -1).nonzero().unbind(1)
+    token, place, score, of_token, per_token, ends, of_pieces = lay_out(scores, most, pieces)
+    rows, first, seen = [], 0, 0
+    for number, last in enumerate(of_pieces.tolist()):
+        its, length = slice(first, last), ranks * (tokens // pieces + (number < tokens % pieces))
+        of_piece = slice(seen, seen + length)
+        rows.append(Rows(ends[number], token[its], place[its], score[its], of_token[of_piece], per_token[of_piece]))
+        first, seen = last, seen + length
+    return rows
+
+
+def _rows_of_piece(scores: Tensor, most: int, first: int, tokens: int) -> Rows:
+    """`rows_of` so many tokens of each rank, from `first` on."""
+    ranks, experts, _ = scores.shape
+    part = scores[:, :, first : first + tokens]
+    seen = (part.transpose(0, 1) != -torch.inf).reshape(experts, -1)
+    expert, token = seen.nonzero().unbind(1)
     rank, number = token // tokens, token % tokens
-    place = (rank * experts + expert) * tokens + number
-    per_token = seen.view(experts, -1).sum(0, dtype=torch.int32)
+    place = (rank * experts + expert) * scores.shape[2] + first + number
+    per_token = seen.sum(0, dtype=torch.int32)
     starts = per_token.cumsum(0) - per_token
     by_token = torch.argsort(token, stable=True)
     within = torch.arange(len(token)) - starts[token[by_token]]
     of_token = torch.zeros(ranks * tokens, most, dtype=torch.int32)
     of_token[token[by_token], within] = by_token.int()
+    ends = seen.sum(1).cumsum(0, dtype=torch.int32)
     return Rows(ends, token.int(), place, scores.view(-1)[place], of_token, per_token)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine3d.models.experts.grouped_products import as_one, grouped_product
+from engine3d.models.experts.grouped_products import are_one, as_one, grouped_product
 
 COUNTS = [3, 0, 5, 1]
 """Tokens of each expert."""
@@ -74,11 +74,12 @@ def test_a_rank_without_tokens() -> None:
 def test_what_lies_together_is_one_tensor() -> None:
     memory = torch.arange(60.0)
     parts = [memory[start : start + 12].view(3, 4) for start in (6, 18, 30)]
-    whole = as_one(parts)
-    assert whole is not None and torch.equal(whole, torch.stack(parts))
+    assert are_one(parts)
+    whole = as_one(parts[0], 3)
+    assert torch.equal(whole, torch.stack(parts))
     whole[1, 2, 3] = -1
     assert memory[29] == -1
-    assert as_one(parts[::-1]) is None
-    assert as_one([parts[0], parts[2]]) is None
-    assert as_one([part.T for part in parts]) is None
-    assert as_one([parts[0], torch.zeros(3, 4)]) is None
+    assert not are_one(parts[::-1])
+    assert not are_one([parts[0], parts[2]])
+    assert not are_one([part.T for part in parts])
+    assert not are_one([parts[0], torch.zeros(3, 4)])

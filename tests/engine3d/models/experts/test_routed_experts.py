@@ -257,7 +257,19 @@ def test_copies_need_one_host() -> None:
 def test_a_router_that_is_no_number_shows() -> None:
     scores = torch.full((1, 2, 3), -torch.inf)
     scores[0, 1, 2] = torch.nan
-    assert rows_of(scores, 1).token.tolist() == [2]
+    assert rows_of(scores, 1)[0].token.tolist() == [2]
+
+
+def test_rows_of_pieces_are_those_of_their_tokens_alone() -> None:
+    scores = torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(1))
+    scores[scores < 0.4] = -torch.inf
+    found = rows_of(scores, 3, 2)
+    assert [len(piece.per_token) for piece in found] == [2 * 3, 2 * 2]
+    for piece, its_scores in zip(found, (scores[:, :, :3], scores[:, :, 3:]), strict=True):
+        [alone] = rows_of(its_scores.contiguous(), 3)
+        for name in ("ends", "token", "score", "of_token", "per_token"):
+            assert torch.equal(getattr(piece, name), getattr(alone, name)), name
+        assert torch.equal(scores.view(-1)[piece.place], piece.score) and len(piece.score)
 
 
 class _Stacked:
@@ -362,23 +374,34 @@ def test_what_is_no_single_step() -> None:
 def _compare(device: str) -> None:
     from engine3d.models.experts import kernels as expert_kernels
 
-    expert_kernels._WIDTH, expert_kernels._CELLS = 16, 32
+    expert_kernels._WIDTH, expert_kernels._CELLS, expert_kernels._TILES = 16, 32, 2
     generator = torch.Generator().manual_seed(3)
     for ranks, experts, tokens, most, width in [(1, 3, 9, 2, 16), (2, 5, 7, 3, 40), (3, 1, 4, 4, 24)]:
         scores = torch.rand(ranks, experts, tokens, generator=generator)
         least = scores.topk(min(most, experts), dim=1).values[:, -1:]
         scores[(scores < least) | (torch.rand(scores.shape, generator=generator) < 0.3)] = -torch.inf
-        expected = expert_rows.rows_of(scores, most)
-        seen = (scores.transpose(0, 1) > -torch.inf).reshape(experts, -1)
-        up_to = seen.flatten().cumsum(0, dtype=torch.int32).view(seen.shape)
-        token, place, score, of_token, per_token = expert_kernels.lay_out(
-            scores.to(device), up_to.to(device), min(most, experts)
-        )
+        for pieces in (1, 2, 3):
+            laid_out = expert_kernels.lay_out(scores.to(device), min(most, experts), pieces)
+            token, place, score, of_token, per_token, ends, of_pieces = (each.cpu() for each in laid_out)
+            first = seen = 0
+            for number, piece in enumerate(expert_rows.rows_of(scores, most, pieces)):
+                its, last = slice(first, first + len(piece.token)), seen + len(piece.per_token)
+                assert of_pieces[number] == its.stop and torch.equal(ends[number], piece.ends)
+                assert torch.equal(token[its], piece.token) and torch.equal(place[its], piece.place)
+                assert torch.equal(score[its], piece.score) and torch.equal(per_token[seen:last], piece.per_token)
+                for its_token, rows in enumerate(piece.per_token.tolist()):
+                    assert torch.equal(of_token[seen + its_token, :rows], piece.of_token[its_token, :rows])
+                first, seen = its.stop, last
+        [expected] = expert_rows.rows_of(scores, most)
         count = len(expected.token)
-        assert torch.equal(token[:count].cpu(), expected.token) and torch.equal(place[:count].cpu(), expected.place)
-        assert torch.equal(score[:count].cpu(), expected.score) and torch.equal(per_token.cpu(), expected.per_token)
-        for number, rows in enumerate(expected.per_token.tolist()):
-            assert torch.equal(of_token[number, :rows].cpu(), expected.of_token[number, :rows])
+        routed = torch.rand(tokens, experts, generator=generator) < 0.5
+        sent = expert_kernels.send(scores[0].t().contiguous().to(device), routed.to(device))
+        assert torch.equal(sent.cpu(), expert_rows.scores_of(scores[0].t(), routed))
+        sequences = torch.randint(-1, 3, (tokens,), dtype=torch.int32, generator=generator)
+        counted, added = (torch.arange(experts, dtype=torch.float64, device=of) for of in ("cpu", device))
+        expert_rows.count_routed(routed, sequences, counted)
+        expert_kernels.count(routed.to(device), sequences.to(device), added)
+        assert torch.equal(added.cpu(), counted)
         there = Rows(*(getattr(expected, name).to(device) for name in vars(expected)))
 
         hidden = torch.randn(ranks * tokens, width, generator=generator)
@@ -419,10 +442,39 @@ def _compile(device: str) -> None:
         whole_words=("received", "own", "result", "count"),
     )
     assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
+    ints = dict.fromkeys(("experts", "tokens", "least", "longer"), "i32")
+    tile = {"BLOCK": 32, "WIDTH": 128}
+    compiled_for_hopper(
+        expert_kernels._send,
+        {"probabilities": "*fp32", "routing": "*u8", "result": "*fp32", "experts": "i32", "tokens": "i32"},
+        tile,
+        whole_words=("probabilities", "routing", "result", "experts"),
+    )
+    compiled_for_hopper(
+        expert_kernels._count,
+        {"routing": "*u8", "sequences": "*i32", "into": "*fp64", "experts": "i32", "tokens": "i32"},
+        tile | {"TILES": expert_kernels._TILES},
+        whole_words=("routing", "sequences", "into", "experts"),
+    )
+    compiled_for_hopper(
+        expert_kernels._mark,
+        {"scores": "*fp32", "seen": "*i32"} | ints,
+        tile,
+        whole_words=("scores", "seen", "experts"),
+    )
+    tensors = ("scores", "up_to", "token", "place", "score", "of_token", "per_token", "ends", "of_pieces")
+    others = {"scores": "*fp32", "place": "*i64", "score": "*fp32"}
+    compiled_for_hopper(
+        expert_kernels._lay_out,
+        {name: others.get(name, "*i32") for name in tensors}
+        | dict.fromkeys(("experts", "tokens", "most", "pieces", "least", "longer"), "i32"),
+        tile,
+        whole_words=(*tensors, "experts"),
+    )
 
 
 @pytest.mark.processes
-def test_sums_of_ranks_compile_without_a_gpu() -> None:
+def test_kernels_compile_without_a_gpu() -> None:
     run_interpreted(_compile, interpret=False)
 
 
