@@ -44,8 +44,8 @@ class _Grouped:
         for name, place in zip(reversed(self._names), reversed(block.unbind()), strict=True):
             parameters[name] = parameters.pop(name)
             parameters[name].data = place
-        # Where they were found to be one block, with gradients and without: looking at each of the experts takes as long
-        # as launching several kernels.
+        # Where they were found to be one block, with gradients and without: looking at each expert takes as long as
+        # launching several kernels.
         self._places: dict[bool, tuple[object, ...]] = {}
 
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:

@@ -161,4 +161,3 @@ class _Sums:
     def value(self) -> Tensor:
         made = [each.value() for each in self._coming]
         return made[0] if self._whole is None else self._whole
-
