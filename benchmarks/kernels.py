@@ -27,7 +27,7 @@ from engine3d.errors import UserError
 # Of what a device does, the kinds by the names of kernels; the first that fits. What fits none is element-wise, mostly.
 _KINDS = {
     "communication": r"nccl|cross_device_reduce|all_?reduce|all_?gather|reduce_?scatter|multimem|_shot_|barrier_kernel"
-    r"|^_collect|^_add$|^memcpy ptop",
+    r"|^_collect|^_gather$|^_add_up$|^_add$|^memcpy ptop",
     "products of experts": r"fused_moe_kernel|GroupProblemShape|grouped",
     "norms and positions": r"norm|rope|rotary",
     "attention": r"flash|fmha|sdpa|attn|attention|compute_dot_do_o|convert_dq|prepare_varlen",

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup, Store
 from engine3d.platform.away import AwayMemory
 from engine3d.platform.copies import Copies, CopyMethod, RunCopies
 from engine3d.platform.memory_handles import MemoryHandle
-from engine3d.platform.peer_memory import PeerMemory
+from engine3d.platform.peer_memory import PeerExchange, PeerMemory
 from engine3d.platform.wire import Wire
 
 
@@ -223,6 +223,15 @@ class Platform(ABC):
             group: whose ranks are on one host, with a device each.
             nbytes: of each rank.
             timeout_s: of each wait for another rank.
+        """
+
+    @abstractmethod
+    def peer_exchange(self, group: ProcessGroup, nbytes: int, timeout_s: float) -> PeerExchange:
+        """Between all ranks of a group, of at most so many bytes of all parts together; called by all of them.
+
+        Args:
+            group, timeout_s: as of `peer_memory`.
+            nbytes: of all ranks' parts together, at most.
         """
 
     @abstractmethod

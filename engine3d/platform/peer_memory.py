@@ -52,24 +52,35 @@ class PeerMemory(ABC):
         """What any rank queued before this is done before what this one queues from now on."""
 
     @abstractmethod
-    def collect(self, into: Tensor) -> None:
-        """The first bytes of every rank's memory, in the order of ranks, into (ranks, ...): read by kernels.
-
-        What each rank has of them must be whole words of `WORD_BYTES`.
-        """
-
-    @abstractmethod
-    def collect_sum(self, into: Tensor) -> None:
-        """The sum over ranks of what each memory begins with, (ranks, ...), at this rank's index: read by kernels.
-
-        It is in float32, in the order of ranks, and rounded to the dtype of `into` once.
-        """
-
-    @abstractmethod
     def copy(self, copies: Sequence[Copy]) -> Callable[[], None]:
         """Copy in this order, after what is queued now and beside what is queued from now on.
 
         What is queued after a call of the function that is returned comes after the copies. It keeps their sources.
+        """
+
+
+class PeerExchange(ABC):
+    """Tensors of a few MB between the ranks of a group, all on one host, by memory that all of them have mapped.
+
+    Every rank makes the same calls in the same order, with tensors of one size, which are contiguous.
+
+    Args:
+        rank: this one's, in the group.
+        ranks: of the group.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+
+    @abstractmethod
+    def gather(self, own: Tensor, into: Tensor) -> None:
+        """What every rank gives, in the order of ranks, into (ranks, ...): whole words of `WORD_BYTES` of each."""
+
+    @abstractmethod
+    def add_up(self, whole: Tensor, into: Tensor) -> None:
+        """The sum over ranks of what each has for this one: of (ranks, ...), whole words a rank, its index.
+
+        It is in float32, in the order of ranks, and rounded to the dtype of `into` once.
         """
 
 

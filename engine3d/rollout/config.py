@@ -57,8 +57,8 @@ class RolloutConfig(Settings):
     The distribution is the same, the random numbers are others. Not with `deterministic`; a batch with a response of
     the most likely tokens, or by top_k, top_p or min_p, is drawn as without it."""
     peer_collectives: bool = False
-    """With `attention_dp`: ranks read each other's tokens of a decoding step by kernels, where NCCL takes longer to
-    start than to send them. Sums over ranks are in float32."""
+    """With `attention_dp`: ranks write a decoding step's tokens into each other's memory, by kernels, where NCCL takes
+    longer to start than to send them. Sums over ranks are in float32."""
     cuda_graph: bool = True
     """Capture CUDA graphs of decoding; false decodes eagerly."""
     attention_backend: Annotated[str, AfterValidator(check_attention_backend)] | None = None

@@ -40,7 +40,7 @@ from engine3d.reshard.describe.source import PlannedTrainer
 from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.launch import most_requests
-from engine3d.rollout.scheduler.peer_collectives import PEER_BYTES
+from engine3d.rollout.scheduler.peer_collectives import PEER_MEMORY
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import JudgeModel
@@ -328,7 +328,7 @@ def _engine_workspace(recipe: Recipe, spec: ModelSpec, *, on_gpu: bool) -> int:
         layers=spec.sizes.layers,
         graphs=len(graph_batch_sizes(requests)) if config.cuda_graph and on_gpu else 0,
         tp=config.tp if on_gpu else 1,
-    ) + (PEER_BYTES if config.peer_collectives and on_gpu else 0)
+    ) + (PEER_MEMORY if config.peer_collectives and on_gpu else 0)
 
 
 def _at_work(working: Working) -> dict[str, int]:

@@ -107,7 +107,8 @@ def test_the_series_that_are_kept_name_programs_and_recipes_that_are_there(path:
     for each in found:
         words = each.command.split()
         program = next(word for word in words if word.endswith(".py"))
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "4"]
+        gpus = path.stem.split("-")[1].removesuffix("gpu")
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", gpus]
         assert words[: words.index(program)] in (["python"], ["python", *launcher]) and (root / program).is_file()
         assert all((root / word).is_file() for word in words if word.startswith("launch/recipes/"))
 

@@ -19,10 +19,10 @@ from engine3d.platform.cpu import megatron as megatron_cpu
 from engine3d.platform.cpu import memory as cpu_memory
 from engine3d.platform.cpu import sampling
 from engine3d.platform.cpu.gloo_wire import GlooWire
-from engine3d.platform.cpu.peer_memory import CpuPeerMemory
+from engine3d.platform.cpu.peer_memory import CpuPeerExchange, CpuPeerMemory
 from engine3d.platform.interface import DeviceMemory, Platform
 from engine3d.platform.memory_handles import MemoryHandle
-from engine3d.platform.peer_memory import PeerMemory
+from engine3d.platform.peer_memory import PeerExchange, PeerMemory
 from engine3d.platform.wire import Wire
 from engine3d.startup import leave_out
 
@@ -142,6 +142,9 @@ class CpuPlatform(Platform):
 
     def peer_memory(self, group: ProcessGroup, nbytes: int, timeout_s: float) -> PeerMemory:
         return CpuPeerMemory(group, nbytes)
+
+    def peer_exchange(self, group: ProcessGroup, nbytes: int, timeout_s: float) -> PeerExchange:
+        return CpuPeerExchange(group, nbytes)
 
     def wire(self, store: Store, names: Sequence[str], rank: int, timeout_s: float) -> Wire:
         return GlooWire(store, names, rank, timeout_s)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from engine3d.platform.cpu import memory as cpu_memory
 from engine3d.platform.memory_handles import MemoryHandle
-from engine3d.platform.peer_memory import Copy, PeerMemory, sum_in_order
+from engine3d.platform.peer_memory import Copy, PeerExchange, PeerMemory, sum_in_order
 
 
 class CpuPeerMemory(PeerMemory):
@@ -30,18 +30,33 @@ class CpuPeerMemory(PeerMemory):
     def meet(self) -> None:
         dist.barrier(self._group)
 
-    def collect(self, into: torch.Tensor) -> None:
-        for rank, part in enumerate(into):
-            part.copy_(self.of(rank, part.shape, part.dtype))
-
-    def collect_sum(self, into: torch.Tensor) -> None:
-        ranks = len(self._memory)
-        sum_in_order((self.of(rank, (ranks, *into.shape), into.dtype)[self.rank] for rank in range(ranks)), into)
-
     def copy(self, copies: Sequence[Copy]) -> Callable[[], None]:
         for target, source in copies:
             target.copy_(source)
         return _nothing
+
+
+class CpuPeerExchange(PeerExchange):
+    """Each rank puts its part into memory of its own, and reads all parts where they are."""
+
+    def __init__(self, group: dist.ProcessGroup, nbytes: int) -> None:
+        super().__init__(group.rank(), group.size())
+        self._memory = CpuPeerMemory(group, nbytes)
+
+    def gather(self, own: torch.Tensor, into: torch.Tensor) -> None:
+        self._put(own)
+        for rank, part in enumerate(into):
+            part.copy_(self._memory.of(rank, own.shape, own.dtype))
+
+    def add_up(self, whole: torch.Tensor, into: torch.Tensor) -> None:
+        self._put(whole)
+        parts = (self._memory.of(rank, whole.shape, whole.dtype)[self.rank] for rank in range(self.ranks))
+        sum_in_order(parts, into)
+
+    def _put(self, tensor: torch.Tensor) -> None:
+        self._memory.meet()  # everyone has read what was there
+        self._memory.of(self.rank, tensor.shape, tensor.dtype).copy_(tensor)
+        self._memory.meet()
 
 
 def _nothing() -> None:

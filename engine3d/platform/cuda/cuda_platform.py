@@ -18,10 +18,10 @@ from engine3d.platform.cuda import memory as cuda_memory
 from engine3d.platform.cuda.nccl_wire import NcclWire
 from engine3d.platform.cuda.near_processors import stay_near
 from engine3d.platform.cuda.page_locked import page_locked
-from engine3d.platform.cuda.peer_memory import CudaPeerMemory
+from engine3d.platform.cuda.peer_memory import CudaPeerExchange, CudaPeerMemory
 from engine3d.platform.interface import DeviceMemory, Platform
 from engine3d.platform.memory_handles import MemoryHandle
-from engine3d.platform.peer_memory import PeerMemory
+from engine3d.platform.peer_memory import PeerExchange, PeerMemory
 from engine3d.platform.wire import Wire
 
 # Dense bf16, from NVIDIA's datasheets; the PCIe and NVL forms of a chip are slower and have names of their own.
@@ -203,6 +203,9 @@ class CudaPlatform(Platform):
 
     def peer_memory(self, group: ProcessGroup, nbytes: int, timeout_s: float) -> PeerMemory:
         return CudaPeerMemory(group, nbytes, timeout_s)
+
+    def peer_exchange(self, group: ProcessGroup, nbytes: int, timeout_s: float) -> PeerExchange:
+        return CudaPeerExchange(group, nbytes, timeout_s)
 
     def wire(self, store: Store, names: Sequence[str], rank: int, timeout_s: float) -> Wire:
         return NcclWire(store, names, rank, timeout_s)

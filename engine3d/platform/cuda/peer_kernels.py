@@ -1,49 +1,235 @@
-"""Kernels that read the memory of other GPUs."""
+"""Kernels that exchange tensors between GPUs by writing into each other's memory.
+
+A tensor goes in slots, of one size whatever the tensor. A program puts its slots into the memory of the other GPUs,
+each with a flag after it, then waits for the flags of theirs and takes what they have put. A slot's number of exchanges
+is its flag, and says which of two places the slot uses: when a place is used again, every GPU has begun the exchange
+between the two, so that it has ended the one before.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-_WORDS = 1024
-"""Of 8 bytes, or elements, that a program reads of a rank at a time."""
+SLOT_BYTES = 8192
+_PROGRAMS = 128
+"""At most, all of which a GPU runs at once: each waits for the same one of every other GPU."""
+_WARPS = 8
+_TRY_S = 2e-7
+"""What a look at the flags takes at least."""
+_MOST_TRIES = 2**31 - 1
 
 
-def collect(addresses: torch.Tensor, mine: int, into: torch.Tensor) -> None:
-    """Into (R, ...), contiguous and of whole 16 bytes a rank, what is at each of the (R,) int64 addresses."""
-    words = into.nbytes // (8 * len(into))
-    if words:
-        grid = (triton.cdiv(words, _WORDS), len(into))
-        _collect[grid](addresses, into.view(-1).view(torch.int64), words, mine, len(into), WORDS=_WORDS)
+@dataclass(frozen=True)
+class Room:
+    """What is in a GPU's memory for the others: flags, int32 (slots, ranks), then two places of (slots, ranks) slots.
+
+    Args:
+        slots: of a rank's part, at most.
+        ranks: that exchange.
+    """
+
+    slots: int
+    ranks: int
+
+    @staticmethod
+    def of(nbytes: int, ranks: int) -> Room:
+        """For at most so many bytes of all ranks' parts together."""
+        return Room(triton.cdiv(nbytes, SLOT_BYTES * ranks), ranks)
+
+    @property
+    def flags(self) -> int:
+        """Bytes of the flags."""
+        return triton.cdiv(4 * self.slots * self.ranks, SLOT_BYTES) * SLOT_BYTES
+
+    @property
+    def place(self) -> int:
+        """Bytes of each of the two places."""
+        return self.slots * self.ranks * SLOT_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        return self.flags + 2 * self.place
 
 
-def collect_sum(addresses: torch.Tensor, mine: int, into: torch.Tensor) -> None:
-    """Into a contiguous tensor the sum of what as many such tensors as there are addresses, at each, have at `mine`."""
-    if count := into.numel():
-        grid = (triton.cdiv(count, _WORDS),)
-        _collect_sum[grid](addresses, into, count, mine, RANKS=len(addresses), WORDS=_WORDS)
+class Exchange:
+    """The kernels of one rank.
+
+    Args:
+        mine: its number.
+        addresses: of each rank's room, which is all zeros at first.
+        room: that each of them has.
+        timeout_s: how long a kernel waits at least before it ends the process with an error of CUDA.
+        device: of this rank's tensors.
+    """
+
+    def __init__(self, mine: int, addresses: Sequence[int], room: Room, timeout_s: float, device: str = "cuda") -> None:
+        self._mine, self._room = mine, room
+        self._flags = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._places = self._flags + room.flags
+        self._counts = torch.zeros(room.slots, dtype=torch.int32, device=device)
+        self._tries = min(_MOST_TRIES, round(timeout_s / _TRY_S))
+        self._traps = device == "cuda"  # which the interpreter cannot
+
+    def gather(self, own: torch.Tensor, into: torch.Tensor) -> None:
+        """See `PeerExchange.gather`."""
+        words = own.nbytes // 8
+        self._run(_gather, own.view(-1).view(torch.int64), into.view(-1).view(torch.int64), words, SLOT_BYTES // 8)
+
+    def add_up(self, whole: torch.Tensor, into: torch.Tensor) -> None:
+        """See `PeerExchange.add_up`."""
+        self._run(_add_up, whole, into, into.numel(), SLOT_BYTES // into.itemsize)
+
+    def _run(self, kernel: triton.JITFunction, own: torch.Tensor, into: torch.Tensor, count: int, of_slot: int) -> None:
+        slots = triton.cdiv(count, of_slot)
+        if not slots:
+            return
+        kernel[(min(slots, _PROGRAMS),)](
+            self._flags,
+            self._places,
+            self._counts,
+            own,
+            into,
+            count,
+            self._mine,
+            self._room.place,
+            self._tries,
+            RANKS=self._room.ranks,
+            PADDED=triton.next_power_of_2(self._room.ranks),
+            OF_SLOT=of_slot,
+            SLOT_BYTES=SLOT_BYTES,
+            TRAPS=self._traps,
+            num_warps=_WARPS,
+        )
 
 
-@triton.jit(do_not_specialize=["mine", "ranks"])
-def _collect(addresses, into, words, mine, ranks, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    # Each rank begins with another one, so that no GPU is read by all at a time.
-    rank = (mine + tl.program_id(1)) % ranks
-    source = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int64)), 16)
+@triton.jit
+def _tell(flags, mine, slot, count, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Have the other ranks see all that this program has put into a slot of theirs."""
+    tl.debug_barrier()
+    for step in tl.static_range(1, RANKS):
+        peer = (mine + step) % RANKS
+        flag = tl.load(flags + peer).to(tl.pointer_type(tl.int32)) + (slot * RANKS + mine)
+        tl.atomic_xchg(flag, count, sem="release", scope="sys")
+
+
+@triton.jit
+def _await(  # type: ignore[no-untyped-def]
+    flags, mine, slot, count, tries, RANKS: tl.constexpr, PADDED: tl.constexpr, TRAPS: tl.constexpr
+):
+    """Wait until the other ranks have put theirs into a slot here."""
+    rank = tl.arange(0, PADDED)
+    others = (rank < RANKS) & (rank != mine)
+    flag = tl.load(flags + mine).to(tl.pointer_type(tl.int32)) + (slot * RANKS + rank)
+    nothing = tl.zeros((PADDED,), dtype=tl.int32)
+    seen = tl.min(tl.where(others, tl.atomic_add(flag, nothing, mask=others, sem="acquire", scope="sys"), count))
+    tried = 0
+    while (seen < count) & (tried < tries):
+        seen = tl.min(tl.where(others, tl.atomic_add(flag, nothing, mask=others, sem="acquire", scope="sys"), count))
+        tried += 1
+    if TRAPS and seen < count:
+        tl.device_print("nothing came in time from another GPU to rank", mine)
+        tl.inline_asm_elementwise("trap; mov.u32 $0, $1;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _slot_of(places, rank, slot, source, count, place, RANKS: tl.constexpr, SLOT_BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The address, in a rank's memory, of the slot that a source puts there."""
+    return tl.load(places + rank) + (count & 1) * place + (slot * RANKS + source) * SLOT_BYTES
+
+
+@triton.jit(do_not_specialize=["mine", "tries"])
+def _gather(  # type: ignore[no-untyped-def]
+    flags,
+    places,
+    counts,
+    own,
+    into,
+    words,
+    mine,
+    place,
+    tries,
+    RANKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    OF_SLOT: tl.constexpr,
+    SLOT_BYTES: tl.constexpr,
+    TRAPS: tl.constexpr,
+):
     # A word of 16 bytes is two elements of 8, which the compiler joins into one access.
-    word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
-    inside = word < words
-    place = rank.to(tl.int64) * words + word
-    tl.store(into + place, tl.load(source + word, mask=inside), mask=inside)
+    element = tl.arange(0, OF_SLOT)
+    slots = tl.cdiv(words, OF_SLOT)
+    for slot in range(tl.program_id(0), slots, tl.num_programs(0)):
+        count = tl.load(counts + slot) + 1
+        word = slot * OF_SLOT + element
+        value = tl.load(own + word, mask=word < words)
+        for step in tl.static_range(1, RANKS):
+            peer = (mine + step) % RANKS  # each rank begins with another one
+            there = _slot_of(places, peer, slot, mine, count, place, RANKS, SLOT_BYTES).to(tl.pointer_type(tl.int64))
+            tl.store(tl.multiple_of(there, 16) + element, value, mask=word < words)
+        _tell(flags, mine, slot, count, RANKS)
+    for slot in range(tl.program_id(0), slots, tl.num_programs(0)):
+        count = tl.load(counts + slot) + 1
+        word = slot * OF_SLOT + element
+        tl.store(into + mine * words + word, tl.load(own + word, mask=word < words), mask=word < words)
+        _await(flags, mine, slot, count, tries, RANKS, PADDED, TRAPS)
+        for step in tl.static_range(1, RANKS):
+            peer = (mine + step) % RANKS
+            here = _slot_of(places, mine, slot, peer, count, place, RANKS, SLOT_BYTES).to(tl.pointer_type(tl.int64))
+            value = tl.load(tl.multiple_of(here, 16) + element, mask=word < words, cache_modifier=".cg")
+            tl.store(into + peer * words + word, value, mask=word < words)
+        tl.debug_barrier()
+        tl.store(counts + slot, count)
 
 
-@triton.jit(do_not_specialize=["mine"])
-def _collect_sum(addresses, into, count, mine, RANKS: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["mine", "tries"])
+def _add_up(  # type: ignore[no-untyped-def]
+    flags,
+    places,
+    counts,
+    whole,
+    into,
+    elements,
+    mine,
+    place,
+    tries,
+    RANKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    OF_SLOT: tl.constexpr,
+    SLOT_BYTES: tl.constexpr,
+    TRAPS: tl.constexpr,
+):
     kind = into.dtype.element_ty
-    element = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
-    inside = element < count
-    total = tl.zeros((WORDS,), dtype=tl.float32)
-    for rank in tl.static_range(RANKS):
-        source = tl.load(addresses + rank).to(tl.pointer_type(kind)) + mine.to(tl.int64) * count
-        total += tl.load(tl.multiple_of(source, 16) + element, mask=inside, other=0.0).to(tl.float32)
-    tl.store(into + element, total.to(kind), mask=inside)
+    element = tl.arange(0, OF_SLOT)
+    slots = tl.cdiv(elements, OF_SLOT)
+    for slot in range(tl.program_id(0), slots, tl.num_programs(0)):
+        count = tl.load(counts + slot) + 1
+        at = slot * OF_SLOT + element
+        for step in tl.static_range(1, RANKS):
+            peer = (mine + step) % RANKS
+            value = tl.load(whole + peer * elements + at, mask=at < elements)
+            there = _slot_of(places, peer, slot, mine, count, place, RANKS, SLOT_BYTES).to(tl.pointer_type(kind))
+            tl.store(tl.multiple_of(there, 16) + element, value, mask=at < elements)
+        _tell(flags, mine, slot, count, RANKS)
+    for slot in range(tl.program_id(0), slots, tl.num_programs(0)):
+        count = tl.load(counts + slot) + 1
+        at = slot * OF_SLOT + element
+        own = tl.load(whole + mine * elements + at, mask=at < elements, other=0.0)
+        _await(flags, mine, slot, count, tries, RANKS, PADDED, TRAPS)
+        total = tl.zeros((OF_SLOT,), dtype=tl.float32)
+        for rank in tl.static_range(RANKS):
+            here = _slot_of(places, mine, slot, rank, count, place, RANKS, SLOT_BYTES).to(tl.pointer_type(kind))
+            put = tl.load(
+                tl.multiple_of(here, 16) + element,
+                mask=(at < elements) & (rank != mine),
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            total += tl.where(rank == mine, own, put).to(tl.float32)
+        tl.store(into + at, total.to(kind), mask=at < elements)
+        tl.debug_barrier()
+        tl.store(counts + slot, count)

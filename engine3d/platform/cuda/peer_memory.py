@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from engine3d.platform.peer_memory import Copy, PeerMemory
+from engine3d.platform.peer_memory import Copy, PeerExchange, PeerMemory
 
 
 @functools.cache
@@ -33,23 +33,11 @@ class CudaPeerMemory(PeerMemory):
         self._handle = _SymmetricMemory.rendezvous(self._own)
         memory = [self._handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
         super().__init__(group.rank(), memory)
-        self._addresses = torch.tensor([each.data_ptr() for each in memory], device=device)
         self._timeout_ms = max(1, round(1000 * timeout_s))
         self._beside = _beside(device.index)
 
     def meet(self) -> None:
         self._handle.barrier(0, self._timeout_ms)
-
-    def collect(self, into: torch.Tensor) -> None:
-        # Triton is slow to import, and only engines need it here.
-        from engine3d.platform.cuda import peer_kernels
-
-        peer_kernels.collect(self._addresses, self.rank, into)
-
-    def collect_sum(self, into: torch.Tensor) -> None:
-        from engine3d.platform.cuda import peer_kernels
-
-        peer_kernels.collect_sum(self._addresses, self.rank, into)
 
     def copy(self, copies: Sequence[Copy]) -> Callable[[], None]:
         # No kernel is queued beside the others: with CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron-Core wants, one that
@@ -64,3 +52,30 @@ class CudaPeerMemory(PeerMemory):
             torch.cuda.current_stream().wait_event(done)
 
         return wait
+
+
+class CudaPeerExchange(PeerExchange):
+    """One kernel that writes into the other GPUs' memory, waits for what they write into this one's, and takes it.
+
+    Args:
+        group, timeout_s: as of `CudaPeerMemory`.
+        nbytes: of all ranks' parts together, at most.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, nbytes: int, timeout_s: float) -> None:
+        # Triton is slow to import, and only engines need it here.
+        from engine3d.platform.cuda import peer_kernels
+
+        super().__init__(group.rank(), group.size())
+        room = peer_kernels.Room.of(nbytes, self.ranks)
+        self._memory = CudaPeerMemory(group, room.nbytes, timeout_s)
+        self._memory.of(self.rank, (room.nbytes,), torch.uint8).zero_()
+        self._memory.meet()
+        addresses = [self._memory.of(rank, (room.nbytes,), torch.uint8).data_ptr() for rank in range(self.ranks)]
+        self._kernels = peer_kernels.Exchange(self.rank, addresses, room, timeout_s)
+
+    def gather(self, own: torch.Tensor, into: torch.Tensor) -> None:
+        self._kernels.gather(own, into)
+
+    def add_up(self, whole: torch.Tensor, into: torch.Tensor) -> None:
+        self._kernels.add_up(whole, into)

@@ -1,8 +1,8 @@
-"""Tokens between groups of ranks with attention of their own, by kernels that read the other ranks' memory.
+"""Tokens between groups of ranks with attention of their own, by kernels that write into the other ranks' memory.
 
 Every layer of experts has SGLang gather the tokens of all groups, and sum up and scatter what its ranks' experts made
-of them. With some hundreds of tokens NCCL takes longer to get going than to send them. Here each rank puts its part
-into memory that the others have mapped, and one kernel reads all parts where they are.
+of them. With some hundreds of tokens NCCL takes longer to get going than to send them. Here one kernel puts a rank's
+part into memory of the others, waits for theirs, and takes what they have put.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any
 import torch
 
 from engine3d.platform import platform
-from engine3d.platform.peer_memory import WORD_BYTES, PeerMemory
+from engine3d.platform.peer_memory import WORD_BYTES, PeerExchange
 
 PEER_BYTES = 32 << 20
-"""Memory of a rank that the others read, and most of all ranks' parts together, which decoding does not reach. What is
-larger is sent as without."""
+"""Of all ranks' parts together, at most, which decoding does not reach. What is larger is sent as without."""
+PEER_MEMORY = 2 * PEER_BYTES
+"""That a rank has for it, but for some KB: one exchange's parts may come while those of the one before are taken."""
 _TIMEOUT_S = 600.0
 
-_peers: PeerMemory | None = None
+_peers: PeerExchange | None = None
 
 
 def register() -> None:
@@ -40,7 +41,7 @@ def _connect(result: Any, runner: Any) -> None:
 
     global _peers
     if not runner.is_draft_worker:
-        _peers = platform.peer_memory(get_tp_group().device_group, PEER_BYTES, _TIMEOUT_S)
+        _peers = platform.peer_exchange(get_tp_group().device_group, PEER_BYTES, _TIMEOUT_S)
         logging.getLogger(__name__).info("Tokens of up to %d MB go between ranks by kernels.", PEER_BYTES >> 20)
 
 
@@ -49,8 +50,7 @@ def gather(original: Callable[..., Any], group: Any, output: torch.Tensor, own: 
     peers = _of(group)
     if peers is None or not _fits(output, own):
         return original(group, output, own)
-    _put(peers, own)
-    peers.collect(output.view(group.world_size, *own.shape))
+    peers.gather(own, output.view(group.world_size, *own.shape))
     return None
 
 
@@ -68,12 +68,11 @@ def add_up(
     if peers is None or not equal or not whole.is_floating_point() or not _fits(whole, parts[:1]):
         return original(group, whole, output=output, sizes=sizes)
     result = torch.empty_like(parts[0]) if output is None else output
-    _put(peers, whole)
-    peers.collect_sum(result)
+    peers.add_up(parts, result)
     return result
 
 
-def _of(group: Any) -> PeerMemory | None:
+def _of(group: Any) -> PeerExchange | None:
     """What the ranks of SGLang's group have mapped; None for another group than that of all ranks."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
@@ -84,10 +83,3 @@ def _fits(whole: torch.Tensor, part: torch.Tensor) -> bool:
     """Whether so much goes by kernels, which is the same on every rank."""
     words = 0 < whole.nbytes <= PEER_BYTES and part.nbytes % WORD_BYTES == 0
     return words and whole.is_contiguous() and part.is_contiguous()
-
-
-def _put(peers: PeerMemory, tensor: torch.Tensor) -> None:
-    """Have a tensor be what this rank's memory begins with, for all to read."""
-    peers.meet()  # everyone has read what was there
-    peers.of(peers.rank, tensor.shape, tensor.dtype).copy_(tensor)
-    peers.meet()

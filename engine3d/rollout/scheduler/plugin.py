@@ -43,7 +43,7 @@ FUSED_SAMPLING_VARIABLE = "ENGINE3D_FUSED_SAMPLING"
 """In the environment of an engine whose tokens one kernel draws."""
 
 PEERS_VARIABLE = "ENGINE3D_PEER_COLLECTIVES"
-"""In the environment of an engine whose ranks read each other's tokens."""
+"""In the environment of an engine whose ranks put tokens into each other's memory."""
 
 # The method of SGLang's scheduler by which a Call reaches the ranks.
 ANSWER_METHOD = "engine3d_answer"

@@ -36,7 +36,7 @@ PEERS = RolloutConfig.model_validate(GROUPS.model_dump() | {"peer_collectives": 
 
 @pytest.fixture(scope="module")
 def grouped(tiny_model_dirs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
-    """Two ranks that are a group each and read each other's tokens, with other weights than the first tiny model's."""
+    """Two ranks, a group each, that exchange tokens by memory, with other weights than the first tiny model's."""
     log = tmp_path_factory.mktemp("grouped") / "log"
     with started([RolloutEngine(tiny_model_dirs[1], PEERS, log_path=log)], afresh=True) as [engine]:
         assert log.read_text().count("Tokens of up to 32 MB go between ranks by kernels.") == 2

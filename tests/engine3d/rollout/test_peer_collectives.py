@@ -1,4 +1,4 @@
-"""Collective operations of SGLang's by reading each other's memory, and the kernels of GPUs that do."""
+"""Collective operations of SGLang's by memory of each other, and the kernels of GPUs that do."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from engine3d.platform import platform
+from engine3d.platform.cpu.peer_memory import CpuPeerMemory
 from engine3d.rollout.scheduler import peer_collectives
 from tests.support.distributed import meet_others, run_distributed
 from tests.support.interpreted import run_interpreted
@@ -67,65 +68,82 @@ def _operations(device: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_read_each_other(world: int) -> None:
+def test_ranks_exchange_tokens(world: int) -> None:
     run_distributed(_operations, world, "cpu", timeout_s=120)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(platform.gpus < 2, reason="needs two GPUs")
-def test_ranks_read_each_other_on_gpus() -> None:
+def test_ranks_exchange_tokens_on_gpus() -> None:
     run_distributed(_operations, min(4, platform.gpus), "cuda", timeout_s=300)
 
 
-def _compare(device: str) -> None:
+def _exchanges() -> None:
+    """Kernels in processes that have mapped each other's memory, at the same time."""
     from engine3d.platform.cuda import peer_kernels
 
-    peer_kernels._WORDS = 32
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16  # which the interpreter rounds otherwise
+    everyone = meet_others("cpu")
+    mine, ranks = everyone.rank(), everyone.size()
+    peer_kernels.SLOT_BYTES, peer_kernels._PROGRAMS = 64, 3
+    room = peer_kernels.Room.of(ranks * 8 * 64, ranks)
+    assert room.slots == 8 and room.nbytes == room.flags + 2 * ranks * 8 * 64
+    memory = CpuPeerMemory(everyone, room.nbytes)
+    memory.of(mine, (room.nbytes,), torch.uint8).zero_()
+    memory.meet()
+    addresses = [memory.of(rank, (room.nbytes,), torch.uint8).data_ptr() for rank in range(ranks)]
+    exchange = peer_kernels.Exchange(mine, addresses, room, 60.0, device="cpu")
     generator = torch.Generator().manual_seed(0)
-    for ranks, count in ((2, 8), (3, 40), (4, 104)):
-        memory = torch.randn(ranks, ranks, count, generator=generator).to(device, dtype)
-        addresses = torch.tensor([part.data_ptr() for part in memory], device=device)
-        for mine in range(ranks):
-            into = torch.empty(ranks, count, dtype=dtype, device=device)
-            peer_kernels.collect(addresses, mine, into)
-            assert torch.equal(into, memory[:, 0])
-            right = torch.zeros(count, device=device)
-            for rank in range(ranks):
-                right += memory[rank, mine].float()
-            peer_kernels.collect_sum(addresses, mine, into[0])
-            assert torch.equal(into[0], right.to(dtype))
+    for number, count in enumerate((4, 16, 128, 40, 128, 100, 4)):
+        drawn = torch.randn(2, ranks, ranks, count, generator=generator)
+        if number % ranks == mine:
+            time.sleep(0.05)
+        gathered, total = torch.empty(ranks, count), torch.empty(count)
+        exchange.gather(drawn[0, mine, 0].contiguous(), gathered)
+        assert torch.equal(gathered, drawn[0, :, 0])
+        exchange.add_up(drawn[1, mine].contiguous(), total)
+        right = torch.zeros(count)
+        for rank in range(ranks):
+            right += drawn[1, rank, mine]
+        assert torch.equal(total, right)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _exchanges_interpreted(_device: str) -> None:
+    for world in (2, 3):
+        run_distributed(_exchanges, world, timeout_s=200)
 
 
 @pytest.mark.processes
 def test_kernels_interpreted() -> None:
-    run_interpreted(_compare)
+    run_interpreted(_exchanges_interpreted)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_kernels_on_a_gpu() -> None:
-    _compare("cuda")
-
-
-def _compile(device: str) -> None:
+def _compile(_device: str) -> None:
     from engine3d.platform.cuda import peer_kernels
 
-    words = peer_kernels._WORDS
+    tensors = ("flags", "places", "counts", "own", "into")
+    ints = dict.fromkeys(("words", "mine"), "i32") | {"place": "i32", "tries": "i32"}
+    of_slot = {"RANKS": 4, "PADDED": 4, "OF_SLOT": peer_kernels.SLOT_BYTES // 8}
+    others = {"SLOT_BYTES": peer_kernels.SLOT_BYTES, "TRAPS": True}
+    types = {"flags": "*i64", "places": "*i64", "counts": "*i32"}
     text = compiled_for_hopper(
-        peer_kernels._collect,
-        {"addresses": "*i64", "into": "*i64", "words": "i32", "mine": "i32", "ranks": "i32"},
-        {"WORDS": words},
-        whole_words=("addresses", "into", "words"),
+        peer_kernels._gather,
+        types | {"own": "*i64", "into": "*i64"} | ints,
+        of_slot | others,
+        whole_words=(*tensors, "words", "place"),
+        warps=peer_kernels._WARPS,
     )
-    assert "ld.global.v2.b64" in text and "st.global.v2.b64" in text
+    assert "ld.global.v2.b64" in text and "st.global.v2.b64" in text and "ld.global.cg.v2.b64" in text
+    assert "atom.global.sys.release" in text and "atom.global.sys.acquire" in text and "trap;" in text
     text = compiled_for_hopper(
-        peer_kernels._collect_sum,
-        {"addresses": "*i64", "into": "*bf16", "count": "i32", "mine": "i32"},
-        {"RANKS": 4, "WORDS": words},
-        whole_words=("addresses", "into", "count"),
+        peer_kernels._add_up,
+        types | {"whole": "*bf16", "into": "*bf16", "elements": "i32"} | dict(list(ints.items())[1:]),
+        of_slot | {"OF_SLOT": peer_kernels.SLOT_BYTES // 2} | others,
+        whole_words=("flags", "places", "counts", "whole", "into", "elements", "place"),
+        warps=peer_kernels._WARPS,
     )
-    assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
+    assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text and "ld.global.cg.v4.b32" in text
 
 
 @pytest.mark.processes
