@@ -114,10 +114,15 @@ class HostState:
         optimizer: Megatron-Core's, over one or several of PyTorch's kind.
         device: where updates are made.
         itemsize: bytes of the state of an element.
+
+    Attributes:
+        watch: shown each parameter's state that a step has updated, while that is on the device; forgotten with the
+            state that it was for.
     """
 
     def __init__(self, optimizer: Any, device: torch.device, itemsize: int) -> None:
         self._device = device
+        self.watch: Callable[[dict[str, Any]], None] | None = None
         self._parts: list[tuple[Any, list[_Part]]] = []
         wanted: list[tuple[Future[Tensor], int]] = []
         for inner in (each.optimizer for each in of_buffers(optimizer)):
@@ -142,6 +147,7 @@ class HostState:
         Args:
             initialise: gives one of PyTorch's optimizers the state of one of its parameters, on the device.
         """
+        self.watch = None
         for inner, parts in self._parts:
             for part in parts:
                 for parameter in part.every():
@@ -177,6 +183,9 @@ class HostState:
                 if part.host is None:
                     part.put_away(inner.state)
                 else:
+                    if self.watch is not None:
+                        for parameter in part.every():
+                            self.watch(inner.state[parameter])
                     way.send(number)
         finally:
             for index, (group, (parameters, _)) in enumerate(zip(groups, whole, strict=True)):

@@ -202,6 +202,11 @@ class TrainedModel(ForwardModel):
         self.optimizer = self.scheduler = self._host_state = None
         self._start_optimizer()
 
+    @property
+    def host_state(self) -> HostState | None:
+        """The optimizer's state, if that is in host memory."""
+        return self._host_state
+
     def make_optimizer_state(self, initialise: Callable[[Any, Tensor], None]) -> None:
         """Make the optimizer's state before its first step, where it is to be between updates.
 

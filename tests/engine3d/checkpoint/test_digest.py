@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from engine3d.checkpoint.digest import Digest
+from engine3d.checkpoint import digest as digests
+from engine3d.checkpoint.digest import Digest, share_of, weights_digest
+from engine3d.training import host_state
 
 CPU = torch.device("cpu")
 
@@ -72,3 +77,81 @@ def test_the_least_bit_counts_and_tensors_stand_in_an_order() -> None:
     assert len({digest(one, two), digest(two, one), digest(values), digest(one, two, torch.zeros(1))}) == 4
     assert digest(torch.zeros(1)) != digest(torch.zeros(2))
     assert len(digest(values)) == 16
+
+
+@pytest.mark.parametrize("chunk", [64, 1 << 25])
+def test_the_shares_of_some_stand_for_reading_them(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(digests, "_CHUNK", chunk)
+    generator = torch.Generator().manual_seed(6)
+    sizes = (4, 12, 128, 32, 8, 36)
+    tensors = [torch.randint(-(2**15), 2**15, (size,), generator=generator, dtype=torch.int16) for size in sizes]
+    nbytes = sum(each.nbytes for each in tensors)
+    starts = [sum(each.nbytes for each in tensors[:number]) for number in range(len(tensors))]
+    for shared in ({2}, {0, 1, 2, 3, 4, 5}, {1, 5}):
+        found = Digest(CPU, nbytes)
+        for number, values in enumerate(tensors):
+            share = share_of(values, starts[number], nbytes) if number in shared else None
+            assert (share is None) == (number not in shared)
+            found.add(values if share is None else torch.zeros_like(values), share)
+        assert found.text() == digest(*tensors)
+    # What is no whole words, or does not begin with one, is read.
+    assert share_of(tensors[0][:3], 0, 6) is None and share_of(tensors[0], 2, 10) is None
+    assert share_of(tensors[2][1:5], 0, 8) is None
+
+
+class _Halves(torch.optim.SGD):
+    """Keeps half of each master weight in its state, as Transformer Engine's Adam, and changes both."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("master_param", torch.zeros(parameter.shape, dtype=torch.int16))
+                state["master_param"] += 3
+                parameter.data += 1
+
+
+def test_master_weights_in_host_memory_are_read_once_by_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = [torch.nn.Parameter(torch.arange(size).bfloat16()) for size in (8, 6, 16, 4)]
+    inner = _Halves([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=1.0)
+    optimizer = SimpleNamespace(optimizer=inner, is_stub_optimizer=False)
+    state = host_state.HostState(optimizer, CPU, host_state.PART_BYTES // 512)
+    held = [
+        SimpleNamespace(
+            optimizer=optimizer,
+            moments=inner.state[each],
+            weight_parts=lambda each=each: (
+                each.data,
+                *([inner.state[each]["master_param"]] if "master_param" in inner.state[each] else []),
+            ),
+        )
+        for each in parameters
+    ]
+    monkeypatch.setattr(digests, "held_parameters", lambda engine: held)
+    engine: Any = SimpleNamespace(device=CPU, host_state=state)
+    shares: list[int] = []
+    taken = digests._Shares.taken
+
+    def counted(self: Any) -> Any:
+        found = taken(self)
+        shares.append(len(found))
+        return found
+
+    monkeypatch.setattr(digests._Shares, "taken", counted)
+
+    def right() -> str:
+        return digest(*(part for each in held for part in each.weight_parts()))
+
+    assert weights_digest(engine) == right() and state.watch is None  # there is no state yet
+    inner.step()
+    assert weights_digest(engine) == right() and state.watch is not None and not shares
+    inner.step()
+    inner.step()
+    # The second has 12 bytes, which are no whole words.
+    assert weights_digest(engine) == right() and shares == [3]
+    assert weights_digest(engine) == right() and shares == [3, 0]  # without an update all is read
+    inner.step()
+    inner.state[parameters[0]]["master_param"] -= 1  # as a checkpoint that is loaded
+    state.make(lambda inner, parameter: None)
+    assert state.watch is None and weights_digest(engine) == right()
+    state.release()
