@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.random_engine import random_engine, random_sequences, train_on
+from engine3d.checkpoint.digest import weights_digest
 from engine3d.layout import Layout
 from engine3d.platform import platform
 from engine3d.training.config import OptimizerConfig, TrainConfig
@@ -115,6 +116,8 @@ def _memory_of_updates() -> list[dict[str, int]]:
         torch.cuda.reset_peak_memory_stats()
         train_on(engine, sequences)
         most = {"peak": torch.cuda.max_memory_allocated(), "peak reserved": torch.cuda.max_memory_reserved()}
+        # With what the update has taken in, but for the first one, and then by reading all.
+        assert weights_digest(engine) == weights_digest(engine)
         engine.give_back()
         found.append(most | {"kept": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()})
     return found
