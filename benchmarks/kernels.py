@@ -28,7 +28,7 @@ from engine3d.errors import UserError
 _KINDS = {
     "communication": r"nccl|cross_device_reduce|all_?reduce|all_?gather|reduce_?scatter|multimem|_shot_|barrier_kernel"
     r"|^_collect|^_gather$|^_add_up$|^_add$|^memcpy ptop",
-    "products of experts": r"fused_moe_kernel|GroupProblemShape|grouped",
+    "products of experts": r"fused_moe_kernel|sum_local_experts|GroupProblemShape|grouped",
     "norms and positions": r"norm|rope|rotary",
     "attention": r"flash|fmha|sdpa|attn|attention|compute_dot_do_o|convert_dq|prepare_varlen",
     "routing": r"moe|topk|permute|expert|router|chunk_sort|radix|argsort|bincount|cumsum|\bscan",

@@ -94,6 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--mem-fraction", type=float, default=0.8)
     parser.add_argument("--peer-collectives", action="store_true", help="as rollout.engine has it, of our engines")
+    parser.add_argument("--local-experts-only", action="store_true", help="as rollout.engine has it, of our engines")
     parser.add_argument("--fused-sampling", action="store_true", help="rollout.engine.fused_sampling, of our engines")
     parser.add_argument("--engines-alone", action="store_true", help="leave out SGLang alone")
     parser.add_argument("--running", type=int, default=512, help="most requests that an engine runs at once")
@@ -149,6 +150,7 @@ def _case(options: argparse.Namespace, rollout: Rollout, model: Path, vocabulary
         max_running_requests=options.running,
         fused_sampling=options.fused_sampling,
         peer_collectives=options.peer_collectives,
+        local_experts_only=options.local_experts_only,
         request_timeout_s=_LIMIT_S,
         server_args={} if _has_weights(model) else {"load_format": "dummy"},
     )

@@ -59,6 +59,9 @@ class RolloutConfig(Settings):
     peer_collectives: bool = False
     """With `attention_dp`: ranks write a decoding step's tokens into each other's memory, by kernels, where NCCL takes
     longer to start than to send them. Sums over ranks are in float32."""
+    local_experts_only: bool = False
+    """With `ep`, on GPUs: other ranks' experts get no rows, where SGLang computes zeros for them and adds them up. Sums
+    over a rank's experts are in float32."""
     cuda_graph: bool = True
     """Capture CUDA graphs of decoding; false decodes eagerly."""
     attention_backend: Annotated[str, AfterValidator(check_attention_backend)] | None = None
@@ -99,6 +102,10 @@ class RolloutConfig(Settings):
                 )
         if self.peer_collectives and self.attention_dp == 1:
             raise ValueError("peer_collectives=true does nothing with attention_dp=1, expected false")
+        if self.local_experts_only and self.ep == 1:
+            raise ValueError("local_experts_only=true does nothing with ep=1, expected false")
+        if self.local_experts_only and self.deterministic:
+            raise ValueError("local_experts_only=true was not tried with deterministic=true, expected one of them")
         if self.release_weights and not self.memory_saver:
             raise ValueError("release_weights=true needs memory_saver=true")
         if self.fused_sampling and self.deterministic:

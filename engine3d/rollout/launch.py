@@ -21,6 +21,7 @@ from engine3d.rollout.host.process import HostProcess
 from engine3d.rollout.part import WHOLE, EnginePart
 from engine3d.rollout.scheduler.plugin import (
     FUSED_SAMPLING_VARIABLE,
+    LOCAL_EXPERTS_VARIABLE,
     MEETING_TIMEOUT_VARIABLE,
     MEETING_VARIABLE,
     PEERS_VARIABLE,
@@ -189,6 +190,8 @@ def environment(
         variables[FUSED_SAMPLING_VARIABLE] = "1"
     if config.peer_collectives:
         variables[PEERS_VARIABLE] = "1"
+    if config.local_experts_only:
+        variables[LOCAL_EXPERTS_VARIABLE] = "1"
     if any(weight_sources):
         variables[SOURCES_VARIABLE] = os.pathsep.join(str(source or "") for source in weight_sources)
         variables[SOURCES_TIMEOUT_VARIABLE] = str(config.start_timeout_s)

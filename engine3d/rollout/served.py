@@ -80,6 +80,19 @@ def check_deterministic(spec: ModelSpec, config: RolloutConfig, *, on_gpu: bool)
         )
 
 
+def check_local_experts(config: RolloutConfig, *, on_gpu: bool) -> None:
+    """Refuse to leave other ranks' experts out where SGLang computes experts by functions that know no way to.
+
+    Raises:
+        UserError: names the setting.
+    """
+    if config.local_experts_only and not on_gpu:
+        raise UserError(
+            "rollout.engine.local_experts_only=true on a CPU: SGLang computes experts there by other functions; "
+            "expected false, or placement.rollout on GPUs"
+        )
+
+
 def _check_architecture(spec: ModelSpec) -> None:
     """SGLang's classes that pass over a key of the config which transformers and Megatron-Core obey."""
     sizes, name = spec.sizes, spec.family.architecture

@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlsplit
 from engine3d.platform import platform
 from engine3d.platform.cpu.sglang import START_METHOD_VARIABLE
 from engine3d.rollout.host.progress import count_batch, count_retracted, start_counting
-from engine3d.rollout.scheduler import attention_groups, peer_collectives
+from engine3d.rollout.scheduler import attention_groups, local_experts, peer_collectives
 from engine3d.rollout.scheduler.last_token import end_at_last_token
 from engine3d.rollout.scheduler.text_stops import end_at_text
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE, note_version
@@ -44,6 +44,9 @@ FUSED_SAMPLING_VARIABLE = "ENGINE3D_FUSED_SAMPLING"
 
 PEERS_VARIABLE = "ENGINE3D_PEER_COLLECTIVES"
 """In the environment of an engine whose ranks put tokens into each other's memory."""
+
+LOCAL_EXPERTS_VARIABLE = "ENGINE3D_LOCAL_EXPERTS_ONLY"
+"""In the environment of an engine that leaves other ranks' experts out."""
 
 # The method of SGLang's scheduler by which a Call reaches the ranks.
 ANSWER_METHOD = "engine3d_answer"
@@ -98,6 +101,8 @@ def _hook_engine() -> None:
         HookRegistry.register(f"{runner}.init_torch_distributed", _draw_by_one_kernel, HookType.BEFORE)
     if PEERS_VARIABLE in os.environ:
         peer_collectives.register()
+    if LOCAL_EXPERTS_VARIABLE in os.environ:
+        local_experts.register()
     if RELEASE_VARIABLE not in os.environ:
         loading = "sglang.srt.model_executor.model_runner_components.load_model_utils.load_model_with_memory_saver"
         HookRegistry.register(loading, _load_outside_memory_saver, HookType.AROUND)
