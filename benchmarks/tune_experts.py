@@ -40,6 +40,8 @@ Times = dict[str, dict[int, float]]
 
 _WORKERS_PER_GPU = 8
 """Compile at the same time. Only when all is compiled they measure, one at a time."""
+_TIMED_MS = 2
+"""Of each of ten measurements, whose mean is taken."""
 _SHARED_MEMORY = 227 << 10
 _PRODUCTS = ("first", "last")
 
@@ -133,6 +135,7 @@ def measured(shapes: Shapes, tokens: Sequence[int], now: Mapping[int, Tiles]) ->
         _WORKERS_PER_GPU * platform.gpus, context, initializer=_start, initargs=(shapes, list(tokens), locks, numbers)
     ) as pool:
         running = [tiles for tiles, runs in zip(tried, pool.map(_runs, tried), strict=True) if runs]
+        print(f"{len(running)} of {len(tried)} combinations of tiles run", file=sys.stderr, flush=True)
         return list(zip(running, pool.map(_times, running), strict=True))
 
 
@@ -236,7 +239,7 @@ def _times(tiles: Tiles) -> Times:
     with _worker["lock"]:
         for tokens in _worker["tokens"]:
             for product, run in zip(_PRODUCTS, _products(_worker["shapes"], tokens, tiles), strict=True):
-                found[product][tokens] = do_bench_cudagraph(run, rep=20)
+                found[product][tokens] = do_bench_cudagraph(run, rep=_TIMED_MS)
     return found
 
 
