@@ -28,6 +28,7 @@ from engine3d.rollout.scheduler.plugin import (
 )
 from engine3d.rollout.scheduler.rank import RELEASE_VARIABLE, SOURCES_TIMEOUT_VARIABLE, SOURCES_VARIABLE
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE
+from engine3d.rollout.served import check_local_experts
 from engine3d.rollout.server_arguments import check_against_platform
 from engine3d.rollout.weights import ModelTensors
 from engine3d.sglang_source import attention_arguments, sglang_directory
@@ -131,6 +132,7 @@ def server_arguments(config: RolloutConfig, model: ModelFacts, part: EnginePart 
     }
     fixed = platform.rollout_server_arguments(requests)
     check_against_platform(config.server_args, config.attention_backend, fixed)
+    check_local_experts(config, on_gpu=platform.gpus > 0)
     arguments |= fixed
     if _has_own_graphs(config):
         arguments.pop("cuda_graph_bs_decode", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine3d.errors import UserError
 from engine3d.models import ModelSpec
 from engine3d.rollout.config import RolloutConfig
+from engine3d.rollout.scheduler.local_experts import LEAST_EXPERTS
 
 _VOCABULARY_ROWS = 64
 """SGLang pads the vocabulary to a multiple of it (layers/vocab_parallel_embedding.py)."""
@@ -45,6 +46,11 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
     _divides("tp", tp, "intermediate size of the shared expert", sizes.shared_ffn)
     if sizes.experts:
         _divides("ep", ep, "experts", sizes.experts)
+        if config.local_experts_only and sizes.experts_per_token < LEAST_EXPERTS:
+            raise UserError(
+                f"rollout.engine.local_experts_only=true: expected false with {sizes.experts_per_token} experts of a "
+                f"token (num_experts_per_tok), which SGLang adds up otherwise than {LEAST_EXPERTS} and more"
+            )
         if sizes.expert_ffn % (tp // ep):
             raise UserError(
                 f"rollout.engine.tp={tp} ep={ep}: tp/ep = {tp // ep} does not divide the experts' intermediate size "

@@ -2,37 +2,35 @@
 
 With expert parallelism SGLang lays out a row for each of a token's experts, wherever that is: the kernel writes zeros
 for those of other ranks, and the sum over a token's experts reads them. Here they get no rows, and the sum leaves them
-out. That needs three of SGLang's functions to be used together, in the module of its Triton experts.
+out. That needs several of SGLang's functions to be used together, in the module of its Triton experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from engine3d.errors import EngineError
 
-_LEAST = 3
-"""Experts of a token: with fewer SGLang adds them up by other functions, or not at all."""
+LEAST_EXPERTS = 3
+"""Of a token: with fewer SGLang adds them up by other functions, or not at all."""
 
 _prepares = False
 """Whether SGLang lays out rows for the kernels below; others, of quantized weights, have them by the same function."""
 _experts: torch.Tensor | None = None
-"""Of the tokens that are computed now: (T, K), -1 for those of other ranks. None where all rows are there."""
+"""Of the tokens that are computed now: (T, K), -1 for those of other ranks. None where all rows are there, and once
+they are added up."""
 
 
 def register() -> None:
-    """Hook SGLang's experts, in each of its processes."""
+    """Hook SGLang's experts, in each of its processes, wherever a module has imported one of these functions."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     module = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
-    HookRegistry.register(f"{module}._prepare_fused_moe_run", prepare, HookType.AROUND)
-    HookRegistry.register(f"{module}.moe_align_block_size", lay_out, HookType.AROUND)
-    HookRegistry.register(f"{module}._fused_moe_kernel_sequence", compute, HookType.AROUND)
-    HookRegistry.register(f"{module}._use_moe_sum_reduce_torch_compile", compiles, HookType.AROUND)
-    HookRegistry.register(f"{module}.moe_sum_reduce", add_up, HookType.AROUND)
+    for name, hook in HOOKS.items():
+        HookRegistry.register(f"{module}.{name}", hook, HookType.AROUND)
 
 
 def prepare(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -45,11 +43,11 @@ def prepare(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         _prepares = False
 
 
-def lay_out(original: Callable[..., Any], experts: torch.Tensor, block: int, count: int, *more: Any) -> Any:
+def lay_out(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """SGLang's `moe_align_block_size`, without rows for experts of other ranks."""
-    if not _prepares or not _leaves_out(experts):
-        return original(experts, block, count, *more)
-    return original(experts, block, count, ignore_invalid_expert=True)
+    if not _prepares or not _leaves_out(arguments[0]):
+        return original(*arguments, **named)
+    return original(*arguments, **named | {"ignore_invalid_expert": True})
 
 
 def compute(
@@ -58,21 +56,19 @@ def compute(
     """SGLang's `_fused_moe_kernel_sequence`, for rows that `lay_out` laid out.
 
     Raises:
-        EngineError: the sum is not SGLang's own over the experts of a token.
+        EngineError: SGLang has read rows otherwise than by `add_up`, or not added them up.
     """
     global _experts
     if not _leaves_out(experts):
         return original(hidden, w1, w2, weights, experts, *more, **named)
-    from sglang.srt.runtime_context import get_server_args
-
-    for name in ("no_combine", "hooks"):
-        if named.get(name):
-            raise EngineError(f"rollout.engine.local_experts_only=true: SGLang's experts have {name}, expected false")
-    if get_server_args().enable_fused_moe_sum_all_reduce:
-        raise EngineError("rollout.engine.local_experts_only=true: not with enable_fused_moe_sum_all_reduce")
+    if named.get("hooks"):
+        raise EngineError("rollout.engine.local_experts_only=true: SGLang's experts have hooks, expected none")
     _experts = experts
     try:
-        return original(hidden, w1, w2, weights, experts, *more, **named)
+        result = original(hidden, w1, w2, weights, experts, *more, **named)
+        if _experts is not None:
+            raise EngineError("rollout.engine.local_experts_only=true: SGLang has not added up by moe_sum_reduce")
+        return result
     finally:
         _experts = None
 
@@ -84,6 +80,7 @@ def compiles(original: Callable[..., Any], *arguments: Any) -> Any:
 
 def add_up(original: Callable[..., Any], rows: torch.Tensor, into: torch.Tensor, scale: float) -> None:
     """SGLang's `moe_sum_reduce`: (T, K, H) -> (T, H), times a factor."""
+    global _experts
     if _experts is None:
         original(rows, into, scale)
         return
@@ -91,7 +88,18 @@ def add_up(original: Callable[..., Any], rows: torch.Tensor, into: torch.Tensor,
     from engine3d.platform.cuda.expert_sum_kernels import sum_local
 
     sum_local(rows, _experts, into, scale)
+    _experts = None
 
 
 def _leaves_out(experts: torch.Tensor) -> bool:
-    return experts.shape[1] >= _LEAST
+    return experts.shape[1] >= LEAST_EXPERTS
+
+
+HOOKS: Mapping[str, Callable[..., Any]] = {
+    "_prepare_fused_moe_run": prepare,
+    "moe_align_block_size": lay_out,
+    "_fused_moe_kernel_sequence": compute,
+    "_use_moe_sum_reduce_torch_compile": compiles,
+    "moe_sum_reduce": add_up,
+}
+"""What is around which function in the module of SGLang's Triton experts."""
