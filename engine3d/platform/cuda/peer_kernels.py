@@ -118,6 +118,13 @@ def _tell(flags, mine, slot, count, RANKS: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
+def _least(flag, others, count):  # type: ignore[no-untyped-def]
+    """The least of the other ranks' flags, or `count` if that is less; what came before them may be read then."""
+    found = tl.atomic_add(flag, tl.zeros_like(others).to(tl.int32), mask=others, sem="acquire", scope="sys")
+    return tl.min(tl.where(others, found, count))
+
+
+@triton.jit
 def _await(  # type: ignore[no-untyped-def]
     flags, mine, slot, count, tries, RANKS: tl.constexpr, PADDED: tl.constexpr, TRAPS: tl.constexpr
 ):
@@ -125,11 +132,10 @@ def _await(  # type: ignore[no-untyped-def]
     rank = tl.arange(0, PADDED)
     others = (rank < RANKS) & (rank != mine)
     flag = tl.load(flags + mine).to(tl.pointer_type(tl.int32)) + (slot * RANKS + rank)
-    nothing = tl.zeros((PADDED,), dtype=tl.int32)
-    seen = tl.min(tl.where(others, tl.atomic_add(flag, nothing, mask=others, sem="acquire", scope="sys"), count))
+    seen = _least(flag, others, count)
     tried = 0
     while (seen < count) & (tried < tries):
-        seen = tl.min(tl.where(others, tl.atomic_add(flag, nothing, mask=others, sem="acquire", scope="sys"), count))
+        seen = _least(flag, others, count)
         tried += 1
     if TRAPS and seen < count:
         tl.device_print("nothing came in time from another GPU to rank", mine)

@@ -41,7 +41,7 @@ def _sums(device: str) -> None:
         into = torch.full((tokens, width), torch.nan, device=device)
         expert_sum_kernels.sum_local(rows.to(device), experts.to(device), into, 2.5)
         torch.testing.assert_close(into.cpu(), right)
-    # Rounded once: in bfloat16 255 + 1 + 1 is 256, and then 256.
+    # Rounded once: in bfloat16 256 + 1 is 256 again.
     rows = torch.tensor([255.0, 1.0, 1.0, 1.0], dtype=torch.bfloat16).view(1, 4, 1).expand(1, 4, 16).contiguous()
     into = torch.empty(1, 16, dtype=torch.bfloat16, device=device)
     expert_sum_kernels.sum_local(rows.to(device), torch.zeros(1, 4, dtype=torch.int32, device=device), into, 1.0)
