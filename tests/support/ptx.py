@@ -18,18 +18,19 @@ def compiled_for_hopper(
 
     Args:
         kernel: of triton.jit.
-        arguments: the types of those that are no constants, in their order, as Triton writes them ("*bf16", "i32").
-        constants: the values of the others, which come after them.
+        arguments: the types of those that are no constants, as Triton writes them ("*bf16", "i32").
+        constants: the values of the others; a call's integers that are 1 are constants too.
         whole_words: arguments that are multiples of 16, as pointers to tensors are.
         warps: of a program.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    names = [*arguments, *constants]
+    names = kernel.arg_names
+    types = {**arguments, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(
         fn=kernel,
-        signature={**arguments, **dict.fromkeys(constants, "constexpr")},
+        signature={name: types[name] for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in whole_words},
     )

@@ -253,7 +253,7 @@ def _lay_out(  # type: ignore[no-untyped-def]
             tl.store(ends + piece * experts + expert, end - last, mask=expert < experts)
             last = tl.max(end, axis=0)
             tl.store(of_pieces + piece, last)
-            cells += experts.to(tl.int64) * of_expert
+            cells += of_expert.to(tl.int64) * experts
 
 
 @triton.jit

@@ -464,13 +464,16 @@ def _compile(device: str) -> None:
     )
     tensors = ("scores", "up_to", "token", "place", "score", "of_token", "per_token", "ends", "of_pieces")
     others = {"scores": "*fp32", "place": "*i64", "score": "*fp32"}
-    compiled_for_hopper(
-        expert_kernels._lay_out,
-        {name: others.get(name, "*i32") for name in tensors}
-        | dict.fromkeys(("experts", "tokens", "most", "pieces", "least", "longer"), "i32"),
-        tile,
-        whole_words=(*tensors, "experts"),
-    )
+    types = {name: others.get(name, "*i32") for name in tensors}
+    types |= dict.fromkeys(("experts", "tokens", "most", "pieces", "least", "longer"), "i32")
+    for ones in ((), ("most", "pieces"), ("experts", "most", "pieces")):
+        variables = {name: kind for name, kind in types.items() if name not in ones}
+        compiled_for_hopper(
+            expert_kernels._lay_out,
+            variables,
+            tile | dict.fromkeys(ones, 1),
+            whole_words=(*tensors, *{"experts"} - {*ones}),
+        )
 
 
 @pytest.mark.processes
