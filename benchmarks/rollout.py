@@ -53,6 +53,7 @@ class Case:
         prompts: token ids of each request, engine by engine.
         output: tokens of each response.
         rounds: how often all requests are made, after once that warms up.
+        samples: requests that have a prompt in common, one after another.
         trace: a directory for traces of so many steps of the first engine, in one round more; None for none.
     """
 
@@ -62,6 +63,7 @@ class Case:
     prompts: list[list[list[int]]]
     output: int
     rounds: int
+    samples: int = 1
     trace: tuple[Path, int] | None = None
 
     @property
@@ -88,12 +90,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rollout", default="tp=1", help="sizes of the engines, such as tp=4,ep=4,engines=1")
     parser.add_argument("--attention-dp", type=int, default=1, help="rollout.engine.attention_dp, of SGLang alone too")
     parser.add_argument("--requests", type=int, default=512, help="of all engines together")
+    parser.add_argument("--samples", type=int, default=1, help="requests that have a prompt in common")
     parser.add_argument("--input", type=int, default=256, help="tokens of each prompt")
     parser.add_argument("--output", type=int, default=512, help="tokens of each response")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--mem-fraction", type=float, default=0.8)
     parser.add_argument("--peer-collectives", action="store_true", help="as rollout.engine has it, of our engines")
+    parser.add_argument("--cascade-attention", action="store_true", help="as rollout.engine has it, of our engines")
     parser.add_argument("--local-experts-only", action="store_true", help="as rollout.engine has it, of our engines")
     parser.add_argument("--fused-sampling", action="store_true", help="rollout.engine.fused_sampling, of our engines")
     parser.add_argument("--engines-alone", action="store_true", help="leave out SGLang alone")
@@ -115,6 +119,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"--trace-steps {options.trace_steps}: expected at least 1")
         if options.requests % rollout.engines:
             raise UserError(f"--requests {options.requests}: expected a multiple of the {rollout.engines} engines")
+        each = options.requests // rollout.engines
+        if options.samples < 1 or each % options.samples:
+            raise UserError(f"--samples {options.samples}: expected a divisor of the {each} requests of an engine")
         with tempfile.TemporaryDirectory() as scratch:
             own = Path(options.model)
             if _has_weights(own):
@@ -150,16 +157,21 @@ def _case(options: argparse.Namespace, rollout: Rollout, model: Path, vocabulary
         max_running_requests=options.running,
         fused_sampling=options.fused_sampling,
         peer_collectives=options.peer_collectives,
+        cascade_attention=options.cascade_attention,
         local_experts_only=options.local_experts_only,
         request_timeout_s=_LIMIT_S,
         server_args={} if _has_weights(model) else {"load_format": "dummy"},
     )
     prompts = [
-        [[draw.randrange(vocabulary) for _ in range(options.input)] for _ in range(each)]
+        [
+            prompt
+            for _ in range(each // options.samples)
+            for prompt in [[draw.randrange(vocabulary) for _ in range(options.input)]] * options.samples
+        ]
         for _ in range(rollout.engines)
     ]
     trace = (options.trace, options.trace_steps or _TRACE_STEPS) if options.trace else None
-    return Case(model, rollout, config, prompts, options.output, options.rounds, trace)
+    return Case(model, rollout, config, prompts, options.output, options.rounds, options.samples, trace)
 
 
 @dataclass(frozen=True)
@@ -217,6 +229,8 @@ def decoded_at_once(case: Case, cache_tokens: int) -> bool:
 def decode_figures(case: Case, bandwidth: float, rounds_s: dict[str, float]) -> dict[str, Any]:
     """The mean step of a round beside the least it could take. A round is all steps: prompts are in the cache.
 
+    What requests have in common is read once, in the least.
+
     Args:
         case: whose requests are decoded at once.
         bandwidth: of a device's memory, in bytes a second.
@@ -224,7 +238,13 @@ def decode_figures(case: Case, bandwidth: float, rounds_s: dict[str, float]) -> 
     """
     spec = load_model_spec(case.model)
     read = decode_bytes(
-        spec, case.rollout, case.config, requests=case.of_an_engine, prompt=case.input, response=case.output
+        spec,
+        case.rollout,
+        case.config,
+        requests=case.of_an_engine,
+        samples=case.samples,
+        prompt=case.input,
+        response=case.output,
     )
     least = read.step / bandwidth
     figures: dict[str, Any] = {

@@ -43,7 +43,14 @@ class DecodeBytes:
 
 
 def decode_bytes(
-    spec: ModelSpec, rollout: Rollout, config: RolloutConfig, *, requests: int, prompt: int, response: int
+    spec: ModelSpec,
+    rollout: Rollout,
+    config: RolloutConfig,
+    *,
+    requests: int,
+    prompt: int,
+    response: int,
+    samples: int = 1,
 ) -> DecodeBytes:
     """Of the rank that holds most, while all requests of an engine are decoded together.
 
@@ -57,6 +64,7 @@ def decode_bytes(
         config: of each engine.
         requests: of an engine.
         prompt, response: tokens of each request.
+        samples: requests that have a prompt in common, which is read once.
     """
     places = [Place("0", f"cuda:{rank}") for rank in range(rollout.tp)]
     serving = max(serving_by_rank(spec, config, places), key=lambda each: each.weights)
@@ -65,7 +73,7 @@ def decode_bytes(
     experts = 3 * sizes.hidden * sizes.expert_ffn * sizes.experts * itemsize // rollout.tp
     sparse = sum(sizes.is_sparse(layer) for layer in range(sizes.layers))
     idle = (1 - sizes.experts_per_token / sizes.experts) ** requests if sparse else 0.0
-    tokens = requests / config.attention_dp * (prompt + (response + 1) / 2)
+    tokens = requests / config.attention_dp * (prompt / samples + (response + 1) / 2)
     return DecodeBytes(
         weights=serving.weights - table - sparse * experts * idle, cache=tokens * serving.cache_of_a_token
     )

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from engine3d.rollout.scheduler.cascade_attention import MOST_REQUESTS
 from engine3d.rollout.server_arguments import check_attention_backend, check_server_arguments
 from engine3d.settings import LONGEST_S, MOST_RANKS, MOST_TOKENS, Settings
 
@@ -59,6 +60,9 @@ class RolloutConfig(Settings):
     peer_collectives: bool = False
     """With `attention_dp`: ranks write a decoding step's tokens into each other's memory, by kernels, where NCCL takes
     longer to start than to send them. Sums over ranks are in float32."""
+    cascade_attention: bool = False
+    """On GPUs of compute capability 8 and 9 (FlashAttention-3): a decoding step reads the pages of the KV cache that
+    several requests share, as the samples of a prompt do, once for a tile of them."""
     local_experts_only: bool = False
     """With `ep`, on GPUs: other ranks' experts get no rows, where SGLang computes zeros for them and adds them up. Sums
     over a rank's experts are in float32."""
@@ -106,12 +110,33 @@ class RolloutConfig(Settings):
             raise ValueError("local_experts_only=true does nothing with ep=1, expected false")
         if self.local_experts_only and self.deterministic:
             raise ValueError("local_experts_only=true was not tried with deterministic=true, expected one of them")
+        if self.cascade_attention:
+            self._check_cascade_attention()
         if self.release_weights and not self.memory_saver:
             raise ValueError("release_weights=true needs memory_saver=true")
         if self.fused_sampling and self.deterministic:
             raise ValueError("fused_sampling=true draws without the seeds that deterministic=true needs, expected one")
         check_server_arguments(self.server_args)
         return self
+
+    def _check_cascade_attention(self) -> None:
+        for name in ("deterministic", "token_versions"):
+            if getattr(self, name):
+                raise ValueError(f"cascade_attention=true was not tried with {name}=true, expected one of them")
+        if self.attention_backend not in (None, "fa3"):
+            raise ValueError(
+                f"cascade_attention=true with attention_backend={self.attention_backend}, expected fa3, or null"
+            )
+        if self.requests_of_a_group > MOST_REQUESTS:
+            raise ValueError(
+                f"cascade_attention=true with {self.requests_of_a_group:,} requests at the same time "
+                f"(max_running_requests/attention_dp), expected at most {MOST_REQUESTS:,}"
+            )
+
+    @property
+    def attention_kernels(self) -> str | None:
+        """SGLang's name of its attention backend; None where it chooses."""
+        return "fa3" if self.cascade_attention else self.attention_backend
 
     @property
     def attention_tp(self) -> int:

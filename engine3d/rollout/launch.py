@@ -20,6 +20,7 @@ from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.host.process import HostProcess
 from engine3d.rollout.part import WHOLE, EnginePart
 from engine3d.rollout.scheduler.plugin import (
+    CASCADE_VARIABLE,
     FUSED_SAMPLING_VARIABLE,
     LOCAL_EXPERTS_VARIABLE,
     MEETING_TIMEOUT_VARIABLE,
@@ -28,7 +29,7 @@ from engine3d.rollout.scheduler.plugin import (
 )
 from engine3d.rollout.scheduler.rank import RELEASE_VARIABLE, SOURCES_TIMEOUT_VARIABLE, SOURCES_VARIABLE
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE
-from engine3d.rollout.served import check_local_experts
+from engine3d.rollout.served import check_device
 from engine3d.rollout.server_arguments import check_against_platform
 from engine3d.rollout.weights import ModelTensors
 from engine3d.sglang_source import attention_arguments, sglang_directory
@@ -132,12 +133,12 @@ def server_arguments(config: RolloutConfig, model: ModelFacts, part: EnginePart 
     }
     fixed = platform.rollout_server_arguments(requests)
     check_against_platform(config.server_args, config.attention_backend, fixed)
-    check_local_experts(config, on_gpu=platform.gpus > 0)
+    check_device(config, on_gpu=platform.gpus > 0)
     arguments |= fixed
     if _has_own_graphs(config):
         arguments.pop("cuda_graph_bs_decode", None)
-    if config.attention_backend is not None:
-        arguments["attention_backend"] = config.attention_backend
+    if config.attention_kernels is not None:
+        arguments["attention_backend"] = config.attention_kernels
     if groups > 1:
         # A group that sleeps until it is asked for something keeps those waiting that were.
         arguments |= attention_arguments(groups) | {"sleep_on_idle": False}
@@ -192,6 +193,8 @@ def environment(
         variables[FUSED_SAMPLING_VARIABLE] = "1"
     if config.peer_collectives:
         variables[PEERS_VARIABLE] = "1"
+    if config.cascade_attention:
+        variables[CASCADE_VARIABLE] = "1"
     if config.local_experts_only:
         variables[LOCAL_EXPERTS_VARIABLE] = "1"
     if any(weight_sources):

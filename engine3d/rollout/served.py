@@ -28,6 +28,11 @@ def check_served(spec: ModelSpec, config: RolloutConfig) -> None:
             f"rollout.engine.attention_dp={config.attention_dp}: expected 1, because {spec.family.architecture} has no "
             "experts, for which alone it was tried"
         )
+    if config.cascade_attention and sizes.latent is not None:
+        raise UserError(
+            f"rollout.engine.cascade_attention=true: expected false, because {spec.family.architecture} has latent "
+            "attention, with which it was not tried"
+        )
     attention_tp = config.attention_tp
     if config.attention_dp > 1 < attention_tp and spec.vocab_size % (_VOCABULARY_ROWS * attention_tp):
         raise UserError(
@@ -86,12 +91,17 @@ def check_deterministic(spec: ModelSpec, config: RolloutConfig, *, on_gpu: bool)
         )
 
 
-def check_local_experts(config: RolloutConfig, *, on_gpu: bool) -> None:
-    """Refuse to leave other ranks' experts out where SGLang computes experts by functions that know no way to.
+def check_device(config: RolloutConfig, *, on_gpu: bool) -> None:
+    """Refuse on a CPU what SGLang's functions for GPUs alone can do.
 
     Raises:
         UserError: names the setting.
     """
+    if config.cascade_attention and not on_gpu:
+        raise UserError(
+            "rollout.engine.cascade_attention=true on a CPU: SGLang has FlashAttention-3 on GPUs alone; "
+            "expected false, or placement.rollout on GPUs"
+        )
     if config.local_experts_only and not on_gpu:
         raise UserError(
             "rollout.engine.local_experts_only=true on a CPU: SGLang computes experts there by other functions; "

@@ -10,7 +10,7 @@ from typing import Any
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec
-from engine3d.rollout.served import check_deterministic, check_local_experts
+from engine3d.rollout.served import check_deterministic, check_device
 from hybridflow.cluster.devices.device_map import Device, DeviceMap
 from hybridflow.config.recipe import Recipe
 
@@ -100,7 +100,7 @@ def check_sampling(recipe: Recipe, spec: ModelSpec, devices: Mapping[str, Sequen
     kind = devices["rollout"][0].kind if devices is not None else DeviceMap.parse(text).kind
     if kind != "node":  # of which only the cluster knows whether it has GPUs
         check_deterministic(spec, recipe.rollout.engine, on_gpu=kind == "cuda")
-        check_local_experts(recipe.rollout.engine, on_gpu=kind == "cuda")
+        check_device(recipe.rollout.engine, on_gpu=kind == "cuda")
 
 
 def check_baselines(recipe: Recipe, layouts: Mapping[str, Layout]) -> None:

@@ -109,13 +109,16 @@ def check_rollout_libraries(recipe: Recipe, devices: Devices, *, latent: bool) -
                 f"placement.rollout: {module} is absent, without which SGLang runs on no GPU; "
                 f"expected {package} as in requirements.lock: pip install {package}"
             )
-    if recipe.rollout.engine.attention_backend != "fa3":
+    engine = recipe.rollout.engine
+    if engine.attention_kernels != "fa3":
         return
-    setting = "rollout.engine.attention_backend=fa3"
+    setting, other = "rollout.engine.attention_backend=fa3", "another backend such as flashinfer"
+    if engine.cascade_attention:
+        setting, other = "rollout.engine.cascade_attention=true", "false"
     if not _has_flash_attention_3():
         raise UserError(
             f"{setting}: the installed sgl_kernel has no flash_ops library; expected sglang-kernel as in "
-            "requirements.lock, or another backend such as flashinfer"
+            f"requirements.lock, or {other}"
         )
     right = (9,) if latent else (8, 9)
     for index, name in used_gpus({"rollout": devices["rollout"]}).items():
@@ -125,7 +128,7 @@ def check_rollout_libraries(recipe: Recipe, devices: Devices, *, latent: bool) -
             raise UserError(
                 f"{setting}: GPU {index} of this machine has compute capability {major}.{minor}, expected "
                 f"{' or '.join(f'{each}.x' for each in right)}{' for latent attention' if latent else ''}; "
-                "or another backend such as flashinfer"
+                f"or {other}"
             )
 
 

@@ -40,6 +40,7 @@ from engine3d.reshard.describe.source import PlannedTrainer
 from engine3d.rollout.cache import PAGE_TOKENS, tokens_needed
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.launch import most_requests
+from engine3d.rollout.scheduler.cascade_attention import table_bytes
 from engine3d.rollout.scheduler.peer_collectives import PEER_MEMORY
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.config.recipe import Recipe
@@ -321,14 +322,20 @@ def _gpu(
 
 def _engine_workspace(recipe: Recipe, spec: ModelSpec, *, on_gpu: bool) -> int:
     config = recipe.rollout.engine
-    requests = most_requests(config)
-    return engine_workspace(
-        requests=requests,
-        vocabulary=spec.vocab_size,
-        layers=spec.sizes.layers,
-        graphs=len(graph_batch_sizes(requests)) if config.cuda_graph and on_gpu else 0,
-        tp=config.tp if on_gpu else 1,
-    ) + (PEER_MEMORY if config.peer_collectives and on_gpu else 0)
+    requests, tables = most_requests(config), 0
+    if config.cascade_attention and on_gpu:
+        tables = table_bytes(requests, config.context_length or spec.sizes.max_positions)
+    return (
+        tables
+        + engine_workspace(
+            requests=requests,
+            vocabulary=spec.vocab_size,
+            layers=spec.sizes.layers,
+            graphs=len(graph_batch_sizes(requests)) if config.cuda_graph and on_gpu else 0,
+            tp=config.tp if on_gpu else 1,
+        )
+        + (PEER_MEMORY if config.peer_collectives and on_gpu else 0)
+    )
 
 
 def _at_work(working: Working) -> dict[str, int]:

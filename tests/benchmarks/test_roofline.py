@@ -39,6 +39,9 @@ def test_a_step_reads_weights_and_cache_once(tp: int) -> None:
     head_bytes = 2 * 2 * 128 * _BF16  # of keys and values in both layers
     assert found.cache == 1024 * 1050 * (4 // tp) * head_bytes
     assert found.step == found.weights + found.cache
+    # A prompt that eight of them have in common is read once.
+    eighth = decode_bytes(spec, Rollout(tp=tp, ep=tp), config, requests=1024, prompt=1000, response=99, samples=8)
+    assert eighth.cache == 1024 * (1000 // 8 + 50) * (4 // tp) * head_bytes
 
 
 def test_experts_that_no_token_is_sent_to_are_not_read() -> None:

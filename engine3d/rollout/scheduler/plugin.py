@@ -45,6 +45,9 @@ FUSED_SAMPLING_VARIABLE = "ENGINE3D_FUSED_SAMPLING"
 PEERS_VARIABLE = "ENGINE3D_PEER_COLLECTIVES"
 """In the environment of an engine whose ranks put tokens into each other's memory."""
 
+CASCADE_VARIABLE = "ENGINE3D_CASCADE_ATTENTION"
+"""In the environment of an engine that reads once what requests share."""
+
 LOCAL_EXPERTS_VARIABLE = "ENGINE3D_LOCAL_EXPERTS_ONLY"
 """In the environment of an engine that leaves other ranks' experts out."""
 
@@ -99,6 +102,8 @@ def _hook_engine() -> None:
     HookRegistry.register(f"{runner}.load_model", _keep_rank, HookType.AFTER)
     if FUSED_SAMPLING_VARIABLE in os.environ:
         HookRegistry.register(f"{runner}.init_torch_distributed", _draw_by_one_kernel, HookType.BEFORE)
+    if CASCADE_VARIABLE in os.environ:
+        HookRegistry.register(f"{runner}.init_torch_distributed", _read_once, HookType.BEFORE)
     if PEERS_VARIABLE in os.environ:
         peer_collectives.register()
     if LOCAL_EXPERTS_VARIABLE in os.environ:
@@ -174,6 +179,13 @@ def _draw_by_one_kernel(runner: Any) -> None:
 
     if not runner.is_draft_worker:
         fused_sampler.register()
+
+
+def _read_once(runner: Any) -> None:
+    # Here for the same reason. It refuses drafts by itself.
+    from engine3d.rollout.scheduler import cascade_backend
+
+    cascade_backend.register()
 
 
 def _load_outside_memory_saver(load: Callable[..., Any], **arguments: Any) -> Any:

@@ -21,7 +21,7 @@ from engine3d.platform import platform
 from engine3d.rollout.config import RolloutConfig
 from engine3d.rollout.launch import ModelFacts, server_arguments
 from engine3d.rollout.scheduler import local_experts
-from engine3d.rollout.served import check_local_experts, check_served
+from engine3d.rollout.served import check_device, check_served
 from engine3d.sglang_source import sglang_directory
 from tests.support.interpreted import run_interpreted
 from tests.support.ptx import compiled_for_hopper
@@ -180,9 +180,9 @@ def test_a_cpu_is_refused(tmp_path: Path) -> None:
     if not platform.gpus:
         with pytest.raises(UserError, match="local_experts_only=true on a CPU"):
             server_arguments(config, ModelFacts(tmp_path, ("Qwen3MoeForCausalLM",), 100, 4096, None))
-    check_local_experts(config, on_gpu=True)
+    check_device(config, on_gpu=True)
     with pytest.raises(UserError, match="local_experts_only=true on a CPU: SGLang computes experts there by other"):
-        check_local_experts(config, on_gpu=False)
+        check_device(config, on_gpu=False)
 
 
 def test_too_few_experts_of_a_token_are_refused(tiny_model_dirs: tuple[Path, Path]) -> None:

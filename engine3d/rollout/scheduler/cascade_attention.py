@@ -1,0 +1,97 @@
+"""Attention of a decoding step that reads what several requests share once for them.
+
+The samples of a prompt have its pages of the KV cache in common. SGLang reads these for each of them, at every step and
+in every layer. Here the queries of up to a tile's rows of samples go through the shared pages together, each through
+its own pages alone, and the two are added up by their sums of exponentials, as in cascade attention of FlashInfer and
+in SGLang's for drafts of several tokens. Both are by the kernel that SGLang calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from engine3d.platform.cuda.cascade_kernels import SharedPages
+
+MOST_REQUESTS = 1024
+"""That a group of ranks generates at the same time: each is compared with all others."""
+_TILE_ROWS = 64
+"""Of queries, in a tile of FlashAttention-3 that has few of them."""
+
+
+def table_bytes(requests: int, tokens: int) -> int:
+    """Memory of an engine's rank for it: pages of so many requests of so many tokens, and of half as many groups."""
+    return 6 * requests * tokens
+
+
+def requests_of_a_group(heads: int, kv_heads: int) -> int:
+    """How many requests go through the pages that they share together: one tile has the queries of a key's heads."""
+    return max(4, _TILE_ROWS // (heads // kv_heads))
+
+
+def attend(
+    flash: Callable[..., Any],
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    shared: SharedPages,
+    **settings: Any,
+) -> Tensor:
+    """Attention of a token of each request.
+
+    Args:
+        flash: SGLang's `flash_attn_with_kvcache`.
+        query: (B, heads, D).
+        keys: (pages, page size, KV heads, D), and values alike.
+        starts: 0 to B, int32.
+        shared: of these requests.
+        settings: further arguments of `flash`.
+
+    Returns:
+        (B, heads, D)
+    """
+    cache: dict[str, Any] = {"k_cache": keys, "v_cache": values, "return_softmax_lse": True, **settings}
+    once, once_sums, *_ = flash(
+        q=query.index_select(0, shared.order),
+        page_table=shared.pages,
+        cache_seqlens=shared.lengths,
+        cu_seqlens_q=shared.starts,
+        max_seqlen_q=shared.most,
+        causal=False,
+        **cache,
+    )
+    own: Tensor
+    own, own_sums, *_ = flash(
+        q=query,
+        page_table=shared.own_pages,
+        cache_seqlens=shared.own_lengths,
+        cu_seqlens_q=starts,
+        max_seqlen_q=1,
+        causal=True,
+        **cache,
+    )
+    shared.merge(own, own_sums, once, once_sums)
+    return own
+
+
+def share(table: Tensor, lengths: Tensor, page_size: int, most: int) -> SharedPages:
+    """What requests share, for attention that is not captured.
+
+    Args:
+        table: (B, W) int32, their pages.
+        lengths: (B,) int32, their tokens.
+        page_size: tokens of a page.
+        most: requests of a group.
+    """
+    # Triton is slow to import, and only engines need it here.
+    from engine3d.platform.cuda.cascade_kernels import SharedPages
+
+    device: torch.device = table.device
+    shared = SharedPages.make(*table.shape, most=most, page_size=page_size, device=device)
+    shared.find(table, lengths)
+    return shared
