@@ -94,7 +94,7 @@ def _measured(options: Any, response: int) -> dict[str, float]:
         softmax_scale=scale,
         causal=True,
     )
-    cascade = partial(attend, flash_attn_with_kvcache, query, keys, values, starts, shared, softmax_scale=scale)
+    cascade = partial(attend, flash_attn_with_kvcache, query, keys, values, shared, softmax_scale=scale)
     torch.testing.assert_close(cascade(), plain(), rtol=2e-2, atol=2e-2)
     calls = {"sglang": plain, "cascade": cascade, "find": lambda: shared.find(table, lengths)}
     graphs = {name: _captured(call) for name, call in calls.items()}

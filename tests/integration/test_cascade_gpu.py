@@ -21,6 +21,7 @@ def test_samples_that_share_a_prompt_have_the_trainers_logprobs(cuda_graph: bool
         "trainer.steps=2",
         "trainer.prompts_per_step=32",
         "rollout.samples_per_prompt=8",
+        "rollout.engine.deterministic=false",
         "rollout.engine.cascade_attention=true",
         f"rollout.engine.cuda_graph={str(cuda_graph).lower()}",
     )

@@ -17,71 +17,64 @@ _HEADS = 16
 
 @dataclass(frozen=True)
 class SharedPages:
-    """What the requests of a batch share, and what each has alone, as attention over pages takes them.
+    """What the requests of a batch share, and what each has alone, as one call of attention over pages takes them.
 
-    A group is of requests that begin with the same pages. B requests, G groups or more, W pages of a request.
+    A group is of requests that begin with the same pages; it goes through these, and then each request through its own.
+    B requests, G groups at most, W pages of a request at most.
     """
 
     most: int
     """Requests of a group, 3 or more; what more of them share is several groups'."""
     page_size: int
     """Tokens of a page."""
-    order: Tensor
-    """(B,) int32: the requests, group by group, and after them those that share nothing."""
-    place: Tensor
-    """(B,) int32: of each request in that order."""
+    rows: Tensor
+    """(2 * B,) int32, whose query a row is: of the requests of the first group, of the second and so on, and then of
+    all requests. What is left after these is of any."""
+    starts: Tensor
+    """(G + B + 1,) int32: the rows of the groups, and of each request."""
+    lengths: Tensor
+    """(G + B,) int32: tokens that a group shares, and those that a request has alone."""
+    pages: Tensor
+    """(G + B, W) int32: their pages."""
     shared: Tensor
     """(B,) int32: first tokens of a request that are its group's; 0 without a group."""
-    own_lengths: Tensor
-    """(B,) int32: the tokens after these."""
-    own_pages: Tensor
-    """(B, W) int32: their pages."""
-    starts: Tensor
-    """(G + 1,) int32: of the groups, in that order."""
-    lengths: Tensor
-    """(G,) int32: tokens that a group shares."""
-    pages: Tensor
-    """(G, W) int32: their pages."""
+    place: Tensor
+    """(B,) int32: its row in a group."""
     scratch: Tensor
     """(6, B) int32."""
 
     @staticmethod
     def make(requests: int, width: int, *, most: int, page_size: int, device: torch.device | str) -> SharedPages:
         """For so many requests at most, each of so many pages."""
-        groups = _groups(requests)
+        entries = requests + _groups(requests)
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        each = zeros(4, requests)
         return SharedPages(
             most=most,
             page_size=page_size,
-            order=each[0],
-            place=each[1],
-            shared=each[2],
-            own_lengths=each[3],
-            own_pages=zeros(requests, width),
-            starts=zeros(groups + 1),
-            lengths=zeros(groups),
-            pages=zeros(groups, width),
+            rows=zeros(2 * requests),
+            starts=zeros(entries + 1),
+            lengths=zeros(entries),
+            pages=zeros(entries, width),
+            shared=zeros(requests),
+            place=zeros(requests),
             scratch=zeros(6, requests),
         )
 
     def of(self, requests: int) -> SharedPages:
         """The same memory, for fewer requests."""
-        groups = _groups(requests)
+        entries = requests + _groups(requests)
         return SharedPages(
             most=self.most,
             page_size=self.page_size,
-            order=self.order[:requests],
-            place=self.place[:requests],
+            rows=self.rows[: 2 * requests],
+            starts=self.starts[: entries + 1],
+            lengths=self.lengths[:entries],
+            pages=self.pages[:entries],
             shared=self.shared[:requests],
-            own_lengths=self.own_lengths[:requests],
-            own_pages=self.own_pages[:requests],
-            starts=self.starts[: groups + 1],
-            lengths=self.lengths[:groups],
-            pages=self.pages[:groups],
+            place=self.place[:requests],
             scratch=self.scratch[:, :requests],
         )
 
@@ -94,8 +87,8 @@ class SharedPages:
             table: (B, W or more) int32, the pages of the requests; the last dimension is contiguous.
             lengths: (B,) int32, their tokens.
         """
-        requests, groups, width = len(self.order), len(self.lengths), self.own_pages.shape[1]
-        block = triton.next_power_of_2(requests)
+        requests, width = len(self.shared), self.pages.shape[1]
+        groups, block = len(self.lengths) - requests, triton.next_power_of_2(requests)
         deepest, leaders, follows, agreed, sizes, sources = self.scratch
         halvings = (width + 1).bit_length()
         _nearest[(requests,)](
@@ -103,14 +96,13 @@ class SharedPages:
         )
         _follow[(requests,)](table, deepest, leaders, follows, agreed, table.stride(0), BLOCK=_PAGES)
         _measure[(requests,)](follows, agreed, sizes, self.shared, requests, self.page_size, BLOCK=block)
-        _arrange[(max(requests, groups + 1),)](
+        _arrange[(max(requests, groups),)](
             lengths,
             follows,
             sizes,
             self.shared,
-            self.order,
+            self.rows,
             self.place,
-            self.own_lengths,
             self.starts,
             self.lengths,
             sources,
@@ -119,47 +111,44 @@ class SharedPages:
             self.most,
             BLOCK=block,
         )
-        _write[(requests + groups, triton.cdiv(width, _PAGES))](
+        _write[(groups + requests, triton.cdiv(width, _PAGES))](
             table,
             self.shared,
-            self.own_lengths,
             self.lengths,
             sources,
-            self.own_pages,
             self.pages,
-            requests,
+            groups,
             table.stride(0),
             width,
             self.page_size,
             BLOCK=_PAGES,
         )
 
-    def merge(self, own: Tensor, own_sums: Tensor, once: Tensor, once_sums: Tensor) -> None:
-        """Attention over what is shared and over what is a request's own -> over both, into the latter.
+    def merge(self, parts: Tensor, sums: Tensor) -> Tensor:
+        """Attention over what is shared and over what is a request's own -> (B, heads, D), over both.
 
         Each is divided by its sum of exponentials, of which a and b are the logarithms: (e^a A + e^b B) / (e^a + e^b).
 
         Args:
-            own: (B, heads, D), contiguous.
-            own_sums: (heads, B) float32, the logarithms.
-            once: (B, heads, D), contiguous, in the groups' order. That of a request without a group is not read.
-            once_sums: (heads, B) float32.
+            parts: (2 * B, heads, D), contiguous: of each row.
+            sums: (heads, 2 * B) float32, contiguous: the logarithms.
         """
-        requests, heads, width = own.shape
+        (count, heads, width), requests = parts.shape, len(self.shared)
+        result = torch.empty_like(parts[:requests])
         _merge[(requests, triton.cdiv(heads, _HEADS))](
-            own,
-            own_sums,
-            once,
-            once_sums,
+            parts,
+            sums,
+            result,
             self.place,
             self.shared,
-            own_sums.stride(0),
-            once_sums.stride(0),
+            self.starts[len(self.lengths) - requests :],
+            count,
             heads,
             width,
             HEADS=_HEADS,
             WIDTH=triton.next_power_of_2(width),
         )
+        return result
 
 
 def _groups(requests: int) -> int:
@@ -229,17 +218,17 @@ def _arrange(  # type: ignore[no-untyped-def]
     follows,
     sizes,
     shared,
-    order,
+    rows,
     place,
-    own_lengths,
     starts,
-    group_lengths,
+    entry_lengths,
     sources,
     requests,
     groups,
     most,
     BLOCK: tl.constexpr,
 ):
+    """Rows and lengths of the groups, then of each request."""
     own = tl.program_id(0)
     other = tl.arange(0, BLOCK)
     there = other < requests
@@ -248,84 +237,63 @@ def _arrange(  # type: ignore[no-untyped-def]
     parts = (tl.load(sizes + other, mask=there, other=0) + most - 1) // most
     parts = tl.where(grouped & (leader == other), parts, 0)
     count, used = tl.sum(grouped.to(tl.int32), axis=0), tl.sum(parts, axis=0)
-    if (own >= used) & (own <= groups):
+    if (own >= used) & (own < groups):
         tl.store(starts + own, count)
-        tl.store(group_lengths + own, 0, mask=own < groups)
+        tl.store(entry_lengths + own, 0)
     if own < requests:
         first, tokens = tl.load(follows + own), tl.load(shared + own)
-        within = tl.sum((grouped & (leader == first) & (other < own)).to(tl.int32), axis=0)
-        before = tl.sum((grouped & (leader < first)).to(tl.int32), axis=0) + within
-        after = count + tl.sum((there & (grouped == 0) & (other < own)).to(tl.int32), axis=0)
-        position = tl.where(tokens > 0, before, after)
-        tl.store(order + position, own)
-        tl.store(place + own, position)
-        tl.store(own_lengths + own, tl.load(lengths + own) - tokens)
-        if (tokens > 0) & (within % most == 0):
-            group = tl.sum(tl.where(other < first, parts, 0), axis=0) + within // most
-            tl.store(starts + group, position)
-            tl.store(group_lengths + group, tokens)
-            tl.store(sources + group, first)
+        tl.store(rows + count + own, own)
+        tl.store(rows + count + requests + own, 0, mask=count + own < requests)
+        tl.store(starts + groups + own, count + own)
+        tl.store(starts + groups + requests, count + requests, mask=own == 0)
+        tl.store(entry_lengths + groups + own, tl.load(lengths + own) - tokens)
+        if tokens > 0:
+            within = tl.sum((grouped & (leader == first) & (other < own)).to(tl.int32), axis=0)
+            position = tl.sum((grouped & (leader < first)).to(tl.int32), axis=0) + within
+            tl.store(rows + position, own)
+            tl.store(place + own, position)
+            if within % most == 0:
+                group = tl.sum(tl.where(other < first, parts, 0), axis=0) + within // most
+                tl.store(starts + group, position)
+                tl.store(entry_lengths + group, tokens)
+                tl.store(sources + group, first)
 
 
-@triton.jit(do_not_specialize=["requests", "stride", "width", "page_size"])
+@triton.jit(do_not_specialize=["groups", "stride", "width", "page_size"])
 def _write(  # type: ignore[no-untyped-def]
-    table,
-    shared,
-    own_lengths,
-    group_lengths,
-    sources,
-    own_pages,
-    group_pages,
-    requests,
-    stride,
-    width,
-    page_size,
-    BLOCK: tl.constexpr,
+    table, shared, lengths, sources, pages, groups, stride, width, page_size, BLOCK: tl.constexpr
 ):
-    """The pages of each request after those of its group, and of each group."""
-    row = tl.program_id(0)
+    """The pages of each group, and those of each request that come after its group's."""
+    entry = tl.program_id(0)
     page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if row < requests:
-        first = tl.load(shared + row) // page_size
-        inside = page * page_size < tl.load(own_lengths + row)
-        found = tl.load(table + row.to(tl.int64) * stride + first + page, mask=inside, other=0)
-        tl.store(own_pages + row.to(tl.int64) * width + page, found, mask=inside)
+    inside = page * page_size < tl.load(lengths + entry)
+    if entry < groups:
+        source, first = tl.load(sources + entry, mask=tl.load(lengths + entry) > 0, other=0), 0
     else:
-        group = row - requests
-        inside = page * page_size < tl.load(group_lengths + group)
-        source = tl.load(sources + group).to(tl.int64)
-        found = tl.load(table + source * stride + page, mask=inside, other=0)
-        tl.store(group_pages + group.to(tl.int64) * width + page, found, mask=inside)
+        source = entry - groups
+        first = tl.load(shared + source) // page_size
+    found = tl.load(table + source.to(tl.int64) * stride + first + page, mask=inside, other=0)
+    tl.store(pages + entry.to(tl.int64) * width + page, found, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _merge(  # type: ignore[no-untyped-def]
-    own,
-    own_sums,
-    once,
-    once_sums,
-    place,
-    shared,
-    own_stride,
-    once_stride,
-    heads,
-    width,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    parts, sums, result, place, shared, starts, count, heads, width, HEADS: tl.constexpr, WIDTH: tl.constexpr
 ):
     request = tl.program_id(0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, WIDTH)
+    inside = (head < heads)[:, None] & (column < width)[None, :]
+    cell = head.to(tl.int64)[:, None] * width + column[None, :]
+    own = tl.load(starts + request).to(tl.int64)
+    total = tl.load(parts + own * heads * width + cell, mask=inside, other=0.0).to(tl.float32)
     if tl.load(shared + request) > 0:
-        there = tl.load(place + request)
-        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        a = tl.load(own_sums + head * own_stride + request, mask=head < heads, other=0.0)
-        b = tl.load(once_sums + head * once_stride + there, mask=head < heads, other=0.0)
+        group = tl.load(place + request).to(tl.int64)
+        a = tl.load(sums + head * count + own, mask=head < heads, other=0.0)
+        b = tl.load(sums + head * count + group, mask=head < heads, other=0.0)
         most = tl.maximum(a, b)
         a, b = tl.exp(a - most), tl.exp(b - most)
-        column = tl.arange(0, WIDTH)
-        inside = (head < heads)[:, None] & (column < width)[None, :]
-        here = own + (request * heads + head).to(tl.int64)[:, None] * width + column[None, :]
-        source = once + (there * heads + head).to(tl.int64)[:, None] * width + column[None, :]
-        second = tl.load(here, mask=inside, other=0.0).to(tl.float32)
-        first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-        total = ((a / (a + b))[:, None] * second) + ((b / (a + b))[:, None] * first)
-        tl.store(here, total.to(own.dtype.element_ty), mask=inside)
+        of_group = tl.load(parts + group * heads * width + cell, mask=inside, other=0.0).to(tl.float32)
+        total = (a / (a + b))[:, None] * total + (b / (a + b))[:, None] * of_group
+    here = result + request.to(tl.int64) * heads * width + cell
+    tl.store(here, total.to(result.dtype.element_ty), mask=inside)

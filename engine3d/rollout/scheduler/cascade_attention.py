@@ -1,9 +1,9 @@
 """Attention of a decoding step that reads what several requests share once for them.
 
 The samples of a prompt have its pages of the KV cache in common. SGLang reads these for each of them, at every step and
-in every layer. Here the queries of up to a tile's rows of samples go through the shared pages together, each through
-its own pages alone, and the two are added up by their sums of exponentials, as in cascade attention of FlashInfer and
-in SGLang's for drafts of several tokens. Both are by the kernel that SGLang calls.
+in every layer. Here the queries of some samples, as many as a tile has rows for, go through the shared pages together,
+and each through its own pages alone; the two are added up by their sums of exponentials, as in cascade attention of
+FlashInfer and in SGLang's for drafts of several tokens. Both are in one call of the kernel that SGLang calls.
 """
 
 from __future__ import annotations
@@ -34,13 +34,7 @@ def requests_of_a_group(heads: int, kv_heads: int) -> int:
 
 
 def attend(
-    flash: Callable[..., Any],
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    starts: Tensor,
-    shared: SharedPages,
-    **settings: Any,
+    flash: Callable[..., Any], query: Tensor, keys: Tensor, values: Tensor, shared: SharedPages, **settings: Any
 ) -> Tensor:
     """Attention of a token of each request.
 
@@ -48,35 +42,25 @@ def attend(
         flash: SGLang's `flash_attn_with_kvcache`.
         query: (B, heads, D).
         keys: (pages, page size, KV heads, D), and values alike.
-        starts: 0 to B, int32.
         shared: of these requests.
         settings: further arguments of `flash`.
 
     Returns:
         (B, heads, D)
     """
-    cache: dict[str, Any] = {"k_cache": keys, "v_cache": values, "return_softmax_lse": True, **settings}
-    once, once_sums, *_ = flash(
-        q=query.index_select(0, shared.order),
+    parts, sums, *_ = flash(
+        q=query.index_select(0, shared.rows),
+        k_cache=keys,
+        v_cache=values,
         page_table=shared.pages,
         cache_seqlens=shared.lengths,
         cu_seqlens_q=shared.starts,
         max_seqlen_q=shared.most,
         causal=False,
-        **cache,
+        return_softmax_lse=True,
+        **settings,
     )
-    own: Tensor
-    own, own_sums, *_ = flash(
-        q=query,
-        page_table=shared.own_pages,
-        cache_seqlens=shared.own_lengths,
-        cu_seqlens_q=starts,
-        max_seqlen_q=1,
-        causal=True,
-        **cache,
-    )
-    shared.merge(own, own_sums, once, once_sums)
-    return own
+    return shared.merge(parts, sums)
 
 
 def share(table: Tensor, lengths: Tensor, page_size: int, most: int) -> SharedPages:

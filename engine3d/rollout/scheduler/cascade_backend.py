@@ -97,7 +97,6 @@ class CascadeBackend(FlashAttentionBackend):  # type: ignore[misc]
             q.contiguous().view(-1, layer.tp_q_head_num, layer.head_dim),
             keys.view(-1, self.page_size, layer.tp_k_head_num, layer.head_dim),
             values.view(-1, self.page_size, layer.tp_v_head_num, layer.v_head_dim),
-            self.forward_metadata.cu_seqlens_q,
             self._shared,
             softmax_scale=layer.scaling,
             softcap=layer.logit_cap,

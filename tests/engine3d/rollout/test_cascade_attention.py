@@ -64,7 +64,7 @@ def _plain(**given: Any) -> tuple[Tensor, Tensor]:
     for group, (start, end) in enumerate(pairwise(starts)):
         tokens = int(given["cache_seqlens"][group])
         for row in range(start, end):
-            assert tokens and (not given["causal"] or end - start == 1)
+            assert tokens and not given["causal"]
             keys, values = (
                 given[name][given["page_table"][group].long()].flatten(0, 1)[:tokens] for name in ("k_cache", "v_cache")
             )
@@ -106,9 +106,8 @@ def _compare(device: str, flash: Any, width: int = 16, dtype: torch.dtype = torc
         cache = [torch.randn(pages, page_size, kv_heads, width, generator=generator).to(dtype) for _ in range(2)]
         for most in (3, requests_of_a_group(heads, kv_heads), 64):
             shared = share(table.to(device), lengths.to(device), page_size, most)
-            starts = torch.arange(count + 1, dtype=torch.int32, device=device)
             keys, values = (each.to(device) for each in cache)
-            found = attend(flash, query.to(device), keys, values, starts, shared, softmax_scale=0.3)
+            found = attend(flash, query.to(device), keys, values, shared, softmax_scale=0.3)
             for request in range(count):
                 own = [each[table[request].long()].flatten(0, 1)[: int(lengths[request])] for each in cache]
                 right, _ = _attention(query[request], own[0], own[1], 0.3)
@@ -127,12 +126,9 @@ def _groups(device: str) -> None:
     # What two share is at most the shorter one's tokens but its last; the third shares less with both than they do.
     assert of_tokens[14:17] == [7, 7, 0]
     assert of_tokens[17:] == [0, 0, 3, 0]
-    starts, each = shared.starts.tolist(), shared.lengths.tolist()
-    groups = [
-        (sorted(shared.order.tolist()[start:end]), length)
-        for (start, end), length in zip(pairwise(starts), each, strict=True)
-        if end > start
-    ]
+    requests, rows = len(_REQUESTS), shared.rows.tolist()
+    entries = list(zip(pairwise(shared.starts.tolist()), shared.lengths.tolist(), strict=True))
+    groups = [(rows[start:end], length) for (start, end), length in entries[:-requests] if end > start]
     assert groups == [
         ([0, 4], 2),
         ([1, 19], 3),
@@ -141,16 +137,25 @@ def _groups(device: str) -> None:
         ([13], 7),
         ([14, 15], 7),
     ]
-    assert sorted(shared.order.tolist()) == list(range(len(_REQUESTS)))
-    assert [shared.order.tolist()[place] for place in shared.place.tolist()] == list(range(len(_REQUESTS)))
-    assert shared.own_lengths.tolist() == [
-        length - found for (_, length), found in zip(_REQUESTS, of_tokens, strict=True)
-    ]
+    assert [rows[start:end] for (start, end), _ in entries[-requests:]] == [[number] for number in range(requests)]
+    of_own = [length - found for (_, length), found in zip(_REQUESTS, of_tokens, strict=True)]
+    assert [length for _, length in entries[-requests:]] == of_own
+    of_groups = [number for members, _ in groups for number in members]
+    assert [rows[place] for place in shared.place[of_groups].tolist()] == of_groups
     # A batch of other requests in the same memory has nothing of these.
     again = shared.of(4)
     again.find(table[16:20].to(device), lengths[16:20].to(device))
-    assert again.shared.tolist() == [0, 0, 0, 0] and again.starts.tolist() == [0, 0, 0]
-    assert again.lengths.tolist() == [0, 0] and again.own_lengths.tolist() == lengths[16:20].tolist()
+    assert again.shared.tolist() == [0, 0, 0, 0] and again.starts.tolist() == [0, 0, 0, 1, 2, 3, 4]
+    assert again.lengths.tolist() == [0, 0, *lengths[16:20].tolist()] and again.rows.tolist() == [
+        0,
+        1,
+        2,
+        3,
+        0,
+        0,
+        0,
+        0,
+    ]
 
 
 def _interpreted(device: str) -> None:
@@ -180,21 +185,14 @@ def _compile(_device: str) -> None:
         names = [name for name in kernel.arg_names if name not in constants]
         types = {name: "i32" if name in integers else "*i32" for name in names}
         compiled_for_hopper(kernel, types, constants, whole_words=[name for name in names if name not in integers])
-    tensors = {
-        "own": "*bf16",
-        "own_sums": "*fp32",
-        "once": "*bf16",
-        "once_sums": "*fp32",
-        "place": "*i32",
-        "shared": "*i32",
-    }
-    integers = dict.fromkeys(("own_stride", "once_stride", "heads", "width"), "i32")
-    tile = {"HEADS": kernels._HEADS, "WIDTH": 128}
-    text = compiled_for_hopper(kernels._merge, tensors | integers, tile, whole_words=(*tensors, "width"))
+    tensors = {"parts": "*bf16", "sums": "*fp32", "result": "*bf16"}
+    tensors |= dict.fromkeys(("place", "shared", "starts"), "*i32")
+    integers = dict.fromkeys(("count", "heads", "width"), "i32")
+    tile, words = {"HEADS": kernels._HEADS, "WIDTH": 128}, ("parts", "result", "width")
+    text = compiled_for_hopper(kernels._merge, tensors | integers, tile, whole_words=words)
     assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
-    del integers["heads"], integers["own_stride"], integers["once_stride"]
-    ones = {"heads": 1, "own_stride": 1, "once_stride": 1}
-    compiled_for_hopper(kernels._merge, tensors | integers, tile | ones, whole_words=(*tensors, "width"))
+    del integers["heads"]
+    compiled_for_hopper(kernels._merge, tensors | integers, tile | {"heads": 1}, whole_words=words)
 
 
 @pytest.mark.processes
