@@ -406,15 +406,16 @@ def _order(prompts: int, samples: int, running: int) -> list[int]:
     """In which order to ask for samples, which are numbered prompt by prompt.
 
     A prompt is computed once for all its samples only where the first is under way before the others come. So of the
-    prompts that run at the same time, the first samples come first.
+    prompts that run at the same time, the first samples come first. The others come prompt by prompt: a batch keeps this
+    order, and a GPU whose processors read the same prompt's cache at the same time has it from its own cache.
     """
     block = max(1, running // samples)
-    return [
-        prompt * samples + sample
-        for start in range(0, prompts, block)
-        for sample in range(samples)
-        for prompt in range(start, min(start + block, prompts))
-    ]
+    order: list[int] = []
+    for start in range(0, prompts, block):
+        together = range(start * samples, min(start + block, prompts) * samples)
+        order += [index for index in together if index % samples == 0]
+        order += [index for index in together if index % samples]
+    return order
 
 
 def _generation(output: dict[str, Any], first_version: int) -> Generation:

@@ -294,6 +294,8 @@ def test_first_samples_of_prompts_that_run_together_come_first(prompts: int, sam
         first = block[: len(block) // samples]
         assert all(index % samples == 0 for index in first)
         assert {index // samples for index in block} == {index // samples for index in first}
+        # The others of a prompt are next to each other.
+        assert block[len(first) :] == sorted(block[len(first) :])
 
 
 def _model_with_experts(directory: Path, experts: int | None) -> Path:
