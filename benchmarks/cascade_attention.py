@@ -1,9 +1,9 @@
 """A decoding step's attention as SGLang computes it, beside that of `rollout.engine.cascade_attention`.
 
-    python benchmarks/cascade_attention.py [--requests 256] [--samples 8] [--prompt 1024] [--responses 0,512,1024]
+    python benchmarks/cascade_attention.py [--requests 256] [--samples 8] [--prompt 1024] [--responses 0,512,1024] [--apart]
 
 computes attention of one layer, of random numbers, for requests of which so many have a prompt in common; the pages of
-the cache lie anywhere. Both are captured, as engines capture them, and replayed by turns. Prints the median of each in
+the cache lie anywhere. The samples of a prompt are next to each other, as the engine asks for them. Both are captured, as engines capture them, and replayed by turns. Prints the median of each in
 microseconds, and of finding out who shares what, which a step does once; last one JSON object. Needs a GPU of compute
 capability 8 or 9. What is read should be more than the GPU's cache holds, as in an engine.
 """
@@ -36,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="cascade_attention.py", description="Attention with shared pages read once beside SGLang's.")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--samples", type=int, default=8, help="of a prompt")
+    parser.add_argument("--apart", action="store_true", help="the samples of a prompt are not next to each other")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--responses", default="0,512,1024", help="tokens of a response so far, with commas")
     parser.add_argument("--heads", type=int, default=32)
@@ -50,8 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
         for name in ("requests", "samples", "prompt", "heads", "kv_heads", "head_dim", "rounds"):
             if getattr(options, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected at least 1")
-        if options.heads % options.kv_heads:
-            raise UserError(f"--heads {options.heads}: expected a multiple of --kv-heads {options.kv_heads}")
+        for name, unit in (("heads", "kv_heads"), ("requests", "samples")):
+            if getattr(options, name) % getattr(options, unit):
+                whole = f"a multiple of --{unit.replace('_', '-')} {getattr(options, unit)}"
+                raise UserError(f"--{name} {getattr(options, name)}: expected {whole}")
         if not platform.gpus:
             raise UserError("this machine has no GPU, without which there is no FlashAttention-3")
     except UserError as error:
@@ -71,10 +74,12 @@ def _measured(options: Any, response: int) -> dict[str, float]:
     from sglang.jit_kernel.flash_attention import flash_attn_with_kvcache
 
     device, requests = platform.device(0), options.requests
-    own, prompts = response + 1, -(-requests // options.samples)
+    own, prompts = response + 1, requests // options.samples
     pages = torch.randperm(prompts * options.prompt + requests * own, device=device).int()
     prompt = pages[: prompts * options.prompt].view(prompts, options.prompt).repeat_interleave(options.samples, 0)
-    table = torch.cat([prompt[:requests], pages[prompts * options.prompt :].view(requests, own)], dim=1)
+    table = torch.cat([prompt, pages[prompts * options.prompt :].view(requests, own)], dim=1)
+    if options.apart:
+        table = table.unflatten(0, (prompts, options.samples)).transpose(0, 1).flatten(0, 1).contiguous()
     lengths = torch.full((requests,), table.shape[1], dtype=torch.int32, device=device)
     starts = torch.arange(requests + 1, dtype=torch.int32, device=device)
     draw = partial(torch.randn, dtype=torch.bfloat16, device=device)
