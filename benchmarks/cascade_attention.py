@@ -1,11 +1,12 @@
 """A decoding step's attention as SGLang computes it, beside that of `rollout.engine.cascade_attention`.
 
-    python benchmarks/cascade_attention.py [--requests 256] [--samples 8] [--prompt 1024] [--responses 0,512,1024] [--apart]
+    python benchmarks/cascade_attention.py [--requests 256] [--samples 8] [--prompt 1024] [--responses 0,512,1024]
 
-computes attention of one layer, of random numbers, for requests of which so many have a prompt in common; the pages of
-the cache lie anywhere. The samples of a prompt are next to each other, as the engine asks for them. Both are captured, as engines capture them, and replayed by turns. Prints the median of each in
+computes attention of one layer, of random numbers, for requests of which so many have a prompt in common and are next
+to each other, as an engine asks for them; `--apart` puts them as far from each other as there are prompts. The pages of
+the cache lie anywhere. Both are captured, as engines capture them, and replayed by turns. Prints the median of each in
 microseconds, and of finding out who shares what, which a step does once; last one JSON object. Needs a GPU of compute
-capability 8 or 9. What is read should be more than the GPU's cache holds, as in an engine.
+capability 8 or 9. What is read should be more than the GPU's own cache holds, as in an engine.
 """
 
 from __future__ import annotations
