@@ -406,8 +406,8 @@ def _order(prompts: int, samples: int, running: int) -> list[int]:
     """In which order to ask for samples, which are numbered prompt by prompt.
 
     A prompt is computed once for all its samples only where the first is under way before the others come. So of the
-    prompts that run at the same time, the first samples come first. The others come prompt by prompt: a batch keeps this
-    order, and a GPU whose processors read the same prompt's cache at the same time has it from its own cache.
+    prompts that run at the same time, the first samples come first. The others come prompt by prompt: a batch keeps
+    this order, and a GPU whose processors read the same prompt's cache at the same time has it from its own cache.
     """
     block = max(1, running // samples)
     order: list[int] = []
