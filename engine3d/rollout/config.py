@@ -123,6 +123,14 @@ class RolloutConfig(Settings):
         for name in ("deterministic", "token_versions"):
             if getattr(self, name):
                 raise ValueError(f"cascade_attention=true was not tried with {name}=true, expected one of them")
+        if self.attention_dp > 1:
+            few = "server_args.cuda_graph_max_bs_decode"
+            uncaptured = {"cuda_graph=false": not self.cuda_graph, few: few.partition(".")[2] in self.server_args}
+            if found := [name for name, given in uncaptured.items() if given]:
+                raise ValueError(
+                    f"cascade_attention=true was not tried with attention_dp={self.attention_dp} and {found[0]}: "
+                    "expected CUDA graphs of all batches"
+                )
         if self.attention_backend not in (None, "fa3"):
             raise ValueError(
                 f"cascade_attention=true with attention_backend={self.attention_backend}, expected fa3, or null"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -27,6 +27,8 @@ class SharedPages:
     """Requests of a group, 3 or more; what more of them share is several groups'."""
     page_size: int
     """Tokens of a page."""
+    block: int
+    """Requests that a program compares: the same for all that have this memory, so that one kernel is compiled."""
     rows: Tensor
     """(2 * B,) int32, whose query a row is: of the requests of the first group, of the second and so on, and then of
     all requests. What is left after these is of any."""
@@ -54,6 +56,7 @@ class SharedPages:
         return SharedPages(
             most=most,
             page_size=page_size,
+            block=triton.next_power_of_2(requests),
             rows=zeros(2 * requests),
             starts=zeros(entries + 1),
             lengths=zeros(entries),
@@ -66,9 +69,8 @@ class SharedPages:
     def of(self, requests: int) -> SharedPages:
         """The same memory, for fewer requests."""
         entries = requests + _groups(requests)
-        return SharedPages(
-            most=self.most,
-            page_size=self.page_size,
+        return replace(
+            self,
             rows=self.rows[: 2 * requests],
             starts=self.starts[: entries + 1],
             lengths=self.lengths[:entries],
@@ -88,7 +90,7 @@ class SharedPages:
             lengths: (B,) int32, their tokens.
         """
         requests, width = len(self.shared), self.pages.shape[1]
-        groups, block = len(self.lengths) - requests, triton.next_power_of_2(requests)
+        groups, block = len(self.lengths) - requests, self.block
         deepest, leaders, follows, agreed, sizes, sources = self.scratch
         halvings = (width + 1).bit_length()
         _nearest[(requests,)](

@@ -214,6 +214,14 @@ def test_it_is_attention_on_a_gpu() -> None:
     [
         ({"deterministic": True}, "cascade_attention=true was not tried with deterministic=true, expected one of them"),
         ({"token_versions": True}, "was not tried with token_versions=true"),
+        (
+            {"tp": 2, "attention_dp": 2, "cuda_graph": False},
+            "with attention_dp=2 and cuda_graph=false: expected CUDA graphs of all batches",
+        ),
+        (
+            {"tp": 2, "attention_dp": 2, "server_args": {"cuda_graph_max_bs_decode": 8}},
+            "with attention_dp=2 and server_args.cuda_graph_max_bs_decode: expected",
+        ),
         ({"attention_backend": "flashinfer"}, "with attention_backend=flashinfer, expected fa3, or null"),
         ({"max_running_requests": 1025}, "with 1,025 requests at the same time .*, expected at most 1,024"),
     ],

@@ -132,6 +132,9 @@ def test_flash_attention_3_needs_its_library(
     line = told(capsys, 2, "rollout.engine.attention_backend=fa3")
     assert "rollout.engine.attention_backend=fa3: the installed sgl_kernel has no flash_ops library" in line
     told(capsys, 0, "rollout.engine.attention_backend=flashinfer")
+    line = told(capsys, 2, "rollout.engine.cascade_attention=true")
+    assert "rollout.engine.cascade_attention=true: the installed sgl_kernel has no flash_ops" in line
+    assert line.endswith("expected sglang-kernel as in requirements.lock, or false\n")
 
 
 @pytest.mark.usefixtures("four_gpus")

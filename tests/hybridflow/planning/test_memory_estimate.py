@@ -97,6 +97,17 @@ def test_a_group_with_attention_of_its_own_has_the_cache_of_its_requests() -> No
     assert own.always["engine workspace"] < cut.always["engine workspace"] - 2 * V * 4 * 700  # of fewer logits
 
 
+def test_tables_of_what_requests_share_are_counted() -> None:
+    plain, tables = (
+        _ledger("qwen3-30b-a3b-4xh200.yaml", f"rollout.engine.cascade_attention={on}")
+        .gpus[0]
+        .always["engine workspace"]
+        for on in ("false", "true")
+    )
+    # Of one request more (see SPARE_REQUESTS), and of half as many groups: a number for each token.
+    assert tables - plain == 1025 * 4096 * 4 * 3 // 2
+
+
 def test_a_cache_that_holds_few_of_the_requests_is_told() -> None:
     ledger = _ledger("qwen3-30b-a3b-4xh200.yaml", "rollout.engine.max_total_tokens=524288")
     room = 524288 // ledger.sequence_tokens
