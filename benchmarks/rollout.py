@@ -146,7 +146,12 @@ def _has_weights(model: Path) -> bool:
 
 def _case(options: argparse.Namespace, rollout: Rollout, model: Path, vocabulary: int) -> Case:
     draw = random.Random(0)
-    each = options.requests // rollout.engines
+
+    def prompts_of_an_engine() -> list[list[int]]:
+        count = options.requests // rollout.engines // options.samples
+        drawn = [[draw.randrange(vocabulary) for _ in range(options.input)] for _ in range(count)]
+        return [prompt for prompt in drawn for _ in range(options.samples)]
+
     config = RolloutConfig(
         tp=rollout.tp,
         ep=rollout.ep,
@@ -162,14 +167,7 @@ def _case(options: argparse.Namespace, rollout: Rollout, model: Path, vocabulary
         request_timeout_s=_LIMIT_S,
         server_args={} if _has_weights(model) else {"load_format": "dummy"},
     )
-    prompts = [
-        [
-            prompt
-            for _ in range(each // options.samples)
-            for prompt in [[draw.randrange(vocabulary) for _ in range(options.input)]] * options.samples
-        ]
-        for _ in range(rollout.engines)
-    ]
+    prompts = [prompts_of_an_engine() for _ in range(rollout.engines)]
     trace = (options.trace, options.trace_steps or _TRACE_STEPS) if options.trace else None
     return Case(model, rollout, config, prompts, options.output, options.rounds, options.samples, trace)
 

@@ -16,6 +16,9 @@ Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
 LEAST_TEMPERATURE = 1e-6
 """SGLang samples with none below, and its log-probs are then of temperature 1."""
 
+_OTHER_GRAPHS = "cuda_graph_max_bs_decode"
+"""Of SGLang's arguments, the one that says other batch sizes for CUDA graphs than the platform's."""
+
 
 class RolloutConfig(Settings):
     """How one SGLang engine is started.
@@ -124,8 +127,7 @@ class RolloutConfig(Settings):
             if getattr(self, name):
                 raise ValueError(f"cascade_attention=true was not tried with {name}=true, expected one of them")
         if self.attention_dp > 1:
-            few = "server_args.cuda_graph_max_bs_decode"
-            uncaptured = {"cuda_graph=false": not self.cuda_graph, few: few.partition(".")[2] in self.server_args}
+            uncaptured = {"cuda_graph=false": not self.cuda_graph, f"server_args.{_OTHER_GRAPHS}": self.has_own_graphs}
             if found := [name for name, given in uncaptured.items() if given]:
                 raise ValueError(
                     f"cascade_attention=true was not tried with attention_dp={self.attention_dp} and {found[0]}: "
@@ -140,6 +142,11 @@ class RolloutConfig(Settings):
                 f"cascade_attention=true with {self.requests_of_a_group:,} requests at the same time "
                 f"(max_running_requests/attention_dp), expected at most {MOST_REQUESTS:,}"
             )
+
+    @property
+    def has_own_graphs(self) -> bool:
+        """Whether the user says for which batches decoding is captured."""
+        return _OTHER_GRAPHS in self.server_args
 
     @property
     def attention_kernels(self) -> str | None:

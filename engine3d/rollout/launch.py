@@ -39,9 +39,6 @@ _LAUNCHER_VARIABLES = re.compile(
     r"^(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ENGINE3D_STORE)$"
 )
 
-# Of SGLang's arguments, the one that says other batch sizes for CUDA graphs than the platform's.
-_OTHER_GRAPHS = "cuda_graph_max_bs_decode"
-
 # Variables by which SGLang would give other log-probs than those of the sampling temperature, or choose kernels that
 # rearrange the experts' weights.
 _OTHER_RESULTS = frozenset({"SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_CUTLASS_MOE"})
@@ -92,11 +89,7 @@ def context_length(config: RolloutConfig, model: ModelFacts) -> int:
 
 def most_requests(config: RolloutConfig) -> int:
     """Requests that SGLang is told to run at once, in each group of ranks with attention of its own."""
-    return config.requests_of_a_group + (0 if _has_own_graphs(config) else SPARE_REQUESTS)
-
-
-def _has_own_graphs(config: RolloutConfig) -> bool:
-    return _OTHER_GRAPHS in config.server_args
+    return config.requests_of_a_group + (0 if config.has_own_graphs else SPARE_REQUESTS)
 
 
 def server_arguments(config: RolloutConfig, model: ModelFacts, part: EnginePart = WHOLE) -> dict[str, Any]:
@@ -135,7 +128,7 @@ def server_arguments(config: RolloutConfig, model: ModelFacts, part: EnginePart 
     check_against_platform(config.server_args, config.attention_backend, fixed)
     check_device(config, on_gpu=platform.gpus > 0)
     arguments |= fixed
-    if _has_own_graphs(config):
+    if config.has_own_graphs:
         arguments.pop("cuda_graph_bs_decode", None)
     if config.attention_kernels is not None:
         arguments["attention_backend"] = config.attention_kernels

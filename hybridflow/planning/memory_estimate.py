@@ -322,20 +322,19 @@ def _gpu(
 
 def _engine_workspace(recipe: Recipe, spec: ModelSpec, *, on_gpu: bool) -> int:
     config = recipe.rollout.engine
-    requests, tables = most_requests(config), 0
-    if config.cascade_attention and on_gpu:
-        tables = table_bytes(requests, config.context_length or spec.sizes.max_positions)
-    return (
-        tables
-        + engine_workspace(
-            requests=requests,
-            vocabulary=spec.vocab_size,
-            layers=spec.sizes.layers,
-            graphs=len(graph_batch_sizes(requests)) if config.cuda_graph and on_gpu else 0,
-            tp=config.tp if on_gpu else 1,
-        )
-        + (PEER_MEMORY if config.peer_collectives and on_gpu else 0)
+    requests = most_requests(config)
+    workspace = engine_workspace(
+        requests=requests,
+        vocabulary=spec.vocab_size,
+        layers=spec.sizes.layers,
+        graphs=len(graph_batch_sizes(requests)) if config.cuda_graph and on_gpu else 0,
+        tp=config.tp if on_gpu else 1,
     )
+    if config.peer_collectives and on_gpu:
+        workspace += PEER_MEMORY
+    if config.cascade_attention and on_gpu:
+        workspace += table_bytes(requests, config.context_length or spec.sizes.max_positions)
+    return workspace
 
 
 def _at_work(working: Working) -> dict[str, int]:

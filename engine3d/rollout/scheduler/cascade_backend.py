@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
-from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from engine3d.errors import EngineError
@@ -82,11 +81,7 @@ class CascadeBackend(FlashAttentionBackend):  # type: ignore[misc]
         if self._shared is None:
             result: torch.Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **others)
             return result
-        if (
-            any(each is not None for each in others.values())
-            or layer.is_cross_attention
-            or layer.attn_type == AttentionType.ENCODER_ONLY
-        ):
+        if any(each is not None for each in others.values()):
             raise EngineError("rollout.engine.cascade_attention=true was not tried with this model, expected false")
         if save_kv_cache and k is not None:
             location = KVWriteLoc(forward_batch.out_cache_loc, self.forward_metadata.swa_out_cache_loc)
@@ -102,7 +97,4 @@ class CascadeBackend(FlashAttentionBackend):  # type: ignore[misc]
             softcap=layer.logit_cap,
             num_splits=self.num_splits,
         )
-        into = getattr(forward_batch, "_attn_output", None)
-        if into is not None:
-            into.view(result.shape).copy_(result)
         return result.view(-1, layer.tp_q_head_num * layer.v_head_dim)

@@ -146,16 +146,8 @@ def _groups(device: str) -> None:
     again = shared.of(4)
     again.find(table[16:20].to(device), lengths[16:20].to(device))
     assert again.shared.tolist() == [0, 0, 0, 0] and again.starts.tolist() == [0, 0, 0, 1, 2, 3, 4]
-    assert again.lengths.tolist() == [0, 0, *lengths[16:20].tolist()] and again.rows.tolist() == [
-        0,
-        1,
-        2,
-        3,
-        0,
-        0,
-        0,
-        0,
-    ]
+    assert again.lengths.tolist() == [0, 0, *lengths[16:20].tolist()]
+    assert again.rows.tolist() == [*range(4), *[0] * 4]
 
 
 def _interpreted(device: str) -> None:
