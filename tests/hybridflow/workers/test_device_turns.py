@@ -99,6 +99,23 @@ def test_calls_are_sent_in_the_order_of_their_turns(sent: list[tuple[str, list[s
     assert sent == [("actor.compute", [], [])]
 
 
+def test_a_call_looks_at_what_gives_memory_back_for_it_also_where_that_has_ended_already(
+    sent: list[tuple[str, list[str], list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Call, "ended", lambda call: True)
+    turns, actor, critic = Turns(), group("actor", 0), group("critic", 0)
+    for ranks in (actor, critic, actor):
+        turns.send(compute(ranks))
+    assert sent == [
+        ("actor.compute", [], []),
+        ("actor.give_back", [], []),
+        ("critic.compute", ["actor.give_back"], []),
+        ("critic.give_back", [], []),
+        ("actor.take_back", ["critic.give_back"], []),
+        ("actor.compute", ["critic.give_back"], ["actor.take_back"]),
+    ]
+
+
 def test_a_call_that_takes_no_turn_neither_waits_nor_makes_others_give_back(
     sent: list[tuple[str, list[str], list[str]]],
 ) -> None:
