@@ -88,6 +88,15 @@ class Call:
         """Whether no rank is at it any more: all have answered or failed, or the group is gone."""
         return not self.ranks.is_alive or self.done()
 
+    def is_over(self) -> bool:
+        """Whether nobody need look at it any more: it has ended, and what it failed of is told to whoever made it."""
+        return self.ended() and (self._answered or not self._moves_memory or not self.ranks.is_alive)
+
+    @property
+    def _moves_memory(self) -> bool:
+        """Whether only those wait for it whose turn it lets in."""
+        return self.method in self.ranks.memory_methods
+
     def _end_of_standstill(self, found: StandsStillError) -> NoReturn:
         """End the group that keeps this one waiting, and this one, and raise why."""
         place, verdict = found.verdict.place, found.verdict
@@ -129,7 +138,7 @@ class Call:
             if each._answered or not each.ranks.is_alive:
                 continue
             failures, silent = each._statuses_within(_LOOK_S)
-            if failures and each.method in each.ranks.memory_methods:  # which only those wait for whose turn it lets in
+            if failures and each._moves_memory:
                 calls: dict[CallState, Call] = {}
                 _end(each._state(failures, silent, calls), 0.0, calls)
             if not failures and not silent:

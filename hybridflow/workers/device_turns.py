@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -78,7 +78,10 @@ class Turns:
         """
         with self._lock:
             if request.exclusive and request.method not in (GIVE_BACK, TAKE_BACK):
-                return self._sent_with_memory(request)
+                for each in memory_calls(request.ranks, self._memory.items()):
+                    call, _ = self._sent(_request(each))
+                    if each.ranks is request.ranks:
+                        request = replace(request, inputs=(*request.inputs, call))
             return self._sent(request)
 
     def leave(self, ranks: Ranks) -> None:
@@ -92,43 +95,21 @@ class Turns:
         with self._lock:
             return self._memory.get(ranks) == "given back"
 
-    def _sent_with_memory(self, request: Request) -> tuple[Call, list[ray.ObjectRef]]:
-        """Send this call after those by which memory is given back and taken back for it. The lock is held."""
-        given_back: list[Call] = []
-        for each in memory_calls(request.ranks, self._memory.items()):
-            call, _ = self._sent(_request(each), given_back)
-            if each.ranks is request.ranks:
-                request = replace(request, inputs=(*request.inputs, call))
-            else:
-                given_back.append(call)
-        return self._sent(request, given_back)
-
-    def _sent(self, request: Request, given_back: Sequence[Call] = ()) -> tuple[Call, list[ray.ObjectRef]]:
-        """Send this call alone. The lock is held.
-
-        Args:
-            request: the call.
-            given_back: the calls by which others give memory back for this turn. Nobody else waits for them: they are
-                to be looked at also where they have failed already.
-        """
+    def _sent(self, request: Request) -> tuple[Call, list[ray.ObjectRef]]:
+        """Send this call alone. The lock is held."""
         if not request.exclusive:
             return send(request)
-        call, results = send(request, self._earlier(request.ranks, given_back))
+        call, results = send(request, self._earlier(request.ranks))
         self._calls.append(call)
         self._memory[call.ranks] = "given back" if call.method == GIVE_BACK else "held"
         return call, results
 
-    def _earlier(self, ranks: Ranks, given_back: Sequence[Call] = ()) -> list[Call]:
+    def _earlier(self, ranks: Ranks) -> list[Call]:
         """The calls after whose end a group's next call has its turn, in the order in which they were sent.
 
         Calls that those wait for in turn are among them, so that what fails can be told whoever waits.
-
-        Args:
-            ranks: of the group.
-            given_back: calls that are among them also if they have ended.
         """
-        kept = set(map(id, given_back))
-        self._calls = [call for call in self._calls if id(call) in kept or not call.ended()]
+        self._calls = [call for call in self._calls if not call.is_over()]
         before = [call for call in self._calls if call.ranks is not ranks and _share(ranks, call.ranks)]
         needed = {id(each) for call in before for each in (call, *call.earlier)}
         return [call for call in self._calls if id(call) in needed]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import ray
 
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.workers import device_turns
@@ -99,20 +100,29 @@ def test_calls_are_sent_in_the_order_of_their_turns(sent: list[tuple[str, list[s
     assert sent == [("actor.compute", [], [])]
 
 
-def test_a_call_looks_at_what_gives_memory_back_for_it_also_where_that_has_ended_already(
+def test_what_moves_memory_is_looked_at_also_where_it_has_ended_until_a_call_that_it_lets_in_is_answered(
     sent: list[tuple[str, list[str], list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Call, "ended", lambda call: True)
+    monkeypatch.setattr(ray, "get", list)  # of no ranks' answers
     turns, actor, critic = Turns(), group("actor", 0), group("critic", 0)
-    for ranks in (actor, critic, actor):
-        turns.send(compute(ranks))
+    *_, last = [turns.send(compute(ranks))[0] for ranks in (actor, critic, actor)]
+    given_back = ["actor.give_back", "critic.give_back"]
     assert sent == [
         ("actor.compute", [], []),
         ("actor.give_back", [], []),
         ("critic.compute", ["actor.give_back"], []),
-        ("critic.give_back", [], []),
-        ("actor.take_back", ["critic.give_back"], []),
-        ("actor.compute", ["critic.give_back"], ["actor.take_back"]),
+        ("critic.give_back", ["actor.give_back"], []),
+        ("actor.take_back", given_back, []),
+        ("actor.compute", given_back, ["actor.take_back"]),
+    ]
+    last.wait()
+    sent.clear()
+    turns.send(compute(critic))
+    assert sent == [
+        ("actor.give_back", [], []),
+        ("critic.take_back", ["actor.give_back"], []),
+        ("critic.compute", ["actor.give_back"], ["critic.take_back"]),
     ]
 
 
