@@ -12,7 +12,7 @@ from torch import Tensor
 WORD_BYTES = 16
 
 Copy = tuple[Tensor, Tensor]
-"""Of the second into the first, which are alike; either may be of another rank."""
+"""Of the second into the first, which are alike; one of them is of another rank."""
 
 
 class PeerMemory(ABC):

@@ -128,9 +128,9 @@ class CopyingWay(Way):
         return [self.gather(piece) for piece in self.pieces(tokens)]
 
     def gather(self, tokens: Tensor) -> Coming:
-        memory = self._take(self.ranks * tokens.nbytes)
-        everyone = [*self._others(memory.rank), memory.rank]
-        receive = _send(memory, (self.ranks, *tokens.shape), [(peer, tokens) for peer in everyone])
+        memory, shape = self._take(self.ranks * tokens.nbytes), (self.ranks, *tokens.shape)
+        receive = _send(memory, shape, [(peer, tokens) for peer in self._others(memory.rank)])
+        memory.of(memory.rank, shape, tokens.dtype)[memory.rank].copy_(tokens)
         return Coming(lambda: receive().flatten(0, 1), lambda: self._give_back(memory))
 
     def add_up(self, parts: Tensor, into: Tensor | None = None) -> Coming:
@@ -169,7 +169,7 @@ class CopyingWay(Way):
 
 
 def _send(memory: PeerMemory, shape: Sequence[int], parts: Sequence[tuple[int, Tensor]]) -> Callable[[], Tensor]:
-    """Have parts come to ranks, each as this rank's of `shape`, (ranks, ...).
+    """Have parts come to other ranks, each as this rank's of `shape`, (ranks, ...).
 
     Returns:
         What has the current stream wait for all that the ranks send, and gives what this one has been sent.

@@ -108,13 +108,22 @@ class Exchange:
 
 
 @triton.jit
-def _tell(flags, mine, slot, count, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Have the other ranks see all that this program has put into a slot of theirs."""
+def _others(addresses, mine, RANKS: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(PADDED, 1): every rank, whether it is another one than this, and its address."""
+    rank = tl.arange(0, PADDED)[:, None]
+    others = (rank < RANKS) & (rank != mine)
+    return rank, others, tl.load(addresses + rank, mask=others, other=0)
+
+
+@triton.jit
+def _tell(flags, others, mine, slot, count, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Have the other ranks see all that this program has put into a slot of theirs.
+
+    By one operation for all of them: each waits until what was put is there.
+    """
     tl.debug_barrier()
-    for step in tl.static_range(1, RANKS):
-        peer = (mine + step) % RANKS
-        flag = tl.load(flags + peer).to(tl.pointer_type(tl.int32)) + (slot * RANKS + mine)
-        tl.atomic_xchg(flag, count, sem="release", scope="sys")
+    flag = flags.to(tl.pointer_type(tl.int32)) + (slot * RANKS + mine)
+    tl.atomic_xchg(flag, tl.zeros_like(flags).to(tl.int32) + count, mask=others, sem="release", scope="sys")
 
 
 @triton.jit
@@ -125,12 +134,8 @@ def _least(flag, others, count):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _await(  # type: ignore[no-untyped-def]
-    flags, mine, slot, count, tries, RANKS: tl.constexpr, PADDED: tl.constexpr, TRAPS: tl.constexpr
-):
+def _await(flags, rank, others, mine, slot, count, tries, RANKS: tl.constexpr, TRAPS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Wait until the other ranks have put theirs into a slot here."""
-    rank = tl.arange(0, PADDED)
-    others = (rank < RANKS) & (rank != mine)
     flag = tl.load(flags + mine).to(tl.pointer_type(tl.int32)) + (slot * RANKS + rank)
     seen = _least(flag, others, count)
     tried = 0
@@ -144,9 +149,10 @@ def _await(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _slot_of(places, rank, slot, source, count, place, RANKS: tl.constexpr, SLOT_BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The address, in a rank's memory, of the slot that a source puts there."""
-    return tl.load(places + rank) + (count & 1) * place + (slot * RANKS + source) * SLOT_BYTES
+def _slots_of(places, slot, source, count, place, kind: tl.constexpr, RANKS: tl.constexpr, SLOT_BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where, in ranks' memory that is at `places`, sources put a slot; one of both is of one rank."""
+    there = places + (count & 1) * place + (slot * RANKS + source) * SLOT_BYTES
+    return tl.multiple_of(there.to(tl.pointer_type(kind)), [16, 16])
 
 
 @triton.jit(do_not_specialize=["mine", "tries"])
@@ -166,28 +172,28 @@ def _gather(  # type: ignore[no-untyped-def]
     SLOT_BYTES: tl.constexpr,
     TRAPS: tl.constexpr,
 ):
-    # A word of 16 bytes is two elements of 8, which the compiler joins into one access.
-    element = tl.arange(0, OF_SLOT)
+    # A word of 16 bytes is two elements of 8, which the compiler joins into one access. All ranks' at once: a load that
+    # comes after a store is not begun before it.
+    rank, others, their_flags = _others(flags, mine, RANKS, PADDED)
+    _, _, their_places = _others(places, mine, RANKS, PADDED)
+    my_places = tl.load(places + mine + tl.zeros_like(rank))
+    element = tl.arange(0, OF_SLOT)[None, :]
     slots = tl.cdiv(words, OF_SLOT)
     for slot in range(tl.program_id(0), slots, tl.num_programs(0)):
         count = tl.load(counts + slot) + 1
         word = slot * OF_SLOT + element
         value = tl.load(own + word, mask=word < words)
-        for step in tl.static_range(1, RANKS):
-            peer = (mine + step) % RANKS  # each rank begins with another one
-            there = _slot_of(places, peer, slot, mine, count, place, RANKS, SLOT_BYTES).to(tl.pointer_type(tl.int64))
-            tl.store(tl.multiple_of(there, 16) + element, value, mask=word < words)
-        _tell(flags, mine, slot, count, RANKS)
+        there = _slots_of(their_places, slot, mine, count, place, tl.int64, RANKS, SLOT_BYTES)
+        tl.store(there + element, tl.broadcast_to(value, PADDED, OF_SLOT), mask=others & (word < words))
+        _tell(their_flags, others, mine, slot, count, RANKS)
     for slot in range(tl.program_id(0), slots, tl.num_programs(0)):
         count = tl.load(counts + slot) + 1
         word = slot * OF_SLOT + element
         tl.store(into + mine * words + word, tl.load(own + word, mask=word < words), mask=word < words)
-        _await(flags, mine, slot, count, tries, RANKS, PADDED, TRAPS)
-        for step in tl.static_range(1, RANKS):
-            peer = (mine + step) % RANKS
-            here = _slot_of(places, mine, slot, peer, count, place, RANKS, SLOT_BYTES).to(tl.pointer_type(tl.int64))
-            value = tl.load(tl.multiple_of(here, 16) + element, mask=word < words, cache_modifier=".cg")
-            tl.store(into + peer * words + word, value, mask=word < words)
+        _await(flags, rank, others, mine, slot, count, tries, RANKS, TRAPS)
+        here = _slots_of(my_places, slot, rank, count, place, tl.int64, RANKS, SLOT_BYTES)
+        value = tl.load(here + element, mask=others & (word < words), cache_modifier=".cg")
+        tl.store(into + rank * words + word, value, mask=others & (word < words))
         tl.debug_barrier()
         tl.store(counts + slot, count)
 
@@ -210,32 +216,33 @@ def _add_up(  # type: ignore[no-untyped-def]
     TRAPS: tl.constexpr,
 ):
     kind = into.dtype.element_ty
+    rank, others, their_flags = _others(flags, mine, RANKS, PADDED)
+    _, _, their_places = _others(places, mine, RANKS, PADDED)
+    my_place = tl.load(places + mine)
     element = tl.arange(0, OF_SLOT)
     slots = tl.cdiv(elements, OF_SLOT)
     for slot in range(tl.program_id(0), slots, tl.num_programs(0)):
         count = tl.load(counts + slot) + 1
-        at = slot * OF_SLOT + element
-        for step in tl.static_range(1, RANKS):
-            peer = (mine + step) % RANKS
-            value = tl.load(whole + peer * elements + at, mask=at < elements)
-            there = _slot_of(places, peer, slot, mine, count, place, RANKS, SLOT_BYTES).to(tl.pointer_type(kind))
-            tl.store(tl.multiple_of(there, 16) + element, value, mask=at < elements)
-        _tell(flags, mine, slot, count, RANKS)
+        at = (slot * OF_SLOT + element)[None, :]
+        value = tl.load(whole + rank * elements + at, mask=others & (at < elements))
+        there = _slots_of(their_places, slot, mine, count, place, kind, RANKS, SLOT_BYTES)
+        tl.store(there + element[None, :], value, mask=others & (at < elements))
+        _tell(their_flags, others, mine, slot, count, RANKS)
     for slot in range(tl.program_id(0), slots, tl.num_programs(0)):
         count = tl.load(counts + slot) + 1
         at = slot * OF_SLOT + element
         own = tl.load(whole + mine * elements + at, mask=at < elements, other=0.0)
-        _await(flags, mine, slot, count, tries, RANKS, PADDED, TRAPS)
+        _await(flags, rank, others, mine, slot, count, tries, RANKS, TRAPS)
         total = tl.zeros((OF_SLOT,), dtype=tl.float32)
-        for rank in tl.static_range(RANKS):
-            here = _slot_of(places, mine, slot, rank, count, place, RANKS, SLOT_BYTES).to(tl.pointer_type(kind))
+        for source in tl.static_range(RANKS):
+            here = my_place + (count & 1) * place + (slot * RANKS + source) * SLOT_BYTES
             put = tl.load(
-                tl.multiple_of(here, 16) + element,
-                mask=(at < elements) & (rank != mine),
+                tl.multiple_of(here.to(tl.pointer_type(kind)), 16) + element,
+                mask=(at < elements) & (source != mine),
                 other=0.0,
                 cache_modifier=".cg",
             )
-            total += tl.where(rank == mine, own, put).to(tl.float32)
+            total += tl.where(source == mine, own, put).to(tl.float32)
         tl.store(into + at, total.to(kind), mask=at < elements)
         tl.debug_barrier()
         tl.store(counts + slot, count)

@@ -41,7 +41,7 @@ class CudaPeerMemory(PeerMemory):
 
     def copy(self, copies: Sequence[Copy]) -> Callable[[], None]:
         # No kernel is queued beside the others: with CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron-Core wants, one that
-        # waits for the copies would keep waiting all that is queued after it.
+        # waits for the copies would keep waiting all that is queued after it. A copy within a device is one.
         self._beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._beside):
             for target, source in copies:

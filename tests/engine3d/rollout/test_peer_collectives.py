@@ -135,7 +135,8 @@ def _compile(_device: str) -> None:
         warps=peer_kernels._WARPS,
     )
     assert "ld.global.v2.b64" in text and "st.global.v2.b64" in text and "ld.global.cg.v2.b64" in text
-    assert "atom.global.sys.release" in text and "atom.global.sys.acquire" in text and "trap;" in text
+    assert "atom.global.sys.acquire" in text and "trap;" in text
+    assert text.count("atom.global.sys.release") == 1  # for all other ranks at once
     text = compiled_for_hopper(
         peer_kernels._add_up,
         types | {"whole": "*bf16", "into": "*bf16", "elements": "i32"} | dict(list(ints.items())[1:]),
@@ -144,6 +145,7 @@ def _compile(_device: str) -> None:
         warps=peer_kernels._WARPS,
     )
     assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text and "ld.global.cg.v4.b32" in text
+    assert text.count("atom.global.sys.release") == 1
 
 
 @pytest.mark.processes

@@ -3,6 +3,7 @@ against the same in PyTorch."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -192,6 +193,8 @@ def _two_ways(device: str) -> None:
         copy = CpuPeerMemory.copy
 
         def copy_late(memory: CpuPeerMemory, copies: Sequence[Copy]) -> Callable[[], None]:
+            own = memory.of(mine, (memory.nbytes,), torch.uint8).untyped_storage().data_ptr()
+            assert own not in [target.untyped_storage().data_ptr() for target, _ in copies]
             late()
             return copy(memory, copies)
 
@@ -239,6 +242,32 @@ def test_copies_are_collective_operations(world: int) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_copies_are_collective_operations_on_gpus() -> None:
     run_distributed(_two_ways, min(4, torch.cuda.device_count()), "cuda", timeout_s=300)
+
+
+def _copies_beside() -> None:
+    """Assert that what is queued after copies does not wait for them, with the one queue that Megatron-Core wants."""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    group = meet_others("cuda")
+    way = CopyingWay(group, 60.0)
+    tokens = torch.zeros(1 << 16, 4096, dtype=torch.bfloat16, device="cuda")  # more than a millisecond
+    for _ in range(3):  # the first one takes the memory
+        begin, between, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        begin.record()
+        coming = [way.gather(tokens), way.gather(tokens)]
+        between.record()
+        for each in coming:
+            each.value()
+            each.done()
+        end.record()
+        torch.cuda.synchronize()
+    assert begin.elapsed_time(between) < 0.5 * begin.elapsed_time(end)
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_what_is_queued_after_copies_does_not_wait_for_them() -> None:
+    run_distributed(_copies_beside, min(4, torch.cuda.device_count()), timeout_s=300)
 
 
 def _of_two_hosts() -> None:
