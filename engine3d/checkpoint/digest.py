@@ -6,6 +6,7 @@ Cheap enough for every step: each rank reads its weights once, as they lie, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,21 +32,32 @@ def weights_digest(engine: TrainEngine) -> str:
     """Of all that this rank holds: the master weights where it keeps some, in the order of the model's rules.
 
     A step of a run that is made again on the same layout has the same weights where every rank has the same digest.
-    What an optimizer keeps in host memory is taken in while the next update has it on the device, from the first call
-    on: to bring it there once more takes longer than all else.
+    Weights of which an optimizer keeps a part in host memory are taken in while the next update has them on the device,
+    from the first call on: to bring them there once more takes longer than all else.
 
     Returns:
         16 hexadecimal digits.
     """
+    host = engine.host_state
+    watch = host.watch if host is not None else None
+    if isinstance(watch, _Shares):
+        digest = Digest(engine.device, watch.nbytes)
+        shares = watch.taken()
+        for number, each in enumerate(watch.held):
+            if (share := shares.get(number)) is not None:
+                digest.skip(watch.sizes[number], share)
+            else:
+                for part in each.weight_parts():
+                    digest.add(part)
+        return digest.text()
     held = held_parameters(engine)
-    parts = [part for each in held for part in each.weight_parts()]
-    host, nbytes = engine.host_state, sum(part.nbytes for part in parts)
-    shares = host.watch.taken() if host is not None and isinstance(host.watch, _Shares) else {}
-    digest = Digest(engine.device, nbytes)
-    for number, part in enumerate(parts):
-        digest.add(part, shares.get(number))
-    if host is not None and host.watch is None:
-        host.watch = _Shares.of(held, nbytes)
+    parts = [each.weight_parts() for each in held]
+    sizes = [tuple(part.nbytes for part in of_one) for of_one in parts]
+    digest = Digest(engine.device, sum(map(sum, sizes)))
+    for part in chain.from_iterable(parts):
+        digest.add(part)
+    if host is not None and watch is None:
+        host.watch = _Shares.of(engine.device, held, sizes)
     return digest.text()
 
 
@@ -62,57 +74,77 @@ class Digest:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._room, self._filled = _room(nbytes), 0
         self._value = torch.zeros((), dtype=torch.int64, device=device)
-        self._shares = torch.zeros((), dtype=torch.int64, device=device)
+        self._shares: list[Tensor] = []
         self._lengths = 0
         self._together = torch.zeros(self._room, dtype=torch.uint8, device=device)
         self._coming: list[tuple[Tensor, Tensor]] = []
-        self._factors = _factors(0, self._room // _WORD + 1, device)
+        self._factors = factors(nbytes, device)
 
-    def add(self, values: Tensor, share: Tensor | None = None) -> None:
+    def add(self, values: Tensor) -> None:
         """Take in the bits of (n,) values, each with its place; they may not be written to before `text`.
 
         Args:
             values: of any dtype.
-            share: what `share_of` gave for them, in place of reading them.
         """
-        values, size, taken = values.detach().contiguous().view(torch.uint8), values.nbytes, 0
-        self._lengths = (self._lengths * _STEP + size + 1) % (1 << 64)
-        if share is not None:
-            self._shares = self._shares + share
-        while taken < size:
-            fits = min(size - taken, self._room - self._filled)
-            if share is None:
-                into = self._together[self._filled : self._filled + fits]
-                self._coming.append((into, values if fits == size else values[taken : taken + fits]))
-            self._filled, taken = self._filled + fits, taken + fits
-            if self._filled == self._room:
-                self._take_in()
+        values, taken = values.detach().contiguous().view(torch.uint8), 0
+        self._lengths = self._longer(values.nbytes)
+        while taken < values.nbytes:
+            fits = min(values.nbytes - taken, self._room - self._filled)
+            into = self._together[self._filled : self._filled + fits]
+            self._coming.append((into, values if fits == values.nbytes else values[taken : taken + fits]))
+            taken += fits
+            self._go_on(fits)
+
+    def skip(self, sizes: Sequence[int], share: Tensor) -> None:
+        """Take in tensors of so many bytes each, one after another, without reading them.
+
+        Args:
+            share: what `share_of` gave for them, added up.
+        """
+        self._shares.append(share)
+        for size in sizes:
+            self._lengths = self._longer(size)
+            while size:
+                fits = min(size, self._room - self._filled)
+                size -= fits
+                self._go_on(fits)
 
     def text(self) -> str:
         """16 hexadecimal digits; nothing is added after it."""
         self._take_in()
-        return f"{(int(self._value + self._shares) + self._lengths) % (1 << 64):016x}"
+        value = self._value + torch.stack(self._shares).sum() if self._shares else self._value
+        return f"{(int(value) + self._lengths) % (1 << 64):016x}"
+
+    def _longer(self, size: int) -> int:
+        return (self._lengths * _STEP + size + 1) % (1 << 64)
+
+    def _go_on(self, nbytes: int) -> None:
+        self._filled += nbytes
+        if self._filled == self._room:
+            self._take_in()
 
     def _take_in(self) -> None:
+        self._value = self._value * _STEP
         if self._coming:
             # All in a few kernels where they are on the device.
             targets, sources = zip(*self._coming, strict=True)
             torch._foreach_copy_(targets, sources, non_blocking=True)
-        self._value = self._value * _STEP + _found(self._together.view(torch.int64), self._factors)
-        self._together.zero_()
+            self._value = self._value + _found(self._together.view(torch.int64), self._factors)
+            self._together.zero_()
         self._filled, self._coming = 0, []
 
 
-def share_of(values: Tensor, start: int, nbytes: int) -> Tensor | None:
-    """What tensors have in a digest, by which they need not be read when all is added.
+def share_of(values: Tensor, start: int, nbytes: int, of_words: Tensor) -> Tensor | None:
+    """What a tensor has in a digest, by which it need not be read when all is added.
 
     Args:
         values: of any dtype, contiguous.
-        start: bytes that are added before them.
+        start: bytes that are added before it.
         nbytes: of all that is added.
+        of_words: `factors` of as many bytes, on the tensor's device.
 
     Returns:
-        () int64 on their device; None for those that are no whole words where they lie.
+        () int64 on their device; None for what is no whole words where it lies.
     """
     room, bits = _room(nbytes), values.detach().view(-1).view(torch.uint8)
     if start % _WORD or bits.nbytes % _WORD or bits.storage_offset() % _WORD:
@@ -122,46 +154,70 @@ def share_of(values: Tensor, start: int, nbytes: int) -> Tensor | None:
     while len(words):
         chunk, within = divmod(place, room)
         fits = min(len(words), (room - within) // _WORD)
-        found = _found(words[:fits], _factors(within // _WORD, fits + 1, values.device))
+        found = _found(words[:fits], of_words[within // _WORD :][: fits + 1])
         share = share + found * _signed(pow(_STEP, chunks - 1 - chunk, 1 << 64))
         words, place = words[fits:], place + fits * _WORD
     return share
 
 
 class _Shares:
-    """What of the master weights in host memory was taken in during the last update: `HostState.watch`."""
+    """What was taken in during the last update of the weights with a part in host memory: `HostState.watch`.
 
-    def __init__(self, nbytes: int, places: dict[int, tuple[dict[str, Tensor], int, int]]) -> None:
-        self._nbytes, self._places = nbytes, places
+    Args:
+        device: of an update.
+        held: all that a rank holds.
+        sizes: bytes of the parts of each of these.
+        places: the number of a held one and the bytes before it, by the state that has its master weight.
+
+    Attributes:
+        nbytes: of all.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        held: Sequence[HeldParameter],
+        sizes: Sequence[tuple[int, ...]],
+        places: dict[int, tuple[dict[str, Tensor], int, int]],
+    ) -> None:
+        self.held, self.sizes, self.nbytes = held, sizes, sum(map(sum, sizes))
+        self._device, self._places = device, places
+        self._factors: Tensor | None = None
         self._shares: dict[int, Tensor] = {}
 
     @classmethod
-    def of(cls, held: Sequence[HeldParameter], nbytes: int) -> _Shares | None:
-        """For what a rank holds, of so many bytes; None where no optimizer has master weights in its state, or not yet.
-
-        A place is the number of the part and the bytes before it, by the state that has it.
-        """
-        places, number, start = {}, 0, 0
-        for each in held:
-            parts = each.weight_parts()
+    def of(
+        cls, device: torch.device, held: Sequence[HeldParameter], sizes: Sequence[tuple[int, ...]]
+    ) -> _Shares | None:
+        """None where no optimizer has master weights in its state, or not yet."""
+        places, start = {}, 0
+        for number, (each, its_sizes) in enumerate(zip(held, sizes, strict=True)):
             if each.optimizer is not None and _MASTER in each.moments:
-                state = each.moments  # the last of its parts is the master weight
-                before = start + sum(part.nbytes for part in parts[:-1])
-                places[id(state)] = (state, number + len(parts) - 1, before)
-            number, start = number + len(parts), start + sum(part.nbytes for part in parts)
-        return cls(nbytes, places) if places else None
+                state = each.moments
+                places[id(state)] = (state, number, start)
+            start += sum(its_sizes)
+        return cls(device, held, sizes, places) if places else None
 
-    def __call__(self, state: dict[str, Tensor]) -> None:
-        """Take in a parameter's master weight, which is on the device and has been updated."""
+    def __call__(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
+        """Take in a parameter, which has been updated, and its master weight, both on the device."""
         known, number, start = self._places.get(id(state), (None, 0, 0))
-        if known is state:
-            share = share_of(state[_MASTER], start, self._nbytes)
-            if share is not None:
-                self._shares[number] = share
+        if known is not state:
+            return
+        if self._factors is None:
+            self._factors = factors(self.nbytes, self._device)
+        whole = torch.zeros((), dtype=torch.int64, device=self._device)
+        # The master weight is the last part: all of it, or what the parameter lacks.
+        parts = (parameter, state[_MASTER])[-len(self.sizes[number]) :]
+        for part, size in zip(parts, self.sizes[number], strict=True):
+            share = share_of(part, start, self.nbytes, self._factors)
+            if share is None:
+                return
+            whole, start = whole + share, start + size
+        self._shares[number] = whole
 
     def taken(self) -> dict[int, Tensor]:
-        """By the number of the part: those of the last update, once."""
-        taken, self._shares = self._shares, {}
+        """By the number of the held one: those of the last update, once."""
+        taken, self._shares, self._factors = self._shares, {}, None
         return taken
 
 
@@ -170,15 +226,15 @@ def _room(nbytes: int) -> int:
     return max(1, -(-min(nbytes, _CHUNK) // _WORD)) * _WORD
 
 
-def _factors(first: int, count: int, device: torch.device) -> Tensor:
-    """Of words from this place of a chunk on."""
-    return (torch.arange(first, first + count, device=device) * _SPREAD).bitwise_or_(1)
+def factors(nbytes: int, device: torch.device) -> Tensor:
+    """Of the words of a chunk, and one more, where so many bytes are added in all."""
+    return (torch.arange(_room(nbytes) // _WORD + 1, device=device) * _SPREAD).bitwise_or_(1)
 
 
-def _found(words: Tensor, factors: Tensor) -> Tensor:
+def _found(words: Tensor, of_words: Tensor) -> Tensor:
     """(n,) words of a chunk and n + 1 factors -> ()."""
     # All of it modulo 2^64, where a factor moves bits up only: upper halves are multiplied on their own too.
-    return (words * factors[:-1]).addcmul_(words >> 32, factors[1:]).sum()
+    return (words * of_words[:-1]).addcmul_(words >> 32, of_words[1:]).sum()
 
 
 def _signed(value: int) -> int:

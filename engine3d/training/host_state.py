@@ -116,13 +116,13 @@ class HostState:
         itemsize: bytes of the state of an element.
 
     Attributes:
-        watch: shown each parameter's state that a step has updated, while that is on the device; forgotten with the
-            state that it was for.
+        watch: shown each parameter that a step has updated and its state, while that is on the device; forgotten with
+            the state that it was for.
     """
 
     def __init__(self, optimizer: Any, device: torch.device, itemsize: int) -> None:
         self._device = device
-        self.watch: Callable[[dict[str, Any]], None] | None = None
+        self.watch: Callable[[Tensor, dict[str, Any]], None] | None = None
         self._parts: list[tuple[Any, list[_Part]]] = []
         wanted: list[tuple[Future[Tensor], int]] = []
         for inner in (each.optimizer for each in of_buffers(optimizer)):
@@ -185,7 +185,7 @@ class HostState:
                 else:
                     if self.watch is not None:
                         for parameter in part.every():
-                            self.watch(inner.state[parameter])
+                            self.watch(parameter, inner.state[parameter])
                     way.send(number)
         finally:
             for index, (group, (parameters, _)) in enumerate(zip(groups, whole, strict=True)):

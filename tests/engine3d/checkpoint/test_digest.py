@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine3d.checkpoint import digest as digests
-from engine3d.checkpoint.digest import Digest, share_of, weights_digest
+from engine3d.checkpoint.digest import Digest, factors, share_of, weights_digest
 from engine3d.training import host_state
 
 CPU = torch.device("cpu")
@@ -87,16 +87,28 @@ def test_the_shares_of_some_stand_for_reading_them(monkeypatch: pytest.MonkeyPat
     tensors = [torch.randint(-(2**15), 2**15, (size,), generator=generator, dtype=torch.int16) for size in sizes]
     nbytes = sum(each.nbytes for each in tensors)
     starts = [sum(each.nbytes for each in tensors[:number]) for number in range(len(tensors))]
-    for shared in ({2}, {0, 1, 2, 3, 4, 5}, {1, 5}):
+    of_words = factors(nbytes, CPU)
+
+    def share(number: int) -> torch.Tensor:
+        found = share_of(tensors[number], starts[number], nbytes, of_words)
+        assert found is not None
+        return found
+
+    for shared in ([2], [0, 1, 2, 3, 4, 5], [1, 5]):
         found = Digest(CPU, nbytes)
         for number, values in enumerate(tensors):
-            share = share_of(values, starts[number], nbytes) if number in shared else None
-            assert (share is None) == (number not in shared)
-            found.add(values if share is None else torch.zeros_like(values), share)
+            if number in shared:
+                found.skip([values.nbytes], share(number))
+            else:
+                found.add(values)
         assert found.text() == digest(*tensors)
+    together = Digest(CPU, nbytes)
+    together.add(tensors[0])
+    together.skip([each.nbytes for each in tensors[1:]], sum(map(share, range(1, 6)), torch.tensor(0)))
+    assert together.text() == digest(*tensors)
     # What is no whole words, or does not begin with one, is read.
-    assert share_of(tensors[0][:3], 0, 6) is None and share_of(tensors[0], 2, 10) is None
-    assert share_of(tensors[2][1:5], 0, 8) is None
+    assert share_of(tensors[0][:3], 0, 6, of_words) is None and share_of(tensors[0], 2, 10, of_words) is None
+    assert share_of(tensors[2][1:5], 0, 8, of_words) is None
 
 
 class _Halves(torch.optim.SGD):
