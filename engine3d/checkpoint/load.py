@@ -72,7 +72,7 @@ def _load(engine: TrainEngine, directory: Path, reader: CheckpointReader) -> Loa
     if engine.optimizer is not None and has_moments:
         engine.make_optimizer_state(partial(allocate_moments, step=common["optimizer_step"]))
     if engine.host_state is not None:
-        engine.host_state.watch = None  # it knows the weights of the last update
+        engine.host_state.changes()
     kinds: tuple[Kind, ...] = ("weight", *MOMENTS) if has_moments else ("weight",)
     with ThreadPoolExecutor(_BATCHES, thread_name_prefix="batch") as pool:
         for _ in pool.map(lambda batch: _load_batch(reader, engine, batch, kinds), _batches(held)):

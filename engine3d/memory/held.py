@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -107,4 +107,4 @@ def held_by_rank(
             linear = [each for each in parameters if ".linear_" in each.name and len(each.shape) == 2]
             shapes = {each.shape for each in linear if ".experts." not in each.name}  # experts are multiplied without
             found += Held(dummy_gradients=sum(map(prod, shapes)) * itemsize)
-    return found
+    return replace(found, staged=found.away) if config.optimizer.overlap_offload else found

@@ -34,6 +34,10 @@ class LayoutConfig(Settings):
         return Layout.of_world(world_size, tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp, cp=self.cp)
 
 
+STATE_SETTINGS = ("precision_aware", "offload", "overlap_offload")
+"""Of an optimizer: as what its state is kept, and where."""
+
+
 class OptimizerConfig(Settings):
     """Adam with decoupled weight decay, and its learning-rate schedule.
 
@@ -66,6 +70,17 @@ class OptimizerConfig(Settings):
         description="keep the state in page-locked host memory; an update brings it to the GPU part by part. float32 "
         "masters stay on the GPU, which precision_aware does without",
     )
+    overlap_offload: bool = Field(
+        False,
+        description="let the state return to host memory beside what the GPU does after an update, which has it until "
+        "the model's next turn. Otherwise an update waits for it; needs offload",
+    )
+
+    @model_validator(mode="after")
+    def _offloads_overlap(self) -> OptimizerConfig:
+        if self.overlap_offload and not self.offload:
+            raise ValueError("overlap_offload=true does nothing with offload=false; expected offload=true")
+        return self
 
     @model_validator(mode="after")
     def _schedule_is_whole(self) -> OptimizerConfig:

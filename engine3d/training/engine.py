@@ -77,8 +77,19 @@ class TrainEngine(TrainedModel):
         if self.optimizer is not None:
             self.model.offload_grad_buffers(synchronize=False, empty_cache=False)
         if self._offload is not None:
+            if self._host_state is not None:
+                self._host_state.settle()
             self._offload.put_away(self._kept())
         platform.empty_cache()
+
+    def take_back(self) -> None:
+        """Have weights and optimizer on the device, where `offload` has taken them away.
+
+        An optimizer's state that an update has left there is in host memory after it.
+        """
+        if self._host_state is not None:
+            self._host_state.settle()
+        super().take_back()
 
     def _kept(self) -> Iterator[Tensor]:
         """All that the device holds between updates."""

@@ -191,8 +191,10 @@ class TrainedModel(ForwardModel):
     def _start_optimizer(self) -> None:
         self.optimizer, self.scheduler = build_optimizer(self.model, self.config)
         self._settled = False
-        if self.config.optimizer.offload:
-            self._host_state = HostState(self.optimizer, self.device, element_bytes(self.config).moments)
+        settings = self.config.optimizer
+        if settings.offload:
+            itemsize = element_bytes(self.config).moments
+            self._host_state = HostState(self.optimizer, self.device, itemsize, overlap=settings.overlap_offload)
 
     def _reset_optimizer(self, settings: OptimizerConfig) -> None:
         self.config = self.config.model_copy(update={"optimizer": settings})

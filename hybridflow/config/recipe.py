@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from engine3d.rollout.config import RolloutConfig, SamplingConfig
 from engine3d.settings import MOST_SAMPLES, AbsolutePath, Settings
-from engine3d.training.config import TrainConfig
+from engine3d.training.config import STATE_SETTINGS, TrainConfig
 from hybridflow.algorithms.config import AnyAlgorithm
 from hybridflow.algorithms.distillation import DistillationSettings
 from hybridflow.algorithms.grpo import GRPOSettings
@@ -214,7 +214,7 @@ class Recipe(Settings):
             )
         if self.warmup is not None:
             own, kept = self.warmup.optimizer, self.train.optimizer
-            for setting in ("offload", "precision_aware"):
+            for setting in STATE_SETTINGS:
                 given, wanted = getattr(own, setting), getattr(kept, setting)
                 if given and not wanted:  # what a kept recipe says is the default
                     yield (

@@ -271,6 +271,12 @@ def _gpu(
         always[f"{role} copies of experts' tokens"] = each.peers
         if alone:
             always[f"{role} gradients"] = held.gradients
+    staying = {
+        role: {f"{role} optimizer on its way": each.held[device].away}
+        for role, each in here.items()
+        if each.trained and recipe.train_config(role).optimizer.overlap_offload and not _leaves(recipe, role)
+    }
+    go = {f"{recipe.train_setting(role)}.optimizer.overlap_offload=false" for role in staying}
     tokens, cache = 0, 0
     if serving is not None:
         weights = {"engine weights": serving.weights - serving.shared}
@@ -293,21 +299,25 @@ def _gpu(
         less = "a smaller rollout.engine.max_total_tokens or max_running_requests"
         if on_gpu:
             less = "a smaller rollout.engine.mem_fraction_static or max_total_tokens"
-        less = ", ".join([less, *_leave(recipe, here)])
+        less = ", ".join([less, *sorted(go), *_leave(recipe, here)])
         items = dict(weights) if recipe.rollout.engine.release_weights else {}
         items |= {"KV cache": cache, "prefixes": min(tokens, PREFIX_TOKENS) * serving.prefix_of_a_token}
         if estimate:
             read = min(prompt_tokens(recipe.rollout.engine, size or 0), tokens)
             items["prompts"] = read * serving.prompt_of_a_token
+        items |= {name: size for each in staying.values() for name, size in each.items()}
         phases.append(Phase(GENERATE, {name: size for name, size in items.items() if size}, less))
     for role, each in here.items():
+        kept_here = kept | {
+            name: size for other, items in staying.items() if other != role for name, size in items.items()
+        }
         stay = _leave(recipe, [other for other in here if other != role])
         held_twice = always.get("engine weights", 0)
         advice = partial(_advice, recipe, role, cache=bool(kept), weights=held_twice, stay=stay, on_gpu=on_gpu)
         phases.append(
             Phase(
                 f"infer of {role}",
-                kept | in_turn[role] | _at_work(each.inference[device]),
+                kept_here | in_turn[role] | _at_work(each.inference[device]),
                 advice("infer", each.inference[device]),
             )
         )
@@ -315,7 +325,7 @@ def _gpu(
             gradients = {} if alone else {"gradients": each.held[device].gradients}
             at_work, staged = each.update[device], each.held[device].staged
             working = _at_work(at_work) if at_work.peak >= staged else {"optimizer": staged}
-            items = kept | in_turn[role] | gradients | working
+            items = kept_here | in_turn[role] | gradients | working
             phases.append(Phase(f"update of {role}", items, advice("update", at_work)))
     return GpuMemory((), always, tuple(phases), tokens * recipe.rollout.engine.attention_dp)
 

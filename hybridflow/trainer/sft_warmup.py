@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine3d.training.config import STATE_SETTINGS
 from hybridflow.algorithms.losses.aggregation import sequence_weights
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
@@ -27,7 +28,7 @@ def warm_up(machinery: Machinery, sinks: Metrics) -> None:
     assert settings is not None
     prompts, answers, masks = run.sft, run.answers, run.masks
     kept = recipe.train.optimizer  # where its state lies, and as what, is of the model and not of a phase
-    own = settings.optimizer.model_copy(update={"offload": kept.offload, "precision_aware": kept.precision_aware})
+    own = settings.optimizer.model_copy(update={name: getattr(kept, name) for name in STATE_SETTINGS})
     actor.reset_optimizer(own).result()
     sampler = PromptSampler(len(prompts), recipe.order_seed)
     for step in range(1, settings.steps + 1):

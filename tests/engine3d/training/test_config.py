@@ -14,6 +14,7 @@ from engine3d.training.config import OptimizerConfig, TrainConfig
     ("settings", "line"),
     [
         ({"decay_steps": 10}, "decay_steps=10 does nothing with schedule=constant"),
+        ({"overlap_offload": True}, "overlap_offload=true does nothing with offload=false; expected offload=true"),
         ({"lr": 1e-5, "min_lr": 1e-6}, "min_lr=1e-06 does nothing with schedule=constant"),
         ({"schedule": "linear"}, "schedule=linear needs decay_steps"),
     ],

@@ -61,6 +61,15 @@ def test_a_warm_up_has_no_other_place_for_the_optimizers_state(setting: str) -> 
     assert load_recipe(DEMO, [*of_training, own]).warmup is not None
 
 
+def test_a_warm_up_keeps_the_way_of_the_optimizers_state() -> None:
+    both = [
+        f"{of}.optimizer.{setting}=true" for of in ("train", "warmup") for setting in ("offload", "overlap_offload")
+    ]
+    assert load_recipe(DEMO, both).warmup is not None
+    with pytest.raises(SettingsError, match=r"warmup\.optimizer\.overlap_offload=True with train\.optimizer\.overlap"):
+        load_recipe(DEMO, both[:1] + both[2:])
+
+
 @pytest.mark.parametrize("setting", ["offload", "precision_aware"])
 def test_a_run_reads_its_recipe_again_wherever_the_optimizers_state_lies(tmp_path: Path, setting: str) -> None:
     recipe = load_recipe(DEMO, ["train.dtype=bfloat16", f"train.optimizer.{setting}=true"])

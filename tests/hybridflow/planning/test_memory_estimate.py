@@ -176,6 +176,24 @@ def test_of_an_optimizer_in_host_memory_an_update_takes_a_few_parts_to_the_gpu()
     assert "train.optimizer.offload" not in large.gpus[0].phases[-1].less
 
 
+def test_a_state_that_returns_beside_a_rollout_is_on_the_gpu_until_then(capsys: pytest.CaptureFixture[str]) -> None:
+    overlap = "train.optimizer.overlap_offload=true"
+    [waits], [overlaps] = (_ledger("qwen3-30b-a3b-4xh200.yaml", *each).gpus for each in ((), (overlap,)))
+    state = sum(_ledger("qwen3-30b-a3b-4xh200.yaml").hosts[0].items.values()) // 4
+    for before, after in zip(waits.phases, overlaps.phases, strict=True):
+        more = {"actor optimizer on its way": state} if after.name == "rollout" else {}
+        assert after.items == {**before.items, **more}
+    assert "train.optimizer.overlap_offload=false" in overlaps.phases[0].less and "overlap" not in waits.phases[0].less
+    small = ("train.recompute=full", "train.micro_batch_tokens=2048")  # all of the state is there at once
+    assert _ledger("qwen3-30b-a3b-4xh200.yaml", overlap, *small).gpus[0].phases[-1].items["optimizer"] == state
+    # The critic's update meets the actor's state, and neither its own.
+    alike = ("train.optimizer.offload=true", overlap, "critic.train.optimizer.offload=true")
+    of_phases = {phase.name: phase.items for phase in _ledger("h200-1gpu-ppo.yaml", *alike).gpus[0].phases}
+    met = {name for name, items in of_phases.items() if "actor optimizer on its way" in items}
+    assert met == set(of_phases) - {"infer of actor", "update of actor"}
+    assert not any("critic optimizer on its way" in items for items in of_phases.values())
+
+
 def test_what_does_not_fit_a_node_is_refused_with_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(RECIPES / "qwen3-30b-a3b-2xh200.yaml")
     node = ["--nodes", "1", "--gpus-per-node", "2", "--gpu-gb", "150.7"]
