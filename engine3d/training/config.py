@@ -72,8 +72,8 @@ class OptimizerConfig(Settings):
     )
     overlap_offload: bool = Field(
         False,
-        description="let the state return to host memory beside what the GPU does after an update, which has it until "
-        "the model's next turn. Otherwise an update waits for it; needs offload",
+        description="let the state return to host memory beside what others do on the GPU after an update. The GPU has "
+        "it until the model's next turn there; otherwise an update waits for it. Needs offload",
     )
 
     @model_validator(mode="after")

@@ -72,7 +72,8 @@ class TrainEngine(TrainedModel):
     def give_back(self) -> None:
         """Free the memory that is only cached, and that of the gradients, which the next update takes again.
 
-        With `offload` that of weights and optimizer too.
+        With `offload` that of weights and optimizer too. An optimizer's state that an update has left on the device
+        begins to go to host memory; its memory is free with `take_back`.
         """
         if self.optimizer is not None:
             self.model.offload_grad_buffers(synchronize=False, empty_cache=False)
@@ -81,11 +82,13 @@ class TrainEngine(TrainedModel):
                 self._host_state.settle()
             self._offload.put_away(self._kept())
         platform.empty_cache()
+        if self._host_state is not None:  # after all that waits for the device
+            self._host_state.leave()
 
     def take_back(self) -> None:
         """Have weights and optimizer on the device, where `offload` has taken them away.
 
-        An optimizer's state that an update has left there is in host memory after it.
+        An optimizer's state that an update has left there is in host memory alone after it.
         """
         if self._host_state is not None:
             self._host_state.settle()

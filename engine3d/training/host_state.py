@@ -107,7 +107,7 @@ class HostState:
     the next one comes and that of the one before goes: the device has three parts at most, also in the step that makes
     the state, and the copies take as long as the slower direction. An element's result is that of a single step.
 
-    With `overlap` the whole state comes first, and goes once all of it is updated, beside what the device does then: a
+    With `overlap` the whole state comes and is updated, and goes with `leave`, beside what the device does then: a
     direction alone is nearly twice as fast as both at once. Until `settle` the state is on the device to be read.
 
     The memory is taken from now on in a thread, as a system may need a second for each 3 GB: other ranks and engines
@@ -160,10 +160,16 @@ class HostState:
                 part.put_away(inner.state)
         platform.synchronize()
 
+    def leave(self) -> None:
+        """Begin to bring what is on the device back to host memory, and do not wait for it."""
+        for way in self._staying.values():
+            way.leave()
+
     def settle(self) -> None:
         """Have the state in host memory alone."""
         if not self._staying:
             return
+        self.leave()
         platform.synchronize()
         for way in self._staying.values():
             way.left()
@@ -218,13 +224,7 @@ class HostState:
                 group["params"] = parameters
                 if index in counted:
                     group["step"] = counted[index]
-        if not self._overlap:
-            platform.synchronize()
-            return
-        way.wait()
-        if inner is self._parts[-1][0]:  # the last one to come
-            for each in self._staying.values():
-                each.leave()
+        platform.synchronize()
 
 
 class _Way:
@@ -239,7 +239,7 @@ class _Way:
     def __init__(self, parts: Sequence[_Part], device: torch.device, *, whole: bool) -> None:
         self._parts = parts
         streams = torch.get_device_module(device)
-        self._use, self._event = streams.stream, streams.Event
+        self._use = streams.stream
         self._current = streams.current_stream()
         self._coming, self._going = streams.Stream(), streams.Stream()
         sizes = [part.nbytes if part.host is not None else 0 for part in parts]
@@ -267,12 +267,6 @@ class _Way:
         self._copy_back(number)
         self._lie_there(number)
 
-    def wait(self) -> None:
-        """Until all that is queued on the device, but copies back, is done."""
-        event = self._event()
-        event.record(self._current)
-        event.synchronize()
-
     def leave(self) -> None:
         """Bring all parts' states back beside what is queued from now on; the optimizer has them on the device."""
         self._going.wait_stream(self._current)
@@ -281,9 +275,6 @@ class _Way:
 
     def left(self) -> None:
         """The device has made all copies: the optimizer has the states in host memory."""
-        if len(self._gone) < len(self._here):  # what came after a step has failed
-            self.leave()
-            platform.synchronize()
         for number in self._here:
             self._lie_there(number)
 
