@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from hybridflow.metrics.timeline import read_spans
-from hybridflow.rundir.file_names import TIMELINE
+from hybridflow.rundir.file_names import EVENTS, TIMELINE
 from tests.support.engine_traces import traced_steps
 from tests.support.runs import ROOT, records, rewarded_by_length, run_recipe
 
@@ -22,21 +23,31 @@ COMPARED = ("loss", "norm", "mean", "accuracy", "variance", "kl", "std")
 @pytest.mark.long
 @pytest.mark.processes
 def test_ppo_with_offloaded_models_learns_the_same_bits_and_resumes_with_them(tmp_path: Path) -> None:
-    """PPO with every model on the same devices; checkpoints are saved after an evaluation, when the critic is away."""
+    """PPO with every model on the same devices; checkpoints are saved after an evaluation, when the critic is away.
+
+    And with the states of both optimizers in host memory, on their way there while others compute.
+    """
     settings = ["trainer.eval_interval=1", "checkpoint.save_interval=1", "algorithm.critic_warmup_steps=0"]
     settings.append(rewarded_by_length(tmp_path))
+    overlap = ("train.optimizer.offload=true", "train.optimizer.overlap_offload=true")
     for recipe, name, *more in (
         (PPO, "stays", "trainer.steps=3"),
         (OFFLOAD, "leaves", "trainer.steps=2", "checkpoint.async_save=false"),
         (OFFLOAD, "leaves", "trainer.steps=3", "resume=auto"),
+        (PPO, "overlaps", "trainer.steps=2", *overlap),
+        (PPO, "overlaps", "trainer.steps=3", "resume=auto", *overlap),
     ):
         ended = run_recipe(str(recipe), tmp_path / name, *settings, *more)
         assert ended.returncode == 0, ended.stderr
-    stays, leaves = (records(tmp_path / name / "small", "train", "eval") for name in ("stays", "leaves"))
-    for one, other in zip(stays, leaves, strict=True):
-        same = [name for name in one if name.endswith(COMPARED) and not name.startswith(("device/", "memory/"))]
-        assert len(same) > 10 or one["phase"] == "eval"
-        assert {name: one[name] for name in same} == {name: other[name] for name in same}
+    stays, *others = (records(tmp_path / name / "small", "train", "eval") for name in ("stays", "leaves", "overlaps"))
+    for found in others:
+        for one, other in zip(stays, found, strict=True):
+            same = [name for name in one if name.endswith(COMPARED) and not name.startswith(("device/", "memory/"))]
+            assert len(same) > 10 or one["phase"] == "eval"
+            assert {name: one[name] for name in same} == {name: other[name] for name in same}
+    digests = [_digests(tmp_path / name / "small") for name in ("stays", "leaves", "overlaps")]
+    assert len(digests[0]) == 4 and digests[0] == digests[1] == digests[2]
+    leaves = others[0]
     trained = [record for record in leaves if record["phase"] == "train"]
     assert all(record["train/gradient_norm"] > 0 < record["critic/gradient_norm"] for record in trained)
     assert [record["step"] for record in trained] == [1, 2, 3]
@@ -45,6 +56,12 @@ def test_ppo_with_offloaded_models_learns_the_same_bits_and_resumes_with_them(tm
     assert not any(name.startswith("memory/critic_off") for name in stays[0])
     turns = {(span.role, span.method) for span in read_spans(tmp_path / "leaves" / "small" / TIMELINE)}
     assert ("critic", "give_back") in turns
+
+
+def _digests(directory: Path) -> dict[int, list[str]]:
+    """Of the actor's weights, by their version."""
+    events = map(json.loads, (directory / EVENTS).read_text().splitlines())
+    return {event["version"]: event["digests"] for event in events if event["event"] == "weights"}
 
 
 @pytest.mark.processes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,6 +18,9 @@ from engine3d.training.sequences import Sequences
 from tests.engine3d.training.test_engine import LAYOUTS, SETTINGS, _train
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
+
+if TYPE_CHECKING:
+    from engine3d.training.engine import TrainEngine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,6 +80,7 @@ def _ways_to_need_less(directory: Path) -> list[dict[str, Any]]:
     ways: list[dict[str, Any]] = [
         {"optimizer": aware},
         {"optimizer": aware.model_copy(update={"offload": True})},
+        {"optimizer": aware.model_copy(update={"offload": True, "overlap_offload": True})},
         {"optimizer": aware, "recompute": "selective"},
         {"optimizer": aware, "recompute": "full", "recompute_layers": 1},
         {"optimizer": aware, "recompute": "full"},
@@ -93,7 +97,7 @@ def test_what_needs_less_memory_learns_the_same(name: str, tmp_path: Path) -> No
         assert torch.equal(other["after"], kept["after"])
 
 
-def _memory_of_updates() -> list[dict[str, int]]:
+def _wide_engine(**settings: bool) -> TrainEngine:
     """With an embedding whose part of the optimizer's state is larger than any piece of a micro-batch's memory."""
     config = tiny_families.CONFIGS["llama"] | {
         "hidden_size": 1024,
@@ -103,13 +107,12 @@ def _memory_of_updates() -> list[dict[str, int]]:
         "num_key_value_heads": 4,
         "head_dim": 64,
     }
-    engine = random_engine(
-        config,
-        Layout(),
-        dtype="bfloat16",
-        optimizer=OptimizerConfig(precision_aware=True, offload=True),
-        micro_batch_tokens=4096,
-    )
+    optimizer = OptimizerConfig(precision_aware=True, offload=True, **settings)
+    return random_engine(config, Layout(), dtype="bfloat16", optimizer=optimizer, micro_batch_tokens=4096)
+
+
+def _memory_of_updates() -> list[dict[str, int]]:
+    engine = _wide_engine()
     sequences = random_sequences(engine, 3 * 4096, 1024)
     found = []
     for _ in range(3):
@@ -121,6 +124,28 @@ def _memory_of_updates() -> list[dict[str, int]]:
         engine.give_back()
         found.append(most | {"kept": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()})
     return found
+
+
+def _state_on_its_way() -> tuple[list[str], int, int]:
+    """Digests after an update, and bytes of the device that are free when the state is in host memory again."""
+    engine = _wide_engine(overlap_offload=True)
+    sequences = random_sequences(engine, 3 * 4096, 1024)
+    for _ in range(2):
+        train_on(engine, sequences)
+        weights_digest(engine)
+    train_on(engine, sequences)
+    found = [weights_digest(engine), weights_digest(engine)]  # with what the update has taken in, and by reading all
+    engine.give_back()
+    found.append(weights_digest(engine))
+    going = torch.cuda.memory_allocated()
+    engine.take_back()
+    assert engine.host_state is not None
+    return [*found, weights_digest(engine)], going - torch.cuda.memory_allocated(), engine.host_state.nbytes
+
+
+def test_a_state_on_its_way_to_host_memory_is_there_to_be_read() -> None:
+    [(digests, freed, nbytes)] = run_distributed(_state_on_its_way, 1, timeout_s=180)
+    assert len(set(digests)) == 1 and freed >= nbytes > 10**8
 
 
 def test_an_updates_memory_is_not_left_in_pieces() -> None:
