@@ -58,11 +58,24 @@ def test_memory_into_which_other_ranks_copy_is_there_for_good() -> None:
 
 
 # The large recipe with what takes the least memory in training, and the optimizer's state on the GPU.
-LEAST = ("train.recompute=full", "train.micro_batch_tokens=16384", "train.optimizer.offload=false")
+LEAST = (
+    "train.recompute=full",
+    "train.micro_batch_tokens=16384",
+    "train.optimizer.offload=false",
+    "train.expert_copies=false",
+    "train.fused_query_key=false",
+)
+# With engines whose ranks share the attention of all requests, and read prompts and see them as SGLang does.
+TOGETHER = (
+    "rollout.engine.attention_dp=1",
+    "rollout.engine.peer_collectives=false",
+    "rollout.engine.cascade_attention=false",
+    "rollout.engine.server_args={}",
+)
 
 
 def test_the_large_recipe_holds_what_can_be_counted_by_hand() -> None:
-    ledger = _ledger("qwen3-30b-a3b-4xh200.yaml", *LEAST)
+    ledger = _ledger("qwen3-30b-a3b-4xh200.yaml", *LEAST, *TOGETHER)
     (gpu,) = ledger.gpus
     assert len(gpu.devices) == 4
     mine = EXPERTS / 4 + DENSE
@@ -85,7 +98,7 @@ def test_the_large_recipe_holds_what_can_be_counted_by_hand() -> None:
 
 def test_a_group_with_attention_of_its_own_has_the_cache_of_its_requests() -> None:
     def rollout_of(*overrides: str) -> tuple[GpuMemory, Mapping[str, int]]:
-        (gpu,) = _ledger("qwen3-30b-a3b-4xh200.yaml", *LEAST, *overrides).gpus
+        (gpu,) = _ledger("qwen3-30b-a3b-4xh200.yaml", *LEAST, *TOGETHER, *overrides).gpus
         return gpu, {phase.name: phase for phase in gpu.phases}["rollout"].items
 
     (cut, cut_items), (own, own_items) = rollout_of(), rollout_of("rollout.engine.attention_dp=4")
@@ -99,7 +112,7 @@ def test_a_group_with_attention_of_its_own_has_the_cache_of_its_requests() -> No
 
 def test_tables_of_what_requests_share_are_counted() -> None:
     plain, tables = (
-        _ledger("qwen3-30b-a3b-4xh200.yaml", f"rollout.engine.cascade_attention={on}")
+        _ledger("qwen3-30b-a3b-4xh200.yaml", *TOGETHER, f"rollout.engine.cascade_attention={on}")
         .gpus[0]
         .always["engine workspace"]
         for on in ("false", "true")
@@ -124,7 +137,7 @@ def test_a_cache_that_holds_few_of_the_requests_is_told() -> None:
 def test_as_many_graphs_are_counted_as_an_engine_captures() -> None:
     """It is told to run one request more (see SPARE_REQUESTS), and a batch of 9 has a graph beside that of 8."""
     eight, nine = (
-        _ledger("qwen3-30b-a3b-4xh200.yaml", f"rollout.engine.max_running_requests={most}", *own)
+        _ledger("qwen3-30b-a3b-4xh200.yaml", *TOGETHER, f"rollout.engine.max_running_requests={most}", *own)
         for most, own in ((8, []), (9, ["rollout.engine.server_args.cuda_graph_max_bs_decode=9"]))
     )
     assert eight.gpus[0].always["engine workspace"] == nine.gpus[0].always["engine workspace"]
