@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,7 @@ class UpdateResult:
         refused: the guard did.
         tokens: of this data-parallel rank's sequences.
         positions: that the model computed for them, padding included.
+        optimizer_s: seconds after the gradient's norm was known: the optimizer's step, and its state's way.
         peak_bytes: of device memory (of the host's on a CPU) that a rank of the model has had at most so far.
         peak_reserved_bytes: as `peak_bytes`, of what was taken of the device for tensors.
         routing: what the routers of all ranks did with the tokens of all ranks; None for a model without experts.
@@ -50,6 +52,7 @@ class UpdateResult:
     applied: bool
     tokens: int
     positions: int
+    optimizer_s: float
     peak_bytes: int
     peak_reserved_bytes: int
     refused: bool = False
@@ -128,6 +131,7 @@ class TrainedModel(ForwardModel):
         # Looked at before `step`, which would write a gradient that is not finite into the weights.
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
+        began = time.perf_counter()
         refused = guard is not None and self._refuses(guard, facts)
         if refused:
             self.restart_schedule()
@@ -144,9 +148,10 @@ class TrainedModel(ForwardModel):
             gc.freeze()
             self._settled = True
         positions = sum(batch.positions for batch in batches)
-        tokens = sequences.tokens.numel()
+        tokens, memory = sequences.tokens.numel(), self._most_memory()
+        seconds = time.perf_counter() - began  # what came to the figures above has come to its end
         return UpdateResult(
-            facts, grad_norm, learning_rate, applied, tokens, positions, *self._most_memory(), refused, routing
+            facts, grad_norm, learning_rate, applied, tokens, positions, seconds, *memory, refused, routing
         )
 
     def _most_memory(self) -> tuple[int, int]:

@@ -89,6 +89,7 @@ REPLAY_AGE = "replay/age_mean"
 REPLAY_SHARE = "replay/share"
 TRAIN_STEP_TIME = "train/step_time_ms"
 TRAIN_UPDATE_TIME = "train/update_time_ms"
+TRAIN_OPTIMIZER_TIME = "train/optimizer_time_ms"
 TRAIN_LOSS = "train/loss"
 TRAIN_POLICY_LOSS = "train/policy_loss"
 TRAIN_RATIO = "train/ratio_mean"
@@ -221,6 +222,9 @@ class UpdateNames:
     learning_rate: str
     skipped_updates: str
     padding_share: str
+    optimizer_time: str
+    """Of a step's updates what they took after the gradient's norm was known, of the slowest rank: the optimizer's
+    step, and the way of a state that is in host memory."""
     device_throughput: str
     """Tokens a second and device of the ranks that update the model, while they do."""
     mfu: str
@@ -269,6 +273,7 @@ class CriticNames(UpdateNames):
             "gpu_reserved": f"memory/{role}_gpu_reserved_mb",
             "host_memory": f"memory/{role}_host_mem_mb",
             "device_throughput": f"{role}/device_tokens_per_sec",
+            "optimizer_time": f"{role}/optimizer_time_ms",
         }
         return cls(**groups | elsewhere)
 
@@ -278,6 +283,7 @@ ACTOR = UpdateNames(
     learning_rate=TRAIN_LEARNING_RATE,
     skipped_updates=TRAIN_SKIPPED_UPDATES,
     padding_share=TRAIN_PADDING_SHARE,
+    optimizer_time=TRAIN_OPTIMIZER_TIME,
     device_throughput=TRAIN_DEVICE_THROUGHPUT,
     mfu=TRAIN_MFU,
     gpu_memory=ACTOR_GPU_MEMORY,

@@ -51,6 +51,8 @@ class Update:
     flops: float
     """Of the model on its tokens, forward and backward, by `engine3d.training.flops`."""
     seconds: float
+    optimizer_seconds: float
+    """Of these, after the gradient's norm was known."""
     peak_flops: float | None
     """Of a device, a second; None where it is not known."""
     refused: bool = False
@@ -189,6 +191,7 @@ class ModelWorker:
             devices=self._layout.world_size // self._layout.dp,
             flops=PASSES_OF_AN_UPDATE * float(sequence_flops(self._engine.spec, sequences.lengths).sum()),
             seconds=seconds,
+            optimizer_seconds=result.optimizer_s,
             peak_flops=platform.peak_flops,
             refused=result.refused,
             routing=result.routing,
@@ -297,6 +300,7 @@ def update_metrics(updates: list[list[Update]], names: UpdateNames = metrics.ACT
         values[names.gpu_reserved] = max(update.peak_reserved_bytes for update in every) / 2**20
     else:
         values[names.host_memory] = peak_memory
+    values[names.optimizer_time] = 1000 * sum(max(update.optimizer_seconds for update in ranks) for ranks in updates)
     device_seconds = sum(max(update.seconds for update in ranks) * _devices(ranks) for ranks in updates)
     values[names.device_throughput] = sum(update.tokens for update in every) / device_seconds
     if (peak := every[0].peak_flops) is not None:

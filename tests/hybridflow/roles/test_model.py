@@ -32,6 +32,7 @@ def _update(
         devices=4,
         flops=100.0 * tokens,
         seconds=seconds,
+        optimizer_seconds=seconds / 4,
         peak_flops=peak,
         routing=routing,
     )
@@ -44,6 +45,7 @@ def test_throughput_counts_what_the_slowest_replica_takes_on_every_device() -> N
     assert values["train/device_tokens_per_sec"] == pytest.approx(80 / (8 * 4.0))
     assert values["train/mfu"] == pytest.approx(8000.0 / (8 * 4.0 * 1000.0))
     assert values["train/padding_share"] == 0.5
+    assert values["train/optimizer_time_ms"] == pytest.approx(1000.0)  # of the slowest of each: 3 and 1 s
     assert values[ACTOR.gpu_memory] == 30
     assert values[ACTOR.gpu_reserved] == 60
 
