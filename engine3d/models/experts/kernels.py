@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine3d.models.experts.rows import Apart
+
 _CELLS = 4096
 """Tokens times experts that a program looks at."""
 _TILES = 16
@@ -93,12 +95,14 @@ def count(routing: Tensor, sequences: Tensor, into: Tensor) -> None:
         _count[grid](of_bytes, sequences, into, experts, tokens, BLOCK=block, WIDTH=width, TILES=_TILES)
 
 
-def take(tokens: Tensor, token: Tensor) -> Tensor:
+def take(tokens: Tensor, token: Tensor, apart: Apart | None) -> Tensor:
     """(N, H), contiguous, and (M,) int32 -> (M, H)."""
     rows, width = len(token), tokens.shape[1]
     result = tokens.new_empty(rows, width)
+    own, first, count = (apart.tokens, apart.first, len(apart.tokens)) if apart is not None else (tokens, 0, 0)
     if rows:
-        _take[(rows, triton.cdiv(width, _WIDTH))](tokens, token, result, width, WIDTH=_block(width))
+        grid = (rows, triton.cdiv(width, _WIDTH))
+        _take[grid](tokens, own, token, result, first, count, width, WIDTH=_block(width))
     return result
 
 
@@ -256,13 +260,16 @@ def _lay_out(  # type: ignore[no-untyped-def]
             cells += of_expert.to(tl.int64) * experts
 
 
-@triton.jit
-def _take(tokens, token, result, width, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["first", "count"])
+def _take(tokens, own, token, result, first, count, width, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < width
     source = tl.load(token + row).to(tl.int64)
-    tl.store(result + row * width + column, tl.load(tokens + source * width + column, mask=inside), mask=inside)
+    here = (source >= first) & (source < first + count)
+    value = tl.load(tokens + source * width + column, mask=inside & (here == 0), other=0.0)
+    mine = tl.load(own + (source - first) * width + column, mask=inside & here, other=0.0)
+    tl.store(result + row * width + column, tl.where(here, mine, value), mask=inside)
 
 
 @triton.jit

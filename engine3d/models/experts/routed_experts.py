@@ -94,10 +94,12 @@ class _RoutedExperts(torch.autograd.Function):
         scores = way.to_experts(scores_of(probabilities, routing))
         if gathered is None:  # after the scores, so that rows are laid out beside it
             gathered = [way.gather(piece) for piece in tokens]
-        rows = rows_of(scores.value(), most, len(tokens))  # of all, before there is work to wait for
+        counted = rows_of(scores.value(), most, len(tokens))  # of all, before there is work to wait for
+        there = gathered[0].value()  # queued before the host waits
+        rows = counted()
         betweens, sums = [], _Sums(way, hidden, len(tokens))
-        for its_tokens, its_rows in zip(gathered, rows, strict=True):
-            given = take_rows(its_tokens.value(), its_rows)
+        for number, (its_tokens, its_rows) in enumerate(zip(gathered, rows, strict=True)):
+            given = take_rows(its_tokens.value() if number else there, its_rows, its_tokens.apart)
             its_tokens.done()
             between = product(given, first.values.transpose(1, 2), its_rows.ends)
             del given
@@ -122,7 +124,7 @@ class _RoutedExperts(torch.autograd.Function):
         for number, (its_gradient, between, of_its_rows) in enumerate(zip(gathered, betweens, of_rows, strict=True)):
             its_rows = Rows(*of_its_rows)
             its_tokens = way.gather(tokens[number]) if first.gradients is not None else None
-            of_made = take_rows(its_gradient.value(), its_rows)
+            of_made = take_rows(its_gradient.value(), its_rows, its_gradient.apart)
             its_gradient.done()
             activated, of_between, of_score = gated_gradient(
                 between, its_rows.score, product(of_made, last.values, its_rows.ends)
@@ -135,7 +137,7 @@ class _RoutedExperts(torch.autograd.Function):
             del of_made, activated
             sums.add(sum_rows(product(of_between, first.values, its_rows.ends), its_rows))
             if its_tokens is not None:  # beside the sum over ranks
-                given = take_rows(its_tokens.value(), its_rows)
+                given = take_rows(its_tokens.value(), its_rows, its_tokens.apart)
                 its_tokens.done()
                 learn(first.gradients, of_between, given, its_rows.ends)
                 del given

@@ -6,6 +6,7 @@ in PyTorch, for the CPU, is what the kernels for GPUs are tested against.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,19 @@ class Rows:
     per_token: Tensor
 
 
+@dataclass(frozen=True)
+class Apart:
+    """Tokens of a tensor that are to be read elsewhere.
+
+    Args:
+        tokens: (T, H), contiguous.
+        first: the number of the first of them in the tensor, which may have anything there.
+    """
+
+    tokens: Tensor
+    first: int
+
+
 def count_routed(routing: Tensor, sequences: Tensor, into: Tensor) -> None:
     """Add to (experts,) float64 the tokens of each expert, but for padding.
 
@@ -60,30 +74,41 @@ def scores_of(probabilities: Tensor, routing: Tensor) -> Tensor:
     return torch.where(routing, probabilities, -torch.inf).t().contiguous()
 
 
-def rows_of(scores: Tensor, most: int, pieces: int = 1) -> list[Rows]:
-    """Give each token of each expert a row, of each piece for itself. On a GPU it waits for the number of rows.
+def rows_of(scores: Tensor, most: int, pieces: int = 1) -> Callable[[], list[Rows]]:
+    """Give each token of each expert a row, of each piece for itself.
 
     Args:
         scores: (R, E, T) float32 of the tokens of each of R ranks, -inf for experts that do not see the token.
         most: experts of any token, K.
         pieces: of the T tokens, as `Tensor.tensor_split` makes them. Token t of rank r of a piece of L tokens a rank is
             number r * L + t of it.
+
+    Returns:
+        What gives the rows, once their number is known, for which it waits on a GPU.
     """
     ranks, experts, tokens = scores.shape
     most = min(most, experts)
     if not scores.is_cuda:
         starts = torch.arange(tokens).tensor_split(pieces)
-        return [_rows_of_piece(scores, most, int(each[0]), len(each)) for each in starts]
+        rows = [_rows_of_piece(scores, most, int(each[0]), len(each)) for each in starts]
+        return lambda: rows
     from engine3d.models.experts.kernels import lay_out
 
     token, place, score, of_token, per_token, ends, of_pieces = lay_out(scores, most, pieces)
-    rows, first, seen = [], 0, 0
-    for number, last in enumerate(of_pieces.tolist()):
-        its, length = slice(first, last), ranks * (tokens // pieces + (number < tokens % pieces))
-        of_piece = slice(seen, seen + length)
-        rows.append(Rows(ends[number], token[its], place[its], score[its], of_token[of_piece], per_token[of_piece]))
-        first, seen = last, seen + length
-    return rows
+    told = of_pieces.to("cpu", non_blocking=True)  # page-locked
+    is_told = torch.cuda.current_stream().record_event()
+
+    def counted() -> list[Rows]:
+        is_told.synchronize()
+        rows, first, seen = [], 0, 0
+        for number, last in enumerate(told.tolist()):
+            its, length = slice(first, last), ranks * (tokens // pieces + (number < tokens % pieces))
+            of_piece = slice(seen, seen + length)
+            rows.append(Rows(ends[number], token[its], place[its], score[its], of_token[of_piece], per_token[of_piece]))
+            first, seen = last, seen + length
+        return rows
+
+    return counted
 
 
 def _rows_of_piece(scores: Tensor, most: int, first: int, tokens: int) -> Rows:
@@ -104,13 +129,18 @@ def _rows_of_piece(scores: Tensor, most: int, first: int, tokens: int) -> Rows:
     return Rows(ends, token.int(), place, scores.view(-1)[place], of_token, per_token)
 
 
-def take_rows(tokens: Tensor, rows: Rows) -> Tensor:
-    """(N, H) -> (M, H): the token of each row."""
+def take_rows(tokens: Tensor, rows: Rows, apart: Apart | None = None) -> Tensor:
+    """(N, H) -> (M, H): the token of each row, of those that are apart from there."""
     if tokens.is_cuda:
         from engine3d.models.experts.kernels import take
 
-        return take(tokens, rows.token)
-    return tokens.index_select(0, rows.token)
+        return take(tokens, rows.token, apart)
+    taken = tokens.index_select(0, rows.token)
+    if apart is not None:
+        number = rows.token - apart.first
+        there = (number >= 0) & (number < len(apart.tokens))
+        taken[there] = apart.tokens.index_select(0, number[there])
+    return taken
 
 
 def sum_rows(values: Tensor, rows: Rows) -> Tensor:

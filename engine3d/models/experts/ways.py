@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine3d.errors import EngineError, UserError
-from engine3d.models.experts.rows import add_parts
+from engine3d.models.experts.rows import Apart, add_parts
 from engine3d.platform import platform
 from engine3d.platform.peer_memory import PeerMemory
 
@@ -26,10 +26,12 @@ class Coming:
     Args:
         value: has what is queued from now on wait for the tensor, and returns it. To be called once.
         done: to be called when all that reads the tensor has been queued: its memory may be used for another one then.
+        apart: what is not in the tensor, as this rank has it already.
     """
 
     value: Callable[[], Tensor]
     done: Callable[[], None] = _nothing
+    apart: Apart | None = None
 
 
 class Way:
@@ -130,8 +132,8 @@ class CopyingWay(Way):
     def gather(self, tokens: Tensor) -> Coming:
         memory, shape = self._take(self.ranks * tokens.nbytes), (self.ranks, *tokens.shape)
         receive = _send(memory, shape, [(peer, tokens) for peer in self._others(memory.rank)])
-        memory.of(memory.rank, shape, tokens.dtype)[memory.rank].copy_(tokens)
-        return Coming(lambda: receive().flatten(0, 1), lambda: self._give_back(memory))
+        apart = Apart(tokens, memory.rank * len(tokens))
+        return Coming(lambda: receive().flatten(0, 1), lambda: self._give_back(memory), apart)
 
     def add_up(self, parts: Tensor, into: Tensor | None = None) -> Coming:
         of_ranks = parts.unflatten(0, (self.ranks, -1))

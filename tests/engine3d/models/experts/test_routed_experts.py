@@ -26,7 +26,7 @@ from engine3d.models.experts.moe_layer import MoELayerInOneStep
 from engine3d.models.experts.routed_experts import Weights, routed_experts
 from engine3d.models.experts.router import load_balance
 from engine3d.models.experts.rows import Rows, rows_of
-from engine3d.models.experts.ways import CopyingWay, Way, copying_way, release
+from engine3d.models.experts.ways import Coming, CopyingWay, Way, copying_way, release
 from engine3d.platform import platform
 from engine3d.platform.cpu.peer_memory import CpuPeerMemory
 from engine3d.platform.peer_memory import Copy
@@ -179,6 +179,14 @@ def test_all_at_once_is_one_by_one_on_gpus(world: int) -> None:
     run_distributed(_all_cases, world, "cuda", timeout_s=300)
 
 
+def _whole(coming: Coming, value: Tensor | None = None) -> Tensor:
+    """With this rank's own tokens."""
+    whole = (coming.value() if value is None else value).clone()
+    assert coming.apart is not None
+    whole[coming.apart.first :][: len(coming.apart.tokens)] = coming.apart.tokens
+    return whole
+
+
 def _two_ways(device: str) -> None:
     """Assert that copies bring what collective operations do, for tensors that grow, each kept while the next comes."""
     group = meet_others(device)
@@ -207,23 +215,23 @@ def _two_ways(device: str) -> None:
         first, last, more = (way.gather(drawn[number, mine]) for number in (0, 1, 0))
         with pytest.raises(EngineError, match="more than 3 tensors are on their way"):
             way.gather(drawn[0, mine])
-        assert torch.equal(more.value(), drawn[0].flatten(0, 1))
+        assert torch.equal(_whole(more), drawn[0].flatten(0, 1))
         more.done()
         given = first.value()
         late()
-        given = given.clone()
+        given = _whole(first, given)
         first.done()
         assert torch.equal(given, drawn[0].flatten(0, 1))
         parts = torch.randn(ranks, ranks * tokens, 8, generator=generator).to(device, dtype)
         sums = way.add_up(parts[mine])
-        assert torch.equal(last.value(), other.gather(drawn[1, mine]).value())
+        assert torch.equal(_whole(last), other.gather(drawn[1, mine]).value())
         last.done()
         right = torch.zeros(tokens, 8, device=device)
         for part in parts.unflatten(1, (ranks, -1))[:, mine]:
             right += part.float()
         assert torch.equal(sums.value(), right.to(dtype))
         alone = way.gather(drawn[1, mine])
-        assert torch.equal(alone.value(), drawn[1].flatten(0, 1))
+        assert torch.equal(_whole(alone), drawn[1].flatten(0, 1))
         alone.done()
         place = torch.empty(tokens, 8, dtype=dtype, device=device)
         assert way.add_up(parts[mine], place).value() is place
@@ -286,16 +294,16 @@ def test_copies_need_one_host() -> None:
 def test_a_router_that_is_no_number_shows() -> None:
     scores = torch.full((1, 2, 3), -torch.inf)
     scores[0, 1, 2] = torch.nan
-    assert rows_of(scores, 1)[0].token.tolist() == [2]
+    assert rows_of(scores, 1)()[0].token.tolist() == [2]
 
 
 def test_rows_of_pieces_are_those_of_their_tokens_alone() -> None:
     scores = torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(1))
     scores[scores < 0.4] = -torch.inf
-    found = rows_of(scores, 3, 2)
+    found = rows_of(scores, 3, 2)()
     assert [len(piece.per_token) for piece in found] == [2 * 3, 2 * 2]
     for piece, its_scores in zip(found, (scores[:, :, :3], scores[:, :, 3:]), strict=True):
-        [alone] = rows_of(its_scores.contiguous(), 3)
+        [alone] = rows_of(its_scores.contiguous(), 3)()
         for name in ("ends", "token", "score", "of_token", "per_token"):
             assert torch.equal(getattr(piece, name), getattr(alone, name)), name
         assert torch.equal(scores.view(-1)[piece.place], piece.score) and len(piece.score)
@@ -413,7 +421,7 @@ def _compare(device: str) -> None:
             laid_out = expert_kernels.lay_out(scores.to(device), min(most, experts), pieces)
             token, place, score, of_token, per_token, ends, of_pieces = (each.cpu() for each in laid_out)
             first = seen = 0
-            for number, piece in enumerate(expert_rows.rows_of(scores, most, pieces)):
+            for number, piece in enumerate(expert_rows.rows_of(scores, most, pieces)()):
                 its, last = slice(first, first + len(piece.token)), seen + len(piece.per_token)
                 assert of_pieces[number] == its.stop and torch.equal(ends[number], piece.ends)
                 assert torch.equal(token[its], piece.token) and torch.equal(place[its], piece.place)
@@ -421,7 +429,7 @@ def _compare(device: str) -> None:
                 for its_token, rows in enumerate(piece.per_token.tolist()):
                     assert torch.equal(of_token[seen + its_token, :rows], piece.of_token[its_token, :rows])
                 first, seen = its.stop, last
-        [expected] = expert_rows.rows_of(scores, most)
+        [expected] = expert_rows.rows_of(scores, most)()
         count = len(expected.token)
         routed = torch.rand(tokens, experts, generator=generator) < 0.5
         sent = expert_kernels.send(scores[0].t().contiguous().to(device), routed.to(device))
@@ -439,8 +447,16 @@ def _compare(device: str) -> None:
             together = torch.empty(5, width, device=device)
             expert_kernels.add(parts.to(device), parts[0].to(device), rank, together)
             assert torch.equal(together.cpu(), expert_rows.add_parts(parts, parts[0], rank))
-        taken = expert_kernels.take(hidden.to(device), there.token)
+        taken = expert_kernels.take(hidden.to(device), there.token, None)
         assert torch.equal(taken.cpu(), expert_rows.take_rows(hidden, expected))
+        for first in range(0, ranks * tokens, tokens):
+            own = hidden[first : first + tokens].clone()
+            others = hidden.clone()
+            others[first : first + tokens] = torch.nan
+            apart = expert_rows.Apart(own, first)
+            assert torch.equal(expert_rows.take_rows(others, expected, apart), taken.cpu())
+            apart = expert_rows.Apart(own.to(device), first)
+            assert torch.equal(expert_kernels.take(others.to(device), there.token, apart), taken)
         values = torch.randn(count, width, generator=generator)
         added = expert_kernels.sum_of(values.to(device), there.of_token, there.per_token)
         torch.testing.assert_close(added.cpu(), expert_rows.sum_rows(values, expected))
@@ -471,6 +487,15 @@ def _compile(device: str) -> None:
         whole_words=("received", "own", "result", "count"),
     )
     assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
+    text = compiled_for_hopper(
+        expert_kernels._take,
+        dict.fromkeys(("tokens", "own", "result"), "*bf16")
+        | {"token": "*i32"}
+        | dict.fromkeys(("first", "count", "width"), "i32"),
+        {"WIDTH": expert_kernels._WIDTH},
+        whole_words=("tokens", "own", "token", "result", "width"),
+    )
+    assert text.count("ld.global.v4.b32") == 4 and "st.global.v4.b32" in text  # of either, for each thread two
     ints = dict.fromkeys(("experts", "tokens", "least", "longer"), "i32")
     tile = {"BLOCK": 32, "WIDTH": 128}
     compiled_for_hopper(
