@@ -141,6 +141,8 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     if "bare" not in seconds:  # whose logits are whole
         figures["foreseen_memory_bytes"] = most(_foreseen(engine))
     figures["digest_s"] = [timed(lambda: weights_digest(engine)) for _ in range(options.steps + 1)][1:]
+    steps["engine"]()
+    figures["digest_after_update_s"] = timed(lambda: weights_digest(engine))
     return figures
 
 

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine3d.platform.peer_memory import sum_in_order
+
 CAPABILITY = 9
 """Major compute capability of the GPUs, Hopper's, for which PyTorch has a kernel that can be relied on.
 
@@ -54,10 +56,20 @@ def product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(rows, weights, offs=ends)
 
 
-def learn(gradients: Tensor, gradient: Tensor, rows: Tensor, ends: Tensor) -> None:
-    """Add to the gradients of weights, (E, out, in), from that of their product (M, out) with rows (M, in)."""
-    if len(rows):
-        gradients.add_(F.grouped_mm(gradient.t(), rows, offs=ends))
+def learned(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor | None:
+    """Gradients of weights, (E, out, in), from that of their product (M, out) with rows (M, in); None without rows."""
+    return F.grouped_mm(gradient.t(), rows, offs=ends) if len(rows) else None
+
+
+def learn(gradients: Tensor, first: Tensor | None, second: Tensor | None = None) -> None:
+    """Add what was `learned` of one or two parts of the rows to gradients of weights, in float32, and round once."""
+    there = [part for part in (first, second) if part is not None]
+    if len(there) == 2 and gradients.is_cuda:
+        from engine3d.models.experts.kernels import add_both
+
+        add_both(gradients, *there)
+    elif there:
+        sum_in_order((gradients, *there), gradients) if len(there) == 2 else gradients.add_(there[0])
 
 
 def are_one(tensors: Sequence[Tensor]) -> bool:
@@ -93,5 +105,5 @@ class _GroupedProduct(torch.autograd.Function):
         gradient = gradient.contiguous()
         of_tokens = product(gradient, ctx.weights, ends) if ctx.needs_input_grad[0] else None
         if ctx.gradients is not None:
-            learn(ctx.gradients, gradient, tokens, ends)
+            learn(ctx.gradients, learned(gradient, tokens, ends))
         return of_tokens, None, None, None, None

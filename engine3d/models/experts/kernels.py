@@ -1,4 +1,4 @@
-"""The kernels of `rows` for GPUs."""
+"""The kernels of `rows` and `grouped_products` for GPUs."""
 
 from __future__ import annotations
 
@@ -120,6 +120,12 @@ def add(received: Tensor, own: Tensor, rank: int, result: Tensor) -> None:
     """(R, T, H) and (T, H) into (T, H), all contiguous."""
     if count := own.numel():
         _add[(triton.cdiv(count, _WIDTH),)](received, own, result, count, rank, len(received), WIDTH=_WIDTH)
+
+
+def add_both(into: Tensor, one: Tensor, other: Tensor) -> None:
+    """Two tensors like `into`, all contiguous, are added to it."""
+    if count := into.numel():
+        _add_both[(triton.cdiv(count, _WIDTH),)](into, one, other, count, WIDTH=_WIDTH)
 
 
 def gate(values: Tensor, score: Tensor) -> Tensor:
@@ -298,6 +304,16 @@ def _add(received, own, result, count, rank, ranks, WIDTH: tl.constexpr):  # typ
         total += part.to(tl.float32)
         place += count
     tl.store(result + element, total.to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_both(into, one, other, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    element = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    inside = element < count
+    total = tl.load(into + element, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(one + element, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(other + element, mask=inside, other=0.0).to(tl.float32)
+    tl.store(into + element, total.to(into.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine3d.models.experts.grouped_products import learn, product
+from engine3d.models.experts.grouped_products import learn, learned, product
 from engine3d.models.experts.rows import Rows, gated, gated_gradient, rows_of, scores_of, sum_rows, take_rows
 from engine3d.models.experts.ways import Coming, Way
 
@@ -121,6 +121,7 @@ class _RoutedExperts(torch.autograd.Function):
         gathered = [way.gather(piece) for piece in way.pieces(gradient.contiguous())]
         of_scores = hidden.new_zeros(way.ranks * len(first.values) * len(hidden), dtype=torch.float32)
         of_routed, sums = None, _Sums(way, hidden, len(tokens))
+        of_first, of_last = (_Learning(weights.gradients, len(tokens)) for weights in (first, last))
         for number, (its_gradient, between, of_its_rows) in enumerate(zip(gathered, betweens, of_rows, strict=True)):
             its_rows = Rows(*of_its_rows)
             its_tokens = way.gather(tokens[number]) if first.gradients is not None else None
@@ -132,19 +133,37 @@ class _RoutedExperts(torch.autograd.Function):
             of_scores.scatter_(0, its_rows.place, of_score)
             if number == len(tokens) - 1:
                 of_routed = way.from_experts(of_scores.view(way.ranks, len(first.values), -1))
-            if last.gradients is not None:
-                learn(last.gradients, of_made, activated, its_rows.ends)
+            of_last.add(of_made, activated, its_rows.ends)
             del of_made, activated
             sums.add(sum_rows(product(of_between, first.values, its_rows.ends), its_rows))
             if its_tokens is not None:  # beside the sum over ranks
                 given = take_rows(its_tokens.value(), its_rows, its_tokens.apart)
                 its_tokens.done()
-                learn(first.gradients, of_between, given, its_rows.ends)
+                of_first.add(of_between, given, its_rows.ends)
                 del given
             del of_between
         assert of_routed is not None
         of_probabilities = of_routed.value().flatten(0, 1).t().contiguous()
         return sums.value(), of_probabilities, None, None, None, None, None, None, None, None
+
+
+class _Learning:
+    """Gradients of weights. What pieces of the tokens have is as large, and is added to them two pieces at a time."""
+
+    def __init__(self, gradients: Tensor | None, pieces: int) -> None:
+        self._gradients, self._left = gradients, pieces
+        self._waiting: Tensor | None = None
+
+    def add(self, gradient: Tensor, rows: Tensor, ends: Tensor) -> None:
+        """What the next piece has."""
+        if self._gradients is None:
+            return
+        self._left -= 1
+        found, waiting, self._waiting = learned(gradient, rows, ends), self._waiting, None
+        if waiting is not None or not self._left:
+            learn(self._gradients, waiting, found)
+        else:
+            self._waiting = found
 
 
 class _Sums:

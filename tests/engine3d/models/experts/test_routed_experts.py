@@ -21,6 +21,7 @@ from engine3d.errors import EngineError, UserError
 from engine3d.layout import Coordinates, Layout
 from engine3d.models import build_model, load_model_spec, load_weights
 from engine3d.models.experts import rows as expert_rows
+from engine3d.models.experts.grouped_products import learn
 from engine3d.models.experts.load_balance import Routing
 from engine3d.models.experts.moe_layer import MoELayerInOneStep
 from engine3d.models.experts.routed_experts import Weights, routed_experts
@@ -461,6 +462,15 @@ def _compare(device: str) -> None:
         added = expert_kernels.sum_of(values.to(device), there.of_token, there.per_token)
         torch.testing.assert_close(added.cpu(), expert_rows.sum_rows(values, expected))
 
+        grown, *both = torch.randn(3, 5, 7, generator=generator)
+        one, other = (each.bfloat16() for each in both)
+        right = grown + one.float() + other.float()
+        at_once = grown.clone().to(device)
+        expert_kernels.add_both(at_once, one.to(device), other.to(device))
+        assert torch.equal(at_once.cpu(), right)
+        learn(grown, one, other)
+        assert torch.equal(grown, right)
+
         between, slope = (
             torch.randn(count, 2 * width, generator=generator),
             torch.randn(count, width, generator=generator),
@@ -496,6 +506,13 @@ def _compile(device: str) -> None:
         whole_words=("tokens", "own", "token", "result", "width"),
     )
     assert text.count("ld.global.v4.b32") == 4 and "st.global.v4.b32" in text  # of either, for each thread two
+    text = compiled_for_hopper(
+        expert_kernels._add_both,
+        dict.fromkeys(("into", "one", "other"), "*bf16") | {"count": "i32"},
+        {"WIDTH": expert_kernels._WIDTH},
+        whole_words=("into", "one", "other", "count"),
+    )
+    assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
     ints = dict.fromkeys(("experts", "tokens", "least", "longer"), "i32")
     tile = {"BLOCK": 32, "WIDTH": 128}
     compiled_for_hopper(
