@@ -276,7 +276,7 @@ def _gpu(
         for role, each in here.items()
         if each.trained and recipe.train_config(role).optimizer.overlap_offload and not _leaves(recipe, role)
     }
-    go = {f"{recipe.train_setting(role)}.optimizer.overlap_offload=false" for role in staying}
+    go = {role: f"{recipe.train_setting(role)}.optimizer.overlap_offload=false" for role in staying}
     tokens, cache = 0, 0
     if serving is not None:
         weights = {"engine weights": serving.weights - serving.shared}
@@ -299,7 +299,7 @@ def _gpu(
         less = "a smaller rollout.engine.max_total_tokens or max_running_requests"
         if on_gpu:
             less = "a smaller rollout.engine.mem_fraction_static or max_total_tokens"
-        less = ", ".join([less, *sorted(go), *_leave(recipe, here)])
+        less = ", ".join([less, *sorted({*go.values()}), *_leave(recipe, here)])
         items = dict(weights) if recipe.rollout.engine.release_weights else {}
         items |= {"KV cache": cache, "prefixes": min(tokens, PREFIX_TOKENS) * serving.prefix_of_a_token}
         if estimate:
@@ -311,7 +311,8 @@ def _gpu(
         kept_here = kept | {
             name: size for other, items in staying.items() if other != role for name, size in items.items()
         }
-        stay = _leave(recipe, [other for other in here if other != role])
+        others = [other for other in here if other != role]
+        stay = [*_leave(recipe, others), *sorted({go[other] for other in others if other in go})]
         held_twice = always.get("engine weights", 0)
         advice = partial(_advice, recipe, role, cache=bool(kept), weights=held_twice, stay=stay, on_gpu=on_gpu)
         phases.append(

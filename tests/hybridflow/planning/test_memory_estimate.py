@@ -201,7 +201,11 @@ def test_a_state_that_returns_beside_a_rollout_is_on_the_gpu_until_then(capsys: 
     assert _ledger("qwen3-30b-a3b-4xh200.yaml", overlap, *small).gpus[0].phases[-1].items["optimizer"] == state
     # The critic's update meets the actor's state, and neither its own.
     alike = ("train.optimizer.offload=true", overlap, "critic.train.optimizer.offload=true")
-    of_phases = {phase.name: phase.items for phase in _ledger("h200-1gpu-ppo.yaml", *alike).gpus[0].phases}
+    phases = _ledger("h200-1gpu-ppo.yaml", *alike).gpus[0].phases
+    of_phases = {phase.name: phase.items for phase in phases}
+    assert ["overlap_offload=false" in phase.less for phase in phases] == [
+        "actor optimizer on its way" in phase.items for phase in phases
+    ]
     met = {name for name, items in of_phases.items() if "actor optimizer on its way" in items}
     assert met == set(of_phases) - {"infer of actor", "update of actor"}
     assert not any("critic optimizer on its way" in items for items in of_phases.values())
