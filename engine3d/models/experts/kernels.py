@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine3d.models.experts.rows import Apart
-
 _CELLS = 4096
 """Tokens times experts that a program looks at."""
 _TILES = 16
@@ -95,14 +93,17 @@ def count(routing: Tensor, sequences: Tensor, into: Tensor) -> None:
         _count[grid](of_bytes, sequences, into, experts, tokens, BLOCK=block, WIDTH=width, TILES=_TILES)
 
 
-def take(tokens: Tensor, token: Tensor, apart: Apart | None) -> Tensor:
-    """(N, H), contiguous, and (M,) int32 -> (M, H)."""
+def take(tokens: Tensor, token: Tensor, own: Tensor | None = None, first: int = 0) -> Tensor:
+    """(N, H), contiguous, and (M,) int32 -> (M, H).
+
+    Args:
+        own: (T, H), contiguous, in place of those tokens from number `first` on.
+    """
     rows, width = len(token), tokens.shape[1]
     result = tokens.new_empty(rows, width)
-    own, first, count = (apart.tokens, apart.first, len(apart.tokens)) if apart is not None else (tokens, 0, 0)
     if rows:
-        grid = (rows, triton.cdiv(width, _WIDTH))
-        _take[grid](tokens, own, token, result, first, count, width, WIDTH=_block(width))
+        count, grid = 0 if own is None else len(own), (rows, triton.cdiv(width, _WIDTH))
+        _take[grid](tokens, tokens if own is None else own, token, result, first, count, width, WIDTH=_block(width))
     return result
 
 

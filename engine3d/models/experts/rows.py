@@ -134,7 +134,7 @@ def take_rows(tokens: Tensor, rows: Rows, apart: Apart | None = None) -> Tensor:
     if tokens.is_cuda:
         from engine3d.models.experts.kernels import take
 
-        return take(tokens, rows.token, apart)
+        return take(tokens, rows.token) if apart is None else take(tokens, rows.token, apart.tokens, apart.first)
     taken = tokens.index_select(0, rows.token)
     if apart is not None:
         number = rows.token - apart.first
