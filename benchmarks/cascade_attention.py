@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from benchmarks.cuda_graphs import captured, replay_us
 from benchmarks.reshard_plan import Parser, versions
 from engine3d.errors import UserError
 from engine3d.platform import platform
@@ -103,28 +103,12 @@ def _measured(options: Any, response: int) -> dict[str, float]:
     cascade = partial(attend, flash_attn_with_kvcache, query, keys, values, shared, softmax_scale=scale)
     torch.testing.assert_close(cascade(), plain(), rtol=2e-2, atol=2e-2)
     calls = {"sglang": plain, "cascade": cascade, "find": lambda: shared.find(table, lengths)}
-    graphs = {name: _captured(call) for name, call in calls.items()}
+    graphs = {name: captured(call, _REPEATED) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(options.rounds):
         for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) * 1000 / _REPEATED)
+            times[name].append(replay_us(graph) / _REPEATED)
     return {name: statistics.median(each) for name, each in times.items()}
-
-
-def _captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(_REPEATED):
-            call()
-    graph.replay()
-    return graph
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
+from benchmarks.cuda_graphs import captured, replay_us
 from benchmarks.reshard_plan import Parser, versions
 from engine3d.errors import UserError
 from engine3d.platform import platform
@@ -103,22 +104,10 @@ def _measured(exchange: PeerExchange, tokens: int, options: Any, device: torch.d
 
 def _layer_us(layer: Callable[[], None], layers: int, rounds: int) -> float:
     """Of the slowest rank."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        layer()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(layers):
-            layer()
-    times = []
+    graph, times = captured(layer, layers), []
     for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         dist.barrier()
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / layers)
+        times.append(replay_us(graph) / layers)
     slowest = torch.tensor(statistics.median(times), device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)

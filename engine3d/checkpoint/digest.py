@@ -5,7 +5,7 @@ Cheap enough for every step: each rank reads its weights once, as they lie, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -44,8 +44,8 @@ def weights_digest(engine: TrainEngine) -> str:
         digest = Digest(engine.device, watch.nbytes)
         shares = watch.taken()
         for number, each in enumerate(watch.held):
-            if (share := shares.get(number)) is not None:
-                digest.skip(watch.sizes[number], share)
+            if (of_one := shares.get(number)) is not None:
+                digest.skip(watch.sizes[number], of_one)
             else:
                 for part in each.weight_parts():
                     digest.add(part)
@@ -57,7 +57,7 @@ def weights_digest(engine: TrainEngine) -> str:
     for part in chain.from_iterable(parts):
         digest.add(part)
     if host is not None and watch is None:
-        host.watch = _Shares.of(engine.device, held, sizes)
+        host.watch = _Shares.of(held, sizes)
     return digest.text()
 
 
@@ -86,28 +86,21 @@ class Digest:
         Args:
             values: of any dtype.
         """
-        values, taken = values.detach().contiguous().view(torch.uint8), 0
-        self._lengths = self._longer(values.nbytes)
-        while taken < values.nbytes:
-            fits = min(values.nbytes - taken, self._room - self._filled)
+        values = values.detach().contiguous().view(torch.uint8)
+        for start, fits in self._places(values.nbytes):
             into = self._together[self._filled : self._filled + fits]
-            self._coming.append((into, values if fits == values.nbytes else values[taken : taken + fits]))
-            taken += fits
-            self._go_on(fits)
+            self._coming.append((into, values if fits == values.nbytes else values[start : start + fits]))
 
-    def skip(self, sizes: Sequence[int], share: Tensor) -> None:
+    def skip(self, sizes: Sequence[int], shares: Sequence[Tensor]) -> None:
         """Take in tensors of so many bytes each, one after another, without reading them.
 
         Args:
-            share: what `share_of` gave for them, added up.
+            shares: what `share_of` gave for each of them.
         """
-        self._shares.append(share)
+        self._shares += shares
         for size in sizes:
-            self._lengths = self._longer(size)
-            while size:
-                fits = min(size, self._room - self._filled)
-                size -= fits
-                self._go_on(fits)
+            for _ in self._places(size):
+                pass
 
     def text(self) -> str:
         """16 hexadecimal digits; nothing is added after it."""
@@ -115,13 +108,16 @@ class Digest:
         value = self._value + torch.stack(self._shares).sum() if self._shares else self._value
         return f"{(int(value) + self._lengths) % (1 << 64):016x}"
 
-    def _longer(self, size: int) -> int:
-        return (self._lengths * _STEP + size + 1) % (1 << 64)
-
-    def _go_on(self, nbytes: int) -> None:
-        self._filled += nbytes
-        if self._filled == self._room:
-            self._take_in()
+    def _places(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Of a tensor of so many bytes the first byte and the size of each piece, which goes on where `_filled` is."""
+        self._lengths = (self._lengths * _STEP + nbytes + 1) % (1 << 64)
+        start = 0
+        while start < nbytes:
+            fits = min(nbytes - start, self._room - self._filled)
+            yield start, fits
+            start, self._filled = start + fits, self._filled + fits
+            if self._filled == self._room:
+                self._take_in()
 
     def _take_in(self) -> None:
         self._value = self._value * _STEP
@@ -164,7 +160,6 @@ class _Shares:
     """What was taken in during the last update of the weights with a part in host memory: `HostState.watch`.
 
     Args:
-        device: of an update.
         held: all that a rank holds.
         sizes: bytes of the parts of each of these.
         places: the number of a held one and the bytes before it, by the state that has its master weight.
@@ -175,20 +170,17 @@ class _Shares:
 
     def __init__(
         self,
-        device: torch.device,
         held: Sequence[HeldParameter],
         sizes: Sequence[tuple[int, ...]],
         places: dict[int, tuple[dict[str, Tensor], int, int]],
     ) -> None:
         self.held, self.sizes, self.nbytes = held, sizes, sum(map(sum, sizes))
-        self._device, self._places = device, places
+        self._places = places
         self._factors: Tensor | None = None
-        self._shares: dict[int, Tensor] = {}
+        self._shares: dict[int, list[Tensor]] = {}
 
     @classmethod
-    def of(
-        cls, device: torch.device, held: Sequence[HeldParameter], sizes: Sequence[tuple[int, ...]]
-    ) -> _Shares | None:
+    def of(cls, held: Sequence[HeldParameter], sizes: Sequence[tuple[int, ...]]) -> _Shares | None:
         """None where no optimizer has master weights in its state, or not yet."""
         places, start = {}, 0
         for number, (each, its_sizes) in enumerate(zip(held, sizes, strict=True)):
@@ -196,7 +188,7 @@ class _Shares:
                 state = each.moments
                 places[id(state)] = (state, number, start)
             start += sum(its_sizes)
-        return cls(device, held, sizes, places) if places else None
+        return cls(held, sizes, places) if places else None
 
     def __call__(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
         """Take in a parameter, which has been updated, and its master weight, both on the device."""
@@ -204,18 +196,19 @@ class _Shares:
         if known is not state:
             return
         if self._factors is None:
-            self._factors = factors(self.nbytes, self._device)
-        whole = torch.zeros((), dtype=torch.int64, device=self._device)
+            self._factors = factors(self.nbytes, parameter.device)
+        shares: list[Tensor] = []
         # The master weight is the last part: all of it, or what the parameter lacks.
         parts = (parameter, state[_MASTER])[-len(self.sizes[number]) :]
         for part, size in zip(parts, self.sizes[number], strict=True):
             share = share_of(part, start, self.nbytes, self._factors)
             if share is None:
                 return
-            whole, start = whole + share, start + size
-        self._shares[number] = whole
+            shares.append(share)
+            start += size
+        self._shares[number] = shares
 
-    def taken(self) -> dict[int, Tensor]:
+    def taken(self) -> dict[int, list[Tensor]]:
         """By the number of the held one: those of the last update, once."""
         taken, self._shares, self._factors = self._shares, {}, None
         return taken

@@ -272,11 +272,19 @@ def _gpu(
         if alone:
             always[f"{role} gradients"] = held.gradients
     staying = {
-        role: {f"{role} optimizer on its way": each.held[device].away}
+        role: each.held[device].away
         for role, each in here.items()
         if each.trained and recipe.train_config(role).optimizer.overlap_offload and not _leaves(recipe, role)
     }
-    go = {role: f"{recipe.train_setting(role)}.optimizer.overlap_offload=false" for role in staying}
+
+    def left_by(roles: Iterable[str]) -> dict[str, int]:
+        """What is on its way to host memory in the turns of others than these."""
+        return {f"{role} optimizer on its way": staying[role] for role in roles if role in staying}
+
+    def leave_earlier(roles: Iterable[str]) -> list[str]:
+        settings = (recipe.train_setting(role) for role in roles if role in staying)
+        return [f"{setting}.optimizer.overlap_offload=false" for setting in sorted({*settings})]
+
     tokens, cache = 0, 0
     if serving is not None:
         weights = {"engine weights": serving.weights - serving.shared}
@@ -299,20 +307,18 @@ def _gpu(
         less = "a smaller rollout.engine.max_total_tokens or max_running_requests"
         if on_gpu:
             less = "a smaller rollout.engine.mem_fraction_static or max_total_tokens"
-        less = ", ".join([less, *sorted({*go.values()}), *_leave(recipe, here)])
+        less = ", ".join([less, *leave_earlier(here), *_leave(recipe, here)])
         items = dict(weights) if recipe.rollout.engine.release_weights else {}
         items |= {"KV cache": cache, "prefixes": min(tokens, PREFIX_TOKENS) * serving.prefix_of_a_token}
         if estimate:
             read = min(prompt_tokens(recipe.rollout.engine, size or 0), tokens)
             items["prompts"] = read * serving.prompt_of_a_token
-        items |= {name: size for each in staying.values() for name, size in each.items()}
+        items |= left_by(here)
         phases.append(Phase(GENERATE, {name: size for name, size in items.items() if size}, less))
     for role, each in here.items():
-        kept_here = kept | {
-            name: size for other, items in staying.items() if other != role for name, size in items.items()
-        }
         others = [other for other in here if other != role]
-        stay = [*_leave(recipe, others), *sorted({go[other] for other in others if other in go})]
+        kept_here = kept | left_by(others)
+        stay = [*_leave(recipe, others), *leave_earlier(others)]
         held_twice = always.get("engine weights", 0)
         advice = partial(_advice, recipe, role, cache=bool(kept), weights=held_twice, stay=stay, on_gpu=on_gpu)
         phases.append(

@@ -66,7 +66,6 @@ def check_layouts(
         if spec is not None:
             check_megatron(recipe, role, spec, layouts[role], gpus=devices[role][0].kind == "cuda")
             check_expert_copies(recipe, role, spec, layouts[role], devices[role])
-        check_overlap(recipe, role, devices)
     replicas = max(layout.dp for layout in layouts.values())
     if "rollout" not in devices:
         if not recipe.algorithm.needs_engines:
@@ -98,26 +97,6 @@ def check_expert_copies(recipe: Recipe, role: str, spec: ModelSpec, layout: Layo
         raise UserError(
             f"{recipe.train_setting(role)}.expert_copies=true: ranks {group[0]}-{group[-1]} of placement.{role} "
             "share experts and are on several nodes; expected one node, or false"
-        )
-
-
-def check_overlap(recipe: Recipe, role: str, devices: Mapping[str, Sequence[Device]]) -> None:
-    """An optimizer's state returns to host memory in the turns of others, where the rest of the model stays.
-
-    Raises:
-        UserError: there are none, or the model leaves too.
-    """
-    setting = f"{recipe.train_setting(role)}.optimizer.overlap_offload=true"
-    if role not in recipe.trained_roles or not recipe.train_config(role).optimizer.overlap_offload:
-        return
-    if role in recipe.offloaded_roles:
-        raise UserError(f"{setting} does nothing with {role}.offload=true, which waits for all of it; expected false")
-    others = {
-        device for other in ("actor", *recipe.models, "rollout") if other != role for device in devices.get(other, ())
-    }
-    if others.isdisjoint(devices[role]):
-        raise UserError(
-            f"{setting}: nothing else is on placement.{role}, in whose turns it would return; expected false"
         )
 
 

@@ -27,8 +27,7 @@ def check_offload(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> No
     if recipe.rollout.engine.release_weights and recipe.starts_engines:
         settings["rollout"] = "rollout.engine.release_weights"
     for role, setting in settings.items():
-        others = {device for other, held in devices.items() if other not in (role, "reward") for device in held}
-        if others.isdisjoint(devices[role]):
+        if _is_alone(role, devices):
             raise UserError(
                 f"{setting}=true: no other role computes on the devices of {role}, so that nobody would use the "
                 f"memory; expected false, or placement.{role} on devices of another role"
@@ -39,6 +38,31 @@ def check_offload(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> No
             f"rollout.engine.release_weights=true with rollout.weights.{found}: expected share=false and "
             "transport=auto: the actor's memory cannot be released, and what is released no other process can write"
         )
+    for role in recipe.trained_roles:
+        check_overlap(recipe, role, devices)
+
+
+def check_overlap(recipe: Recipe, role: str, devices: Mapping[str, Sequence[Device]]) -> None:
+    """An optimizer's state returns to host memory in the turns of others, where the rest of the model stays.
+
+    Raises:
+        UserError: there are none, or the model leaves too.
+    """
+    if not recipe.train_config(role).optimizer.overlap_offload:
+        return
+    setting = f"{recipe.train_setting(role)}.optimizer.overlap_offload=true"
+    if role in recipe.offloaded_roles:
+        raise UserError(f"{setting} does nothing with {role}.offload=true, which waits for all of it; expected false")
+    if _is_alone(role, devices):
+        raise UserError(
+            f"{setting}: nothing else is on placement.{role}, in whose turns it would return; expected false"
+        )
+
+
+def _is_alone(role: str, devices: Mapping[str, Sequence[Device]]) -> bool:
+    """Whether no other role computes on a role's devices."""
+    others = {device for other, held in devices.items() if other not in (role, "reward") for device in held}
+    return others.isdisjoint(devices[role])
 
 
 def begin_in_turn(recipe: Recipe, devices: Mapping[str, Sequence[Device]]) -> tuple[str, ...]:

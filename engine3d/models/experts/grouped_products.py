@@ -64,12 +64,14 @@ def learned(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor | None:
 def learn(gradients: Tensor, first: Tensor | None, second: Tensor | None = None) -> None:
     """Add what was `learned` of one or two parts of the rows to gradients of weights, in float32, and round once."""
     there = [part for part in (first, second) if part is not None]
-    if len(there) == 2 and gradients.is_cuda:
+    if len(there) == 1:
+        gradients.add_(there[0])
+    elif there and gradients.is_cuda:
         from engine3d.models.experts.kernels import add_both
 
         add_both(gradients, *there)
     elif there:
-        sum_in_order((gradients, *there), gradients) if len(there) == 2 else gradients.add_(there[0])
+        sum_in_order((gradients, *there), gradients)
 
 
 def are_one(tensors: Sequence[Tensor]) -> bool:

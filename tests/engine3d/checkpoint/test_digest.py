@@ -98,13 +98,13 @@ def test_the_shares_of_some_stand_for_reading_them(monkeypatch: pytest.MonkeyPat
         found = Digest(CPU, nbytes)
         for number, values in enumerate(tensors):
             if number in shared:
-                found.skip([values.nbytes], share(number))
+                found.skip([values.nbytes], [share(number)])
             else:
                 found.add(values)
         assert found.text() == digest(*tensors)
     together = Digest(CPU, nbytes)
     together.add(tensors[0])
-    together.skip([each.nbytes for each in tensors[1:]], sum(map(share, range(1, 6)), torch.tensor(0)))
+    together.skip([each.nbytes for each in tensors[1:]], [share(number) for number in range(1, 6)])
     assert together.text() == digest(*tensors)
     # What is no whole words, or does not begin with one, is read.
     assert share_of(tensors[0][:3], 0, 6, of_words) is None and share_of(tensors[0], 2, 10, of_words) is None

@@ -9,12 +9,7 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from hybridflow.cluster.devices.device_map import DeviceMap, Node
 from hybridflow.config.recipe import load_recipe
-from hybridflow.planning.placement_check import (
-    check_batch_sizes,
-    check_expert_copies,
-    check_overlap,
-    groups_over_nodes,
-)
+from hybridflow.planning.placement_check import check_batch_sizes, check_expert_copies, groups_over_nodes
 from tests.support.runs import DEMO
 
 NODES = [Node("host-0", gpus=4, cpu_slots=0), Node("host-1", gpus=4, cpu_slots=0)]
@@ -51,22 +46,6 @@ def test_ranks_that_copy_into_each_others_memory_are_on_one_node() -> None:
         check_expert_copies(recipe, "actor", spec, Layout(ep=8, dp=8), devices)
     recipe = load_recipe(DEMO, ["train.dtype=bfloat16", gathering])
     check_expert_copies(recipe, "actor", spec, Layout(ep=8, dp=8), devices)
-
-
-def test_a_state_returns_in_the_turns_of_others() -> None:
-    overlap = ["train.optimizer.offload=true", "train.optimizer.overlap_offload=true"]
-    here, there = (DeviceMap.parse(each).devices(NODES) for each in ("cuda:0-1", "cuda:2-3"))
-    check_overlap(load_recipe(DEMO, overlap), "actor", {"actor": here, "rollout": here, "reward": there})
-    check_overlap(load_recipe(DEMO), "actor", {"actor": here, "rollout": there})
-    alone = r"^train\.optimizer\.overlap_offload=true: nothing else is on placement\.actor, in whose turns it would"
-    with pytest.raises(UserError, match=alone):
-        check_overlap(load_recipe(DEMO, overlap), "actor", {"actor": here, "rollout": there, "reward": here})
-    critic = ["algorithm.name=ppo", "critic.path=/model", "critic.offload=true"]
-    recipe = load_recipe(DEMO, [*overlap, *critic])
-    devices = dict.fromkeys(("actor", "critic", "rollout"), here)
-    check_overlap(recipe, "actor", devices)
-    with pytest.raises(UserError, match=r"overlap_offload=true does nothing with critic\.offload=true"):
-        check_overlap(recipe, "critic", devices)
 
 
 def test_a_step_of_preferences_has_a_pair_for_each_rank_and_mini_batch() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from engine3d.errors import UserError
+from hybridflow.cluster.devices.device_map import DeviceMap, Node
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.planning.placement_check import planned_devices
-from hybridflow.roles.offload import begin_in_turn, check_offload
+from hybridflow.roles.offload import begin_in_turn, check_offload, check_overlap
 from tests.support.runs import DEMO, ROOT
 
 PPO = ROOT / "launch/recipes/ppo.yaml"
@@ -71,3 +72,23 @@ def test_weights_are_released_where_others_use_the_memory_and_none_is_shared(
 def test_an_engine_starts_when_the_models_there_have_left(overrides: list[str], order: tuple[str, ...]) -> None:
     devices = planned_devices(recipe := _recipe(*overrides))
     assert devices is not None and begin_in_turn(recipe, devices) == order
+
+
+def test_a_state_returns_in_the_turns_of_others() -> None:
+    overlap = ["train.optimizer.offload=true", "train.optimizer.overlap_offload=true"]
+    here, there = (
+        DeviceMap.parse(each).devices([Node("host-0", gpus=4, cpu_slots=0)]) for each in ("cuda:0-1", "cuda:2-3")
+    )
+    check_overlap(load_recipe(DEMO, overlap), "actor", {"actor": here, "rollout": here, "reward": there})
+    check_overlap(load_recipe(DEMO), "actor", {"actor": here, "rollout": there})
+    alone = r"^train\.optimizer\.overlap_offload=true: nothing else is on placement\.actor, in whose turns it would"
+    with pytest.raises(UserError, match=alone):
+        check_overlap(load_recipe(DEMO, overlap), "actor", {"actor": here, "rollout": there, "reward": here})
+    critic = ["algorithm.name=ppo", "critic.path=/model", "critic.offload=true"]
+    recipe = load_recipe(DEMO, [*overlap, *critic])
+    devices = dict.fromkeys(("actor", "critic", "rollout"), here)
+    check_overlap(recipe, "actor", devices)
+    with pytest.raises(UserError, match=r"overlap_offload=true does nothing with critic\.offload=true"):
+        check_overlap(recipe, "critic", devices)
+    with pytest.raises(UserError, match=r"overlap_offload=true does nothing with critic\.offload=true"):
+        check_offload(recipe, devices)
