@@ -162,6 +162,11 @@ class TrainConfig(Settings):
         coefficients = self.megatron.get("moe_aux_loss_coeff", 0.0)
         return any(coefficients) if isinstance(coefficients, list) else coefficients > 0
 
+    @property
+    def has_flash_attention(self) -> bool:
+        """Whether attention is FlashAttention's, whatever Transformer Engine prefers."""
+        return self.megatron.get("attention_backend") == "flash"
+
     def has_one_step_experts(self, sizes: Sizes, layout: Layout) -> bool:
         """Whether experts are one step, on a GPU that can do it."""
         together = layout.ep == 1 or self.gathers_tokens(layout)

@@ -26,7 +26,8 @@ class Option:
         effect: what it does, and why results stay right.
         tried: the test, or the measurement on GPUs.
         needs_experts: it says nothing of a model without.
-        needs_gpu: it needs Transformer Engine.
+        needs_gpu: it needs Transformer Engine, but for the value `plain`.
+        plain: the value that any device has.
         learns: it changes what a model learns, and so nothing of one that does not.
     """
 
@@ -37,6 +38,7 @@ class Option:
     tried: str
     needs_experts: bool = True
     needs_gpu: bool = False
+    plain: Any = False
     learns: bool = False
 
 
@@ -118,6 +120,18 @@ OPTIONS = (
         "Transformer Engine's kernels for the choice of experts, for routers with a softmax (Qwen3-MoE)",
         "benchmarks/results/train",
         needs_gpu=True,
+    ),
+    Option(
+        "attention_backend",
+        "auto or flash",
+        lambda value: value in ("auto", "flash"),
+        "Which of Transformer Engine's attention is taken: what it prefers, on Hopper cuDNN's, or FlashAttention 4 "
+        "(`train.packing=true`, bfloat16, head_dim 64 or 128), whose backward pass is shorter there. Log-probs and "
+        "gradients differ as two orders of a sum do",
+        "tests/engine3d/training/test_transformer_engine.py, benchmarks/results/train",
+        needs_experts=False,
+        needs_gpu=True,
+        plain="auto",
     ),
 )
 BY_NAME = {option.name: option for option in OPTIONS}

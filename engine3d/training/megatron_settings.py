@@ -6,7 +6,7 @@ from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
-from engine3d.models.attention.requirements import check_fused_query_key
+from engine3d.models.attention.requirements import check_flash_attention, check_fused_query_key
 from engine3d.models.family import ModelSpec
 from engine3d.models.sizes import Sizes
 from engine3d.platform import platform
@@ -38,7 +38,17 @@ def megatron_settings(config: TrainConfig, spec: ModelSpec, layout: Layout) -> d
         if not platform.has_transformer_engine:
             raise UserError("recompute=selective needs Transformer Engine, which is absent here: use none or full")
         settings |= {"recompute_granularity": "selective", "recompute_modules": _cheap_modules(spec.sizes)}
-    return settings | config.megatron
+    return settings | config.megatron | _attention(config)
+
+
+def _attention(config: TrainConfig) -> dict[str, Any]:
+    if "attention_backend" not in config.megatron:
+        return {}
+    from megatron.core.transformer.enums import AttnBackend
+
+    if not config.has_flash_attention:
+        return {"attention_backend": AttnBackend.auto}
+    return {"attention_backend": AttnBackend.flash, "flash_attention_version": 4}
 
 
 def _cheap_modules(sizes: Sizes) -> list[str]:
@@ -75,9 +85,13 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
                 "one step (one_step_experts=true, bfloat16, etp=1) on several ranks that gather tokens "
                 "(megatron.moe_token_dispatcher_type=allgather), or false"
             )
-    for name in options:
-        if BY_NAME[name].needs_gpu and options[name] and not transformer_engine:
-            raise UserError(f"megatron.{name}={options[name]} needs Transformer Engine; expected false on a CPU")
+    for name, value in options.items():
+        option = BY_NAME[name]
+        if option.needs_gpu and value != option.plain and not transformer_engine:
+            plain = str(option.plain).lower()
+            raise UserError(f"megatron.{name}={value} needs Transformer Engine; expected {plain} on a CPU")
+    if config.has_flash_attention:
+        check_flash_attention(spec, dtype=config.dtype, packing=config.packing, deterministic=config.deterministic)
     if options.get("moe_token_dispatcher_type") == "allgather":
         gathers = "megatron.moe_token_dispatcher_type=allgather"
         if not config.packing:

@@ -1,9 +1,16 @@
-"""Which models can have queries and keys made in one step."""
+"""Which models can have queries and keys made in one step, and which FlashAttention."""
 
 from __future__ import annotations
 
+from importlib import metadata
+
 from engine3d.errors import UserError
 from engine3d.models.family import ModelSpec
+from engine3d.platform import platform
+
+FLASH_ATTENTION = ("flash-attn-4", "nvidia-cutlass-dsl")
+"""The packages that Transformer Engine takes FlashAttention 4 from. SGLang needs them as well."""
+_HEAD_DIMS = (64, 128)
 
 
 def check_fused_query_key(spec: ModelSpec, *, tp: int, cp: int) -> None:
@@ -27,3 +34,35 @@ def check_fused_query_key(spec: ModelSpec, *, tp: int, cp: int) -> None:
         )
     if cp > 1:
         raise UserError(f"{setting} with cp={cp}: expected cp=1, or false")
+
+
+def check_flash_attention(spec: ModelSpec, *, dtype: str, packing: bool, deterministic: bool) -> None:
+    """Refuse a model, or settings of its trainer, that FlashAttention 4 was not tried with, and an environment without.
+
+    Args:
+        spec: the model.
+        dtype: of the trainer.
+        packing: whether sequences lie end to end.
+        deterministic: whether every run has to make the same bits.
+
+    Raises:
+        UserError: names the setting, and the model, its size or the package.
+    """
+    sizes, setting = spec.sizes, "megatron.attention_backend=flash"
+    if sizes.latent is not None:
+        raise UserError(f"{setting}: {spec.family.architecture} has latent attention; expected auto")
+    if sizes.head_dim not in _HEAD_DIMS:
+        raise UserError(f"{setting}: head_dim={sizes.head_dim}, expected 64 or 128, or auto")
+    if dtype != "bfloat16":
+        raise UserError(f"{setting} with dtype={dtype}: expected bfloat16, or auto")
+    if not packing:
+        raise UserError(f"{setting} with packing=false: expected packing=true, or auto")
+    if deterministic:
+        raise UserError(f"{setting} with deterministic=true: expected false, or auto")
+    for package in FLASH_ATTENTION if platform.has_transformer_engine else ():
+        try:
+            metadata.version(package)
+        except metadata.PackageNotFoundError:
+            raise UserError(
+                f"{setting} needs {package}, which is absent here: pip install -r requirements.txt"
+            ) from None

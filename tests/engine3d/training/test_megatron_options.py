@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from pydantic import ValidationError
 
@@ -14,6 +16,9 @@ from benchmarks.reshard_plan import named_model
 from engine3d.errors import UserError
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec, model_spec
+from engine3d.models.attention import requirements
+from engine3d.models.megatron_config import transformer_config
+from engine3d.platform import platform
 from engine3d.training.config import TrainConfig
 from engine3d.training.megatron_options import (
     BY_NAME,
@@ -23,7 +28,7 @@ from engine3d.training.megatron_options import (
     page,
     refusals,
 )
-from engine3d.training.megatron_settings import check_effect, check_options
+from engine3d.training.megatron_settings import check_effect, check_options, megatron_settings
 from tests.support import tiny_families
 
 ROOT = Path(__file__).parents[3]
@@ -84,6 +89,7 @@ def test_every_other_field_is_refused_whatever_its_value() -> None:
         ({"moe_z_loss_coeff": float("nan")}, "moe_z_loss_coeff=nan; expected a number"),
         ({"moe_z_loss_coeff": True}, "moe_z_loss_coeff=True; expected a number"),
         ({"moe_router_fusion": 1}, "moe_router_fusion=1; expected true or false"),
+        ({"attention_backend": "fused"}, "attention_backend='fused'; expected auto or flash"),
     ],
 )
 def test_options_that_are_refused(options: dict[str, Any], line: str) -> None:
@@ -105,6 +111,7 @@ def test_every_refusal_is_told() -> None:
             {},
             "moe_router_fusion=True needs Transformer Engine; expected false",
         ),
+        (MOE, Layout(), {"attention_backend": "flash"}, {}, "=flash needs Transformer Engine; expected auto on a CPU"),
         (MOE, Layout(ep=2, dp=2), {"moe_token_dispatcher_type": "allgather"}, {"packing": False}, "packing=true"),
         (MOE, Layout(pp=2), {"moe_token_dispatcher_type": "allgather"}, {}, "allgather with pp=2: expected pp=1"),
         (
@@ -143,6 +150,36 @@ def test_the_fused_router_is_for_a_softmax_on_gpus() -> None:
     check_options(config, MOE, Layout(ep=2, dp=2), transformer_engine=True)
     with pytest.raises(UserError, match="was tried with a softmax over experts alone; expected false"):
         check_options(config, DEEPSEEK, Layout(), transformer_engine=True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "settings", "line"),
+    [
+        (DEEPSEEK, {}, "DeepseekV3ForCausalLM has latent attention; expected auto"),
+        (model_spec(tiny_families.MOE), {}, "head_dim=16, expected 64 or 128, or auto"),
+        (MOE, {"dtype": "float32"}, "with dtype=float32: expected bfloat16, or auto"),
+        (DENSE, {"packing": False}, "with packing=false: expected packing=true, or auto"),
+        (DENSE, {"deterministic": True}, "with deterministic=true: expected false, or auto"),
+    ],
+)
+def test_what_flash_attention_was_not_tried_with(spec: ModelSpec, settings: dict[str, Any], line: str) -> None:
+    config = TrainConfig(megatron={"attention_backend": "flash"}, **settings)
+    with pytest.raises(UserError, match=f"^megatron.attention_backend=flash:? {line}"):
+        check_options(config, spec, Layout(), transformer_engine=True)
+
+
+def test_flash_attention_is_the_fourth_and_its_packages_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig(megatron={"attention_backend": "flash", "moe_aux_loss_coeff": 0.1})
+    for spec in (MOE, DENSE):
+        check_options(config, spec, Layout(), transformer_engine=True)
+    made = transformer_config(MOE, Layout(), torch.bfloat16, **megatron_settings(config, MOE, Layout()))
+    assert (made.attention_backend, made.flash_attention_version) == (AttnBackend.flash, 4)
+    settings = megatron_settings(TrainConfig(megatron={"attention_backend": "auto"}), MOE, Layout())
+    assert transformer_config(MOE, Layout(), torch.bfloat16, **settings).attention_backend == AttnBackend.auto
+    monkeypatch.setattr(platform, "has_transformer_engine", True)
+    monkeypatch.setattr(requirements, "FLASH_ATTENTION", ("flash-attn-4", "no-such-package"))
+    with pytest.raises(UserError, match="flash needs no-such-package, which is absent here: pip"):
+        check_options(config, MOE, Layout(), transformer_engine=True)
 
 
 GATHERING = {"moe_token_dispatcher_type": "allgather"}

@@ -231,3 +231,47 @@ def test_copies_of_experts_tokens_are_collective_operations(tmp_path: Path) -> N
             assert found["losses"] == pytest.approx(without["losses"], rel=2e-3)
             assert found["norms"] == pytest.approx(without["norms"], rel=0.02)
             assert (found["before"] - without["before"]).abs().mean() < 0.01
+
+
+def _with_attention(directory: Path, backend: str) -> dict[str, Any]:
+    """Updates on sequences shorter and longer than a kernel's tiles, and which attention Transformer Engine took."""
+    from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
+
+    from engine3d.training.engine import TrainEngine
+
+    options = {"optimizer": SETTINGS, "fused_query_key": True, "megatron": {"attention_backend": backend}}
+    engine = TrainEngine(directory, TrainConfig(dtype="bfloat16", micro_batch_tokens=2048, **options), Layout())
+    generator = torch.Generator().manual_seed(0)
+    lengths = [2, 3, 127, 128, 129, *torch.randint(2, 900, (9,), generator=generator).tolist()]
+    samples = [torch.randint(0, 90, (length,), generator=generator).tolist() for length in lengths]
+    count = sum(lengths) - len(lengths)
+    weights = torch.tensor([weight for length in lengths for weight in [0.0] + [1 / count] * (length - 1)])
+    sequences = Sequences.of(samples, weights=weights)
+    before = engine.logprobs(sequences)
+    updates = [engine.update(sequences, _loss) for _ in range(3)]
+    after = engine.logprobs(sequences)
+    assert before is not None and after is not None
+    chosen = dot_product_attention._attention_backends
+    engine.close()
+    return {
+        "before": before.logprobs,
+        "after": after.logprobs,
+        "losses": [float(sum(update.facts)) for update in updates],
+        "norms": [update.grad_norm for update in updates],
+        "flash": chosen["use_flash_attention"] and str(chosen["flash_attention_backend"])[0],
+    }
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_flash_attention_is_the_other_attention(head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiny_families.CONFIGS, "wide", tiny_families.MOE | {"head_dim": head_dim})
+    tiny_families.make("wide", tmp_path / "model")
+    auto, flash = (
+        run_distributed(_with_attention, 1, tmp_path / "model", backend, timeout_s=180)[0]
+        for backend in ("auto", "flash")
+    )
+    assert not auto["flash"] and flash["flash"] == "4"
+    assert flash["losses"] == pytest.approx(auto["losses"], rel=2e-3)
+    assert flash["norms"] == pytest.approx(auto["norms"], rel=0.02)
+    assert (flash["before"] - auto["before"]).abs().mean() < 0.01
+    assert (flash["after"] - auto["after"]).abs().mean() < 0.03
