@@ -235,7 +235,7 @@ def test_copies_of_experts_tokens_are_collective_operations(tmp_path: Path) -> N
 
 def _with_attention(directory: Path, backend: str) -> dict[str, Any]:
     """Updates on sequences shorter and longer than a kernel's tiles, and which attention Transformer Engine took."""
-    from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
+    from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends as chosen
 
     from engine3d.training.engine import TrainEngine
 
@@ -251,7 +251,6 @@ def _with_attention(directory: Path, backend: str) -> dict[str, Any]:
     updates = [engine.update(sequences, _loss) for _ in range(3)]
     after = engine.logprobs(sequences)
     assert before is not None and after is not None
-    chosen = dot_product_attention._attention_backends
     engine.close()
     return {
         "before": before.logprobs,
