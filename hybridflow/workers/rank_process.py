@@ -17,7 +17,7 @@ from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.out_of_memory import in_short
-from engine3d.stacks import STACKS_VARIABLE, stacks_path, write_stacks_on_signal
+from engine3d.stacks import STACKS_VARIABLE, stacks_path, write_stacks_when_asked
 from engine3d.startup.imports import quick_imports
 from engine3d.stores import KEY_VARIABLE, STORE_VARIABLE, StoreServer, keep_key, listen, serve
 from hybridflow.errors.rank_failure import Failure
@@ -50,7 +50,7 @@ class RankProcess:
             os.environ[STACKS_VARIABLE] = str(stacks_path(log_path.absolute()))
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         faulthandler.enable(file=2)
-        write_stacks_on_signal()
+        write_stacks_when_asked()
         self._pulse = Pulse(role, rank, log_path)
 
     def identify(self, listens: bool) -> tuple[int, str, str, int]:

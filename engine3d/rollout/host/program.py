@@ -42,7 +42,7 @@ from engine3d.rollout.host.stream import ResponseStream, UnderWay
 from engine3d.rollout.scheduler.plugin import ANSWER_METHOD
 from engine3d.rollout.scheduler.rank import Answer, Call, answers_path
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE
-from engine3d.stacks import write_stacks_on_signal
+from engine3d.stacks import write_stacks_when_asked
 from engine3d.startup import jit_kernels
 from engine3d.startup.imports import quick_imports
 
@@ -459,7 +459,7 @@ def main() -> None:
     """`python -m engine3d.rollout.host.program FD`: serve the client at the other end of this inherited Unix socket."""
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
-    write_stacks_on_signal()
+    write_stacks_when_asked()
     client = ClientConnection(Connection(descriptor))
     launch = client.launch
     os.environ.update(moe_configs.environment(launch.run_directory / "moe", launch.server_arguments))

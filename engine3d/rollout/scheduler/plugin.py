@@ -24,7 +24,7 @@ from engine3d.rollout.scheduler.last_token import end_at_last_token
 from engine3d.rollout.scheduler.text_stops import end_at_text
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE, note_version
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE, segment_name
-from engine3d.stacks import write_stacks_on_signal
+from engine3d.stacks import write_stacks_when_asked
 from engine3d.startup import leave_out
 
 MEETING_VARIABLE = "ENGINE3D_ROLLOUT_MEETING"
@@ -59,7 +59,7 @@ def register() -> None:
     """Register our hooks with SGLang, in a process of a rollout engine."""
     if RUN_DIRECTORY_VARIABLE not in os.environ:
         return
-    write_stacks_on_signal()
+    write_stacks_when_asked()
     # SGLang's debug dumper imports Megatron-Core where it finds it: three seconds of every start, for nothing here.
     leave_out("megatron.core")
     _lock_progress_bars()

@@ -12,10 +12,11 @@ from pathlib import Path
 import psutil
 
 from engine3d.errors import EngineError
-from engine3d.stacks import STACKS_SIGNAL
+from engine3d.stacks import STACKS_SIGNAL, ask_for_stacks
 
 Processes = Sequence[psutil.Process]
 
+_ANSWER_S = 2.0
 _WRITING_S = 0.3
 
 
@@ -30,19 +31,27 @@ def find_process(pid: int) -> psutil.Process | None:
 def write_stacks(processes: Processes, *, wake: bool = False) -> None:
     """Have ranks, and what they have started, write the stacks of all their threads beside their logs.
 
+    Those that do not answer, since their threads that know of it get no turn, get a signal.
+
     Args:
         processes: of the ranks.
         wake: let those go on that are stopped, which write nothing otherwise.
     """
-    asked = False
-    for process in family(processes):
+    able = {process.pid: process for process in family(processes) if catches(process.pid, STACKS_SIGNAL)}
+    stopped = {pid for pid in able if is_stopped(pid)}
+
+    def let_go_on() -> None:
+        for pid in stopped if wake else ():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                able[pid].send_signal(signal.SIGCONT)
+
+    awaited = [pid for pid in able if wake or pid not in stopped]
+    ask_for_stacks([pid for pid in able if pid not in awaited], 0.0)  # they write when they go on
+    silent = ask_for_stacks(awaited, _ANSWER_S, asked=let_go_on)
+    for pid in silent:
         with contextlib.suppress(psutil.NoSuchProcess):
-            if catches(process.pid, STACKS_SIGNAL):
-                process.send_signal(STACKS_SIGNAL)
-                asked = True
-                if wake and is_stopped(process.pid):
-                    process.send_signal(signal.SIGCONT)
-    if asked:
+            able[pid].send_signal(STACKS_SIGNAL)
+    if silent:
         time.sleep(_WRITING_S)
 
 

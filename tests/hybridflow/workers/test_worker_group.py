@@ -246,7 +246,7 @@ def test_a_rank_that_stands_still_is_named_before_the_limit(
         Timer(3, stopped.resume).start()
         assert asked.result() == [1, 2]
     lines = [line for line in capfd.readouterr().err.splitlines() if "no answer since" in line]
-    assert len(lines) == 1
+    assert len(lines) in (1, 2)  # after a second, and after twice as long
     line = r"hybridflow: .*: critic rank 1, identity: no answer since [\d:]+ \(\d s\); process (\d+) of critic is st"
     found = re.match(line, lines[0])
     assert found is not None, lines

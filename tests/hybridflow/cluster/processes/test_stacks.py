@@ -1,0 +1,97 @@
+"""Stacks of processes that are busy, that keep Python's lock, that were forked, and that are stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine3d.stacks import STACKS_VARIABLE, ask_for_stacks
+from hybridflow.cluster.processes.process_tree import is_stopped, write_stacks
+
+pytestmark = pytest.mark.processes
+
+Starter = Callable[[str], psutil.Process]
+# Calls from C begin frames all the time, which no signal's handler may look at meanwhile.
+BUSY = "def at_work(number): pass\nwhile True:\n    for _ in map(at_work, range(10_000)): pass"
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Starter]:
+    """Processes that write their stacks into `stacks` when they are asked, and then do what they are told."""
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def start(program: str) -> psutil.Process:
+        text = "from engine3d.stacks import write_stacks_when_asked\nwrite_stacks_when_asked()\nprint(flush=True)\n"
+        environment = os.environ | {STACKS_VARIABLE: str(tmp_path / "stacks")}
+        begun.append(subprocess.Popen([sys.executable, "-c", text + program], env=environment, stdout=subprocess.PIPE))
+        assert begun[-1].stdout is not None
+        begun[-1].stdout.readline()
+        return psutil.Process(begun[-1].pid)
+
+    yield start
+    for process in begun:
+        for each in [*psutil.Process(process.pid).children(), process]:
+            each.kill()
+        process.communicate()
+
+
+def test_a_busy_process_survives_being_asked(start: Starter, tmp_path: Path) -> None:
+    process = start(BUSY)
+    for _ in range(100):
+        assert not ask_for_stacks([process.pid], 30.0)
+    assert process.status() != psutil.STATUS_ZOMBIE
+    text = (tmp_path / "stacks").read_text()
+    assert text.count(f" process {process.pid} (python") == text.count("in <module>") == 100
+
+
+def test_one_that_keeps_pythons_lock_gets_a_signal(start: Starter, tmp_path: Path) -> None:
+    process = start("import ctypes\ndef keeps_it(): ctypes.PyDLL(None).sleep(300)\nkeeps_it()")
+    time.sleep(1.0)
+    assert ask_for_stacks([process.pid], 0.2) == [process.pid]
+    write_stacks([process])
+    assert "in keeps_it" in (tmp_path / "stacks").read_text()
+
+
+def test_forks_write_their_own_and_do_not_write_in_between(start: Starter, tmp_path: Path) -> None:
+    process = start(f"import os\nfor _ in range(3):\n    if os.fork() == 0: break\n{BUSY}")
+    while len(process.children()) < 3:
+        time.sleep(0.05)
+    pids = [process.pid, *(child.pid for child in process.children())]
+    assert not ask_for_stacks(pids, 30.0)
+    first, *pieces = (tmp_path / "stacks").read_text().split("--- ")
+    assert not first and sorted(int(piece.split()[3]) for piece in pieces) == sorted(pids)
+    assert all(piece.count("in <module>") == 1 for piece in pieces)
+
+
+def test_one_that_is_stopped_writes_when_it_goes_on(start: Starter, tmp_path: Path) -> None:
+    process = start(BUSY)
+    process.send_signal(signal.SIGSTOP)
+    while not is_stopped(process.pid):
+        time.sleep(0.01)
+    begin = time.monotonic()
+    write_stacks([process])
+    assert time.monotonic() - begin < 1.0 and not (tmp_path / "stacks").read_text()
+    write_stacks([process], wake=True)
+    assert "in <module>" in (tmp_path / "stacks").read_text()
+
+
+def test_nobody_listens() -> None:
+    assert ask_for_stacks([2**22 + 1], 30.0) == [2**22 + 1]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, as root alone may")
+def test_other_users_may_not_ask(start: Starter, tmp_path: Path) -> None:
+    process = start(BUSY)
+    child = os.fork()
+    if child == 0:
+        os.setuid(65534)
+        os._exit(0 if ask_for_stacks([process.pid], 1.0) == [process.pid] else 1)
+    assert os.waitpid(child, 0)[1] == 0 and not (tmp_path / "stacks").read_text()
