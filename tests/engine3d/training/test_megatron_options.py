@@ -152,14 +152,17 @@ def test_the_fused_router_is_for_a_softmax_on_gpus() -> None:
         check_options(config, DEEPSEEK, Layout(), transformer_engine=True)
 
 
+NARROW = model_spec(tiny_families.MOE | {"head_dim": 64})
+
+
 @pytest.mark.parametrize(
     ("spec", "settings", "line"),
     [
         (DEEPSEEK, {}, "DeepseekV3ForCausalLM has latent attention; expected auto"),
-        (model_spec(tiny_families.MOE), {}, "head_dim=16, expected 64 or 128, or auto"),
-        (MOE, {"dtype": "float32"}, "with dtype=float32: expected bfloat16, or auto"),
-        (DENSE, {"packing": False}, "with packing=false: expected packing=true, or auto"),
-        (DENSE, {"deterministic": True}, "with deterministic=true: expected false, or auto"),
+        (MOE, {}, "head_dim=128, expected 64, or auto"),
+        (NARROW, {"dtype": "float32"}, "with dtype=float32: expected bfloat16, or auto"),
+        (NARROW, {"packing": False}, "with packing=false: expected packing=true, or auto"),
+        (NARROW, {"deterministic": True}, "with deterministic=true: expected false, or auto"),
     ],
 )
 def test_what_flash_attention_was_not_tried_with(spec: ModelSpec, settings: dict[str, Any], line: str) -> None:
@@ -170,8 +173,7 @@ def test_what_flash_attention_was_not_tried_with(spec: ModelSpec, settings: dict
 
 def test_flash_attention_is_the_fourth_and_its_packages_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig(megatron={"attention_backend": "flash", "moe_aux_loss_coeff": 0.1})
-    for spec in (MOE, DENSE):
-        check_options(config, spec, Layout(), transformer_engine=True)
+    check_options(config, NARROW, Layout(), transformer_engine=True)
     made = transformer_config(MOE, Layout(), torch.bfloat16, **megatron_settings(config, MOE, Layout()))
     assert (made.attention_backend, made.flash_attention_version) == (AttnBackend.flash, 4)
     settings = megatron_settings(TrainConfig(megatron={"attention_backend": "auto"}), MOE, Layout())
@@ -179,7 +181,7 @@ def test_flash_attention_is_the_fourth_and_its_packages_are_there(monkeypatch: p
     monkeypatch.setattr(platform, "has_transformer_engine", True)
     monkeypatch.setattr(requirements, "FLASH_ATTENTION", ("flash-attn-4", "no-such-package"))
     with pytest.raises(UserError, match="flash needs no-such-package, which is absent here: pip"):
-        check_options(config, MOE, Layout(), transformer_engine=True)
+        check_options(config, NARROW, Layout(), transformer_engine=True)
 
 
 GATHERING = {"moe_token_dispatcher_type": "allgather"}
