@@ -115,17 +115,20 @@ class _Listener:
     def _write(self) -> None:
         end = time.monotonic() + _TURN_S
         while time.monotonic() < end:
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no fork has it too
                 break
-            time.sleep(0.01)
+            except (BlockingIOError, PermissionError):  # of another process, by POSIX either of these
+                time.sleep(0.01)
+            except OSError:  # no file, such as a terminal
+                break
         try:
             when, name = time.strftime("%Y-%m-%d %H:%M:%S"), Path("/proc/self/comm").read_text().strip()
             os.write(self._file, f"--- {when} process {os.getpid()} ({name})\n".encode())
             faulthandler.dump_traceback(self._file, all_threads=True)
         finally:
             with contextlib.suppress(OSError):
-                fcntl.flock(self._file, fcntl.LOCK_UN)
+                fcntl.lockf(self._file, fcntl.LOCK_UN)
 
 
 def _may_ask(level: int, kind: int, data: bytes) -> bool:
