@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 STACKS_SIGNAL = signal.SIGUSR2
@@ -45,33 +45,29 @@ def write_stacks_when_asked() -> None:
     _listener.begin(file)
 
 
-def ask_for_stacks(pids: Sequence[int], limit_s: float, *, asked: Callable[[], None] = lambda: None) -> list[int]:
+def ask_for_stacks(pids: Sequence[int], limit_s: float) -> list[int]:
     """Have processes of this machine write their stacks.
 
     Args:
         pids: their numbers.
         limit_s: for their answers.
-        asked: called between asking them and waiting for them.
 
     Returns:
         Those that have not answered.
     """
-    silent = list(pids)
+    awaited, answered = set[int](), set[int]()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
         own.bind("")  # an address that nobody else has
-        awaited = []
         for pid in pids:
             with contextlib.suppress(OSError):  # it does not listen, or has not read what it was asked before
                 own.sendto(b"stacks", socket.MSG_DONTWAIT, _address(pid))
-                awaited.append(pid)
-        asked()
+                awaited.add(pid)
         end = time.monotonic() + limit_s
-        while not set(awaited).isdisjoint(silent) and (left_s := end - time.monotonic()) > 0:
+        while awaited - answered and (left_s := end - time.monotonic()) > 0:
             own.settimeout(left_s)
             with contextlib.suppress(TimeoutError, ValueError):
-                pid = int(own.recv(32))
-                silent = [each for each in silent if each != pid]
-    return silent
+                answered.add(int(own.recv(32)))
+    return [pid for pid in pids if pid not in answered]
 
 
 def _address(pid: int) -> bytes:

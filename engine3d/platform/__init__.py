@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from engine3d.platform.interface import DeviceMemory, Platform
+from engine3d.platform.interface import DeviceMemory, Platform, distribution_version
 
-__all__ = ["DeviceMemory", "Platform", "platform"]
+__all__ = ["DeviceMemory", "Platform", "distribution_version", "platform"]
 
 
 def _detect() -> Platform:

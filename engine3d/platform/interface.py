@@ -264,7 +264,7 @@ class Platform(ABC):
             return False
         # The extension is a module of its own where it was built from source, and inside the package in a wheel.
         built = importlib.util.find_spec("transformer_engine_torch") is not None
-        return built or _version("transformer_engine_torch") != "absent"
+        return built or distribution_version("transformer_engine_torch") != "absent"
 
     @cached_property
     def has_fused_weight_gradient(self) -> bool:
@@ -273,13 +273,15 @@ class Platform(ABC):
 
     def libraries(self) -> dict[str, str]:
         """The libraries found here that decide speed: distribution name to version, or "absent"."""
-        found = {name: _version(name) for name in ("torch", "megatron-core", "transformer-engine", "sglang", "ray")}
+        names = ("torch", "megatron-core", "transformer-engine", "sglang", "ray")
+        found = {name: distribution_version(name) for name in names}
         found["apex"] = "present" if importlib.util.find_spec("amp_C") else "absent"
-        found["flash-attn"] = _version("flash-attn") if importlib.util.find_spec("flash_attn") else "absent"
+        found["flash-attn"] = distribution_version("flash-attn") if importlib.util.find_spec("flash_attn") else "absent"
         return found
 
 
-def _version(distribution: str) -> str:
+def distribution_version(distribution: str) -> str:
+    """Of what is installed here by that name; "absent" if nothing is."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-
 from engine3d.errors import UserError
 from engine3d.models.family import ModelSpec
-from engine3d.platform import platform
+from engine3d.platform import distribution_version, platform
 
 FLASH_ATTENTION = ("flash-attn-4", "nvidia-cutlass-dsl")
 """The packages that Transformer Engine takes FlashAttention 4 from. SGLang needs them as well."""
@@ -60,9 +58,5 @@ def check_flash_attention(spec: ModelSpec, *, dtype: str, packing: bool, determi
     if deterministic:
         raise UserError(f"{setting} with deterministic=true: expected false, or auto")
     for package in FLASH_ATTENTION if platform.has_transformer_engine else ():
-        try:
-            metadata.version(package)
-        except metadata.PackageNotFoundError:
-            raise UserError(
-                f"{setting} needs {package}, which is absent here: pip install -r requirements.txt"
-            ) from None
+        if distribution_version(package) == "absent":
+            raise UserError(f"{setting} needs {package}, which is absent here: pip install -r requirements.txt")

@@ -38,16 +38,14 @@ def write_stacks(processes: Processes, *, wake: bool = False) -> None:
         wake: let those go on that are stopped, which write nothing otherwise.
     """
     able = {process.pid: process for process in family(processes) if catches(process.pid, STACKS_SIGNAL)}
-    stopped = {pid for pid in able if is_stopped(pid)}
-
-    def let_go_on() -> None:
-        for pid in stopped if wake else ():
+    stopped = [pid for pid in able if is_stopped(pid)]
+    if wake:
+        for pid in stopped:
             with contextlib.suppress(psutil.NoSuchProcess):
                 able[pid].send_signal(signal.SIGCONT)
-
-    awaited = [pid for pid in able if wake or pid not in stopped]
-    ask_for_stacks([pid for pid in able if pid not in awaited], 0.0)  # they write when they go on
-    silent = ask_for_stacks(awaited, _ANSWER_S, asked=let_go_on)
+        stopped = []
+    ask_for_stacks(stopped, 0.0)  # they write when they go on
+    silent = ask_for_stacks([pid for pid in able if pid not in stopped], _ANSWER_S)
     for pid in silent:
         with contextlib.suppress(psutil.NoSuchProcess):
             able[pid].send_signal(STACKS_SIGNAL)

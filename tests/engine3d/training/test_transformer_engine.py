@@ -14,8 +14,7 @@ from engine3d.checkpoint.digest import weights_digest
 from engine3d.layout import Layout
 from engine3d.platform import platform
 from engine3d.training.config import OptimizerConfig, TrainConfig
-from engine3d.training.sequences import Sequences
-from tests.engine3d.training.test_engine import LAYOUTS, SETTINGS, _train
+from tests.engine3d.training.test_engine import LAYOUTS, SETTINGS, _train, _weighted
 from tests.support import tiny_families
 from tests.support.distributed import run_distributed
 
@@ -45,9 +44,7 @@ def _logprobs_and_losses(directory: Path, packing: bool) -> tuple[torch.Tensor, 
     config = TrainConfig(dtype="bfloat16", packing=packing, micro_batch_tokens=512, optimizer=OptimizerConfig(lr=1e-3))
     engine = TrainEngine(directory, config, Layout())
     samples = _samples()
-    count = sum(len(sample) - 1 for sample in samples)
-    weights = torch.tensor([weight for sample in samples for weight in [0.0] + [1 / count] * (len(sample) - 1)])
-    sequences = Sequences.of(samples, weights=weights)
+    sequences = _weighted(samples, list(range(len(samples))))
     outputs = engine.logprobs(sequences)
     assert outputs is not None and outputs.logprobs is not None
     losses = [float(sum(engine.update(sequences, _loss).facts)) for _ in range(4)]
@@ -244,9 +241,7 @@ def _with_attention(directory: Path, backend: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     lengths = [2, 3, 127, 128, 129, *torch.randint(2, 900, (9,), generator=generator).tolist()]
     samples = [torch.randint(0, 90, (length,), generator=generator).tolist() for length in lengths]
-    count = sum(lengths) - len(lengths)
-    weights = torch.tensor([weight for length in lengths for weight in [0.0] + [1 / count] * (length - 1)])
-    sequences = Sequences.of(samples, weights=weights)
+    sequences = _weighted(samples, list(range(len(samples))))
     before = engine.logprobs(sequences)
     updates = [engine.update(sequences, _loss) for _ in range(3)]
     after = engine.logprobs(sequences)
