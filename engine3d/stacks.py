@@ -53,21 +53,25 @@ def ask_for_stacks(pids: Sequence[int], limit_s: float) -> list[int]:
         limit_s: for their answers.
 
     Returns:
-        Those that have not answered.
+        Those that listen and have not answered.
     """
-    awaited, answered = set[int](), set[int]()
+    listening, answered = set[int](), set[int]()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
         own.bind("")  # an address that nobody else has
         for pid in pids:
-            with contextlib.suppress(OSError):  # it does not listen, or has not read what it was asked before
+            try:
                 own.sendto(b"stacks", socket.MSG_DONTWAIT, _address(pid))
-                awaited.add(pid)
+            except BlockingIOError:  # it has not read what it was asked before
+                pass
+            except OSError:  # nobody listens there
+                continue
+            listening.add(pid)
         end = time.monotonic() + limit_s
-        while awaited - answered and (left_s := end - time.monotonic()) > 0:
+        while listening - answered and (left_s := end - time.monotonic()) > 0:
             own.settimeout(left_s)
             with contextlib.suppress(TimeoutError, ValueError):
                 answered.add(int(own.recv(32)))
-    return [pid for pid in pids if pid not in answered]
+    return [pid for pid in pids if pid in listening - answered]
 
 
 def _address(pid: int) -> bytes:

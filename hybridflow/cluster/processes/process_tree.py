@@ -31,7 +31,8 @@ def find_process(pid: int) -> psutil.Process | None:
 def write_stacks(processes: Processes, *, wake: bool = False) -> None:
     """Have ranks, and what they have started, write the stacks of all their threads beside their logs.
 
-    Those that do not answer, since their threads that know of it get no turn, get a signal.
+    Those that do not answer, since their threads that know of it get no turn, get a signal. Other programs do not, also
+    where they catch it: LLVM's, such as CUDA's compiler, would end.
 
     Args:
         processes: of the ranks.
@@ -47,8 +48,9 @@ def write_stacks(processes: Processes, *, wake: bool = False) -> None:
     ask_for_stacks(stopped, 0.0)  # they write when they go on
     silent = ask_for_stacks([pid for pid in able if pid not in stopped], _ANSWER_S)
     for pid in silent:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            able[pid].send_signal(STACKS_SIGNAL)
+        if catches(pid, STACKS_SIGNAL):  # and has not become another program
+            with contextlib.suppress(psutil.NoSuchProcess):
+                able[pid].send_signal(STACKS_SIGNAL)
     if silent:
         time.sleep(_WRITING_S)
 

@@ -1,4 +1,4 @@
-"""Stacks of processes that are busy, that keep Python's lock, that were forked, and that are stopped."""
+"""Stacks of processes that are busy, that keep Python's lock, that were forked, that are stopped; not of others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from engine3d.stacks import STACKS_VARIABLE, ask_for_stacks
-from hybridflow.cluster.processes.process_tree import is_stopped, write_stacks
+from hybridflow.cluster.processes.process_tree import catches, is_stopped, write_stacks
 
 pytestmark = pytest.mark.processes
 
@@ -84,8 +84,18 @@ def test_one_that_is_stopped_writes_when_it_goes_on(start: Starter, tmp_path: Pa
     assert "in <module>" in (tmp_path / "stacks").read_text()
 
 
-def test_nobody_listens() -> None:
-    assert ask_for_stacks([2**22 + 1], 30.0) == [2**22 + 1]
+def test_other_programs_are_left_alone(start: Starter, tmp_path: Path) -> None:
+    """Also those that catch the signal, and would end by it."""
+    ends = "import signal, sys, time; signal.signal(signal.SIGUSR2, lambda *_: sys.exit(9)); time.sleep(300)"
+    process = start(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {ends!r}])")
+    while not any(catches(child.pid, signal.SIGUSR2) for child in process.children()):
+        time.sleep(0.05)
+    [child] = process.children()
+    assert ask_for_stacks([child.pid], 30.0) == []
+    write_stacks([process])
+    time.sleep(0.3)
+    assert child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+    assert " in run\n" in (tmp_path / "stacks").read_text()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, as root alone may")
