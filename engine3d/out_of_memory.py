@@ -1,4 +1,4 @@
-"""What torch says where a GPU's memory is full, cut to who holds how much of it."""
+"""What torch and torch_memory_saver say where a GPU's memory is full, in short: who holds how much of it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ _TOLD = re.compile(
 )
 
 
+_NOT_RESUMED = re.compile(r"\[torch_memory_saver\.cpp\] cudaError error: 2 \(out of memory\) .*?func=resume line=\d+")
+"""What ends a process that wants memory again which it has given back for a while."""
+
+
 def in_short(text: str) -> str:
-    """`text`, one line, with torch's account of a GPU's full memory in half as many words; any other is as it was."""
-    return _TOLD.sub(_short, text)
+    """`text`, one line, with an account of a GPU's full memory in fewer words; any other is as it was."""
+    told = f"{OUT_OF_MEMORY}: others hold what the engine gave back for a while and takes again (torch_memory_saver)"
+    return _NOT_RESUMED.sub(told, _TOLD.sub(_short, text))
 
 
 def _short(told: re.Match[str]) -> str:

@@ -33,6 +33,12 @@ def test_figures_that_are_there_at_times() -> None:
     assert in_short(with_neighbour) == f"{SHORT}process 7 has 1.00 GiB in use, {short}"
 
 
+def test_an_engine_that_does_not_get_its_memory_again() -> None:
+    told = "[torch_memory_saver.cpp] cudaError error: 2 (out of memory)  file=csrc/core.cpp func=resume line=243"
+    assert in_short(told).startswith("GPU out of memory: others hold what the engine gave back")
+    assert "243" not in in_short(f"{told}; log: a") and in_short(f"{told}; log: a").endswith("; log: a")
+
+
 def test_any_other_text_stays() -> None:
     for text in ("ValueError: no tokens", "CUDA out of memory. Tried to allocate more than 1EB memory.", ""):
         assert in_short(text) == text

@@ -17,9 +17,12 @@ _MAX_LENGTH = 400
 # The last line of a Python traceback: an exception's name, dotted or not, and mostly its message.
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Timeout)\b(?::.*)?$")
 _CRASH = re.compile(
-    r"crashed with exit code|Segmentation fault|Out of memory|terminate called|Fatal Python error|ERROR: +\[Errno \d+\]"
+    r"^Subprocess .* crashed\b|Segmentation fault|Out of memory|\[torch_memory_saver\.cpp\] cudaError|terminate called"
+    r"|Fatal Python error|ERROR: +\[Errno \d+\]"
 )
-_KILLED = re.compile(r"crashed with exit code -|Segmentation fault|Out of memory|terminate called")
+_KILLED = re.compile(
+    r"crashed with exit code -|Segmentation fault|Out of memory|\[torch_memory_saver\.cpp\] cudaError|terminate called"
+)
 # What other processes say when one has failed.
 _CONSEQUENCE = re.compile(
     r"^(?:EOFError|BrokenPipeError|ConnectionResetError|KeyboardInterrupt|SystemExit)\b|see the error messages"

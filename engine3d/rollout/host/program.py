@@ -38,6 +38,7 @@ from engine3d.rollout.host.messages import (
     ResponseRequest,
 )
 from engine3d.rollout.host.progress import PROGRESS_EVERY_S, SchedulerState, scheduler_state
+from engine3d.rollout.host.ranks import watched_ranks
 from engine3d.rollout.host.stream import ResponseStream, UnderWay
 from engine3d.rollout.scheduler.plugin import ANSWER_METHOD
 from engine3d.rollout.scheduler.rank import Answer, Call, answers_path
@@ -78,6 +79,8 @@ class _Server:
         # SGLang signals SIGQUIT when one of its processes has failed; its own handler would wait five seconds first.
         self._manager.auto_create_handle_loop()
         loop.add_signal_handler(signal.SIGQUIT, self._fail)
+        for descriptor, rank in watched_ranks().items():
+            loop.add_reader(descriptor, self._fail, rank)
         vocab_size = self._manager.model_config.vocab_size
         self._client.send(Reply(START_ID, Limits(self._cache_tokens, int(vocab_size))))
         telling = asyncio.create_task(self._tell_progress())
@@ -104,12 +107,15 @@ class _Server:
     def _scheduler_state(self) -> SchedulerState:
         return scheduler_state(self._client.launch.run_directory)
 
-    def _fail(self) -> None:
-        # The process that failed first may have been killed, and what reached us be from one that misses it.
+    def _fail(self, ended: str | None = None) -> None:
+        """End, since a process has failed: the rank that has `ended`, or another that misses it."""
         watchdog = self._manager._subprocess_watchdog
         for process, name in zip(watchdog._processes, watchdog._names, strict=True):
             if process.exitcode:
                 print(f"Subprocess {name} (pid={process.pid}) crashed with exit code {process.exitcode}")
+                ended = None
+        if ended is not None:
+            print(f"Subprocess {ended} crashed")
         self._client.die()
 
     def _forget(self, id: int, task: asyncio.Task[None]) -> None:

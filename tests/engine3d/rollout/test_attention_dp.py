@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +13,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from engine3d.errors import UserError
+from engine3d.errors import EngineError, UserError
 from engine3d.models import load_model_spec
 from engine3d.platform.cpu.sglang import START_METHOD_VARIABLE
 from engine3d.rollout import RolloutConfig, RolloutEngine, SamplingConfig
@@ -17,6 +21,7 @@ from engine3d.rollout.launch import read_model, server_arguments
 from engine3d.rollout.part import EnginePart
 from engine3d.rollout.served import check_served
 from tests.engine3d.rollout.test_engine import reference_logprobs
+from tests.engine3d.rollout.test_failures import scheduler_of
 from tests.support import tiny_families
 from tests.support.listening import listeners
 from tests.support.tiny_rollout import TINY_ROLLOUT
@@ -119,6 +124,19 @@ def test_memory_is_given_back_and_taken_again(grouped: RolloutEngine) -> None:
     grouped.restore_memory()  # with whatever was there in its place
     again = grouped.generate(PROMPTS[:1], GREEDY) + grouped.generate(PROMPTS[1:], GREEDY)
     assert [group[0].token_ids for group in again] == [group[0].token_ids for group in before]
+
+
+@pytest.mark.processes
+def test_the_end_of_a_rank_ends_the_engine(grouped: RolloutEngine) -> None:
+    """The last test of this engine: SGLang's own watch knows no rank of a group."""
+    assert grouped._host is not None
+    rank = scheduler_of(grouped._host.pid)
+    threading.Timer(0.3, os.kill, (rank, signal.SIGKILL)).start()
+    before = time.monotonic()
+    with pytest.raises(EngineError, match=rf"died during generate: .* Subprocess scheduler_.* \(pid={rank}\) crashed"):
+        while True:
+            grouped.generate([[5]] * 60, SamplingConfig(max_new_tokens=60, ignore_eos=True))
+    assert time.monotonic() - before < 10
 
 
 @pytest.mark.processes

@@ -191,6 +191,15 @@ def test_the_root_cause_is_the_first_exception_that_is_not_a_consequence(tmp_pat
         "Subprocess scheduler_1 (pid=5) crashed with exit code -9\n"
     )
     assert root_cause(log) == "Subprocess scheduler_1 (pid=5) crashed with exit code -9"
+    saver = "[torch_memory_saver.cpp]"
+    log.write_text(
+        f"{saver} cuMemCreate CUDA_ERROR_OUT_OF_MEMORY (may not be an issue e.g. torch allocator will retry)\n"
+        f"{saver} cudaError error: 2 (out of memory)  file=csrc/core.cpp func=resume line=243\n"
+        "Subprocess scheduler_DP1_TP1_EP1 (pid=5) crashed\n"
+    )
+    assert root_cause(log).startswith("GPU out of memory: others hold what the engine gave back")
+    log.write_text("Subprocess scheduler_DP1_TP1_EP1 (pid=5) crashed\nall is well\n")
+    assert root_cause(log) == "Subprocess scheduler_DP1_TP1_EP1 (pid=5) crashed"
     log.write_text("all is well\n")
     assert root_cause(log) == ""
 
