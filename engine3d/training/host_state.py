@@ -171,9 +171,8 @@ class HostState:
             return
         self.leave()
         platform.synchronize()
-        for way in self._staying.values():
-            way.left()
-        self._staying = {}
+        while self._staying:  # no name is left for the last one, whose memory would be kept and cut up for gradients
+            self._staying.popitem()[1].left()
         platform.empty_cache()
 
     def changes(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -375,6 +376,16 @@ def _offload(directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     made: list[host_state.HostState] = []
     told: dict[str, Any] = {"moved": 0, "stayed": 0}
     make, send, left = host_state.HostState.__init__, host_state._Way.send, host_state._Way.left
+    begin, ways = host_state._Way.__init__, weakref.WeakSet[host_state._Way]()
+
+    def watched_begin(way: host_state._Way, *arguments: Any, **settings: Any) -> None:
+        begin(way, *arguments, **settings)
+        ways.add(way)
+
+    def nothing_left_over() -> None:
+        """The memory of a state that has left can be given to others."""
+        staying = {id(way) for state in made for way in state._staying.values()}
+        assert {id(way) for way in ways} <= staying
 
     def watched_make(state: host_state.HostState, *arguments: Any, **settings: Any) -> None:
         make(state, *arguments, **settings)
@@ -402,6 +413,8 @@ def _offload(directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         patch.setattr(host_state.HostState, "__init__", watched_make)
         patch.setattr(host_state._Way, "send", watched_send)
         patch.setattr(host_state._Way, "left", watched_left)
+        patch.setattr(host_state._Way, "__init__", watched_begin)
+        patch.setattr(host_state.platform, "empty_cache", nothing_left_over)
         for settings in (offloaded, overlapping):
             trained = _train(directory, {}, 1, optimizer=settings)
             assert not made[-1].nbytes  # it is given back with the engine
