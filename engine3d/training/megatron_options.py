@@ -126,7 +126,8 @@ OPTIONS = (
         "auto or flash",
         lambda value: value in ("auto", "flash"),
         "Which of Transformer Engine's attention is taken: what it prefers, on Hopper cuDNN's, or FlashAttention 4 "
-        "(`train.packing=true`, bfloat16, head_dim 64). Log-probs and gradients differ as two orders of a sum do",
+        "(`train.packing=true`, bfloat16, head_dim 64 or 128). Log-probs and gradients differ as two orders of a sum "
+        "do",
         "tests/engine3d/training/test_transformer_engine.py",
         needs_experts=False,
         needs_gpu=True,

@@ -8,7 +8,7 @@ from engine3d.platform import distribution_version, platform
 
 FLASH_ATTENTION = ("flash-attn-4", "nvidia-cutlass-dsl")
 """The packages that Transformer Engine takes FlashAttention 4 from. SGLang needs them as well."""
-_HEAD_DIM = 64
+_HEAD_DIMS = (64, 128)
 
 
 def check_fused_query_key(spec: ModelSpec, *, tp: int, cp: int) -> None:
@@ -49,8 +49,8 @@ def check_flash_attention(spec: ModelSpec, *, dtype: str, packing: bool, determi
     sizes, setting = spec.sizes, "megatron.attention_backend=flash"
     if sizes.latent is not None:
         raise UserError(f"{setting}: {spec.family.architecture} has latent attention; expected auto")
-    if sizes.head_dim != _HEAD_DIM:
-        raise UserError(f"{setting}: head_dim={sizes.head_dim}, expected {_HEAD_DIM}, or auto")
+    if sizes.head_dim not in _HEAD_DIMS:
+        raise UserError(f"{setting}: head_dim={sizes.head_dim}, expected {' or '.join(map(str, _HEAD_DIMS))}, or auto")
     if dtype != "bfloat16":
         raise UserError(f"{setting} with dtype={dtype}: expected bfloat16, or auto")
     if not packing:

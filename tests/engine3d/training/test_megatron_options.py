@@ -152,14 +152,14 @@ def test_the_fused_router_is_for_a_softmax_on_gpus() -> None:
         check_options(config, DEEPSEEK, Layout(), transformer_engine=True)
 
 
-NARROW = model_spec(tiny_families.MOE | {"head_dim": 64})
+NARROW, WIDE = (model_spec(tiny_families.MOE | {"head_dim": size}) for size in (64, 256))
 
 
 @pytest.mark.parametrize(
     ("spec", "settings", "line"),
     [
         (DEEPSEEK, {}, "DeepseekV3ForCausalLM has latent attention; expected auto"),
-        (MOE, {}, "head_dim=128, expected 64, or auto"),
+        (WIDE, {}, "head_dim=256, expected 64 or 128, or auto"),
         (NARROW, {"dtype": "float32"}, "with dtype=float32: expected bfloat16, or auto"),
         (NARROW, {"packing": False}, "with packing=false: expected packing=true, or auto"),
         (NARROW, {"deterministic": True}, "with deterministic=true: expected false, or auto"),

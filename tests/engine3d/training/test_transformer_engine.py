@@ -256,7 +256,7 @@ def _with_attention(directory: Path, backend: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("head_dim", [64])
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_flash_attention_is_the_other_attention(head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tiny_families.CONFIGS, "wide", tiny_families.MOE | {"head_dim": head_dim})
     tiny_families.make("wide", tmp_path / "model")
