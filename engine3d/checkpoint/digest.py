@@ -6,12 +6,13 @@ Cheap enough for every step: each rank reads its weights once, as they lie, and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from engine3d.checkpoint.digest_terms import SPREAD, STEP, WORD
 from engine3d.checkpoint.state import HeldParameter, held_parameters
 
 if TYPE_CHECKING:
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 25
 """Bytes at a time; four times as many are taken in all."""
-_WORD = 8
-"""Bytes that are multiplied at a time."""
-_SPREAD = -7046029254386353131
-"""2^64 divided by the golden ratio, as int64: multiples of it look as if drawn at random."""
-_STEP = 6364136223846793005
 _MASTER = "master_param"
 """What Transformer Engine's Adam calls the master weight, or the half of it that the model's own lacks."""
 
@@ -44,8 +40,8 @@ def weights_digest(engine: TrainEngine) -> str:
         digest = Digest(engine.device, watch.nbytes)
         shares = watch.taken()
         for number, each in enumerate(watch.held):
-            if (of_one := shares.get(number)) is not None:
-                digest.skip(watch.sizes[number], of_one)
+            if (share := shares.get(number)) is not None:
+                digest.skip(watch.sizes[number], [share])
             else:
                 for part in each.weight_parts():
                     digest.add(part)
@@ -74,6 +70,7 @@ class Digest:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._room, self._filled = _room(nbytes), 0
         self._value = torch.zeros((), dtype=torch.int64, device=device)
+        self._multiplier = 1  # by which the value is to be multiplied yet
         self._shares: list[Tensor] = []
         self._lengths = 0
         self._together = torch.zeros(self._room, dtype=torch.uint8, device=device)
@@ -95,7 +92,7 @@ class Digest:
         """Take in tensors of so many bytes each, one after another, without reading them.
 
         Args:
-            shares: what `share_of` gave for each of them.
+            shares: () int64 on the device, whose sum is that of what `share_of` gave for each of them.
         """
         self._shares += shares
         for size in sizes:
@@ -105,12 +102,14 @@ class Digest:
     def text(self) -> str:
         """16 hexadecimal digits; nothing is added after it."""
         self._take_in()
-        value = self._value + torch.stack(self._shares).sum() if self._shares else self._value
+        value = self._value * _signed(self._multiplier)
+        if self._shares:
+            value = value + torch.stack(self._shares).sum()
         return f"{(int(value) + self._lengths) % (1 << 64):016x}"
 
     def _places(self, nbytes: int) -> Iterator[tuple[int, int]]:
         """Of a tensor of so many bytes the first byte and the size of each piece, which goes on where `_filled` is."""
-        self._lengths = (self._lengths * _STEP + nbytes + 1) % (1 << 64)
+        self._lengths = (self._lengths * STEP + nbytes + 1) % (1 << 64)
         start = 0
         while start < nbytes:
             fits = min(nbytes - start, self._room - self._filled)
@@ -120,12 +119,13 @@ class Digest:
                 self._take_in()
 
     def _take_in(self) -> None:
-        self._value = self._value * _STEP
+        self._multiplier = self._multiplier * STEP % (1 << 64)
         if self._coming:
             # All in a few kernels where they are on the device.
             targets, sources = zip(*self._coming, strict=True)
             torch._foreach_copy_(targets, sources, non_blocking=True)
-            self._value = self._value + _found(self._together.view(torch.int64), self._factors)
+            found = _found(self._together.view(torch.int64), self._factors)
+            self._value, self._multiplier = self._value * _signed(self._multiplier) + found, 1
             self._together.zero_()
         self._filled, self._coming = 0, []
 
@@ -142,17 +142,17 @@ def share_of(values: Tensor, start: int, nbytes: int, of_words: Tensor) -> Tenso
     Returns:
         () int64 on their device; None for what is no whole words where it lies.
     """
-    room, bits = _room(nbytes), values.detach().view(-1).view(torch.uint8)
-    if start % _WORD or bits.nbytes % _WORD or bits.storage_offset() % _WORD:
+    if not _is_words(values, start):
         return None
-    words, chunks, place = bits.view(torch.int64), nbytes // room + 1, start
+    words, place = values.detach().view(-1).view(torch.uint8).view(torch.int64), start
+    room, chunks = _room(nbytes), _chunks(nbytes)
     share = torch.zeros((), dtype=torch.int64, device=values.device)
     while len(words):
         chunk, within = divmod(place, room)
-        fits = min(len(words), (room - within) // _WORD)
-        found = _found(words[:fits], of_words[within // _WORD :][: fits + 1])
-        share = share + found * _signed(pow(_STEP, chunks - 1 - chunk, 1 << 64))
-        words, place = words[fits:], place + fits * _WORD
+        fits = min(len(words), (room - within) // WORD)
+        found = _found(words[:fits], of_words[within // WORD :][: fits + 1])
+        share = share + found * _signed(pow(STEP, chunks - 1 - chunk, 1 << 64))
+        words, place = words[fits:], place + fits * WORD
     return share
 
 
@@ -177,7 +177,10 @@ class _Shares:
         self.held, self.sizes, self.nbytes = held, sizes, sum(map(sum, sizes))
         self._places = places
         self._factors: Tensor | None = None
-        self._shares: dict[int, list[Tensor]] = {}
+        self._shares: dict[int, Tensor] = {}
+        # By the first number of those that a kernel takes in, what it reads in host memory. The next update replaces
+        # them, by when the kernels are done.
+        self._tables: dict[int, Tensor] = {}
 
     @classmethod
     def of(cls, held: Sequence[HeldParameter], sizes: Sequence[tuple[int, ...]]) -> _Shares | None:
@@ -190,38 +193,67 @@ class _Shares:
             start += sum(its_sizes)
         return cls(held, sizes, places) if places else None
 
-    def __call__(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Take in a parameter, which has been updated, and its master weight, both on the device."""
-        known, number, start = self._places.get(id(state), (None, 0, 0))
-        if known is not state:
+    def __call__(self, updated: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> None:
+        """Take in parameters that have been updated, each with its state, both on the device."""
+        numbers: list[int] = []
+        parts: list[Tensor] = []
+        starts: list[int] = []
+        owners: list[int] = []
+        for parameter, state in updated:
+            known, number, start = self._places.get(id(state), (None, 0, 0))
+            if known is not state:
+                continue
+            sizes = self.sizes[number]
+            # The master weight is the last part: all of it, or what the parameter lacks.
+            its_parts = (parameter, state[_MASTER])[-len(sizes) :]
+            its_starts = list(accumulate(sizes[:-1], initial=start))
+            if all(map(_is_words, its_parts, its_starts)):
+                parts += its_parts
+                starts += its_starts
+                owners += [len(numbers)] * len(its_parts)
+                numbers.append(number)
+        if not numbers:
             return
-        if self._factors is None:
-            self._factors = factors(self.nbytes, parameter.device)
-        shares: list[Tensor] = []
-        # The master weight is the last part: all of it, or what the parameter lacks.
-        parts = (parameter, state[_MASTER])[-len(self.sizes[number]) :]
-        for part, size in zip(parts, self.sizes[number], strict=True):
-            share = share_of(part, start, self.nbytes, self._factors)
-            if share is None:
-                return
-            shares.append(share)
-            start += size
-        self._shares[number] = shares
+        shares = torch.zeros(len(numbers), dtype=torch.int64, device=parts[0].device)
+        if parts[0].is_cuda:
+            from engine3d.checkpoint.digest_kernels import add_shares
 
-    def taken(self) -> dict[int, list[Tensor]]:
-        """By the number of the held one: those of the last update, once."""
+            room, chunks = _room(self.nbytes), _chunks(self.nbytes)
+            self._tables[numbers[0]] = add_shares(parts, starts, owners, shares, chunk=room, chunks=chunks)
+        else:
+            if self._factors is None:
+                self._factors = factors(self.nbytes, shares.device)
+            for part, start, owner in zip(parts, starts, owners, strict=True):
+                share = share_of(part, start, self.nbytes, self._factors)
+                assert share is not None
+                shares[owner] += share
+        self._shares |= zip(numbers, shares.unbind(), strict=True)
+
+    def taken(self) -> dict[int, Tensor]:
+        """() int64 by the number of the held one, the sum of what `share_of` gives for its parts: of the last update,
+        once."""
         taken, self._shares, self._factors = self._shares, {}, None
         return taken
 
 
 def _room(nbytes: int) -> int:
     """Bytes that are taken in at a time, whole words."""
-    return max(1, -(-min(nbytes, _CHUNK) // _WORD)) * _WORD
+    return max(1, -(-min(nbytes, _CHUNK) // WORD)) * WORD
+
+
+def _chunks(nbytes: int) -> int:
+    """That are taken in where so many bytes are added; the last of them may be empty."""
+    return nbytes // _room(nbytes) + 1
+
+
+def _is_words(values: Tensor, start: int) -> bool:
+    """Whether a tensor is whole words where it lies, and after so many bytes."""
+    return not (start % WORD or values.nbytes % WORD or values.storage_offset() * values.itemsize % WORD)
 
 
 def factors(nbytes: int, device: torch.device) -> Tensor:
     """Of the words of a chunk, and one more, where so many bytes are added in all."""
-    return (torch.arange(_room(nbytes) // _WORD + 1, device=device) * _SPREAD).bitwise_or_(1)
+    return (torch.arange(_room(nbytes) // WORD + 1, device=device) * SPREAD).bitwise_or_(1)
 
 
 def _found(words: Tensor, of_words: Tensor) -> Tensor:

@@ -120,14 +120,14 @@ class HostState:
         overlap: whether a step ends before the state is in host memory again.
 
     Attributes:
-        watch: shown each parameter that a step has updated and its state, while that is on the device; forgotten with
-            the state that it was for.
+        watch: called once for each part that a step has updated, with the part's parameters and their states, which are
+            on the device for what it queues; forgotten with the state that it was for.
     """
 
     def __init__(self, optimizer: Any, device: torch.device, itemsize: int, *, overlap: bool = False) -> None:
         self._device, self._overlap = device, overlap
         self._staying: dict[int, _Way] = {}  # by the optimizer's id
-        self.watch: Callable[[Tensor, dict[str, Any]], None] | None = None
+        self.watch: Callable[[Sequence[tuple[Tensor, dict[str, Any]]]], None] | None = None
         self._parts: list[tuple[Any, list[_Part]]] = []
         wanted: list[tuple[Future[Tensor], int]] = []
         for inner in (each.optimizer for each in of_buffers(optimizer)):
@@ -212,8 +212,7 @@ class HostState:
                     part.put_away(inner.state)
                 else:
                     if self.watch is not None:
-                        for parameter in part.every():
-                            self.watch(parameter, inner.state[parameter])
+                        self.watch([(parameter, inner.state[parameter]) for parameter in part.every()])
                     if not self._overlap:
                         way.send(number)
         finally:
@@ -245,14 +244,19 @@ class _Way:
         ring = [max(sizes)] * min(PARTS_ON_DEVICE, len(parts))
         places = sizes if whole or sum(sizes) <= sum(ring) else ring
         self._memory = torch.empty(sum(places), dtype=torch.uint8, device=device).split(places)
+        # Parts that come with the one that is brought. None waits for a place where each has its own.
+        self._ahead = len(parts) - 1 if len(places) == len(parts) else 1
         self._coming.wait_stream(self._current)  # what is queued may still use this memory
         self._came: list[Any] = []
         self._gone: list[Any] = []
         self._here: list[int] = []
 
     def bring(self, number: int) -> None:
-        """Have a part's state on the device for what is queued from now on, and the next one on its way."""
-        for each in range(len(self._came), min(number + 2, len(self._parts))):
+        """Have a part's state on the device for what is queued from now on, and the next one on its way.
+
+        Where each part has a place of its own, the first call queues the copies of all: none waits for the host.
+        """
+        for each in range(len(self._came), min(number + 1 + self._ahead, len(self._parts))):
             self._fetch(each)
         part = self._parts[number]
         if part.host is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 from engine3d.checkpoint import digest as digests
 from engine3d.checkpoint.digest import Digest, factors, share_of, weights_digest
 from engine3d.training import host_state
+from tests.support.interpreted import run_interpreted
+from tests.support.ptx import compiled_for_hopper
 
 CPU = torch.device("cpu")
 
@@ -167,3 +171,145 @@ def test_master_weights_in_host_memory_are_read_once_by_an_update(monkeypatch: p
     state.make(lambda inner, parameter: None)
     assert state.watch is None and weights_digest(engine) == right()
     state.release()
+
+
+def _bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """(count,) of any bits."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-128, 128, (count * dtype.itemsize,), generator=generator, dtype=torch.int8).view(dtype)
+
+
+@contextmanager
+def _small_runs(chunk: int) -> Iterator[None]:
+    """Of three loads at most, the last of them a part of one; chunks end within them."""
+    from engine3d.checkpoint import digest_kernels
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digests, "_CHUNK", chunk)
+        patch.setattr(digest_kernels, "_RUN", 20)
+        patch.setattr(digest_kernels, "_WIDTH", 8)
+        yield
+
+
+def _shares_of_kernel(device: str) -> None:
+    for chunk in (264, 320, 8, 1 << 25):
+        with _small_runs(chunk):
+            _compare(device)
+    if device == "cuda":
+        _compare(device, times=20000)  # several runs and chunks
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(digests, "_CHUNK", 1 << 17)
+            _compare(device, times=500)
+
+
+def _compare(device: str, times: int = 1) -> None:
+    from engine3d.checkpoint import digest_kernels
+
+    kinds = [
+        *((torch.bfloat16, size) for size in (4, 12, 0, 400, 64, 0)),
+        *((torch.int16, size) for size in (4, 1300, 36)),
+        *((torch.float32, size) for size in (2, 258, 66)),
+        (torch.int64, 1),
+    ]
+    tensors = [_bits(size * times, dtype, seed) for seed, (dtype, size) in enumerate(kinds)]
+    starts = [8 + sum(each.nbytes for each in tensors[:number]) for number in range(len(tensors))]
+    nbytes = 8 + sum(each.nbytes for each in tensors) + 16
+    of_words, chunks = factors(nbytes, CPU), digests._chunks(nbytes)
+    for chosen in (range(len(kinds)), (9, 1, 12), (7,), (2,), (2, 5)):
+        owners = [place // 2 for place, _ in enumerate(chosen)]
+        expected = torch.full((owners[-1] + 2,), 3)
+        for owner, number in zip(owners, chosen, strict=True):
+            share = share_of(tensors[number], starts[number], nbytes, of_words)
+            assert share is not None
+            expected[owner] += share
+        there, into = [tensors[number].to(device) for number in chosen], torch.full_like(expected, 3).to(device)
+        of_chunk = {"chunk": digests._room(nbytes), "chunks": chunks}
+        table = digest_kernels.add_shares(there, [starts[number] for number in chosen], owners, into, **of_chunk)
+        assert torch.equal(into.cpu(), expected) and (into[-1] == 3)
+        assert (table.device == CPU and len(table)) or not sum(each.numel() for each in there)
+
+
+class _OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def _watch_of_kernel(device: str) -> None:
+    """What an update takes in, a part of the parameters with a kernel, is not read again."""
+    from engine3d.checkpoint import digest_kernels
+
+    def there(values: torch.Tensor) -> torch.Tensor:
+        return values.to(device) if device == "cuda" else values.as_subclass(_OnGpu)
+
+    parameters = [there(_bits(size, torch.bfloat16, size)) for size in (64, 6, 300, 32)]
+    masters = [there(_bits(len(each), torch.int16, 7)) for each in parameters]
+    parameters.append(there(torch.zeros(18)))
+    masters.append(there(_bits(18, torch.float32, 8)))
+    states = [{"master_param": each, "exp_avg": each} for each in masters]
+    parts = [*zip(parameters[:4], masters[:4], strict=True), (masters[4],)]
+    read: list[int] = []
+
+    def weight_parts(number: int) -> tuple[torch.Tensor, ...]:
+        read.append(number)
+        return parts[number]
+
+    held: Any = [
+        SimpleNamespace(optimizer=object(), moments=state, weight_parts=lambda number=number: weight_parts(number))
+        for number, state in enumerate(states)
+    ]
+    launches: list[int] = []
+    add_shares = digest_kernels.add_shares
+
+    def counted(values: Any, *arguments: Any, **settings: Any) -> torch.Tensor:
+        launches.append(len(values))
+        return add_shares(values, *arguments, **settings)
+
+    with _small_runs(264), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digest_kernels, "add_shares", counted)
+        watch = digests._Shares.of(held, [tuple(part.nbytes for part in each) for each in parts])
+        assert watch is not None
+        engine: Any = SimpleNamespace(device=torch.device(device), host_state=SimpleNamespace(watch=watch))
+        pairs = list(zip(parameters, states, strict=True))
+        right = digest(*(part.as_subclass(torch.Tensor).cpu() for each in parts for part in each))
+        for _ in range(2):
+            read.clear()
+            launches.clear()
+            watch(pairs[:2])
+            watch([*pairs[3:1:-1], (parameters[0], {"master_param": masters[0]})])  # the last is no state that is held
+            watch(pairs[4:])
+            watch([])
+            assert launches == [2, 4, 1]
+            # The second has 12 bytes, which are no whole words.
+            assert weights_digest(engine) == right and read == [1]
+        assert weights_digest(engine) == right and read == [1, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("function", [_shares_of_kernel, _watch_of_kernel])
+def test_the_kernel_interpreted(function: Any) -> None:
+    run_interpreted(function)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("function", [_shares_of_kernel, _watch_of_kernel])
+def test_the_kernel_on_a_gpu(function: Any) -> None:
+    function("cuda")
+
+
+def _compile(_device: str) -> None:
+    from engine3d.checkpoint import digest_kernels
+
+    text = compiled_for_hopper(
+        digest_kernels._add_shares,
+        {"table": "*i64", "into": "*i64"},
+        {"COLUMNS": digest_kernels._COLUMNS, "SPREAD": digests.SPREAD, "WIDTH": digest_kernels._WIDTH},
+        whole_words=("table", "into"),
+    )
+    assert text.count("atom.global.gpu.relaxed.add.u64") == 1
+
+
+@pytest.mark.processes
+def test_the_kernel_compiles_without_a_gpu() -> None:
+    run_interpreted(_compile, interpret=False)

@@ -100,6 +100,85 @@ def test_every_group_counts_each_step_once(empty_too: bool, monkeypatch: pytest.
     state.release()
 
 
+class Decays(torch.optim.SGD):
+    """Has a state of two numbers for each of a parameter's."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(name, torch.ones(parameter.shape)).mul_(0.5)
+
+
+def _of_parts(*, overlap: bool) -> tuple[Decays, list[host_state._Part], host_state.HostState]:
+    """Several parts of one or two parameters, which have a state."""
+    host_state.platform = CpuPlatform()
+    sizes = [(1024,), (512,), (512,), (16,), (1000,), (600,)]
+    adam = Decays([{"params": [torch.nn.Parameter(torch.ones(size)) for size in sizes]}], lr=1.0)
+    optimizer = SimpleNamespace(optimizer=adam, is_stub_optimizer=False)
+    state = host_state.HostState(optimizer, torch.device("cpu"), 8, overlap=overlap)
+    adam.step()
+    state.settle()
+    [(_, parts)] = state._parts
+    assert [len(list(part.every())) for part in parts] == [1, 1, 2, 1, 1]
+    return adam, parts, state
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_watch_is_shown_a_part_at_a_time(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_state, "PART_BYTES", 10000)
+    adam, parts, state = _of_parts(overlap=overlap)
+    shown: list[list[torch.Tensor]] = []
+
+    def watch(updated: Any) -> None:
+        part = parts[len(shown)]
+        shown.append([parameter for parameter, _ in updated])
+        assert part.host is not None
+        for parameter, its_state in updated:
+            assert its_state is adam.state[parameter]
+            for tensor in its_state.values():  # updated, and not in host memory
+                assert tensor.eq(0.25).all()
+                assert tensor.untyped_storage().data_ptr() != part.host.untyped_storage().data_ptr()
+
+    state.watch = watch
+    adam.step()
+    assert [[id(each) for each in of_one] for of_one in shown] == [
+        [id(each) for each in part.every()] for part in parts
+    ]
+    state.changes()
+    adam.step()
+    assert len(shown) == len(parts)
+    state.release()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_copy_waits_for_the_host_where_all_have_a_place(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one comes beside the part that is updated, where an earlier one was."""
+    monkeypatch.setattr(host_state, "PART_BYTES", 10000)
+    adam, parts, state = _of_parts(overlap=overlap)
+    fetch, bring = host_state._Way._fetch, host_state._Way.bring
+    fetched: list[int] = []
+    by_then: list[list[int]] = []
+
+    def watched_fetch(way: host_state._Way, number: int) -> None:
+        fetch(way, number)
+        fetched.append(number)
+
+    def watched_bring(way: host_state._Way, number: int) -> None:
+        bring(way, number)
+        by_then.append([*fetched])
+
+    monkeypatch.setattr(host_state._Way, "_fetch", watched_fetch)
+    monkeypatch.setattr(host_state._Way, "bring", watched_bring)
+    adam.step()
+    every = list(range(len(parts)))
+    assert by_then == [every if overlap else every[: number + 2] for number in every]
+    state.settle()
+    assert all(tensor.eq(0.25).all() for each in adam.state.values() for tensor in each.values())
+    state.release()
+
+
 def test_why_there_is_no_memory_is_one_line() -> None:
     state = _state(Full())
     with pytest.raises(
