@@ -7,6 +7,7 @@ layer saves; tensors that two layers share count where they are made.
 from __future__ import annotations
 
 from engine3d.layout import Layout
+from engine3d.models.experts.room import SLACK
 from engine3d.models.sizes import Latent, Sizes
 
 _FLOAT32 = 4
@@ -24,6 +25,7 @@ def saved_by_layer(
     sequence_parallel: bool,
     one_step: bool,
     fused_query_key: bool = False,
+    rows_ahead: bool = False,
 ) -> float:
     """Bytes a token that one layer saves, without recomputation.
 
@@ -37,12 +39,13 @@ def saved_by_layer(
         sequence_parallel: norms and routing are cut over tp too.
         one_step: experts are one step, which makes again what it is given and what its activation gave.
         fused_query_key: queries and keys are one step, which keeps the whole projection that they are made from.
+        rows_ahead: there is room for a few more rows of experts than there are.
     """
     spread = layout.tp if sequence_parallel else 1
     if not sizes.is_sparse(layer):
         mlp = _dense_mlp(sizes, layout, spread, itemsize)
     elif one_step:
-        mlp = _one_step_experts(sizes, layout, spread, itemsize)
+        mlp = _one_step_experts(sizes, layout, spread, itemsize, 1 + SLACK if rows_ahead else 1.0)
     else:
         mlp = _experts(sizes, layout, spread, itemsize)
     # The values a second time: in the projection.
@@ -152,11 +155,11 @@ def _experts(sizes: Sizes, layout: Layout, spread: int, itemsize: int) -> float:
     return itemsize * given + _FLOAT32 * routed + _beside_experts(sizes, layout, spread, itemsize)
 
 
-def _one_step_experts(sizes: Sizes, layout: Layout, spread: int, itemsize: int) -> float:
+def _one_step_experts(sizes: Sizes, layout: Layout, spread: int, itemsize: int, room: float) -> float:
     routed = sizes.experts_per_token / spread
     # Of each row its token, its place and its score, with room for all tokens of all ranks; and of each token its rows.
     rows = layout.ep * (_ROW_BYTES * routed + 4 * (routed + 1 / spread))
-    return itemsize * routed * 2 * sizes.expert_ffn + rows + _beside_experts(sizes, layout, spread, itemsize)
+    return itemsize * routed * room * 2 * sizes.expert_ffn + rows + _beside_experts(sizes, layout, spread, itemsize)
 
 
 def _beside_experts(sizes: Sizes, layout: Layout, spread: int, itemsize: int) -> float:

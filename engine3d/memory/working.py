@@ -55,7 +55,15 @@ def update_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainC
     layers = spec.rules.stage_layers(layout, at.pp)
     how = cut | {"one_step": config.has_one_step_experts(spec.sizes, layout)}
     saved = [
-        saved_by_layer(spec.sizes, layout, layer, itemsize, **how, fused_query_key=config.fused_query_key)
+        saved_by_layer(
+            spec.sizes,
+            layout,
+            layer,
+            itemsize,
+            **how,
+            fused_query_key=config.fused_query_key,
+            rows_ahead=config.has_rows_ahead(spec.sizes, layout),
+        )
         for layer in layers
     ]
     if config.balances_experts:

@@ -126,6 +126,12 @@ class TrainConfig(Settings):
         description="with experts in one step and ep above 1, on one host: ranks copy tokens into each other's memory, "
         "which leaves GPUs to what they compute meanwhile, where NCCL's kernels would keep it waiting",
     )
+    expert_rows_ahead: bool = Field(
+        False,
+        description="with experts in one step: make room for the rows of a layer's experts before their number is "
+        "known, a sixteenth more than they had so far, so that no host waits for its GPU in each layer. Where that is "
+        "too little, all is computed again",
+    )
     fused_query_key: bool = Field(
         False,
         description="make queries and keys of the mixed projection by one kernel, with their norms and rotary "
@@ -177,6 +183,10 @@ class TrainConfig(Settings):
     def has_expert_copies(self, sizes: Sizes, layout: Layout) -> bool:
         """Whether ranks that share experts copy tokens into each other's memory."""
         return bool(self.expert_copies and sizes.experts and layout.ep > 1 and self.has_one_step_experts(sizes, layout))
+
+    def has_rows_ahead(self, sizes: Sizes, layout: Layout) -> bool:
+        """Whether there is room for rows of experts before their number is known."""
+        return bool(self.expert_rows_ahead and sizes.experts and self.has_one_step_experts(sizes, layout))
 
     def check_trained(self, sizes: Sizes, layout: Layout) -> None:
         """Refuse what a model cannot be trained with.

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine3d.collectives import all_reduce
 from engine3d.errors import UserError
 from engine3d.models.experts.load_balance import LoadBalance
+from engine3d.models.experts.room import RowsAhead
 from engine3d.progress import progress
 from engine3d.training.build import BuiltModel
 from engine3d.training.flops import sequence_flops
@@ -64,6 +65,14 @@ class ForwardModel(BuiltModel):
         self._forward_backward = get_forward_backward_func()
         self._trace: UpdateTrace | None = None
         self._balance: LoadBalance | None = None
+        self._rows_ahead: RowsAhead | None = None
+        if self.config.has_rows_ahead(self.spec.sizes, self.layout):
+            from megatron.core import parallel_state
+
+            from engine3d.models.experts.moe_layer import rows_ahead
+
+            everyone = parallel_state.get_intra_distributed_optimizer_instance_group()
+            self._rows_ahead = rows_ahead(self.model, RowsAhead(self.device, everyone))
 
     def logprobs(
         self, sequences: Sequences, *, temperature: float = 1.0, with_entropy: bool = False, top: int = 0
@@ -152,7 +161,27 @@ class ForwardModel(BuiltModel):
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """All micro-batches through Megatron-Core's pipeline schedule; the facts of each, on the last stage."""
+        """All micro-batches through the model; the facts of each, on the last stage."""
+        results = self._pass(batches, loss, forward_only=forward_only)
+        if self._rows_ahead is not None and self._rows_ahead.was_too_little():
+            self._begin_again(learning=not forward_only)
+            with self._rows_ahead.waiting():
+                results = self._pass(batches, loss, forward_only=forward_only)
+        return results
+
+    def _begin_again(self, *, learning: bool) -> None:
+        """Forget what the last pass has added up, with gradients if it was `learning`."""
+        if self._balance is not None:
+            self._balance.begin_again()
+
+    def _pass(
+        self,
+        batches: list[MicroBatch],
+        loss: Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """By Megatron-Core's pipeline schedule."""
 
         def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(data).to(self.device)

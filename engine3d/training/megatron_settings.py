@@ -85,6 +85,18 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
                 "one step (one_step_experts=true, bfloat16, etp=1) on several ranks that gather tokens "
                 "(megatron.moe_token_dispatcher_type=allgather), or false"
             )
+    if config.expert_rows_ahead and spec.sizes.experts:
+        if not transformer_engine:
+            raise UserError("expert_rows_ahead=true needs Transformer Engine; expected false on a CPU")
+        if not config.has_rows_ahead(spec.sizes, layout):
+            raise UserError(
+                f"expert_rows_ahead=true with ep={layout.ep} etp={layout.etp}, dtype={config.dtype}: expected experts "
+                "in one step (one_step_experts=true, bfloat16, etp=1; megatron.moe_token_dispatcher_type=allgather "
+                "with several ranks), or false"
+            )
+        if config.deterministic or layout.pp > 1:
+            setting = "deterministic=true" if config.deterministic else f"pp={layout.pp}"
+            raise UserError(f"expert_rows_ahead=true was not tried with {setting}; expected false")
     for name, value in options.items():
         option = BY_NAME[name]
         if option.needs_gpu and value != option.plain and not transformer_engine:
@@ -129,8 +141,9 @@ def check_effect(config: TrainConfig, spec: ModelSpec, *, trained: bool) -> None
     Raises:
         UserError: names the option.
     """
-    if config.expert_copies and not spec.sizes.experts:
-        raise UserError(f"expert_copies=true, and {spec.family.architecture} has no experts; expected false")
+    for setting in ("expert_copies", "expert_rows_ahead"):
+        if getattr(config, setting) and not spec.sizes.experts:
+            raise UserError(f"{setting}=true, and {spec.family.architecture} has no experts; expected false")
     for name, value in config.megatron.items():
         if BY_NAME[name].needs_experts and not spec.sizes.experts:
             raise UserError(f"megatron.{name} is set, and {spec.family.architecture} has no experts")

@@ -44,6 +44,8 @@ class UpdateResult:
         peak_bytes: of device memory (of the host's on a CPU) that a rank of the model has had at most so far.
         peak_reserved_bytes: as `peak_bytes`, of what was taken of the device for tensors.
         routing: what the routers of all ranks did with the tokens of all ranks; None for a model without experts.
+        again: how often all micro-batches were computed again, since there was too little room for rows of experts;
+            None where room is made once their number is known.
     """
 
     facts: list[Any]
@@ -57,6 +59,7 @@ class UpdateResult:
     peak_reserved_bytes: int
     refused: bool = False
     routing: Routing | None = None
+    again: int | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,8 @@ class TrainedModel(ForwardModel):
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         batches = self.micro_batches(sequences)
+        ahead = self._rows_ahead
+        again_before = 0 if ahead is None else ahead.again
         learn = partial(self._run, batches, partial(self._loss, loss_function, temperature, with_entropy))
         facts, routing = self._learn_routing(sequences, batches, partial(learn, forward_only=False))
         learning_rate = float(get_canonical_lr_for_logging(self.optimizer.param_groups))
@@ -151,7 +156,17 @@ class TrainedModel(ForwardModel):
         tokens, memory = sequences.tokens.numel(), self._most_memory()
         seconds = time.perf_counter() - began  # what came to the figures above has come to its end
         return UpdateResult(
-            facts, grad_norm, learning_rate, applied, tokens, positions, seconds, *memory, refused, routing
+            facts,
+            grad_norm,
+            learning_rate,
+            applied,
+            tokens,
+            positions,
+            seconds,
+            *memory,
+            refused,
+            routing,
+            None if ahead is None else ahead.again - again_before,
         )
 
     def _most_memory(self) -> tuple[int, int]:
@@ -180,6 +195,12 @@ class TrainedModel(ForwardModel):
         with balance.update(float(tokens), max(len(batch.indices) for batch in batches)):
             facts = learn()
         return facts, balance.finish()
+
+    def _begin_again(self, *, learning: bool) -> None:
+        super()._begin_again(learning=learning)
+        if learning:
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
 
     def trace_next_update(self, path: Path, micro_batches: int) -> None:
         """Have the next update write a trace of some of its micro-batches on this rank; see `UpdateTrace`."""

@@ -90,6 +90,7 @@ REPLAY_SHARE = "replay/share"
 TRAIN_STEP_TIME = "train/step_time_ms"
 TRAIN_UPDATE_TIME = "train/update_time_ms"
 TRAIN_OPTIMIZER_TIME = "train/optimizer_time_ms"
+TRAIN_AGAIN = "train/computed_again"
 TRAIN_LOSS = "train/loss"
 TRAIN_POLICY_LOSS = "train/policy_loss"
 TRAIN_RATIO = "train/ratio_mean"
@@ -225,6 +226,9 @@ class UpdateNames:
     optimizer_time: str
     """Of a step's updates what they took after the gradient's norm was known, of the slowest rank: the optimizer's
     step, and the way of a state that is in host memory."""
+    again: str
+    """How often all micro-batches of an update were computed again, since a layer had too little room for the rows of
+    its experts; only with `expert_rows_ahead`."""
     device_throughput: str
     """Tokens a second and device of the ranks that update the model, while they do."""
     mfu: str
@@ -274,6 +278,7 @@ class CriticNames(UpdateNames):
             "host_memory": f"memory/{role}_host_mem_mb",
             "device_throughput": f"{role}/device_tokens_per_sec",
             "optimizer_time": f"{role}/optimizer_time_ms",
+            "again": f"{role}/computed_again",
         }
         return cls(**groups | elsewhere)
 
@@ -284,6 +289,7 @@ ACTOR = UpdateNames(
     skipped_updates=TRAIN_SKIPPED_UPDATES,
     padding_share=TRAIN_PADDING_SHARE,
     optimizer_time=TRAIN_OPTIMIZER_TIME,
+    again=TRAIN_AGAIN,
     device_throughput=TRAIN_DEVICE_THROUGHPUT,
     mfu=TRAIN_MFU,
     gpu_memory=ACTOR_GPU_MEMORY,

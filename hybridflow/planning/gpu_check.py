@@ -74,11 +74,16 @@ def _slower_experts(recipe: Recipe, devices: Devices, spec: ModelSpec) -> list[s
     if other is None:
         return []
     for role, config in configs.items():
-        if config.has_expert_copies(spec.sizes, config.layout.layout(len(devices[role]))):
-            raise UserError(
-                f"{recipe.train_setting(role)}.expert_copies=true needs experts in one step; {other}, expected "
-                f"{CAPABILITY}.x, or false"
-            )
+        layout = config.layout.layout(len(devices[role]))
+        for setting, is_set in (
+            ("expert_copies", config.has_expert_copies(spec.sizes, layout)),
+            ("expert_rows_ahead", config.has_rows_ahead(spec.sizes, layout)),
+        ):
+            if is_set:
+                raise UserError(
+                    f"{recipe.train_setting(role)}.{setting}=true needs experts in one step; {other}, expected "
+                    f"{CAPABILITY}.x, or false"
+                )
     return [
         f"train.one_step_experts: {other}, and one step needs {CAPABILITY}.x; Megatron-Core's own steps take its "
         "place, slower and with more memory"

@@ -61,6 +61,8 @@ class Update:
     """Of the tokens of all ranks; None without experts."""
     on_gpu: bool = True
     """Whether the memory is a GPU's; the host's otherwise."""
+    again: int | None = None
+    """How often its micro-batches were computed again, for want of room for rows of experts; None without such room."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,7 @@ class ModelWorker:
             refused=result.refused,
             routing=result.routing,
             on_gpu=platform.gpus > 0,
+            again=result.again,
         )
 
     @register(ONE_TO_ALL)
@@ -301,6 +304,8 @@ def update_metrics(updates: list[list[Update]], names: UpdateNames = metrics.ACT
     else:
         values[names.host_memory] = peak_memory
     values[names.optimizer_time] = 1000 * sum(max(update.optimizer_seconds for update in ranks) for ranks in updates)
+    if every[0].again is not None:
+        values[names.again] = sum(ranks[0].again or 0 for ranks in updates)
     device_seconds = sum(max(update.seconds for update in ranks) * _devices(ranks) for ranks in updates)
     values[names.device_throughput] = sum(update.tokens for update in every) / device_seconds
     if (peak := every[0].peak_flops) is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -26,24 +28,29 @@ def send(probabilities: Tensor, routing: Tensor) -> Tensor:
     return result
 
 
-def lay_out(scores: Tensor, most: int, pieces: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def lay_out(
+    scores: Tensor, most: int, pieces: int, rooms: Sequence[int] | None = None, too_little: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What `rows_of` gives, for all pieces of the tokens one after another.
 
     Args:
         scores: (R, E, T) float32, contiguous.
         most: experts of any token, K.
         pieces: P of the T tokens of a rank, as `Tensor.tensor_split` makes them.
+        rooms: for so many rows of each piece, the same for pieces of as many tokens; as many as there may be if None.
+        too_little: () int32, set to 1 where a piece has more rows than that. They are left out.
 
     Returns:
-        as `Rows` has them: token, place and score, with an element for each row that there may be; of_token (R * T, K)
-        and per_token (R * T,), with those of the first piece before those of the second; ends (P, E). And (P,) int32:
-        the row after the last one of each piece, among all rows.
+        as `Rows` has them: token, place and score, with an element for each row that there may be, those of a piece
+        beginning K times its first token; of_token (R * T, K) and per_token (R * T,), with those of the first piece
+        before those of the second; ends (P, E). And (P,) int32: the rows of each piece.
     """
     ranks, experts, tokens = scores.shape
     count, device = ranks * tokens, scores.device
-    token = torch.empty(count * most, dtype=torch.int32, device=device)
-    place = torch.empty(count * most, dtype=torch.int64, device=device)
-    score = torch.empty(count * most, dtype=torch.float32, device=device)
+    # What is between the last row of a piece and the end of its room can be read.
+    token = torch.zeros(count * most, dtype=torch.int32, device=device)
+    place = torch.full((count * most,), scores.numel(), dtype=torch.int64, device=device)
+    score = torch.zeros(count * most, dtype=torch.float32, device=device)
     of_token = torch.empty(count, most, dtype=torch.int32, device=device)
     per_token = torch.empty(count, dtype=torch.int32, device=device)
     ends = torch.empty(pieces, experts, dtype=torch.int32, device=device)
@@ -54,6 +61,8 @@ def lay_out(scores: Tensor, most: int, pieces: int) -> tuple[Tensor, Tensor, Ten
     width, block = _tile(experts)
     grid = (triton.cdiv(tokens, block), ranks)
     least, longer = divmod(tokens, pieces)
+    # The pieces of a token more are the first ones.
+    of_longer, of_shorter = (rooms[0], rooms[-1]) if rooms is not None else (ranks * (least + 1) * most,) * 2
     _mark[grid](scores, seen, experts, tokens, least, longer, BLOCK=block, WIDTH=width)
     up_to = seen.cumsum(0, dtype=torch.int32)
     _lay_out[grid](
@@ -66,12 +75,15 @@ def lay_out(scores: Tensor, most: int, pieces: int) -> tuple[Tensor, Tensor, Ten
         per_token,
         ends,
         of_pieces,
+        of_pieces if too_little is None else too_little,
         experts,
         tokens,
         most,
         pieces,
         least,
         longer,
+        of_longer,
+        of_shorter,
         BLOCK=block,
         WIDTH=width,
     )
@@ -214,7 +226,7 @@ def _mark(  # type: ignore[no-untyped-def]
     tl.store(seen + to, (found != -float("inf")).to(tl.int32), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "least", "longer"])
+@triton.jit(do_not_specialize=["tokens", "least", "longer", "of_longer", "of_shorter"])
 def _lay_out(  # type: ignore[no-untyped-def]
     scores,
     up_to,
@@ -225,12 +237,15 @@ def _lay_out(  # type: ignore[no-untyped-def]
     per_token,
     ends,
     of_pieces,
+    too_little,
     experts,
     tokens,
     most,
     pieces,
     least,
     longer,
+    of_longer,
+    of_shorter,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -247,13 +262,16 @@ def _lay_out(  # type: ignore[no-untyped-def]
     within = rank * length + number - start
     row_of_piece = tl.load(up_to + before - 1, mask=(number < tokens) & (start > 0), other=0)
     cell = (before + within)[None, :] + expert[:, None].to(tl.int64) * ranks * length[None, :]
-    row = tl.load(up_to + cell, mask=seen, other=1) - 1
+    row = tl.load(up_to + cell, mask=seen, other=1) - 1 - row_of_piece[None, :]
     ordinal = tl.cumsum(seen.to(tl.int32), axis=0) - 1
-    tl.store(token + row, tl.broadcast_to(within[None, :], (WIDTH, BLOCK)), mask=seen)
-    tl.store(place + row, here, mask=seen)
-    tl.store(score + row, found, mask=seen)
+    room = tl.where(length > least, of_longer, of_shorter)[None, :]
+    to = (ranks * start).to(tl.int64)[None, :] * most + row
+    has_room = seen & (row < room)
+    tl.store(token + to, tl.broadcast_to(within[None, :], (WIDTH, BLOCK)), mask=has_room)
+    tl.store(place + to, here, mask=has_room)
+    tl.store(score + to, found, mask=has_room)
     index = (ranks * start + within).to(tl.int64)
-    tl.store(of_token + index[None, :] * most + ordinal, row - row_of_piece[None, :], mask=seen)
+    tl.store(of_token + index[None, :] * most + ordinal, tl.minimum(row, room - 1), mask=seen)
     tl.store(per_token + index, tl.sum(seen.to(tl.int32), axis=0), mask=number < tokens)
     if tl.program_id(0) + rank == 0:
         last = 0
@@ -261,9 +279,12 @@ def _lay_out(  # type: ignore[no-untyped-def]
         for piece in range(0, pieces):
             of_expert = ranks * (least + (piece < longer).to(tl.int32))
             end = tl.load(up_to + cells + (expert + 1).to(tl.int64) * of_expert - 1, mask=expert < experts, other=0)
-            tl.store(ends + piece * experts + expert, end - last, mask=expert < experts)
-            last = tl.max(end, axis=0)
-            tl.store(of_pieces + piece, last)
+            most_rows = tl.where(piece < longer, of_longer, of_shorter)
+            tl.store(ends + piece * experts + expert, tl.minimum(end - last, most_rows), mask=expert < experts)
+            rows = tl.max(end, axis=0) - last
+            last += rows
+            tl.store(of_pieces + piece, rows)
+            tl.store(too_little, 1, mask=rows > most_rows)
             cells += of_expert.to(tl.int64) * experts
 
 

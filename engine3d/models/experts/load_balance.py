@@ -153,6 +153,13 @@ class LoadBalance:
             self._counting = False
         all_reduce(self._chosen, dist.ReduceOp.SUM, self._everyone)
 
+    def begin_again(self) -> None:
+        """Forget what was counted: the micro-batches of this update, or of its forward pass, are computed once more."""
+        if self._active:
+            self._seen.zero_()
+        if self._counting:
+            self._chosen.zero_()
+
     def route(
         self,
         layer: int,

@@ -6,7 +6,9 @@ from typing import Any
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
+from torch.nn import Module
 
+from engine3d.models.experts.room import Room, RowsAhead
 from engine3d.models.experts.routed_experts import routed_experts
 from engine3d.models.experts.ways import Way, copying_way
 
@@ -27,7 +29,12 @@ class MoELayerInOneStep(MoELayerOfSequences):
 
     Args:
         copies_timeout_s: where ranks copy tokens into each other's memory, limit of each wait for another rank.
+
+    Attributes:
+        room: for rows of its experts before their number is known, where the model makes it.
     """
+
+    room: Room | None = None
 
     def __init__(self, *args: Any, copies_timeout_s: float | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -62,5 +69,14 @@ class MoELayerInOneStep(MoELayerOfSequences):
             most=self.config.moe_router_topk,
             way=way,
             gathered=gathered,
+            room=self.room,
         ).view(hidden_states.shape)
         return output if shared is None else output + shared, None
+
+
+def rows_ahead(model: Module, ahead: RowsAhead) -> RowsAhead:
+    """Have all layers of a model whose experts are one step make room before they know how many rows they have."""
+    for layer in model.modules():
+        if isinstance(layer, MoELayerInOneStep):
+            layer.room = Room(ahead)
+    return ahead

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine3d.models.experts.grouped_products import learn, learned, product
+from engine3d.models.experts.room import Room
 from engine3d.models.experts.rows import Rows, gated, gated_gradient, rows_of, scores_of, sum_rows, take_rows
 from engine3d.models.experts.ways import Coming, Way
 
@@ -46,6 +47,7 @@ def routed_experts(
     most: int,
     way: Way,
     gathered: Sequence[Coming] | None = None,
+    room: Room | None = None,
 ) -> Tensor:
     """What the experts make of each token: the sum over its experts of probability * expert(token).
 
@@ -64,12 +66,13 @@ def routed_experts(
         most: experts of any token.
         way: between the ranks of the expert-parallel group.
         gathered: the tokens, if `way` is gathering them already: what its `gather_ahead` gave.
+        room: of the layer, if the host is not to wait for the number of rows; see `rows_of`.
 
     Returns:
         (T, H) of the dtype of `hidden`.
     """
     result: Tensor = _RoutedExperts.apply(  # type: ignore[no-untyped-call]
-        hidden, probabilities, routing, first, last, first.parameter, last.parameter, most, way, gathered
+        hidden, probabilities, routing, first, last, first.parameter, last.parameter, most, way, gathered, room
     )
     return result
 
@@ -88,13 +91,14 @@ class _RoutedExperts(torch.autograd.Function):
         most: int,
         way: Way,
         gathered: Sequence[Coming] | None,
+        room: Room | None,
     ) -> Tensor:
         hidden = hidden.contiguous()
         tokens = way.pieces(hidden)
         scores = way.to_experts(scores_of(probabilities, routing))
         if gathered is None:  # after the scores, so that rows are laid out beside it
             gathered = [way.gather(piece) for piece in tokens]
-        counted = rows_of(scores.value(), most, len(tokens))  # of all, before there is work to wait for
+        counted = rows_of(scores.value(), most, len(tokens), room)  # of all, before there is work to wait for
         there = gathered[0].value()  # queued before the host waits
         rows = counted()
         betweens, sums = [], _Sums(way, hidden, len(tokens))
@@ -119,7 +123,8 @@ class _RoutedExperts(torch.autograd.Function):
         tokens = way.pieces(hidden)
         betweens, of_rows = saved[: len(tokens)], itertools.batched(saved[len(tokens) :], len(fields(Rows)))
         gathered = [way.gather(piece) for piece in way.pieces(gradient.contiguous())]
-        of_scores = hidden.new_zeros(way.ranks * len(first.values) * len(hidden), dtype=torch.float32)
+        # And one of rows of no token.
+        of_scores = hidden.new_zeros(way.ranks * len(first.values) * len(hidden) + 1, dtype=torch.float32)
         of_routed, sums = None, _Sums(way, hidden, len(tokens))
         of_first, of_last = (_Learning(weights.gradients, len(tokens)) for weights in (first, last))
         for number, (its_gradient, between, of_its_rows) in enumerate(zip(gathered, betweens, of_rows, strict=True)):
@@ -132,7 +137,7 @@ class _RoutedExperts(torch.autograd.Function):
             )
             of_scores.scatter_(0, its_rows.place, of_score)
             if number == len(tokens) - 1:
-                of_routed = way.from_experts(of_scores.view(way.ranks, len(first.values), -1))
+                of_routed = way.from_experts(of_scores[:-1].view(way.ranks, len(first.values), -1))
             of_last.add(of_made, activated, its_rows.ends)
             del of_made, activated
             sums.add(sum_rows(product(of_between, first.values, its_rows.ends), its_rows))
@@ -144,7 +149,7 @@ class _RoutedExperts(torch.autograd.Function):
             del of_between
         assert of_routed is not None
         of_probabilities = of_routed.value().flatten(0, 1).t().contiguous()
-        return sums.value(), of_probabilities, None, None, None, None, None, None, None, None
+        return sums.value(), of_probabilities, *itertools.repeat(None, 9)
 
 
 class _Learning:

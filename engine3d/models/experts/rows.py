@@ -6,13 +6,15 @@ in PyTorch, for the CPU, is what the kernels for GPUs are tested against.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine3d.models.experts.room import Room
 from engine3d.platform.peer_memory import sum_in_order
 
 
@@ -23,7 +25,7 @@ class Rows:
     Args:
         ends: (E,) int32, the row after the last one of each expert.
         token: (M,) int32 of each row.
-        place: (M,) int64 of each row's score among all scores.
+        place: (M,) int64 of each row's score among all scores; their number for rows of no token.
         score: (M,) float32 of each row.
         of_token: (N, K) int32, the rows of each token, in ascending order.
         per_token: (N,) int32, how many of these there are.
@@ -74,7 +76,7 @@ def scores_of(probabilities: Tensor, routing: Tensor) -> Tensor:
     return torch.where(routing, probabilities, -torch.inf).t().contiguous()
 
 
-def rows_of(scores: Tensor, most: int, pieces: int = 1) -> Callable[[], list[Rows]]:
+def rows_of(scores: Tensor, most: int, pieces: int = 1, room: Room | None = None) -> Callable[[], list[Rows]]:
     """Give each token of each expert a row, of each piece for itself.
 
     Args:
@@ -82,33 +84,66 @@ def rows_of(scores: Tensor, most: int, pieces: int = 1) -> Callable[[], list[Row
         most: experts of any token, K.
         pieces: of the T tokens, as `Tensor.tensor_split` makes them. Token t of rank r of a piece of L tokens a rank is
             number r * L + t of it.
+        room: of the layer, if room may be made for rows before their number is known. What is after the last row then
+            is of no token, and where there is too little, rows are left out and `room.ahead.too_little` is set.
 
     Returns:
-        What gives the rows, once their number is known, for which it waits on a GPU.
+        What gives the rows, once their number is known, for which it waits on a GPU; or at once, with room.
     """
     ranks, experts, tokens = scores.shape
     most = min(most, experts)
+    lengths = [ranks * (tokens // pieces + (number < tokens % pieces)) for number in range(pieces)]
+    rooms = None if room is None else room.of(lengths, most)
     if not scores.is_cuda:
         starts = torch.arange(tokens).tensor_split(pieces)
         rows = [_rows_of_piece(scores, most, int(each[0]), len(each)) for each in starts]
+        if room is not None:
+            room.learn([len(each.token) for each in rows], lengths)
+        if room is not None and rooms is not None:
+            rows = [_in_room(each, size, scores.numel(), room) for each, size in zip(rows, rooms, strict=True)]
         return lambda: rows
     from engine3d.models.experts.kernels import lay_out
 
-    token, place, score, of_token, per_token, ends, of_pieces = lay_out(scores, most, pieces)
+    too_little = None if room is None else room.ahead.too_little
+    token, place, score, of_token, per_token, ends, of_pieces = lay_out(scores, most, pieces, rooms, too_little)
     told = of_pieces.to("cpu", non_blocking=True)  # page-locked
     is_told = torch.cuda.current_stream().record_event()
 
-    def counted() -> list[Rows]:
-        is_told.synchronize()
-        rows, first, seen = [], 0, 0
-        for number, last in enumerate(told.tolist()):
-            its, length = slice(first, last), ranks * (tokens // pieces + (number < tokens % pieces))
-            of_piece = slice(seen, seen + length)
+    def laid_out(sizes: Sequence[int]) -> list[Rows]:
+        rows, seen = [], 0
+        for number, (size, length) in enumerate(zip(sizes, lengths, strict=True)):
+            its, of_piece = slice(seen * most, seen * most + size), slice(seen, seen + length)
             rows.append(Rows(ends[number], token[its], place[its], score[its], of_token[of_piece], per_token[of_piece]))
-            first, seen = last, seen + length
+            seen += length
         return rows
 
-    return counted
+    def counted() -> list[Rows]:
+        is_told.synchronize()
+        counts = told.tolist()
+        if room is not None:
+            room.learn(counts, lengths)
+        return laid_out(counts)
+
+    if room is None or rooms is None:
+        return counted
+    room.learn_later(told, is_told, lengths)
+    return partial(laid_out, rooms)
+
+
+def _in_room(rows: Rows, size: int, nowhere: int, room: Room) -> Rows:
+    """The rows of a piece in room for so many, the scores of those after the last one with a place that is none's."""
+    count = len(rows.token)
+    if count > size:
+        room.ahead.too_little.fill_(1)
+    kept, more = min(count, size), max(0, size - count)
+    return Rows(
+        rows.ends.clamp(max=size),
+        F.pad(rows.token[:kept], (0, more)),
+        F.pad(rows.place[:kept], (0, more), value=nowhere),
+        F.pad(rows.score[:kept], (0, more)),
+        rows.of_token.clamp(max=max(0, size - 1)),
+        rows.per_token,
+    )
 
 
 def _rows_of_piece(scores: Tensor, most: int, first: int, tokens: int) -> Rows:
@@ -149,8 +184,8 @@ def sum_rows(values: Tensor, rows: Rows) -> Tensor:
         from engine3d.models.experts.kernels import sum_of
 
         return sum_of(values, rows.of_token, rows.per_token)
-    wide = torch.zeros(len(rows.per_token), values.shape[1], dtype=torch.float32)
-    return wide.index_add_(0, rows.token, values.float()).to(values.dtype)
+    wide, count = torch.zeros(len(rows.per_token), values.shape[1], dtype=torch.float32), int(rows.ends[-1])
+    return wide.index_add_(0, rows.token[:count], values[:count].float()).to(values.dtype)
 
 
 def add_parts(received: Tensor, own: Tensor, rank: int, into: Tensor | None = None) -> Tensor:

@@ -128,6 +128,8 @@ def test_what_a_token_takes_of_experts_in_one_step(ep: int, kept_less: int, grad
     arguments: dict[str, Any] = {"layer": 0, "itemsize": 2, "sequence_parallel": True}
     saved = [activations.saved_by_layer(sizes, layout, **arguments, one_step=one_step) for one_step in (False, True)]
     assert saved[0] - saved[1] == kept_less
+    with_room = activations.saved_by_layer(sizes, layout, **arguments, one_step=True, rows_ahead=True)
+    assert with_room - saved[1] == 2 * 8 * 2 * 768 / 16
     assert activations.gradients_of_layer(sizes, layout, **arguments, one_step=True) == gradients
     assert activations.made_by_experts(sizes, layout, **arguments) == made
 

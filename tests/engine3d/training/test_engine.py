@@ -441,6 +441,49 @@ def test_the_optimizers_state_may_be_in_host_memory(directory: Path) -> None:
     assert told["moved"] == told["stayed"] == 5 * len(told["parts"])
 
 
+def _all_again(directory: Path) -> list[list[Any]]:
+    """Log-probs, losses, norms and routing of updates; the passes over the model, and its weights.
+
+    Once as they are, and once where each pass is computed again, as the second rank had too little room in it.
+    """
+    from engine3d.models.experts.room import RowsAhead
+
+    class TooLittle(RowsAhead):
+        def was_too_little(self) -> bool:
+            self.too_little.fill_(dist.get_rank())
+            return super().was_too_little()
+
+    found, balanced = [], {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1}
+    for again in (False, True):
+        engine = _engine(directory, {"ep": 2}, 2, megatron=balanced)
+        if again:
+            engine._rows_ahead = TooLittle(engine.device, dist.distributed_c10d._get_default_group())
+        passes, run = [0], engine._pass
+
+        def counted(*arguments: Any, passes: list[int] = passes, run: Any = run, **settings: Any) -> Any:
+            passes[0] += 1
+            return run(*arguments, **settings)
+
+        engine._pass = counted
+        sequences, _ = _own(_samples(), engine)
+        updates: list[Any] = []
+        for _ in range(2):
+            outputs = engine.logprobs(sequences)
+            result = engine.update(sequences, _loss, with_entropy=True)
+            updates.append(
+                (outputs.logprobs.tolist(), list(map(float, result.facts)), result.grad_norm, result.routing)
+            )
+        found.append([updates, passes[0], [each.tolist() for each in engine.module.parameters()]])
+        engine.close()
+    return found
+
+
+def test_a_pass_that_had_too_little_room_is_as_if_it_had_not_been(directory: Path) -> None:
+    for once, again in run_distributed(_all_again, 2, directory, timeout_s=180):
+        assert once[0] == again[0] and once[2] == again[2]
+        assert (once[1], again[1]) == (6, 12)  # log-probs, what routers are going to choose, and the update
+
+
 def _gather(directory: Path, sizes: dict[str, int]) -> dict[str, Any]:
     gathers = {"moe_token_dispatcher_type": "allgather"}
     found = _train(directory, sizes, 2, megatron=gathers)

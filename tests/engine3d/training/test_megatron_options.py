@@ -207,6 +207,25 @@ def test_copies_of_experts_tokens_need_experts_in_one_step_on_several_gpus() -> 
             check_options(other, MOE, layout, transformer_engine=True)
 
 
+def test_room_for_rows_of_experts_needs_experts_in_one_step_on_gpus() -> None:
+    config, two = TrainConfig(expert_rows_ahead=True, megatron=GATHERING), Layout(ep=2, dp=2)
+    for spec, layout in ((MOE, two), (MOE, Layout(dp=2)), (DENSE, Layout(dp=2))):
+        check_options(config, spec, layout, transformer_engine=True)
+    with pytest.raises(UserError, match="expert_rows_ahead=true, and LlamaForCausalLM has no experts; expected false"):
+        check_effect(config, DENSE, trained=True)
+    with pytest.raises(UserError, match="expert_rows_ahead=true needs Transformer Engine; expected false on a CPU"):
+        check_options(config, MOE, two, transformer_engine=False)
+    for layout, settings, line in (
+        (two, {"megatron": {}}, "with ep=2 etp=1, dtype=bfloat16: expected experts in one step"),
+        (two, {"one_step_experts": False}, "with ep=2 .*: expected experts in one step"),
+        (two, {"deterministic": True}, "was not tried with deterministic=true; expected false"),
+        (Layout(pp=2), {"megatron": {}}, "was not tried with pp=2; expected false"),
+    ):
+        other = TrainConfig(**{"expert_rows_ahead": True, "megatron": GATHERING} | settings)
+        with pytest.raises(UserError, match=f"expert_rows_ahead=true {line}"):
+            check_options(other, MOE, layout, transformer_engine=True)
+
+
 def test_options_that_go_together() -> None:
     for spec, layout, options in (
         (MOE, Layout(ep=2, dp=2), {"moe_token_dispatcher_type": "allgather", "moe_aux_loss_coeff": 1e-3}),

@@ -213,18 +213,42 @@ def test_every_layout_learns_alike_over_nccl(world_size: int, tmp_path: Path) ->
 
 
 def _train_with_copies(directory: Path) -> list[dict[str, Any]]:
-    gathering = {"moe_token_dispatcher_type": "allgather"}
-    return [
-        _train(directory, {"ep": 2}, 2, dtype="bfloat16", megatron=gathering, expert_copies=copies, recompute=recompute)
-        for copies, recompute in ((False, "none"), (True, "none"), (True, "full"))
-    ]
+    from engine3d.models.experts import room
+
+    gathering, again = {"moe_token_dispatcher_type": "allgather"}, [0]
+    waiting = room.RowsAhead.waiting
+
+    def counted(ahead: room.RowsAhead) -> Any:
+        again[0] += 1
+        return waiting(ahead)
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "LEAST_TOKENS", 16)
+        patch.setattr(room.RowsAhead, "waiting", counted)
+        for copies, recompute, slack in (
+            (False, "none", None),
+            (True, "none", None),
+            (True, "full", None),
+            (False, "none", room.SLACK),
+            (True, "none", 1.0),
+            (True, "full", 1.0),
+            (True, "none", -0.5),  # all but the first pass is computed again
+        ):
+            again[0] = 0
+            patch.setattr(room, "SLACK", slack)
+            settings = {"expert_copies": copies, "recompute": recompute, "expert_rows_ahead": slack is not None}
+            trained = _train(directory, {"ep": 2}, 2, dtype="bfloat16", megatron=gathering, **settings)
+            found.append(trained | {"again": again[0]})
+    return found
 
 
 @pytest.mark.skipif(platform.gpus < 2, reason="needs two GPUs")
 def test_copies_of_experts_tokens_are_collective_operations(tmp_path: Path) -> None:
     tiny_families.make("qwen3_moe", tmp_path / "model")
-    for without, *with_copies in run_distributed(_train_with_copies, 2, tmp_path / "model", timeout_s=300):
-        for found in with_copies:
+    for without, *others in run_distributed(_train_with_copies, 2, tmp_path / "model", timeout_s=300):
+        assert [found["again"] > 0 for found in others[-3:]] == [False, False, True]
+        for found in others:
             assert found["losses"] == pytest.approx(without["losses"], rel=2e-3)
             assert found["norms"] == pytest.approx(without["norms"], rel=0.02)
             assert (found["before"] - without["before"]).abs().mean() < 0.01

@@ -78,9 +78,9 @@ def test_gpus_whose_experts_take_more_steps_are_named(
     )
     assert "one_step_experts" not in told(capsys, 0, "train.one_step_experts=false")
     two = ("placement.actor=cuda:0-1", "train.layout={ep: 2}", "train.megatron={moe_token_dispatcher_type: allgather}")
-    assert "train.expert_copies=true needs experts in one step; GPU 0 of this machine has compute capability 8.0" in (
-        told(capsys, 2, *two, "train.expert_copies=true")
-    )
+    for setting in ("train.expert_copies=true", "train.expert_rows_ahead=true"):
+        line = f"{setting} needs experts in one step; GPU 0 of this machine has compute capability 8.0"
+        assert line in told(capsys, 2, *two, setting)
     assert "one_step_experts" not in told(capsys, 0, *NODES)
 
 

@@ -19,6 +19,7 @@ def _update(
     peak: float | None = 1000.0,
     applied: bool = True,
     routing: Routing | None = None,
+    again: int | None = None,
 ) -> Update:
     return Update(
         statistics=Statistics(),
@@ -35,6 +36,7 @@ def _update(
         optimizer_seconds=seconds / 4,
         peak_flops=peak,
         routing=routing,
+        again=again,
     )
 
 
@@ -46,6 +48,8 @@ def test_throughput_counts_what_the_slowest_replica_takes_on_every_device() -> N
     assert values["train/mfu"] == pytest.approx(8000.0 / (8 * 4.0 * 1000.0))
     assert values["train/padding_share"] == 0.5
     assert values["train/optimizer_time_ms"] == pytest.approx(1000.0)  # of the slowest of each: 3 and 1 s
+    assert "train/computed_again" not in values
+    assert update_metrics([[_update(1, 1.0, again=1)] * 2, [_update(1, 1.0, again=0)]])["train/computed_again"] == 1
     assert values[ACTOR.gpu_memory] == 30
     assert values[ACTOR.gpu_reserved] == 60
 

@@ -20,10 +20,12 @@ from benchmarks.reshard_plan import named_model
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Coordinates, Layout
 from engine3d.models import build_model, load_model_spec, load_weights
+from engine3d.models.experts import room as expert_room
 from engine3d.models.experts import rows as expert_rows
 from engine3d.models.experts.grouped_products import learn
 from engine3d.models.experts.load_balance import Routing
 from engine3d.models.experts.moe_layer import MoELayerInOneStep
+from engine3d.models.experts.room import Room, RowsAhead
 from engine3d.models.experts.routed_experts import Weights, routed_experts
 from engine3d.models.experts.router import load_balance
 from engine3d.models.experts.rows import Rows, rows_of
@@ -95,7 +97,7 @@ def _one_by_one(drawn: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _in_one_step(chosen: list[int], dtype: torch.dtype, device: str, way: Way) -> None:
+def _in_one_step(chosen: list[int], dtype: torch.dtype, device: str, way: Way, room: Room | None) -> None:
     """Assert that this rank's part is right."""
     rank, world = dist.get_rank(), dist.get_world_size()
     drawn = _drawn(world, dtype, chosen)
@@ -121,8 +123,13 @@ def _in_one_step(chosen: list[int], dtype: torch.dtype, device: str, way: Way) -
             most=MOST,
             way=way,
             gathered=way.gather_ahead(hidden.detach()),
+            room=room,
         )
 
+    if room is not None:
+        with torch.no_grad():
+            made(weights[0], weights[1])  # as many rows as the next ones, which have room for more
+        assert (room.of([1000], 1) is not None) == bool(drawn["routing"][:, experts].any())
     result = made(weights[0], weights[1])
     result.backward(drawn["gradient"][mine].to(device))  # type: ignore[no-untyped-call]
     limit = 1e-5 if dtype == torch.float32 else 3e-2
@@ -157,10 +164,14 @@ def _all_cases(device: str) -> None:
     group = meet_others(device)
     ways = [Way(group), copying_way(group, 60.0)]
     assert isinstance(ways[1], CopyingWay) == (group.size() > 1)
+    expert_room.LEAST_TOKENS = 1
+    ahead = RowsAhead(torch.device(device))
     for way in ways:
         for chosen in CASES.values():
             for dtype in (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16,):
-                _in_one_step(chosen, dtype, device, way)
+                for room in (None, Room(ahead)):
+                    _in_one_step(chosen, dtype, device, way, room)
+    assert not ahead.was_too_little()
     release()
     dist.destroy_process_group()
 
@@ -292,6 +303,22 @@ def test_copies_need_one_host() -> None:
     run_distributed(_of_two_hosts, 2, timeout_s=60)
 
 
+def test_too_little_room_is_told_and_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_room, "LEAST_TOKENS", 4)
+    room = Room(RowsAhead(torch.device("cpu")))
+    few, many = torch.full((1, 2, 8), -torch.inf), torch.zeros(1, 2, 8)
+    few[0, 0] = 0.5
+    for scores, rows in ((few, 8), (few, 9), (many, 9)):  # known first, then one more, as for all that follow
+        [found] = rows_of(scores, 2, room=room)()
+        assert len(found.token) == len(found.place) == rows
+        assert int(found.ends[-1]) == min(rows, 8 if scores is few else 16) and int(found.of_token.max()) < rows
+        assert found.place[8:].tolist() == ([16] if rows == 9 and scores is few else found.place[8:].tolist())
+    assert room.ahead.too_little and len(rows_of(many, 2, room=room)()[0].token) == 16
+    with room.ahead.waiting():
+        assert len(rows_of(few, 2, room=room)()[0].token) == 8
+    assert len(rows_of(few[:, :, :3].contiguous(), 2, room=room)()[0].token) == 3  # too few to tell
+
+
 def test_a_router_that_is_no_number_shows() -> None:
     scores = torch.full((1, 2, 3), -torch.inf)
     scores[0, 1, 2] = torch.nan
@@ -413,23 +440,26 @@ def _compare(device: str) -> None:
     from engine3d.models.experts import kernels as expert_kernels
 
     expert_kernels._WIDTH, expert_kernels._CELLS, expert_kernels._TILES = 16, 32, 2
+    expert_room.LEAST_TOKENS = 1
     generator = torch.Generator().manual_seed(3)
+    short = set[bool]()
     for ranks, experts, tokens, most, width in [(1, 3, 9, 2, 16), (2, 5, 7, 3, 40), (3, 1, 4, 4, 24)]:
         scores = torch.rand(ranks, experts, tokens, generator=generator)
         least = scores.topk(min(most, experts), dim=1).values[:, -1:]
         scores[(scores < least) | (torch.rand(scores.shape, generator=generator) < 0.3)] = -torch.inf
         for pieces in (1, 2, 3):
             laid_out = expert_kernels.lay_out(scores.to(device), min(most, experts), pieces)
-            token, place, score, of_token, per_token, ends, of_pieces = (each.cpu() for each in laid_out)
-            first = seen = 0
-            for number, piece in enumerate(expert_rows.rows_of(scores, most, pieces)()):
-                its, last = slice(first, first + len(piece.token)), seen + len(piece.per_token)
-                assert of_pieces[number] == its.stop and torch.equal(ends[number], piece.ends)
-                assert torch.equal(token[its], piece.token) and torch.equal(place[its], piece.place)
-                assert torch.equal(score[its], piece.score) and torch.equal(per_token[seen:last], piece.per_token)
-                for its_token, rows in enumerate(piece.per_token.tolist()):
-                    assert torch.equal(of_token[seen + its_token, :rows], piece.of_token[its_token, :rows])
-                first, seen = its.stop, last
+            _same_rows(laid_out, expert_rows.rows_of(scores, most, pieces)(), min(most, experts))
+            for share in (0.5, 1.0, 9.0):  # too little for some, for few, and for none
+                room = Room(RowsAhead(torch.device("cpu")))
+                room.learn([int(share * 100)], [100])
+                lengths = [ranks * (tokens // pieces + (number < tokens % pieces)) for number in range(pieces)]
+                rooms = room.of(lengths, min(most, experts))
+                too_little = torch.zeros((), dtype=torch.int32, device=device)
+                laid_out = expert_kernels.lay_out(scores.to(device), min(most, experts), pieces, rooms, too_little)
+                _same_rows(laid_out, expert_rows.rows_of(scores, most, pieces, room)(), min(most, experts))
+                assert bool(too_little) == bool(room.ahead.too_little)
+                short.add(bool(too_little))
         [expected] = expert_rows.rows_of(scores, most)()
         count = len(expected.token)
         routed = torch.rand(tokens, experts, generator=generator) < 0.5
@@ -478,6 +508,22 @@ def _compare(device: str) -> None:
         found = expert_kernels.gate_gradient(between.to(device), there.score, slope.to(device))
         for one, other in zip(found, expert_rows.gated_gradient(between, expected.score, slope), strict=True):
             torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=1e-5)
+
+    assert short == {False, True}
+
+
+def _same_rows(laid_out: Sequence[Tensor], expected: list[Rows], most: int) -> None:
+    """Assert that what the kernels have laid out are these rows of pieces."""
+    token, place, score, of_token, per_token, ends, of_pieces = (each.cpu() for each in laid_out)
+    seen = 0
+    for number, piece in enumerate(expected):
+        its, last = slice(seen * most, seen * most + len(piece.token)), seen + len(piece.per_token)
+        assert torch.equal(ends[number], piece.ends) and of_pieces[number] == piece.per_token.sum()
+        assert torch.equal(token[its], piece.token) and torch.equal(place[its], piece.place)
+        assert torch.equal(score[its], piece.score) and torch.equal(per_token[seen:last], piece.per_token)
+        for its_token, rows in enumerate(piece.per_token.tolist()):
+            assert torch.equal(of_token[seen + its_token, :rows], piece.of_token[its_token, :rows])
+        seen = last
 
 
 @pytest.mark.processes
@@ -531,10 +577,10 @@ def _compile(device: str) -> None:
         tile,
         whole_words=("scores", "seen", "experts"),
     )
-    tensors = ("scores", "up_to", "token", "place", "score", "of_token", "per_token", "ends", "of_pieces")
+    tensors = ("scores", "up_to", "token", "place", "score", "of_token", "per_token", "ends", "of_pieces", "too_little")
     others = {"scores": "*fp32", "place": "*i64", "score": "*fp32"}
     types = {name: others.get(name, "*i32") for name in tensors}
-    types |= dict.fromkeys(("experts", "tokens", "most", "pieces", "least", "longer"), "i32")
+    types |= dict.fromkeys(("experts", "tokens", "most", "pieces", "least", "longer", "of_longer", "of_shorter"), "i32")
     for ones in ((), ("most", "pieces"), ("experts", "most", "pieces")):
         variables = {name: kind for name, kind in types.items() if name not in ones}
         compiled_for_hopper(
