@@ -133,7 +133,8 @@ def server_arguments(config: RolloutConfig, model: ModelFacts, part: EnginePart 
     if config.attention_kernels is not None:
         arguments["attention_backend"] = config.attention_kernels
     if groups > 1:
-        # A group that sleeps until it is asked for something keeps those waiting that were.
+        # A group that sleeps until it is asked for something keeps those waiting that were. They sleep while memory is
+        # released (`engine3d.rollout.scheduler.released`).
         arguments |= attention_arguments(groups) | {"sleep_on_idle": False}
     if part.count > 1:
         arguments |= {"nnodes": part.count, "node_rank": part.index}

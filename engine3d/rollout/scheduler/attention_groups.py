@@ -16,6 +16,8 @@ from typing import Any
 from engine3d.platform import platform
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE
 
+_LOOK_MS = 1000
+"""How long the controller waits before it tells that it is there."""
 _workers = itertools.count()
 
 
@@ -54,6 +56,17 @@ def register() -> None:
     HookRegistry.register(f"{controller}.get_zmq_socket_on_host", _worker_socket, HookType.REPLACE)
     broadcast = f"{controller}.DataParallelController._broadcast_worker_ports"
     HookRegistry.register(broadcast, _known_to_all, HookType.REPLACE)
+    HookRegistry.register(f"{controller}.DataParallelController.event_loop", _deal_out, HookType.REPLACE)
+
+
+def _deal_out(controller: Any) -> None:
+    """Hand requests out as they come; SGLang's own loop polls for them on a core."""
+    from sglang.srt.managers.data_parallel_controller import sock_recv
+
+    while True:
+        controller.soft_watchdog.feed()
+        if controller.recv_from_tokenizer.poll(_LOOK_MS):
+            controller._request_dispatcher(sock_recv(controller.recv_from_tokenizer))
 
 
 def _in_directory(

@@ -21,6 +21,7 @@ from engine3d.platform.cpu.sglang import START_METHOD_VARIABLE
 from engine3d.rollout.host.progress import count_batch, count_retracted, start_counting
 from engine3d.rollout.scheduler import attention_groups, local_experts, peer_collectives
 from engine3d.rollout.scheduler.last_token import end_at_last_token
+from engine3d.rollout.scheduler.released import wait_while_released
 from engine3d.rollout.scheduler.text_stops import end_at_text
 from engine3d.rollout.scheduler.versions import VERSIONS_VARIABLE, note_version
 from engine3d.run_files import RUN_DIRECTORY_VARIABLE, segment_name
@@ -118,6 +119,7 @@ def _hook_engine() -> None:
     HookRegistry.register(f"{scheduler}.__init__", _add_answer, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.__init__", start_counting, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.process_batch_result", count_batch, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.maybe_sleep_on_idle", wait_while_released, HookType.AFTER)
     batch = "sglang.srt.managers.schedule_batch.ScheduleBatch"
     HookRegistry.register(f"{batch}.retract_decode", count_retracted, HookType.AFTER)
     if VERSIONS_VARIABLE in os.environ:

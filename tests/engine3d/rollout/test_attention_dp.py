@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from pydantic import ValidationError
@@ -124,6 +125,42 @@ def test_memory_is_given_back_and_taken_again(grouped: RolloutEngine) -> None:
     grouped.restore_memory()  # with whatever was there in its place
     again = grouped.generate(PROMPTS[:1], GREEDY) + grouped.generate(PROMPTS[1:], GREEDY)
     assert [group[0].token_ids for group in again] == [group[0].token_ids for group in before]
+
+
+def cpu_s(engine: RolloutEngine) -> tuple[float, float]:
+    """CPU time that all ranks take together in the next second, and that of the process that hands requests out."""
+    assert engine._host is not None
+    children = psutil.Process(engine._host.pid).children(recursive=True)
+    found = [
+        [each for each in children if " ".join(each.cmdline()).startswith(f"sglang::{name}")]
+        for name in ("scheduler", "data_parallel_controller")
+    ]
+    assert [len(each) for each in found] == [2, 1]
+
+    def taken() -> list[float]:
+        return [sum(sum(process.cpu_times()[:2]) for process in each) for each in found]
+
+    before = taken()
+    time.sleep(1)
+    of_ranks, of_controller = (after - earlier for after, earlier in zip(taken(), before, strict=True))
+    return of_ranks, of_controller
+
+
+@pytest.mark.processes
+def test_ranks_leave_the_cores_to_others_while_memory_is_released(
+    grouped: RolloutEngine, tiny_model_dirs: tuple[Path, Path]
+) -> None:
+    grouped.load_weights(tiny_model_dirs[0], version=50)
+    before, (polling, dealing) = grouped.generate(PROMPTS, GREEDY), cpu_s(grouped)
+    grouped.release_memory()
+    released, _ = cpu_s(grouped)
+    assert len(grouped.weight_checksums()) == 2
+    grouped.load_weights(tiny_model_dirs[0], version=51)
+    grouped.restore_memory()
+    again = grouped.generate(PROMPTS, GREEDY)
+    assert [group[0].token_ids for group in again] == [group[0].token_ids for group in before]
+    assert released < min(polling, cpu_s(grouped)[0]) / 3
+    assert dealing < 0.2  # SGLang's own takes all of a core
 
 
 @pytest.mark.processes
