@@ -22,6 +22,8 @@ SLACK = 1 / 16
 """More room than the most rows that a layer has had."""
 LEAST_TOKENS = 4096
 """Of all ranks: of fewer, shares differ by chance, and it costs little to wait."""
+LEAST_PIECES = 16
+"""Whose rows are known before room is made for those of others."""
 
 
 class RowsAhead:
@@ -79,7 +81,7 @@ class Room:
 
     def __init__(self, ahead: RowsAhead) -> None:
         self.ahead = ahead
-        self._share = 0.0
+        self._share, self._pieces = 0.0, 0
         self._told: deque[_Told] = deque()
 
     def of(self, tokens: Sequence[int], most: int) -> list[int] | None:
@@ -95,14 +97,15 @@ class Room:
         while self._told and self._told[0].is_told.query():
             told = self._told.popleft()
             self.learn(told.counts.tolist(), told.tokens)
-        if self.ahead.waits or not self._share or min(tokens) < LEAST_TOKENS:
+        known = self._share > 0 and self._pieces >= LEAST_PIECES
+        if self.ahead.waits or not known or min(tokens) < LEAST_TOKENS:
             return None
         return [min(count * most, math.ceil(count * self._share * (1 + SLACK))) for count in tokens]
 
     def learn(self, counts: Sequence[int], tokens: Sequence[int]) -> None:
         """So many rows each piece had, of so many tokens of all ranks."""
         shares = [rows / count for rows, count in zip(counts, tokens, strict=True) if count >= LEAST_TOKENS]
-        self._share = max([self._share, *shares])
+        self._share, self._pieces = max([self._share, *shares]), self._pieces + len(shares)
 
     def learn_later(self, counts: Tensor, is_told: Any, tokens: Sequence[int]) -> None:
         """The same, once an event has come.

@@ -164,7 +164,7 @@ def _all_cases(device: str) -> None:
     group = meet_others(device)
     ways = [Way(group), copying_way(group, 60.0)]
     assert isinstance(ways[1], CopyingWay) == (group.size() > 1)
-    expert_room.LEAST_TOKENS = 1
+    expert_room.LEAST_TOKENS = expert_room.LEAST_PIECES = 1
     ahead = RowsAhead(torch.device(device))
     for way in ways:
         for chosen in CASES.values():
@@ -305,10 +305,11 @@ def test_copies_need_one_host() -> None:
 
 def test_too_little_room_is_told_and_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_room, "LEAST_TOKENS", 4)
+    monkeypatch.setattr(expert_room, "LEAST_PIECES", 2)
     room = Room(RowsAhead(torch.device("cpu")))
     few, many = torch.full((1, 2, 8), -torch.inf), torch.zeros(1, 2, 8)
     few[0, 0] = 0.5
-    for scores, rows in ((few, 8), (few, 9), (many, 9)):  # known first, then one more, as for all that follow
+    for scores, rows in ((few, 8), (few, 8), (few, 9), (many, 9)):  # known first, then one more, as for all that follow
         [found] = rows_of(scores, 2, room=room)()
         assert len(found.token) == len(found.place) == rows
         assert int(found.ends[-1]) == min(rows, 8 if scores is few else 16) and int(found.of_token.max()) < rows
@@ -440,7 +441,7 @@ def _compare(device: str) -> None:
     from engine3d.models.experts import kernels as expert_kernels
 
     expert_kernels._WIDTH, expert_kernels._CELLS, expert_kernels._TILES = 16, 32, 2
-    expert_room.LEAST_TOKENS = 1
+    expert_room.LEAST_TOKENS = expert_room.LEAST_PIECES = 1
     generator = torch.Generator().manual_seed(3)
     short = set[bool]()
     for ranks, experts, tokens, most, width in [(1, 3, 9, 2, 16), (2, 5, 7, 3, 40), (3, 1, 4, 4, 24)]:
