@@ -132,6 +132,21 @@ def test_a_subset_keeps_its_place() -> None:
     assert batch.indices == (2, 0) and batch.flat.tolist() == [5, 0, 1] and batch.input_ids.tolist() == [[6, 1, 2]]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_micro_batch_comes_to_a_gpu_that_is_at_work() -> None:
+    samples = [list(range(8192)) for _ in range(4)]
+    batch = micro_batch(Sequences.of(samples, weights=torch.rand(4 * 8192)), [0, 1, 2, 3], packed=True, multiple=1)
+    device = torch.device("cuda")
+    batch.to(device)  # takes page-locked memory, for which the GPU may be waited for
+    torch.cuda.synchronize()
+    torch.cuda._sleep(3_000_000_000)  # cycles: more than a second
+    moved, is_over = batch.to(device), torch.cuda.current_stream().record_event()
+    assert not is_over.query()
+    assert torch.equal(moved.input_ids.cpu(), batch.input_ids)
+    assert torch.equal(moved.columns["weights"].cpu(), batch.columns["weights"])
+
+
 def test_an_empty_micro_batch_is_padding_only() -> None:
     batch = micro_batch(Sequences.of([]), [], packed=True, multiple=2)
     assert batch.input_ids.shape == (1, 2) and batch.flat.numel() == 0
