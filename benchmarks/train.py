@@ -81,6 +81,10 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"--ways: found {options.ways!r}, expected one or more of {', '.join(WAYS)}")
     if options.offload and "bare" in ways:
         raise UserError("--offload: the bare loop does not offload; give --ways engine")
+    if options.settings.get("expert_rows_ahead") and "bare" in ways:
+        raise UserError(
+            "--settings: the bare loop does not look whether expert_rows_ahead was enough; give --ways engine"
+        )
     layout, spec = parse_layout(options.train), named_model(options.model)
     rows, left = divmod(options.step_tokens, options.sequence * layout.dp)
     if left or options.micro_batch_tokens % options.sequence or not rows:

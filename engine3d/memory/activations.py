@@ -7,7 +7,6 @@ layer saves; tensors that two layers share count where they are made.
 from __future__ import annotations
 
 from engine3d.layout import Layout
-from engine3d.models.experts.room import SLACK
 from engine3d.models.sizes import Latent, Sizes
 
 _FLOAT32 = 4
@@ -25,7 +24,7 @@ def saved_by_layer(
     sequence_parallel: bool,
     one_step: bool,
     fused_query_key: bool = False,
-    rows_ahead: bool = False,
+    room: float = 1.0,
 ) -> float:
     """Bytes a token that one layer saves, without recomputation.
 
@@ -39,13 +38,13 @@ def saved_by_layer(
         sequence_parallel: norms and routing are cut over tp too.
         one_step: experts are one step, which makes again what it is given and what its activation gave.
         fused_query_key: queries and keys are one step, which keeps the whole projection that they are made from.
-        rows_ahead: there is room for a few more rows of experts than there are.
+        room: for so many rows of experts, over those that there are.
     """
     spread = layout.tp if sequence_parallel else 1
     if not sizes.is_sparse(layer):
         mlp = _dense_mlp(sizes, layout, spread, itemsize)
     elif one_step:
-        mlp = _one_step_experts(sizes, layout, spread, itemsize, 1 + SLACK if rows_ahead else 1.0)
+        mlp = _one_step_experts(sizes, layout, spread, itemsize, room)
     else:
         mlp = _experts(sizes, layout, spread, itemsize)
     # The values a second time: in the projection.
@@ -84,13 +83,20 @@ def made_again_by_layer(
 
 
 def gradients_of_layer(
-    sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool, one_step: bool
+    sizes: Sizes,
+    layout: Layout,
+    layer: int,
+    itemsize: int,
+    *,
+    sequence_parallel: bool,
+    one_step: bool,
+    room: float = 1.0,
 ) -> float:
     """Bytes a token that the backward pass of one layer takes beside what is saved: the widest gradients at a time."""
     spread = layout.tp if sequence_parallel else 1
     if not sizes.is_sparse(layer):
         return 2 * sizes.ffn / layout.tp * itemsize
-    rows = sizes.experts_per_token / spread
+    rows = sizes.experts_per_token / spread * room
     if not one_step:
         return 2 * rows * sizes.hidden * itemsize
     gathered = layout.ep / spread * sizes.hidden
@@ -99,12 +105,14 @@ def gradients_of_layer(
     return max(of_activation, of_tokens) * itemsize
 
 
-def made_by_experts(sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool) -> float:
+def made_by_experts(
+    sizes: Sizes, layout: Layout, layer: int, itemsize: int, *, sequence_parallel: bool, room: float = 1.0
+) -> float:
     """Bytes a token that a layer's experts, in one step, take beside what is saved while the layer computes."""
     if not sizes.is_sparse(layer):
         return 0.0
     spread = layout.tp if sequence_parallel else 1
-    gathered, rows = layout.ep / spread * sizes.hidden, sizes.experts_per_token / spread
+    gathered, rows = layout.ep / spread * sizes.hidden, sizes.experts_per_token / spread * room
     return (rows * sizes.hidden + max(gathered, rows * sizes.expert_ffn)) * itemsize
 
 

@@ -16,6 +16,7 @@ from engine3d.memory.activations import (
     saved_by_layer,
     saved_for_balance,
 )
+from engine3d.models.experts.room import SLACK
 from engine3d.models.experts.ways import CopyingWay
 from engine3d.models.family import ModelSpec
 from engine3d.training.config import TrainConfig
@@ -53,23 +54,15 @@ def update_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainC
     """
     itemsize, cut = getattr(torch, config.dtype).itemsize, {"sequence_parallel": config.sequence_parallel}
     layers = spec.rules.stage_layers(layout, at.pp)
-    how = cut | {"one_step": config.has_one_step_experts(spec.sizes, layout)}
+    how, room = cut | {"one_step": config.has_one_step_experts(spec.sizes, layout)}, _room(spec, layout, config)
     saved = [
-        saved_by_layer(
-            spec.sizes,
-            layout,
-            layer,
-            itemsize,
-            **how,
-            fused_query_key=config.fused_query_key,
-            rows_ahead=config.has_rows_ahead(spec.sizes, layout),
-        )
+        saved_by_layer(spec.sizes, layout, layer, itemsize, **how, fused_query_key=config.fused_query_key, room=room)
         for layer in layers
     ]
     if config.balances_experts:
         balance = [saved_for_balance(spec.sizes, layout, layer, **cut) for layer in layers]
         saved = [one + other for one, other in zip(saved, balance, strict=True)]
-    gradients = [gradients_of_layer(spec.sizes, layout, layer, itemsize, **how) for layer in layers]
+    gradients = [gradients_of_layer(spec.sizes, layout, layer, itemsize, **how, room=room) for layer in layers]
     under_way = layout.pp - at.pp  # micro-batches of a stage whose backward pass has not begun
     again = len(layers) if config.recompute_layers is None else min(config.recompute_layers, len(layers))
     if config.recompute != "full":
@@ -106,10 +99,10 @@ def inference_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: Tra
     """Of log-probs or values without gradients; arguments as in `update_peak`."""
     itemsize, cut = getattr(torch, config.dtype).itemsize, {"sequence_parallel": config.sequence_parallel}
     layers = spec.rules.stage_layers(layout, at.pp)
-    one_step = config.has_one_step_experts(spec.sizes, layout)
+    one_step, room = config.has_one_step_experts(spec.sizes, layout), _room(spec, layout, config)
     saved = [
-        saved_by_layer(spec.sizes, layout, layer, itemsize, **cut, one_step=one_step)
-        + (made_by_experts(spec.sizes, layout, layer, itemsize, **cut) if one_step else 0)
+        saved_by_layer(spec.sizes, layout, layer, itemsize, **cut, one_step=one_step, room=room)
+        + (made_by_experts(spec.sizes, layout, layer, itemsize, **cut, room=room) if one_step else 0)
         for layer in layers
     ]
     return Working(
@@ -117,6 +110,11 @@ def inference_peak(spec: ModelSpec, layout: Layout, at: Coordinates, config: Tra
         logits=_head(spec, layout, at, config, tokens, backward=False),
         layer=round(max(saved, default=0.0) * tokens),
     )
+
+
+def _room(spec: ModelSpec, layout: Layout, config: TrainConfig) -> float:
+    """For rows of experts, over those that there are where ranks have as many each."""
+    return 1 + SLACK if config.has_rows_ahead(spec.sizes, layout) else 1.0
 
 
 def _head(spec: ModelSpec, layout: Layout, at: Coordinates, config: TrainConfig, tokens: int, *, backward: bool) -> int:

@@ -164,6 +164,7 @@ class ForwardModel(BuiltModel):
         """All micro-batches through the model; the facts of each, on the last stage."""
         results = self._pass(batches, loss, forward_only=forward_only)
         if self._rows_ahead is not None and self._rows_ahead.was_too_little():
+            del results  # of as much memory as the next ones
             self._begin_again(learning=not forward_only)
             with self._rows_ahead.waiting():
                 results = self._pass(batches, loss, forward_only=forward_only)

@@ -22,8 +22,11 @@ SLACK = 1 / 16
 """More room than the most rows that a layer has had."""
 LEAST_TOKENS = 4096
 """Of all ranks: of fewer, shares differ by chance, and it costs little to wait."""
-LEAST_PIECES = 16
-"""Whose rows are known before room is made for those of others."""
+LEAST_PIECES, MOST_PIECES = 16, 256
+"""Whose rows are known before room is made for those of others; and of how many of the last ones the most counts."""
+MOST_OF_EVEN = 1.5
+"""Over the rows of a rank where all have as many: above it there is no room ahead, as one odd piece would have all
+others take as much memory."""
 
 
 class RowsAhead:
@@ -73,7 +76,7 @@ class _Told:
 
 
 class Room:
-    """The room of one layer's rows: the most rows of a token that it has had, and a little more.
+    """The room of one layer's rows: the most rows of a token that it has had lately, and a little more.
 
     Args:
         ahead: of the model that the layer is of.
@@ -81,15 +84,16 @@ class Room:
 
     def __init__(self, ahead: RowsAhead) -> None:
         self.ahead = ahead
-        self._share, self._pieces = 0.0, 0
+        self._shares = deque[float](maxlen=MOST_PIECES)
         self._told: deque[_Told] = deque()
 
-    def of(self, tokens: Sequence[int], most: int) -> list[int] | None:
+    def of(self, tokens: Sequence[int], most: int, even: float) -> list[int] | None:
         """Rows to make room for.
 
         Args:
             tokens: of all ranks, of each piece.
             most: rows of a token.
+            even: of a token where all ranks have as many rows.
 
         Returns:
             Of each piece; None where they have to be known first.
@@ -97,15 +101,16 @@ class Room:
         while self._told and self._told[0].is_told.query():
             told = self._told.popleft()
             self.learn(told.counts.tolist(), told.tokens)
-        known = self._share > 0 and self._pieces >= LEAST_PIECES
-        if self.ahead.waits or not known or min(tokens) < LEAST_TOKENS:
+        if self.ahead.waits or len(self._shares) < LEAST_PIECES or min(tokens) < LEAST_TOKENS:
             return None
-        return [min(count * most, math.ceil(count * self._share * (1 + SLACK))) for count in tokens]
+        share = max(self._shares)
+        if not 0 < share <= MOST_OF_EVEN * even:
+            return None
+        return [min(count * most, math.ceil(count * share * (1 + SLACK))) for count in tokens]
 
     def learn(self, counts: Sequence[int], tokens: Sequence[int]) -> None:
         """So many rows each piece had, of so many tokens of all ranks."""
-        shares = [rows / count for rows, count in zip(counts, tokens, strict=True) if count >= LEAST_TOKENS]
-        self._share, self._pieces = max([self._share, *shares]), self._pieces + len(shares)
+        self._shares += [rows / count for rows, count in zip(counts, tokens, strict=True) if count >= LEAST_TOKENS]
 
     def learn_later(self, counts: Tensor, is_told: Any, tokens: Sequence[int]) -> None:
         """The same, once an event has come.

@@ -91,9 +91,9 @@ def rows_of(scores: Tensor, most: int, pieces: int = 1, room: Room | None = None
         What gives the rows, once their number is known, for which it waits on a GPU; or at once, with room.
     """
     ranks, experts, tokens = scores.shape
-    most = min(most, experts)
+    most, even = min(most, experts), most / ranks
     lengths = [ranks * (tokens // pieces + (number < tokens % pieces)) for number in range(pieces)]
-    rooms = None if room is None else room.of(lengths, most)
+    rooms = None if room is None else room.of(lengths, most, even)
     if not scores.is_cuda:
         starts = torch.arange(tokens).tensor_split(pieces)
         rows = [_rows_of_piece(scores, most, int(each[0]), len(each)) for each in starts]

@@ -17,11 +17,12 @@ _MAX_LENGTH = 400
 # The last line of a Python traceback: an exception's name, dotted or not, and mostly its message.
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Timeout)\b(?::.*)?$")
 _CRASH = re.compile(
-    r"^Subprocess .* crashed\b|Segmentation fault|Out of memory|\[torch_memory_saver\.cpp\] cudaError|terminate called"
+    r"Subprocess .* crashed\b|Segmentation fault|Out of memory|\[torch_memory_saver\.cpp\] cudaError|terminate called"
     r"|Fatal Python error|ERROR: +\[Errno \d+\]"
 )
 _KILLED = re.compile(
-    r"crashed with exit code -|Segmentation fault|Out of memory|\[torch_memory_saver\.cpp\] cudaError|terminate called"
+    r"crashed with exit code -|Subprocess .* crashed$|Segmentation fault|Out of memory"
+    r"|\[torch_memory_saver\.cpp\] cudaError|terminate called"
 )
 # What other processes say when one has failed.
 _CONSEQUENCE = re.compile(

@@ -15,10 +15,14 @@ _TITLE = "sglang::scheduler"
 
 def watched_ranks() -> dict[int, str]:
     """A descriptor for each rank's process, which can be read once that has ended, and what to call it."""
-    found: dict[int, str] = {}
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # a compiler, perhaps
+    titles: dict[int, str] = {}
+    for process in psutil.Process().children(recursive=True):  # those before what they have started
+        with contextlib.suppress(psutil.NoSuchProcess):  # a compiler, perhaps
             title = " ".join(process.cmdline()[:1])
-            if title.startswith(_TITLE):
-                found[os.pidfd_open(process.pid)] = f"{title.removeprefix('sglang::')} (pid={process.pid})"
+            if title.startswith(_TITLE) and process.ppid() not in titles:  # a rank's forks have its title
+                titles[process.pid] = title.removeprefix("sglang::")
+    found: dict[int, str] = {}
+    for pid, title in titles.items():
+        with contextlib.suppress(OSError):  # a system without, where SGLang's own watch is all
+            found[os.pidfd_open(pid)] = f"{title} (pid={pid})"
     return found

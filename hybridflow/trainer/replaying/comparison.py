@@ -13,7 +13,7 @@ from hybridflow.metrics import names as metrics
 Verdict = Literal["same", "close", "different"]
 
 _OF_TIME_AND_PLACE = re.compile(
-    r"(?:device|memory|sync|step|checkpoint|offload|stream)/.*|.*(?:_ms|_sec|/mfu|_mb|_w|_j|_bytes)"
+    r"(?:device|memory|sync|step|checkpoint|offload|stream)/.*|.*(?:_ms|_sec|/mfu|_mb|_w|_j|_bytes|/computed_again)"
 )
 """Figures that say how long something took, what it took of a machine, or how engines were used meanwhile."""
 _OF_ALL_SAMPLES = ("rollout/", "reward/", "cost/")

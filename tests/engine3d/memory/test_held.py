@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.reshard_plan import named_model, parse_layout
 from engine3d.layout import Layout
-from engine3d.memory import Held, activations, held_by_rank, serving_by_rank, update_peak
+from engine3d.memory import Held, activations, held_by_rank, inference_peak, serving_by_rank, update_peak
 from engine3d.memory.serving import (
     absorbed_weights,
     cache_of_a_token,
@@ -128,8 +128,13 @@ def test_what_a_token_takes_of_experts_in_one_step(ep: int, kept_less: int, grad
     arguments: dict[str, Any] = {"layer": 0, "itemsize": 2, "sequence_parallel": True}
     saved = [activations.saved_by_layer(sizes, layout, **arguments, one_step=one_step) for one_step in (False, True)]
     assert saved[0] - saved[1] == kept_less
-    with_room = activations.saved_by_layer(sizes, layout, **arguments, one_step=True, rows_ahead=True)
+    with_room = activations.saved_by_layer(sizes, layout, **arguments, one_step=True, room=17 / 16)
     assert with_room - saved[1] == 2 * 8 * 2 * 768 / 16
+    config = TrainConfig(megatron={"moe_token_dispatcher_type": "allgather"})
+    ahead, spec = config.model_copy(update={"expert_rows_ahead": True}), named_model("qwen3-30b-a3b")
+    for peak in (update_peak, inference_peak):
+        one, more = (peak(spec, layout, layout.coordinates(0), each, tokens=1600) for each in (config, ahead))
+        assert one.layer < more.layer <= one.layer * 17 / 16 + 1
     assert activations.gradients_of_layer(sizes, layout, **arguments, one_step=True) == gradients
     assert activations.made_by_experts(sizes, layout, **arguments) == made
 

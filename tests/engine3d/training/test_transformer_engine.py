@@ -226,6 +226,7 @@ def _train_with_copies(directory: Path) -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "LEAST_TOKENS", 16)
         patch.setattr(room, "LEAST_PIECES", 1)
+        patch.setattr(room, "MOST_OF_EVEN", 100.0)
         patch.setattr(room.RowsAhead, "waiting", counted)
         for copies, recompute, slack in (
             (False, "none", None),

@@ -25,6 +25,7 @@ RAN: dict[str, Any] = {
     "memory/actor_host_mem_mb": 400.0,
     "device/utilisation_mean": 0.5,
     "train/mfu": 0.1,
+    "train/computed_again": 1,
     "sync/moved_bytes": 7,
 }
 MADE = {
@@ -36,6 +37,7 @@ MADE = {
     "rollout/staleness_mean": 1.5,
     "stream/staleness_max": 2.0,
     "train/step_time_ms": 99.0,
+    "train/computed_again": 0.0,
 }
 
 
