@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,9 +154,12 @@ class RayHost:
         self._watchdog.communicate(timeout=_STOP_LIMIT_S)
 
     def close(self) -> None:
-        """Give up what is left after `end`."""
+        """Give up what is left after `end`: all of it where the watchdog was killed, as by who ends a job."""
         if self._node is not None:
             self._node.close()
+        if self.directory.exists():
+            self.kill()
+            shutil.rmtree(self.directory, ignore_errors=True)
         orphans.give_up(self._owned)
 
 
