@@ -69,10 +69,11 @@ class ForwardModel(BuiltModel):
         if self.config.has_rows_ahead(self.spec.sizes, self.layout):
             from megatron.core import parallel_state
 
-            from engine3d.models.experts.moe_layer import rows_ahead
+            from engine3d.models.experts.moe_layer import make_room
 
             everyone = parallel_state.get_intra_distributed_optimizer_instance_group()
-            self._rows_ahead = rows_ahead(self.model, RowsAhead(self.device, everyone))
+            self._rows_ahead = RowsAhead(self.device, everyone)
+            make_room(self.model, self._rows_ahead)
 
     def logprobs(
         self, sequences: Sequences, *, temperature: float = 1.0, with_entropy: bool = False, top: int = 0

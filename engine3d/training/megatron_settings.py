@@ -76,27 +76,23 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
     if config.fused_query_key:
         check_fused_query_key(spec, tp=layout.tp, cp=layout.cp)
     options = config.megatron
-    if config.expert_copies and spec.sizes.experts:
+    gather = "that gather tokens (megatron.moe_token_dispatcher_type=allgather)"
+    for setting, works, ranks in (
+        ("expert_copies", config.has_expert_copies(spec.sizes, layout), f"on several ranks {gather}"),
+        ("expert_rows_ahead", config.has_rows_ahead(spec.sizes, layout), f"on one rank, or on several {gather}"),
+    ):
+        if not getattr(config, setting) or not spec.sizes.experts:
+            continue
         if not transformer_engine:
-            raise UserError("expert_copies=true needs Transformer Engine; expected false on a CPU")
-        if not config.has_expert_copies(spec.sizes, layout):
+            raise UserError(f"{setting}=true needs Transformer Engine; expected false on a CPU")
+        if not works:
             raise UserError(
-                f"expert_copies=true with ep={layout.ep} etp={layout.etp}, dtype={config.dtype}: expected experts in "
-                "one step (one_step_experts=true, bfloat16, etp=1) on several ranks that gather tokens "
-                "(megatron.moe_token_dispatcher_type=allgather), or false"
+                f"{setting}=true with ep={layout.ep} etp={layout.etp}, dtype={config.dtype}: expected experts in "
+                f"one step (one_step_experts=true, bfloat16, etp=1) {ranks}, or false"
             )
-    if config.expert_rows_ahead and spec.sizes.experts:
-        if not transformer_engine:
-            raise UserError("expert_rows_ahead=true needs Transformer Engine; expected false on a CPU")
-        if not config.has_rows_ahead(spec.sizes, layout):
-            raise UserError(
-                f"expert_rows_ahead=true with ep={layout.ep} etp={layout.etp}, dtype={config.dtype}: expected experts "
-                "in one step (one_step_experts=true, bfloat16, etp=1; megatron.moe_token_dispatcher_type=allgather "
-                "with several ranks), or false"
-            )
-        if config.deterministic or layout.pp > 1:
-            setting = "deterministic=true" if config.deterministic else f"pp={layout.pp}"
-            raise UserError(f"expert_rows_ahead=true was not tried with {setting}; expected false")
+    if config.has_rows_ahead(spec.sizes, layout) and (config.deterministic or layout.pp > 1):
+        setting = "deterministic=true" if config.deterministic else f"pp={layout.pp}"
+        raise UserError(f"expert_rows_ahead=true was not tried with {setting}; expected false")
     for name, value in options.items():
         option = BY_NAME[name]
         if option.needs_gpu and value != option.plain and not transformer_engine:

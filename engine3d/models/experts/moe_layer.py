@@ -74,9 +74,8 @@ class MoELayerInOneStep(MoELayerOfSequences):
         return output if shared is None else output + shared, None
 
 
-def rows_ahead(model: Module, ahead: RowsAhead) -> RowsAhead:
+def make_room(model: Module, ahead: RowsAhead) -> None:
     """Have all layers of a model whose experts are one step make room before they know how many rows they have."""
     for layer in model.modules():
         if isinstance(layer, MoELayerInOneStep):
             layer.room = Room(ahead)
-    return ahead
