@@ -24,7 +24,7 @@ from engine3d.models.experts import room as expert_room
 from engine3d.models.experts import rows as expert_rows
 from engine3d.models.experts.grouped_products import learn
 from engine3d.models.experts.load_balance import Routing
-from engine3d.models.experts.moe_layer import MoELayerInOneStep
+from engine3d.models.experts.moe_layer import MoELayerInOneStep, make_room
 from engine3d.models.experts.room import Room, RowsAhead
 from engine3d.models.experts.routed_experts import Weights, routed_experts
 from engine3d.models.experts.router import load_balance
@@ -358,7 +358,12 @@ class _Stacked:
 
 
 def _layers(
-    directory: Path, layout: Layout, coordinates: Coordinates, overrides: dict[str, Any], copies_s: float | None
+    directory: Path,
+    layout: Layout,
+    coordinates: Coordinates,
+    overrides: dict[str, Any],
+    copies_s: float | None,
+    ahead: RowsAhead | None,
 ) -> None:
     """Assert that a model with layers in one step is Megatron-Core's, both ways, with losses of routers."""
     spec = load_model_spec(directory)
@@ -395,7 +400,12 @@ def _layers(
                 each = _Stacked([getattr(expert, linear) for expert in module.experts.local_experts])
                 setattr(module.experts, linear, each)
                 stacked |= {f"{name}.experts.local_experts.{{}}.{linear}.weight": each}
+    if ahead is not None:
+        make_room(model, ahead)  # for as many rows as the pass that counts has
     found, mine = learned()
+    if ahead is not None:
+        rooms = [module.room for module in model.modules() if isinstance(module, MoELayerInOneStep)]
+        assert rooms and all(room.of([1000], 1, 1.0) for room in rooms) and not ahead.was_too_little()
     for name, each in stacked.items():
         mine |= {name.format(number): gradient for number, gradient in enumerate(each.gradients)}
     assert len(stacked) >= 4
@@ -410,10 +420,11 @@ def _layers(
 def _all_layers(directory: Path, ep: int, ways: list[dict[str, Any]]) -> None:
     layout = Layout(ep=ep, dp=ep)
     coordinates = parallel.initialise(layout, seed=1, timeout_s=60)
+    expert_room.LEAST_TOKENS, expert_room.LEAST_PIECES, expert_room.MOST_OF_EVEN = 1, 1, 100
     for overrides in ways:
         gathering = {"moe_token_dispatcher_type": "allgather", "calculate_per_token_loss": True}
-        for copies_s in (None, 60.0):
-            _layers(directory, layout, coordinates, overrides | gathering | LOSSES, copies_s)
+        for copies_s, ahead in ((None, None), (60.0, None), (60.0, RowsAhead(torch.device("cpu")))):
+            _layers(directory, layout, coordinates, overrides | gathering | LOSSES, copies_s, ahead)
     parallel.release()
 
 
