@@ -128,9 +128,9 @@ class TrainConfig(Settings):
     )
     expert_rows_ahead: bool = Field(
         False,
-        description="with experts in one step: make room for the rows of a layer's experts before their number is "
-        "known, a sixteenth more than they had so far, so that no host waits for its GPU in each layer. Where that is "
-        "too little, all is computed again",
+        description="with experts in one step and ep above 1: make room for the rows of a layer's experts before "
+        "their number is known, a sixteenth more than they had so far, so that no host waits for its GPU in each "
+        "layer. Where that is too little, all is computed again",
     )
     fused_query_key: bool = Field(
         False,
@@ -185,8 +185,10 @@ class TrainConfig(Settings):
         return bool(self.expert_copies and sizes.experts and layout.ep > 1 and self.has_one_step_experts(sizes, layout))
 
     def has_rows_ahead(self, sizes: Sizes, layout: Layout) -> bool:
-        """Whether there is room for rows of experts before their number is known."""
-        return bool(self.expert_rows_ahead and sizes.experts and self.has_one_step_experts(sizes, layout))
+        """Whether there is room for rows of experts before their number is known, where not all experts are here."""
+        return bool(
+            self.expert_rows_ahead and sizes.experts and layout.ep > 1 and self.has_one_step_experts(sizes, layout)
+        )
 
     def check_trained(self, sizes: Sizes, layout: Layout) -> None:
         """Refuse what a model cannot be trained with.

@@ -76,10 +76,9 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
     if config.fused_query_key:
         check_fused_query_key(spec, tp=layout.tp, cp=layout.cp)
     options = config.megatron
-    gather = "that gather tokens (megatron.moe_token_dispatcher_type=allgather)"
-    for setting, works, ranks in (
-        ("expert_copies", config.has_expert_copies(spec.sizes, layout), f"on several ranks {gather}"),
-        ("expert_rows_ahead", config.has_rows_ahead(spec.sizes, layout), f"on one rank, or on several {gather}"),
+    for setting, works in (
+        ("expert_copies", config.has_expert_copies(spec.sizes, layout)),
+        ("expert_rows_ahead", config.has_rows_ahead(spec.sizes, layout)),
     ):
         if not getattr(config, setting) or not spec.sizes.experts:
             continue
@@ -88,7 +87,8 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
         if not works:
             raise UserError(
                 f"{setting}=true with ep={layout.ep} etp={layout.etp}, dtype={config.dtype}: expected experts in "
-                f"one step (one_step_experts=true, bfloat16, etp=1) {ranks}, or false"
+                "one step (one_step_experts=true, bfloat16, etp=1) on several ranks that gather tokens "
+                "(megatron.moe_token_dispatcher_type=allgather), or false"
             )
     if config.has_rows_ahead(spec.sizes, layout) and (config.deterministic or layout.pp > 1):
         setting = "deterministic=true" if config.deterministic else f"pp={layout.pp}"

@@ -66,7 +66,7 @@ def routed_experts(
         most: experts of any token.
         way: between the ranks of the expert-parallel group.
         gathered: the tokens, if `way` is gathering them already: what its `gather_ahead` gave.
-        room: of the layer, if the host is not to wait for the number of rows; see `rows_of`.
+        room: of the layer, if the host is not to wait for the number of rows; see `rows_of`. One rank never waits.
 
     Returns:
         (T, H) of the dtype of `hidden`.
@@ -98,7 +98,8 @@ class _RoutedExperts(torch.autograd.Function):
         scores = way.to_experts(scores_of(probabilities, routing))
         if gathered is None:  # after the scores, so that rows are laid out beside it
             gathered = [way.gather(piece) for piece in tokens]
-        counted = rows_of(scores.value(), most, len(tokens), room)  # of all, before there is work to wait for
+        # Of all, before there is work to wait for.
+        counted = rows_of(scores.value(), most, len(tokens), room, whole=way.ranks == 1)
         there = gathered[0].value()  # queued before the host waits
         rows = counted()
         betweens, sums = [], _Sums(way, hidden, len(tokens))

@@ -76,16 +76,22 @@ def scores_of(probabilities: Tensor, routing: Tensor) -> Tensor:
     return torch.where(routing, probabilities, -torch.inf).t().contiguous()
 
 
-def rows_of(scores: Tensor, most: int, pieces: int = 1, room: Room | None = None) -> Callable[[], list[Rows]]:
+def rows_of(
+    scores: Tensor, most: int, pieces: int = 1, room: Room | None = None, *, whole: bool = False
+) -> Callable[[], list[Rows]]:
     """Give each token of each expert a row, of each piece for itself.
+
+    What is after the last row, where there is room for more, is of no token.
 
     Args:
         scores: (R, E, T) float32 of the tokens of each of R ranks, -inf for experts that do not see the token.
         most: experts of any token, K.
         pieces: of the T tokens, as `Tensor.tensor_split` makes them. Token t of rank r of a piece of L tokens a rank is
             number r * L + t of it.
-        room: of the layer, if room may be made for rows before their number is known. What is after the last row then
-            is of no token, and where there is too little, rows are left out and `room.ahead.too_little` is set.
+        room: of the layer, if room may be made for rows before their number is known. Where there is too little, rows
+            are left out and `room.ahead.too_little` is set.
+        whole: all experts are here. There is room for K rows of each token then, which is how many it has, and none to
+            learn for others.
 
     Returns:
         What gives the rows, once their number is known, for which it waits on a GPU; or at once, with room.
@@ -93,21 +99,23 @@ def rows_of(scores: Tensor, most: int, pieces: int = 1, room: Room | None = None
     ranks, experts, tokens = scores.shape
     most, even = min(most, experts), most / ranks
     lengths = [ranks * (tokens // pieces + (number < tokens % pieces)) for number in range(pieces)]
-    rooms = None if room is None else room.of(lengths, most, even)
+    rooms: list[int] | None = None
+    if whole:
+        room, rooms = None, [length * most for length in lengths]
+    elif room is not None:
+        rooms = room.of(lengths, most, even)
+    too_little = None if room is None else room.ahead.too_little
     if not scores.is_cuda:
         starts = torch.arange(tokens).tensor_split(pieces)
         rows = [_rows_of_piece(scores, most, int(each[0]), len(each)) for each in starts]
         if room is not None:
             room.learn([len(each.token) for each in rows], lengths)
-        if room is not None and rooms is not None:
-            rows = [_in_room(each, size, scores.numel(), room) for each, size in zip(rows, rooms, strict=True)]
+        if rooms is not None:
+            rows = [_in_room(each, size, scores.numel(), too_little) for each, size in zip(rows, rooms, strict=True)]
         return lambda: rows
     from engine3d.models.experts.kernels import lay_out
 
-    too_little = None if room is None else room.ahead.too_little
     token, place, score, of_token, per_token, ends, of_pieces = lay_out(scores, most, pieces, rooms, too_little)
-    told = of_pieces.to("cpu", non_blocking=True)  # page-locked
-    is_told = torch.cuda.current_stream().record_event()
 
     def laid_out(sizes: Sequence[int]) -> list[Rows]:
         rows, seen = [], 0
@@ -116,6 +124,11 @@ def rows_of(scores: Tensor, most: int, pieces: int = 1, room: Room | None = None
             rows.append(Rows(ends[number], token[its], place[its], score[its], of_token[of_piece], per_token[of_piece]))
             seen += length
         return rows
+
+    if rooms is not None and room is None:
+        return partial(laid_out, rooms)
+    told = of_pieces.to("cpu", non_blocking=True)  # page-locked
+    is_told = torch.cuda.current_stream().record_event()
 
     def counted() -> list[Rows]:
         is_told.synchronize()
@@ -130,11 +143,12 @@ def rows_of(scores: Tensor, most: int, pieces: int = 1, room: Room | None = None
     return partial(laid_out, rooms)
 
 
-def _in_room(rows: Rows, size: int, nowhere: int, room: Room) -> Rows:
+def _in_room(rows: Rows, size: int, nowhere: int, too_little: Tensor | None) -> Rows:
     """The rows of a piece in room for so many, the scores of those after the last one with a place that is none's."""
     count = len(rows.token)
     if count > size:
-        room.ahead.too_little.fill_(1)
+        assert too_little is not None
+        too_little.fill_(1)
     kept, more = min(count, size), max(0, size - count)
     return Rows(
         rows.ends.clamp(max=size),

@@ -134,7 +134,8 @@ def test_what_a_token_takes_of_experts_in_one_step(ep: int, kept_less: int, grad
     ahead, spec = config.model_copy(update={"expert_rows_ahead": True}), named_model("qwen3-30b-a3b")
     for peak in (update_peak, inference_peak):
         one, more = (peak(spec, layout, layout.coordinates(0), each, tokens=1600) for each in (config, ahead))
-        assert one.layer < more.layer <= one.layer * 17 / 16 + 1
+        # One rank with all experts knows how many there are.
+        assert one.layer < more.layer <= one.layer * 17 / 16 + 1 if ep > 1 else one == more
     assert activations.gradients_of_layer(sizes, layout, **arguments, one_step=True) == gradients
     assert activations.made_by_experts(sizes, layout, **arguments) == made
 

@@ -187,42 +187,34 @@ def test_flash_attention_is_the_fourth_and_its_packages_are_there(monkeypatch: p
 GATHERING = {"moe_token_dispatcher_type": "allgather"}
 
 
-def test_copies_of_experts_tokens_need_experts_in_one_step_on_several_gpus() -> None:
-    config = TrainConfig(expert_copies=True, megatron=GATHERING)
-    check_options(config, MOE, Layout(ep=2, dp=2), transformer_engine=True)
-    check_options(config, DENSE, Layout(dp=2), transformer_engine=True)  # a critic that shares the actor's settings
-    with pytest.raises(UserError, match="expert_copies=true, and LlamaForCausalLM has no experts; expected false"):
+@pytest.mark.parametrize("setting", ["expert_copies", "expert_rows_ahead"])
+def test_what_ranks_that_share_experts_do_needs_experts_in_one_step_on_gpus(setting: str) -> None:
+    config, two = TrainConfig(**{setting: True}, megatron=GATHERING), Layout(ep=2, dp=2)
+    for spec, layout in ((MOE, two), (DENSE, Layout(dp=2))):
+        check_options(config, spec, layout, transformer_engine=True)
+    with pytest.raises(UserError, match=f"{setting}=true, and LlamaForCausalLM has no experts; expected false"):
         check_effect(config, DENSE, trained=True)
-    with pytest.raises(UserError, match="expert_copies=true needs Transformer Engine; expected false on a CPU"):
-        check_options(config, MOE, Layout(ep=2, dp=2), transformer_engine=False)
+    with pytest.raises(UserError, match=f"{setting}=true needs Transformer Engine; expected false on a CPU"):
+        check_options(config, MOE, two, transformer_engine=False)
     for layout, settings, found in (
         (Layout(dp=2), {}, "ep=1 etp=1, dtype=bfloat16"),
-        (Layout(ep=2, dp=2), {"megatron": {}}, "ep=2"),
-        (Layout(ep=2, dp=2), {"one_step_experts": False}, "ep=2"),
-        (Layout(ep=2, dp=2), {"dtype": "float32"}, "dtype=float32"),
+        (two, {"megatron": {}}, "ep=2"),
+        (two, {"one_step_experts": False}, "ep=2"),
+        (two, {"dtype": "float32"}, "dtype=float32"),
         (Layout(ep=2, etp=2, dp=4), {}, "etp=2"),
     ):
-        other = TrainConfig(**{"expert_copies": True, "megatron": GATHERING} | settings)
-        with pytest.raises(UserError, match=f"expert_copies=true with .*{found}.*: expected experts in one step"):
+        other = TrainConfig(**{setting: True, "megatron": GATHERING} | settings)
+        with pytest.raises(UserError, match=f"{setting}=true with .*{found}.*: expected experts in one step"):
             check_options(other, MOE, layout, transformer_engine=True)
 
 
-def test_room_for_rows_of_experts_needs_experts_in_one_step_on_gpus() -> None:
-    config, two = TrainConfig(expert_rows_ahead=True, megatron=GATHERING), Layout(ep=2, dp=2)
-    for spec, layout in ((MOE, two), (MOE, Layout(dp=2)), (DENSE, Layout(dp=2))):
-        check_options(config, spec, layout, transformer_engine=True)
-    with pytest.raises(UserError, match="expert_rows_ahead=true, and LlamaForCausalLM has no experts; expected false"):
-        check_effect(config, DENSE, trained=True)
-    with pytest.raises(UserError, match="expert_rows_ahead=true needs Transformer Engine; expected false on a CPU"):
-        check_options(config, MOE, two, transformer_engine=False)
+def test_what_room_for_rows_of_experts_was_not_tried_with() -> None:
     for layout, settings, line in (
-        (two, {"megatron": {}}, "with ep=2 etp=1, dtype=bfloat16: expected experts in one step"),
-        (two, {"one_step_experts": False}, "with ep=2 .*: expected experts in one step"),
-        (two, {"deterministic": True}, "was not tried with deterministic=true; expected false"),
-        (Layout(pp=2), {"megatron": {}}, "was not tried with pp=2; expected false"),
+        (Layout(ep=2, dp=2), {"deterministic": True}, "deterministic=true"),
+        (Layout(ep=2, dp=2, pp=2), {}, "pp=2"),
     ):
         other = TrainConfig(**{"expert_rows_ahead": True, "megatron": GATHERING} | settings)
-        with pytest.raises(UserError, match=f"expert_rows_ahead=true {line}"):
+        with pytest.raises(UserError, match=f"expert_rows_ahead=true was not tried with {line}; expected false"):
             check_options(other, MOE, layout, transformer_engine=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -213,13 +212,10 @@ def test_every_layout_learns_alike_over_nccl(world_size: int, tmp_path: Path) ->
             assert rank[number]["norms"] == pytest.approx(alone["norms"], rel=0.1), sizes
 
 
-def _train_with_room(
-    directory: Path, world_size: int, ways: Sequence[tuple[bool, str, float | None]]
-) -> list[dict[str, Any]]:
-    """Each way: whether ranks copy their tokens, what is recomputed, and how much more room than the most rows so far."""
+def _train_with_copies(directory: Path) -> list[dict[str, Any]]:
     from engine3d.models.experts import room
 
-    again = [0]
+    gathering, again = {"moe_token_dispatcher_type": "allgather"}, [0]
     waiting = room.RowsAhead.waiting
 
     def counted(ahead: room.RowsAhead) -> Any:
@@ -232,48 +228,32 @@ def _train_with_room(
         patch.setattr(room, "LEAST_PIECES", 1)
         patch.setattr(room, "MOST_OF_EVEN", 100.0)
         patch.setattr(room.RowsAhead, "waiting", counted)
-        for copies, recompute, slack in ways:
+        for copies, recompute, slack in (
+            (False, "none", None),
+            (True, "none", None),
+            (True, "full", None),
+            (False, "none", room.SLACK),
+            (True, "none", 1.0),
+            (True, "full", 1.0),
+            (True, "none", -0.5),  # all but the first pass is computed again
+        ):
             again[0] = 0
             patch.setattr(room, "SLACK", slack)
-            settings: dict[str, Any] = {"recompute": recompute, "expert_rows_ahead": slack is not None}
-            if world_size > 1:
-                settings |= {"expert_copies": copies, "megatron": {"moe_token_dispatcher_type": "allgather"}}
-            trained = _train(directory, {"ep": world_size}, world_size, dtype="bfloat16", **settings)
+            settings = {"expert_copies": copies, "recompute": recompute, "expert_rows_ahead": slack is not None}
+            trained = _train(directory, {"ep": 2}, 2, dtype="bfloat16", megatron=gathering, **settings)
             found.append(trained | {"again": again[0]})
     return found
-
-
-def _are_alike(ways: list[dict[str, Any]], again: list[bool]) -> None:
-    """All ways to the first one; and which of them computed something again."""
-    assert [way["again"] > 0 for way in ways] == again
-    without, *others = ways
-    for found in others:
-        assert found["losses"] == pytest.approx(without["losses"], rel=2e-3)
-        assert found["norms"] == pytest.approx(without["norms"], rel=0.02)
-        assert (found["before"] - without["before"]).abs().mean() < 0.01
 
 
 @pytest.mark.skipif(platform.gpus < 2, reason="needs two GPUs")
 def test_copies_of_experts_tokens_are_collective_operations(tmp_path: Path) -> None:
     tiny_families.make("qwen3_moe", tmp_path / "model")
-    ways = [
-        (False, "none", None),
-        (True, "none", None),
-        (True, "full", None),
-        (False, "none", 1 / 16),
-        (True, "none", 1.0),
-        (True, "full", 1.0),
-        (True, "none", -0.5),  # all but the first pass is computed again
-    ]
-    for found in run_distributed(_train_with_room, 2, tmp_path / "model", 2, ways, timeout_s=300):
-        _are_alike(found, [False] * 6 + [True])
-
-
-def test_room_for_rows_is_waiting_for_their_number(tmp_path: Path) -> None:
-    tiny_families.make("qwen3_moe", tmp_path / "model")
-    ways = [(False, "none", None), (False, "none", 1 / 16), (False, "full", 1 / 16), (False, "none", -0.5)]
-    [found] = run_distributed(_train_with_room, 1, tmp_path / "model", 1, ways, timeout_s=300)
-    _are_alike(found, [False] * 3 + [True])
+    for without, *others in run_distributed(_train_with_copies, 2, tmp_path / "model", timeout_s=300):
+        assert [found["again"] > 0 for found in others[-3:]] == [False, False, True]
+        for found in others:
+            assert found["losses"] == pytest.approx(without["losses"], rel=2e-3)
+            assert found["norms"] == pytest.approx(without["norms"], rel=0.02)
+            assert (found["before"] - without["before"]).abs().mean() < 0.01
 
 
 def _with_attention(directory: Path, backend: str) -> dict[str, Any]:

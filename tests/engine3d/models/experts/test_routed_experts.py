@@ -129,7 +129,8 @@ def _in_one_step(chosen: list[int], dtype: torch.dtype, device: str, way: Way, r
     if room is not None:
         with torch.no_grad():
             made(weights[0], weights[1])  # as many rows as the next ones, which have room for more
-        assert (room.of([1000], 1, 1) is not None) == bool(drawn["routing"][:, experts].any())
+        # A rank with all experts learns nothing.
+        assert (room.of([1000], 1, 1) is not None) == (world > 1 and bool(drawn["routing"][:, experts].any()))
     result = made(weights[0], weights[1])
     result.backward(drawn["gradient"][mine].to(device))  # type: ignore[no-untyped-call]
     limit = 1e-5 if dtype == torch.float32 else 3e-2
@@ -326,6 +327,24 @@ def test_too_little_room_is_told_and_breaks_nothing(monkeypatch: pytest.MonkeyPa
     assert len(rows_of(few[:, :, :3].contiguous(), 2, room=room)()[0].token) == 3  # too few to tell
 
 
+def test_where_all_experts_are_there_is_room_for_as_many_rows_as_tokens_have_experts() -> None:
+    room = Room(RowsAhead(torch.device("cpu")))
+    scores = torch.rand(1, 4, 5, generator=torch.Generator().manual_seed(1))
+    scores[scores < scores.topk(2, dim=1).values[:, -1:]] = -torch.inf
+    for most, pieces, sizes in ((2, 1, [10]), (2, 2, [6, 4]), (3, 1, [15])):
+        found = rows_of(scores, most, pieces, room, whole=True)()
+        assert [len(each.token) for each in found] == sizes
+        known = rows_of(scores, most, pieces)()
+        for its_rows, its_known in zip(found, known, strict=True):
+            count = len(its_known.token)
+            for name in ("token", "place", "score"):
+                assert torch.equal(getattr(its_rows, name)[:count], getattr(its_known, name)), name
+            for name in ("ends", "of_token", "per_token"):
+                assert torch.equal(getattr(its_rows, name), getattr(its_known, name)), name
+            assert its_rows.place[count:].tolist() == [scores.numel()] * (len(its_rows.token) - count)
+    assert not room.ahead.too_little and room.of([5000], 2, 2.0) is None
+
+
 def test_a_router_that_is_no_number_shows() -> None:
     scores = torch.full((1, 2, 3), -torch.inf)
     scores[0, 1, 2] = torch.nan
@@ -423,17 +442,20 @@ def _all_layers(directory: Path, ep: int, ways: list[dict[str, Any]]) -> None:
     expert_room.LEAST_TOKENS, expert_room.LEAST_PIECES, expert_room.MOST_OF_EVEN = 1, 1, 100
     for overrides in ways:
         gathering = {"moe_token_dispatcher_type": "allgather", "calculate_per_token_loss": True}
-        for copies_s, ahead in ((None, None), (60.0, None), (60.0, RowsAhead(torch.device("cpu")))):
+        for copies_s, ahead in ((None, None), (60.0, None), (60.0, RowsAhead(torch.device("cpu"))))[
+            : 3 if ep > 1 else 1
+        ]:
             _layers(directory, layout, coordinates, overrides | gathering | LOSSES, copies_s, ahead)
     parallel.release()
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-def test_layers_are_megatron_cores(name: str, tmp_path: Path) -> None:
+def test_layers_are_megatron_cores(name: str, ranks: int, tmp_path: Path) -> None:
     tiny_families.make(name, tmp_path / "model")
     again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    run_distributed(_all_layers, 2, tmp_path / "model", 2, [{}, again], timeout_s=120)
+    run_distributed(_all_layers, ranks, tmp_path / "model", ranks, [{}, again], timeout_s=120)
 
 
 def test_what_is_no_single_step() -> None:
