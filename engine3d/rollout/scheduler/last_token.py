@@ -13,12 +13,14 @@ from typing import Any
 
 def end_at_last_token(update: Callable[..., None], request: Any, *args: Any, **kwargs: Any) -> None:
     """Around SGLang's `Req.update_finish_state`: it is cut or aborted only if its last token does not end it."""
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
-
     if request.finished():
         return
     update(request, *args, **kwargs)
     aborted = request.finished_reason
+    if aborted is None:  # as for nearly all of a batch in every step, whose number is what a step's host time goes by
+        return
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
+
     if isinstance(aborted, FINISH_ABORT) and aborted.status_code is None and request.output_ids:
         request.finished_reason = None
         if not (request._check_str_based_finish() or request._check_token_based_finish(request.output_ids[-1:])):
