@@ -293,6 +293,33 @@ def test_what_is_queued_after_copies_does_not_wait_for_them() -> None:
     run_distributed(_copies_beside, min(4, torch.cuda.device_count()), timeout_s=300)
 
 
+def _beside_the_gpu() -> None:
+    """Assert that a rank that has all experts queues both passes while its GPU is at work."""
+    group = meet_others("cuda")
+    hidden = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    probabilities = torch.rand(64, EXPERTS, device="cuda")
+    routing = torch.zeros(64, EXPERTS, dtype=torch.bool, device="cuda").scatter_(
+        1, probabilities.topk(MOST).indices, True
+    )
+    values = [torch.randn(EXPERTS, *of, device="cuda", dtype=torch.bfloat16) for of in ((512, 128), (128, 256))]
+    first, last = (Weights(each, torch.zeros_like(each), torch.nn.Parameter(each[0].clone())) for each in values)
+    for at_work in (False, True):  # the first time kernels are compiled
+        torch.cuda.synchronize()
+        if at_work:
+            torch.cuda._sleep(3_000_000_000)  # cycles: more than a second
+        result = routed_experts(hidden, probabilities, routing, first, last, most=MOST, way=Way(group))
+        result.sum().backward()  # type: ignore[no-untyped-call]
+        is_over = torch.cuda.current_stream().record_event()
+        assert not at_work or not is_over.query()
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_rank_with_all_experts_does_not_wait_for_its_gpu() -> None:
+    run_distributed(_beside_the_gpu, 1, timeout_s=120)
+
+
 def _of_two_hosts() -> None:
     group = meet_others("cpu")
     platform.__dict__["node"] = f"host-{dist.get_rank()}"
