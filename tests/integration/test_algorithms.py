@@ -253,6 +253,7 @@ def test_safe_rlhf_in_a_loop_of_ones_own_learns_what_a_run_learns(tmp_path: Path
         "trainer.steps=2",
         "trainer.eval_before_train=false",
         "rollout.samples_per_prompt=2",
+        "algorithm.critic_warmup_steps=1",
         "algorithm.gamma=1",
         "algorithm.gae_lambda=1",
     ]

@@ -33,6 +33,11 @@ class Reply:
     after_s: float = 0.0
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # with five, a machine that is at work resets connections
+
+
 class ScriptedServer:
     """Asks `answer` for the reply to each request, in a thread of its own; any other value is its content."""
 
@@ -67,8 +72,7 @@ class ScriptedServer:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._http.daemon_threads = True
+        self._http = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_port}"
 
     @contextmanager
