@@ -467,11 +467,12 @@ def _all_layers(directory: Path, ep: int, ways: list[dict[str, Any]]) -> None:
     layout = Layout(ep=ep, dp=ep)
     coordinates = parallel.initialise(layout, seed=1, timeout_s=60)
     expert_room.LEAST_TOKENS, expert_room.LEAST_PIECES, expert_room.MOST_OF_EVEN = 1, 1, 100
+    between: list[tuple[float | None, RowsAhead | None]] = [(None, None)]
+    if ep > 1:
+        between += [(60.0, None), (60.0, RowsAhead(torch.device("cpu")))]
+    gathering = {"moe_token_dispatcher_type": "allgather", "calculate_per_token_loss": True}
     for overrides in ways:
-        gathering = {"moe_token_dispatcher_type": "allgather", "calculate_per_token_loss": True}
-        for copies_s, ahead in ((None, None), (60.0, None), (60.0, RowsAhead(torch.device("cpu"))))[
-            : 3 if ep > 1 else 1
-        ]:
+        for copies_s, ahead in between:
             _layers(directory, layout, coordinates, overrides | gathering | LOSSES, copies_s, ahead)
     parallel.release()
 
