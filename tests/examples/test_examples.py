@@ -27,7 +27,11 @@ def test_every_example_is_in_the_list() -> None:
     ("words", "said"),
     [
         (["{root}/examples/dataflow.py"], r"^\[\{'total': \[0, 90\]\}, \{'total': \[2, 380\]\}\]$"),
-        (["{root}/examples/ppo_trainer_loop.py"], r"^step 2: reward -?\d\.\d{3}, \d+ long responses$"),
+        pytest.param(
+            ["{root}/examples/ppo_trainer_loop.py"],
+            r"^step 2: reward -?\d\.\d{3}, \d+ long responses$",
+            marks=pytest.mark.long,
+        ),
         (
             [
                 *("-m", "hybridflow", "train", "{root}/examples/own_reward.yaml", "warmup.steps=1"),
@@ -36,13 +40,14 @@ def test_every_example_is_in_the_list() -> None:
             ],
             r"^train 1/1 ",
         ),
-        (
+        pytest.param(
             [
                 *("-m", "hybridflow", "train", "{root}/examples/mathematics.yaml", "warmup.steps=1"),
                 *("trainer.steps=1", "trainer.prompts_per_step=8", "trainer.eval_before_train=false"),
                 *("trainer.eval_prompts=16", "trainer.export=false", "placement.actor=cpu:0", "train.layout.ep=1"),
             ],
             r"^train 1/1 ",
+            marks=pytest.mark.long,
         ),
     ],
     ids=["dataflow", "ppo_trainer_loop", "own_reward", "mathematics"],

@@ -200,7 +200,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+LONG = {"without a raylet"}  # as long as without a GCS server, and beside it
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=[pytest.mark.long] * (name in LONG)) for name, case in CASES.items()],
+)
 def test_a_run_that_loses_a_part_says_so_in_one_line_and_is_gone(run: Run, case: Case) -> None:
     run.wait_until(case.when)
     run.part(case.part).send_signal(case.number)

@@ -77,6 +77,7 @@ def test_on_the_same_layout_all_bits_are_the_same(run: Path) -> None:
     assert not list(run.with_name("small.replay-4").glob("checkpoints/step-*"))
 
 
+@pytest.mark.long
 def test_on_another_layout_it_is_within_the_tolerance(run: Path) -> None:
     code, lines, result = replayed(run, 4, "train.layout={ep: 1, tp: 2}")
     assert code == 0 and lines[-1].startswith("replay: step 4: not the same bits, but within the tolerance"), lines

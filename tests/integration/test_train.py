@@ -96,7 +96,7 @@ def test_a_transfer_that_is_not_whole_is_found_and_not_served(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("DiesSending", "actor rank 1, send_weights: the process died"),
+        pytest.param("DiesSending", "actor rank 1, send_weights: the process died", marks=pytest.mark.long),
         ("DoesNotStart", "actor rank 1, start: no room for the optimizer"),
     ],
 )
