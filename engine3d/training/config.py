@@ -180,15 +180,17 @@ class TrainConfig(Settings):
         rows = self.dtype == "bfloat16" and not (sizes.hidden % ROW_ELEMENTS or sizes.expert_ffn % ROW_ELEMENTS)
         return self.one_step_experts and together and whole and rows and not sizes.mlp_bias
 
+    def shares_one_step_experts(self, sizes: Sizes, layout: Layout) -> bool:
+        """Whether a model's experts are one step, and of several ranks."""
+        return bool(sizes.experts) and layout.ep > 1 and self.has_one_step_experts(sizes, layout)
+
     def has_expert_copies(self, sizes: Sizes, layout: Layout) -> bool:
         """Whether ranks that share experts copy tokens into each other's memory."""
-        return bool(self.expert_copies and sizes.experts and layout.ep > 1 and self.has_one_step_experts(sizes, layout))
+        return self.expert_copies and self.shares_one_step_experts(sizes, layout)
 
     def has_rows_ahead(self, sizes: Sizes, layout: Layout) -> bool:
-        """Whether there is room for rows of experts before their number is known, where not all experts are here."""
-        return bool(
-            self.expert_rows_ahead and sizes.experts and layout.ep > 1 and self.has_one_step_experts(sizes, layout)
-        )
+        """Whether ranks that share experts make room for rows of theirs before the number is known."""
+        return self.expert_rows_ahead and self.shares_one_step_experts(sizes, layout)
 
     def check_trained(self, sizes: Sizes, layout: Layout) -> None:
         """Refuse what a model cannot be trained with.

@@ -76,15 +76,12 @@ def check_options(config: TrainConfig, spec: ModelSpec, layout: Layout, *, trans
     if config.fused_query_key:
         check_fused_query_key(spec, tp=layout.tp, cp=layout.cp)
     options = config.megatron
-    for setting, works in (
-        ("expert_copies", config.has_expert_copies(spec.sizes, layout)),
-        ("expert_rows_ahead", config.has_rows_ahead(spec.sizes, layout)),
-    ):
+    for setting in ("expert_copies", "expert_rows_ahead"):
         if not getattr(config, setting) or not spec.sizes.experts:
             continue
         if not transformer_engine:
             raise UserError(f"{setting}=true needs Transformer Engine; expected false on a CPU")
-        if not works:
+        if not config.shares_one_step_experts(spec.sizes, layout):
             raise UserError(
                 f"{setting}=true with ep={layout.ep} etp={layout.etp}, dtype={config.dtype}: expected experts in "
                 "one step (one_step_experts=true, bfloat16, etp=1) on several ranks that gather tokens "

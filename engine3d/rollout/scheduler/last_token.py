@@ -17,7 +17,7 @@ def end_at_last_token(update: Callable[..., None], request: Any, *args: Any, **k
         return
     update(request, *args, **kwargs)
     aborted = request.finished_reason
-    if aborted is None:  # as for nearly all of a batch in every step, whose number is what a step's host time goes by
+    if aborted is None:  # nearly always; this is asked of every request in every step
         return
     from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 
