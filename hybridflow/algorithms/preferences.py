@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridflow.algorithms.base import Experience, Step
 from hybridflow.algorithms.checks import check_finite, check_rows
 from hybridflow.algorithms.losses.preference import PreferenceLoss, Responses, coefficients
+from hybridflow.algorithms.segments import segment_reduce
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
@@ -61,7 +62,7 @@ def reference_sums(batch: SampleBatch, *, config: Any) -> Columns:
 def _sums(batch: SampleBatch, column: Tensor) -> Tensor:
     """Sums of (R,) figures over each sample's counted tokens; they do not depend on which samples lie beside it."""
     counted = column.where(batch.response_mask, 0.0).to(torch.float64)
-    return torch.segment_reduce(counted, "sum", lengths=batch.response_lengths, initial=0)
+    return segment_reduce(counted, batch.response_lengths)
 
 
 def best_and_worst(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from hybridflow.algorithms.corrections.settings import CorrectionSettings
 from hybridflow.algorithms.corrections.weights import correct, log_ratios, sums_of
 from hybridflow.algorithms.losses.kl import LOG_RATIO_LIMIT, kl_estimate
+from hybridflow.algorithms.segments import segment_reduce
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
@@ -46,8 +47,8 @@ def correction_columns(batch: SampleBatch, *, config: AlgorithmSettings) -> Colu
         "chi_square": sums_of(squares, lengths),
         "weight": sums_of(weights, lengths),
         "weight_square": sums_of(weights.square(), lengths),
-        "weight_min": _of_samples("min", weights.where(mask, torch.inf), lengths),
-        "weight_max": _of_samples("max", weights.where(mask, -torch.inf), lengths),
+        "weight_min": segment_reduce(weights.where(mask, torch.inf), lengths, "min", initial=torch.inf),
+        "weight_max": segment_reduce(weights.where(mask, -torch.inf), lengths, "max", initial=-torch.inf),
         "truncated": sums_of(found.truncated, lengths),
         "low": sums_of(found.low, lengths),
         "high": sums_of(found.high, lengths),
@@ -55,11 +56,6 @@ def correction_columns(batch: SampleBatch, *, config: AlgorithmSettings) -> Colu
         KEPT: sums_of(found.weights > 0, lengths),
     }
     return Columns({"correction_weights": found.weights}, facts=facts)
-
-
-def _of_samples(reduction: str, column: Tensor, lengths: Tensor) -> Tensor:
-    initial = torch.inf if reduction == "min" else -torch.inf
-    return torch.segment_reduce(column, reduction, lengths=lengths, initial=initial)
 
 
 def correction_metrics(facts: Mapping[str, Tensor], settings: CorrectionSettings) -> dict[str, float]:

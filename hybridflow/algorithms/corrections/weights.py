@@ -31,6 +31,7 @@ from torch import Tensor
 from hybridflow.algorithms.checks import check_mask, check_shapes
 from hybridflow.algorithms.corrections.settings import CorrectionSettings, Level
 from hybridflow.algorithms.losses.kl import LOG_RATIO_LIMIT
+from hybridflow.algorithms.segments import segment_reduce
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Correction:
 
 def sums_of(column: Tensor, lengths: Tensor) -> Tensor:
     """(R,) figures -> (B,) float64: the sum of those of each sample, the same whatever lies beside them."""
-    return torch.segment_reduce(column.to(torch.float64), "sum", lengths=lengths, initial=0)
+    return segment_reduce(column.to(torch.float64), lengths)
 
 
 def log_ratios(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> Tensor:

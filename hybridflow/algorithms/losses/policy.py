@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridflow.algorithms.losses.aggregation import counted_column
 from hybridflow.algorithms.losses.kl import PENALTY_LIMIT, kl_estimate, kl_penalty, value_of
 from hybridflow.algorithms.losses.statistics import Statistics, total
+from hybridflow.algorithms.segments import segment_reduce
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.metrics import names as metrics
 
@@ -76,9 +77,7 @@ def sequence_sums(column: Tensor, tokens: TokenColumns) -> Tensor:
     if tokens.sequences is None:
         raise ValueError("sequence_sums: no column sequences, which says which tokens belong together")
     counted = column.where(tokens.counted, 0.0).flatten()
-    # Tokens of a sequence lie together. An index_add would add them in another order on every run on a GPU.
-    lengths = torch.bincount(tokens.sequences.flatten())
-    return torch.segment_reduce(counted, "sum", lengths=lengths, initial=0)
+    return segment_reduce(counted, torch.bincount(tokens.sequences.flatten()))  # tokens of a sequence lie together
 
 
 def sequence_means(column: Tensor, tokens: TokenColumns) -> Tensor:

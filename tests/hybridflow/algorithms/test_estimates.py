@@ -100,7 +100,7 @@ def test_estimates_are_the_same_bits_however_samples_are_dealt(name: str) -> Non
         values=batch.values.where(batch.response_mask, torch.nan),  # type: ignore[union-attr]
         ref_logprobs=batch.ref_logprobs.where(batch.response_mask, torch.nan),  # type: ignore[union-attr]
     )
-    for cut in ([3], [1, 5], [2, 4, 8]):
+    for cut in ([3], [1, 5], [2, 4, 8], [0, 4, 4]):
         order = torch.randperm(len(batch))
         parts = order.tensor_split(cut)
         pieces = [function(soiled.select(part), config=config, **arguments) for part in parts]

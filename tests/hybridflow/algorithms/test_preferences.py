@@ -69,7 +69,7 @@ class _Step:
     def apply(self, batch: RemoteBatch, function: Any) -> _Applied:
         places = {sample: row for row, sample in enumerate(self.samples.sample_ids.tolist())}
         rows = [places[sample] for sample in batch.facts["sample_ids"].tolist()]
-        parts = [list(range(rank, len(rows), self.ranks)) for rank in range(min(self.ranks, len(rows)))]
+        parts = [list(range(rank, len(rows), self.ranks)) for rank in range(self.ranks)]
         found = joined_facts(
             [function(self.samples.select([rows[at] for at in part]), config=self.config).facts for part in parts]
         )
@@ -186,9 +186,10 @@ def test_no_cut_into_micro_batches_and_no_packing_changes_the_update(case: str) 
 def test_coefficients_do_not_depend_on_the_ranks(case: str) -> None:
     samples = samples_of(case, 2)
     one, alone = prepared(case, samples)
-    several, dealt = prepared(case, samples, ranks=3)
-    assert torch.equal(one.facts["advantages"], several.facts["advantages"])
-    assert alone.values == dealt.values
+    for ranks in (3, len(samples) + 2):
+        several, dealt = prepared(case, samples, ranks=ranks)
+        assert torch.equal(one.facts["advantages"], several.facts["advantages"])
+        assert alone.values == dealt.values
 
 
 def test_a_pair_stays_in_one_mini_batch() -> None:

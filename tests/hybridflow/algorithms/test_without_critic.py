@@ -206,10 +206,11 @@ def test_advantages_do_not_depend_on_the_order_of_samples_or_on_ranks(case: str)
     samples, config = samples_of(1), settings(case)
     whole, step = advantages_of(samples, config)
     order = torch.randperm(len(samples))
-    shuffled, shuffled_step = advantages_of(samples.select(order), config, ranks=3)
     pieces = whole.split(samples.response_lengths.tolist())
-    torch.testing.assert_close(shuffled, torch.cat([pieces[row] for row in order]), rtol=1e-6, atol=1e-7)
-    assert shuffled_step.values == pytest.approx(step.values)
+    for ranks in (3, len(samples) + 2):
+        shuffled, shuffled_step = advantages_of(samples.select(order), config, ranks=ranks)
+        torch.testing.assert_close(shuffled, torch.cat([pieces[row] for row in order]), rtol=1e-6, atol=1e-7)
+        assert shuffled_step.values == pytest.approx(step.values)
 
 
 @pytest.mark.parametrize("case", CASES)

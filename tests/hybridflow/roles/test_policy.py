@@ -19,6 +19,7 @@ from hybridflow.algorithms.losses.statistics import Statistics
 from hybridflow.algorithms.registry import ALGORITHMS
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.metrics import names as metrics
+from hybridflow.roles.packing import to_sequences
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.workers.context import WorkerContext
 from tests.support import tiny_families
@@ -108,9 +109,13 @@ def _updates(
     worker.start()
     worker.take_back()
     found, replica = {}, context.coordinates.dp
+    # The last rank has one sample, and empty micro-batches while the other still has samples.
+    rows = [range(SAMPLES)] if layout.dp == 1 else [range(SAMPLES - 1), range(SAMPLES - 1, SAMPLES)]
     for name in LOSSES:
         algorithm = settings_of(name)
-        own = a_batch(name, algorithm).select(range(replica, SAMPLES, layout.dp))
+        own = a_batch(name, algorithm).select(rows[replica])
+        empty = [not batch.indices for batch in worker._engine.micro_batches(to_sequences(own))]
+        assert any(empty) == (replica > 0)
         update = worker.update(own, algorithm=algorithm, temperature=1.0)
         found[name] = update.statistics, update.grad_norm
     worker._engine.close()

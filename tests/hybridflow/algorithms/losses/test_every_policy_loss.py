@@ -206,3 +206,41 @@ def test_loss_gradients_and_statistics_do_not_depend_on_the_cut(name: str) -> No
     columns, weights = columns_of(mask), token_weights(mask, config.loss_aggregation, normalising_length=length)
     cuts = [torch.randperm(10).tensor_split(sizes) for sizes in ([4], [1, 3, 8], [2, 5])]
     check_pieces_add_up(lambda *given: call(name, *given, config), columns, weights, "logprobs", cuts)
+
+
+def settings_with_all_terms(name: str) -> Any:
+    """Also of algorithms that learn from pairs, whose settings refuse what they have no use for."""
+    return settings_of(name) if name in ROLLED_OUT else load(name).settings()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_micro_batch_without_samples_adds_nothing(name: str) -> None:
+    """A rank with fewer samples than another rank has micro-batches has one: zeros through which gradients flow."""
+    torch.manual_seed(9)
+    mask = mask_with_holes(4, 5)
+    columns, config = columns_of(mask), settings_with_all_terms(name)
+    columns["rollout_logprobs"] = columns["old_logprobs"] + 0.1
+    weights = token_weights(mask, "token-mean")
+    _, alone = call(name, columns, weights, config)
+    empty = {key: column[:0].flatten() for key, column in columns.items()}
+    empty["logprobs"].requires_grad_()
+    loss, statistics = call(name, empty, weights[:0].flatten(), config)
+    assert loss.item() == 0 and loss.dtype == torch.float32
+    (gradient,) = torch.autograd.grad(loss, empty["logprobs"])
+    assert gradient.shape == (0,)
+    for pieces in ([statistics, alone], [alone, statistics], [statistics, alone, statistics]):
+        assert Statistics.merge(pieces).values() == alone.values()
+    # All ranks add up their figures by name, in one order.
+    assert [*statistics.sums, *statistics.means] == [*alone.sums, *alone.means]
+    assert list(statistics.maxima) == list(alone.maxima)
+
+
+@pytest.mark.parametrize("name", ROLLED_OUT)
+def test_a_micro_batch_of_which_no_token_counts_adds_nothing(name: str) -> None:
+    torch.manual_seed(10)
+    columns, config = columns_of(mask_with_holes(3, 4)), settings_of(name)
+    columns["logprobs"].requires_grad_()
+    loss, statistics = call(name, columns, torch.zeros(3, 4), config)
+    (gradient,) = torch.autograd.grad(loss, columns["logprobs"])
+    assert loss.item() == 0 and not gradient.any()
+    assert all(value == 0 for value in statistics.values().values())
