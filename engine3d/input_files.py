@@ -134,12 +134,13 @@ def read_json_object(path: Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[st
     return values
 
 
-def parse_json(text: str | bytes, *, most_digits: int = MOST_DIGITS) -> Any:
+def parse_json(text: str | bytes, *, most_digits: int = MOST_DIGITS, nan_is_null: bool = False) -> Any:
     """The value of JSON text that nests at most `MOST_LEVELS` deep.
 
     Args:
         text: if bytes, in UTF-8.
         most_digits: of a whole number.
+        nan_is_null: read NaN, which JSON does not have and Python writes, as null.
 
     Raises:
         JsonError: it is something else.
@@ -150,8 +151,11 @@ def parse_json(text: str | bytes, *, most_digits: int = MOST_DIGITS) -> Any:
             raise JsonError(f"a whole number has {len(digits):,} digits, expected at most {most_digits:,}")
         return int(digits)
 
+    def constant(name: str) -> float | None:
+        return None if nan_is_null and name == "NaN" else float(name)
+
     try:
-        value = json.loads(text, parse_int=integer)
+        value = json.loads(text, parse_int=integer, parse_constant=constant)
     except json.JSONDecodeError as error:
         raise JsonError(str(error)) from None
     except UnicodeDecodeError:

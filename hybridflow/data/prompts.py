@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hybridflow.data.answers import AnswerCounts
 from hybridflow.data.tasks import Example, field_names
 
 
@@ -45,6 +46,14 @@ class Prompts:
     def answers(self) -> Iterable[Any]:
         """All answers; of prompts in files the first that is no text, if there is one."""
         return (example.answer for example in self.examples)
+
+    def answer_counts(self) -> tuple[tuple[AnswerCounts, str], ...]:
+        """Counts of the reference answers of each source, and the file and row of its first without one."""
+        counts = AnswerCounts()
+        for index, example in enumerate(self.examples):
+            counts.add(index, example.answer)
+        first = counts.first_missing
+        return ((counts, "" if first is None else self.examples[first].place or f"prompt {first:,}"),)
 
     def fields(self) -> tuple[str, ...]:
         """Names of what the examples have beside prompt and answer."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import MOST_DIGITS_OF_DATA, FileError, JsonError, lines, parse_json
+from hybridflow.data.answers import AnswerCounts, as_answer
 from hybridflow.data.config import ArithmeticConfig, DataConfig
 
 ARITHMETIC_CHARACTERS = "0123456789+-*="
@@ -25,12 +26,14 @@ class Example:
         answer: text; of a JSON-lines file anything that JSON has, whole numbers as text.
         fields: every field of its line, as JSON has it; reward functions ask for them by name.
         identity: names the row of a file that it is from, as "SOURCE:ROW"; empty of other data.
+        place: file and line or row, for errors; empty of other data.
     """
 
     prompt: str
     answer: Any
     fields: Mapping[str, Any] = field(default_factory=dict)
     identity: str = ""
+    place: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,11 @@ def read_jsonl(
     def parse(line: str, place: str) -> Example:
         return _parse_line(line, place, prompt_field, answer_field, text_answers=text_answers)
 
-    return parse_lines(path, parse, what="prompts")
+    examples = parse_lines(path, parse, what="prompts")
+    counts = AnswerCounts()
+    for number, each in enumerate(examples):
+        counts.add(number, each.answer)
+    return [replace(each, answer=as_answer(each.answer, whole=counts.whole)) for each in examples]
 
 
 def parse_lines[T](path: Path, parse: Callable[[str, str], T], *, what: str) -> list[T]:
@@ -179,12 +186,10 @@ def _parse_line(line: str, place: str, prompt_field: str, answer_field: str | No
     if not isinstance(prompt, str) or not prompt:
         raise UserError(f"{place}: field {prompt_field!r} is {shortened(repr(prompt))}, expected a non-empty string")
     answer = "" if answer_field is None else fields[answer_field]
-    if isinstance(answer, int) and not isinstance(answer, bool):
-        answer = str(answer)
-    if text_answers and not isinstance(answer, str):
+    if text_answers and (isinstance(answer, bool) or not isinstance(answer, str | int)):
         found = shortened(repr(answer))
         raise UserError(f"{place}: field {answer_field!r} is {found}, expected a string or an integer to learn")
-    return Example(prompt, answer, fields)
+    return Example(prompt, answer, fields, place=place)
 
 
 def parse_fields(line: str, place: str, prompt_field: str) -> dict[str, Any]:
@@ -194,7 +199,7 @@ def parse_fields(line: str, place: str, prompt_field: str) -> dict[str, Any]:
         UserError: it does not; names its place.
     """
     try:
-        fields = parse_json(line, most_digits=MOST_DIGITS_OF_DATA)
+        fields = parse_json(line, most_digits=MOST_DIGITS_OF_DATA, nan_is_null=True)
     except JsonError as error:
         raise UserError(f"{place}: not JSON ({error}), expected one object a line") from None
     if not isinstance(fields, dict):

@@ -86,6 +86,9 @@ def _phase_lines(name: str, phase: Prompts) -> Iterator[str]:
         kept = span.end - span.begin
         yield f"  {span.label}: {kept:,} of {kept + dropped:,} rows" + ("" if not dropped else "; dropped are")
         yield from (f"    {count:,} with {reason}" for reason, count in span.dropped.items())
+    for counts, place in phase.answer_counts():
+        if counts.missing:
+            yield f"  reference answers: {counts.missing:,} of {counts.rows:,} rows have none, first {place}"
     yield f"  tokens: {_quantiles(lengths)}"
     yield from _histogram(lengths)
 

@@ -207,7 +207,7 @@ def check_evaluation_alone(recipe: EvaluationRecipe, *, whole: bool = True) -> l
                     len(devices["reward_model"])
                 )
             check_sets(recipe, sets, layouts)
-        check_set_rewards(recipe, sets)
+        notes.extend(check_set_rewards(recipe, sets))
 
     checks: list[Callable[[], object]] = [
         prompts,

@@ -16,7 +16,7 @@ from hybridflow.data.files.config import FilesConfig
 from hybridflow.data.files.encoding import encode_files
 from hybridflow.data.files.prompts import FilePrompts
 from hybridflow.data.prompts import Prompts
-from hybridflow.rewards.builtin import check_text_answers
+from hybridflow.planning.answer_check import check_answers
 from hybridflow.rewards.functions import RewardFunctions
 
 
@@ -114,20 +114,24 @@ def check_sets(recipe: Recipe, sets: Mapping[str, Prompts], layouts: Mapping[str
             )
 
 
-def check_set_rewards(recipe: Recipe, sets: Mapping[str, Prompts]) -> None:
+def check_set_rewards(recipe: Recipe, sets: Mapping[str, Prompts]) -> list[str]:
     """Import the functions that score each set, each in a process of its own that ends with the check.
 
+    Returns:
+        Lines on reference answers, see `check_answers`.
+
     Raises:
-        UserError: naming the set, and the reward that cannot be imported, that asks for what its rows have not, or that
-            cannot compare with their answers.
+        UserError: naming the set, and the reward that cannot be imported, that asks for what its rows have not, that
+            needs answers which they lack, or cannot compare with their answers.
     """
+    notes: list[str] = []
     for name, planned in recipe.sets.items():
         if planned.reward is None:
             continue
         try:
             with RewardFunctions(planned.reward, sets[name].fields()) as functions:
                 functions.load()
-            if any(function.path == "arithmetic" for function in planned.reward.functions):
-                check_text_answers(list(sets[name].answers()))
+                notes += check_answers(functions, {f"evaluation.{name}": sets[name]})
         except UserError as error:
             raise UserError(f"evaluation.{name}: {error}") from None
+    return notes

@@ -24,6 +24,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.config.recipe_paths import explained
 from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.metrics.wandb_sink import check_wandb
+from hybridflow.planning.answer_check import check_answers
 from hybridflow.planning.engine_check import check_sampling
 from hybridflow.planning.evaluation_sets import check_set_rewards
 from hybridflow.planning.gpu_check import check_libraries, check_memory, largest_gpu, used_gpus
@@ -34,7 +35,6 @@ from hybridflow.planning.prompt_check import EncodedPrompts, encoded_prompts
 from hybridflow.planning.replay_check import check_replay
 from hybridflow.planning.store_check import store_notes
 from hybridflow.planning.teacher_check import check_teacher_engine
-from hybridflow.rewards.builtin import check_text_answers
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.roles.offload import check_offload
 
@@ -110,9 +110,9 @@ def check_recipe(
             warnings += [*encoded.notes, *store_notes(recipe, encoded.lengths.sequence)]
             own = machine_bytes() if here and host_bytes is None else host_bytes
             attempt(check_replay, recipe, encoded.lengths.sequence, own)
-    attempt(check_rewards, recipe, encoded)
+    warnings += attempt(check_rewards, recipe, encoded) or []
     if encoded is not None:
-        attempt(check_set_rewards, recipe, encoded.sets)
+        warnings += attempt(check_set_rewards, recipe, encoded.sets) or []
     if here:
         attempt(check_run_directory, recipe, spec)
         attempt(partial(check_directories, kernels=bool(devices and used_gpus(devices))))
@@ -164,20 +164,26 @@ def check_checkpoints(recipe: Recipe, spec: ModelSpec | None) -> None:
         find_resumption(recipe)
 
 
-def check_rewards(recipe: Recipe, encoded: EncodedPrompts | None) -> None:
+def check_rewards(recipe: Recipe, encoded: EncodedPrompts | None) -> list[str]:
     """Import every function of rewards and costs, each in a process of its own that ends with the check.
 
     Args:
         recipe: with the functions.
         encoded: the prompts, whose fields functions may ask for; None where they are not known.
 
+    Returns:
+        Lines on reference answers, see `check_answers`.
+
     Raises:
-        UserError: naming the reward that cannot be imported, that asks for what the data have not, or that cannot
-            compare with their answers.
+        UserError: naming the reward that cannot be imported, that asks for what the data have not, that needs answers
+            which they lack, or cannot compare with their answers.
     """
+    notes: list[str] = []
     fields = encoded.fields() if encoded is not None else None
     for config in recipe.functions.values():
         with RewardFunctions(config, fields) as functions:
             functions.load()
-        if encoded is not None and any(function.path == "arithmetic" for function in config.functions):
-            check_text_answers([answer for phase in encoded.phases for answer in phase.answers()])
+            if encoded is not None:
+                phases = dict(zip(("training", "held-out"), encoded.phases, strict=True))
+                notes += check_answers(functions, {name: each for name, each in phases.items() if len(each)})
+    return notes

@@ -8,7 +8,8 @@ here is the user's: the parent checks every answer.
 
 A class in place of a function is made once, with the arguments of its settings, and its instance is called. If it has a
 method `prepare`, that is given the names of the data's fields before the first call, and returns which columns the
-instance is called with; `timeout_s`, the limit of the call in seconds, is passed beside them.
+instance is called with; `timeout_s`, the limit of the call in seconds, is passed beside them. An attribute
+`needs_answers` says whether it cannot do without those.
 """
 
 from __future__ import annotations
@@ -161,6 +162,21 @@ def _wanted_columns(function: Callable[..., Any], fields: Sequence[str] | None) 
     if twice := [name for name in OPTIONAL_COLUMNS if name in (fields or ()) and name in names]:
         raise RewardError(f"asks for {twice[0]!r}, which is a field of the data too, expected another name of it there")
     return [column for column in offered if takes_any or column in names]
+
+
+def _needs_answers(function: Callable[..., Any], columns: Sequence[str]) -> bool:
+    """True where a function cannot score a sample without a reference answer: its `answers` have no default.
+
+    The instance of a class may say otherwise by its attribute `needs_answers`.
+    """
+    if "answers" not in columns:
+        return False
+    try:
+        parameter = inspect.signature(function).parameters.get("answers")
+    except (TypeError, ValueError):
+        parameter = None
+    default = hasattr(function, "prepare") or (parameter is not None and parameter.default is parameter.empty)
+    return bool(getattr(function, "needs_answers", default))
 
 
 def _with_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
@@ -341,7 +357,7 @@ def serve(connection: socket.socket) -> None:
     except RewardError as error:
         connection.sendall(encode_message({"error": str(error)}))
         return
-    connection.sendall(encode_message({"columns": columns}))
+    connection.sendall(encode_message({"columns": columns, "needs_answers": _needs_answers(function, columns)}))
     while (request := read_message(connection)) is not None:
         try:
             called = functools.partial(function, timeout_s=request["timeout_s"]) if limited else function

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine3d.errors import UserError
 from hybridflow.rewards.builtin import BUILTIN_REWARDS
-from hybridflow.rewards.config import RewardConfig
+from hybridflow.rewards.config import RewardConfig, RewardFunctionConfig
 from hybridflow.rewards.process_handle import Answer, CallError, RewardInputs, RewardProcess
 from hybridflow.rewards.process_pool import ProcessPool
 from hybridflow.rewards.result import RewardResult, combine
@@ -134,6 +134,15 @@ class RewardFunctions:
         except BaseException:
             self.close()
             raise
+
+    def needing_answers(self) -> list[RewardFunctionConfig]:
+        """The loaded functions that cannot score a sample without a reference answer."""
+        processes = {process.config.name: process for process in self._all_processes()}
+        return [
+            function
+            for function in self._functions
+            if (function.path == "arithmetic" if function.builtin else processes[function.name].needs_answers)
+        ]
 
     def evaluate(
         self,

@@ -97,6 +97,8 @@ class RewardProcess:
         self._connection: socket.socket | None = None
         self._lifeline: socket.socket | None = None
         self._calls = 0
+        self.needs_answers = False
+        """True, once loaded, where the function cannot score a sample without a reference answer."""
         self._loaded = False
         self._deadline = self._limit_s = 0.0
         self._where = ""
@@ -162,6 +164,7 @@ class RewardProcess:
             if "error" in reply:
                 raise self._failure(_in_words(reply["error"]))
             self._columns = self._offered_columns(reply.get("columns"))
+            self.needs_answers = reply.get("needs_answers") is True
             self._loaded = True
 
     def _offered_columns(self, names: Any) -> list[str]:

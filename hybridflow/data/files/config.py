@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from engine3d.settings import MOST_TOKENS, AbsolutePath, Settings
+from hybridflow.data.answers import is_missing
 
 Format = Literal["jsonl", "json", "csv", "parquet", "arrow", "dataset"]
 Texts = Literal["raw", "user"]
@@ -46,6 +47,8 @@ class Condition(Settings):
     """The values that are let through."""
     none_of: tuple[Any, ...] | None = None
     """The values that are not."""
+    present: Literal[True] | None = None
+    """True for rows that have a value, such as a reference answer: no null, NaN, blank text, or empty list."""
 
     @field_validator("one_of", "none_of", mode="after")
     @classmethod
@@ -55,15 +58,17 @@ class Condition(Settings):
 
     @model_validator(mode="after")
     def _says_something(self) -> Condition:
-        if all(part is None for part in (self.min, self.max, self.one_of, self.none_of)):
-            raise ValueError("nothing is asked, expected a value, a list of them, or some of min, max, one_of, none_of")
+        if all(part is None for part in (self.min, self.max, self.one_of, self.none_of, self.present)):
+            raise ValueError(
+                "nothing is asked, expected a value, a list of them, or some of min, max, one_of, none_of, present"
+            )
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min={self.min:g} is above max={self.max:g}")
         return self
 
     def holds(self, value: Any) -> bool:
         """Whether a value is let through."""
-        if value is None:
+        if value is None or (self.present and is_missing(value)):
             return False
         if self.min is not None or self.max is not None:
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -124,12 +129,15 @@ class FileSource(Settings):
     """Column of the prompt: a text, or a list of messages with `role` and `content`. A dot goes into an object:
     `extra_info.question`."""
     answer: str | None = "answer"
-    """Column of what reward functions get as `answers`: strings and whole numbers as text, all other JSON as it is.
-    Null where they need none. A function that has a parameter of the name of any column gets that column's values."""
+    """Column of what reward functions get as `answers`: strings and whole numbers as text (5.0 too, unless a number of
+    the column has a fraction), all other JSON as it is. A row may lack it: `check` counts those rows where a function
+    needs answers. Null where none does. A function that has a parameter of the name of any column gets that column's
+    values."""
     id: str | None = None
     """Column that names a row, once in the source; a row is named by its number, from 0, if null."""
     where: dict[str, Annotated[Condition, BeforeValidator(_condition)]] = Field(default_factory=dict)
-    """Rows to take, by what columns are: `level: [1, 2]`, `subject: algebra`, `rate: {min: 0.1, max: 0.9}`."""
+    """Rows to take, by what columns are: `level: [1, 2]`, `subject: algebra`, `rate: {min: 0.1, max: 0.9}`,
+    `answer: {present: true}`, `answer: {none_of: [proof, notfound]}`."""
     rows: int | None = Field(None, ge=1)
     """Only the first rows, before `where`; all of them if null."""
     weight: Annotated[tuple[WeightFrom, ...], BeforeValidator(_steps)] = ()

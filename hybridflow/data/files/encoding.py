@@ -8,7 +8,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +19,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError, shortened
+from hybridflow.data.answers import AnswerCounts
 from hybridflow.data.config import OverlongPolicy
 from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.config import FilesConfig, FileSource
@@ -31,7 +32,7 @@ from hybridflow.data.prompts import text_hash
 from hybridflow.data.tokenizer import cut, encode_text
 from hybridflow.errors.log import log
 
-_FORM = 2
+_FORM = 3
 """Of the files in the cache; a change of what is written there is another number."""
 _SAY_EVERY_S = 10.0
 _NAMES = (TOKENS, ENDS, NUMBERS, HASHES)
@@ -166,7 +167,7 @@ class _Writer:
         self._spans: list[tuple[int, int]] = []
         self._dropped: list[dict[str, int]] = []
         self._columns: dict[str, None] = {}
-        self._other_answer: list[Any] = []
+        self._answers: list[AnswerCounts] = []
         self._overlong, self._raw = 0, 0
         self._prompts, self._tokens = 0, 0
 
@@ -177,12 +178,13 @@ class _Writer:
             "dropped": self._dropped,
             "overlong": self._overlong,
             "columns": list(self._columns),
-            "other_answer": self._other_answer,
+            "answers": [asdict(each) for each in self._answers],
             "raw": self._raw,
         }
 
     def write(self, source: OpenSource) -> None:
-        """All rows of a source."""
+        """All rows of a source. Raises UserError where none has the column of the answer."""
+        self._answers.append(AnswerCounts(source.settings.answer))
         begin, dropped, ids = self._prompts, Counter[str](), array("Q")  # a list of ten million takes 400 MB
         rows, settings = source.rows, source.settings
         count = min(len(rows), settings.rows or len(rows))
@@ -197,6 +199,9 @@ class _Writer:
                 said = time.monotonic()
                 log.info(f"data: {first + len(some):,} of {count:,} rows of {settings.label} are read")
         filter_.check()
+        answers = self._answers[-1]
+        if settings.answer is not None and answers.first_missing is not None and answers.missing == answers.rows:
+            needed(rows[answers.first_missing], settings.answer, rows.place(answers.first_missing))
         self._spans.append((begin, self._prompts))
         self._dropped.append(dict(dropped))
         _check_ids(source, ids)
@@ -210,9 +215,7 @@ class _Writer:
             if (failed := filter_.first_failed(row, place)) is not None:
                 dropped[f"another {failed} (where)"] += 1
                 continue
-            answer = source.check(row, place)
-            if not self._other_answer and (isinstance(answer, bool) or not isinstance(answer, str | int)):
-                self._other_answer = [answer]
+            source.check(row, place)
             self._columns |= dict.fromkeys(row)
             taken.append(_Prompt(number, row, source.text(row, place), []))
         return taken
@@ -245,6 +248,7 @@ class _Writer:
                 each.tokens = self._cut(source, each)
             if not each.tokens:
                 raise UserError(f"{source.rows.place(each.number)}: the prompt has no tokens, expected at least one")
+            self._answers[-1].add(each.number, source.answer(each.row))
             kept.append(each)
         lengths = np.array([len(each.tokens) for each in kept], dtype=np.int64)
         ends = self._tokens + np.cumsum(lengths)
@@ -327,9 +331,12 @@ def check_columns(source: FileSource, rows: Rows) -> None:
             raise _missing(name, rows)
     if source.where:
         return
-    for column in (source.prompt, source.answer, source.id):
+    for column in (source.prompt, source.id):
         if column is not None:
             needed(row, column, place)
+    answer = source.answer  # some rows may lack it
+    if answer is not None and not {answer, answer.partition(".")[0]} & set(rows.columns):
+        needed(row, answer, place)
 
 
 def _missing(column: str, rows: Rows) -> UserError:

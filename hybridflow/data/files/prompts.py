@@ -5,17 +5,18 @@ from __future__ import annotations
 import bisect
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from engine3d.errors import UserError, shortened
+from hybridflow.data.answers import AnswerCounts, as_answer
 from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.config import FileSource
 from hybridflow.data.files.opening import DataFile, open_rows
-from hybridflow.data.files.rows import Row, Rows, needed, without_nulls
+from hybridflow.data.files.rows import Row, Rows, needed, value_of, without_nulls
 from hybridflow.data.packed_prompts import PackedPrompts, mapped
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
@@ -50,6 +51,7 @@ class OpenSource:
         template: of messages.
         files: that the rows are in.
         cache: where files are kept as they are read.
+        whole_answers: true where an answer 5.0 stands for 5.
     """
 
     settings: FileSource
@@ -57,14 +59,22 @@ class OpenSource:
     template: ChatTemplate
     files: tuple[DataFile, ...]
     cache: Path
+    whole_answers: bool = True
 
     @classmethod
-    def open(cls, settings: FileSource, template: ChatTemplate, files: Sequence[DataFile], cache: Path) -> OpenSource:
+    def open(
+        cls,
+        settings: FileSource,
+        template: ChatTemplate,
+        files: Sequence[DataFile],
+        cache: Path,
+        whole_answers: bool = True,
+    ) -> OpenSource:
         """Open the files of a source. Raises UserError naming the one that cannot be read."""
-        return cls(settings, open_rows(files, cache), template, tuple(files), cache)
+        return cls(settings, open_rows(files, cache), template, tuple(files), cache, whole_answers)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OpenSource.open, (self.settings, self.template, self.files, self.cache)
+        return OpenSource.open, (self.settings, self.template, self.files, self.cache, self.whole_answers)
 
     def is_raw(self, row: Row) -> bool:
         """Whether the prompt is a text that no template is applied to."""
@@ -82,15 +92,23 @@ class OpenSource:
             return prompt
         return self.template.prompt(self.messages(row), place)
 
-    def check(self, row: Row, place: str) -> Any:
-        """The answer of a row. Raises UserError where it lacks a column that is needed, or its prompt is none."""
+    def answer(self, row: Row) -> Any:
+        """The reference answer of a row; None where it lacks the column, and "" where the source has none."""
+        if self.settings.answer is None:
+            return ""
+        try:
+            return value_of(row, self.settings.answer)
+        except KeyError:
+            return None
+
+    def check(self, row: Row, place: str) -> None:
+        """Raises UserError where the prompt of a row is none."""
         prompt = self.prompt(row, place)
         if not isinstance(prompt, str | list) or not prompt:
             raise UserError(
                 f"{place}: column {self.settings.prompt!r} is {shortened(repr(prompt), 60)}, expected a text or a list "
                 "of messages, not empty"
             )
-        return "" if self.settings.answer is None else needed(row, self.settings.answer, place)
 
     def row_id(self, number: int, row: Row) -> str:
         """What names a row in its source."""
@@ -107,10 +125,8 @@ class OpenSource:
     def example(self, number: int) -> Example:
         """A row as an example."""
         row, place = self.rows[number], self.rows.place(number)
-        answer = "" if self.settings.answer is None else needed(row, self.settings.answer, place)
-        if isinstance(answer, int) and not isinstance(answer, bool):
-            answer = str(answer)
-        return Example(self.text(row, place), answer, row, f"{self.settings.label}:{self.row_id(number, row)}")
+        answer = as_answer(self.answer(row), whole=self.whole_answers)
+        return Example(self.text(row, place), answer, row, f"{self.settings.label}:{self.row_id(number, row)}", place)
 
     def identity(self, number: int) -> str:
         """The name of a row, as "SOURCE:ROW"."""
@@ -166,14 +182,14 @@ class FilePrompts(Prompts):
         spans: which of them are of which source.
         hashes: (P,) uint64, of their texts.
         columns: every column of their rows.
-        other_answer: the first answer that is no text and no whole number; None if there is none.
+        counts: of the reference answers of each source, and where the first is missing.
         raw: how many are texts to which no template is applied.
     """
 
     spans: tuple[SourceSpan, ...] = ()
     hashes: np.ndarray[Any, Any] | None = None
     columns: tuple[str, ...] = ()
-    other_answer: tuple[Any] | None = None
+    counts: tuple[tuple[AnswerCounts, str], ...] = ()
     raw: int = 0
 
     @classmethod
@@ -184,6 +200,12 @@ class FilePrompts(Prompts):
             SourceSpan(source.settings.label, begin, end, dropped)
             for source, (begin, end), dropped in zip(sources, facts["spans"], facts["dropped"], strict=True)
         )
+        answers = [AnswerCounts(**each) for each in facts["answers"]]
+        sources = [replace(source, whole_answers=each.whole) for source, each in zip(sources, answers, strict=True)]
+        places = [
+            "" if each.first_missing is None else source.rows.place(each.first_missing)
+            for source, each in zip(sources, answers, strict=True)
+        ]
         return cls(
             FileExamples(sources, [span.end for span in spans], directory),
             PackedPrompts.mapped(directory),
@@ -191,7 +213,7 @@ class FilePrompts(Prompts):
             spans,
             mapped(directory / HASHES, np.uint64),
             tuple(facts["columns"]),
-            tuple(facts["other_answer"]) or None,
+            tuple(zip(answers, places, strict=True)),
             facts["raw"],
         )
 
@@ -210,4 +232,7 @@ class FilePrompts(Prompts):
         return tuple((span.label, span.end) for span in self.spans)
 
     def answers(self) -> Iterable[Any]:
-        return self.other_answer or ()
+        return [answer for counts, _ in self.counts for answer in counts.no_texts()]
+
+    def answer_counts(self) -> tuple[tuple[AnswerCounts, str], ...]:
+        return self.counts

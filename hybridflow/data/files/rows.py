@@ -6,6 +6,7 @@ import bisect
 import datetime
 import decimal
 import itertools
+import math
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ BATCH = 1024
 """Rows that are read at a time where all are."""
 
 Row = Mapping[str, Any]
-"""A row: values as JSON has them, by column."""
+"""A row: values as JSON has them, by column; NaN, as pandas writes a missing number, is null."""
 
 
 class Rows(Protocol):
@@ -92,7 +93,7 @@ class JsonLines:
                 f"{self.place(number)}: more than {MOST_LINE_BYTES:,} bytes in a line, expected at most that"
             )
         try:
-            row = parse_json(self._data[begin:end], most_digits=MOST_DIGITS_OF_DATA)
+            row = parse_json(self._data[begin:end], most_digits=MOST_DIGITS_OF_DATA, nan_is_null=True)
         except JsonError as error:
             raise UserError(f"{self.place(number)}: not JSON ({error}), expected one object a line") from None
         if not isinstance(row, dict):
@@ -287,8 +288,10 @@ def without_nulls(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value of Arrow as JSON has it: times and decimals as text, maps as objects."""
-    if isinstance(value, str | int | float | bool) or value is None:
+    """A value of Arrow as JSON has it: times and decimals as text, maps as objects, NaN as null."""
+    if isinstance(value, float | np.floating):
+        return None if math.isnan(value) else float(value)
+    if isinstance(value, str | int | bool) or value is None:
         return value
     if isinstance(value, Mapping):
         return {str(name): plain(each) for name, each in value.items()}

@@ -62,6 +62,11 @@ class HttpReward:
         self._endpoint.read_key()
         return self._settings.send
 
+    @property
+    def needs_answers(self) -> bool:
+        """True where answers are sent because the recipe names them."""
+        return "answers" in self._settings.send and "send" in self._settings.model_fields_set
+
     def __call__(self, generated_texts: Sequence[str], *, timeout_s: float, **columns: Sequence[Any]) -> dict[str, Any]:
         """Score so many texts within so many seconds; those without an answer by then fail."""
         return self._loop.run(self._score(generated_texts, columns, Deadline(timeout_s)))

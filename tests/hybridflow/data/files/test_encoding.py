@@ -151,7 +151,7 @@ def test_several_sources_are_one_after_the_other(tmp_path: Path, file: Path, cha
     assert texts(chat, found) == [f"{n % 8}+1=" for n in range(10)] + ["x"]
     assert [(span.label, span.begin, span.end) for span in found.spans] == [("a", 0, 10), ("own", 10, 11)]
     assert found.columns == ("prompt", "answer", "level", "q", "a", "n")
-    assert found.other_answer == (True,)
+    assert found.answers() == [True]
     assert [found.examples[index].identity for index in (9, 10)] == ["a:9", "own:id-1"]
     assert [found.examples[index].answer for index in (9, 10)] == ["2", True]
 
@@ -169,7 +169,6 @@ def test_a_row_without_a_label_and_a_prompt_of_no_tokens(tmp_path: Path, bpe: Pr
 @pytest.mark.parametrize(
     ("row", "settings", "message"),
     [
-        ({"prompt": "a"}, {}, ": no column 'answer', only 'prompt'"),
         ({"prompt": "", "answer": ""}, {}, ": column 'prompt' is '', expected a text or a list of messages, not empty"),
         ({"prompt": [], "answer": ""}, {}, ": column 'prompt' is [], expected a text or a list of messages"),
         ({"prompt": 3, "answer": ""}, {}, ": column 'prompt' is 3, expected a text or a list of messages"),

@@ -1,0 +1,68 @@
+"""Whether prompts have the reference answers that reward functions need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from engine3d.errors import UserError, shortened
+from hybridflow.data.answers import AnswerCounts
+from hybridflow.data.prompts import Prompts
+from hybridflow.rewards.builtin import check_text_answers
+from hybridflow.rewards.functions import RewardFunctions
+
+_MOST_REMARKS = 5
+
+
+def check_answers(functions: RewardFunctions, phases: Mapping[str, Prompts]) -> list[str]:
+    """Check the reference answers of some prompts.
+
+    Args:
+        functions: loaded, that score responses to all of them.
+        phases: the prompts, by the name of their phase in messages.
+
+    Returns:
+        A line for missing answers that `on_failure` provides for, and for texts such as "proof" or "nan".
+
+    Raises:
+        UserError: naming the function, the number of rows without an answer, and the first of them; or an answer that
+            the function cannot compare with.
+    """
+    notes: list[str] = []
+    needing = functions.needing_answers()
+    for phase, prompts in phases.items() if needing else ():
+        counts = [counts for counts, _ in prompts.answer_counts()]
+        rows, missing = sum(each.rows for each in counts), sum(each.missing for each in counts)
+        lacking, first = next(((each, place) for each, place in prompts.answer_counts() if each.missing), (None, ""))
+        for function in needing:
+            if lacking is None:
+                break
+            line = (
+                f"reward {function.name!r} needs a reference answer, and {missing:,} of {rows:,} {phase} rows have "
+                f"none (null, NaN, blank or empty); the first is {first}"
+            )
+            if function.on_failure == "stop" or function.builtin or missing == rows:
+                raise UserError(f"{line}; {_way_to_drop(lacking, '{present: true}')}")
+            notes.append(f"{line}; on_failure is {function.on_failure}; {_way_to_drop(lacking, '{present: true}')}")
+        if any(function.path == "arithmetic" for function in needing):
+            check_text_answers(list(prompts.answers()))
+        notes += [_remarks_line(each, phase, needing[0].name) for each in counts if each.remarks]
+    return notes
+
+
+def _remarks_line(counts: AnswerCounts, phase: str, reward: str) -> str:
+    common = sorted(counts.remarks, key=lambda text: -counts.remarks[text])[:_MOST_REMARKS]
+    listed = ", ".join(f"{counts.remarks[text]:,} {shortened(repr(text), 40)}" for text in common)
+    condition = f"{{none_of: {json.dumps(common)}}}"
+    return (
+        f"data: among the answers of {counts.rows:,} {phase} rows are {listed}, which reward {reward!r} takes as "
+        f"answers like any other; {_way_to_drop(counts, condition)}"
+    )
+
+
+def _way_to_drop(counts: AnswerCounts, condition: str) -> str:
+    if counts.column is None:
+        return "expected the column of the answers as answer of the source"
+    if not counts.column:
+        return "expected one in every row; where, of sources in data.files and of evaluation.NAME.data, drops others"
+    return f"where: {{{counts.column}: {condition}}} of the source drops them"
