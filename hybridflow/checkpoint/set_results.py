@@ -164,15 +164,54 @@ def read_best(checkpoint: Path) -> Best | None:
         raise UserError(f"{checkpoint / DRIVER}: best is {found!r}, expected what a run writes") from None
 
 
-def value_of(checkpoint: Path, metric: str) -> float | None:
-    """A figure of a set, `eval/NAME/FIGURE`, that was measured at the step of a checkpoint; None where it was not."""
+def measured_at(checkpoint: Path) -> dict[str, MeasuredSet]:
+    """The run's measurements at the step of a checkpoint, by set; none of a checkpoint of weights alone.
+
+    Raises:
+        UserError: the driver's state cannot be read.
+    """
     facts = _driver_facts(checkpoint)
+    try:
+        found = {name: MeasuredSet(**each) for name, each in facts.get("last_of_sets", {}).items()}
+    except (TypeError, AttributeError):
+        raise UserError(f"{checkpoint / DRIVER}: last_of_sets is damaged, expected what a run writes") from None
+    return {name: each for name, each in found.items() if each.step == facts["step"]}
+
+
+def value_of(checkpoint: Path, metric: str) -> float | None:
+    """A metric of a set, `eval/NAME/FIGURE`, that was measured at the step of a checkpoint; None where it was not."""
     _, name, figure = metric.split("/", 2)
-    measured = facts.get("last_of_sets", {}).get(name)
-    if measured is None or measured["step"] != facts["step"]:
-        return None
-    value: float | None = measured["figures"].get(figure)
-    return value
+    measured = measured_at(checkpoint).get(name)
+    return measured.figures.get(figure) if measured is not None else None
+
+
+def compared_with_run(name: str, here: MeasuredSet, run: MeasuredSet, temperature: float) -> str:
+    """Compare a measurement of a checkpoint with the run's own of the same checkpoint, in one line.
+
+    Args:
+        name: of the set.
+        here, run: the two measurements.
+        temperature: of the responses; 0 for the most likely tokens.
+    """
+    figure = f"mean@{run.samples}"
+    line = f"{name}: the run measured {figure} {_with_interval(run, figure)} of this checkpoint"
+    if run.identity != here.identity:
+        return f"{line} with other prompts, answers, rewards or sampling: not comparable"
+    if run.figures.items() >= here.figures.items():  # the run's also count training prompts
+        return f"{line}: the same"
+    ends = [each.figures.get(f"{figure}{end}") for each in (here, run) for end in ("_low", "_high")]
+    low, high, run_low, run_high = (math.nan if end is None else end for end in ends)
+    if math.isnan(low + high + run_low + run_high):
+        return f"{line}, {_drawn_again(temperature)}"
+    overlap = low <= run_high and run_low <= high
+    return f"{line}, {_drawn_again(temperature)}; the intervals {'overlap' if overlap else 'do not overlap'}"
+
+
+def _drawn_again(temperature: float) -> str:
+    """The difference between two measurements of one checkpoint with the same settings."""
+    if temperature == 0:
+        return "with the same most likely tokens but for rounding, which depends on how requests are batched"
+    return f"from other random numbers at temperature {temperature:g}"
 
 
 def summary_of_sets(first: Mapping[str, MeasuredSet], last: Mapping[str, MeasuredSet]) -> list[str]:

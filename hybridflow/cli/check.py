@@ -39,7 +39,12 @@ def run(parsed: argparse.Namespace) -> int:
     nodes = _named_nodes(parsed)
     # With --memory the ledger is shown first, and then refuses.
     recipes = checked_recipes(
-        parsed, nodes, gpu_bytes=_bytes(parsed.gpu_gb), host_bytes=_bytes(parsed.host_gb), must_fit=not parsed.memory
+        parsed,
+        nodes,
+        gpu_bytes=_bytes(parsed.gpu_gb),
+        host_bytes=_bytes(parsed.host_gb),
+        must_fit=not parsed.memory,
+        here=nodes is None,
     )
     for name, recipe in recipes.items():
         _check_rest(parsed, recipe, nodes, f"actor {name}" if name else "")

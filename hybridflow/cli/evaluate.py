@@ -106,3 +106,19 @@ def _show(plan: EvaluationPlan, found: Evaluated) -> None:
         if left_out := int(measured.figures[SET_LEFT_OUT]):
             table.add_row(*head, SET_LEFT_OUT, f"{left_out:,}", "")
     Console(highlight=False, soft_wrap=True).print(table)
+    _show_noise(plan, found)
+
+
+def _show_noise(plan: EvaluationPlan, found: Evaluated) -> None:
+    """Say how far the values depend on the responses that were drawn, and what the run measured of its checkpoint."""
+    from hybridflow.checkpoint.set_results import compared_with_run, measured_at
+
+    if any(each.sampling.temperature > 0 for each in plan.recipe.sets.values()):
+        print(
+            "responses are sampled: another evaluation draws others, and its values differ by about the width of the "
+            "intervals; more prompts or samples make these narrower"
+        )
+    of_run = measured_at(plan.checkpoint) if plan.checkpoint is not None else {}
+    for name, planned in plan.recipe.sets.items():
+        if name in of_run:
+            print(compared_with_run(name, found.sets[name], of_run[name], planned.sampling.temperature))

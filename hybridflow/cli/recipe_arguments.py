@@ -48,6 +48,11 @@ def loaded_recipes(parsed: argparse.Namespace) -> dict[str, Recipe]:
     return load_recipes(parsed.recipe, overrides, parsed.actor)
 
 
+def several_actors_launched(parsed: argparse.Namespace) -> UserError:
+    """The error of a recipe of several actors that a launcher starts."""
+    return UserError(f"{parsed.recipe}: several actors were tried on one machine alone, expected no launcher")
+
+
 def checked_recipes(
     parsed: argparse.Namespace, nodes: Sequence[Node] | None = None, **memory: Any
 ) -> dict[str, Recipe]:
@@ -66,8 +71,8 @@ def checked_recipes(
     if link is not None:
         nodes = [Node(host.name, host.gpus, host.cpu_slots, host.role) for host in link.cluster.hosts]
     recipes = loaded_recipes(parsed)
-    if len(recipes) > 1 and link is not None:
-        raise UserError(f"{parsed.recipe}: several actors were tried on one machine alone, expected no launcher")
+    if len(recipes) > 1 and link is not None and len(link.cluster.hosts) > 1:
+        raise several_actors_launched(parsed)
 
     with quick_imports():
         from hybridflow.planning.actors_check import check_actors

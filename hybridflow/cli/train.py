@@ -12,7 +12,8 @@ from engine3d.startup.imports import quick_imports
 from hybridflow.cli import actors
 from hybridflow.cli.last_words import last_words
 from hybridflow.cli.outcome import fail, guarded
-from hybridflow.cli.recipe_arguments import checked_recipes
+from hybridflow.cli.recipe_arguments import checked_recipes, several_actors_launched
+from hybridflow.cluster.hosts.driver_link import driver_link
 from hybridflow.cluster.processes.termination import termination
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def run(parsed: argparse.Namespace) -> int:
     actors.end_with_parent()
     recipes = checked_recipes(parsed, here=True)
     print(f"checked in {time.monotonic() - began:.1f} s", flush=True)
+    if len(recipes) > 1 and driver_link() is not None:
+        raise several_actors_launched(parsed)
     if len(recipes) > 1:
         return guarded(lambda: actors.train(recipes, parsed.words))
     recipe = next(iter(recipes.values()))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,12 @@ from engine3d.input_files import JsonError, parse_json
 from hybridflow.cluster.hosts.description import listed
 from hybridflow.metrics.sinks import Record, console_line
 from hybridflow.rundir.actor_runs import runs_in
-from hybridflow.rundir.file_names import FAILURE, LOGS, METRICS
+from hybridflow.rundir.file_names import EXPORT, FAILURE, LOGS, METRICS
 from hybridflow.rundir.first_failure import FirstFailure, read_earlier, read_failure
 from hybridflow.rundir.heartbeat import Heartbeat, heartbeat_path, read_heartbeat, read_heartbeats
 from hybridflow.rundir.hosts_file import read_hosts
 from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe, saved_to
+from hybridflow.rundir.run_record import read_run_record
 from hybridflow.rundir.watching import (
     Log,
     checked_run,
@@ -32,6 +35,7 @@ from hybridflow.rundir.watching import (
 _LINES = 20
 _LATE_S = 10.0
 """Without a heartbeat, after which it is told: a network's file system may show a file a little later."""
+_WARNING = re.compile(r"\S.*:\d+: \w*Warning: ")
 _RECORDS = 200
 """Of the newest, among which one of a step is looked for."""
 
@@ -156,12 +160,14 @@ def _status(directory: Path, now: float) -> Iterator[str]:
         of = f" of {total}" if total is not None else ""
         at = f"step {place.step}{of}, {place.phase}" if place.step else f"phase {place.phase}"
         at += f" for {_duration(now - place.since)}" if is_going_on else f" (entered {_clock(place.since)})"
-    if is_going_on:
-        yield f"{directory}: goes on; {at}"
-    elif place is not None and place.phase == "end":
-        yield f"{directory}: has ended, {_clock(place.since)}"
+    is_finished = place is not None and place.phase == "end" and not is_going_on
+    if place is not None and is_finished:
+        yield f"{directory}: finished, {_clock(place.since)}"
+        yield from _result(directory)
+    elif is_going_on:
+        yield f"{directory}: running; {at}"
     else:
-        yield f"{directory}: does not go on; it ended in {at}"
+        yield f"{directory}: not running; it ended in {at}"
     for number, earlier in enumerate(read_earlier(directory), 1):
         yield visible(f"start {number} failed in {earlier.phase}, {_clock(earlier.at)}: {earlier.cause}")
     failure = read_failure(directory)
@@ -170,17 +176,47 @@ def _status(directory: Path, now: float) -> Iterator[str]:
     record = _newest_step(directory / METRICS)
     yield console_line(record, total, None) if record is not None else f"no step in {METRICS} yet"
     yield _newest_checkpoint(directory, now)
+    if is_finished:
+        if (directory / EXPORT).is_dir():
+            yield f"model {directory / EXPORT}"
+        yield f"hybridflow report {shlex.quote(str(directory))} draws its metrics, hybridflow logs shows its logs"
+        return
     found = find_logs(directory)
     beats = {(beat.role, beat.rank): beat for beat in read_heartbeats(directory / LOGS)}
     width = max((len(log.name) for log in found), default=0)
     if is_going_on and (line := _hosts(directory, beats.values(), now)):
         yield line
     for log in found:
-        told = [line for line in map(_text, last_lines(log.path, 20)) if line.strip()]
+        told = _without_warnings([line for line in map(_text, last_lines(log.path, 20)) if line.strip()])
         age = _duration(now - log.path.stat().st_mtime)
         at = _at(log, beats.get(log.of_rank), now) if is_going_on else ""
         last = f"{age} ago: {shortened(told[-1], 160)}" if told else "has said nothing"
         yield f"{log.name:<{width}}  {at}{last}"
+
+
+def _result(directory: Path) -> Iterator[str]:
+    """Duration and measurements of a finished run; nothing of one that recorded none."""
+    record = read_run_record(directory)
+    if record is None or record.ended is None:
+        return
+    resumed = len(record.starts) - 1
+    yield f"{_duration(record.ended - record.starts[0].at)} after its start" + (
+        f", resumed {resumed} time{'s' if resumed > 1 else ''}" if resumed else ""
+    )
+    yield from map(visible, record.results)
+
+
+def _without_warnings(lines: Sequence[str]) -> Sequence[str]:
+    """The lines up to the last one that is not part of a Python warning; all of them where there is nothing else."""
+    kept = list(lines)
+    while kept:
+        if _WARNING.match(kept[-1]):
+            kept.pop()
+        elif len(kept) > 1 and kept[-1].startswith("  ") and _WARNING.match(kept[-2]):
+            del kept[-2:]  # and the line of the source that it is about
+        else:
+            break
+    return kept or lines
 
 
 def _hosts(directory: Path, beats: Iterable[Heartbeat], now: float) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 RECIPE = "recipe.yaml"
 """The recipe with every default written out."""
+RUN_RECORD = "run.json"
+"""Every start of the run with its command, host and software, and the result."""
 METRICS = "metrics.jsonl"
 """One JSON object a record: phase, step, figures."""
 SAMPLES = "samples.jsonl"

@@ -47,8 +47,12 @@ def how_to_go_on(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
     checkpoint = newest_checkpoint(recipe)
     if checkpoint is None:
         every = recipe.checkpoint.save_interval
-        reason = "is none: checkpoint.save_interval=10 saves every ten steps" if every is None else "was not whole yet"
-        return [kept, f"hybridflow: nothing to resume from: the first checkpoint {reason}"]
+        reason = (
+            "this run saves no checkpoints (checkpoint.save_interval=10 saves one every ten steps)"
+            if every is None
+            else "the first checkpoint was not complete yet"
+        )
+        return [kept, f"hybridflow: nothing to resume from: {reason}"]
     return [
         kept,
         f"hybridflow: the newest checkpoint is of step {read_manifest(checkpoint).step}; to resume after it:",

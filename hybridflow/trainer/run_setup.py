@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from engine3d.errors import EngineError, UserError
 from hybridflow.checkpoint.compatibility import input_checksums
 from hybridflow.checkpoint.resume import RUN_IDENTITY, Resumption, find_resumption, keep_warmed_up
+from hybridflow.cluster.hosts.checks.facts import checkout_commit, installed_versions
 from hybridflow.cluster.hosts.checks.host_check import check_interpreter, check_open_files
 from hybridflow.cluster.hosts.driver_link import tell_directory
-from hybridflow.config.initial_model import create_model
+from hybridflow.config.initial_model import create_model, initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import settings_yaml
 from hybridflow.data.prompts import Prompts
@@ -33,6 +34,7 @@ from hybridflow.rundir.first_failure import forget_failures
 from hybridflow.rundir.heartbeat import forget_heartbeats
 from hybridflow.rundir.lock import LOCK, SETTING, claim, hold
 from hybridflow.rundir.progress import PhaseFile
+from hybridflow.rundir.run_record import record_start
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,18 @@ def open_run(recipe: Recipe) -> Iterator[OpenRun]:
             yield OpenRun(recipe, run, sinks, phases)
 
 
+def _record_start(recipe: Recipe, resumption: Resumption | None) -> None:
+    spec, state = initial_spec(recipe), resumption.state if resumption is not None else None
+    record_start(
+        recipe.directory,
+        state.step if state is not None else None,
+        installed_versions(),
+        checkout_commit(),
+        spec.parameter_count(),
+        spec.active_parameter_count(),
+    )
+
+
 def prepare(recipe: Recipe) -> Run:
     """Make the run's directory and model, and encode its examples; or find those of the run that goes on.
 
@@ -175,6 +189,7 @@ def prepare(recipe: Recipe) -> Run:
     if not in_place:
         (directory / RUN_IDENTITY).write_text(f"{uuid.uuid4().hex}\n")
     model_directory = recipe.model.path or directory / "initial"
+    _record_start(recipe, resumption)
     # A run that goes on compares with the weights that it began with, whatever its seed is now.
     if recipe.model.create is not None and not (in_place and model_directory.is_dir()):
         began = resumption.manifest.recipe if resumption is not None else {}

@@ -43,6 +43,7 @@ from hybridflow.rundir.evaluation_texts import forget_after
 from hybridflow.rundir.file_names import DEVICES, EVALUATIONS, EVENTS, EXPORT, SAMPLE_STORE, TIMELINE
 from hybridflow.rundir.lock import WEIGHTS, move_aside
 from hybridflow.rundir.progress import PhaseFile
+from hybridflow.rundir.run_record import record_end
 from hybridflow.trainer.closing import results
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.engine_restarts import EngineRestarts
@@ -93,8 +94,11 @@ def train(recipe: Recipe) -> Outcome:
                 found = trainer.run()
             best = trainer.checkpoints.best
         opened.phases.enter("end")
-    of_sets = [*summary_of_sets(found.first_of_sets, found.last_of_sets), *summary_of_best(best)]
-    for line in (*summary(found.first, found.last), *of_sets, *results(recipe)):
+        of_sets = [*summary_of_sets(found.first_of_sets, found.last_of_sets), *summary_of_best(best)]
+        measured = [*summary(found.first, found.last), *of_sets]
+        with cleaning("hybridflow: the result could not be recorded", needed=False):
+            record_end(run.directory, measured)
+    for line in (*measured, *results(recipe)):
         log.info(line)
     return Outcome(run.directory, found.first, found.last)
 

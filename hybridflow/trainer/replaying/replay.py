@@ -240,8 +240,8 @@ def _step_lines(number: int, step: StepCompared) -> list[str]:
         said += f"; the actor's weights: {'the same bits' if step.digests else 'other bits'} (digests of all ranks)"
     lines = [said]
     if figures.not_made:
-        of = f"{len(figures.not_made)} figures of how samples were drawn and rewarded"
-        lines.append(f"step {number}: {of} are not found again: {', '.join(figures.not_made)}")
+        names = ", ".join(figures.not_made)
+        lines.append(f"step {number}: not compared, as a replay reads the samples and draws none: {names}")
     return lines
 
 

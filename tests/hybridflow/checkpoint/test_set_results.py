@@ -14,6 +14,7 @@ from hybridflow.checkpoint.set_results import (
     Best,
     MeasuredSet,
     best_of,
+    compared_with_run,
     learned_from,
     set_identity,
     summary_of_best,
@@ -153,3 +154,28 @@ def test_a_run_says_what_became_of_each_set() -> None:
     ]
     assert summary_of_best(Best("eval/aime/pass@1", 4, 0.9, "a")) == ["best checkpoint: step 4, eval/aime/pass@1 0.9"]
     assert summary_of_best(None) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "interval", "identity", "temperature", "said"),
+    [
+        (0.02, (0.01, 0.04), "a", 1.0, ": the same"),
+        (0.005, (0.001, 0.02), "a", 1.0, ", from other random numbers at temperature 1; the intervals overlap"),
+        (0.9, (0.8, 0.95), "a", 0.7, ", from other random numbers at temperature 0.7; the intervals do not overlap"),
+        (0.005, None, "a", 0.7, ", from other random numbers at temperature 0.7"),
+        (
+            *(0.021, (0.01, 0.04), "a", 0.0),
+            ", with the same most likely tokens but for rounding, which depends on how requests are batched; the "
+            "intervals overlap",
+        ),
+        (0.005, (0.001, 0.02), "b", 1.0, " with other prompts, answers, rewards or sampling: not comparable"),
+    ],
+)
+def test_a_measurement_is_compared_with_the_one_of_the_run(
+    value: float, interval: tuple[float, float] | None, identity: str, temperature: float, said: str
+) -> None:
+    run = MeasuredSet("a", 4, 200, 1, {"mean@1": 0.02, "mean@1_low": 0.01, "mean@1_high": 0.04, "training_prompts": 0})
+    ends = {} if interval is None else {"mean@1_low": interval[0], "mean@1_high": interval[1]}
+    here = MeasuredSet(identity, 4, 200, 1, {"mean@1": value} | ends)
+    line = compared_with_run("sums", here, run, temperature)
+    assert line == f"sums: the run measured mean@1 0.020 [0.010, 0.040] of this checkpoint{said}"

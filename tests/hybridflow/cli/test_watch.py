@@ -20,6 +20,7 @@ from hybridflow.rundir.heartbeat import Heartbeat, HeartbeatFile
 from hybridflow.rundir.hosts_file import RunHost, write_hosts
 from hybridflow.rundir.lock import LOCK, hold
 from hybridflow.rundir.progress import PhaseFile
+from hybridflow.rundir.run_record import record_end, record_start
 from hybridflow.rundir.watching import goes_on, last_lines
 from tests.support.runs import ROOT
 
@@ -46,7 +47,7 @@ def test_status_of_a_run_that_goes_on(run: Path, capsys: pytest.CaptureFixture[s
     with hold(run, "run_dir/name"):
         assert main(["status", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(rf"{run}: goes on; step 12 of 40, rollout for \d s", lines[0])
+    assert re.fullmatch(rf"{run}: running; step 12 of 40, rollout for \d s", lines[0])
     assert lines[1:3] == ["train 11/40  reward 0.250  step 1.50 s", "no whole checkpoint"]
     assert re.fullmatch(r"actor-0    \d s ago: line 29 of actor-0", lines[3])
     assert [line.split()[0] for line in lines[3:]] == ["actor-0", "actor-2", "actor-10", "rollout-0", "sglang-0"]
@@ -54,10 +55,44 @@ def test_status_of_a_run_that_goes_on(run: Path, capsys: pytest.CaptureFixture[s
 
 def test_status_of_a_run_that_does_not(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(run)]) == 0
-    assert f"{run}: does not go on; it ended in step 12 of 40, rollout (entered 2" in capsys.readouterr().out
+    assert f"{run}: not running; it ended in step 12 of 40, rollout (entered 2" in capsys.readouterr().out
+
+
+def test_status_of_a_finished_run_shows_its_result(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record_start(run, None, {"torch": "2.11.0"}, None, 100, 60)
+    record_start(run, 20, {"torch": "2.11.0"}, None, 100, 60)
+    record_end(run, ["held-out accuracy: 0.396 -> 0.472 (+7.5 points), 256 prompts, step 0 -> step 40"])
+    (run / "model").mkdir()
     PhaseFile(run / "phase.json").enter("end")
     assert main(["status", str(run)]) == 0
-    assert f"{run}: has ended, 2" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"{run}: finished, 2[-\d]+ [:\d]+", lines[0])
+    assert lines[1:] == [
+        "0 s after its start, resumed 1 time",
+        "held-out accuracy: 0.396 -> 0.472 (+7.5 points), 256 prompts, step 0 -> step 40",
+        "train 11/40  reward 0.250  step 1.50 s",
+        "no whole checkpoint",
+        f"model {run / 'model'}",
+        f"hybridflow report {run} draws its metrics, hybridflow logs shows its logs",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("log", "shown"),
+    [
+        ("step 3\n/a/b.py:12: UserWarning: slow\n  return func(*args)\n", "step 3"),
+        ("step 3\n[rank0]:/a/b.py:12: FutureWarning: slow\n", "step 3"),
+        ("/a/b.py:12: UserWarning: slow\n  return func(*args)\n", "  return func(*args)"),
+        ("ValueError: x\n  at the end\n", "  at the end"),
+    ],
+)
+def test_status_shows_no_warning_of_python_where_a_log_says_more(
+    run: Path, capsys: pytest.CaptureFixture[str], log: str, shown: str
+) -> None:
+    (run / "logs" / "actor-0.log").write_text(log)
+    assert main(["status", str(run)]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("actor-0 "))
+    assert line.partition("ago: ")[2] == shown
 
 
 def test_who_watches_does_not_keep_a_run_from_starting(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

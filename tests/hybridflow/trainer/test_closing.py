@@ -45,7 +45,7 @@ def test_what_was_interrupted_is_resumed_by_a_command(tmp_path: Path, monkeypatc
     prepare(recipe).lock.close()
     assert how_to_go_on(recipe, arguments) == [
         "hybridflow: metrics and logs are in small",
-        "hybridflow: nothing to resume from: the first checkpoint was not whole yet",
+        "hybridflow: nothing to resume from: the first checkpoint was not complete yet",
     ]
     make_checkpoint(recipe, 3)
     *_, said, command = how_to_go_on(recipe, arguments)

@@ -39,7 +39,7 @@ def test_the_doctor_says_that_nothing_is_wrong(tmp_path: Path) -> None:
         assert "3 hosts alike in all " in said
         assert "hosts: round trip of 6 pairs: " in said
         assert "hosts: gloo, GB/s of " in said
-        assert "GLOO_SOCKET_IFNAME=eth0 (interface eth0), NCCL_SOCKET_IFNAME==eth0 (interface eth0)" in said
+        assert 'GLOO_SOCKET_IFNAME=eth0 (interface eth0), NCCL_SOCKET_IFNAME="=eth0" (interface eth0)' in said
         assert launch.left() == [] and not launch.run.exists()
 
 

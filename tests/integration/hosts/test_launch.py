@@ -180,7 +180,7 @@ def test_hosts_that_are_preempted_save_and_end_with_the_code_to_start_again(tmp_
         launch = start_agents(hosts, tmp_path, *MANY_STEPS, saving)
         launch.until_in("rollout", 3)
         status = hosts[1].run([sys.executable, "-m", "hybridflow", "status", launch.run], cwd=ROOT, check=True).stdout
-        assert re.match(rf"{launch.run}: goes on; step \d+ of 1000, \w+ for \d+ s\ntrain \d+/1000  reward ", status)
+        assert re.match(rf"{launch.run}: running; step \d+ of 1000, \w+ for \d+ s\ntrain \d+/1000  reward ", status)
         launch.processes[2].send_signal(signal.SIGTERM)
         time.sleep(0.5)  # a scheduler takes its time
         while any(process.poll() is None for process in launch.processes):

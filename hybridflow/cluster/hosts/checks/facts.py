@@ -240,6 +240,17 @@ def collect(
     )
 
 
+def installed_versions() -> dict[str, str]:
+    """Versions of the distributions that hosts compare, without those that are not installed."""
+    return {name: version for name in DISTRIBUTIONS if (version := _version(name)) is not None}
+
+
+def checkout_commit() -> str | None:
+    """The commit of this code's checkout, marked where files differ from it; None outside a checkout."""
+    commit, dirty = _checkout(_ROOT)
+    return f"{commit} with changes" if commit is not None and dirty else commit
+
+
 def recipe_hash(settings: Mapping[str, Any]) -> str:
     """Hash of a recipe as it was read, its bases and overrides applied; the order of keys does not count."""
     return _digest([json.dumps(settings, sort_keys=True, default=str).encode()])

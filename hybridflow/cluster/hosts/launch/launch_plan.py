@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,9 @@ from dataclasses import dataclass, field
 from hybridflow.cluster.hosts.checks.preflight import PreflightPlan
 
 DOCTOR = "doctor"
-"""The command that only looks at the hosts."""
+"""The command that checks the hosts, and the recipe on them, without running it."""
+CAN_START, CANNOT_START = "the run can start", "the run cannot start"
+"""Last line of that command."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,14 @@ class LaunchPlan:
 
     @property
     def is_doctor(self) -> bool:
-        """Whether it ends when the hosts have been looked at."""
+        """True if it ends after the checks."""
         return self.words[:1] == [DOCTOR]
+
+    def of_command(self) -> LaunchPlan:
+        """The plan of the command that host 0 runs once the hosts have passed: a doctor's checks the recipe on them."""
+        if not self.is_doctor:
+            return self
+        return dataclasses.replace(self, words=["check", *self.words[1:]], restarts=0)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from hybridflow.cluster.hosts.channel import Channel, ChannelError, Message, Wro
 from hybridflow.cluster.hosts.checks.preflight import check_hosts
 from hybridflow.cluster.hosts.description import Host, listed
 from hybridflow.cluster.hosts.launch.attempts import Attempts
-from hybridflow.cluster.hosts.launch.launch_plan import Ended, LaunchPlan
+from hybridflow.cluster.hosts.launch.launch_plan import CAN_START, CANNOT_START, Ended, LaunchPlan
 from hybridflow.cluster.hosts.members import Member, tell_settings
 from hybridflow.cluster.hosts.network.network_settings import Setting
 from hybridflow.cluster.processes.termination import SAVE
@@ -117,17 +117,24 @@ class Supervisor:
         await self._gather()
         members = [self._members[index] for index in range(self._plan.hosts)]
         self._has_begun = True
-        if len(members) > 1 or self._plan.is_doctor:
-            apart = await check_hosts(members, self._plan.preflight, with_table=self._plan.is_doctor)
-            for member in members:
-                member.is_apart = member.host.index in apart
-            tell_settings(members)
-        if self._plan.is_doctor:
-            return Ended(0)
+        try:
+            if len(members) > 1 or self._plan.is_doctor:
+                apart = await check_hosts(members, self._plan.preflight, with_table=self._plan.is_doctor)
+                for member in members:
+                    member.is_apart = member.host.index in apart
+                tell_settings(members)
+        except UserError as error:
+            return Ended(2, f"{error}\n{CANNOT_START}" if self._plan.is_doctor else str(error))
         for member in members:
             member.is_checked = True
-        self._attempts = Attempts(self._plan, self._token, self._members, self.confined, self._is_asked_to_end)
-        return await self._attempts.run()
+        plan = self._plan.of_command()
+        self._attempts = Attempts(plan, self._token, self._members, self.confined, self._is_asked_to_end)
+        ended = await self._attempts.run()
+        if self._plan.is_doctor and ended.line is None:
+            if ended.code:
+                return Ended(ended.code, CANNOT_START)
+            log.info(CAN_START)
+        return ended
 
     def _is_asked_to_end(self) -> bool:
         return any(number != SAVE for _, number in self._signals)

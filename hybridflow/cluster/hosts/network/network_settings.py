@@ -215,7 +215,8 @@ class Setting:
     origin: str
 
     def __str__(self) -> str:
-        return f"{self.name}={self.value} ({self.origin})"
+        value = f'"{self.value}"' if self.value.startswith("=") else self.value  # as NCCL's exact names
+        return f"{self.name}={value} ({self.origin})"
 
 
 def settings_in_force(config: NetworkConfig, interface: Interface | None, environ: Mapping[str, str]) -> list[Setting]:

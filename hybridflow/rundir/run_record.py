@@ -1,0 +1,127 @@
+"""Record of a run in its directory, `run.json`: every start with its command, host and software, and the result."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine3d.errors import UserError
+from engine3d.input_files import MOST_LIST_BYTES, read_json_object
+from hybridflow.errors.redaction import redacted
+from hybridflow.rundir.atomic_files import replace_file
+from hybridflow.rundir.file_names import RUN_RECORD
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """One start of a run: the first, or a resumption.
+
+    Args:
+        at: time, in seconds since the epoch.
+        after_step: step of the checkpoint that the run resumes from; None of a fresh start.
+        command: command line, quoted for a shell.
+        host: name of the driver's host.
+        versions: by distribution.
+        commit: of the checkout; None where the code is no checkout.
+    """
+
+    at: float
+    after_step: int | None
+    command: str
+    host: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    commit: str | None = None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The record of a run.
+
+    Args:
+        parameters, active_parameters: of the actor's model, all and those that one token uses; None where unknown.
+        starts: at least one, the first one first.
+        ended: time of the end after all steps, in seconds since the epoch; None before.
+        results: lines of what its evaluations measured, first and last.
+    """
+
+    parameters: int | None
+    active_parameters: int | None
+    starts: Sequence[RunStart]
+    ended: float | None = None
+    results: Sequence[str] = ()
+
+
+def command_line() -> str:
+    """The command line of this process without its secrets, quoted for a shell."""
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.name == "__main__.py" else program.name
+    return shlex.join([name, *(_shown(word) for word in sys.argv[1:])])
+
+
+def _shown(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return f"{name}={redacted(value, name.rpartition('.')[2])}" if equals else word
+
+
+def record_start(
+    directory: Path,
+    after_step: int | None,
+    versions: Mapping[str, str],
+    commit: str | None,
+    parameters: int | None = None,
+    active_parameters: int | None = None,
+) -> None:
+    """Add a start to the record. The arguments are as in `RunStart` and `RunRecord`.
+
+    Raises:
+        UserError: the record of the earlier starts is damaged.
+        OSError: it cannot be written.
+    """
+    before = read_run_record(directory)
+    start = RunStart(time.time(), after_step, command_line(), socket.gethostname(), versions, commit)
+    starts = (*(before.starts if before is not None else ()), start)
+    _write(directory, RunRecord(parameters, active_parameters, starts))
+
+
+def record_end(directory: Path, results: Sequence[str]) -> None:
+    """Add the end and the result lines of a run that has done all its steps.
+
+    Raises:
+        UserError: the record is damaged.
+        OSError: it cannot be written.
+    """
+    record = read_run_record(directory)
+    if record is not None:
+        _write(directory, dataclasses.replace(record, ended=time.time(), results=tuple(results)))
+
+
+def read_run_record(directory: Path) -> RunRecord | None:
+    """The record of a run; None where the run has not written one.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = directory / RUN_RECORD
+    if not path.exists():
+        return None
+    found = read_json_object(path, MOST_LIST_BYTES)
+    try:
+        record = RunRecord(**{**found, "starts": tuple(RunStart(**each) for each in found["starts"])})
+        record = dataclasses.replace(record, results=tuple(map(str, record.results)))
+        numbers = (record.ended or 0.0, *(start.at for start in record.starts))
+        if not record.starts or not all(isinstance(each, float | int) for each in numbers):
+            raise TypeError
+    except (KeyError, TypeError):
+        raise UserError(f"{path} is damaged, expected the record that a run writes") from None
+    return record
+
+
+def _write(directory: Path, record: RunRecord) -> None:
+    replace_file(directory / RUN_RECORD, json.dumps(dataclasses.asdict(record), indent=1) + "\n")
