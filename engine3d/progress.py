@@ -19,9 +19,17 @@ class Progress:
         """A piece of work begins."""
         self.parts = 0
         """Parts that are done of it."""
+        self.unit = ""
+        """Name of what is counted, such as "responses"; empty where nothing has said so."""
+        self.done, self.total = 0, 0
+        """Units that are done, of a total; 0 where it is not known."""
         self.at = time.monotonic()
         """When the last one was done, or the work began, by the monotonic clock."""
         self._longest_s = 0.0
+
+    def count(self, unit: str, total: int = 0) -> None:
+        """Name what is counted from here on, and how many there will be; 0 where that is not known."""
+        self.unit, self.done, self.total = unit, 0, total
 
     def part_done(self) -> None:
         """One more is done."""

@@ -194,6 +194,7 @@ class ForwardModel(BuiltModel):
             progress.part_done()
             return output, partial(loss, batch)
 
+        progress.count("micro-batches")
         schedule = self._forward_backward
         if self._trace is not None and not forward_only:
             schedule, self._trace = partial(self._trace.run, schedule), None

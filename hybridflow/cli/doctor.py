@@ -1,4 +1,4 @@
-"""`hybridflow doctor`: checks this host, or the nodes of a running Ray cluster, and the recipe on them, before a run."""
+"""`hybridflow doctor`: checks this host, or the nodes of a running Ray cluster, and the recipe there, before a run."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from engine3d.checkpoint.manifest import MANIFEST, find_checkpoints, read_manife
 from engine3d.errors import UserError, shortened, visible
 from engine3d.input_files import JsonError, parse_json
 from hybridflow.cluster.hosts.description import listed
-from hybridflow.metrics.sinks import Record, console_line
+from hybridflow.metrics.console import console_line
+from hybridflow.metrics.sinks import Record
 from hybridflow.rundir.actor_runs import runs_in
 from hybridflow.rundir.file_names import EXPORT, FAILURE, LOGS, METRICS
 from hybridflow.rundir.first_failure import FirstFailure, read_earlier, read_failure
@@ -236,7 +237,9 @@ def _at(log: Log, beat: Heartbeat | None, now: float) -> str:
     if log.role != beat.role:
         return f"on {beat.host}: "
     what = beat.method if beat.has_turn else f"waits for its turn in {beat.method}"
-    parts = f", {beat.parts} parts done" if beat.parts and beat.method else ""
+    parts = f", {beat.parts:,} {beat.unit or 'parts'} done" if beat.parts and beat.method else ""
+    if beat.total and beat.method:
+        parts = f", {beat.done:,} of {beat.total:,} {beat.unit}"
     late = f", no heartbeat for {_duration(now - beat.at)}" if now - beat.at > _LATE_S else ""
     return f"on {beat.host}: {what or 'idle'} for {_duration(now - beat.since)}{parts}{late}; "
 

@@ -16,9 +16,9 @@ class LimitsConfig(Settings):
     """
 
     quiet_s: float = Field(30.0, gt=0)
-    """Without an answer, after which a line says who is waited for and since when, and the run's processes write their
-    stacks beside their logs; again after twice as long. A call that takes less than twice as long as one before is not
-    meant. It ends nothing."""
+    """Without an answer, after which a line reports the progress of a call; again after twice as long. Where nothing
+    moves, it says who is waited for and since when, and the run's processes write their stacks beside their logs. A
+    call that takes less than twice as long as one before is not reported. It ends nothing."""
     progress_s: float | None = Field(40.0, gt=0)
     """Without progress of any rank that is waited for, after which the run ends and names the rank that keeps the
     others waiting: one whose process is stopped, that gives no heartbeat, or that has done the fewest parts of an

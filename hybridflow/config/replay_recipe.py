@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybridflow.config.evaluation import PlannedSet
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import ModelRole, ScoringModel
 from hybridflow.rewards.config import RewardConfig
@@ -38,6 +39,10 @@ class ReplayRecipe(Recipe):
 
     @property
     def scoring(self) -> dict[str, ScoringModel]:
+        return {}
+
+    @property
+    def sets(self) -> dict[str, PlannedSet]:
         return {}
 
     @property

@@ -13,8 +13,9 @@ from typing import TextIO
 
 from engine3d.cleaning import cleaning
 from hybridflow.metrics.config import MetricsConfig
+from hybridflow.metrics.console import ConsoleSink
 from hybridflow.metrics.sample_file import SampleSink, SampleText, StepSamples
-from hybridflow.metrics.sinks import ConsoleSink, CsvSink, JsonlSink, PatientSink, Record, Sink, TensorBoardSink
+from hybridflow.metrics.sinks import CsvSink, JsonlSink, PatientSink, Record, Sink, TensorBoardSink
 from hybridflow.metrics.wandb_sink import WandbSink
 from hybridflow.rundir.file_names import METRICS, SAMPLES
 
@@ -55,10 +56,15 @@ class Metrics:
         if config.samples_per_step:
             path = directory / SAMPLES
             self._samples = PatientSink(SampleSink(path, resume_from_step), path)
+        self._console: ConsoleSink | None = None
         if config.console:
-            self._sinks.append(
-                ConsoleSink(sys.stdout if stream is None else stream, totals or {}, resume_from_step or 0)
-            )
+            self._console = ConsoleSink(sys.stdout if stream is None else stream, totals or {}, resume_from_step or 0)
+            self._sinks.append(self._console)
+
+    def begin(self, phase: str, sentence: str) -> None:
+        """Show on the console that a phase begins, with one sentence that says what it is."""
+        if self._console is not None:
+            self._console.begin(phase, sentence)
 
     def log(self, step: int, values: Mapping[str, float], *, phase: str = "train") -> None:
         """Write one record. Raises ValueError for a value that is not a number (nan and infinity are numbers here)."""

@@ -1,4 +1,4 @@
-"""The sinks of `metrics.Metrics`: JSON lines, CSV, TensorBoard, console."""
+"""The sinks of `metrics.Metrics` that are files: JSON lines, CSV, TensorBoard."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ import io
 import json
 import math
 import os
-import re
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING, Protocol
 
 from engine3d.errors import UserError
 from engine3d.input_files import FileError, parse_json
@@ -276,113 +272,3 @@ def _without_writers(failed: threading.ExceptHookArgs) -> None:
     of_writer = type(failed.thread).__module__.startswith("tensorboard.")
     if not (of_writer and isinstance(failed.exc_value, OSError)):
         threading.__excepthook__(failed)
-
-
-@dataclass(frozen=True)
-class _Figure:
-    """A figure of the console's lines.
-
-    Args:
-        rank: where a line has no room for all, those of the highest ranks are left out.
-    """
-
-    name: str
-    label: str
-    form: Callable[[float], str]
-    rank: int
-
-
-_CONSOLE_FIGURES = (
-    _Figure("sft/loss", "loss", "{:.4f}".format, 0),
-    _Figure("eval/accuracy", "accuracy", "{:.3f}".format, 0),
-    _Figure("eval/reward_mean", "reward", "{:.3f}".format, 0),
-    _Figure("eval/score_mean", "score", "{:.3f}".format, 0),
-    _Figure("eval/training_accuracy", "accuracy on training prompts", "{:.3f}".format, 0),
-    _Figure("eval/training_reward_mean", "reward on training prompts", "{:.3f}".format, 0),
-    _Figure("eval/training_score_mean", "score on training prompts", "{:.3f}".format, 0),
-    _Figure("reward/mean", "reward", "{:.3f}".format, 0),
-    _Figure("cost/mean", "cost", "{:.3f}".format, 3),
-    _Figure("train/loss", "loss", "{:+.4f}".format, 2),
-    _Figure("critic/value_loss", "value loss", "{:.4f}".format, 7),
-    _Figure("critic/explained_variance", "explained", "{:.2f}".format, 4),
-    _Figure("train/reference_kl", "kl", "{:.4f}".format, 5),
-    _Figure("distillation/kl_k1", "teacher kl", "{:.4f}".format, 5),
-    _Figure("train/entropy", "entropy", "{:.3f}".format, 6),
-    _Figure("train/gradient_norm", "gradient", "{:.3g}".format, 8),
-    _Figure("mismatch/logprob_abs_diff_mean", "mismatch", "{:.1e}".format, 9),
-    _Figure("rollout/throughput_tokens_per_sec", "tokens/s", "{:,.0f}".format, 10),
-    _Figure("train/step_time_ms", "step", lambda milliseconds: f"{milliseconds / 1000:.2f} s", 1),
-    _Figure("checkpoint/written_bytes", "written", lambda nbytes: f"{nbytes / 1e6:,.1f} MB", 0),
-    _Figure("checkpoint/stall_ms", "stall", lambda milliseconds: f"{milliseconds / 1000:.3f} s", 0),
-    _Figure("checkpoint/whole_after_sec", "whole after", "{:.2f} s".format, 0),
-    _Figure("checkpoint/failed", "save", lambda _: "failed", 0),
-)
-_OF_SET = re.compile(r"eval/([^/]+)/(mean@\d+)")
-"""The figure of a held-out set that is shown."""
-_PHASE_LABELS = {"sft": "warm-up"}
-
-
-def console_line(record: Record, total: int | None, width: int | None) -> str:
-    """The line that shows a record.
-
-    Args:
-        record: whose figures are shown.
-        total: steps of its phase, if known.
-        width: columns that the line may have; None for any number.
-    """
-    label = _PHASE_LABELS.get(record.phase, record.phase)
-    shown = [figure for figure in _CONSOLE_FIGURES if figure.name in record.values]
-    shown += [
-        _Figure(name, f"{found[1]} {found[2]}", "{:.3f}".format, 1)
-        for name in record.values
-        if (found := _OF_SET.fullmatch(name))
-    ]
-    while True:
-        figures = [f"{figure.label} {figure.form(record.values[figure.name])}" for figure in shown]
-        line = "  ".join([f"{label} {record.step}" + (f"/{total}" if total is not None else ""), *figures])
-        if width is None or len(line) <= width or len(shown) <= 1:
-            return line
-        shown.remove(max(shown, key=lambda figure: figure.rank))
-
-
-class ConsoleSink:
-    """One line a record with the figures worth watching; on a terminal, as many as it has room for, and under the lines
-    a progress bar of the phases whose steps are known.
-
-    Args:
-        stream: to write to.
-        totals: steps of the phases, by name.
-        first_step: of phase "train", that the run resumes after.
-    """
-
-    def __init__(self, stream: TextIO, totals: Mapping[str, int], first_step: int) -> None:
-        self._totals = totals
-        self._console = Console(file=stream, soft_wrap=True, highlight=False, markup=False)
-        self._progress: Progress | None = None
-        self._phase = _RESUMED_PHASE
-        if self._console.is_terminal and _RESUMED_PHASE in totals:
-            self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._task = self._progress.add_task(_RESUMED_PHASE, total=totals[_RESUMED_PHASE], completed=first_step)
-            self._progress.start()
-
-    def write(self, record: Record) -> None:
-        total = self._totals.get(record.phase)
-        self._console.print(console_line(record, total, self._console.width if self._console.is_terminal else None))
-        self._console.file.flush()
-        if self._progress is not None and total is not None:
-            if record.phase != self._phase:
-                self._phase = record.phase
-                label = _PHASE_LABELS.get(record.phase, record.phase)
-                self._progress.reset(self._task, total=total, description=label)
-            self._progress.update(self._task, completed=record.step, refresh=record.step == total)
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()

@@ -36,6 +36,7 @@ class Heartbeat:
         usual_s: the longest time without one in earlier calls of the method; None in the first call.
         counts: whether the method has parts at all.
         at: when it said so.
+        done, total, unit: of what a call counts, such as responses; total is 0 where it is not known.
     """
 
     role: str
@@ -50,6 +51,9 @@ class Heartbeat:
     usual_s: float | None
     counts: bool
     at: float
+    done: int = 0
+    total: int = 0
+    unit: str = ""
 
     @property
     def is_at_work(self) -> bool:

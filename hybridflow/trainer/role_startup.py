@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from engine3d.errors import UserError
@@ -326,11 +327,11 @@ class _Start:
 
     def _start(self, waiters: ThreadPoolExecutor, group: RoleGroup, spec: RoleSpec) -> None:
         if spec.judge is None:
-            self._starting[spec.role] = waiters.submit(_start, group, spec.start_s)
+            start = partial(_start, group, spec.start_s)
         else:
             functions = _typed(group, FunctionRewardGroup)
-            self._starting[spec.role] = waiters.submit(self._start_functions, functions, spec, self._starting["judge"])
-        self._log.ready_with(spec.role, self._starting[spec.role])
+            start = partial(self._start_functions, functions, spec, self._starting["judge"])
+        self._starting[spec.role] = waiters.submit(self._log.ready_after, spec.role, start)
 
     def _start_functions(self, group: FunctionRewardGroup, spec: RoleSpec, judge: Future[list[str]]) -> Any:
         """Start functions of which some ask the judge, once it is there."""

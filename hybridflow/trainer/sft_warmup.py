@@ -31,6 +31,7 @@ def warm_up(machinery: Machinery, sinks: Metrics) -> None:
     own = settings.optimizer.model_copy(update={name: getattr(kept, name) for name in STATE_SETTINGS})
     actor.reset_optimizer(own).result()
     sampler = PromptSampler(len(prompts), recipe.order_seed)
+    sinks.begin("sft", f"warm-up: {settings.steps:,} steps of {settings.batch_size:,} examples")
     for step in range(1, settings.steps + 1):
         raise_failed_start(machinery.roles)
         values: dict[str, float] = {}

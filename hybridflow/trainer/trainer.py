@@ -55,6 +55,7 @@ from hybridflow.trainer.run_setup import OpenRun, Run, open_run
 from hybridflow.trainer.sample_store import SampleStore
 from hybridflow.trainer.set_evaluation import SetMeasurer
 from hybridflow.trainer.sft_warmup import warm_up
+from hybridflow.trainer.start_log import steps_sentence
 from hybridflow.trainer.step import Machinery, TrainerStep
 from hybridflow.trainer.weight_sync import NoEngines, WeightSync
 
@@ -240,6 +241,8 @@ class Trainer:
             self.save(0)
         elif self.facts.evaluation_due:
             self.evaluate_resumed()
+        if self.steps_done < settings.steps:
+            self.sinks.begin("train", steps_sentence(self.recipe, self.steps_done))
         with termination.saves(self.recipe.checkpoint.on_stop_s):
             for number in range(self.steps_done + 1, settings.steps + 1):
                 self.step_or_end(number)

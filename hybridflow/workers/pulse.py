@@ -88,4 +88,7 @@ class Pulse:
             usual_s=self._usual_s.get(method),
             counts=method in self._counting,
             at=now,
+            done=progress.done,
+            total=progress.total,
+            unit=progress.unit,
         )

@@ -1,4 +1,5 @@
-"""What this process waits for: a line on stderr, and the stacks of all ranks, where no answer comes for long.
+"""What this process waits for: its progress where that takes long; a line on stderr and the stacks of all ranks where
+nothing comes further.
 
     with waits.on(ranks, method, called) as wait:
         ...
@@ -19,15 +20,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from hybridflow.cluster.hosts.checks.gathering import gather_logs
 from hybridflow.cluster.hosts.checks.gathering import request_recordings as request_on_others
-from hybridflow.cluster.processes.process_tree import family
 from hybridflow.cluster.processes.rank_look import RankLook
 from hybridflow.cluster.runtime import rank_watch
 from hybridflow.errors.log import log
 from hybridflow.rundir.progress import where_now
+from hybridflow.workers.call_progress import Usage, amount_done, is_first_part, moving, starting_stage
 from hybridflow.workers.failure_diagnosis import where
 from hybridflow.workers.flight_recorder import request_recordings, wait_for_recordings
 from hybridflow.workers.ranks import Ranks
@@ -37,8 +36,6 @@ _LOOK_EVERY_S = 0.5
 # A call that takes as long as one before is not stuck; twice as long may be.
 _UNUSUAL = 2.0
 _START = "start"
-# Of one core, while a process imports libraries, loads weights or compiles.
-_BUSY = 0.2
 _JUDGE_EVERY_S = 5.0
 DRIVER_STACKS = "driver.stacks"
 """Of the driver, among the logs."""
@@ -66,8 +63,10 @@ class Wait:
         silent: the ranks that have not answered.
         begin: since when, in seconds since the epoch.
         answered: when a rank answered last, or the wait began, by the monotonic clock.
-        limit_s: without an answer, after which it is told (again).
+        limit_s: without an answer, after which it is reported (again).
         verdict: why it comes no further, and the group of the rank that is to blame.
+        usage: of the silent ranks at the last look.
+        reported: seconds from the begin to the last line about its progress.
     """
 
     ranks: Ranks
@@ -77,7 +76,8 @@ class Wait:
     verdict: tuple[Standstill, Ranks] | None = None
     begin: float = field(default_factory=time.time)
     answered: float = field(default_factory=time.monotonic)
-    cpu_s: float = 0.0
+    usage: Usage | None = None
+    reported: float = 0.0
 
     def progress(self, silent: Sequence[int]) -> None:
         """Take note of who has not answered.
@@ -169,10 +169,15 @@ class Waits:
                 self._changed.wait_for(lambda: self._waits)
                 waits = list(self._waits)
             now = time.monotonic()
-            late = [wait for wait in waits if now - wait.answered >= wait.limit_s and not _starts(wait)]
+            late = [wait for wait in waits if now - wait.answered >= wait.limit_s]
+            unseen = [wait for wait in waits if wait.usage is None and now - wait.answered >= wait.limit_s / 2]
             self._judge(waits)
-            if late:
-                self._tell(late)
+            if late or unseen:
+                looks = rank_watch.look_at([place for group in self._there() for place in group.places])
+                for wait in unseen:
+                    wait.usage = Usage.of([look for look in looks if _is_of(look, wait)], time.monotonic())
+                if late:
+                    self._report(late, looks)
             time.sleep(_LOOK_EVERY_S)
 
     def _judge(self, waits: Sequence[Wait]) -> None:
@@ -200,12 +205,15 @@ class Waits:
         self._stopped = {(each.place.address, pid) for each in looks for pid in each.stopped}
         self._look_at = now + min(_JUDGE_EVERY_S, min(limits.progress_s for _, limits in due) / 8)
 
-    def _tell(self, late: Sequence[Wait]) -> None:
-        looks = rank_watch.look_at([place for group in self._there() for place in group.places])
+    def _report(self, late: Sequence[Wait], looks: Sequence[RankLook]) -> None:
+        """Log the progress of late calls, and who is waited for where there is none, after all have written stacks."""
+        still = [wait for wait in late if not self._progresses(wait, looks)]
+        if not still:
+            return
         stopped = "".join(f"; {each}" for look in looks for each in _stopped(look))
         directories = self._write_stacks(wake=False)
         stacks = f"; stacks: {directories[0]}" if directories else ""
-        for wait in late:
+        for wait in still:
             waited_s = time.monotonic() - wait.answered
             if not wait.silent or waited_s < wait.limit_s:
                 continue  # it has been answered meanwhile
@@ -215,20 +223,35 @@ class Waits:
             log.warning(line)
             wait.limit_s = 2 * waited_s
 
-
-def _starts(wait: Wait) -> bool:
-    """Whether ranks that are being built are at work, which takes as long as it takes; looks again later."""
-    if wait.method != _START:
-        return False
-    used_s = 0.0
-    for process in family(wait.ranks.processes):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            used_s += sum(process.cpu_times()[:2])
-    span_s = time.monotonic() - wait.answered
-    busy = used_s - wait.cpu_s > _BUSY * span_s
-    if busy:
-        wait.cpu_s, wait.answered = used_s, time.monotonic()
-    return busy
+    def _progresses(self, wait: Wait, looks: Sequence[RankLook]) -> bool:
+        """True if the ranks of a call make progress, which is logged at 1, 2, 4, ... times its limit."""
+        role, now = wait.ranks.role, time.monotonic()
+        awaited = [look for look in looks if _is_of(look, wait)]
+        others = [look for look in looks if not _is_of(look, wait)]
+        usage, before = Usage.of(awaited, now), wait.usage
+        busy = before is not None and usage.is_busy_since(before) and not any(look.stopped for look in looks)
+        wait.usage = usage
+        if wait.method == _START and busy:
+            text = starting_stage(wait.ranks.log_dir, role, wait.silent)
+            wait.answered = now  # as long as they are busy, a start takes as long as it takes
+        elif at_work := moving(awaited, others, wait.ranks.quiet_s):
+            role, method = at_work[0].place.role, at_work[0].beat.method if at_work[0].beat is not None else ""
+            began = min(look.beat.since for look in at_work if look.beat is not None)
+            text = amount_done([look for look in looks if look.place.role == role], method, began)
+            wait.limit_s = now - wait.answered + wait.ranks.quiet_s
+        elif not wait.reported and (not wait.ranks.places or (busy and is_first_part(awaited))):
+            text = "first call, nothing done yet: kernels may be compiled"
+            text = text if wait.ranks.places else "waiting for its processes to start"
+            wait.limit_s = now - wait.answered + wait.ranks.quiet_s
+        else:
+            return False
+        waited_s = time.time() - wait.begin
+        if waited_s >= 2 * wait.reported:
+            wait.reported = waited_s
+            place = where_now()
+            named = "" if place.endswith(role) or text.startswith("engine ") else f"{role}: "
+            log.info(f"{place}: {named}{text}, {waited_s:.0f} s")
+        return True
 
 
 def _is_of(look: RankLook, wait: Wait) -> bool:

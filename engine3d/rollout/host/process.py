@@ -62,6 +62,7 @@ class HostProcess:
         self._up: Future[Any] = Future()
         self._pending: dict[int, tuple[str, Future[Any]]] = {START_ID: ("start", self._up)}
         self._progress = Progress({})
+        self._counted = START_ID
         self._progress_at = time.monotonic()
         self.responses = Responses()
         """Of the stream, as they end."""
@@ -160,6 +161,9 @@ class HostProcess:
         self, future: Future[Any], phase: str, timeout_s: float, id: int, responses: int
     ) -> Any:
         began = time.monotonic()
+        if responses:
+            self._counted = id
+            progress.count("responses", responses)
         while (left := max(began, self._progress_at) + timeout_s - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
                 return future.result(left)
@@ -182,6 +186,7 @@ class HostProcess:
                 if isinstance(message, Progress):
                     self._progress, self._progress_at = message, time.monotonic()
                     progress.part_done()
+                    progress.done = message.done.get(self._counted, progress.done)
                     self.responses.figures = message.figures or self.responses.figures
                     self.responses.came_further()
                 elif isinstance(message, Ended):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from hybridflow.cluster.processes.process_tree import family, find_process, is_stopped, write_stacks
 from hybridflow.rundir.heartbeat import Heartbeat, read_heartbeat
@@ -43,6 +46,8 @@ class RankLook:
         beat: what it said last; None if it has said nothing.
         beat_age_s: since it said so.
         pause_s: since it did a part of its work, or began it.
+        cpu_s: CPU time of its process and of all that it has started and that is there.
+        read_bytes: that these have read.
     """
 
     place: RankPlace
@@ -51,6 +56,8 @@ class RankLook:
     beat: Heartbeat | None
     beat_age_s: float
     pause_s: float
+    cpu_s: float = 0.0
+    read_bytes: int = 0
 
 
 def look_here(places: Iterable[RankPlace]) -> list[RankLook]:
@@ -73,6 +80,8 @@ def looks_from_json(items: Iterable[Mapping[str, Any]]) -> list[RankLook]:
             beat=None if item["beat"] is None else Heartbeat(**item["beat"]),
             beat_age_s=item["beat_age_s"],
             pause_s=item["pause_s"],
+            cpu_s=item["cpu_s"],
+            read_bytes=item["read_bytes"],
         )
         for item in items
     ]
@@ -95,6 +104,7 @@ def _look(place: RankPlace) -> RankLook:
     beat = read_heartbeat(Path(place.heartbeat)) if place.heartbeat is not None else None
     if beat is not None and beat.pid != place.pid:
         beat = None  # of an earlier run in the same directory
+    cpu_s, read_bytes = _used(members)
     now = time.time()
     age_s = now - beat.at if beat is not None else 0.0
     return RankLook(
@@ -104,4 +114,17 @@ def _look(place: RankPlace) -> RankLook:
         beat=beat,
         beat_age_s=age_s,
         pause_s=now - beat.progressed if beat is not None else 0.0,
+        cpu_s=cpu_s,
+        read_bytes=read_bytes,
     )
+
+
+def _used(members: Iterable[psutil.Process]) -> tuple[float, int]:
+    """CPU time in seconds, and bytes read, of processes."""
+    cpu_s, read_bytes = 0.0, 0
+    for process in members:
+        with contextlib.suppress(psutil.Error):
+            cpu_s += sum(process.cpu_times()[:4])  # with that of children that have ended, such as compilers
+            counters = process.io_counters()
+            read_bytes += max(counters.read_chars, counters.read_bytes)  # mapped files are only in the second
+    return cpu_s, read_bytes

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import io
 import json
-import os
-import pty
-import re
 import resource
 import signal
 import subprocess
@@ -20,10 +15,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine3d.errors import UserError
-from hybridflow.metrics import names as metrics
 from hybridflow.metrics.config import MetricsConfig
 from hybridflow.metrics.logger import Metrics, Timer
-from hybridflow.metrics.sinks import Record, console_line
 
 FILES = MetricsConfig(console=False, tensorboard=False)
 CONSOLE = MetricsConfig(jsonl=False, csv=False, tensorboard=False)
@@ -146,80 +139,6 @@ def test_tensorboard_reads_back_one_run_a_phase_without_the_dropped_steps(tmp_pa
     assert scalars("train", "train/loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
     assert scalars("eval", "eval/accuracy") == [(1, 1.0), (2, 2.0), (4, 40.0)]
     assert [step for step, _ in scalars("sft", "sft/loss")] == [1, 2, 3, 4]
-
-
-def test_the_console_shows_one_line_a_step(tmp_path: Path) -> None:
-    stream = io.StringIO()
-    with Metrics(CONSOLE, tmp_path, totals={"train": 20, "sft": 100}, stream=stream) as log:
-        log.log(3, {metrics.REWARD_MEAN: 0.25, metrics.TRAIN_STEP_TIME: 1500.0, "of/no_interest": 1.0})
-        log.log(4, {metrics.REWARD_MEAN: 0.5, metrics.ROLLOUT_THROUGHPUT: 12345.6})
-        log.log(1, {metrics.SFT_LOSS: 2.0}, phase="sft")
-    assert stream.getvalue() == (
-        "train 3/20  reward 0.250  step 1.50 s\ntrain 4/20  reward 0.500  tokens/s 12,346\nwarm-up 1/100  loss 2.0000\n"
-    )
-
-
-OF_PPO = {
-    metrics.REWARD_MEAN: 0.801,
-    metrics.TRAIN_LOSS: -0.0070,
-    metrics.CRITIC.value_loss: 0.1234,
-    metrics.CRITIC.explained_variance: -0.456,
-    metrics.TRAIN_REFERENCE_KL: 0.0123,
-    metrics.TRAIN_ENTROPY: 0.128,
-    metrics.TRAIN_GRADIENT_NORM: 1.23e-05,
-    metrics.MISMATCH_LOGPROB_MEAN: 1.5e-7,
-    metrics.ROLLOUT_THROUGHPUT: 123_456.0,
-    metrics.TRAIN_STEP_TIME: 123_456.0,
-}
-
-
-def test_the_console_shows_the_share_of_each_held_out_set_that_passes() -> None:
-    figures = {"eval/aime/reward_mean": 0.3, "eval/aime/mean@16": 0.25, "eval/aime/mean@16_low": 0.2}
-    record = Record("eval", 40, {"eval/accuracy": 0.5} | figures | {"eval/sums/mean@1": 1.0})
-    assert console_line(record, None, None) == "eval 40  accuracy 0.500  aime mean@16 0.250  sums mean@1 1.000"
-
-
-@pytest.mark.parametrize("width", range(80, 121))
-def test_a_line_fits_the_terminal_and_shows_what_matters_most(width: int) -> None:
-    line = console_line(Record("train", 12_345, OF_PPO), 99_999, width)
-    assert len(line) <= width
-    assert line.startswith("train 12345/99999  reward 0.801  loss -0.0070  ")
-    assert "explained -0.46" in line and line.endswith("step 123.46 s")
-
-
-def test_a_line_of_a_file_has_all_figures() -> None:
-    assert console_line(Record("train", 3, OF_PPO), None, None) == (
-        "train 3  reward 0.801  loss -0.0070  value loss 0.1234  explained -0.46  kl 0.0123  entropy 0.128  "
-        "gradient 1.23e-05  mismatch 1.5e-07  tokens/s 123,456  step 123.46 s"
-    )
-
-
-def _all_of(reader: int) -> bytes:
-    """What was written to a pseudo-terminal whose other end is closed: it comes in parts, and ends with EIO."""
-    parts = []
-    with os.fdopen(reader, "rb", buffering=0) as file, contextlib.suppress(OSError):
-        while part := file.read(100_000):
-            parts.append(part)
-    return b"".join(parts)
-
-
-def test_the_terminal_shows_the_lines_over_a_progress_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
-    reader, writer = pty.openpty()
-    with (
-        os.fdopen(writer, "w") as terminal,
-        Metrics(CONSOLE, tmp_path, totals={"train": 20, "sft": 7}, resume_from_step=2, stream=terminal) as log,
-    ):
-        log.log(7, {metrics.SFT_LOSS: 1.0}, phase="sft")
-        log.log(3, OF_PPO)
-    shown = _all_of(reader).decode()
-    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
-    assert "warm-up 7/7  loss 1.0000" in plain and "train 3/20  reward 0.801" in plain
-    assert all(len(line) <= 100 for line in plain.replace("\r", "\n").splitlines())
-    assert "\x1b[32m7/7" in shown
-    assert "\x1b[32m 2/20" in shown
-    assert "\x1b[32m 3/20" in shown
 
 
 def test_records_wait_where_files_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -255,6 +255,18 @@ def test_a_rank_that_stands_still_is_named_before_the_limit(
         assert "most recent call first" in (tmp_path / name).read_text()
 
 
+def test_a_slow_call_reports_its_progress_and_no_warning(
+    pools: dict[str, ResourcePool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with WorkerGroup("critic", Failing, pools["two"], Layout(tp=2), log_dir=tmp_path, quiet_s=3) as group:
+        capfd.readouterr()  # of a start that takes long on a busy machine
+        group.do_parts([14, 14], 0.5).result()
+    said = capfd.readouterr()
+    assert re.search(r"^\w+: critic: \d+ parts done, \d s$", said.out, re.MULTILINE), said.out
+    assert "no answer since" not in said.err
+    assert not list(tmp_path.glob("driver.stacks"))
+
+
 def test_a_call_that_comes_no_further_ends_with_the_rank_that_is_behind(
     pools: dict[str, ResourcePool], tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from engine3d.errors import UserError
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import settings_yaml
+from hybridflow.planning.recipe_check import check_recipe
 from hybridflow.rundir.sample_files import sample_file
 from hybridflow.trainer.replaying.plan import plan_replay
 from tests.support.resumable import a_recipe, make_checkpoint
@@ -60,6 +61,14 @@ def test_a_step_begins_at_the_nearest_checkpoint_before_it(tmp_path: Path) -> No
     facts = plan.steps[4].facts
     assert facts is not None and (facts.step, facts.version, facts.samples) == (4, 5, 4)
     assert plan_replay(run, 5).base == 4 and plan_replay(run, 5).after is None
+
+
+def test_a_replay_evaluates_no_sets(tmp_path: Path) -> None:
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+2=", "answer": 3}\n')
+    run = make_run(tmp_path, f"evaluation.sums.data.path={tmp_path / 'sums.jsonl'}").directory
+    recipe = plan_replay(run, 3).recipe
+    assert not recipe.sets
+    check_recipe(recipe)  # no engines are needed for the set
 
 
 def test_a_replay_has_a_directory_of_its_own_and_no_engines(tmp_path: Path) -> None:

@@ -1,0 +1,110 @@
+"""Progress of a call that takes long: pure functions of what is seen of its ranks, and of the logs of engines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridflow.cluster.processes.rank_look import RankLook
+from hybridflow.rundir.watching import ENGINES, JUDGE_SERVERS, TEACHER_ENGINES, last_lines
+
+_UNUSUAL = 2.0
+"""Times the longest pause of earlier calls: a longer one is no progress."""
+_BUSY = 0.2
+"""Of one core: a process that imports libraries, loads weights or compiles uses more."""
+_READING = 1e6
+"""Bytes a second of a process that reads weights from a slow disk."""
+_LINES = 40
+_ENGINE_LOGS = {"rollout": ENGINES, "teacher": TEACHER_ENGINES, "judge": JUDGE_SERVERS}
+_STAGES = (
+    (re.compile(r"Loading safetensors checkpoint shards:\s+(\d+)%"), "loading weights, {} %"),
+    (re.compile(r"Capture .*graphs? begin"), "capturing CUDA graphs"),
+    (re.compile(r"KV Cache is allocated|Memory pool end"), "KV cache allocated"),
+    (re.compile(r"Load weight end"), "weights loaded"),
+    (re.compile(r"Load weight begin"), "loading weights"),
+    (re.compile(r"Init torch distributed begin"), "connecting its ranks"),
+)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """CPU time in seconds, and bytes read, of the processes of some ranks since they were started, at `time_s`."""
+
+    time_s: float
+    cpu_s: float
+    read_bytes: int
+
+    @classmethod
+    def of(cls, looks: Sequence[RankLook], time_s: float) -> Usage:
+        """The sum over ranks."""
+        return cls(time_s, sum(look.cpu_s for look in looks), sum(look.read_bytes for look in looks))
+
+    def is_busy_since(self, before: Usage) -> bool:
+        """True if the processes computed or read between two looks."""
+        span_s = self.time_s - before.time_s
+        return self.cpu_s - before.cpu_s > _BUSY * span_s or self.read_bytes - before.read_bytes > _READING * span_s
+
+
+def moving(awaited: Sequence[RankLook], others: Sequence[RankLook], window_s: float) -> list[RankLook]:
+    """The ranks at work for a call; none where one of them made no progress, cannot say, or is stopped.
+
+    Args:
+        awaited: the ranks that have not answered.
+        others: all others of the run. They count where no awaited rank has its turn.
+        window_s: within which each has to have done a part of its work.
+    """
+    if any(look.stopped for look in (*awaited, *others)):
+        return []
+    at_work = [look for look in awaited if _is_at_work(look)] or [look for look in others if _is_at_work(look)]
+    return at_work if at_work and all(_moves(look, window_s) for look in at_work) else []
+
+
+def is_first_part(awaited: Sequence[RankLook]) -> bool:
+    """True if all ranks are in their first call of the method and have done no part: they may compile kernels."""
+    beats = [look.beat for look in awaited if _is_at_work(look)]
+    return bool(beats) and all(beat is not None and beat.usual_s is None and not beat.parts for beat in beats)
+
+
+def amount_done(role: Sequence[RankLook], method: str, since: float) -> str:
+    """The work that the ranks of a role have done in a call, such as "312 of 1,024 responses".
+
+    Args:
+        role: all ranks of it. Those that have answered are idle.
+        method: of the call.
+        since: begin of the call, in seconds since the epoch.
+    """
+    beats = [look.beat for look in role if look.beat is not None]
+    beats = [beat for beat in beats if beat.method == method or (not beat.method and beat.since >= since)]
+    if total := sum(beat.total for beat in beats):
+        unit = next(beat.unit for beat in beats if beat.total)
+        return f"{sum(beat.done for beat in beats):,} of {total:,} {unit}"
+    most = max(beats, key=lambda beat: beat.parts, default=None)
+    return f"{most.parts:,} {most.unit or 'parts'} done" if most is not None else ""
+
+
+def starting_stage(log_dir: Path | None, role: str, ranks: Sequence[int]) -> str:
+    """The stage that the log of the first engine that still starts names last; "starting" where none is named."""
+    name = _ENGINE_LOGS.get(role)
+    if log_dir is None or name is None or not ranks:
+        return "starting"
+    path = log_dir / f"{name}-{ranks[0]}.log"
+    lines = last_lines(path, _LINES) if path.exists() else []
+    for line in reversed(lines):
+        text = line.rpartition(b"\r")[2].decode(errors="replace")
+        for pattern, stage in _STAGES:
+            if (found := pattern.search(text)) is not None:
+                return f"engine {ranks[0]}: {stage.format(*found.groups())}"
+    return f"engine {ranks[0]}: starting"
+
+
+def _is_at_work(look: RankLook) -> bool:
+    return look.is_there and look.beat is not None and look.beat.is_at_work
+
+
+def _moves(look: RankLook, window_s: float) -> bool:
+    beat = look.beat
+    if beat is None or not beat.counts or not beat.parts:
+        return False
+    return max(look.beat_age_s, look.pause_s) < max(window_s, _UNUSUAL * (beat.usual_s or 0.0))
