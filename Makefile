@@ -25,7 +25,7 @@ help:
 	@echo "make clean    remove caches and the environment, keep runs/"
 
 demo: setup
-	@hybridflow train launch/recipes/demo.yaml $(ARGS)
+	@hybridflow train launch/recipes/demo.yaml overwrite=true $(ARGS)
 
 # Two at a time on two cores: threads of the libraries would only take turns.
 test test-fast test-long test-hosts test-release: export OMP_NUM_THREADS := 1

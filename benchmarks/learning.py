@@ -129,7 +129,16 @@ def _run(
     began = time.monotonic()
     with log.open("w") as file:
         done = subprocess.run(
-            [sys.executable, "-m", "hybridflow", "train", *arguments, f"name={name}", f"run_dir={directory}"],
+            [
+                sys.executable,
+                "-m",
+                "hybridflow",
+                "train",
+                *arguments,
+                f"name={name}",
+                f"run_dir={directory}",
+                "overwrite=true",
+            ],
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=ROOT,

@@ -88,7 +88,15 @@ def main() -> int:
 
 def _run(way: str, directory: Path, name: str, steps: int) -> list[dict[str, Any]]:
     """The records of a run's steps. Raises RuntimeError if it fails."""
-    settings = [RECIPE, *COMMON, *WAYS[way], f"trainer.steps={steps}", f"name={name}", f"run_dir={directory}"]
+    settings = [
+        RECIPE,
+        *COMMON,
+        *WAYS[way],
+        f"trainer.steps={steps}",
+        f"name={name}",
+        f"run_dir={directory}",
+        "overwrite=true",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "hybridflow", "train", *settings],
         cwd=ROOT,

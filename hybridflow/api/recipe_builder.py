@@ -212,6 +212,7 @@ def _defaults(
     rollout = base.get(("placement", "rollout")) or actor
     dtype = base.get(("train", "dtype")) or ("bfloat16" if gpus else "float32")
     yield ("name",), run_directory(config).name
+    yield ("overwrite",), True  # a script that runs twice has given no name
     yield ("rollout", "samples_per_prompt"), 8 if compared else 1
     if settings.on_policy and "mini_batch_size" not in config.model_fields_set:
         yield ("trainer", "mini_batches"), 1

@@ -145,7 +145,7 @@ def changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Difference]:
         return {
             name: value
             for name, value in (_SINCE | _flat(settings)).items()
-            if name not in identity and not name.startswith(_OF_NO_RESULT) and name != "resume"
+            if name not in identity and not name.startswith(_OF_NO_RESULT) and name not in ("resume", "overwrite")
         }
 
     return _compare(others(saved), others(given))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError, shortened
-from hybridflow.cli.recipe_arguments import add_recipe, checked_recipes
+from hybridflow.cli.recipe_arguments import add_recipe, check_name, checked_recipes
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.description import checked_role
 
@@ -49,6 +49,11 @@ def run(parsed: argparse.Namespace) -> int:
     for name, recipe in recipes.items():
         _check_rest(parsed, recipe, nodes, f"actor {name}" if name else "")
     print(f"{parsed.recipe}: nothing wrong found")
+    for recipe in recipes.values() if nodes is None else ():
+        try:
+            check_name(recipe)
+        except UserError as error:
+            print(f"hybridflow train would refuse it now: {error}")
     return 0
 
 

@@ -129,6 +129,11 @@ def _check_recipe(data: Mapping[str, Any]) -> None:
         raise UserError(
             f"placement.cluster={shortened(str(cluster))}: launch kubernetes makes a cluster for the run, expected null"
         )
+    if data.get("overwrite"):
+        raise UserError(
+            "overwrite=true: each start of the job's driver would begin anew; expected another name, or the directory "
+            "of the earlier run removed"
+        )
     for key in redacted_keys(redacted(data)):
         raise UserError(
             f"{'.'.join(map(str, key))} is a secret, which whoever may read config maps would see; expected it in the "

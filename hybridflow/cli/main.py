@@ -1,6 +1,7 @@
 """The command `hybridflow`.
 
     hybridflow train RECIPE [key=value ...]     run a recipe
+    hybridflow resume RUN [key=value ...]       continue a run after its newest checkpoint, by the recipe that it keeps
     hybridflow check RECIPE [key=value ...]     find what is wrong with it, without starting anything; with --memory
                                                 say what each GPU, CPU slot and node will hold
     hybridflow data RECIPE [key=value ...]      show its prompts as the model reads them: how many, how long, which rows
@@ -40,12 +41,15 @@ from dataclasses import dataclass
 from typing import Never
 
 from engine3d.errors import UserError
+from hybridflow.cli.command_words import as_settings
 from hybridflow.cli.last_words import last_words
 from hybridflow.cli.outcome import OF_THE_SURROUNDINGS, fail, guarded, say, told
 from hybridflow.cli.standard_streams import be_patient
 from hybridflow.cluster.hosts.checks.host_check import check_interpreter
 from hybridflow.cluster.hosts.driver_link import tell_failure
 from hybridflow.cluster.processes.termination import termination
+
+_TRAINING = ("train", "resume")
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Command:
         run: does it; returns the exit code.
         is_guarded: whether a failure that is not the user's is told here; else `run` does so itself.
         has_commands: whether it has commands of its own.
+        takes_recipe: whether its words are a recipe and settings; see `as_settings`.
     """
 
     description: str
@@ -65,6 +70,7 @@ class Command:
     run: Callable[[argparse.Namespace], int]
     is_guarded: bool = False
     has_commands: bool = False
+    takes_recipe: bool = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -102,12 +108,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     command = next((word for word in words if not word.startswith("-")), None)
-    output = be_patient(_say_that_training_goes_on if command == "train" else None)
+    output = be_patient(_say_that_training_goes_on if command in _TRAINING else None)
     try:
         return _run_command(words, command)
     finally:
         # What other commands print is what they are for; argparse ends the program when it has shown its help.
-        if output is not None and output.error is not None and command != "train":
+        if output is not None and output.error is not None and command not in _TRAINING:
             sys.exit(say(f"hybridflow: standard output cannot be written: {output.error.strerror}", 1))
 
 
@@ -120,6 +126,7 @@ def _run_command(words: list[str], command: str | None) -> int:
         command = str(_parser().parse_args(words).command)
     words.remove(command)
     chosen = _COMMANDS[command]()
+    words = as_settings(words) if chosen.takes_recipe else words
     parser = _Parser(prog=f"hybridflow {command}", description=chosen.description)
     chosen.add_arguments(parser)
     parsed = parser.parse_args(words) if chosen.has_commands else parser.parse_intermixed_args(words)
@@ -165,21 +172,28 @@ def _parser() -> argparse.ArgumentParser:
 def _train() -> Command:
     from hybridflow.cli import recipe_arguments, train
 
-    return Command("Run a recipe.", recipe_arguments.add_recipe, train.run)
+    return Command("Run a recipe.", recipe_arguments.add_recipe, train.run, takes_recipe=True)
+
+
+def _resume() -> Command:
+    from hybridflow.cli import resume
+
+    description = "Continue a run after its newest checkpoint, by the recipe in its directory."
+    return Command(description, resume.add_arguments, resume.run)
 
 
 def _check() -> Command:
     from hybridflow.cli import check
 
     description = "Find what is wrong with a recipe, without starting anything."
-    return Command(description, check.add_arguments, check.run)
+    return Command(description, check.add_arguments, check.run, takes_recipe=True)
 
 
 def _data() -> Command:
     from hybridflow.cli import data
 
     description = "Show the prompts of a recipe as the model reads them, their lengths and the rows that are dropped."
-    return Command(description, data.add_arguments, data.run, is_guarded=True)
+    return Command(description, data.add_arguments, data.run, is_guarded=True, takes_recipe=True)
 
 
 def _checkpoint() -> Command:
@@ -237,7 +251,7 @@ def _doctor() -> Command:
         "Say what this host is, or the nodes of placement.cluster, and whether the run could start there; "
         "a launcher does it for all of its hosts."
     )
-    return Command(description, recipe_arguments.add_recipe, doctor.run, is_guarded=True)
+    return Command(description, recipe_arguments.add_recipe, doctor.run, is_guarded=True, takes_recipe=True)
 
 
 def _launch() -> Command:
@@ -261,6 +275,7 @@ def _token() -> Command:
 
 _COMMANDS: dict[str, Callable[[], Command]] = {
     "train": _train,
+    "resume": _resume,
     "check": _check,
     "data": _data,
     "checkpoint": _checkpoint,

@@ -11,6 +11,7 @@ from engine3d.startup.imports import quick_imports
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.checks.host_check import check_open_files
 from hybridflow.cluster.hosts.driver_link import driver_link
+from hybridflow.rundir.lock import check_free
 
 if TYPE_CHECKING:
     from hybridflow.config.recipe import Recipe
@@ -53,14 +54,25 @@ def several_actors_launched(parsed: argparse.Namespace) -> UserError:
     return UserError(f"{parsed.recipe}: several actors were tried on one machine alone, expected no launcher")
 
 
+def check_name(recipe: Recipe) -> None:
+    """Refuse a run whose directory has another, unless the recipe says what becomes of that.
+
+    Raises:
+        UserError: names what to write.
+    """
+    if recipe.resume == "none" and not recipe.overwrite:
+        check_free(recipe.directory)
+
+
 def checked_recipes(
-    parsed: argparse.Namespace, nodes: Sequence[Node] | None = None, **memory: Any
+    parsed: argparse.Namespace, nodes: Sequence[Node] | None = None, *, starts: bool = False, **memory: Any
 ) -> dict[str, Recipe]:
     """The recipe with nothing wrong in it, or that of each of its actors; see `load_recipes`.
 
     Args:
         parsed: of `add_recipe`.
         nodes: on which it is to run; this machine, or the hosts of the launch, if None.
+        starts: it is to run now, so that no earlier run may have its directory.
         memory: what `check_recipe` takes beside recipe and nodes.
 
     Raises:
@@ -71,6 +83,8 @@ def checked_recipes(
     if link is not None:
         nodes = [Node(host.name, host.gpus, host.cpu_slots, host.role) for host in link.cluster.hosts]
     recipes = loaded_recipes(parsed)
+    for recipe in recipes.values() if starts else ():
+        check_name(recipe)
     if len(recipes) > 1 and link is not None and len(link.cluster.hosts) > 1:
         raise several_actors_launched(parsed)
 

@@ -31,7 +31,7 @@ def run(parsed: argparse.Namespace) -> int:
     began = time.monotonic()
     print(f"checking {parsed.recipe}", flush=True)
     actors.end_with_parent()
-    recipes = checked_recipes(parsed, here=True)
+    recipes = checked_recipes(parsed, starts=True, here=True)
     print(f"checked in {time.monotonic() - began:.1f} s", flush=True)
     if len(recipes) > 1 and driver_link() is not None:
         raise several_actors_launched(parsed)

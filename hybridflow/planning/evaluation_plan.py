@@ -165,7 +165,7 @@ def _checkpoint(target: Path, root: Path | None, wanted: str) -> Path:
 def _chosen(recipe: Recipe, sets: Sequence[str], source: Path) -> list[str]:
     """The sets that are measured. Raises UserError for one that is not there."""
     if not recipe.evaluation:
-        raise UserError(f"{source} has no sets, expected some in evaluation")
+        raise UserError(f"{source} has no sets, expected some in evaluation, or in another recipe (--recipe)")
     for name in sets:
         if name not in recipe.evaluation:
             raise UserError(f"--set {name}: no such set, expected one of {', '.join(recipe.evaluation)}")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 import shutil
 import time
 from pathlib import Path
 from typing import TextIO
 
+from engine3d.checkpoint.manifest import MANIFEST
 from engine3d.errors import UserError
-from hybridflow.rundir.file_names import RECIPE
+from hybridflow.errors.log import log
+from hybridflow.rundir.file_names import CHECKPOINTS, METRICS, PHASE, RECIPE
 
 SETTING = "run_dir/name"
 LOCK = ".lock"
@@ -22,18 +25,19 @@ WEIGHTS = "weights"
 """Where an export of the actor lies while engines are compared with it."""
 
 
-def claim(directory: Path, *, in_place: bool = False, lock: TextIO | None = None) -> TextIO:
-    """Make an empty directory, with an earlier run's moved aside, and hold it until the returned file is closed.
+def claim(directory: Path, *, in_place: bool = False, overwrite: bool = False, lock: TextIO | None = None) -> TextIO:
+    """Make an empty directory of a run, and hold it until the returned file is closed.
 
     With `in_place` the run that is there goes on: only what its processes left behind is removed.
 
     Args:
         directory: of the run.
         in_place: whether what is there goes on.
+        overwrite: move an earlier run's directory aside.
         lock: of `hold`, if the directory is held already.
 
     Raises:
-        UserError: another process holds it, or it cannot be made.
+        UserError: another process holds it, it cannot be made, or an earlier run has it and is not to be moved.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -42,7 +46,13 @@ def claim(directory: Path, *, in_place: bool = False, lock: TextIO | None = None
             for left_over in (directory / SHARDS, directory / WEIGHTS):
                 shutil.rmtree(left_over, ignore_errors=True)
         elif (directory / RECIPE).exists():
-            move_aside(directory)
+            if not overwrite:
+                try:
+                    _check_unused(directory)
+                except UserError:
+                    lock.close()
+                    raise
+            log.info(f"{directory}: the earlier run is kept in {move_aside(directory)}")
             directory.mkdir()
             lock.close()
             lock = hold(directory, SETTING)
@@ -53,10 +63,47 @@ def claim(directory: Path, *, in_place: bool = False, lock: TextIO | None = None
     return lock
 
 
+def check_free(directory: Path) -> None:
+    """Refuse a run's directory that has a run, but for one that ended before it had done anything.
+
+    Raises:
+        UserError: the run is going on, or has ended; names what to write.
+    """
+    if (directory / RECIPE).exists():
+        hold(directory, SETTING).close()
+        _check_unused(directory)
+
+
+def _check_unused(directory: Path) -> None:
+    if _ended_at_start(directory):
+        return
+    saved = any((directory / CHECKPOINTS).glob(f"*/{MANIFEST}"))
+    resumed = "; resume=auto continues it" if saved else ", without a checkpoint for resume=auto"
+    raise UserError(
+        f"name: {directory} has a run already{resumed}; overwrite=true starts afresh and keeps it as "
+        f"{free_name(directory).name}, name=OTHER takes another directory"
+    )
+
+
+def _ended_at_start(directory: Path) -> bool:
+    """True if all that the run wrote is how far its start had come."""
+    try:
+        phase = json.loads((directory / PHASE).read_text())["phase"]
+        written = (directory / METRICS).exists() and (directory / METRICS).stat().st_size
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    return phase in ("start", "load") and not written and not (directory / CHECKPOINTS).exists()
+
+
 def move_aside(path: Path) -> Path:
     """Keep what is at `path` under the first free name of `<name>.1`, `<name>.2` and so on; the new path."""
-    number = next(n for n in itertools.count(1) if not path.with_name(f"{path.name}.{n}").exists())
-    return path.rename(path.with_name(f"{path.name}.{number}"))
+    return path.rename(free_name(path))
+
+
+def free_name(path: Path) -> Path:
+    """The first of `<name>.1`, `<name>.2` and so on that is not there."""
+    numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    return next(each for each in numbered if not each.exists())
 
 
 def hold(directory: Path, setting: str) -> TextIO:

@@ -160,11 +160,9 @@ def _record_start(recipe: Recipe, resumption: Resumption | None) -> None:
 def prepare(recipe: Recipe) -> Run:
     """Make the run's directory and model, and encode its examples; or find those of the run that goes on.
 
-    An earlier run of the same name is kept under another: `<name>.1` and so on.
-
     Raises:
-        UserError: this process cannot have what a run needs, a run of this name is going on, model, tokenizer or
-            examples do not fit, or the recipe contradicts the checkpoint that it is to go on after.
+        UserError: this process cannot have what a run needs, a run of this name is there or is going on, model,
+            tokenizer or examples do not fit, or the recipe contradicts the checkpoint that it is to go on after.
     """
     check_interpreter()
     check_open_files()
@@ -181,7 +179,9 @@ def prepare(recipe: Recipe) -> Run:
         raise UserError(
             f"resume: {resumption.directory} is another run's, in this one's directory; choose another name"
         )
-    lock = claim(directory, in_place=in_place, lock=lock)
+    # With resume=auto a run that ended before its first checkpoint begins anew, as a launcher's restarts do.
+    overwrite = recipe.overwrite or recipe.resume == "auto"
+    lock = claim(directory, in_place=in_place, overwrite=overwrite, lock=lock)
     forget_failures(directory)  # those of before it was resumed
     shutil.rmtree(directory / FLIGHT_RECORDER, ignore_errors=True)
     forget_heartbeats(directory / LOGS)

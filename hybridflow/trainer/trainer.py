@@ -109,7 +109,11 @@ def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
     """Start the roles, and end them when the block is left."""
     recipe, run, sinks = opened.recipe, opened.run, opened.sinks
     timeline.clear()
-    if recipe.checkpoint.save_interval is not None and (reasons := inexact_because(recipe)):
+    if recipe.checkpoint.save_interval is None:
+        log.info(
+            "checkpoints: none, so that this run cannot be resumed; checkpoint.save_interval=10 saves every ten steps"
+        )
+    elif reasons := inexact_because(recipe):
         log.info(f"checkpoints: a resumed run may differ from this one by {'; '.join(reasons)}")
     with (
         # Entered first and so left last: when the groups are gone, it waits for them no more.
@@ -155,7 +159,7 @@ def export_finished(recipe: Recipe, run: Run) -> None:
     directory = run.directory / EXPORT
     state, steps = run.resumption.state, recipe.trainer.steps
     past = f"; the checkpoint is after step {state.step}" if state is not None and state.step > steps else ""
-    log.info(f"resume: all {steps} steps are done{past}")
+    log.info(f"resume: all {steps} steps are done{past}; a larger trainer.steps trains on")
     if recipe.trainer.export and not directory.exists():
         export_checkpoint(
             run.resumption.directory, directory, dtype=recipe.train.dtype, verify=recipe.checkpoint.verify

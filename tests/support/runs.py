@@ -24,6 +24,7 @@ SMALL = [
     "rollout.samples_per_prompt=4",
     "rollout.engine.deterministic=true",
     "data.arithmetic.train_size=20",
+    "checkpoint.save_interval=null",
 ]
 
 

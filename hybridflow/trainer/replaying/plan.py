@@ -28,6 +28,7 @@ from hybridflow.trainer.replaying.stored_step import StepFacts, all_learned
 
 _SAVE_NONE = 1_000_000_000
 _OWN = (
+    "overwrite=true",
     "checkpoint.accept=[]",
     "checkpoint.dir=null",
     "checkpoint.on_stop_s=null",
@@ -47,7 +48,7 @@ _OWN = (
 """Settings of every replay."""
 _OF_THE_LOOP = ("trainer.steps", "trainer.epochs_of_data", "trainer.eval_", "trainer.export", "trainer.profile")
 _LIBRARIES = ("torch", "megatron-core", "python")
-_OF_NO_RESULT = ("name", "run_dir", "resume", "checkpoint", "samples", "metrics", "limits", "network")
+_OF_NO_RESULT = ("name", "run_dir", "resume", "overwrite", "checkpoint", "samples", "metrics", "limits", "network")
 """Groups of settings that do not change what a step makes of its samples."""
 
 

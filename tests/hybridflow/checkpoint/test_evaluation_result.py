@@ -22,7 +22,7 @@ LENGTH = "reward.functions=[{name: length, path: length}]"
 
 
 def prepared(directory: Path, *overrides: str) -> tuple[Recipe, Prompts, tuple[Prompts, Prompts]]:
-    recipe = load_recipe(DEMO, [f"run_dir={directory}", *overrides])
+    recipe = load_recipe(DEMO, [f"run_dir={directory}", "overwrite=true", *overrides])
     run = prepare(recipe)
     run.lock.close()
     return recipe, run.evaluation, (run.train, run.sft)
@@ -143,6 +143,6 @@ def test_a_run_that_is_resumed_with_fewer_steps_says_what_was_measured_and_when(
     (tmp_path / "small" / RUN_IDENTITY).write_text("first\n")
     outcome = train(a_recipe(tmp_path, "resume=auto", "trainer.steps=3", "trainer.export=false"))
     said = capsys.readouterr().out.splitlines()
-    assert "resume: all 3 steps are done; the checkpoint is after step 5" in said
+    assert "resume: all 3 steps are done; the checkpoint is after step 5; a larger trainer.steps trains on" in said
     assert [line for line in said if "accuracy" in line] == ["held-out accuracy: 0.419, 256 prompts, step 0"]
     assert (outcome.first, outcome.last) == (before, before)

@@ -357,7 +357,7 @@ def test_a_run_goes_on_in_its_own_directory(tmp_path: Path) -> None:
         prepare(a_recipe(tmp_path, "resume=auto"))
 
     # A fresh start moves the run aside, checkpoints and all.
-    fresh = prepare(recipe)
+    fresh = prepare(a_recipe(tmp_path, "overwrite=true"))
     fresh.lock.close()
     assert fresh.resumption is None and (tmp_path / "small.1" / "checkpoints" / "step-00000002").is_dir()
 

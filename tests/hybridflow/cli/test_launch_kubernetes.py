@@ -174,6 +174,7 @@ def test_without_roles(capsys: pytest.CaptureFixture[str]) -> None:
             ["run_dir=/scratch"],
             "run_dir=/scratch is in each pod alone; expected a directory on the volume: relative, or",
         ),
+        (["overwrite=true"], "overwrite=true: each start of the job's driver would begin anew; expected another name"),
         (["network.preset=roce"], "network.preset=roce is set with placement.cluster, whose processes have the"),
         (
             ["model.create=null", "model.path=https://me:password@host/model"],

@@ -13,7 +13,12 @@ from hybridflow.planning.shared_disk import refusals, shared_files
 
 DEMO = "launch/recipes/demo.yaml"
 HOSTS = [Host(index, f"host-{index}", f"10.0.0.1{index}") for index in range(3)]
-NOTHING = ("model={path: /models/small, create: null}", "trainer.export=false", "warmup=null")
+NOTHING = (
+    "model={path: /models/small, create: null}",
+    "trainer.export=false",
+    "warmup=null",
+    "checkpoint.save_interval=null",
+)
 
 
 def on(*nodes: int) -> tuple[Device, ...]:

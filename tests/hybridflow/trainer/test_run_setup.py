@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,17 +10,52 @@ import pytest
 from engine3d.errors import UserError
 from hybridflow.config.recipe import load_recipe
 from hybridflow.planning.prompts import prompt_limit
-from hybridflow.rundir.lock import claim
+from hybridflow.rundir.lock import check_free, claim
 from hybridflow.trainer.run_setup import prepare
+from tests.support.resumable import a_recipe, make_checkpoint
 
 
 def test_an_earlier_run_is_kept_under_another_name(tmp_path: Path) -> None:
     for number in range(3):
-        with claim(tmp_path / "run"):
+        with claim(tmp_path / "run", overwrite=True):
             (tmp_path / "run" / "recipe.yaml").write_text("")
             (tmp_path / "run" / "metrics.jsonl").write_text(str(number))
     kept = {path.name: (path / "metrics.jsonl").read_text() for path in tmp_path.iterdir()}
     assert kept == {"run.1": "0", "run.2": "1", "run": "2"}
+
+
+def test_a_used_name_is_refused_by_what_to_write(tmp_path: Path) -> None:
+    run, recipe = tmp_path / "small", a_recipe(tmp_path)
+    prepare(recipe).lock.close()
+    (run / "phase.json").write_text('{"step": 3, "phase": "update", "since": 1.0}')
+    rest = "overwrite=true starts afresh and keeps it as small.1, name=OTHER takes another directory"
+    with pytest.raises(UserError) as refused:
+        prepare(recipe)
+    assert str(refused.value) == f"name: {run} has a run already, without a checkpoint for resume=auto; {rest}"
+    make_checkpoint(recipe, 2)
+    with pytest.raises(UserError) as refused:
+        prepare(recipe)
+    assert str(refused.value) == f"name: {run} has a run already; resume=auto continues it; {rest}"
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+    with prepare(a_recipe(tmp_path, "overwrite=true")).lock, pytest.raises(UserError, match="is going on"):
+        check_free(run)
+    assert (tmp_path / "small.1" / "checkpoints" / "step-00000002").is_dir() and not (run / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("phase", "metrics", "is_kept"), [("start", "", False), ("start", "{}\n", True), ("update", "", True)]
+)
+def test_a_run_that_ended_before_it_had_begun_is_in_nobodys_way(
+    tmp_path: Path, phase: str, metrics: str, is_kept: bool
+) -> None:
+    run = tmp_path / "run"
+    with claim(run):
+        (run / "recipe.yaml").write_text("")
+        (run / "phase.json").write_text(f'{{"step": 0, "phase": "{phase}", "since": 1.0}}')
+        (run / "metrics.jsonl").write_text(metrics)
+    with pytest.raises(UserError, match="has a run already") if is_kept else nullcontext():
+        claim(run).close()
+    assert (tmp_path / "run.1").exists() != is_kept
 
 
 def test_a_run_that_goes_on_is_left_alone(tmp_path: Path) -> None:

@@ -60,7 +60,9 @@ def test_roles_by_label(tmp_path: Path) -> None:
         assert "hosts: round trip of 2 pairs: " in done.stdout
         assert "hosts: gloo, GB/s of " in done.stdout
         assert len(records(Launch(hosts, tmp_path).run, "train")) == 1
-        wrong = command(hosts, tmp_path, "train", *small_run(tmp_path, CLUSTER, "placement.actor=role:reward"))
+        wrong = command(
+            hosts, tmp_path, "train", *small_run(tmp_path, CLUSTER, "overwrite=true", "placement.actor=role:reward")
+        )
         assert wrong.returncode == 2
         assert "the cluster (2 nodes) has rollout, train" in wrong.stderr
         joined = small_run(tmp_path, "placement.cluster=ray://host-0:10001", *ROLES)

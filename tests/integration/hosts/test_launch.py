@@ -90,7 +90,7 @@ def test_hosts_have_roles(tmp_path: Path) -> None:
         assert launch.wait() == [0, 0, 0], launch.outputs()
         assert where == [["actor-1"], ["rollout-0"], ["reward-0"]]
         assert launch.left() == []
-        wrong = small_run(tmp_path, "placement.actor=cpu:1-2")
+        wrong = small_run(tmp_path, "overwrite=true", "placement.actor=cpu:1-2")
         launch = start(hosts, tmp_path, lambda index: agent_command(index, 3, *wrong, role=roles[index], slots=2))
         assert launch.wait(60) == [2, 2, 2], launch.outputs()
         assert "placement.actor: cpu 0 of host-1, whose role is rollout" in launch.output(0)

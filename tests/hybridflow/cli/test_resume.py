@@ -1,0 +1,66 @@
+"""`hybridflow resume`: the kept recipe, in the run's own directory, wherever that is now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridflow.cli import train
+from hybridflow.cli.main import main
+from hybridflow.config.recipe import Recipe
+from hybridflow.rundir.actor_runs import runs_in
+from hybridflow.trainer.run_setup import prepare
+from tests.support.resumable import DEMO, SMALL, a_recipe, make_checkpoint
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["resume", *words]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_run_is_resumed_by_its_own_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(a_recipe(tmp_path, "seed=5")).lock.close()
+    make_checkpoint(a_recipe(tmp_path, "seed=5"), 2)
+    moved = tmp_path / "elsewhere" / "2026"
+    moved.parent.mkdir()
+    (tmp_path / "small").rename(moved)
+    found: list[Recipe] = []
+
+    def run_recipe(recipe: Recipe) -> int:
+        found.append(recipe)
+        return 0
+
+    monkeypatch.setattr(train, "_run_recipe", run_recipe)
+    monkeypatch.chdir(moved.parent)
+    assert main(["resume", "2026", "trainer.steps=200"]) == 0
+    [recipe] = found
+    assert recipe.directory == moved and recipe.seed == 5 and recipe.trainer.steps == 200
+    assert recipe.resume == "auto" and recipe.checkpoint_directory == moved / "checkpoints"
+
+
+def test_what_cannot_be_resumed_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = a_recipe(tmp_path)
+    assert "no run in" in refusal(capsys, str(tmp_path)) and not (tmp_path / "small").exists()
+    prepare(recipe).lock.close()
+    assert "has saved no checkpoint; checkpoint.save_interval=10" in refusal(capsys, str(recipe.directory))
+    make_checkpoint(recipe, 2)
+    assert "name is that of the run in" in refusal(capsys, str(recipe.directory), "name=other")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "recipe.yaml").write_text("")
+    assert runs_in(tmp_path) != [tmp_path]
+    assert "has the runs of several actors (other, small)" in refusal(capsys, str(tmp_path))
+
+
+def test_train_refuses_a_used_name_before_it_looks_at_anything_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = a_recipe(tmp_path)
+    prepare(recipe).lock.close()
+    make_checkpoint(recipe, 2)
+    words = [str(DEMO), f"run_dir={tmp_path}", "name=small", *SMALL]
+    assert main(["train", *words, "train.layout.tp=7"]) == 2
+    assert "resume=auto continues it; overwrite=true starts afresh" in capsys.readouterr().err
+    assert main(["check", *words]) == 0
+    assert "hybridflow train would refuse it now: name: " in capsys.readouterr().out
