@@ -73,6 +73,32 @@ def make_chat_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     return load_tokenizer(directory)
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The tokens that decoding leaves out of a text unless they are asked for."""
+    return tuple(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+
+
+def response_texts(
+    tokenizer: PreTrainedTokenizerBase, responses: Sequence[list[int]], *, keep_special_tokens: bool
+) -> list[str]:
+    """The texts of responses.
+
+    Args:
+        responses: (B,) token ids.
+        keep_special_tokens: keep special tokens but for the end-of-sequence and pad tokens at the end.
+    """
+    if keep_special_tokens:
+        responses = [_without_end(tokenizer, tokens) for tokens in responses]
+    return tokenizer.batch_decode(responses, skip_special_tokens=not keep_special_tokens)
+
+
+def _without_end(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:
+    count = len(tokens)
+    while count and tokens[count - 1] in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+        count -= 1
+    return tokens[:count]
+
+
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Load a HuggingFace tokenizer from a directory, never from the network.
 

@@ -22,6 +22,7 @@ from hybridflow.config.initial_model import initial_spec, initial_tokenizer
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.data.prompts import Prompts
+from hybridflow.data.tokenizer import special_tokens
 from hybridflow.planning.engine_check import check_sampling
 from hybridflow.planning.evaluation_sets import check_set_rewards, check_sets, encode_sets, set_notes
 from hybridflow.planning.gpu_check import used_gpus
@@ -207,7 +208,7 @@ def check_evaluation_alone(recipe: EvaluationRecipe, *, whole: bool = True) -> l
                     len(devices["reward_model"])
                 )
             check_sets(recipe, sets, layouts)
-        notes.extend(check_set_rewards(recipe, sets))
+        notes.extend(check_set_rewards(recipe, sets, special_tokens(tokenizer)))
 
     checks: list[Callable[[], object]] = [
         prompts,

@@ -16,7 +16,7 @@ from hybridflow.data.files.config import FilesConfig
 from hybridflow.data.files.encoding import encode_files
 from hybridflow.data.files.prompts import FilePrompts
 from hybridflow.data.prompts import Prompts
-from hybridflow.planning.answer_check import check_answers
+from hybridflow.planning.reward_check import check_answers, check_special_tokens
 from hybridflow.rewards.functions import RewardFunctions
 
 
@@ -114,8 +114,13 @@ def check_sets(recipe: Recipe, sets: Mapping[str, Prompts], layouts: Mapping[str
             )
 
 
-def check_set_rewards(recipe: Recipe, sets: Mapping[str, Prompts]) -> list[str]:
+def check_set_rewards(recipe: Recipe, sets: Mapping[str, Prompts], special_tokens: Sequence[str]) -> list[str]:
     """Import the functions that score each set, each in a process of its own that ends with the check.
+
+    Args:
+        recipe: of the sets.
+        sets: their prompts.
+        special_tokens: of the tokenizer.
 
     Returns:
         Lines on reference answers, see `check_answers`.
@@ -131,6 +136,7 @@ def check_set_rewards(recipe: Recipe, sets: Mapping[str, Prompts]) -> list[str]:
         try:
             with RewardFunctions(planned.reward, sets[name].fields()) as functions:
                 functions.load()
+                check_special_tokens(planned.reward, special_tokens)
                 notes += check_answers(functions, {f"evaluation.{name}": sets[name]})
         except UserError as error:
             raise UserError(f"evaluation.{name}: {error}") from None

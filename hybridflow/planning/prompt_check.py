@@ -18,6 +18,7 @@ from hybridflow.data.files.supervised import SupervisedPrompts
 from hybridflow.data.given_responses import GivenResponses, alike_notes
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
+from hybridflow.data.tokenizer import special_tokens
 from hybridflow.planning.cache_size import Lengths
 from hybridflow.planning.engine_check import check_evaluation, check_same_tokens
 from hybridflow.planning.evaluation_sets import check_sets, encode_sets, set_notes
@@ -33,12 +34,14 @@ class EncodedPrompts:
         phases: the prompts to learn from, and to evaluate with, without those of `sets`.
         sets: of `evaluation`.
         notes: which prompts are cut or dropped, in lines.
+        special_tokens: that the texts of responses lack.
     """
 
     lengths: Lengths
     phases: tuple[Prompts, ...]
     sets: Mapping[str, Prompts]
     notes: list[str]
+    special_tokens: tuple[str, ...] = ()
 
     def fields(self) -> tuple[str, ...]:
         """Names of what the data have beside prompts and answers."""
@@ -120,7 +123,8 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
         )
     phases = {"training": train, "held-out": evaluation, "supervised": sft}
     notes = [*overlong_notes(recipe, phases, limit), *alike_notes(phases), *file_notes(recipe, tokenizer, phases)]
-    return EncodedPrompts(lengths, (train, evaluation), sets, [*notes, *set_notes(tokenizer, sets, (train, sft))])
+    notes += set_notes(tokenizer, sets, (train, sft))
+    return EncodedPrompts(lengths, (train, evaluation), sets, notes, special_tokens(tokenizer))
 
 
 def check_token_ids(what: str, encoded: Sequence[Sequence[int]], vocab_size: int) -> None:

@@ -24,7 +24,6 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.config.recipe_paths import explained
 from hybridflow.config.yaml_loader import SettingsError
 from hybridflow.metrics.wandb_sink import check_wandb
-from hybridflow.planning.answer_check import check_answers
 from hybridflow.planning.engine_check import check_sampling
 from hybridflow.planning.evaluation_sets import check_set_rewards
 from hybridflow.planning.gpu_check import check_libraries, check_memory, largest_gpu, used_gpus
@@ -33,6 +32,7 @@ from hybridflow.planning.model_check import check_engines, check_model, check_mo
 from hybridflow.planning.placement_check import check_engine_devices, check_layouts, groups_over_nodes, planned_devices
 from hybridflow.planning.prompt_check import EncodedPrompts, encoded_prompts
 from hybridflow.planning.replay_check import check_replay
+from hybridflow.planning.reward_check import check_answers, check_special_tokens
 from hybridflow.planning.store_check import store_notes
 from hybridflow.planning.teacher_check import check_teacher_engine
 from hybridflow.rewards.functions import RewardFunctions
@@ -112,7 +112,7 @@ def check_recipe(
             attempt(check_replay, recipe, encoded.lengths.sequence, own)
     warnings += attempt(check_rewards, recipe, encoded) or []
     if encoded is not None:
-        warnings += attempt(check_set_rewards, recipe, encoded.sets) or []
+        warnings += attempt(check_set_rewards, recipe, encoded.sets, encoded.special_tokens) or []
     if here:
         attempt(check_run_directory, recipe, spec)
         attempt(partial(check_directories, kernels=bool(devices and used_gpus(devices))))
@@ -184,6 +184,7 @@ def check_rewards(recipe: Recipe, encoded: EncodedPrompts | None) -> list[str]:
         with RewardFunctions(config, fields) as functions:
             functions.load()
             if encoded is not None:
+                check_special_tokens(config, encoded.special_tokens)
                 phases = dict(zip(("training", "held-out"), encoded.phases, strict=True))
                 notes += check_answers(functions, {name: each for name, each in phases.items() if len(each)})
     return notes

@@ -50,5 +50,7 @@ PROVIDED_REWARDS: dict[str, str] = {
 REMOTE_REWARDS = ("http", "judge")
 """Those of them that ask a server."""
 
+TAGS = ("<answer>", "</answer>")
+"""Around the answer of a text, for "math" with `extract: tag`."""
 SAMPLE_TIMEOUT_S = 5.0
 """Limit of a comparison of "math", where its arguments have none."""

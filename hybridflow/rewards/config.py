@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from engine3d.settings import LONGEST_S, Settings
-from hybridflow.rewards.builtin import BUILTIN_REWARDS, PROVIDED_REWARDS, REMOTE_REWARDS, SAMPLE_TIMEOUT_S
+from hybridflow.rewards.builtin import BUILTIN_REWARDS, PROVIDED_REWARDS, REMOTE_REWARDS, SAMPLE_TIMEOUT_S, TAGS
 
 MOST_WORKERS = 1024
 """Processes of all functions together, on one node."""
@@ -85,6 +86,9 @@ class RewardFunctionConfig(Settings):
     function it may name a class, which is made with the `arguments`, and whose instance is called."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the function, by name, the same in every call: such as {extract: boxed} of "math"."""
+    special_tokens: Literal["remove", "keep"] = "remove"
+    """What becomes of the tokenizer's special tokens in the texts of responses: "remove" them, or "keep" them, but for
+    the end-of-sequence tokens at the end, such as where tags of the answer are special tokens."""
     weight: float = 1.0
     """The reward of a sample is the weighted sum over all functions."""
     workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
@@ -120,6 +124,11 @@ class RewardFunctionConfig(Settings):
     def builtin(self) -> bool:
         """Whether `path` names a function that runs in the calling process."""
         return self.path in BUILTIN_REWARDS
+
+    @property
+    def votes_with_special_tokens(self) -> bool:
+        """True where the answers that responses vote for stand in texts with special tokens."""
+        return self.path == "math" and self.special_tokens == "keep"
 
     @property
     def asks_recipes_judge(self) -> bool:
@@ -215,6 +224,18 @@ class RewardFunctionConfig(Settings):
     def waits_s(self) -> list[float]:
         """The longest wait before each retry, in seconds."""
         return [min(self.backoff_s * 2.0**number, _LONGEST_WAIT_S) for number in range(self.retries)]
+
+    def token_looked_for(self, tokens: Iterable[str]) -> str | None:
+        """The first of these special tokens that a function of the project looks for in a text; None if there is none.
+
+        Of "math" those are the tags, of "matches" what its pattern has.
+        """
+        looked_for = ""
+        if self.path == "math" and self.arguments.get("extract") == "tag":
+            looked_for = " ".join(TAGS)
+        elif self.path == "matches":
+            looked_for = str(self.arguments.get("pattern", "")).replace("\\", "")  # which escapes its bars
+        return next((token for token in tokens if token in looked_for), None)
 
 
 class RewardConfig(Settings):

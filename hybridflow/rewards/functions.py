@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -151,10 +152,11 @@ class RewardFunctions:
         answers: Sequence[Any],
         fields: Mapping[str, Sequence[Any]] | None = None,
         *,
+        unstripped: Sequence[str] | None = None,
         whole: bool = True,
     ) -> RewardResult:
         """The rewards of B generated texts: `submit` and its `result`, with the arguments and errors of both."""
-        return self.submit(texts, prompts, answers, fields, whole=whole).result()
+        return self.submit(texts, prompts, answers, fields, unstripped=unstripped, whole=whole).result()
 
     def submit(
         self,
@@ -163,6 +165,7 @@ class RewardFunctions:
         answers: Sequence[Any],
         fields: Mapping[str, Sequence[Any]] | None = None,
         *,
+        unstripped: Sequence[str] | None = None,
         whole: bool = True,
     ) -> PendingRewards:
         """Begin with the rewards of B generated texts, given the B prompts and answers that belong to them.
@@ -173,6 +176,7 @@ class RewardFunctions:
             texts, prompts: (B,).
             answers: (B,), each what JSON may hold.
             fields: (B,) each, by name: those that the data have.
+            unstripped: (B,) the texts with their special tokens, for functions that keep these; `texts` if None.
             whole: whether these are all of a step, of which a function must not fail on all.
         """
         fields = fields or {}
@@ -181,12 +185,15 @@ class RewardFunctions:
         if set(fields) != set(self._fields or ()) or any(len(values) != len(texts) for values in fields.values()):
             raise ValueError(f"rewards: fields {list(fields)}, expected {len(texts)} values each of {self._fields}")
         batch = RewardInputs(tuple(texts), tuple(prompts), tuple(answers), fields)
-        scorings = [Scoring(function, batch) for function in self._functions]
+        kept = batch if unstripped is None else replace(batch, texts=tuple(unstripped))
+        scorings = [
+            Scoring(function, kept if function.special_tokens == "keep" else batch) for function in self._functions
+        ]
         workers = []
         for scoring in scorings:
             function = scoring.config
             if function.builtin:
-                values = BUILTIN_REWARDS[function.path](batch.texts, answers=batch.answers)
+                values = BUILTIN_REWARDS[function.path](scoring.batch.texts, answers=batch.answers)
                 scoring.record(range(len(values)), Answer(values))
             else:
                 pool = self._processes[function.name]

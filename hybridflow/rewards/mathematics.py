@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from hybridflow.rewards.builtin import SAMPLE_TIMEOUT_S
+from hybridflow.rewards.builtin import SAMPLE_TIMEOUT_S, TAGS
 
 Extract = Literal["boxed", "last_line", "tag", "anywhere"]
 """Where the answer of a text is: in its last \\boxed{}; its last line that is not blank; its last <answer></answer>; or
 wherever Math-Verify finds one, the last boxed one first."""
 
-_TAG, _END_OF_TAG = "<answer>", "</answer>"
+_TAG, _END_OF_TAG = TAGS
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{([^{}]*)\}")

@@ -102,8 +102,9 @@ class FunctionRewardWorker:
     def score_set(self, batch: SampleBatch, *, examples: Mapping[int, Example], what: str) -> Columns:
         """As `score`, of a set of `evaluation`; also the votes of its responses, which `set_votes` reads."""
         columns = self._columns(batch, examples, what)
-        texts = self._tokenizer.batch_decode(batch.responses(), skip_special_tokens=True)
-        votes_cast = torch.tensor(votes(texts, self._configs[what]), dtype=torch.int64)
+        config = self._configs[what]
+        texts = self._texts(batch, keep_special_tokens=any(each.votes_with_special_tokens for each in config.functions))
+        votes_cast = torch.tensor(votes(texts, config), dtype=torch.int64)
         return replace(columns, facts=columns.facts | {_VOTE: votes_cast})
 
     def _columns(self, batch: SampleBatch, examples: Mapping[int, Example], what: str) -> Columns:
@@ -122,18 +123,25 @@ class FunctionRewardWorker:
         return [{what: scores[row] for what, scores in found.items()} for row in range(len(rows))]
 
     def _evaluated(self, batch: SampleBatch, by_index: Mapping[int, Example], what: str) -> RewardResult:
-        texts = self._tokenizer.batch_decode(batch.responses(), skip_special_tokens=True)
+        texts = self._texts(batch, keep_special_tokens=False)
+        keeps = any(function.special_tokens == "keep" for function in self._configs[what].functions)
         examples = [by_index[index] for index in batch.prompt_indices.tolist()]
         result = self._functions[what].evaluate(
             texts,
             [example.prompt for example in examples],
             [example.answer for example in examples],
             {name: [example.fields.get(name) for example in examples] for name in self._fields},
+            unstripped=self._texts(batch, keep_special_tokens=True) if keeps else None,
             whole=False,
         )
         for failure in result.failures:
             print(f"sample {int(batch.sample_ids[failure.sample])}: {failure}")
         return result
+
+    def _texts(self, batch: SampleBatch, *, keep_special_tokens: bool) -> list[str]:
+        from hybridflow.data.tokenizer import response_texts
+
+        return response_texts(self._tokenizer, batch.responses(), keep_special_tokens=keep_special_tokens)
 
     def shutdown(self) -> None:
         """End the functions' processes."""

@@ -1,14 +1,15 @@
-"""Whether prompts have the reference answers that reward functions need."""
+"""Whether reward functions get what they need: reference answers, and special tokens in texts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from engine3d.errors import UserError, shortened
 from hybridflow.data.answers import AnswerCounts
 from hybridflow.data.prompts import Prompts
 from hybridflow.rewards.builtin import check_text_answers
+from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
 
 _MOST_REMARKS = 5
@@ -48,6 +49,25 @@ def check_answers(functions: RewardFunctions, phases: Mapping[str, Prompts]) -> 
             check_text_answers(list(prompts.answers()))
         notes += [_remarks_line(each, phase, needing[0].name) for each in counts if each.remarks]
     return notes
+
+
+def check_special_tokens(config: RewardConfig, special_tokens: Sequence[str]) -> None:
+    """Check that no function looks for a special token in texts without special tokens.
+
+    Args:
+        config: of the functions.
+        special_tokens: of the tokenizer.
+
+    Raises:
+        UserError: naming the function and the token.
+    """
+    for function in config.functions:
+        token = function.token_looked_for(special_tokens)
+        if token is not None and function.special_tokens == "remove":
+            raise UserError(
+                f"reward {function.name!r} looks for {token!r}, which is a special token of the tokenizer and removed "
+                "from the texts of responses; expected special_tokens: keep"
+            )
 
 
 def _remarks_line(counts: AnswerCounts, phase: str, reward: str) -> str:
