@@ -16,7 +16,7 @@ from hybridflow.data.files.config import FilesConfig
 from hybridflow.data.files.encoding import encode_files
 from hybridflow.data.files.prompts import FilePrompts
 from hybridflow.data.prompts import Prompts
-from hybridflow.planning.reward_check import check_answers, check_special_tokens
+from hybridflow.planning.reward_check import OUTPUT_LINES, check_answers, check_special_tokens
 from hybridflow.rewards.functions import RewardFunctions
 
 
@@ -134,7 +134,7 @@ def check_set_rewards(recipe: Recipe, sets: Mapping[str, Prompts], special_token
         if planned.reward is None:
             continue
         try:
-            with RewardFunctions(planned.reward, sets[name].fields()) as functions:
+            with RewardFunctions(planned.reward, sets[name].fields(), output_lines=OUTPUT_LINES) as functions:
                 functions.load()
                 check_special_tokens(planned.reward, special_tokens)
                 notes += check_answers(functions, {f"evaluation.{name}": sets[name]})

@@ -32,7 +32,7 @@ from hybridflow.planning.model_check import check_engines, check_model, check_mo
 from hybridflow.planning.placement_check import check_engine_devices, check_layouts, groups_over_nodes, planned_devices
 from hybridflow.planning.prompt_check import EncodedPrompts, encoded_prompts
 from hybridflow.planning.replay_check import check_replay
-from hybridflow.planning.reward_check import check_answers, check_special_tokens
+from hybridflow.planning.reward_check import OUTPUT_LINES, check_answers, check_special_tokens
 from hybridflow.planning.store_check import store_notes
 from hybridflow.planning.teacher_check import check_teacher_engine
 from hybridflow.rewards.functions import RewardFunctions
@@ -181,7 +181,7 @@ def check_rewards(recipe: Recipe, encoded: EncodedPrompts | None) -> list[str]:
     notes: list[str] = []
     fields = encoded.fields() if encoded is not None else None
     for config in recipe.functions.values():
-        with RewardFunctions(config, fields) as functions:
+        with RewardFunctions(config, fields, output_lines=OUTPUT_LINES) as functions:
             functions.load()
             if encoded is not None:
                 check_special_tokens(config, encoded.special_tokens)

@@ -12,6 +12,8 @@ from hybridflow.rewards.builtin import check_text_answers
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
 
+OUTPUT_LINES = 10
+"""Lines of each worker's output that `check` prints."""
 _MOST_REMARKS = 5
 
 

@@ -21,6 +21,7 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import pickle
 import re
 import socket
@@ -35,6 +36,8 @@ from typing import Any
 OPTIONAL_COLUMNS = ("prompts", "answers")
 MOST_FIGURES = 32
 """Figures of each sample, by name, that a function may give beside its numbers."""
+LOST_CONNECTION = 113
+"""Exit code where the user's code has closed the socket to the parent."""
 _FIGURE = re.compile(r"[A-Za-z]\w{0,59}", re.ASCII)
 _OTHER_FIGURES = ("mean", "failed")
 _LARGEST_FIGURE = 1e30
@@ -224,7 +227,10 @@ def _describe(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    message = " ".join(str(error).split())[:300]
+    try:
+        message = " ".join(str(error).split())[:300]
+    except Exception:  # of an error of the user's own
+        message = ""
     return f"{type(error).__name__}{place}: {message}" if message else f"{type(error).__name__}{place}"
 
 
@@ -340,11 +346,18 @@ def _show(value: Any) -> str:
     return f"{shown[:60]} ({type(value).__name__})"
 
 
+def _end_copy(process: int) -> None:
+    """End a process that the user's code has forked and let return from there: it is not the one that answers."""
+    if os.getpid() != process:
+        os._exit(0)
+
+
 def serve(connection: socket.socket) -> None:
     """Load the function, then answer calls until the parent closes the connection."""
     setup = read_message(connection)
     if setup is None:
         return
+    process = os.getpid()
     sys.path[:] = setup["sys_path"]
     try:
         loaded = _load(setup["path"], setup["directory"])
@@ -355,8 +368,10 @@ def serve(connection: socket.socket) -> None:
         if not made:
             columns = [name for name in columns if name not in setup["arguments"]]
     except RewardError as error:
+        _end_copy(process)
         connection.sendall(encode_message({"error": str(error)}))
         return
+    _end_copy(process)
     connection.sendall(encode_message({"columns": columns, "needs_answers": _needs_answers(function, columns)}))
     while (request := read_message(connection)) is not None:
         try:
@@ -364,4 +379,5 @@ def serve(connection: socket.socket) -> None:
             reply: dict[str, Any] = _call(called, columns, request)
         except RewardError as error:
             reply = {"error": str(error)}
+        _end_copy(process)
         connection.sendall(encode_message({"call": request["call"], **reply}))

@@ -101,12 +101,15 @@ class RewardFunctions:
     Args:
         config: of the functions.
         fields: that the data have, by name; None if that is not known, and then nothing can be evaluated.
+        output_lines: most lines of the output of each process that are kept; as many as its limits allow if None.
     """
 
-    def __init__(self, config: RewardConfig, fields: Sequence[str] | None = ()) -> None:
+    def __init__(
+        self, config: RewardConfig, fields: Sequence[str] | None = (), *, output_lines: int | None = None
+    ) -> None:
         self._functions, self._fields = config.functions, fields
         self._processes = {
-            function.name: ProcessPool([RewardProcess(function, fields) for _ in range(function.workers)])
+            function.name: ProcessPool([RewardProcess(function, fields, output_lines) for _ in range(function.workers)])
             for function in config.functions
             if not function.builtin
         }

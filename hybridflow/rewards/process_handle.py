@@ -85,10 +85,14 @@ class RewardProcess:
     Args:
         config: of the function.
         fields: that the data have, by name; None if that is not known.
+        output_lines: most lines of its output that are kept; as many as its limits allow if None.
     """
 
-    def __init__(self, config: RewardFunctionConfig, fields: Sequence[str] | None = ()) -> None:
+    def __init__(
+        self, config: RewardFunctionConfig, fields: Sequence[str] | None = (), output_lines: int | None = None
+    ) -> None:
         self.config = config
+        self._supervision = {**config.limits.in_bytes(), "output_lines": output_lines, "name": config.name}
         self._fields = fields
         self._columns: list[str] = []
         self._lock = threading.Lock()  # of what `kill` touches: the descriptors and the mark
@@ -126,7 +130,7 @@ class RewardProcess:
             self._connection, connection = socket.socketpair()
             self._lifeline, lifeline = socket.socketpair()
             passed = [connection.fileno(), lifeline.fileno()]
-            arguments = [*map(str, [*passed, os.getpid()]), json.dumps(self.config.limits.in_bytes())]
+            arguments = [*map(str, [*passed, os.getpid()]), json.dumps(self._supervision)]
             with connection, lifeline:
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", supervisor.__file__, *arguments],
@@ -137,7 +141,7 @@ class RewardProcess:
                     env=_environment(self.config.environment),
                 )
         self._loaded = False
-        self._where = ""
+        self._where = " from its import"
         here = str(Path.cwd())
         # What lies in the working directory stands in for no module but the one that the function is named to be in.
         sys_path = [*(entry for entry in sys.path if entry not in ("", here)), here]
@@ -289,6 +293,11 @@ class RewardProcess:
         if reason:
             return self._failure(f"{reason} and was killed instead of returning{self._where}")
         code = process.returncode
+        if code == function_process.LOST_CONNECTION:
+            return self._failure(
+                f"closed a file descriptor that it had not opened, the one for its answers, instead of "
+                f"returning{self._where}; expected it to close what it has opened"
+            )
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return self._failure(f"{how} instead of returning{self._where}")
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import io
 import json
 import os
 import resource
@@ -25,18 +26,27 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _TICK_S = 0.5
 _KILL_LIMIT_S = 8.0
 _BLOCK = 1 << 16
+_LONGEST_LINE = 1000
+"""Bytes of each line where lines are counted."""
+_PRINTED = bytes(byte if byte >= 0x20 or byte in b"\t\n\r" else ord("?") for byte in range(0x7F)) + b"?"
+_PRINTED += bytes(range(0x80, 0x100))
+"""Each byte of the output as it is passed on: no terminal obeys it."""
 
 
 class _Supervisor:
-    def __init__(self, worker: int, lifeline: int, parent: int, output: int, limits: dict[str, float]) -> None:
+    def __init__(self, worker: int, lifeline: int, parent: int, output: int, limits: dict[str, Any]) -> None:
         self._worker, self._lifeline, self._parent, self._output = worker, lifeline, parent, output
         self._most_processes, self._output_left = limits["processes"], int(limits["output_bytes"])
+        self._lines_left, self._name = limits["output_lines"], limits["name"]
+        if self._lines_left is not None:
+            self._output_left = min(self._output_left, self._lines_left * _LONGEST_LINE)
+        self._last_byte = b"\n"
         self._code: int | None = None
 
     def run(self) -> NoReturn:
@@ -65,11 +75,24 @@ class _Supervisor:
         """Pass on what the worker and its processes have printed; beyond the limit it is read and dropped."""
         block = os.read(self._output, _BLOCK)
         if self._output_left > 0:
-            kept = block[: self._output_left]
-            self._output_left -= len(kept)
-            with contextlib.suppress(OSError):  # nobody reads it any more
-                os.write(2, kept if self._output_left else kept + b"\n[no more of the reward's output is kept]\n")
+            self._print(block)
         return bool(block)
+
+    def _print(self, block: bytes) -> None:
+        kept = block[: self._output_left]
+        if self._lines_left is not None:
+            kept = b"".join(kept.splitlines(keepends=True)[: self._lines_left])
+            self._lines_left -= kept.count(b"\n")
+        self._output_left -= len(kept)
+        if len(kept) < len(block):
+            self._output_left = 0
+        kept = kept.translate(_PRINTED)
+        if not self._output_left:
+            end = b"" if (kept or self._last_byte).endswith(b"\n") else b"\n"
+            kept += end + f"[reward {self._name!r} has printed more, which is dropped]\n".encode(errors="replace")
+        self._last_byte = kept[-1:] or self._last_byte
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            os.write(2, kept)
 
     def _too_many(self) -> bool:
         count = sum(1 for _ in _descendants(os.getpid()))
@@ -103,6 +126,9 @@ class _Supervisor:
         return True
 
     def _end(self) -> NoReturn:
+        if self._last_byte != b"\n":
+            with contextlib.suppress(OSError):
+                os.write(2, b"\n")
         code = -signal.SIGKILL if self._code is None else self._code
         if code < 0:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -135,7 +161,7 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl {option}")
 
 
-def _limit(limits: dict[str, float]) -> None:
+def _limit(limits: dict[str, Any]) -> None:
     """Bound what this process, and each that it starts, may take; lower limits that hold already stay."""
     wanted = {
         resource.RLIMIT_CORE: 0,
@@ -159,7 +185,7 @@ def _child_module() -> ModuleType:
     return module
 
 
-def _main(connection: int, lifeline: int, parent: int, limits: dict[str, float]) -> None:
+def _main(connection: int, lifeline: int, parent: int, limits: dict[str, Any]) -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     supervisor = os.getpid()
     output, printed = os.pipe()
@@ -178,9 +204,16 @@ def _main(connection: int, lifeline: int, parent: int, limits: dict[str, float])
     for standard in (1, 2):
         os.dup2(printed, standard)
     os.close(printed)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # what it has printed is not lost where it is killed
     _limit(limits)
-    with contextlib.suppress(BrokenPipeError):  # the parent has closed the connection and waits for no answer
-        _child_module().serve(socket.socket(fileno=connection))
+    child = _child_module()
+    try:
+        child.serve(socket.socket(fileno=connection))
+    except BrokenPipeError:  # the parent has closed the connection and waits for no answer
+        pass
+    except OSError:  # of a descriptor that is none any more, perhaps with those of its output
+        os._exit(child.LOST_CONNECTION)
 
 
 if __name__ == "__main__":

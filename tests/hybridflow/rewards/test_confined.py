@@ -114,7 +114,7 @@ def test_what_it_prints_is_kept_up_to_a_limit(tmp_path: Path, capfd: pytest.Capt
     result = evaluated(function(tmp_path, source, limits={"output_mb": 0.05}))
     assert result.total.tolist() == [1.0]
     printed = capfd.readouterr().err
-    assert printed == "x" * 50_000 + "\n[no more of the reward's output is kept]\n"
+    assert printed == "x" * 50_000 + "\n[reward 'mine' has printed more, which is dropped]\n"
 
 
 def test_one_that_closes_its_output_leaves_its_supervisor_idle(tmp_path: Path) -> None:
@@ -196,3 +196,74 @@ def test_the_working_directory_gives_the_named_module_and_shadows_no_other(
     config = RewardFunctionConfig(name="mine", path="colorsys:reward")
     assert evaluated(config).total.tolist() == [7.0]
     assert os.getcwd() == str(tmp_path)  # noqa: PTH109
+
+
+LOADED = "def reward(texts): return [1.0] * len(texts)\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (
+            "import os\nos.closerange(3, 4096)",
+            "closed a file descriptor that it had not opened, the one for its answers",
+        ),
+        (
+            "import os\nos.closerange(0, 4096)",
+            "closed a file descriptor that it had not opened, the one for its answers",
+        ),
+        ("import sys\nsys.exit('no licence')", "cannot be imported: SystemExit at {file}:2: no licence"),
+        ("import os\nos._exit(3)", "ended with exit code 3 instead of returning from its import"),
+        ("import os\nos.execv('/bin/true', ['true'])", "ended with exit code 0 instead of returning from its import"),
+        ("import os\nos.kill(os.getpid(), 11)", "was killed by SIGSEGV instead of returning from its import"),
+        ("input('a number? ')", "cannot be imported: EOFError at {file}:1"),
+        ("raise ValueError('a\\n\\x1b[31mb')", "cannot be imported: ValueError at {file}:1: a ?[31mb"),
+        ("class Odd(BaseException):\n def __str__(self): 1 / 0\nraise Odd", "cannot be imported: Odd at {file}:3"),
+    ],
+)
+def test_what_its_import_does_is_one_line(
+    tmp_path: Path, source: str, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = function(tmp_path, f"{source}\n{LOADED}")
+    assert reason.format(file=tmp_path / "mine.py") in failure_of(config)
+    assert capfd.readouterr().err in ("", "a number? \n")
+
+
+@pytest.mark.parametrize(
+    "source", ["import os\nos.fork()", "import os\nif os.fork() == 0:\n os.setsid()", "import os\nos.chdir('/')"]
+)
+def test_an_import_that_forks_or_changes_directory_is_harmless(
+    tmp_path: Path, source: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluated(function(tmp_path, f"{source}\n{LOADED}"), 3).total.tolist() == [1.0] * 3
+    assert capfd.readouterr().err == ""
+
+
+def test_one_that_closes_descriptors_in_a_call_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source = "import os\ndef reward(texts):\n os.closerange(0, 4096)\n return [1.0]"
+    assert "closed a file descriptor that it had not opened" in failure_of(function(tmp_path, source))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        (
+            "for n in range(300_000): print(n)",
+            [*map(str, range(10)), "[reward 'mine' has printed more, which is dropped]"],
+        ),
+        ("print('x' * 3_000_000)", ["x" * 10_000, "[reward 'mine' has printed more, which is dropped]"]),
+        ("print('\\n' * 100)", [*[""] * 10, "[reward 'mine' has printed more, which is dropped]"]),
+        ("import os\nos.write(2, bytes(range(32)) + b'\\x7fa\\x1b[2J')", ["?" * 9 + "\t", "??", "?" * 18 + "?a?[2J"]),
+        ("print('a', end='', flush=True)", ["a"]),
+    ],
+)
+def test_what_its_import_prints_is_bounded_and_harmless(
+    tmp_path: Path, source: str, lines: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = function(tmp_path, f"{source}\n{LOADED}")
+    with RewardFunctions(RewardConfig(functions=(config,)), output_lines=10) as rewards:
+        rewards.load()
+        rewards.evaluate(["a"], [""], [""])
+    printed = capfd.readouterr().err
+    assert printed.splitlines() == lines and printed.endswith("\n")
