@@ -16,7 +16,7 @@ from hybridflow.data.files.supervised import Encoder
 from hybridflow.data.pairs import Pair, Text, is_messages
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
-from hybridflow.data.tokenizer import cut, encode_text, middle_cut
+from hybridflow.data.tokenizer import cut, encode_prompt, encode_text, ended, middle_cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,12 +167,12 @@ def _responses_to_others(examples: Sequence[_Encoded]) -> list[list[int]]:
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, pair: Pair) -> list[int]:
     if is_messages(pair.prompt):
-        return encode_text(tokenizer, template.prompt(pair.prompt, pair.place), pair.place, special_tokens=False)
+        return encode_text(tokenizer, template.prompt(pair.prompt, pair.place), pair.place)
     if template.config.system is not None:
         raise UserError(f"{pair.place}: the prompt is no messages, and data.pairs.chat.system is set; expected them")
     if not isinstance(pair.prompt, str):
         return list(pair.prompt)  # type: ignore[arg-type]
-    tokens = encode_text(tokenizer, pair.prompt, f"{pair.place}: the prompt", special_tokens=True)
+    tokens = encode_prompt(tokenizer, pair.prompt, f"{pair.place}: the prompt")
     if not tokens:
         raise UserError(f"{pair.place}: the prompt has no tokens, expected at least one")
     return tokens
@@ -193,8 +193,7 @@ def _response(
         conversation = Encoder(template, tokenizer).conversation([*pair.prompt, *text], pair.place, learn="last")
         return conversation.tokens[conversation.start :]
     if isinstance(text, str):
-        name = f"{pair.place}: the response"
-        return [*encode_text(tokenizer, text, name, special_tokens=False), tokenizer.eos_token_id]
+        return ended(tokenizer, encode_text(tokenizer, text, f"{pair.place}: the response"))
     return list(text)  # type: ignore[arg-type]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import MOST_LIST_BYTES, check_regular, read_json_object
@@ -152,13 +152,13 @@ def _tokenizer_class(facts: dict[str, Any]) -> Any:
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], *, max_tokens: int
 ) -> list[list[int]]:
-    """The token ids of each example's prompt, with the special tokens that the tokenizer itself puts before a prompt.
+    """The token ids of each example's prompt, as `encode_prompt` makes them.
 
     Raises UserError naming the prompt that the tokenizer cannot encode, that has no token or more than `max_tokens`.
     """
     encoded = []
     for index, example in enumerate(examples):
-        tokens = encode_text(tokenizer, example.prompt, f"prompt {index}", special_tokens=True)
+        tokens = encode_prompt(tokenizer, example.prompt, f"prompt {index}")
         if not 1 <= len(tokens) <= max_tokens:
             raise UserError(
                 f"prompt {index} ({shortened(example.prompt, 40)!r}) has {len(tokens)} tokens, "
@@ -174,7 +174,7 @@ def fit_prompts(
     """The examples that are kept, the token ids of their prompts, and how many prompts were too long.
 
     Args:
-        tokenizer: special tokens that it puts around a prompt are kept where the prompt is cut.
+        tokenizer: special tokens that it puts before a prompt are kept where the prompt is cut.
         examples: with the prompts.
         max_tokens: of a prompt.
         policy: for those that have more.
@@ -186,7 +186,7 @@ def fit_prompts(
         return list(examples), encode_prompts(tokenizer, examples, max_tokens=max_tokens), 0
     kept, encoded, overlong = [], [], 0
     for index, example in enumerate(examples):
-        tokens = encode_text(tokenizer, example.prompt, f"prompt {index}", special_tokens=True)
+        tokens = encode_prompt(tokenizer, example.prompt, f"prompt {index}")
         if not tokens:
             raise UserError(f"prompt {index} ({shortened(example.prompt, 40)!r}) has no tokens, expected at least one")
         if len(tokens) > max_tokens:
@@ -202,25 +202,20 @@ def fit_prompts(
 def cut(
     tokenizer: PreTrainedTokenizerBase, text: str, tokens: list[int], max_tokens: int, policy: OverlongPolicy
 ) -> list[int]:
-    """The token ids of a text of which some are cut; special tokens around it are kept."""
+    """Cut the token ids of a prompt's text to `max_tokens`. Special tokens before it are kept."""
     if policy == "cut_middle":
         return middle_cut(tokens, max_tokens)
-    return encode_cut(tokenizer, text, max_tokens, "left" if policy == "cut_left" else "right")
+    if policy == "cut_right":
+        return tokens[:max_tokens]
+    encoded = tokenizer([text], return_special_tokens_mask=not tokenizer.is_fast)
+    before = min((_special_around(tokenizer, encoded, 0) or (0, 0))[0], max_tokens - 1)
+    return [*tokens[:before], *tokens[len(tokens) - (max_tokens - before) :]]
 
 
 def middle_cut(items: Sequence[int], most: int) -> list[int]:
     """The first and the last items, so many together; of an odd number one more at the beginning."""
     last = most // 2
     return [*items[: most - last], *(items[-last:] if last else [])]
-
-
-def encode_cut(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int, side: str) -> list[int]:
-    """The token ids of a text that is cut at its "left" or "right", special tokens kept."""
-    before, tokenizer.truncation_side = tokenizer.truncation_side, side
-    try:
-        return list(tokenizer.encode(text, truncation=True, max_length=max_tokens))
-    finally:
-        tokenizer.truncation_side = before
 
 
 def encode_answers(
@@ -232,8 +227,7 @@ def encode_answers(
     """
     encoded = []
     for index, example in enumerate(examples):
-        tokens = encode_text(tokenizer, example.answer, f"answer {index}", special_tokens=False)
-        tokens = [*tokens, tokenizer.eos_token_id]
+        tokens = ended(tokenizer, encode_text(tokenizer, example.answer, f"answer {index}"))
         if len(tokens) > max_tokens:
             raise UserError(
                 f"answer {index} ({shortened(example.answer, 40)!r}) has {len(tokens)} tokens, "
@@ -243,9 +237,67 @@ def encode_answers(
     return encoded
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, name: str, *, special_tokens: bool) -> list[int]:
-    """The token ids of a text. Raises UserError, with its name, for one that cannot be encoded."""
+def ended(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:
+    """The token ids of a response with the end-of-sequence token, unless its text already ends with one.
+
+    White space after that one is dropped: a response ends where the model is to stop.
+    """
+    end = tokenizer.eos_token_id
+    if end not in tokens:
+        return [*tokens, end]
+    last = len(tokens) - tokens[::-1].index(end)
+    rest = str(tokenizer.decode(tokens[last:]))
+    return tokens[:last] if not rest.strip() else [*tokens, end]
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, name: str) -> list[int]:
+    """The token ids of a text as a prompt. Errors as of `encode_text`."""
     try:
-        return list(tokenizer.encode(text, add_special_tokens=special_tokens))
+        return encode_prompts_together(tokenizer, [text])[0]
     except Exception as error:  # the tokenizers library raises no narrower class
-        raise UserError(f"{name} ({shortened(text, 40)!r}) cannot be encoded: {error}") from None
+        raise _not_encoded(text, name, error) from None
+
+
+def encode_prompts_together(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The token ids of texts as prompts.
+
+    They begin with the special tokens that the tokenizer puts before a text, and end with the text: a model that reads
+    an end-of-sequence token or a separator after its prompt does not continue it. Raises what the tokenizer raises.
+    """
+    encoded = tokenizer(list(texts), return_special_tokens_mask=not tokenizer.is_fast)
+    counts = (_special_around(tokenizer, encoded, index) for index in range(len(texts)))
+    around = next((each for each in counts if each is not None), None)
+    if around is None:  # no text has a token
+        return [[] for _ in texts]
+    return [list(tokens[: len(tokens) - around[1]]) for tokens in encoded["input_ids"]]
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, name: str) -> list[int]:
+    """The token ids of a text, without special tokens that it does not hold itself.
+
+    Raises:
+        UserError: the text cannot be encoded. Names it.
+    """
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    except Exception as error:  # the tokenizers library raises no narrower class
+        raise _not_encoded(text, name, error) from None
+
+
+def _not_encoded(text: str, name: str, error: Exception) -> UserError:
+    return UserError(f"{name} ({shortened(text, 40)!r}) cannot be encoded: {error}")
+
+
+def _special_around(tokenizer: PreTrainedTokenizerBase, encoded: BatchEncoding, index: int) -> tuple[int, int] | None:
+    """Number of special tokens that a tokenizer puts before and after a text; None for a text without tokens.
+
+    Args:
+        tokenizer: of the texts.
+        encoded: texts, with these tokens.
+        index: of one of them.
+    """
+    if tokenizer.is_fast:
+        added = [sequence is None for sequence in encoded.sequence_ids(index)]
+    else:
+        added = [bool(special) for special in encoded["special_tokens_mask"][index]]
+    return (added.index(False), added[::-1].index(False)) if False in added else None

@@ -111,7 +111,7 @@ class ChatTemplate:
                 f"{self._name}.system is set, and the chat template does not render the content of a system message"
             )
         assert self.config.system is not None
-        encode_text(self._tokenizer, self.config.system, f"{self._name}.system", special_tokens=False)
+        encode_text(self._tokenizer, self.config.system, f"{self._name}.system")
 
     def prompt(self, messages: Any, place: str) -> str:
         """The text of a prompt.

@@ -29,7 +29,7 @@ from hybridflow.data.files.prompts import FACTS, HASHES, NUMBERS, FilePrompts, O
 from hybridflow.data.files.rows import Row, Rows, batches, needed, value_of
 from hybridflow.data.packed_prompts import ENDS, TOKENS
 from hybridflow.data.prompts import text_hash
-from hybridflow.data.tokenizer import cut, encode_text
+from hybridflow.data.tokenizer import cut, encode_prompts_together, encode_text
 from hybridflow.errors.log import log
 
 _FORM = 3
@@ -221,20 +221,24 @@ class _Writer:
         return taken
 
     def _encode(self, source: OpenSource, prompts: Sequence[_Prompt]) -> None:
-        """The token ids of texts; those of a template have the special tokens that it wrote, and no others."""
-        for special in (False, True):
-            some = [each for each in prompts if source.is_raw(each.row) is special]
+        """Encode texts; those of a template have the special tokens that it wrote, and no others."""
+        for raw in (False, True):
+            some = [each for each in prompts if source.is_raw(each.row) is raw]
             if not some:
                 continue
+            texts = [each.text for each in some]
             try:
-                found = self._tokenizer([each.text for each in some], add_special_tokens=special)["input_ids"]
+                if raw:
+                    found = encode_prompts_together(self._tokenizer, texts)
+                else:
+                    found = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
             except Exception:  # of one of them: which one is found out
                 for each in some:
-                    encode_text(self._tokenizer, each.text, source.rows.place(each.number), special_tokens=special)
+                    encode_text(self._tokenizer, each.text, source.rows.place(each.number))
                 raise
             for each, tokens in zip(some, found, strict=True):
                 each.tokens = list(tokens)
-            self._raw += len(some) if special else 0
+            self._raw += len(some) if raw else 0
 
     def _keep(self, source: OpenSource, prompts: Sequence[_Prompt], dropped: Counter[str]) -> None:
         kept = []

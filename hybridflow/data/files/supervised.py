@@ -23,7 +23,7 @@ from hybridflow.data.files.rows import Row, batches, needed
 from hybridflow.data.packed_prompts import ENDS, TOKENS, PackedPrompts, mapped
 from hybridflow.data.prompts import Prompts, text_hash
 from hybridflow.data.tasks import Example
-from hybridflow.data.tokenizer import encode_text
+from hybridflow.data.tokenizer import encode_prompt, encode_text, ended
 
 _STARTS, _LEARNED = "starts.bin", "learned.bin"
 _NAMES = (TOKENS, ENDS, _STARTS, _LEARNED, HASHES)
@@ -157,8 +157,8 @@ class Encoder:
                 "whole number to learn"
             )
         if source.is_raw(row):
-            tokens = encode_text(self._tokenizer, prompt, f"{place}: the prompt", special_tokens=True)
-            learned = [*self._text(answer, place), self._tokenizer.eos_token_id]
+            tokens = encode_prompt(self._tokenizer, prompt, f"{place}: the prompt")
+            learned = ended(self._tokenizer, self._text(answer, place))
             if not tokens:
                 raise UserError(f"{place}: the prompt has no tokens, expected at least one")
             return Conversation([*tokens, *learned], len(tokens), [True] * len(learned), prompt)
@@ -191,7 +191,7 @@ class Encoder:
         return Conversation(tokens[:end_of_last], start, learned[start:end_of_last], prompt)
 
     def _text(self, text: str, place: str) -> list[int]:
-        return encode_text(self._tokenizer, text, place, special_tokens=False)
+        return encode_text(self._tokenizer, text, place)
 
 
 def _is_conversation(prompt: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError
@@ -92,6 +94,16 @@ def test_an_answer_is_what_the_assistant_says_to_a_prompt(tmp_path: Path, tokeni
         "<|user|>1+1=<|end|><|assistant|>",
         "two<|end|>",
     )
+
+
+def test_nothing_stands_between_a_text_and_its_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    appending = copy.deepcopy(tokenizer)
+    special = [("<bos>", 1), ("<|end|>", 2)]
+    appending.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A <|end|>", special_tokens=special)
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", "answer": "2<|end|>\n"}]
+    found = encoded(tmp_path, appending, rows)
+    assert [appending.decode(tokens) for tokens in found.prompts.tokens] == ["<bos>1+1="] * 2
+    assert [learned(found, appending, row) for row in range(2)] == [[(True, "2<|end|>")]] * 2
 
 
 def test_what_is_too_long_is_refused_or_dropped_but_never_cut(
