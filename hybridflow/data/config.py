@@ -98,6 +98,9 @@ class PairsConfig(Settings):
     """Field of the better response. With kto a line may have only this one, of a desirable response."""
     rejected_field: str = "rejected"
     """Field of the worse response. With kto a line may have only this one, of an undesirable response."""
+    tools_field: str | None = None
+    """Column of the tools that the template describes to the model, as `tools` of `data.files.train`; those of
+    `chat.tools` if null."""
     chat: ChatConfig = ChatConfig()
     same_responses: SameResponses = "refuse"
     """What becomes of a pair whose responses are the same tokens: "refuse" the recipe, or "drop" the pair. How many

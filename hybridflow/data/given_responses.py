@@ -12,6 +12,7 @@ from hybridflow.data.config import OverlongPolicy, SameResponses
 from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.config import ChatConfig
 from hybridflow.data.files.cutting import Fit, cut_messages
+from hybridflow.data.files.prompts import TOOLS
 from hybridflow.data.files.supervised import Encoder
 from hybridflow.data.pairs import Pair, Text, is_messages
 from hybridflow.data.prompts import Prompts
@@ -28,11 +29,13 @@ class GivenResponses(Prompts):
             another prompt.
         rewards: of the two: 1 where a response is good, 0 where it is bad or to another prompt.
         alike: places of pairs that were left out because both responses are the same.
+        unread_tools: places of pairs with a column of tools that the recipe does not name.
     """
 
     responses: list[tuple[list[int], list[int]]]
     rewards: list[tuple[float, float]]
     alike: list[str] = field(default_factory=list)
+    unread_tools: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ def encode_pairs(
         UserError: naming the pair that cannot be encoded, has no room or no difference, or none has one.
     """
     template = ChatTemplate(chat or ChatConfig(), tokenizer, "data.pairs.chat")
+    if not template.reads_tools and any(pair.tools for pair in pairs):
+        raise UserError("data.pairs.tools_field is set, and the chat template does not read tools; expected null")
     kept: list[_Encoded] = []
     alike, overlong = [], 0
     for pair in pairs:
@@ -122,16 +127,23 @@ def encode_pairs(
         else [(each.responses[0], each.responses[1]) for each in kept],
         rewards=[(1.0 if each.good else 0.0, 0.0) for each in kept],
         alike=alike,
+        unread_tools=[pair.place for pair in pairs if pair.unread_tools],
     )
 
 
-def alike_notes(phases: dict[str, Prompts]) -> list[str]:
-    """A line for each phase of which pairs were left out because both responses are the same.
+def pair_notes(phases: dict[str, Prompts]) -> list[str]:
+    """A line for each phase of which pairs were left out because both responses are the same, and on unread tools.
 
     Args:
         phases: by the name of their prompts.
     """
-    return [
+    tools = [
+        f"data: {len(phase.unread_tools):,} {name} pairs have tools in a column {TOOLS!r} that the prompts leave out; "
+        f"data.pairs.tools_field={TOOLS} renders them; the first is {phase.unread_tools[0]}"
+        for name, phase in phases.items()
+        if isinstance(phase, GivenResponses) and phase.unread_tools
+    ]
+    return tools + [
         f"data: {len(phase.alike):,} of {len(phase) + len(phase.alike):,} {name} pairs have the same response twice "
         f"and are left out; the first is {phase.alike[0]}"
         for name, phase in phases.items()
@@ -167,7 +179,7 @@ def _responses_to_others(examples: Sequence[_Encoded]) -> list[list[int]]:
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, pair: Pair) -> list[int]:
     if is_messages(pair.prompt):
-        return encode_text(tokenizer, template.prompt(pair.prompt, pair.place), pair.place)
+        return encode_text(tokenizer, template.prompt(pair.prompt, pair.place, pair.tools), pair.place)
     if template.config.system is not None:
         raise UserError(f"{pair.place}: the prompt is no messages, and data.pairs.chat.system is set; expected them")
     if not isinstance(pair.prompt, str):
@@ -190,7 +202,7 @@ def _response(
                 f"{pair.place}: a response of {len(text)} messages, expected one of the assistant after a prompt of "
                 "messages"
             )
-        conversation = Encoder(template, tokenizer).conversation([*pair.prompt, *text], pair.place, learn="last")
+        conversation = Encoder(template, tokenizer).conversation([*pair.prompt, *text], pair.place, "last", pair.tools)
         return conversation.tokens[conversation.start :]
     if isinstance(text, str):
         return ended(tokenizer, encode_text(tokenizer, text, f"{pair.place}: the response"))
@@ -206,7 +218,9 @@ def _cut(
     policy: OverlongPolicy,
 ) -> list[int]:
     if is_messages(pair.prompt):
-        return cut_messages(tokenizer, template, pair.prompt, tokens, Fit(1, None, room, policy), pair.place)
+        return cut_messages(
+            tokenizer, template, pair.prompt, tokens, Fit(1, None, room, policy), pair.place, pair.tools
+        )
     if isinstance(pair.prompt, str):
         return cut(tokenizer, pair.prompt, tokens, room, policy)
     if policy == "cut_middle":

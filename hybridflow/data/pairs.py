@@ -12,8 +12,10 @@ from typing import Any, TypeGuard
 from engine3d.errors import UserError, shortened
 from hybridflow.data.config import DataConfig, PairsConfig
 from hybridflow.data.files.config import FileSource
+from hybridflow.data.files.messages import Tools, from_text, read_messages, read_tools
 from hybridflow.data.files.opening import default_cache, files_of, open_rows
-from hybridflow.data.files.rows import Row, batches, without_nulls
+from hybridflow.data.files.prompts import TOOLS
+from hybridflow.data.files.rows import Row, batches, has, value_of, without_nulls
 from hybridflow.data.tasks import Example, arithmetic_splits, listed, with_error
 
 Text = str | list[int] | list[dict[str, Any]]
@@ -28,12 +30,16 @@ class Pair:
         prompt: not empty.
         chosen, rejected: the responses; at least one is there.
         place: where it is from, for errors.
+        tools: that the assistant may call; None where they are those of the recipe.
+        unread_tools: True if it has a column of tools that the recipe does not name.
     """
 
     prompt: Text
     chosen: Text | None
     rejected: Text | None
     place: str
+    tools: Tools | None = None
+    unread_tools: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,9 +115,35 @@ def _pair(fields: Mapping[str, Any], place: str, config: PairsConfig, *, unpaire
         prompt = _text(fields[config.prompt_field], place, config.prompt_field)
     else:
         prompt = _common_beginning(chosen, rejected, place, both)
+    if isinstance(prompt, str) and (is_messages(chosen) or is_messages(rejected)):
+        prompt = _asked(prompt, chosen, rejected, place, config)
     if is_messages(prompt):
         chosen, rejected = (_after(prompt, each) for each in (chosen, rejected))
-    return Pair(prompt, chosen, rejected, place)
+    if config.tools_field is None:
+        return Pair(prompt, chosen, rejected, place, unread_tools=is_messages(prompt) and bool(fields.get(TOOLS)))
+    tools = read_tools(value_of(fields, config.tools_field) if has(fields, config.tools_field) else None, place)
+    if tools and not is_messages(prompt):
+        raise UserError(
+            f"{place}: field {config.tools_field!r} has tools, and the prompt is no messages; expected them"
+        )
+    return Pair(prompt, chosen, rejected, place, tools)
+
+
+def _asked(text: str, chosen: Text | None, rejected: Text | None, place: str, config: PairsConfig) -> Text:
+    """The messages before both responses, of which one of the user is the prompt's text."""
+    there = [each for each in (chosen, rejected) if each is not None]
+    if all(is_messages(each) and len(each) == 1 and each[0]["role"] == "assistant" for each in there):
+        return [{"role": "user", "content": text}]
+    common = _common_beginning(chosen, rejected, place, [config.chosen_field, config.rejected_field])
+    if is_messages(common) and any(
+        message["role"] == "user" and message["content"] is not None and message["content"].strip() == text.strip()
+        for message in common
+    ):
+        return common
+    raise UserError(
+        f"{place}: field {config.prompt_field!r} is a text that is no message of the user before both responses; "
+        "expected its messages, or prompt_field=null"
+    )
 
 
 def is_messages(text: Text | None) -> TypeGuard[list[dict[str, Any]]]:
@@ -146,11 +178,14 @@ def _after(prompt: list[dict[str, Any]], response: Text | None) -> Text | None:
 
 
 def _text(value: Any, place: str, name: str) -> Text:
+    value = from_text(value, f"{place}: field {name!r}")
     if isinstance(value, str) and value:
         return value
     ids = isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
     messages = isinstance(value, list) and all(isinstance(each, dict) for each in value)
-    if value and (ids or messages):
+    if value and messages:
+        return read_messages(value, f"{place}: field {name!r}")
+    if value and ids:
         return value  # type: ignore[no-any-return]
     raise UserError(
         f"{place}: field {name!r} is {shortened(repr(value))}, expected a non-empty string, a list of token ids, or a "

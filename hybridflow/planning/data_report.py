@@ -16,6 +16,7 @@ from hybridflow.config.initial_model import initial_spec, initial_tokenizer
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.files.prompts import FilePrompts, SourceSpan
 from hybridflow.data.files.supervised import SupervisedPrompts
+from hybridflow.data.given_responses import pair_notes
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
 from hybridflow.planning.evaluation_sets import encode_sets, set_notes
@@ -58,6 +59,7 @@ def data_lines(recipe: Recipe, *, show: int, characters: int) -> list[str]:
                 lines += _learned_lines(tokenizer, encoded.answers[index], encoded.masks[index], characters)
     notes = [
         *overlong_notes(recipe, phases, limit),
+        *pair_notes(phases),
         *file_notes(recipe, tokenizer, phases),
         *set_notes(tokenizer, sets, [encoded.train, encoded.sft]),
     ]
@@ -85,6 +87,8 @@ def _phase_lines(name: str, phase: Prompts) -> Iterator[str]:
         dropped = sum(span.dropped.values())
         kept = span.end - span.begin
         yield f"  {span.label}: {kept:,} of {kept + dropped:,} rows" + ("" if not dropped else "; dropped are")
+        if span.with_tools:
+            yield f"    {span.with_tools:,} with tools"
         yield from (f"    {count:,} with {reason}" for reason, count in span.dropped.items())
     for counts, place in phase.answer_counts():
         if counts.missing:

@@ -82,6 +82,7 @@ def set_notes(tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Prompts], l
         if dropped:
             why = ", ".join(f"{count:,} with {reason}" for reason, count in dropped.items())
             notes.append(f"evaluation.{name}: {sum(dropped.values()):,} rows are dropped: {why}")
+        notes += [note for span in prompts.spans for note in span.notes(f"evaluation.{name}")]
         if prompts.raw and tokenizer.chat_template is not None:
             notes.append(
                 f"evaluation.{name}: {prompts.raw:,} prompts are texts and go to the model as they are, without the "

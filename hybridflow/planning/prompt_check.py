@@ -15,7 +15,7 @@ from hybridflow.config.algorithm_fit import pretraining_misfits
 from hybridflow.config.initial_model import initial_tokenizer
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.files.supervised import SupervisedPrompts
-from hybridflow.data.given_responses import GivenResponses, alike_notes
+from hybridflow.data.given_responses import GivenResponses, pair_notes
 from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tokenizer import special_tokens
@@ -122,7 +122,7 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
             f"response and the {RESERVED_TOKENS} that SGLang keeps{groups}; or null for as many as the requests need"
         )
     phases = {"training": train, "held-out": evaluation, "supervised": sft}
-    notes = [*overlong_notes(recipe, phases, limit), *alike_notes(phases), *file_notes(recipe, tokenizer, phases)]
+    notes = [*overlong_notes(recipe, phases, limit), *pair_notes(phases), *file_notes(recipe, tokenizer, phases)]
     notes += set_notes(tokenizer, sets, (train, sft))
     return EncodedPrompts(lengths, (train, evaluation), sets, notes, special_tokens(tokenizer))
 

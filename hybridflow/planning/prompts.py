@@ -163,6 +163,7 @@ def file_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, phases: Mappi
                 kept, count = span.end - span.begin, sum(span.dropped.values())
                 why = ", ".join(f"{each:,} with {reason}" for reason, each in span.dropped.items())
                 notes.append(f"data: {count:,} of {kept + count:,} {name} rows of {span.label} are dropped: {why}")
+            notes += span.notes(f"data.files, {name}")
         if isinstance(phase, FilePrompts) and phase.raw and tokenizer.chat_template is not None:
             notes.append(
                 f"data: {phase.raw:,} {name} prompts are texts and go to the model as they are, without the "

@@ -133,6 +133,9 @@ class FileSource(Settings):
     the column has a fraction), all other JSON as it is. A row may lack it: `check` counts those rows where a function
     needs answers. Null where none does. A function that has a parameter of the name of any column gets that column's
     values."""
+    tools: str | None = None
+    """Column of the tools that the template describes to the model: a list of objects, or its JSON text; null, or
+    nothing, in rows without any. Of all rows `chat.tools` if null."""
     id: str | None = None
     """Column that names a row, once in the source; a row is named by its number, from 0, if null."""
     where: dict[str, Annotated[Condition, BeforeValidator(_condition)]] = Field(default_factory=dict)
@@ -191,6 +194,9 @@ class ChatConfig(Settings):
     """System prompt, before the messages of a row that has none of its own."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the template, such as {enable_thinking: false}; each has to be one that the template reads."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Tools that the template describes to the model, for the messages of every row whose source names no column of
+    them: objects such as `{type: function, function: {name: weather, description: ..., parameters: {...}}}`."""
     date: datetime.date | None = None
     """What a template writes that asks for today's date (`strftime_now`), such as 2026-01-31: the same every day, so
     that a run that goes on tomorrow has the same prompts."""

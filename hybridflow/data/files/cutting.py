@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError
 from hybridflow.data.config import OverlongPolicy
-from hybridflow.data.files.chat import ChatTemplate, joined
+from hybridflow.data.files.chat import ChatTemplate
+from hybridflow.data.files.messages import Tools, read_messages
 
 _TRIES = 8
 """Texts that are cut at tokens may have other tokens beside what follows them."""
@@ -57,19 +58,18 @@ def cut_messages(
     tokens: list[int],
     fit: Fit,
     place: str,
+    tools: Tools | None = None,
 ) -> list[int]:
     """The token ids of messages of which the longest of the user is cut, so that the template stays whole.
 
     Raises:
         UserError: the rest leaves no room.
     """
-    own = [number for number, each in enumerate(messages) if each.get("role") in ("user", "tool")]
-    contents = {number: messages[number].get("content") or "" for number in own}
+    messages = read_messages(messages, place)
     texts = {
-        number: joined(content, f"{place}: message {number + 1}") if isinstance(content, list) else content
-        for number, content in contents.items()
+        number: message["content"] for number, message in enumerate(messages) if message["role"] in ("user", "tool")
     }
-    number = max(own, key=lambda each: len(texts[each]), default=None)
+    number = max(texts, key=lambda each: len(texts[each]), default=None)
     if number is None or not (content := texts[number]):
         raise UserError(f"{place}: no message of the user that could be cut; expected data.overlong_prompts=drop")
     spans = tokenizer(content, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
@@ -80,7 +80,7 @@ def cut_messages(
             break
         cut = [dict(each) for each in messages]
         cut[number]["content"] = _shortened(content, spans, left, fit.policy)
-        tokens = list(tokenizer(template.prompt(cut, place), add_special_tokens=False)["input_ids"])
+        tokens = list(tokenizer(template.prompt(cut, place, tools), add_special_tokens=False)["input_ids"])
         if len(tokens) <= fit.most:
             return tokens
     raise UserError(

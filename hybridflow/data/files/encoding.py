@@ -26,13 +26,13 @@ from hybridflow.data.files.config import FilesConfig, FileSource
 from hybridflow.data.files.cutting import Fit, cut_messages
 from hybridflow.data.files.opening import default_cache, files_of, write_once
 from hybridflow.data.files.prompts import FACTS, HASHES, NUMBERS, FilePrompts, OpenSource
-from hybridflow.data.files.rows import Row, Rows, batches, needed, value_of
+from hybridflow.data.files.rows import BATCH, Row, Rows, batches, has, needed, value_of
 from hybridflow.data.packed_prompts import ENDS, TOKENS
 from hybridflow.data.prompts import text_hash
 from hybridflow.data.tokenizer import cut, encode_prompts_together, encode_text
 from hybridflow.errors.log import log
 
-_FORM = 3
+_FORM = 4
 """Of the files in the cache; a change of what is written there is another number."""
 _SAY_EVERY_S = 10.0
 _NAMES = (TOKENS, ENDS, NUMBERS, HASHES)
@@ -93,6 +93,10 @@ def open_sources(
         raise UserError(f"data.files: a {kind}, expected a tokenizer of the tokenizers library (tokenizer.json)")
     cache = config.cache or default_cache()
     files = [files_of(source, cache) for source in sources]
+    if unread := next((source for source in sources if source.tools is not None and not template.reads_tools), None):
+        raise UserError(
+            f"{unread.label}: tools={unread.tools}, and the chat template does not read tools; expected null"
+        )
     opened = [OpenSource.open(source, template, each, cache) for source, each in zip(sources, files, strict=True)]
     everything = [
         *(_FORM, [[(file.reading, file.identity) for file in each] for each in files]),
@@ -166,6 +170,7 @@ class _Writer:
         self._files, self._template, self._tokenizer, self._fit = files, template, tokenizer, fit
         self._spans: list[tuple[int, int]] = []
         self._dropped: list[dict[str, int]] = []
+        self._tools: list[Counter[str]] = []
         self._columns: dict[str, None] = {}
         self._answers: list[AnswerCounts] = []
         self._overlong, self._raw = 0, 0
@@ -176,6 +181,7 @@ class _Writer:
         return {
             "spans": self._spans,
             "dropped": self._dropped,
+            "tools": self._tools,
             "overlong": self._overlong,
             "columns": list(self._columns),
             "answers": [asdict(each) for each in self._answers],
@@ -189,6 +195,7 @@ class _Writer:
         rows, settings = source.rows, source.settings
         count = min(len(rows), settings.rows or len(rows))
         filter_, said = RowFilter(source), time.monotonic()
+        self._tools.append(Counter())
         for first, some in batches(rows, 0, count):
             taken = self._taken(source, first, some, filter_, dropped)
             if settings.id is not None:
@@ -217,6 +224,7 @@ class _Writer:
                 continue
             source.check(row, place)
             self._columns |= dict.fromkeys(row)
+            source.count_tools(row, place, self._tools[-1])
             taken.append(_Prompt(number, row, source.text(row, place), []))
         return taken
 
@@ -272,7 +280,8 @@ class _Writer:
         if source.is_raw(prompt.row):
             return cut(self._tokenizer, prompt.text, prompt.tokens, self._fit.most, self._fit.policy)
         messages = source.messages(prompt.row)
-        return cut_messages(self._tokenizer, self._template, messages, prompt.tokens, self._fit, place)
+        tools = source.tools(prompt.row, place)
+        return cut_messages(self._tokenizer, self._template, messages, prompt.tokens, self._fit, place, tools)
 
 
 class RowFilter:
@@ -333,6 +342,8 @@ def check_columns(source: FileSource, rows: Rows) -> None:
     for name in source.where if rows.in_columns else ():  # lines of JSON may have others later
         if name not in rows.columns and name.partition(".")[0] not in rows.columns:
             raise _missing(name, rows)
+    if source.tools is not None and not any(has(each, source.tools) for each in rows.read(0, min(len(rows), BATCH))):
+        needed(row, source.tools, place)
     if source.where:
         return
     for column in (source.prompt, source.id):

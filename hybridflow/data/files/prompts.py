@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +16,15 @@ from engine3d.errors import UserError, shortened
 from hybridflow.data.answers import AnswerCounts, as_answer
 from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.config import FileSource
+from hybridflow.data.files.messages import Tools, from_text, read_tools
 from hybridflow.data.files.opening import DataFile, open_rows
 from hybridflow.data.files.rows import Row, Rows, needed, value_of, without_nulls
 from hybridflow.data.packed_prompts import PackedPrompts, mapped
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tasks import Example
 
+TOOLS = "tools"
+"""The column in which data sets have tools."""
 NUMBERS, HASHES, FACTS = "numbers.bin", "hashes.bin", "facts.json"
 """Files beside the token ids: the row of each prompt in its source, as int64; a hash of its text, as uint64."""
 
@@ -33,12 +37,29 @@ class SourceSpan:
         label: name of the source.
         begin, end: the range of their indices.
         dropped: how many rows are no prompt, by the reason.
+        with_tools: how many prompts describe tools.
+        unread_tools: how many rows have a column of tools that the recipe does not name.
     """
 
     label: str
     begin: int
     end: int
     dropped: Mapping[str, int]
+    with_tools: int = 0
+    unread_tools: int = 0
+
+    def notes(self, what: str) -> list[str]:
+        """A line on tools that no prompt has.
+
+        Args:
+            what: the rows are, at its beginning.
+        """
+        if not self.unread_tools:
+            return []
+        return [
+            f"{what}: {self.unread_tools:,} rows of {self.label} have tools in a column {TOOLS!r} that the prompts "
+            f"leave out; {TOOLS}: {TOOLS} of the source renders them"
+        ]
 
 
 @dataclass(frozen=True)
@@ -90,7 +111,25 @@ class OpenSource:
         prompt = self.prompt(row, place)
         if isinstance(prompt, str) and self.template.config.texts == "raw":
             return prompt
-        return self.template.prompt(self.messages(row), place)
+        return self.template.prompt(self.messages(row), place, self.tools(row, place))
+
+    def tools(self, row: Row, place: str) -> Tools | None:
+        """The tools of a row; None where they are those of the recipe. Raises UserError where they are none."""
+        if self.settings.tools is None:
+            return None
+        try:
+            found = value_of(row, self.settings.tools)
+        except KeyError:  # lines of JSON may have them in some rows alone
+            return ()
+        return read_tools(without_nulls(found) if self.rows.in_columns else found, place)
+
+    def count_tools(self, row: Row, place: str, counts: Counter[str]) -> None:
+        """Count a row as "with" if its prompt describes tools, as "unread" if the recipe does not name their column."""
+        if self.is_raw(row):
+            return
+        tools = self.tools(row, place)
+        counts["with"] += bool(self.template.config.tools if tools is None else tools)
+        counts["unread"] += self.settings.tools is None and bool(row.get(TOOLS))
 
     def answer(self, row: Row) -> Any:
         """The reference answer of a row; None where it lacks the column, and "" where the source has none."""
@@ -108,6 +147,11 @@ class OpenSource:
             raise UserError(
                 f"{place}: column {self.settings.prompt!r} is {shortened(repr(prompt), 60)}, expected a text or a list "
                 "of messages, not empty"
+            )
+        if self.is_raw(row) and self.tools(row, place):
+            raise UserError(
+                f"{place}: column {self.settings.tools!r} has tools, and the prompt is a text, to which no template is "
+                "applied; expected messages, or data.files.chat.texts=user"
             )
 
     def row_id(self, number: int, row: Row) -> str:
@@ -137,7 +181,8 @@ class OpenSource:
         """What the column of the prompt holds: a text or messages. Raises UserError where the row lacks it."""
         found = needed(row, self.settings.prompt, place)
         # Of messages whose calls of tools have other arguments, each had those of all.
-        return without_nulls(found) if self.rows.in_columns else found
+        found = without_nulls(found) if self.rows.in_columns else found
+        return from_text(found, f"{place}: column {self.settings.prompt!r}")
 
 
 class FileExamples(Sequence[Example]):
@@ -197,8 +242,10 @@ class FilePrompts(Prompts):
         """Those of a directory of the cache."""
         facts = json.loads((directory / FACTS).read_text())
         spans = tuple(
-            SourceSpan(source.settings.label, begin, end, dropped)
-            for source, (begin, end), dropped in zip(sources, facts["spans"], facts["dropped"], strict=True)
+            SourceSpan(source.settings.label, begin, end, dropped, tools.get("with", 0), tools.get("unread", 0))
+            for source, (begin, end), dropped, tools in zip(
+                sources, facts["spans"], facts["dropped"], facts["tools"], strict=True
+            )
         )
         answers = [AnswerCounts(**each) for each in facts["answers"]]
         sources = [replace(source, whole_answers=each.whole) for source, each in zip(sources, answers, strict=True)]

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import MOST_DIGITS_OF_DATA, MOST_LINE_BYTES, JsonError, open_regular, parse_json
+from hybridflow.data.files.messages import from_json
 
 BATCH = 1024
 """Rows that are read at a time where all are."""
@@ -242,15 +243,25 @@ def batches(rows: Rows, begin: int, end: int) -> Iterator[tuple[int, Sequence[Ro
 
 
 def value_of(row: Row, column: str) -> Any:
-    """The value of a column; a dot goes into an object. Raises KeyError where the row lacks it."""
+    """The value of a column; a dot goes into an object, or a text of one. Raises KeyError where the row lacks it."""
     if column in row:
         return row[column]
     value: Any = row
     for part in column.split("."):
+        value = from_json(value)
         if not isinstance(value, Mapping):
             raise KeyError(column)
         value = value[part]
     return value
+
+
+def has(row: Row, column: str) -> bool:
+    """True if a row has a column."""
+    try:
+        value_of(row, column)
+    except KeyError:
+        return False
+    return True
 
 
 def needed(row: Row, column: str, place: str) -> Any:

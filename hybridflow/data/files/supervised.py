@@ -17,6 +17,7 @@ from hybridflow.data.config import OverlongPolicy
 from hybridflow.data.files.chat import ChatTemplate, Rendered
 from hybridflow.data.files.config import FilesConfig, FileSource, Learned
 from hybridflow.data.files.encoding import RowFilter, check_columns, open_sources
+from hybridflow.data.files.messages import Tools, ends_with_assistant, from_text, read_messages
 from hybridflow.data.files.opening import write_once
 from hybridflow.data.files.prompts import FACTS, HASHES, OpenSource, SourceSpan
 from hybridflow.data.files.rows import Row, batches, needed
@@ -117,8 +118,10 @@ def encode_supervised(
     write_once(kept, lambda part: _write(part, opened, template, tokenizer, limit))
     found = json.loads((kept / FACTS).read_text())
     spans = tuple(
-        SourceSpan(source.label, begin, end, dropped)
-        for source, (begin, end), dropped in zip(sources, found["spans"], found["dropped"], strict=True)
+        SourceSpan(source.label, begin, end, dropped, tools.get("with", 0), tools.get("unread", 0))
+        for source, (begin, end), dropped, tools in zip(
+            sources, found["spans"], found["dropped"], found["tools"], strict=True
+        )
     )
     whole, starts = PackedPrompts.mapped(kept), mapped(kept / _STARTS, np.int64)
     prompts, answers = _Part(whole, starts, after=False), _Part(whole, starts, after=True)
@@ -144,12 +147,15 @@ class Encoder:
     def encode(self, source: OpenSource, row: Row, place: str) -> Conversation:
         """The tokens of a row. Raises UserError where it is no example."""
         prompt = source.prompt(row, place)
-        if _is_conversation(prompt):
-            return self.conversation(prompt, place)
+        if ends_with_assistant(prompt):
+            return self.conversation(prompt, place, tools=source.tools(row, place))
         source.check(row, place)
         if source.settings.answer is None:
             raise UserError(f"{place}: the prompt ends without an answer, and answer is null; expected one of both")
         answer = needed(row, source.settings.answer, place)
+        if ends_with_assistant(answer := from_text(answer, place)) and not source.is_raw(row):
+            given = [each | {"weight": 0} for each in read_messages(source.messages(row), place)]
+            return self.conversation([*given, *answer], place, learn="all", tools=source.tools(row, place))
         answer = str(answer) if isinstance(answer, int) and not isinstance(answer, bool) else answer
         if not isinstance(answer, str):
             raise UserError(
@@ -163,11 +169,13 @@ class Encoder:
                 raise UserError(f"{place}: the prompt has no tokens, expected at least one")
             return Conversation([*tokens, *learned], len(tokens), [True] * len(learned), prompt)
         messages = [*source.messages(row), {"role": "assistant", "content": answer}]
-        return self.conversation(messages, place, learn="last")
+        return self.conversation(messages, place, learn="last", tools=source.tools(row, place))
 
-    def conversation(self, messages: Any, place: str, learn: Learned | None = None) -> Conversation:
+    def conversation(
+        self, messages: Any, place: str, learn: Learned | None = None, tools: Tools | None = None
+    ) -> Conversation:
         """The tokens of messages. Arguments and errors as of `ChatTemplate.conversation`."""
-        return self._rendered(self._template.conversation(messages, place, learn=learn), place)
+        return self._rendered(self._template.conversation(messages, place, learn, tools), place)
 
     def _rendered(self, rendered: Rendered, place: str) -> Conversation:
         tokens: list[int] = []
@@ -194,12 +202,6 @@ class Encoder:
         return encode_text(self._tokenizer, text, place)
 
 
-def _is_conversation(prompt: Any) -> bool:
-    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[-1], dict):
-        return False
-    return bool(prompt[-1].get("role") == "assistant")
-
-
 @dataclass(frozen=True)
 class _Limit:
     most: int
@@ -216,9 +218,11 @@ def _write(
     directory.mkdir()
     files = {name: (directory / name).open("wb") for name in _NAMES}
     encoder, spans, dropped_of, tokens, count, overlong = Encoder(template, tokenizer), [], [], 0, 0, 0
+    tools_of: list[Counter[str]] = []
     try:
         for source in sources:
             begin, dropped, filter_ = count, Counter[str](), RowFilter(source)
+            tools_of.append(Counter())
             rows = min(len(source.rows), source.settings.rows or len(source.rows))
             for first, some in batches(source.rows, 0, rows):
                 for number, row in enumerate(some, start=first):
@@ -231,6 +235,7 @@ def _write(
                         overlong += 1
                         _drop_overlong(len(found.tokens), limit, place, dropped)
                         continue
+                    source.count_tools(row, place, tools_of[-1])
                     tokens, count = tokens + len(found.tokens), count + 1
                     files[TOKENS].write(np.array(found.tokens, dtype=np.int32).tobytes())
                     files[ENDS].write(np.int64(tokens).tobytes())
@@ -244,7 +249,8 @@ def _write(
     finally:
         for file in files.values():
             file.close()
-    (directory / FACTS).write_text(json.dumps({"spans": spans, "dropped": dropped_of, "overlong": overlong}))
+    facts = {"spans": spans, "dropped": dropped_of, "tools": tools_of, "overlong": overlong}
+    (directory / FACTS).write_text(json.dumps(facts))
 
 
 def _drop_overlong(tokens: int, limit: _Limit, place: str, dropped: Counter[str]) -> None:

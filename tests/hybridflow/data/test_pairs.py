@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from engine3d.errors import UserError
 from hybridflow.data.config import ArithmeticConfig, DataConfig, OverlongPolicy, PairsConfig
 from hybridflow.data.files.config import ChatConfig
-from hybridflow.data.given_responses import GivenResponses, alike_notes, encode_pairs
+from hybridflow.data.given_responses import GivenResponses, encode_pairs, pair_notes
 from hybridflow.data.pairs import Pair, load_pairs, read_pairs
 from hybridflow.data.tasks import ARITHMETIC_CHARACTERS, load_splits
 from hybridflow.data.tokenizer import make_character_tokenizer, make_chat_tokenizer
@@ -223,7 +223,7 @@ def test_pairs_without_a_difference_are_refused_or_left_out(tokenizer: PreTraine
     found = encoded(tokenizer, *pairs, same="drop")
     assert len(found) == len(found.responses) == len(found.rewards) == 1
     assert found.alike == ["p:2", "p:3"]
-    assert alike_notes({"training": found}) == [
+    assert pair_notes({"training": found}) == [
         "data: 2 of 3 training pairs have the same response twice and are left out; the first is p:2"
     ]
     with pytest.raises(UserError, match=r"p:2: the better and .*, as in all 2 pairs; expected some that differ"):
@@ -282,3 +282,55 @@ def test_examples_that_say_nothing_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         encoded(tokenizer, *(a_pair(*each, f"p:{row}") for row, each in enumerate(pairs, start=1)), unpaired=True)
+
+
+# Layouts of published pairs
+
+
+def test_a_prompt_as_text_beside_conversations(tmp_path: Path) -> None:
+    path, user = tmp_path / "p.jsonl", {"role": "user", "content": "q"}
+
+    def line(prompt: Any, *before: dict[str, str]) -> str:
+        said = {name: [*before, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+        return json.dumps({"prompt": prompt, **said})
+
+    system = {"role": "system", "content": "s"}
+    for before in (
+        [user],
+        [system, user],
+        [user, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}],
+    ):
+        [pair] = read(path, line("q ", *before))
+        assert pair.prompt == before and pair.chosen == [{"role": "assistant", "content": "chosen"}]
+    assert read(path, line("q"))[0].prompt == [user]
+    assert read(path, line(json.dumps([user]), user))[0].prompt == [user]
+    with pytest.raises(
+        UserError, match=r"p.jsonl:1: field 'prompt' is a text that is no message of the user before both"
+    ):
+        read(path, line("other", user))
+
+
+def test_tools_of_pairs(tmp_path: Path) -> None:
+    path, chat = tmp_path / "p.jsonl", make_chat_tokenizer(tmp_path / "tokenizer")
+    said = {name: [{"role": "assistant", "content": name[0]}] for name in ("chosen", "rejected")}
+    row = {"prompt": [{"role": "user", "content": "q"}], **said, "tools": [{"name": "add"}]}
+    found = encoded(chat, *read(path, json.dumps(row)), context=100)
+    assert pair_notes({"training": found}) == [
+        "data: 1 training pairs have tools in a column 'tools' that the prompts leave out; "
+        f"data.pairs.tools_field=tools renders them; the first is {path}:1"
+    ]
+    pairs = read(path, json.dumps(row), tools_field="tools")
+    with pytest.raises(UserError, match=r"data\.pairs\.tools_field is set, and the chat template does not read tools"):
+        encoded(chat, *pairs, context=100)
+    chat.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + str(chat.chat_template)
+    found = encoded(chat, *pairs, context=100)
+    assert chat.decode(found.tokens[0]) == '[{"name": "add"}]<|user|>q<|end|><|assistant|>'
+    assert chat.decode(found.responses[0][0]) == "c<|end|>" and not pair_notes({"training": found})
+    with pytest.raises(UserError, match="field 'tools' has tools, and the prompt is no messages; expected them"):
+        read(path, json.dumps({"prompt": "q", "chosen": "a", "rejected": "b", "tools": "[{}]"}), tools_field="tools")
+
+
+def test_a_response_that_ends_itself_has_no_second_end(tmp_path: Path) -> None:
+    chat = make_chat_tokenizer(tmp_path)
+    found = encoded(chat, a_pair("q", "x<|end|>", "y"))
+    assert [chat.decode(tokens) for tokens in found.responses[0]] == ["x<|end|>", "y<|end|>"]

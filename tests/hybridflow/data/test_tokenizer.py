@@ -36,9 +36,7 @@ def tokenizer(tmp_path: Path) -> PreTrainedTokenizerBase:
     ("processing", "before"),
     [("$A", ""), ("$A <|end|>", ""), ("<bos> $A <|end|>", "<bos>"), ("<pad> <bos> $A <|end|> <pad>", "<pad><bos>")],
 )
-def test_nothing_follows_the_text_of_a_prompt(
-    tokenizer: PreTrainedTokenizerBase, processing: str, before: str
-) -> None:
+def test_nothing_follows_the_text_of_a_prompt(tokenizer: PreTrainedTokenizerBase, processing: str, before: str) -> None:
     around(tokenizer, processing)
     texts = ["1+1=", "<bos>", "<|user|>a<|end|>", "<|end|>", "b"]  # special tokens of a text are its own
     expected = [before + text for text in texts]

@@ -13,8 +13,9 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine3d.errors import UserError
-from hybridflow.data.files.chat import ChatTemplate, Rendered, joined
+from hybridflow.data.files.chat import ChatTemplate, Rendered
 from hybridflow.data.files.config import ChatConfig
+from hybridflow.data.files.messages import joined
 
 from .tokenizers import QWEN_LIKE, REFUSING, WITHOUT_SYSTEM
 
@@ -67,10 +68,17 @@ def test_arguments_reach_the_template(bpe: PreTrainedTokenizerBase) -> None:
 
 
 def test_an_argument_of_a_template_that_has_none(chat: PreTrainedTokenizerBase) -> None:
-    message = (
-        "data.files.chat.arguments: the chat template does not read 'tools'; expected none, since it has no arguments"
+    begin = "data.files.chat.arguments: "
+    assert refused(lambda: template(chat, arguments={"x": 1})) == (
+        f"{begin}the chat template does not read 'x'; expected none, since it has no arguments"
     )
-    assert refused(lambda: template(chat, arguments={"tools": []})) == message
+    assert refused(lambda: template(chat, arguments={"messages": []})).startswith(
+        f"{begin}the chat template sets itself 'messages'; expected none"
+    )
+    assert refused(lambda: template(chat, arguments={"tools": []})) == (
+        f"{begin}tools have settings of their own; expected data.files.chat.tools, a list of them, or the column of "
+        "each row's tools as `tools` of a source"
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +91,7 @@ def test_an_argument_of_a_template_that_has_none(chat: PreTrainedTokenizerBase) 
     ],
 )
 def test_arguments_of_templates_as_published_ones_read_them(bpe: PreTrainedTokenizerBase, source: str) -> None:
-    tokenizer = other(bpe, source)
+    tokenizer = other(bpe, "{{ messages[0].content }}" + source)
     tokenizer.bos_token = "<|endoftext|>"
     date = {"date": "2026-01-31"} if "strftime_now" in source else {}
     assert template(tokenizer, arguments={"date_string": "today"}, **date).prompt([USER], "f:1").endswith("today")

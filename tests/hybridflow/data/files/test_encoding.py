@@ -113,6 +113,121 @@ def test_calls_of_tools_in_a_prompt_have_their_own_arguments_from_every_format(
     assert '{"city": null}' in texts(bpe, read_prompts(bpe, cache, with_null))[0]
 
 
+def test_tools_of_rows_from_every_format(tmp_path: Path, bpe: PreTrainedTokenizerBase) -> None:
+    def tool(name: str, **properties: Any) -> dict[str, Any]:
+        parameters = {"type": "object", "properties": properties}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    given = [[tool("weather", city={"type": "string"})], [tool("add", a={"type": "number"}), tool("clock")], None, []]
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "tools": tools} for tools in given]
+    template = tmp_path / "tools.jinja"
+    template.write_text("{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].content }}")
+
+    def read(path: Path) -> list[str]:
+        source = {"path": str(path), "tools": "tools", "answer": None}
+        found = read_prompts(bpe, tmp_path / "cache", source, chat={"template": str(template)})
+        assert found.spans[0].with_tools == 2 and not found.spans[0].notes("training")
+        assert found.examples[1].prompt == expected[1]
+        return texts(bpe, found)
+
+    expected = [f"{json.dumps(tools) if tools else ''}a" for tools in given]
+    assert read(write(tmp_path / "a.jsonl", [*rows[:3], {"prompt": rows[0]["prompt"]}])) == expected
+    as_text = [row | {"tools": json.dumps(row["tools"]) if row["tools"] else None} for row in rows]
+    assert read(write(tmp_path / "b.jsonl", as_text)) == expected
+    listed = [row | {"tools": row["tools"] and list(map(json.dumps, row["tools"]))} for row in rows]
+    for name, some in {"c": rows, "d": as_text, "e": listed}.items():
+        pq.write_table(pa.Table.from_pylist(some), tmp_path / f"{name}.parquet")
+        found = read(tmp_path / f"{name}.parquet")
+        assert [json.loads(text[:-1] or "null") for text in found] == [tools or None for tools in given]
+
+
+def test_tools_that_no_prompt_has_are_reported_or_refused(
+    tmp_path: Path, bpe: PreTrainedTokenizerBase, chat: PreTrainedTokenizerBase
+) -> None:
+    tools, cache = [{"name": "weather"}], tmp_path / "cache"
+    message = {"role": "user", "content": "a"}
+    path = write(tmp_path / "a.jsonl", [{"prompt": [message], "tools": tools}, {"prompt": [message]}])
+    source = {"path": str(path), "answer": None}
+    [note] = read_prompts(chat, cache, source).spans[0].notes("data.files, training")
+    assert note == (
+        "data.files, training: 1 rows of a have tools in a column 'tools' that the prompts leave out; tools: tools of "
+        "the source renders them"
+    )
+    assert refused(chat, cache, source | {"tools": "tools"}) == (
+        "a: tools=tools, and the chat template does not read tools; expected null"
+    )
+    template = tmp_path / "tools.jinja"
+    template.write_text("{{ tools }}{{ messages[0].content }}")
+    settings = {"chat": {"template": str(template)}}
+    assert refused(bpe, cache, source | {"tools": "functions"}, **settings).startswith(
+        f"{path}:1: no column 'functions'"
+    )
+    write(path, [{"prompt": [message], "tools": "weather"}])
+    assert refused(bpe, cache, source | {"tools": "tools"}, **settings) == (
+        f"{path}:1: tools are 'weather', expected a list of objects, or its JSON text"
+    )
+    write(path, [{"prompt": "a", "tools": tools}])
+    assert "a text, to which no template is applied" in refused(bpe, cache, source | {"tools": "tools"}, **settings)
+
+
+def test_other_tools_are_other_prompts(tmp_path: Path, bpe: PreTrainedTokenizerBase) -> None:
+    template = tmp_path / "tools.jinja"
+    template.write_text("{{ tools | tojson if tools else '' }}{{ messages[0].content }}")
+    source = {"path": str(write(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": "a"}], "answer": ""}]))}
+
+    def read(*tools: dict[str, Any]) -> list[str]:
+        chat = {"template": str(template), "tools": tools}
+        return texts(bpe, read_prompts(bpe, tmp_path / "cache", source, chat=chat))
+
+    assert [read(), read({"name": "f"}), read({"name": "g"})] == [["a"], ['[{"name": "f"}]a'], ['[{"name": "g"}]a']]
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_messages_as_a_text_of_json(tmp_path: Path, chat: PreTrainedTokenizerBase, format: str) -> None:
+    messages = [{"role": "user", "content": "[1]", "name": None}]
+    rows = [{"prompt": json.dumps(messages)}, {"prompt": "[1, 2]"}, {"prompt": '[{"a": 1}]'}, {"prompt": "[{1}]"}]
+    path = tmp_path / f"a.{format}"
+    if format == "jsonl":
+        write(path, rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    found = read_prompts(chat, tmp_path / "cache", {"path": str(path), "answer": None})
+    assert texts(chat, found) == [USER.format("[1]"), "[1, 2]", '[{"a": 1}]', "[{1}]"]
+    assert found.raw == 3
+
+
+@pytest.mark.parametrize(
+    "text", ["[{'role': 'user', 'content': 'a'}]", "[{'content': 'a', 'role': 'user'}\n {'x': 1}]"]
+)
+def test_messages_as_python_prints_them_are_refused(tmp_path: Path, chat: PreTrainedTokenizerBase, text: str) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": text}])
+    message = refused(chat, tmp_path / "cache", {"path": str(path), "answer": None})
+    assert message.startswith(f"{path}:1: column 'prompt': the text ") and "a list as Python prints it" in message
+
+
+def test_messages_of_from_and_value(tmp_path: Path, chat: PreTrainedTokenizerBase) -> None:
+    said = [("system", "S"), ("human", "a"), ("gpt", "b"), ("observation", "c"), ("human", "d")]
+    messages = [{"from": speaker, "value": value} for speaker, value in said]
+    source = {"prompt": "conversations", "answer": None}
+    path = write(tmp_path / "a.jsonl", [{"conversations": messages}])
+    found = read_prompts(chat, tmp_path / "cache", source | {"path": str(path)})
+    assert texts(chat, found) == [
+        "<|system|>S<|end|><|user|>a<|end|><|assistant|>b<|end|><|tool|>c<|end|><|user|>d<|end|><|assistant|>"
+    ]
+    write(path, [{"conversations": [{"from": "narrator", "value": "a"}]}])
+    assert refused(chat, tmp_path / "cache", source | {"path": str(path)}).startswith(
+        f"{path}:1: message 1 is from 'narrator', expected one of human, gpt, observation, system, "
+    )
+
+
+def test_a_column_of_objects_as_texts_of_json(tmp_path: Path, chat: PreTrainedTokenizerBase) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "a", "reward_model": '{"ground_truth": "4"}'}])
+    source = {"path": str(path), "answer": "reward_model.ground_truth"}
+    assert read_prompts(chat, tmp_path / "cache", source).examples[0].answer == "4"
+    write(path, [{"prompt": "a", "reward_model": "4"}])
+    assert refused(chat, tmp_path / "cache", source).startswith(f"{path}:1: no column 'reward_model.ground_truth'")
+
+
 def test_rows_that_are_dropped_are_counted_by_why(tmp_path: Path, chat: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": "x" * n, "answer": "", "level": n % 4, "extra": {"rate": n / 10}} for n in range(1, 21)]
     source = {"path": str(write(tmp_path / "a.jsonl", rows)), "where": {"level": [0, 1, 2], "extra.rate": {"max": 1.8}}}
@@ -160,8 +275,9 @@ def test_a_row_without_a_label_and_a_prompt_of_no_tokens(tmp_path: Path, bpe: Pr
     path = write(tmp_path / "a.jsonl", [{"prompt": "a"}])
     assert read_prompts(bpe, tmp_path / "cache", {"path": str(path), "answer": None}).examples[0].answer == ""
     empty = tmp_path / "empty.jinja"
-    empty.write_text("{{ '' }}")
-    settings = {"chat": {"template": str(empty), "texts": "user"}}
+    empty.write_text("{{ messages[0].content }}")
+    write(path, [{"prompt": [{"role": "user", "content": ""}]}])
+    settings = {"chat": {"template": str(empty)}}
     message = refused(bpe, tmp_path / "cache", {"path": str(path), "answer": None}, **settings)
     assert message == f"{path}:1: the prompt has no tokens, expected at least one"
 

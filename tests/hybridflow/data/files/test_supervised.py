@@ -96,6 +96,47 @@ def test_an_answer_is_what_the_assistant_says_to_a_prompt(tmp_path: Path, tokeni
     )
 
 
+@pytest.mark.parametrize("name", ["weight", "train", "loss"])
+def test_a_message_of_weight_0_is_not_trained_on(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    asked, first, again, last = CONVERSATION
+    found = encoded(tmp_path, tokenizer, [{"prompt": [asked, first | {name: 0}, again, last | {name: 1}]}])
+    prompt = "<|user|>1+1<|end|><|assistant|>2<|end|><|user|>3+4<|end|><|assistant|>"
+    assert tokenizer.decode(found.prompts.tokens[0]) == prompt
+    assert learned(found, tokenizer) == [(True, "7<|end|>")]
+    found = encoded(tmp_path, tokenizer, [{"prompt": [asked | {name: 0}, first, again, last | {name: False}]}])
+    assert learned(found, tokenizer) == [(True, "2<|end|>")]
+    for messages, message in (
+        ([asked, first | {name: 0}], "all messages of the assistant have weight 0, expected one to train on"),
+        ([asked, first | {name: 0.5}], f"message 2 has {name} 0.5, expected 0 or 1"),
+        ([asked | {name: 1}, first], "message 1 has a weight and role user, expected it of messages of the assistant"),
+    ):
+        with pytest.raises(UserError, match=f"sft.jsonl:1: {message}"):
+            encoded(tmp_path, tokenizer, [{"prompt": messages}])
+
+
+def test_an_answer_may_be_messages(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    row = {"prompt": CONVERSATION[:3], "completion": [CONVERSATION[3]]}
+    for given in (row, row | {"completion": json.dumps(row["completion"])}):
+        found = encoded(tmp_path, tokenizer, [given], answer="completion")
+        assert learned(found, tokenizer) == [(True, "7<|end|>")]
+
+
+def test_a_conversation_of_from_and_value(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    said = [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}]
+    found = encoded(tmp_path, tokenizer, [{"conversations": said}], prompt="conversations")
+    assert learned(found, tokenizer) == [(True, "2<|end|>")]
+
+
+def test_tools_of_a_conversation_are_read_and_not_trained_on(tmp_path: Path, bpe: PreTrainedTokenizerBase) -> None:
+    template = tmp_path / "tools.jinja"
+    template.write_text("{% if tools %}{{ tools | tojson }}{% endif %}" + str(bpe.chat_template))
+    row = {"prompt": CONVERSATION[:2], "tools": [{"name": "add"}]}
+    found = encoded(tmp_path, bpe, [row], {"template": template}, tools="tools")
+    assert str(bpe.decode(found.prompts.tokens[0])).startswith('[{"name": "add"}]<|im_start|>user')
+    assert learned(found, bpe) == [(True, "2<|im_end|>")] and found.prompts.spans[0].with_tools == 1
+    assert encoded(tmp_path, bpe, [row], {"template": template}).prompts.spans[0].unread_tools == 1
+
+
 def test_nothing_stands_between_a_text_and_its_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     appending = copy.deepcopy(tokenizer)
     special = [("<bos>", 1), ("<|end|>", 2)]
@@ -117,13 +158,13 @@ def test_what_is_too_long_is_refused_or_dropped_but_never_cut(
     assert found.prompts.spans[0].dropped == {"more than 10 tokens": 1}
 
 
-def test_a_template_that_takes_earlier_messages_away_is_refused(
+def test_a_template_that_renders_earlier_messages_otherwise_is_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    template = tmp_path / "forgetful.jinja"
+    template = tmp_path / "shortening.jinja"
     template.write_text(
-        "{% for message in messages %}{% if message.role == 'user' or loop.last %}"
-        "<|{{ message.role }}|>{{ message.content }}<|end|>{% endif %}{% endfor %}"
+        "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+        "{% if message.role == 'user' or loop.last %}<|end|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     with pytest.raises(UserError, match=r"sft.jsonl:1: the chat template renders the beginning .* otherwise"):
