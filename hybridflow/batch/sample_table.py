@@ -34,6 +34,7 @@ _OF_RESPONSES = {
 }
 """Columns of responses, which a `SampleBatch` has under the same names, and the types of their figures."""
 DATA_ROW = "data_row"
+ANSWER = "answer"
 """The column with the names of the rows that prompts are of."""
 _TOKEN = pa.int32()
 _REASONS = [reason.name.lower() for reason in FinishReason]
@@ -70,11 +71,13 @@ class Scored:
         by_name: such as "reward/exact_match", "reward/model" or "cost/length".
         advantages: of samples whose tokens share one.
         data_rows: the row of the data that a prompt is of, by the index of the prompt, where rows have names.
+        answers: the reference answer of a prompt as text, by the index of the prompt.
     """
 
     by_name: Mapping[str, ByName] = field(default_factory=dict)
     advantages: ByName | None = None
     data_rows: Mapping[int, str] = field(default_factory=dict)
+    answers: Mapping[int, str] = field(default_factory=dict)
 
 
 def sample_schema(names: tuple[str, ...] = ()) -> pa.Schema:
@@ -83,7 +86,7 @@ def sample_schema(names: tuple[str, ...] = ()) -> pa.Schema:
     fields += [pa.field(name, kind) for name, (_, kind) in _OF_SAMPLES.items()]
     fields += [pa.field(name, pa.float32()) for name in names]
     fields += [pa.field("advantage", pa.float32()), pa.field("finish_reason", pa.string())]
-    fields += [pa.field(DATA_ROW, pa.string())]
+    fields += [pa.field(DATA_ROW, pa.string()), pa.field(ANSWER, pa.string())]
     fields += [pa.field(name, pa.list_(_TOKEN)) for name in ("prompt_tokens", "response_tokens")]
     fields += [pa.field(name, pa.list_(kind)) for name, kind in _OF_RESPONSES.items()]
     return pa.schema(fields)
@@ -109,8 +112,9 @@ def table_of(batch: SampleBatch, scored: Scored, step: int) -> pa.Table:
     advantages = scored.advantages
     columns["advantage"] = pa.nulls(len(batch), pa.float32()) if advantages is None else advantages.of(ids)
     columns["finish_reason"] = pa.array([_REASONS[reason] for reason in batch.finish_reasons.tolist()])
-    rows = [scored.data_rows.get(prompt) for prompt in batch.prompt_indices.tolist()]
-    columns[DATA_ROW] = pa.array(rows, pa.string())
+    prompts = batch.prompt_indices.tolist()
+    columns[DATA_ROW] = pa.array([scored.data_rows.get(prompt) for prompt in prompts], pa.string())
+    columns[ANSWER] = pa.array([scored.answers.get(prompt) for prompt in prompts], pa.string())
     columns["prompt_tokens"] = _lists(batch.prompt_lengths, batch.tokens[~is_response], _TOKEN)
     columns["response_tokens"] = _lists(batch.response_lengths, batch.tokens[is_response], _TOKEN)
     for name, kind in _OF_RESPONSES.items():

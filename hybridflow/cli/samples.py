@@ -154,6 +154,8 @@ def _show(sample: StoredSample, text_of: TextOf) -> None:
     print(_head(sample))
     _block("prompt", text_of(sample.prompt_tokens))
     _block("response", text_of(sample.response_tokens))
+    if sample.answer is not None:
+        _block("answer", sample.answer)
 
 
 def _head(sample: StoredSample) -> str:

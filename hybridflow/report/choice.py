@@ -12,13 +12,15 @@ from hybridflow.metrics import names as metrics
 from hybridflow.report.evaluations import EVALUATIONS
 from hybridflow.report.over_time import device_plots, timeline_plots
 from hybridflow.report.plots import Band, Line, LinePlot, Plot, spans_decades
-from hybridflow.report.run_data import RunData, Series, finite
+from hybridflow.report.run_data import Floats, RunData, Series, finite
 from hybridflow.report.set_plots import set_plots
 from hybridflow.report.step_times import step_time_plots
 from hybridflow.report.thinning import bucketed, is_long
 
 _APART = 8.0
 """Where one figure is so many times another, that one would be a flat line beside it."""
+_FLAT = 1e-9
+"""Of the size of values: those that differ by less are the same but for rounding."""
 _VISIBLE = 0.004
 """Of the height of a plot: a line is as wide."""
 
@@ -216,8 +218,53 @@ class Section:
     plots: tuple[Plot, ...]
 
 
+@dataclass(frozen=True)
+class Unplotted:
+    """A metric that would be a flat line, a point, or nothing.
+
+    Args:
+        name: of the metric.
+        value: the only finite one; None where there is none.
+        steps: that have it.
+    """
+
+    name: str
+    value: float | None
+    steps: int
+
+
+def unplotted(run: RunData) -> list[Unplotted]:
+    """The metrics that have a place on the page, and whose lines would say nothing."""
+    found: dict[str, Unplotted] = {}
+    for wanted in (*_LEARNING, *_OPTIMISATION, *_GENERATION, *_SPEED):
+        matching = _matching(run, wanted)
+        kept = _telling(matching)
+        for name, series in matching.items():
+            if name not in kept:
+                values = finite(series.values)
+                found.setdefault(name, Unplotted(name, float(values[-1]) if len(values) else None, len(series.values)))
+    return list(found.values())
+
+
+def _telling(found: dict[str, Series]) -> dict[str, Series]:
+    """The lines of a plot without those that are 0 throughout or never finite; none where no line varies."""
+    if not any(_varies(series.values) for series in found.values()):
+        return {}
+    return {name: series for name, series in found.items() if finite(series.values).any()}
+
+
+def _varies(values: Floats) -> bool:
+    """True if a line through the values is more than a point, and not flat."""
+    kept = finite(values)
+    return len(kept) > 1 and float(np.ptp(kept)) > _FLAT * float(np.abs(kept).max())
+
+
+def _shows_something(plot: Plot) -> bool:
+    return not isinstance(plot, LinePlot) or any(_varies(line.y) for line in plot.lines)
+
+
 def sections(run: RunData) -> tuple[Section, ...]:
-    """Every plot of a run, under headings; those that it has no figures for are left out."""
+    """Every plot of a run that shows something, under headings."""
     every: dict[str, Iterable[Plot]] = {
         "Learning": _plots(run, _LEARNING),
         "Held-out sets": set_plots(run),
@@ -227,13 +274,13 @@ def sections(run: RunData) -> tuple[Section, ...]:
         "Devices": device_plots(run.samples),
         "Timeline": timeline_plots(run.spans),
     }
-    found = ((title, tuple(plots)) for title, plots in every.items())
+    found = ((title, tuple(filter(_shows_something, plots))) for title, plots in every.items())
     return tuple(Section(title, plots) for title, plots in found if plots)
 
 
 def _plots(run: RunData, table: Iterable[_Wanted]) -> Iterator[Plot]:
     for wanted in table:
-        found = _matching(run, wanted)
+        found = _telling(_matching(run, wanted))
         found, equal = (found, {}) if wanted.mean else _without_equals(found)
         for number, group in enumerate(_by_scale(found) if wanted.apart else [found] if found else []):
             plot = _line_plot(run, wanted, group)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.report.plots import BarPlot, LanePlot, LinePlot, Plot
@@ -22,7 +23,12 @@ SERIES = 10
 
 _HEIGHT, _WIDTH, _WIDE = 2.7, 5.4, 11.2
 _FEW_POINTS = 60
-_SHORT_LABEL = 12
+_COLUMNS = 7
+"""Of a legend."""
+_LINE = "-line-"
+"""In the identifier of a line, between the name of its plot and its number."""
+_POINTS = 72
+"""An inch in an SVG."""
 _DASHES = ("-", "--", ":", "-.")
 # Colours that stand for the variables: Matplotlib knows no others.
 _INK, _RULE = "#010100", "#010101"
@@ -54,8 +60,32 @@ _STYLE: Any = {
 }
 
 
-def draw(plot: Plot) -> str:
-    """The plot as an `<svg>` element that takes the width it is given."""
+@dataclass(frozen=True)
+class Axes2D:
+    """The place and scale of a drawing's axes.
+
+    Args:
+        box: left, top, right and bottom, in the units of the SVG's view box.
+        xs, ys: lower and upper limit.
+        log: True if the y axis is logarithmic.
+    """
+
+    box: tuple[float, float, float, float]
+    xs: tuple[float, float]
+    ys: tuple[float, float]
+    log: bool
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """An `<svg>` element that takes the width it is given, and its axes."""
+
+    svg: str
+    axes: Axes2D
+
+
+def draw(plot: Plot) -> Drawing:
+    """Draw a plot. The legend of lines is left to the page."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -75,24 +105,17 @@ def draw(plot: Plot) -> str:
         axes.set_ylabel(plot.y_label)
         svg = io.StringIO()
         figure.savefig(svg, format="svg", transparent=True, metadata=_NO_METADATA)
-    return _for_page(svg.getvalue())
+        width, height = (_POINTS * size for size in figure.get_size_inches())
+        place = axes.get_position()
+        box = (place.x0 * width, (1 - place.y1) * height, place.x1 * width, (1 - place.y0) * height)
+        return Drawing(
+            _for_page(svg.getvalue()), Axes2D(box, axes.get_xlim(), axes.get_ylim(), axes.get_yscale() == "log")
+        )
 
 
 def _height(plot: Plot) -> float:
     """In inches."""
-    match plot:
-        case LinePlot():
-            rows = -(-len(plot.lines) // _columns(plot))
-            return _HEIGHT + 0.15 * max(0, rows - 1)
-        case LanePlot():
-            return 1.2 + 0.24 * len(plot.lanes)
-        case _:
-            return _HEIGHT
-
-
-def _columns(plot: LinePlot) -> int:
-    """Of the legend."""
-    return 4 if all(len(line.label) <= _SHORT_LABEL for line in plot.lines) and plot.band is None else 2
+    return 1.2 + 0.24 * len(plot.lanes) if isinstance(plot, LanePlot) else _HEIGHT
 
 
 def _colour(number: int) -> str:
@@ -104,14 +127,14 @@ def _draw_lines(axes: Axes, plot: LinePlot) -> None:
 
     if plot.band is not None:
         band = plot.band
-        axes.fill_between(band.x, band.low, band.high, color=_colour(0), alpha=0.18, linewidth=0, label=band.label)
+        axes.fill_between(band.x, band.low, band.high, color=_colour(0), alpha=0.18, linewidth=0)
     for number, line in enumerate(plot.lines):
         few = len(line.x) <= _FEW_POINTS
         dashes = _DASHES[number // SERIES % len(_DASHES)]
         marks: dict[str, Any] = {"marker": "o", "markersize": 2.5, "markeredgewidth": 0} if few else {}
         if line.low is not None and line.high is not None:
             axes.fill_between(line.x, line.low, line.high, color=_colour(number), alpha=0.3, linewidth=0)
-        axes.plot(line.x, line.y, dashes, color=_colour(number), label=line.label, **marks)
+        axes.plot(line.x, line.y, dashes, color=_colour(number), gid=f"{plot.name}{_LINE}{number}", **marks)
     if plot.logarithmic:
         axes.set_yscale("log")
     else:
@@ -121,7 +144,6 @@ def _draw_lines(axes: Axes, plot: LinePlot) -> None:
             axes.set_ylim(0.0, 1.08 * max(values, default=0.0) or 1.0)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer="step" in plot.x_label))
     axes.xaxis.set_major_formatter(_number)
-    _legend(axes, *axes.get_legend_handles_labels(), columns=_columns(plot))
 
 
 def _number(value: float, _position: float) -> str:
@@ -169,12 +191,12 @@ def _draw_lanes(axes: Axes, plot: LanePlot) -> None:
     _legend(axes, *axes.get_legend_handles_labels())
 
 
-def _legend(axes: Axes, handles: list[Any], labels: list[Any], *, columns: int = 7, above: float = 1.0) -> None:
+def _legend(axes: Axes, handles: list[Any], labels: list[Any], *, above: float = 1.0) -> None:
     """Over the plot, where it hides nothing."""
     axes.legend(
         handles,
         labels,
-        ncols=min(columns, len(labels)),
+        ncols=min(_COLUMNS, len(labels)),
         loc="lower left",
         bbox_to_anchor=(0.0, above),
         borderaxespad=0.2,
@@ -190,7 +212,7 @@ def _for_page(svg: str) -> str:
     head = re.sub(r' (width|height)="[^"]*"', "", head)
     used = set(re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', rest))
     names = {name for pair in used for name in pair}
-    rest = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in names else "", rest)
+    rest = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in names or _LINE in found[1] else "", rest)
     rest = re.sub(r"<!--.*?-->\s*", "", rest, flags=re.DOTALL)
     for colour, variable in _VARIABLES.items():
         rest = rest.replace(colour, f"var({variable})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from hybridflow.metrics import names as metrics
 from hybridflow.metrics.device_samples import RunDevices
 from hybridflow.report.evaluations import EVALUATIONS, measured
 from hybridflow.report.run_data import RunData, Series, median
+from hybridflow.rundir.run_record import RunRecord
 
 _SETTINGS = (
     ("Optimizer steps of a rollout", "trainer.mini_batches"),
@@ -35,7 +37,38 @@ class Fact:
 
 def facts(run: RunData) -> list[Fact]:
     """What a run was and what came of it; what is not known has no row."""
-    return [Fact(name, value) for name, value in (*_course(run), *_recipe(run)) if value]
+    return [Fact(name, value) for name, value in (*_course(run), *_recipe(run), *_starts(run.record)) if value]
+
+
+def _starts(record: RunRecord | None) -> Iterator[tuple[str, str]]:
+    """Parameters, and the command, host and software of the newest start."""
+    if record is None:
+        return
+    parameters = [_millions(record.parameters)]
+    if record.active_parameters is not None and record.active_parameters != record.parameters:
+        parameters.append(f"{_millions(record.active_parameters)} for a token")
+    yield "Parameters", ", ".join(filter(None, parameters))
+    first, *resumed = record.starts
+    last = record.starts[-1]
+    yield "Started", _clock(first.at)
+    yield "Resumed", "; ".join(f"after step {start.after_step}, {_clock(start.at)}" for start in resumed)
+    yield "Host of the driver", last.host
+    yield "Command", last.command
+    yield "Commit", last.commit or ""
+    yield "Versions", ", ".join(f"{name} {version}" for name, version in last.versions.items())
+
+
+def _millions(count: int | None) -> str:
+    if count is None:
+        return ""
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if count >= size:
+            return f"{count / size:.4g} {word}"
+    return f"{count:,}"
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _course(run: RunData) -> Iterator[tuple[str, str]]:

@@ -16,12 +16,14 @@ from engine3d.errors import UserError
 from engine3d.input_files import JsonError, open_regular, parse_json
 from hybridflow.metrics.device_samples import DeviceSample, read_samples
 from hybridflow.metrics.timeline import Span, read_spans
+from hybridflow.report.outcome import read_outcome
 from hybridflow.report.stored_texts import StoredText, read_stored
 from hybridflow.rundir.atomic_files import whole_lines
 from hybridflow.rundir.evaluation_texts import steps_with_texts
 from hybridflow.rundir.file_names import DEVICES, EVALUATIONS, METRICS, RECIPE, SAMPLES, TIMELINE
 from hybridflow.rundir.hosts_file import RunHost, read_hosts
 from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe
+from hybridflow.rundir.run_record import RunRecord, read_run_record
 from hybridflow.rundir.stored_samples import has_store
 
 Floats = NDArray[np.float64]
@@ -72,6 +74,9 @@ class RunData:
         stored: samples of the last steps from the run's store, the newest step first; empty where it has none.
         hosts: of the run; empty where no launcher has started it.
         evaluations: directory of the texts of held-out sets; None where there are none.
+        record: every start of the run and its result; None of a run that wrote none.
+        outcome: one sentence; empty where the run has not said in which phase it is.
+        recipe_text: the recipe's file; empty where there is none.
     """
 
     name: str
@@ -83,6 +88,9 @@ class RunData:
     stored: Sequence[StoredText] = ()
     hosts: Sequence[RunHost] = ()
     evaluations: Path | None = None
+    record: RunRecord | None = None
+    outcome: str = ""
+    recipe_text: str = ""
 
     @property
     def on_cpus(self) -> bool:
@@ -117,16 +125,20 @@ def read_run(directory: Path) -> RunData:
         phases = read_metrics(metrics)
         if not phases:
             raise UserError(f"report: {metrics} holds no records yet")
+        record, recipe = read_run_record(directory), directory / RECIPE
         return RunData(
             name=directory.resolve().name,
             phases=phases,
-            recipe=read_kept_recipe(directory) if (directory / RECIPE).exists() else {},
+            recipe=read_kept_recipe(directory) if recipe.exists() else {},
             spans=read_spans(timeline) if timeline.exists() else (),
             samples=read_samples(devices) if devices.exists() else (),
             texts=read_texts(directory / SAMPLES) if (directory / SAMPLES).exists() else (),
             stored=read_stored(directory) if has_store(directory) else (),
             hosts=read_hosts(directory),
             evaluations=directory / EVALUATIONS if steps_with_texts(directory / EVALUATIONS) else None,
+            record=record,
+            outcome=read_outcome(directory, record),
+            recipe_text=recipe.read_text(errors="replace") if recipe.exists() else "",
         )
     except OSError as error:
         raise UserError(f"report: {error.filename} cannot be read: {error.strerror}") from None

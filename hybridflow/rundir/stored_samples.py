@@ -19,7 +19,7 @@ from hybridflow.rundir.sample_files import stored_steps
 _SUMS = ("reward", "cost")
 _PLAIN = ("step", "sample_id", "group_id", "prompt_index", "policy_version", "finish_reason", "advantage")
 _WHERE = ("engine", "began", "ended")
-_DATA_ROW = "data_row"
+_DATA_ROW, _ANSWER = "data_row", "answer"
 _TOKENS = ("prompt_tokens", "response_tokens", "response_mask")
 
 
@@ -85,6 +85,7 @@ class StoredSample:
         prompt_tokens, response_tokens: their ids; none where they were not asked for.
         response_mask: which response tokens the policy wrote.
         data_row: that the prompt is of, as "SOURCE:ROW"; None where rows have no names.
+        answer: the reference answer as text; None where the prompt has none.
     """
 
     step: int
@@ -103,6 +104,7 @@ class StoredSample:
     response_tokens: Sequence[int] = ()
     response_mask: Sequence[bool] = ()
     data_row: str | None = None
+    answer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class StepFile:
         if missing := [name for name in (*_PLAIN, *_SUMS, *_WHERE, *_TOKENS) if name not in names]:
             raise UserError(f"{path} has no column {missing[0]}, expected the samples of a step")
         self._named = [name for name in names if name.startswith(tuple(f"{each}/" for each in _SUMS))]
-        self._rest = [name for name in (_DATA_ROW,) if name in names]  # files of earlier versions lack it
+        self._rest = [name for name in (_DATA_ROW, _ANSWER) if name in names]  # files of earlier versions lack it
 
     def __len__(self) -> int:
         return int(self._file.metadata.num_rows)
@@ -189,6 +191,7 @@ class StepFile:
             response_tokens=row.get("response_tokens") or (),
             response_mask=row.get("response_mask") or (),
             data_row=row.get(_DATA_ROW),
+            answer=row.get(_ANSWER),
         )
 
     def _try(self, read: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 
 from engine3d.errors import first_line
 from hybridflow.batch.remote_batch import RemoteBatch
-from hybridflow.batch.sample_table import DATA_ROW, ByName, Scored, sample_schema, table_of
+from hybridflow.batch.sample_table import ANSWER, DATA_ROW, ByName, Scored, sample_schema, table_of
 from hybridflow.config.run import SamplesConfig
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
@@ -42,6 +42,7 @@ _FAILED_END_S = 5.0
 _COMPRESSED = {"compression": "zstd", "use_byte_stream_split": ["logprobs.list.element"]}
 _REPEATED = [
     DATA_ROW,
+    ANSWER,
     *("prompt_tokens.list.element", "response_tokens.list.element", "token_versions.list.element"),
     *("step", "group_id", "prompt_index", "policy_version", "reward", "engine", "finish_reason", "began", "ended"),
 ]
@@ -59,6 +60,7 @@ class LearnedSamples:
         by_name: what functions and models have given them, such as "reward/exact_match".
         baselines: what rewards were compared with, by group, where that is no reward of the group's samples.
         data_rows: the row of the data that each prompt is of, by its index, where rows have names.
+        answers: the reference answer of each prompt as text, by its index.
     """
 
     step: int
@@ -67,6 +69,7 @@ class LearnedSamples:
     by_name: Mapping[str, ByName] = field(default_factory=dict)
     baselines: Mapping[int, float] = field(default_factory=dict)
     data_rows: Mapping[int, str] = field(default_factory=dict)
+    answers: Mapping[int, str] = field(default_factory=dict)
 
 
 class SampleStore:
@@ -226,7 +229,9 @@ def write_samples(file: BinaryIO, learned: LearnedSamples, *, most_tokens: int =
                 few = batch.select(rows)
                 shared = few.facts.get("advantages")
                 advantages = None if shared is None else ByName(few.facts["sample_ids"], shared.float())
-                table = table_of(few.fetch(), Scored(by_name, advantages, learned.data_rows), learned.step)
+                table = table_of(
+                    few.fetch(), Scored(by_name, advantages, learned.data_rows, learned.answers), learned.step
+                )
                 writer.write_table(table.replace_schema_metadata(schema.metadata))
 
 

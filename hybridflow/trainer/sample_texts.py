@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.data.tasks import Example
 from hybridflow.metrics.sample_file import SampleText
+
+_CHARACTERS = 1000
+"""Most characters of an answer in the store."""
 
 
 def sample_texts(
@@ -68,6 +71,16 @@ def shortened(text: str, characters: int) -> str:
         return text
     head, tail = characters - characters // 2, characters // 2
     return f"{text[:head]} [... {len(text) - characters:,} characters ...] {text[len(text) - tail :]}"
+
+
+def answer_texts(examples: Mapping[int, Example]) -> dict[int, str]:
+    """The reference answers of prompts as texts, by the indices of the prompts; none of those without one."""
+    answers = {index: short_answer(example.answer, _CHARACTERS) for index, example in examples.items()}
+    return {
+        index: answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+        for index, answer in answers.items()
+        if answer is not None
+    }
 
 
 def short_answer(answer: Any, characters: int) -> Any:

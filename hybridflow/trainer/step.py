@@ -49,7 +49,7 @@ from hybridflow.trainer.given_responses import GivenSource
 from hybridflow.trainer.role_startup import Roles, judging
 from hybridflow.trainer.run_setup import Run
 from hybridflow.trainer.sample_store import LearnedSamples
-from hybridflow.trainer.sample_texts import sample_texts
+from hybridflow.trainer.sample_texts import answer_texts, sample_texts
 from hybridflow.trainer.source_figures import SourceFigures
 from hybridflow.trainer.step_figures import Scores, rollout_metrics
 from hybridflow.trainer.step_traces import trace_rollout, trace_updates
@@ -436,11 +436,12 @@ class TrainerStep(Step[Any]):
         named = {what: Scores.join(scores).by_name(what) for what, scores in self._scores.items()}
         by_name = {name: figures for each in named.values() for name, figures in each.items()}
         learned = tuple(self.learned)
-        rows: dict[int, str] = {}
-        if self.machinery.recipe.samples.store:  # names may have to be read from the data's files
+        rows, answers = dict[int, str](), dict[int, str]()
+        if self.machinery.recipe.samples.store:  # both may have to be read from the data's files
+            train = self.machinery.run.train
             prompts = dict.fromkeys(index for batch in learned for index in batch.facts["prompt_indices"].tolist())
-            rows = self.machinery.run.train.identities(prompts)
-        return LearnedSamples(self.number, self.version, learned, by_name, self.baselines, rows)
+            rows, answers = train.identities(prompts), answer_texts(train.at(list(prompts)))
+        return LearnedSamples(self.number, self.version, learned, by_name, self.baselines, rows, answers)
 
     @property
     def least_samples(self) -> int:

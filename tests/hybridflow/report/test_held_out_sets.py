@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Path:
     with Metrics(FILES, directory) as sinks:
         for step, passing in ((0, (0, 0, 1)), (10, (4, 4, 2)), (20, (4, 0, 3))):
             sinks.log(step, {"reward/mean": 0.5})
-            sinks.log(step, {"eval/accuracy": 0.25} | measured(*passing), phase="eval")
+            sinks.log(step, {"eval/accuracy": 0.25 + step / 100} | measured(*passing), phase="eval")
             sinks.log(step, {"checkpoint/best_step": min(step, 10), "checkpoint/best_value": 0.833}, phase="checkpoint")
             reward = None if step == 20 else 1.0
             texts = [
@@ -52,7 +52,7 @@ def page(run: Path, *options: str) -> str:
 
 def rows(text: str, heading: str) -> list[list[str]]:
     """The cells of the table under a heading."""
-    body = text[text.index(f"<h2>{heading}</h2>") :]
+    body = text[text.index(f">{heading}</h2>") :]
     body = body[: body.index("</table>")]
     return [
         re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.DOTALL) for row in re.findall(r"<tr>.*?</tr>", body, re.DOTALL)

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,11 @@ from hybridflow.report.over_time import timeline_plots
 from hybridflow.report.plots import BarPlot, LanePlot, LinePlot, Plot
 from hybridflow.report.run_data import read_run
 from hybridflow.report.thinning import bucketed
+from hybridflow.rundir.first_failure import describe, write_failure
 from hybridflow.rundir.hosts_file import NetworkSetting, RunHost, write_hosts
+from hybridflow.rundir.lock import hold
+from hybridflow.rundir.progress import PhaseFile
+from hybridflow.rundir.run_record import record_end, record_start
 from tests.support.stored_samples import learned_from, make_run, samples_of, store
 from tests.support.work import calls_of
 
@@ -56,12 +61,18 @@ class Page(HTMLParser):
         given = {name: value or "" for name, value in attrs}
         self.attributes += [(tag, name, value) for name, value in given.items()]
         if tag == "figure":
-            self._figure = self.figures[given["id"]] = {"texts": [], "caption": "", "note": "", "paths": 0}
+            self._figure = self.figures[given["id"]] = {
+                "texts": [],
+                "caption": "",
+                "note": "",
+                "paths": 0,
+                "legend": [],
+            }
         elif tag == "svg":
             self._figure |= {"role": given["role"], "alt": given["aria-label"]}
         elif tag == "path":
             self._figure["paths"] += 1
-        if tag not in ("meta", "path", "use", "br"):
+        if tag not in ("meta", "path", "use", "br", "input"):
             self._open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -86,8 +97,10 @@ class Page(HTMLParser):
             self.facts[self._fact] = data
         elif where == "figcaption":
             self._figure["caption"] += data
-        elif where == "p":
+        elif where == "p" and self._figure:
             self._figure["note"] += data
+        elif where in ("li", "code") and self._figure:
+            self._figure["legend"].append(data)
         elif where in ("text", "tspan"):
             self._figure["texts"].append(data.strip())
 
@@ -152,7 +165,7 @@ def test_the_page_has_the_facts_and_a_plot_of_all_that_was_logged(tmp_path: Path
     page = report(directory)
     assert page.title == "a <run>: run report"
     assert page.headings == ["Learning", "Optimisation", "Speed and memory"]
-    assert list(page.figures) == ["rewards", "accuracy", "warmup-loss", "losses", "step-times", "throughput"]
+    assert list(page.figures) == ["rewards", "losses", "step-times", "throughput"]
     assert page.facts == {
         "Steps": "5 of 20",
         "Records": "sft 1, train 5, eval 1",
@@ -170,7 +183,8 @@ def test_the_page_has_the_facts_and_a_plot_of_all_that_was_logged(tmp_path: Path
     assert rewards["caption"] == "Rewards"
     assert rewards["role"] == "img"
     assert rewards["alt"] == "Rewards by step: reward/mean from 0.1 to 0.5, lowest 0.1, highest 0.5"
-    assert {"reward", "step", "reward/mean", "mean ± standard deviation of the samples"} <= set(rewards["texts"])
+    assert {"reward", "step"} <= set(rewards["texts"])
+    assert rewards["legend"] == ["mean ± standard deviation of the samples", "mean of all samples ", "reward/mean"]
     assert {"s", "generation", "rewards", "everything else", "whole step"} <= set(page.figures["step-times"]["texts"])
 
 
@@ -181,9 +195,12 @@ def test_a_correction_has_its_plots_beside_the_mismatch(tmp_path: Path) -> None:
         metrics.CORRECTION_CHI_SQUARE_SEQUENCE: 0.2,
         metrics.CORRECTION_EFFECTIVE_SAMPLES: 0.8,
         metrics.CORRECTION_TRUNCATED: 0.1,
-        metrics.CORRECTION_LOST_SAMPLES: 0.0,
+        metrics.CORRECTION_LOST_SAMPLES: 0.3,
     }
-    found = plots(small_run(tmp_path, **figures))
+    with Metrics(FILES, tmp_path) as log:
+        for number in (1, 2):
+            log.log(number, {name: number * value for name, value in figures.items()})
+    found = plots(tmp_path)
     assert list(found).index("correction-divergence") == list(found).index("mismatch") + 1
     for name, drawn in (("correction-divergence", 2), ("correction-weights", 3)):
         plot = found[name]
@@ -225,7 +242,8 @@ def test_the_page_needs_nothing_beside_itself(tmp_path: Path) -> None:
     assert not [value for value in linked if "//" in value]
     assert all(value.startswith("#") for _, name, value in page.attributes if name in ("src", "href", "xlink:href"))
     text = re.sub(r'xmlns(:\w+)?="[^"]*"', "", (directory / "report.html").read_text())
-    assert not re.search(r"https?:|@import|url\((?!#)|<script|<link", text)
+    text = text.replace('"http://www.w3.org/2000/svg"', "")  # the script's name of SVG, which nobody fetches
+    assert not re.search(r"https?:|@import|url\((?!#)|<script [^>]*src|<link|fetch\(|import\(|XMLHttp", text)
     identifiers = [value for _, name, value in page.attributes if name == "id"]
     assert len(identifiers) == len(set(identifiers))
 
@@ -234,10 +252,10 @@ def test_colours_are_left_to_the_page(tmp_path: Path) -> None:
     report(small_run(tmp_path))
     text = (tmp_path / "report.html").read_text()
     drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
-    assert len(drawings) == 6
+    assert len(drawings) == 4
     for drawing in drawings:
         assert not re.search(r"#[0-9a-f]{6}\b", re.sub(r'(href="|url\()#\w+', "", drawing))
-    used = set(re.findall(r"var\((--[\w-]+)\)", text))
+    used = set(re.findall(r"var\((--[\w-]+)\)", text)) - {"--mark"}  # which is one of a series
     assert "prefers-color-scheme: dark" in text
     assert all(text.count(f"{name}: #") == 2 for name in used)  # one for light and one for dark
 
@@ -274,7 +292,95 @@ def test_what_is_not_finite_is_counted_and_left_out(tmp_path: Path) -> None:
     figures = report(tmp_path).figures
     assert figures["losses"]["alt"] == "Loss of the actor by step: train/loss from 1 to 4, lowest 1, highest 4"
     assert figures["losses"]["note"] == "2 values are not finite and not shown."
-    assert figures["entropy"]["alt"].endswith("train/entropy has no finite value")
+    assert "entropy" not in figures
+    assert "<td><code>train/entropy</code></td><td>not finite</td><td>2</td>" in (tmp_path / "report.html").read_text()
+
+
+def test_what_does_not_change_has_no_panel(tmp_path: Path) -> None:
+    with Metrics(FILES, tmp_path) as log:
+        for number in range(1, 6):
+            constant = {metrics.ROLLOUT_STALENESS: 0.0, metrics.TRAIN_KL_COEF: 0.1, metrics.TRAIN_ENTROPY: math.nan}
+            clipped = {metrics.TRAIN_CLIP_FRACTION_HIGH: 0.1 * number, metrics.TRAIN_CLIP_FRACTION_DUAL: 0.0}
+            log.log(number, step(number) | constant | clipped)
+        log.log(5, {metrics.EVAL_ACCURACY: 0.75}, phase="eval")
+    page = report(tmp_path)
+    assert not {"staleness", "kl-coefficient", "entropy", "accuracy"} & set(page.figures)
+    assert page.figures["clip-fraction"]["legend"] == ["ratio above the upper bound ", metrics.TRAIN_CLIP_FRACTION_HIGH]
+    text = (tmp_path / "report.html").read_text()
+    assert "5 metrics without a plot: constant, or measured once" in text
+    for name, value, count in (
+        (metrics.ROLLOUT_STALENESS, "0", 5),
+        (metrics.TRAIN_KL_COEF, "0.1", 5),
+        (metrics.TRAIN_ENTROPY, "not finite", 5),
+        (metrics.TRAIN_CLIP_FRACTION_DUAL, "0", 5),
+        (metrics.EVAL_ACCURACY, "0.75", 1),
+    ):
+        assert f"<td><code>{name}</code></td><td>{value}</td><td>{count}</td>" in text, name
+
+
+def test_a_run_of_one_step_has_a_page_without_lines(tmp_path: Path) -> None:
+    with Metrics(FILES, tmp_path) as log:
+        log.log(1, step(1))
+    assert list(report(tmp_path).figures) == ["step-times"]
+
+
+def test_sections_are_linked(tmp_path: Path) -> None:
+    page = report(small_run(tmp_path))
+    links = [value for tag, name, value in page.attributes if (tag, name) == ("a", "href")]
+    assert links == [f"#section-{number}" for number in (1, 2, 3)] and len(page.headings) == 3
+    identifiers = [value for _, name, value in page.attributes if name == "id"]
+    assert {link.removeprefix("#") for link in links} <= set(identifiers)
+
+
+def test_the_first_line_is_the_outcome_and_the_facts_name_the_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_run(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("name: </script><b>\ntrainer: {steps: 20}\n")
+    monkeypatch.setattr(sys, "argv", ["hybridflow", "train", "<recipe>.yaml"])
+    began = time.time()
+    for after, at in ((None, began - 9000), (4, began - 60)):
+        monkeypatch.setattr(time, "time", lambda at=at: at)
+        record_start(tmp_path, after, {"torch": "2.11.0"}, "abc with changes", 30_500_000_000, 3_300_000_000)
+    monkeypatch.setattr(time, "time", lambda: began)
+    phases = PhaseFile(tmp_path / "phase.json")
+    phases.step = 5
+    phases.enter("rollout")
+    text = _outcome_of(tmp_path)
+    assert text == "Stopped in step 5 of 20, rollout after 2.5 h."
+    write_failure(tmp_path, describe(tmp_path, "actor rank 2: <ValueError>", "step 5, update"))
+    assert _outcome_of(tmp_path) == "Failed in step 5, update after 2.5 h: actor rank 2: &lt;ValueError&gt;"
+    phases.enter("end")
+    record_end(tmp_path, ["held-out accuracy: 0.396 -> 0.472"])
+    assert _outcome_of(tmp_path) == "Finished all 20 steps in 2.5 h.\nheld-out accuracy: 0.396 -&gt; 0.472"
+    with hold(tmp_path, "run_dir/name"):
+        assert _outcome_of(tmp_path) == "Running: step 5 of 20, end."
+    page = report(tmp_path)
+    assert page.facts["Parameters"] == "30.5 billion, 3.3 billion for a token"
+    assert page.facts["Command"] == "hybridflow train '<recipe>.yaml'"
+    assert (page.facts["Commit"], page.facts["Versions"]) == ("abc with changes", "torch 2.11.0")
+    assert page.facts["Resumed"].startswith("after step 4, 2")
+    text = (tmp_path / "report.html").read_text()
+    assert "<details><summary>Recipe</summary><pre>name: &lt;/script&gt;&lt;b&gt;\n" in text
+
+
+def _outcome_of(directory: Path) -> str:
+    report(directory)
+    [found] = re.findall(r'<p class="outcome">(.*?)</p>', (directory / "report.html").read_text(), re.DOTALL)
+    return str(found)
+
+
+def test_points_are_data_that_cannot_end_their_element(tmp_path: Path) -> None:
+    with Metrics(FILES, tmp_path) as log:
+        for number in (1, 2, 3):
+            log.log(number, {"data/<script><b>/reward_mean": 0.1 * number, "data/b/reward_mean": math.nan})
+    report(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    [data] = re.findall(r'<script type="application/json">(.*?)</script>', text)
+    assert json.loads(data)["lines"] == [
+        {"words": "<script><b>", "x": [1.0, 2.0, 3.0], "y": [0.1, 0.2, 0.3]},
+    ]
+    assert "<b>" not in text
 
 
 def test_figures_of_other_scales_and_equal_ones_do_not_hide_each_other(tmp_path: Path) -> None:
@@ -322,14 +428,17 @@ def test_sources_of_equal_rewards_are_one_line(tmp_path: Path) -> None:
 
 
 def test_a_run_on_cpus_has_nothing_of_gpus(tmp_path: Path) -> None:
-    directory = small_run(tmp_path, **{metrics.ACTOR_GPU_MEMORY: 1500.0, "memory/critic_host_mem_mb": 1400.0})
+    directory = tmp_path
+    with Metrics(FILES, directory) as log:
+        for number in (1, 2):
+            log.log(number, {metrics.ACTOR_GPU_MEMORY: 1500.0 * number, "memory/critic_host_mem_mb": 1400.0 * number})
     recipe = "name: a\nplacement: {pools: {all: 'cpu:0-1'}, actor: all, rollout: 'cpu:0', critic: null}\n"
     (directory / "recipe.yaml").write_text(recipe)
     report(directory)
     text = (directory / "report.html").read_text()
     assert "memory/critic_host_mem_mb" in text and not re.search(r"GPU|gpu", text)
     (directory / "recipe.yaml").write_text(recipe.replace("cpu:0-1", "cuda:0-1"))
-    assert metrics.ACTOR_GPU_MEMORY in report(directory).figures["memory"]["texts"]
+    assert metrics.ACTOR_GPU_MEMORY in report(directory).figures["memory"]["legend"]
 
 
 def a_text(number: int) -> dict[str, Any]:
@@ -339,16 +448,17 @@ def a_text(number: int) -> dict[str, Any]:
 def test_samples_stand_in_a_table(tmp_path: Path) -> None:
     small_run(tmp_path)
     report(tmp_path)
-    assert "<table>" not in (tmp_path / "report.html").read_text()
+    assert ">Samples</h2>" not in (tmp_path / "report.html").read_text()
     texts = [a_text(number) | {"prompt": f"p{number}=", "response": "<i>&\n" * 500} for number in range(1, 401)]
     lines = "".join(json.dumps(text) + "\n" for text in texts)
     (tmp_path / "samples.jsonl").write_text(lines + lines[:50])  # a kill leaves half a line
     assert calls_of(lambda: report(tmp_path)) < 2_000_000  # one more for each text would be few
-    table = re.findall(r"<table>.*</table>", (tmp_path / "report.html").read_text(), re.DOTALL)[0]
+    table = re.findall(r">Samples</h2>.*</table>", (tmp_path / "report.html").read_text(), re.DOTALL)[0]
     assert re.findall(r"p\d+=", table) == ["p1=", *(f"p{number}=" for number in range(385, 401))]
     assert "<i>" not in table and "&lt;i&gt;&amp;" in table and "[1, &quot;&lt;b&gt;&quot;]" in table
     assert len(table) < 17 * 4000
-    assert "<td>train 400</td><td>0.5</td><td>400</td>" in table
+    assert "<td>train 400</td><td>0.5</td><td>400</td><td>400</td>" in table
+    assert "<th>data row</th>" not in table and "<th>group</th>" not in table  # no sample has one
 
 
 def test_samples_of_the_store_stand_by_reward_above_those_that_are_texts(tmp_path: Path) -> None:
@@ -360,18 +470,25 @@ def test_samples_of_the_store_stand_by_reward_above_those_that_are_texts(tmp_pat
     store(tmp_path, learned_from(4, samples_of([("4=", response)] * 40, [float(number % 37) for number in range(40)])))
     report(tmp_path)
     page = (tmp_path / "report.html").read_text()
-    [table] = re.findall(r"<table>.*</table>", page, re.DOTALL)
+    [table] = re.findall(r">Samples</h2>.*</table>", page, re.DOTALL)
     rows = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in table.split("<tr>")[2:]]
     assert [row[0] for row in rows] == [
-        *["train 4"] * 16,
+        *["train 4"] * 15,
         *["train 3"] * 8,
         *["train 2"] * 8,
         *("train 0", "eval 2"),
     ]
-    assert [float(row[1]) for row in rows[:16]] == [*range(36, 28, -1), 4, 3, 2, 2, 1, 1, 0, 0]
-    assert [float(row[1]) for row in rows[16:24]] == [2.0, 1.0, 0.5, 0.5, 0.25, 0.0, -0.5, -3.0]
-    assert rows[16][:8] == ["train 3", "2", "3", "7", "28", "", "4, stop", "reward/exact 1"]
-    assert rows[16][8:] == ["1+3=", "4 a&lt;eos&gt;", ""]
+    assert [(int(row[1]), float(row[2])) for row in rows[:15]] == [
+        *((1, float(reward)) for reward in range(36, 28, -1)),
+        *((1, 4.0), (1, 3.0), (1, 2.0), (1, 2.0), (2, 1.0), (1, 0.0), (1, 0.0)),  # two have an answer among the texts
+    ]
+    assert [float(row[2]) for row in rows[15:23]] == [2.0, 1.0, 0.5, 0.5, 0.25, 0.0, -0.5, -3.0]
+    heads = ["step", "times", "reward", "version", "group", "sample", "length", "by function"]
+    assert re.findall("<th>(.*?)</th>", table) == [*heads, "prompt", "response", "answer"]
+    assert rows[15] == [
+        *("train 3", "1", "2", "3", "7", "28", "4, stop", "reward/exact 1", "1+3=", "4 a&lt;eos&gt;"),
+        "",
+    ]
     assert f"hybridflow samples {tmp_path.name} --step N" in page
     assert len(table) < 40 * 1500
     (tmp_path / "samples" / "step-00000003.parquet").write_text("half")
@@ -381,13 +498,13 @@ def test_samples_of_the_store_stand_by_reward_above_those_that_are_texts(tmp_pat
 def test_hosts_and_what_is_in_force_of_their_network_stand_in_a_table(tmp_path: Path) -> None:
     small_run(tmp_path)
     report(tmp_path)
-    assert "<h2>Hosts</h2>" not in (tmp_path / "report.html").read_text()
+    assert ">Hosts</h2>" not in (tmp_path / "report.html").read_text()
     preset = (NetworkSetting("NCCL_IB_TC", "106", "preset roce"), NetworkSetting("NCCL_DEBUG", "<INFO>", "environment"))
     hosts = [RunHost(f"node-{index}", f"10.0.0.{index}", "eth0", "train", 8, 64, preset) for index in range(3)]
     odd = RunHost("node-3", "10.0.0.3", None, None, 0, 4, (), shares_disk=False)
     write_hosts(tmp_path, [*hosts, odd])
     assert "Hosts" in report(tmp_path).headings
-    [table] = re.findall(r"<h2>Hosts</h2>.*?<table>(.*?)</table>", (tmp_path / "report.html").read_text(), re.DOTALL)
+    [table] = re.findall(r">Hosts</h2>.*?<table>(.*?)</table>", (tmp_path / "report.html").read_text(), re.DOTALL)
     _, _, one, other = table.split("<tr>")
     assert "node-0 (10.0.0.0), node-1 (10.0.0.1), node-2 (10.0.0.2)</td><td>eth0</td><td>train</td>" in one
     assert "<td>8 GPUs each</td>" in one
@@ -400,8 +517,11 @@ def test_hosts_and_what_is_in_force_of_their_network_stand_in_a_table(tmp_path: 
 
 def test_any_staleness_is_shown(tmp_path: Path) -> None:
     with Metrics(FILES, tmp_path) as log:
-        log.log(1, {"rollout/staleness_mean": 1.0, "rollout/staleness_max": 2.0})
-    assert {"rollout/staleness_mean", "versions"} <= set(report(tmp_path).figures["staleness"]["texts"])
+        for number in (1, 2):
+            log.log(number, {"rollout/staleness_mean": 1.0 * number, "rollout/staleness_max": 2.0})
+    figure = report(tmp_path).figures["staleness"]
+    assert "versions" in figure["texts"]
+    assert figure["legend"] == ["staleness ", "rollout/staleness_mean", "staleness max ", "rollout/staleness_max"]
 
 
 def spans(steps: int, ranks: int = 2) -> list[Span]:
@@ -454,7 +574,7 @@ def test_devices_over_time(tmp_path: Path, nodes: int, gpus: int, lines: list[st
     file = DeviceFile(small_run(tmp_path) / "devices.jsonl")
     began = 1.8e9
     file.add(
-        DeviceSample(began + 60 * minute, f"10.0.0.{node}", gpu, 10.0 * (gpu + 1), 2**30, math.nan, 1980.0)
+        DeviceSample(began + 60 * minute, f"10.0.0.{node}", gpu, 10.0 * (gpu + 1) - 3 + minute, 2**30, math.nan, 1980.0)
         for minute in range(4)
         for node in range(nodes)
         for gpu in range(gpus)
@@ -466,7 +586,8 @@ def test_devices_over_time(tmp_path: Path, nodes: int, gpus: int, lines: list[st
     assert plot.lines[0].x.tolist() == [0, 1, 2, 3]
     assert plot.lines[0].y[-1] == (10.0 if nodes != 2 else 45.0)
     page = report(tmp_path)
-    assert {"device-utilisation", "device-power", "device-memory", "device-clock"} <= set(page.figures)
+    assert "device-utilisation" in page.figures
+    assert not {"device-power", "device-memory", "device-clock"} & set(page.figures)  # not finite, or constant
     assert page.facts["GPUs"].startswith(f"{nodes * gpus}, used to ")
     assert page.facts["Largest memory of a GPU"] == "1.0 GiB"
     assert "Mean power of all GPUs" not in page.facts

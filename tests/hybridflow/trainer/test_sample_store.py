@@ -6,6 +6,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import torch
 
 from hybridflow.batch.sample_table import batch_of
 from hybridflow.config.run import SamplesConfig
+from hybridflow.data.tasks import Example
 from hybridflow.rundir.sample_files import stored_steps
+from hybridflow.rundir.stored_samples import StepFile, Wanted
 from hybridflow.trainer import sample_store
 from hybridflow.trainer.sample_store import LearnedSamples, SampleStore, write_samples
+from hybridflow.trainer.sample_texts import answer_texts
 from tests.support.stored_samples import LocalBatch, learned_from, samples_of
 
 TEXTS = [("1+1=", "2"), ("1+1=", "3 abc"), ("1+1=", ""), ("1+1=", "22")]
@@ -47,6 +51,17 @@ def test_a_step_is_written_in_bounded_pieces_in_its_order(tmp_path: Path) -> Non
     assert torch.equal(batch_of(table).tokens, batch.tokens)
     assert table["advantage"].to_pylist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert found.schema_arrow.metadata[b"hybridflow"] == b'{"format": 1, "step": 9, "version": 10, "batches": [6]}'
+
+
+def test_answers_are_stored_by_prompt_and_read_again(tmp_path: Path) -> None:
+    learned = learned_from(1, samples_of(TEXTS, REWARDS, group=2))
+    answers = answer_texts({7: Example("1+1=", [2, "zwei"]), 8: Example("2+1=", None)})
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        write_samples(file, replace(learned, answers=answers))
+    found = [sample for _, sample in StepFile(path).find(Wanted())]
+    assert {sample.prompt: sample.answer for sample in found} == {7: '[2, "zwei"]', 8: None}
+    assert len(answer_texts({7: Example("", "a" * 5000)})[7]) < 1100
 
 
 def test_steps_are_there_when_the_run_ends_and_a_resumed_one_makes_later_ones_again(tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+// Values under the pointer, and smoothed lines. The page is complete without this script.
+"use strict";
+(() => {
+  const SVG = "http://www.w3.org/2000/svg";
+  const plots = [];
+
+  const make = (parent, name, attributes) => {
+    const element = document.createElementNS(SVG, name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    return parent.appendChild(element);
+  };
+
+  const text = (value) => {
+    if (value === null) return "–";
+    const size = Math.abs(value);
+    if (size !== 0 && (size < 1e-4 || size >= 1e7)) return value.toExponential(3);
+    return String(Number(value.toPrecision(5)));
+  };
+
+  // Exponential moving average without the bias of its beginning, as TensorBoard shows it.
+  const smoothed = (values, weight) => {
+    let sum = 0, count = 0;
+    return values.map((value) => {
+      if (value === null) return null;
+      sum = sum * weight + (1 - weight) * value;
+      count += 1;
+      return sum / (1 - weight ** count);
+    });
+  };
+
+  class Plot {
+    constructor(figure) {
+      this.figure = figure;
+      this.svg = figure.querySelector("svg");
+      Object.assign(this, JSON.parse(figure.querySelector("script").textContent));
+      this.steps = [...new Set(this.lines.flatMap((line) => line.x))].sort((one, other) => one - other);
+      this.layer = make(this.svg, "g", { class: "hover" });
+      this.tip = figure.querySelector(".plot").appendChild(document.createElement("div"));
+      this.tip.className = "tip";
+      this.svg.addEventListener("pointermove", (event) => this.point(event));
+      this.svg.addEventListener("pointerleave", () => this.clear());
+      this.smooth(0);
+    }
+
+    place(x, y) {
+      const { box, xs, ys, log } = this.axes;
+      const scaled = log ? [y, ...ys].map(Math.log10) : [y, ...ys];
+      return [
+        box[0] + ((x - xs[0]) / (xs[1] - xs[0])) * (box[2] - box[0]),
+        box[3] - ((scaled[0] - scaled[1]) / (scaled[2] - scaled[1])) * (box[3] - box[1]),
+      ];
+    }
+
+    smooth(weight) {
+      this.shown = this.lines.map((line) => (weight ? smoothed(line.y, weight) : line.y));
+      this.smoothing = weight;
+      for (const old of this.svg.querySelectorAll(".smooth")) old.remove();
+      this.figure.classList.toggle("smoothed", weight > 0);
+      if (!weight) return;
+      this.lines.forEach((line, number) => {
+        let path = "", pen = "M";
+        this.shown[number].forEach((value, index) => {
+          if (value === null || (this.axes.log && value <= 0)) { pen = "M"; return; }
+          path += pen + this.place(line.x[index], value).map((each) => each.toFixed(2)).join(" ");
+          pen = "L";
+        });
+        make(this.svg, "path", { class: "smooth", d: path, style: `stroke: var(--series-${number % this.colours})` });
+      });
+      this.svg.append(this.layer);
+    }
+
+    clear() {
+      this.layer.replaceChildren();
+      this.tip.style.display = "none";
+    }
+
+    point(event) {
+      const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(this.svg.getScreenCTM().inverse());
+      const { box, xs } = this.axes;
+      this.clear();
+      if (at.x < box[0] || at.x > box[2] || !this.steps.length) return;
+      const wanted = xs[0] + ((at.x - box[0]) / (box[2] - box[0])) * (xs[1] - xs[0]);
+      const x = this.steps.reduce((best, each) => (Math.abs(each - wanted) < Math.abs(best - wanted) ? each : best));
+      const [left] = this.place(x, 1);
+      make(this.layer, "line", { x1: left, x2: left, y1: box[1], y2: box[3] });
+      this.tip.replaceChildren(document.createElement("b"));
+      this.tip.firstChild.textContent = `${this.x_label} ${text(x)}`;
+      this.lines.forEach((line, number) => {
+        const index = line.x.indexOf(x);
+        if (index < 0) return;
+        const value = line.y[index], drawn = this.shown[number][index];
+        const row = this.tip.appendChild(document.createElement("div"));
+        const mark = row.appendChild(document.createElement("i"));
+        mark.style.background = `var(--series-${number % this.colours})`;
+        row.append(`${line.words}: ${text(value)}`);
+        if (this.smoothing && drawn !== null) row.append(` (smoothed ${text(drawn)})`);
+        if (drawn === null || (this.axes.log && drawn <= 0)) return;
+        const [cx, cy] = this.place(x, drawn);
+        if (cy >= box[1] - 1 && cy <= box[3] + 1)
+          make(this.layer, "circle", { cx, cy, r: 2.6, style: `fill: var(--series-${number % this.colours})` });
+      });
+      const frame = this.figure.querySelector(".plot").getBoundingClientRect();
+      this.tip.style.display = "block";
+      const beside = event.clientX - frame.left + 14;
+      const fits = beside + this.tip.offsetWidth < frame.width;
+      this.tip.style.left = `${fits ? beside : Math.max(0, beside - this.tip.offsetWidth - 28)}px`;
+      this.tip.style.top = `${event.clientY - frame.top + 10}px`;
+    }
+  }
+
+  for (const figure of document.querySelectorAll("figure")) {
+    if (figure.querySelector("script")) plots.push(new Plot(figure));
+  }
+  const control = document.getElementById("smoothing");
+  if (!control || !plots.length) return;
+  control.hidden = false;
+  const [slider, output] = control.querySelectorAll("input, output");
+  slider.addEventListener("input", () => {
+    output.textContent = slider.value;
+    for (const plot of plots) plot.smooth(Number(slider.value));
+  });
+})();
