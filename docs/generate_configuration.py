@@ -48,7 +48,11 @@ A setting without a default is required once its group is given. This page is ma
 `{COMMAND}`; a test compares the two.
 """
 
-_MEANINGS = {"algorithm.name": "The algorithm: " + ", ".join(f"`{name}`" for name in ALGORITHMS) + "."}
+_MEANINGS = {
+    "algorithm.name": "The algorithm: "
+    + ", ".join(f"`{name}`" for name in ALGORITHMS)
+    + "; or `file.py:ALGORITHM` of a [file of your own](adding_an_algorithm.md#in-a-file-of-your-own)."
+}
 """Of settings whose models cannot say it."""
 
 _SAME = {

@@ -6,27 +6,53 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
-from pydantic import Discriminator, Tag, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import Discriminator, SerializeAsAny, Tag, ValidatorFunctionWrapHandler, WrapValidator
 
 from hybridflow.algorithms.base import Algorithm
-from hybridflow.algorithms.registry import ALGORITHMS
+from hybridflow.algorithms.own_files import is_own, load_own
+from hybridflow.algorithms.registry import ALGORITHMS, is_known, known
 from hybridflow.algorithms.settings import AlgorithmSettings
 
 DEFAULT = "grpo"
+_OWN = "file of the user"
 _OTHERWISE = {"beta": "kl_coef"}
 """What others call by the name of a key that only some algorithms have here."""
 
 
 def load(name: str) -> Algorithm[Any]:
-    """Import an algorithm."""
-    found: Algorithm[Any] = importlib.import_module(ALGORITHMS[name]).ALGORITHM
-    return found
+    """Import an algorithm.
+
+    Raises:
+        ValueError: it is in a file of the user, which cannot be imported or has no algorithm of this name.
+    """
+    if not is_own(name):
+        found: Algorithm[Any] = importlib.import_module(ALGORITHMS[name]).ALGORITHM
+        return found
+    own = load_own(name)
+    if not isinstance(own, Algorithm):
+        raise ValueError(f"{name} is a {type(own).__name__}, expected an Algorithm of hybridflow.algorithms.base")
+    if not (isinstance(own.settings, type) and issubclass(own.settings, AlgorithmSettings)):
+        raise ValueError(f"{name} has settings {own.settings!r}, expected a subclass of AlgorithmSettings")
+    return own
 
 
 def _name(data: Any) -> str:
     """Of the class that data is checked by. The default's where there is no such algorithm: it refuses the name."""
     name = data.get("name", DEFAULT) if isinstance(data, Mapping) else getattr(data, "name", DEFAULT)
-    return name if isinstance(name, str) and name in ALGORITHMS else DEFAULT
+    if not isinstance(name, str) or not is_known(name):
+        return DEFAULT
+    return _OWN if is_own(name) else name
+
+
+def _own_settings(data: Any, validate: ValidatorFunctionWrapHandler) -> AlgorithmSettings:
+    """Settings of an algorithm in a file of the user."""
+    if not isinstance(data, Mapping):
+        return validate(data)  # type: ignore[no-any-return]
+    settings, name = load(data["name"]).settings, known(data["name"])
+    fields = settings.model_fields
+    if unknown := [key for key in data if key not in fields]:
+        raise ValueError(f"unknown key {unknown[0]} with name {name!r}, whose settings are {', '.join(fields)}")
+    return settings.model_validate({**data, "name": name})
 
 
 def _without_others(data: Any, validate: ValidatorFunctionWrapHandler) -> Any:
@@ -34,6 +60,8 @@ def _without_others(data: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     if not isinstance(data, Mapping):
         return validate(data)
     name = _name(data)
+    if name == _OWN:
+        return validate(data)
     of_others: dict[str, list[str]] = {}
     own = load(name).settings.model_fields
     for other in ALGORITHMS:
@@ -61,7 +89,10 @@ if TYPE_CHECKING:
 else:
     AnyAlgorithm = Annotated[
         Annotated[
-            Union[tuple(Annotated[load(name).settings, Tag(name)] for name in ALGORITHMS)],  # noqa: UP007
+            Union[
+                *(Annotated[load(name).settings, Tag(name)] for name in ALGORITHMS),
+                Annotated[SerializeAsAny[AlgorithmSettings], WrapValidator(_own_settings), Tag(_OWN)],
+            ],
             Discriminator(_name),
         ],
         WrapValidator(_without_others),

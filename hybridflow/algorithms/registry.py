@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hybridflow.algorithms.own_files import absolute, is_own
+
 ALGORITHMS: dict[str, str] = {
     "grpo": "hybridflow.algorithms.grpo",
     "ppo": "hybridflow.algorithms.ppo",
@@ -31,8 +33,16 @@ ALGORITHMS: dict[str, str] = {
 """The module of each, which has the algorithm as `ALGORITHM`."""
 
 
+def is_known(name: str) -> bool:
+    """True for the name of an algorithm, or of one in a file of the user."""
+    return name in ALGORITHMS or is_own(name)
+
+
 def known(name: str) -> str:
-    """The name of an algorithm. Raises ValueError for any other."""
+    """The name of an algorithm; of one in a file, "file.py:NAME", with an absolute path. ValueError for any other."""
+    if is_own(name):
+        return absolute(name)
     if name not in ALGORITHMS:
-        raise ValueError(f"{name!r} is no algorithm, expected {' or '.join(map(repr, ALGORITHMS))}")
+        names = " or ".join(map(repr, ALGORITHMS))
+        raise ValueError(f"{name!r} is no algorithm, expected {names}, or 'file.py:ALGORITHM' of a file of your own")
     return name

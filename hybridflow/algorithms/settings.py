@@ -11,6 +11,7 @@ from engine3d.settings import Settings
 from hybridflow.algorithms.corrections.settings import CorrectionSettings
 from hybridflow.algorithms.losses.aggregation import AggregationMode
 from hybridflow.algorithms.losses.kl import STRAIGHT_THROUGH, KLEstimator, value_of
+from hybridflow.algorithms.own_files import is_own
 from hybridflow.algorithms.registry import known
 from hybridflow.algorithms.schedules import Schedule, largest, schedule_errors
 
@@ -49,7 +50,7 @@ class AlgorithmSettings(Settings):
     """Keys that all algorithms have and this one does not use."""
 
     name: str
-    """One of `registry.ALGORITHMS`."""
+    """One of `registry.ALGORITHMS`, or "file.py:NAME" of an algorithm in a file of the user."""
     loss_aggregation: AggregationMode = "token-mean"
     """How the losses of the tokens of an update become one. If not set: "seq-mean-token-mean" with gspo, gspo_token and
     sapo, "token-mean" with all others."""
@@ -118,6 +119,8 @@ class AlgorithmSettings(Settings):
     @classmethod
     def _is_its_own(cls, name: str) -> str:
         own = cls.model_fields["name"].default
+        if is_own(name):  # whose class is that of its file, see `config.load`
+            return known(name)
         if known(name) != own:
             raise ValueError(f"{name!r} with the settings of {own!r}, expected {own!r}")
         return name

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from engine3d.errors import UserError
 from hybridflow.algorithms.config import load
-from hybridflow.algorithms.registry import ALGORITHMS
+from hybridflow.algorithms.registry import is_known
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.api.config import PPOConfig, mini_batches
 from hybridflow.config.recipe import Recipe
@@ -169,7 +169,7 @@ def make_recipe(config: PPOConfig, given: Given, *, gpus: int) -> Recipe:
 
 def _check_generates(algorithm: str, base: Base) -> None:
     """Whether there is something to roll out. Raises SettingsError."""
-    if algorithm not in ALGORITHMS:
+    if not is_known(algorithm):
         return
     settings = load(algorithm).settings
     own = {name: value for name in settings.model_fields if (value := base.get(("algorithm", name))) is not None}
@@ -198,8 +198,8 @@ def _defaults(
     config: PPOConfig, base: Base, algorithm: str, gpus: int, *, has_own_evaluation: bool
 ) -> Iterator[tuple[Key, Any]]:
     """What holds where neither the settings nor the recipe say otherwise."""
-    settings = load(algorithm).settings if algorithm in ALGORITHMS else AlgorithmSettings
-    compared = settings.group_baseline or (algorithm in ALGORITHMS and load(algorithm).together > 1)
+    settings = load(algorithm).settings if is_known(algorithm) else AlgorithmSettings
+    compared = settings.group_baseline or (is_known(algorithm) and load(algorithm).together > 1)
     unused = {("algorithm", name) for name in settings.not_used}
     for name in _KEYS.keys() - config.model_fields_set:
         if _KEYS[name] in unused:

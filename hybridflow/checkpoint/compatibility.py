@@ -17,6 +17,7 @@ from engine3d.errors import UserError
 from engine3d.models import ModelSpec, load_model_spec
 from engine3d.models.safetensors_files import TensorFiles
 from engine3d.models.weights import TOKENIZER_FILES, exported_config
+from hybridflow.algorithms.own_files import file_of, is_own
 from hybridflow.config.initial_model import initial_spec, initial_tokenizer
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import public_settings
@@ -32,6 +33,7 @@ _FILES_OF_JSONL = ("data.jsonl.train_path", "data.jsonl.eval_path", "data.jsonl.
 _FILES_OF_PAIRS = ("data.pairs.train_path", "data.pairs.eval_path", "data.pairs.sft_path")
 _TEMPLATES = ("data.files.chat.template", "data.pairs.chat.template")
 _FILES_OF_DATA = (*_TEMPLATES, *_FILES_OF_JSONL, *_FILES_OF_PAIRS, "data.files.cache")
+_FILE_OF_ALGORITHM = "algorithm.file"
 _SINCE_INPUTS = (*_FILES_OF_PAIRS, "data.pairs.chat.template")
 _SOURCES = ("data.files.train", "data.files.sft")
 _MADE_BY = ("seed", "model.create.seed", "model.create.dtype")
@@ -60,7 +62,7 @@ _OF_NO_RESULT = (
 """Settings that a resumed run may change without a word, or that are compared otherwise."""
 
 _ACCEPTED = frozenset(
-    {"seed", "tokenizer", "data", "roles", "roles.critic", "roles.cost_critic"}
+    {_FILE_OF_ALGORITHM, "seed", "tokenizer", "data", "roles", "roles.critic", "roles.cost_critic"}
     | {"model", "model.config", "model.weights", "model.create", "model.create.seed", "model.create.dtype"}
     | {f"data.{name}" for name in DataConfig.model_fields}
     | {f"data.arithmetic.{name}" for name in ArithmeticConfig.model_fields}
@@ -90,7 +92,7 @@ def check_accepted(recipe: Recipe) -> None:
         if name not in _ACCEPTED and not name.startswith("model.config."):
             raise UserError(
                 f"checkpoint.accept: {name!r} is nothing that a recipe could contradict; expected seed, tokenizer, "
-                "model, model.config.KEY, roles, roles.ROLE, data or one of the settings in it"
+                "algorithm.file, model, model.config.KEY, roles, roles.ROLE, data or one of the settings in it"
             )
         if not recipe.algorithm.needs_engines and name.partition(".")[0] in ("data", "tokenizer"):
             raise UserError(
@@ -131,6 +133,8 @@ def contradictions(
     before, now = (_identity(settings) for settings in (saved, public_settings(recipe)))
     # Checkpoints of before say nothing of pairs in data sets and patterns, and of their template.
     own = {name: each for name, each in input_checksums(recipe).items() if name in inputs or name not in _SINCE_INPUTS}
+    if _FILE_OF_ALGORITHM not in inputs or _FILE_OF_ALGORITHM not in own:  # another algorithm, which is a change
+        inputs, own = ({name: each for name, each in of.items() if name != _FILE_OF_ALGORITHM} for of in (inputs, own))
     return [*found, *_compare(before, now), *_compare(inputs, own)]
 
 
@@ -156,9 +160,11 @@ def input_checksums(recipe: Recipe) -> dict[str, str]:
 
     Returns:
         `TensorFiles.fingerprint` of a model that was not made by the recipe, as model.weights; and the checksum of
-        every file of prompts, by the setting that names it.
+        every file of prompts, by the setting that names it; and of the user's file that has the algorithm.
     """
     found = {}
+    if is_own(recipe.algorithm.name):
+        found[_FILE_OF_ALGORITHM] = checksum(file_of(recipe.algorithm.name))
     if recipe.model.path is not None:
         with TensorFiles(recipe.model.path) as files:
             found["model.weights"] = files.fingerprint()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engine3d.errors import UserError, shortened
 from engine3d.settings import Settings
+from hybridflow.algorithms.own_files import own_source
 from hybridflow.cli.launcher_input import obey_standard_input
 from hybridflow.cluster.devices.device_map import ROLES
 from hybridflow.cluster.hosts.checks.comparison import Needs
@@ -209,7 +210,9 @@ def _settings(words: Sequence[str]) -> tuple[LimitsConfig, PreflightPlan]:
         ports=0 if network.ports is None else PORTS_OF_A_HOST,
     )
     run_dir = Path(str(data.get("run_dir") or "runs")).absolute()
-    return section("limits", LimitsConfig), PreflightPlan(run_dir, recipe_hash(data), network, needs)
+    source = own_source(data)
+    hash_ = recipe_hash(data if source is None else {**data, "algorithm's file": source})
+    return section("limits", LimitsConfig), PreflightPlan(run_dir, hash_, network, needs)
 
 
 def _one_interface(given: str | None, of_recipe: str | None) -> str | None:

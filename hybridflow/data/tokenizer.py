@@ -89,7 +89,7 @@ def response_texts(
     """
     if keep_special_tokens:
         responses = [_without_end(tokenizer, tokens) for tokens in responses]
-    return tokenizer.batch_decode(responses, skip_special_tokens=not keep_special_tokens)
+    return tokenizer.batch_decode(list(responses), skip_special_tokens=not keep_special_tokens)
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:

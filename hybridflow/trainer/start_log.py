@@ -42,7 +42,7 @@ def steps_sentence(recipe: Recipe, steps_done: int) -> str:
         steps_done: after which it resumes; 0 of a fresh start.
     """
     name, trainer = recipe.algorithm.name, recipe.trainer
-    name = name.upper() if len(name) <= _ACRONYM else name
+    name = name.upper() if len(name) <= _ACRONYM else name.rpartition("/")[2]
     steps = f"{trainer.steps:,} steps of"
     if steps_done:
         steps = f"steps {steps_done + 1:,} to {trainer.steps:,}, each of"

@@ -17,7 +17,7 @@ PAGES = sorted(
 CODE = re.compile(r"^(```|~~~).*?^\1|^ {4,}.*?$", re.DOTALL | re.MULTILINE)
 INLINE_CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"\]\(<?([^)\s>]+)")
-SOURCE = re.compile(r"`(hybridflow/[a-z_/]+\.py)`:\n\n```python\n(.*?)```", re.DOTALL)
+SOURCE = re.compile(r"`((?:hybridflow|examples)/[a-z_/]+\.py)`:\n\n```python\n(.*?)```", re.DOTALL)
 
 
 @pytest.mark.parametrize("page", ["adding_an_algorithm.md"])

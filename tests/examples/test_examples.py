@@ -49,8 +49,18 @@ def test_every_example_is_in_the_list() -> None:
             r"^train 1/1 ",
             marks=pytest.mark.long,
         ),
+        pytest.param(
+            [
+                *("-m", "hybridflow", "train", "{root}/launch/recipes/demo.yaml", "warmup.steps=1"),
+                "algorithm={{name: examples/own_algorithm.py:ALGORITHM, shift: 0.1}}",
+                *("trainer.steps=1", "trainer.prompts_per_step=8", "trainer.eval_before_train=false"),
+                *("trainer.eval_prompts=16", "trainer.export=false", "placement.actor=cpu:0", "train.layout.ep=1"),
+            ],
+            r"^own_algorithm.py:ALGORITHM: 1 steps? of 8 prompts[\s\S]*^train 1/1 ",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["dataflow", "ppo_trainer_loop", "own_reward", "mathematics"],
+    ids=["dataflow", "ppo_trainer_loop", "own_reward", "mathematics", "own_algorithm"],
 )
 def test_an_example_runs(words: list[str], said: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # where the recipe's path of its function starts

@@ -360,7 +360,7 @@ def test_settings_of_distillation_are_written_where_they_are_used() -> None:
 
 
 def test_a_wrong_name_is_one_error() -> None:
-    expected = f"expected {' or '.join(map(repr, ALGORITHMS))}"
+    expected = f"expected {' or '.join(map(repr, ALGORITHMS))}, or 'file.py:ALGORITHM' of a file of your own"
     assert refused({"name": "pp0"}) == f"algorithm.name: 'pp0' is no algorithm, {expected}"
     assert refused({"name": "pp0", "gamma": 1.0}) == f"algorithm.name: 'pp0' is no algorithm, {expected}"
     assert refused({"name": 1}).startswith("algorithm.name = 1: expected text")
