@@ -16,6 +16,7 @@ from hybridflow.algorithms.config import load
 from hybridflow.algorithms.registry import is_known
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.api.config import PPOConfig, mini_batches
+from hybridflow.config.machine_defaults import machine_defaults
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import Key, SettingsError, build_settings, read_with_bases
 
@@ -37,8 +38,6 @@ _KEYS: dict[str, Key] = {
 
 _EPOCHS_OF_DATA: Key = ("trainer", "epochs_of_data")
 """The recipe's other way to say how long a run is."""
-_SHARED_MEMORY = 0.3
-"""The part of a GPU's free memory that an engine takes where it shares the GPU with training."""
 _EVALUATED = 64
 
 
@@ -208,22 +207,14 @@ def _defaults(
             continue
         if getattr(config, name) is not None:
             yield _KEYS[name], getattr(config, name)
-    actor = base.get(("placement", "actor")) or (f"cuda:0-{gpus - 1}" if gpus else "cpu:0")
-    rollout = base.get(("placement", "rollout")) or actor
-    dtype = base.get(("train", "dtype")) or ("bfloat16" if gpus else "float32")
     yield ("name",), run_directory(config).name
     yield ("overwrite",), True  # a script that runs twice has given no name
     yield ("rollout", "samples_per_prompt"), 8 if compared else 1
     if settings.on_policy and "mini_batch_size" not in config.model_fields_set:
         yield ("trainer", "mini_batches"), 1
-    yield ("placement", "actor"), actor
-    yield ("placement", "rollout"), rollout
-    yield ("train", "dtype"), dtype
-    yield ("rollout", "engine", "dtype"), dtype
+    yield from machine_defaults(base.get, gpus)
     if not has_own_evaluation:
         yield ("trainer", "eval_prompts"), _EVALUATED
-    if gpus and rollout == actor:
-        yield ("rollout", "engine", "mem_fraction_static"), _SHARED_MEMORY
 
 
 def _put_given(base: Base, config: PPOConfig, given: Given) -> None:

@@ -1,5 +1,6 @@
 """The command `hybridflow`.
 
+    hybridflow init DIR [--model M] [--data F]  write a recipe and a reward for a model and data of one's own
     hybridflow train RECIPE [key=value ...]     run a recipe
     hybridflow resume RUN [key=value ...]       continue a run after its newest checkpoint, by the recipe that it keeps
     hybridflow check RECIPE [key=value ...]     find what is wrong with it, without starting anything; with --memory
@@ -169,6 +170,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _init() -> Command:
+    from hybridflow.cli import init
+
+    description = "Write a recipe, a reward and a README for a model and data of one's own, which run as they are."
+    return Command(description, init.add_arguments, init.run)
+
+
 def _train() -> Command:
     from hybridflow.cli import recipe_arguments, train
 
@@ -274,6 +282,7 @@ def _token() -> Command:
 
 
 _COMMANDS: dict[str, Callable[[], Command]] = {
+    "init": _init,
     "train": _train,
     "resume": _resume,
     "check": _check,

@@ -21,6 +21,7 @@ from hybridflow.config.algorithm_fit import misfits
 from hybridflow.config.engines import engine_errors
 from hybridflow.config.evaluation import EvaluationSet, PlannedSet, keep_best_errors, planned_sets, set_errors
 from hybridflow.config.known_names import RECIPE_NAMES
+from hybridflow.config.machine_defaults import placed_on_machine
 from hybridflow.config.roles import JudgeModel, ModelConfig, ModelRole, RolloutRole, ScoringModel, TeacherModel
 from hybridflow.config.run import CheckpointConfig, PlacementConfig, SamplesConfig, TrainerConfig, WarmupConfig
 from hybridflow.config.yaml_loader import load_settings
@@ -79,6 +80,12 @@ class Recipe(Settings):
     overwrite: bool = False
     """Start afresh although `run_dir/name` has a run: its directory is kept as `name.1`, `name.2` and so on. A
     checkpoint that `resume` finds comes first."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _placed(cls, data: Any) -> Any:
+        """Without a placement the roles are on all devices of this machine."""
+        return placed_on_machine(data, _gpus) if isinstance(data, Mapping) else data
 
     @model_validator(mode="before")
     @classmethod
@@ -419,6 +426,12 @@ class Recipe(Settings):
     def checkpoint_directory(self) -> Path:
         """Where the run's checkpoints lie."""
         return self.checkpoint.dir or self.directory / CHECKPOINTS
+
+
+def _gpus() -> int:
+    from engine3d.platform import platform  # only here: it imports what reading a placed recipe does without
+
+    return platform.gpus
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:

@@ -235,7 +235,8 @@ class PlacementConfig(Settings):
     pools: dict[str, str] = Field(default_factory=dict)
     """Pools by name; they share no device."""
     actor: str
-    """Devices of the actor."""
+    """Devices of the actor. Where a recipe names neither these nor pools nor a cluster, actor and engines are on all
+    GPUs of the machine in bfloat16, and an engine takes 0.3 of a GPU's free memory; or on `cpu:0` in float32."""
     rollout: str | None = None
     """Devices of the engines. Only where the algorithm needs engines, and then it must be given."""
     reference: str | None = None
