@@ -202,6 +202,19 @@ def _with_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> 
     return functools.partial(function, **arguments)
 
 
+def _of_verl(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A function of verl's signature as one that is called here; None of any other."""
+    try:
+        names = inspect.signature(function).parameters.keys()
+    except (TypeError, ValueError):
+        return None
+    if not names & {"solution_str", "solution_strs"}:
+        return None
+    from hybridflow.rewards.compute_score import adapted
+
+    return adapted(function)
+
+
 def _instance(kind: type, arguments: dict[str, Any]) -> Callable[..., Any]:
     try:
         made = kind(**arguments)
@@ -363,6 +376,8 @@ def serve(connection: socket.socket) -> None:
         loaded = _load(setup["path"], setup["directory"])
         function = _with_arguments(loaded, setup["arguments"])
         made = isinstance(loaded, type)
+        if not made and (adapted := _of_verl(function)) is not None:
+            function, made = adapted, True
         limited = made and hasattr(function, "prepare")
         columns = (_prepared_columns if limited else _wanted_columns)(function, setup["fields"])
         if not made:

@@ -156,10 +156,13 @@ class RewardFunctions:
         fields: Mapping[str, Sequence[Any]] | None = None,
         *,
         unstripped: Sequence[str] | None = None,
+        sources: Sequence[str] = (),
         whole: bool = True,
     ) -> RewardResult:
         """The rewards of B generated texts: `submit` and its `result`, with the arguments and errors of both."""
-        return self.submit(texts, prompts, answers, fields, unstripped=unstripped, whole=whole).result()
+        return self.submit(
+            texts, prompts, answers, fields, unstripped=unstripped, sources=sources, whole=whole
+        ).result()
 
     def submit(
         self,
@@ -169,6 +172,7 @@ class RewardFunctions:
         fields: Mapping[str, Sequence[Any]] | None = None,
         *,
         unstripped: Sequence[str] | None = None,
+        sources: Sequence[str] = (),
         whole: bool = True,
     ) -> PendingRewards:
         """Begin with the rewards of B generated texts, given the B prompts and answers that belong to them.
@@ -180,6 +184,7 @@ class RewardFunctions:
             answers: (B,), each what JSON may hold.
             fields: (B,) each, by name: those that the data have.
             unstripped: (B,) the texts with their special tokens, for functions that keep these; `texts` if None.
+            sources: (B,) the name of each row's source, or none.
             whole: whether these are all of a step, of which a function must not fail on all.
         """
         fields = fields or {}
@@ -187,7 +192,7 @@ class RewardFunctions:
             raise ValueError(f"rewards: {len(texts)} texts, {len(prompts)} prompts, {len(answers)} answers")
         if set(fields) != set(self._fields or ()) or any(len(values) != len(texts) for values in fields.values()):
             raise ValueError(f"rewards: fields {list(fields)}, expected {len(texts)} values each of {self._fields}")
-        batch = RewardInputs(tuple(texts), tuple(prompts), tuple(answers), fields)
+        batch = RewardInputs(tuple(texts), tuple(prompts), tuple(answers), fields, tuple(sources))
         kept = batch if unstripped is None else replace(batch, texts=tuple(unstripped))
         scorings = [
             Scoring(function, kept if function.special_tokens == "keep" else batch) for function in self._functions

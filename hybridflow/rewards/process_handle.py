@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.rewards import function_process, supervisor
+from hybridflow.rewards.compute_score import SOURCE
 from hybridflow.rewards.config import RewardFunctionConfig
 
 _KILL_TIMEOUT_S = 10.0
@@ -43,9 +44,13 @@ class RewardInputs:
     prompts: Sequence[str]
     answers: Sequence[Any]
     fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    sources: Sequence[str] = ()
+    """The name of each row's source; empty where data have none."""
 
     def column(self, name: str) -> Sequence[Any]:
         """What a function gets that has a parameter of this name."""
+        if name == SOURCE:
+            return self.sources or [""] * len(self.texts)
         return {"prompts": self.prompts, "answers": self.answers}.get(name) or self.fields.get(name, ())
 
 
@@ -173,7 +178,7 @@ class RewardProcess:
 
     def _offered_columns(self, names: Any) -> list[str]:
         """What the function asks for, as its process says. Raises CallError for names that it was not offered."""
-        offered = {*function_process.OPTIONAL_COLUMNS, *(self._fields or ())}
+        offered = {*function_process.OPTIONAL_COLUMNS, SOURCE, *(self._fields or ())}
         if not isinstance(names, list) or not all(isinstance(name, str) and name in offered for name in names):
             raise self._failure("asked for columns that it was not offered")
         return names

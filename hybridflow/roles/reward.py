@@ -132,6 +132,7 @@ class FunctionRewardWorker:
             [example.answer for example in examples],
             {name: [example.fields.get(name) for example in examples] for name in self._fields},
             unstripped=self._texts(batch, keep_special_tokens=True) if keeps else None,
+            sources=[example.identity.partition(":")[0] for example in examples],
             whole=False,
         )
         for failure in result.failures:
