@@ -18,6 +18,10 @@ class EngineError(RuntimeError):
     """An engine failed while running. The message names the engine, the phase and the cause."""
 
 
+class DamagedCheckpointError(EngineError):
+    """Bytes that were read of a checkpoint are not those that were saved. The message names the file."""
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, in a line; its type where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

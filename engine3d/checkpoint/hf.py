@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from math import prod
@@ -42,15 +43,28 @@ _WEIGHT = "weight/"
 _IMPORTED, _IMPORTED_ROLE = "imported", "actor"
 
 
+@dataclass(frozen=True)
+class Exported:
+    """What an export has written.
+
+    Args:
+        dtype: of the tensors, buffers aside.
+        nbytes: of all files of tensors.
+    """
+
+    dtype: str
+    nbytes: int
+
+
 def export_checkpoint(
     checkpoint: Path,
     out: Path,
     *,
     role: str = "actor",
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     max_shard_bytes: float = 5e9,
     verify: bool = True,
-) -> None:
+) -> Exported:
     """Write the weights of a checkpoint, of whatever layout, as a HuggingFace directory.
 
     The pieces that the checkpoint's ranks wrote are read one after another, and each goes to its place in the files. In
@@ -61,9 +75,12 @@ def export_checkpoint(
         checkpoint: the directory of one step.
         out: where to write; must not exist.
         role: whose weights.
-        dtype: of the written tensors; the model's float32 buffers stay float32.
+        dtype: of the written tensors; that of the run if None. The model's float32 buffers stay float32.
         max_shard_bytes: largest file, unless a single tensor is larger.
         verify: false exports what is there, whatever the checksums say.
+
+    Returns:
+        What was written.
 
     Raises:
         UserError: no such checkpoint or role, `out` exists, the checkpoint is damaged, or its tensors are not those of
@@ -76,13 +93,14 @@ def export_checkpoint(
         raise UserError(f"export: {checkpoint} has no role {role}; expected one of {accepted}")
     if verify:
         check_described(checkpoint, role)
-    model = _model_files(checkpoint, role)
+    model = model_files(checkpoint, role)
     if not model.is_dir():
         model = checkpoint / MODEL
     spec = load_model_spec(model, value_head=manifest.roles[role].value_head)
     saved = _SavedTensors(checkpoint, manifest, role, verify=verify)
     saved.check(spec, model.name)
-    plan = plan_model_export(spec, _dtype(dtype), max_shard_bytes)
+    written = _dtype(dtype) if dtype is not None else _dtype_of(manifest.roles[role])
+    plan = plan_model_export(spec, written, max_shard_bytes)
     partial = out.with_name(f".{out.name}.partial")
     files = ExportFiles(plan, partial)
     try:
@@ -92,11 +110,12 @@ def export_checkpoint(
             files.write(name, box, values)
         files.close()
         write_index(plan, partial)
-        finish_export(spec, _dtype(dtype), partial, out)
+        finish_export(spec, written, partial, out)
     except OSError as error:
         raise EngineError(f"export: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    return Exported(str(written).removeprefix("torch."), sum(file.size for file in plan.files))
 
 
 def import_checkpoint(model: Path, out: Path) -> None:
@@ -175,7 +194,7 @@ def copy_model_files(model: Path, checkpoint: Path, role: str | None = None) -> 
     """
     if not (model / "config.json").is_file():
         raise EngineError(f"{model} has no config.json any more, without which a checkpoint is of no model")
-    target = checkpoint / MODEL if role is None else _model_files(checkpoint, role)
+    target = checkpoint / MODEL if role is None else model_files(checkpoint, role)
     target.mkdir(parents=True, exist_ok=True)
     found = [name for name in ("config.json", *TOKENIZER_FILES) if (model / name).is_file()]
     for name in found:
@@ -183,7 +202,7 @@ def copy_model_files(model: Path, checkpoint: Path, role: str | None = None) -> 
     return [file_entry(checkpoint, target / name) for name in found]
 
 
-def _model_files(checkpoint: Path, role: str) -> Path:
+def model_files(checkpoint: Path, role: str) -> Path:
     """Where the config and the tokenizer of a role are that has a model of its own."""
     return checkpoint / f"{role}-{MODEL}"
 
@@ -249,6 +268,11 @@ class _SavedTensors:
     def _damaged(self, file: str, reason: str) -> UserError:
         named = f"checkpoint {self._checkpoint}: {self._directory.name}/{file}"
         return UserError(f"{named} {reason}; {verify_hint(self._checkpoint)}")
+
+
+def _dtype_of(facts: RoleFacts) -> torch.dtype:
+    """The dtype that a role was trained in; of an import of several dtypes one that holds the values of all."""
+    return functools.reduce(torch.promote_types, map(_dtype, facts.dtype.split(", ")))
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -27,7 +27,7 @@ from engine3d.checkpoint.state import (
     set_optimizer_step,
     set_random_states,
 )
-from engine3d.errors import UserError
+from engine3d.errors import DamagedCheckpointError, EngineError, UserError
 
 if TYPE_CHECKING:
     from engine3d.checkpoint.reader import CheckpointReader
@@ -64,6 +64,36 @@ def load_state(engine: TrainEngine, directory: Path, *, verify: bool = True) -> 
 
 
 def _load(engine: TrainEngine, directory: Path, reader: CheckpointReader) -> Loaded:
+    try:
+        common, has_moments = _read(engine, directory, reader)
+    except EngineError as error:  # told to all ranks before it is raised: they would wait for this one
+        _agree(directory, error)
+        raise
+    _agree(directory, None)
+    if engine.optimizer is not None:
+        engine.model.start_param_sync(force_sync=True)
+        if has_moments:
+            set_optimizer_step(engine, common["optimizer_step"])
+        engine.scheduler.num_steps = common["scheduler_steps"]
+        engine.scheduler.step(0)
+    same_layout = common["layout"] == str(engine.layout)
+    if same_layout and common["device"] == engine.device.type:
+        set_random_states(_object(reader, RANDOM_KEY, dist.get_world_size(), dist.get_rank()))
+    return Loaded(common["optimizer_step"] if has_moments else None, same_layout)
+
+
+def _agree(directory: Path, error: EngineError | None) -> None:
+    """Raise EngineError, damage as such, where another rank could not read what it holds."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (str(error), isinstance(error, DamagedCheckpointError)) if error else None)
+    failed = [(rank, *each) for rank, each in enumerate(found) if each is not None]
+    if failed and error is None:
+        rank, message, damaged = failed[0]
+        raise (DamagedCheckpointError if damaged else EngineError)(f"load of {directory}: rank {rank}: {message}")
+
+
+def _read(engine: TrainEngine, directory: Path, reader: CheckpointReader) -> tuple[dict[str, Any], bool]:
+    """Read what this rank holds. What belongs to no tensor, and whether the optimizer's moments were saved."""
     stored = reader.shapes
     check_stored(directory, engine, stored)
     common = _object(reader, COMMON_KEY, 1, 0)
@@ -77,16 +107,7 @@ def _load(engine: TrainEngine, directory: Path, reader: CheckpointReader) -> Loa
     with ThreadPoolExecutor(_BATCHES, thread_name_prefix="batch") as pool:
         for _ in pool.map(lambda batch: _load_batch(reader, engine, batch, kinds), _batches(held)):
             pass
-    if engine.optimizer is not None:
-        engine.model.start_param_sync(force_sync=True)
-        if has_moments:
-            set_optimizer_step(engine, common["optimizer_step"])
-        engine.scheduler.num_steps = common["scheduler_steps"]
-        engine.scheduler.step(0)
-    same_layout = common["layout"] == str(engine.layout)
-    if same_layout and common["device"] == engine.device.type:
-        set_random_states(_object(reader, RANDOM_KEY, dist.get_world_size(), dist.get_rank()))
-    return Loaded(common["optimizer_step"] if has_moments else None, same_layout)
+    return common, has_moments
 
 
 def check_stored(directory: Path, engine: TrainEngine, stored: dict[str, tuple[int, ...]]) -> None:

@@ -39,6 +39,8 @@ _SEAL = "checksum"
 _FIRST_SEALED = 3
 _BLOCK = 4 << 20
 _STEP = re.compile(r"step-(\d{8,})")
+_MOST_STEPS = 10**12
+"""More than any run has. Larger numbers are damage, and as names of directories they would come last."""
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 
@@ -123,7 +125,7 @@ class Manifest:
 
     __pydantic_config__ = _STRICT
 
-    step: Annotated[int, Field(ge=0)]
+    step: Annotated[int, Field(ge=0, le=_MOST_STEPS)]
     created: str
     roles: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], RoleFacts]
     recipe: dict[str, Any]
@@ -148,6 +150,11 @@ class _NotWhole(Exception):
 
 class _Newer(_NotWhole):
     pass
+
+
+def is_step_directory(directory: Path) -> bool:
+    """True if a directory is named as the checkpoint of a step."""
+    return _STEP.fullmatch(directory.name) is not None
 
 
 def step_directory(root: Path, step: int) -> Path:

@@ -61,6 +61,14 @@ class PieceChecksums:
             self._covered[file] = there
         return self._covered[file]
 
+    def of_file(self, file: str) -> list[PieceChecksum]:
+        """The checksums of the pieces of a file, one that is covered, in the file's order. Raises as `compare` does."""
+        pieces = self._of(file).items()
+        return sorted(
+            (PieceChecksum(start, length, found) for (name, start, length), found in pieces if name == file),
+            key=lambda piece: piece.start,
+        )
+
     def compare(self, file: str, start: int, data: Sequence[Buffer]) -> str | None:
         """What is wrong with a piece, in words that go on after the name of its file; None if nothing is.
 

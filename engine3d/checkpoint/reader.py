@@ -5,6 +5,7 @@ Its own loading reads one piece after another, in the order in which they are as
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -35,7 +36,7 @@ from engine3d.checkpoint.manifest import verify_hint
 from engine3d.checkpoint.metadata import METADATA, parse_metadata
 from engine3d.checkpoint.piece_checksums import PieceChecksums
 from engine3d.checkpoint.staging import HostRoom
-from engine3d.errors import EngineError, UserError
+from engine3d.errors import DamagedCheckpointError, EngineError, UserError
 
 _THREADS = 16
 _STRETCH_BYTES = 128 << 20
@@ -133,7 +134,10 @@ class CheckpointReader(FileSystemReader):
                     self._read_item(file, item, planner, self._rooms.room)
         except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
             reason = str(error) if isinstance(error, EngineError) else f"cannot be read: {' '.join(str(error).split())}"
-            raise EngineError(f"{path} {reason}; {verify_hint(self._directory.parent)}") from error
+            # A file server that does not answer has damaged nothing.
+            damaged = not isinstance(error, OSError) or error.errno in (errno.EIO, errno.ENOENT)
+            kind = DamagedCheckpointError if damaged else EngineError
+            raise kind(f"{path} {reason}; {verify_hint(self._directory.parent)}") from error
 
     def _read_item(self, file: io.FileIO, item: ReadItem, planner: LoadPlanner, room: HostRoom) -> None:
         stored = self.storage_data[item.storage_index]

@@ -217,7 +217,7 @@ class EngineCheckpoint:
 
         Raises:
             UserError: it is the state of another model.
-            EngineError: it cannot be read, or is not what was saved.
+            EngineError: it cannot be read; a DamagedCheckpointError where it is not what was saved.
         """
         from engine3d.checkpoint.load import load_state
 

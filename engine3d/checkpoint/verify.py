@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from io import FileIO
 from pathlib import Path, PurePosixPath
 
-from engine3d.checkpoint.manifest import FileEntry, Manifest, checksum, read_manifest, verify_hint, visible_damage
+from engine3d.checkpoint.manifest import FileEntry, Hash, Manifest, read_manifest, verify_hint, visible_damage
 from engine3d.checkpoint.metadata import METADATA, read_metadata
-from engine3d.checkpoint.piece_checksums import PieceChecksums
+from engine3d.checkpoint.piece_checksums import PieceChecksum, PieceChecksums
 from engine3d.errors import UserError
 
 _SHARD = ".distcp"
+_BLOCK = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -93,24 +95,30 @@ def damaged_description(directory: Path) -> str | None:
     return next((f"{file} {reason}" for file, reason in _reasons(directory, files, 1).items()), None)
 
 
-def damaged_shard(directory: Path, role: str | None = None) -> str | None:
+def damaged_shard(directory: Path, role: str | None = None, *, most_bytes: int = 0) -> str | None:
     """What is damaged of the shards whose pieces have no checksums of their own, as in older formats: all are read.
 
     Args:
         directory: of the checkpoint.
         role: whose shards; those of all roles if None.
+        most_bytes: shards that are no larger in all are read too where their pieces have checksums. Of larger ones the
+            ranks that load them compare each piece, on all hosts at the same time.
 
     Returns:
         The first damaged file and what is wrong with it.
     """
-    files = [
+    shards = [
         entry
         for entry in read_manifest(directory).files
-        if entry.path.endswith(_SHARD)
-        and (role is None or entry.path.startswith(f"{role}/"))
-        and not PieceChecksums((directory / entry.path).parent).covers(PurePosixPath(entry.path).name)
+        if entry.path.endswith(_SHARD) and (role is None or entry.path.startswith(f"{role}/"))
     ]
-    return next((f"{file} {reason}" for file, reason in _reasons(directory, files, 8).items()), None)
+    if sum(entry.size for entry in shards) > most_bytes:
+        shards = [
+            entry
+            for entry in shards
+            if not PieceChecksums((directory / entry.path).parent).covers(PurePosixPath(entry.path).name)
+        ]
+    return next((f"{file} {reason}" for file, reason in _reasons(directory, shards, 8).items()), None)
 
 
 def check_described(directory: Path, role: str) -> None:
@@ -137,12 +145,43 @@ def _reasons(directory: Path, files: Sequence[FileEntry], threads: int) -> dict[
 def _reason(directory: Path, entry: FileEntry) -> str | None:
     if reason := visible_damage(directory, entry):
         return reason
+    path = directory / entry.path
+    checksums = PieceChecksums(path.parent)
     try:
-        if checksum(directory / entry.path) == entry.checksum:
-            return None
+        pieces = checksums.of_file(path.name) if entry.path.endswith(_SHARD) and checksums.covers(path.name) else []
+        found, other = _checksums(path, pieces)
+    except UserError as error:
+        return f"cannot be compared: {error}"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    return "is damaged: its checksum is not that of the manifest"
+    if found != entry.checksum:
+        return "is damaged: its checksum is not that of the manifest"
+    if other is not None:
+        last = other.start + other.length
+        return f"holds other pieces than were saved: bytes {other.start:,} to {last:,} have another checksum"
+    return None
+
+
+def _checksums(path: Path, pieces: Sequence[PieceChecksum]) -> tuple[str, PieceChecksum | None]:
+    """The checksum of a file, and the first of its pieces that has another one than it should; read once."""
+    whole, other = Hash(), None
+    block = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        for piece in pieces:
+            _read(file, block, piece.start, whole)
+            own = Hash()
+            _read(file, block, piece.start + piece.length, whole, own)
+            if other is None and own.checksum() != piece.checksum:
+                other = piece
+        _read(file, block, None, whole)
+    return whole.checksum(), other
+
+
+def _read(file: FileIO, block: memoryview, stop: int | None, *hashes: Hash) -> None:
+    """Read a file up to a byte, or to its end, in blocks."""
+    while count := file.readinto(block if stop is None else block[: max(0, stop - file.tell())]):
+        for each in hashes:
+            each.update(block[:count])
 
 
 def _stored(directory: Path, manifest: Manifest, role: str) -> dict[str, list[_Stored]]:

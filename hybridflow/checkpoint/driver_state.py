@@ -7,13 +7,14 @@ import dataclasses
 import json
 import random
 import re
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import numpy as np
 import torch
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -24,6 +25,7 @@ from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.checkpoint.batch_files import read_batch, write_batch, write_tensors
 from hybridflow.checkpoint.evaluation_result import Measured
 from hybridflow.checkpoint.set_results import Best, MeasuredSet
+from hybridflow.data.sampler import RATES, RETURNED, check_state
 from hybridflow.rollout.held_stream import HeldStream
 
 DRIVER = "driver.json"
@@ -32,13 +34,14 @@ _OF_SETS = ("first_of_sets", "last_of_sets")
 _KEPT = "kept.safetensors"
 _WITHOUT_SUBJECT = {"accuracy_before", "accuracy_after"}
 _REPLAY = "replay.safetensors"
-_RATES = "rates"
-"""The text in the state of the prompts' order: measured pass rates."""
 _STREAM = {"ended": "stream-ended.safetensors", "begun": "stream-begun.safetensors"}
 _IN_FILES = ("buffer", "replay", "stream", "kept")
 """Fields that are not in driver.json as they are."""
 _BATCH_NAME = "buffer-{:05d}.safetensors"
 _BATCH = re.compile(r"buffer-\d{5,}\.safetensors")
+
+
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True)
@@ -117,12 +120,12 @@ class RunState:
         evaluation_due: the state is that of before the evaluation of the step, which a resumed run begins with.
     """
 
-    step: int
-    policy_version: int
-    samples_drawn: int
+    step: _Count
+    policy_version: _Count
+    samples_drawn: _Count
     sampler: dict[str, int | str]
-    updates: int
-    steps_without_update: int
+    updates: _Count
+    steps_without_update: _Count
     first_evaluation: Measured | None
     last_evaluation: Measured | None
     random: RandomState
@@ -201,6 +204,8 @@ class RunState:
         path = directory / DRIVER
         try:
             facts = read_json_object(path, MOST_LIST_BYTES)
+            if missing := [name for name in _required(cls) if name not in facts]:
+                raise ValueError(f"it has no {missing[0]}")
             names: list[str] = facts.pop("buffer")
             if not all(map(_BATCH.fullmatch, names)):
                 raise ValueError(f"buffer: {shortened(repr(names))}, expected names such as {_BATCH_NAME.format(0)}")
@@ -213,11 +218,14 @@ class RunState:
             if facts.keys() >= _WITHOUT_SUBJECT:
                 facts = {name: fact for name, fact in facts.items() if name not in _WITHOUT_SUBJECT}
                 facts |= dict.fromkeys(_EVALUATIONS)
-            rates = facts["sampler"].pop(_RATES, None)
-            if not isinstance(rates, str | None):
-                raise ValueError(f"sampler.{_RATES}: {shortened(repr(rates))}, expected text")
+            texts = {name: facts["sampler"].pop(name) for name in (RATES, RETURNED) if name in facts["sampler"]}
+            for name, text in texts.items():
+                if not isinstance(text, str):
+                    raise ValueError(f"sampler.{name}: {shortened(repr(text))}, expected text")
             facts = {name: _checked(cls, name, value) for name, value in facts.items()}
-            facts["sampler"] |= {_RATES: rates} if rates is not None else {}
+            check_state(facts["sampler"] | texts)
+            facts["sampler"] |= texts
+            _check_random(facts["random"])
             found = {"buffer": batches, "replay": replay, "stream": stream, "kept": _read_kept(directory / _KEPT)}
             return cls(**facts | found)
         except OSError as error:
@@ -229,6 +237,35 @@ class RunState:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = shortened(" ".join(str(error).split()), 300)
             raise UserError(f"{path} is not the state of a run's driver: {reason}") from None
+
+
+def drawn_ahead(held: Sequence[SampleBatch], stream: HeldStream | None) -> dict[int, int]:
+    """Prompt indices of draws that were made ahead, by the identities of the draws."""
+    found: dict[int, int] = {}
+    for batch in held:
+        found |= dict(zip(batch.group_ids.tolist(), batch.prompt_indices.tolist(), strict=True))
+    if stream is not None:
+        groups = (*stream.ledger["groups"], *stream.ledger["returned"])
+        found |= {each["number"]: each["prompt"] for each in groups}
+    return found
+
+
+def _required(kind: type) -> list[str]:
+    """The names of what each version has written."""
+    fields = dataclasses.fields(kind)
+    without_default = [each.name for each in fields if each.default is MISSING and each.default_factory is MISSING]
+    return ["buffer", *(name for name in without_default if name not in _EVALUATIONS)]
+
+
+def _check_random(found: RandomState) -> None:
+    """Raise ValueError for what is no state of the generators. Those of this process stay as they are."""
+    before = RandomState.capture()
+    try:
+        found.restore()
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"random: {error}") from None
+    finally:
+        before.restore()
 
 
 def _read_stream(directory: Path, facts: Any) -> HeldStream | None:
@@ -257,7 +294,7 @@ def _read_kept(path: Path) -> dict[str, Tensor]:
 
 def _checked(kind: type, name: str, value: Any) -> Any:
     """What JSON holds of a field, as the field has it. Raises ValidationError, titled `name`, for another type."""
-    hints = get_type_hints(kind) | {"sampler": dict[str, int]}  # whose text was taken out
+    hints = get_type_hints(kind, include_extras=True) | {"sampler": dict[str, int]}  # whose text was taken out
     if name not in hints:
         raise KeyError(name)
     of_dataclass = any(map(dataclasses.is_dataclass, (hints[name], *get_args(hints[name]))))

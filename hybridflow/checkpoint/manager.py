@@ -28,7 +28,6 @@ from engine3d.checkpoint.manifest import (
 )
 from engine3d.errors import EngineError, UserError
 from hybridflow.checkpoint.driver_state import Measurements, RunState
-from hybridflow.checkpoint.resume import find_sound
 from hybridflow.checkpoint.set_results import RESULTS, Best, best_of, write_results
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import public_settings
@@ -108,11 +107,12 @@ class Checkpoints:
         recipe: with the settings of checkpoints.
         model_directory: HuggingFace directory of the initial weights, whose other files every checkpoint gets.
         sinks: get a record of phase "checkpoint" for each, with the step that was saved.
+        resumed: the checkpoint that the run resumes from.
     """
 
-    def __init__(self, recipe: Recipe, model_directory: Path, sinks: Metrics) -> None:
+    def __init__(self, recipe: Recipe, model_directory: Path, sinks: Metrics, resumed: Path | None = None) -> None:
         self._recipe, self._model_directory, self._sinks = recipe, model_directory, sinks
-        self._settings = recipe.checkpoint
+        self._settings, self._resumed = recipe.checkpoint, resumed
         self._root = recipe.checkpoint_directory
         self._save: _Save | None = None
         self._lock: TextIO | None = None
@@ -149,14 +149,17 @@ class Checkpoints:
             self._lock.close()
 
     def _move_damaged(self) -> None:
-        """Put what is not sound, and was skipped, out of the way of the checkpoints that will be made.
+        """Put what is damaged, and was skipped, out of the way of the checkpoints that will be made.
 
-        Older ones than the newest that is sound are in nobody's way.
+        Older ones than the one that the run resumes from are in nobody's way.
         """
-        sound, skipped = find_sound(self._root)
-        for each in sorted(skipped, key=lambda each: each.directory.name):
-            if not sound or each.directory.name > sound[0].name:
-                log.info(f"checkpoint: {each.directory} is not whole; now {move_aside(each.directory)}")
+        whole, skipped = find_checkpoints(self._root)
+        if self._resumed is not None and self._resumed.parent.resolve() == self._root.resolve():
+            found = [each for each in (*whole, *(each.directory for each in skipped)) if each.name > self._resumed.name]
+        else:
+            found = [each.directory for each in skipped if not whole or each.directory.name > whole[0].name]
+        for each in sorted(found):
+            log.info(f"checkpoint: {each} is damaged; now {move_aside(each)}")
 
     def due(self, step: int) -> bool:
         """Whether there is to be a checkpoint after this step; 0 is the end of the warm-up."""

@@ -27,12 +27,16 @@ from engine3d.checkpoint.verify import damaged_description, damaged_shard
 from engine3d.errors import UserError
 from engine3d.platform import platform
 from hybridflow.checkpoint.compatibility import changes, contradictions, is_accepted
+from hybridflow.checkpoint.contents import contradictions_of_run
 from hybridflow.checkpoint.driver_state import DRIVER, RunState
 from hybridflow.cluster.hosts.checks.host_check import check_writable
 from hybridflow.config.recipe import Recipe
 from hybridflow.rundir.file_names import RECIPE
 from hybridflow.rundir.kept_recipe import saved_to
 
+SMALL_BYTES = 8 << 30
+"""Shards of a checkpoint that are no larger in all are compared with their checksums before roles start: seconds from a
+local disk. Larger ones are compared by the ranks that load them, each of which reads its own part anyway."""
 WARMED_UP = "warmed-up"
 """The model after the warm-up, beside the checkpoints: the reference policy of all of them."""
 RUN_IDENTITY = ".run"
@@ -60,11 +64,17 @@ class Resumption:
     @property
     def has_same_prompts(self) -> bool:
         """Whether prompts are those of the checkpoint, in their order."""
-        return not {name.partition(".")[0] for name in self.accepted} & {"seed", "tokenizer", "data"}
+        return not any(_is_of_prompts(name) for name in self.accepted)
 
     def role(self, name: str) -> Path:
         """The directory of a role's state."""
         return self.directory / name
+
+
+def _is_of_prompts(name: str) -> bool:
+    """True if a difference of this name can mean other training prompts, or another order of them."""
+    of_other_prompts = name.startswith("data.files.sft") or name.endswith((".eval_path", ".sft_path"))
+    return name.partition(".")[0] in ("seed", "tokenizer", "data") and not of_other_prompts
 
 
 def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
@@ -80,12 +90,12 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
     if recipe.resume == "none":
         _check_room(recipe, None)
         return None, []
-    directory, notes = _newest(recipe) if recipe.resume == "auto" else _named(Path(recipe.resume))
+    directory, notes = (
+        _newest(recipe) if recipe.resume == "auto" else _named(Path(recipe.resume), verify=recipe.checkpoint.verify)
+    )
     if directory is None:
         return None, notes
     manifest = read_manifest(directory)
-    if recipe.checkpoint.verify and (damage := damaged_shard(directory)):
-        raise UserError(f"resume: checkpoint {directory}: {damage}; {verify_hint(directory)}")
     state = RunState.read(directory) if (directory / DRIVER).is_file() else None
     if recipe.resume != "auto":  # which has found that nothing sound comes after it
         _check_room(recipe, directory)
@@ -138,7 +148,7 @@ def check_checkpoint_directory(recipe: Recipe) -> None:
 
 def _newest(recipe: Recipe) -> tuple[Path | None, list[str]]:
     root = recipe.checkpoint_directory
-    whole, skipped = find_sound(root)
+    whole, skipped = find_sound(root, most_bytes=SMALL_BYTES if recipe.checkpoint.verify else None)
     # Of those that are older than the newest whole one nobody needs to hear.
     newer = [each for each in skipped if not whole or each.directory.name > whole[0].name]
     notes = [f"resume: skipped {each.directory}: {each.reason}" for each in newer]
@@ -153,8 +163,8 @@ def _newest(recipe: Recipe) -> tuple[Path | None, list[str]]:
     return whole[0], notes
 
 
-def find_sound(root: Path) -> tuple[list[Path], list[Skipped]]:
-    """As `find_checkpoints`; the newest of those found is what was saved, as far as its shards need not be read.
+def find_sound(root: Path, *, most_bytes: int | None = SMALL_BYTES) -> tuple[list[Path], list[Skipped]]:
+    """As `find_checkpoints`; the newest of those found is what was saved, as `damage_of` finds.
 
     Raises:
         UserError: the directory cannot be read, or a newer version has saved there.
@@ -162,12 +172,30 @@ def find_sound(root: Path) -> tuple[list[Path], list[Skipped]]:
     whole, skipped = find_checkpoints(root)
     if newer := next((each for each in skipped if each.newer), None):
         raise UserError(f"checkpoint {newer.directory}: {newer.reason}")
-    while whole and (damage := damaged_description(whole[0])):
+    while whole and (damage := damage_of(whole[0], most_bytes)):
         skipped.append(Skipped(whole.pop(0), damage))
     return whole, skipped
 
 
-def _named(path: Path) -> tuple[Path, list[str]]:
+def damage_of(directory: Path, most_bytes: int | None = SMALL_BYTES) -> str | None:
+    """What is wrong with a checkpoint: first its files against the manifest, then what they mean. None if nothing is.
+
+    Args:
+        directory: of the checkpoint.
+        most_bytes: shards that are larger in all are not read: the ranks that load them compare each piece. None are
+            read where it is None.
+
+    Raises:
+        UserError: it has no manifest that can be read.
+    """
+    return (
+        damaged_description(directory)
+        or next(contradictions_of_run(directory), None)
+        or (None if most_bytes is None else damaged_shard(directory, most_bytes=most_bytes))
+    )
+
+
+def _named(path: Path, *, verify: bool) -> tuple[Path, list[str]]:
     """The checkpoint that a path means: itself, or the newest whole one of a directory of them, or of a run."""
     path = path.absolute()
     if not path.is_dir():
@@ -175,15 +203,15 @@ def _named(path: Path) -> tuple[Path, list[str]]:
         raise UserError(f"resume: no such directory: {path}; {expected}")
     if (path / MANIFEST).exists() or re.fullmatch(r"step-\d+", path.name):
         read_whole(path)
-        if damage := damaged_description(path):
-            raise UserError(f"resume: checkpoint {path}: {damage}")
+        if damage := damage_of(path, SMALL_BYTES if verify else None):
+            raise UserError(f"resume: checkpoint {path}: {damage}; {verify_hint(path)}")
         return path, []
     if (path / RECIPE).is_file():
         run, saved = path, saved_to(path)
         if saved is None:
             raise UserError(f"resume: the run in {run} has saved no checkpoint (checkpoint.save_interval)")
         path = saved
-    whole, skipped = find_sound(path)
+    whole, skipped = find_sound(path, most_bytes=SMALL_BYTES if verify else None)
     if not whole:
         raise UserError(f"resume: no whole checkpoint in {path}" + (f" ({_reasons(skipped)})" if skipped else ""))
     return whole[0], [f"resume: skipped {each.directory}: {each.reason}" for each in skipped]
@@ -198,7 +226,7 @@ def _check_room(recipe: Recipe, resumed: Path | None) -> None:
     root = recipe.checkpoint_directory
     if recipe.checkpoint.save_interval is None or (resumed is None and root.is_relative_to(recipe.directory)):
         return  # none are written, or those of an earlier run are moved aside with its directory
-    whole, _ = find_sound(root) if resumed is not None else find_checkpoints(root)
+    whole, _ = find_sound(root, most_bytes=None) if resumed is not None else find_checkpoints(root)
     if resumed is None:
         others, remedy = whole, "resume=auto goes on after the newest"
     else:

@@ -30,14 +30,16 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     inspect = commands.add_parser("inspect", help="show what is in a checkpoint")
     inspect.add_argument("directory", metavar="DIR", type=Path, help=saved)
 
-    verify = commands.add_parser("verify", help="compare every file with its checksum")
+    verify = commands.add_parser(
+        "verify", help="compare every file with its checksum, and what they say with each other"
+    )
     verify.add_argument("directory", metavar="DIR", type=Path, help=saved)
 
     export = commands.add_parser("export", help="write a model as a HuggingFace directory")
     export.add_argument("directory", metavar="DIR", type=Path, help=saved)
     export.add_argument("out", metavar="OUT", type=Path, help="the directory to make")
     export.add_argument("--role", default="actor", help="whose weights (actor)")
-    export.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16", help="(bfloat16)")
+    export.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help="of the tensors (that of the run)")
     export.add_argument(
         "--max-shard-gb", type=_gigabytes, default=5.0, metavar="GB", help="largest file, 1e9 bytes (5)"
     )
@@ -91,7 +93,7 @@ def _room(root: Path) -> Iterator[None]:
 def _export(parsed: argparse.Namespace) -> None:
     from engine3d.checkpoint.hf import export_checkpoint
 
-    export_checkpoint(
+    exported = export_checkpoint(
         _checkpoint(parsed.directory),
         parsed.out,
         role=parsed.role,
@@ -99,16 +101,21 @@ def _export(parsed: argparse.Namespace) -> None:
         max_shard_bytes=parsed.max_shard_gb * 1e9,
         verify=not parsed.no_verify,
     )
-    print(f"exported the {parsed.role} to {parsed.out}")
+    size = amount(exported.nbytes)
+    print(f"exported the {parsed.role} to {parsed.out}: {exported.dtype}, {size}")
 
 
 def _verify(checkpoint: Path) -> int:
     files = read_manifest(checkpoint).files
     started = time.perf_counter()
-    damages = verify_checkpoint(checkpoint)
-    if damages:
-        for damage in damages:
-            print(f"hybridflow: checkpoint {checkpoint}: {_line(damage)}", file=sys.stderr)
+    lines = [_line(damage) for damage in verify_checkpoint(checkpoint)]
+    if not lines:  # what damaged files say is of no interest
+        from hybridflow.checkpoint.contents import contradictions_of_run
+
+        lines = list(contradictions_of_run(checkpoint))
+    for line in lines:
+        print(f"hybridflow: checkpoint {checkpoint}: {line}", file=sys.stderr)
+    if lines:
         return 1
     seconds = time.perf_counter() - started
     size = amount(sum(entry.size for entry in files))

@@ -71,12 +71,12 @@ class Draw:
     Args:
         prompts: of the phase.
         indices: of those that were drawn.
-        first_group: identity of the first one's draw; the others follow.
+        groups: identity of each one's draw.
     """
 
     prompts: Prompts
     indices: Sequence[int]
-    first_group: int = 0
+    groups: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

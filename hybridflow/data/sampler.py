@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import random
 import zlib
 from array import array
@@ -15,6 +16,8 @@ import numpy as np
 from engine3d.errors import UserError
 from hybridflow.data.files.config import DifficultyConfig, WeightFrom
 
+RATES, RETURNED = "rates", "returned"
+"""The texts in a sampler's state, whose other values are whole numbers: pass rates, and returned draws."""
 _PARTS = 10**12
 """Weights are counted in so many parts of the largest: whole numbers make the same choices wherever a run goes on. A
 source of one prompt has its share beside one of billions."""
@@ -89,11 +92,17 @@ class PromptSampler:
         ]
         self._count, self._seed, self._position = count, seed, 0
         self._rates: dict[int, float] = {}
+        self._returned: list[tuple[int, int]] = []
 
     @property
     def position(self) -> int:
-        """Prompts drawn so far, over all epochs: the identity of the next draw."""
+        """Prompts drawn so far, over all epochs: the identity of the next new draw."""
         return self._position
+
+    @property
+    def returned(self) -> list[tuple[int, int]]:
+        """Identity and prompt index of the draws that were returned, which are the next ones."""
+        return list(self._returned)
 
     @property
     def epoch(self) -> int:
@@ -106,32 +115,28 @@ class PromptSampler:
         Raises:
             UserError: no prompt of a source has a pass rate with which it is drawn again.
         """
-        return [self._draw() for _ in range(number)]
+        return [index for _, index in self.draw(number)]
 
-    def forwarded(self, position: int, rates: Mapping[int, float] | None = None) -> dict[str, Any]:
-        """The state of a sampler of these prompts that has drawn so many, whatever this one has drawn.
+    def draw(self, count: int) -> list[tuple[int, int]]:
+        """Identity and prompt index of the next `count` draws: those that were returned, and then new ones.
 
-        Args:
-            position: how many.
-            rates: pass rates that it has from the beginning; none if None.
+        Raises:
+            UserError: as `next`.
         """
+        again, self._returned = self._returned[:count], self._returned[count:]
+        return [*again, *((self._position, self._draw()) for _ in range(count - len(again)))]
+
+    def forwarded(self, position: int) -> dict[str, Any]:
+        """The state of a sampler of these prompts after `position` draws, whatever this one has drawn."""
         other = self._order.sampler()
-        other.measured(rates or {})
         other.next(position)
         return other.state_dict()
 
-    def taken_back(self, state: Mapping[str, Any], position: int) -> dict[str, Any]:
-        """A state of these prompts, at an earlier position if not all that was drawn is to count.
-
-        By difficulty it is drawn again with the pass rates that are known now, not with those of then.
-
-        Args:
-            state: `state_dict` of a sampler of the same prompts in the same order.
-            position: at most that of the state.
-        """
-        if position == state["position"]:
-            return dict(state)
-        return self.forwarded(position, _unpacked_rates(state["rates"]) if "rates" in state else None)
+    @staticmethod
+    def with_returned(state: Mapping[str, Any], draws: Mapping[int, int]) -> dict[str, Any]:
+        """A state whose next draws are `draws`, prompt indices by identity, and those that it has returned before."""
+        returned = dict(unpacked_returned(state)) | dict(draws)
+        return {**state, RETURNED: json.dumps(sorted(returned.items()))} if returned else dict(state)
 
     def is_of(self, state: Mapping[str, Any]) -> bool:
         """Whether a state is of as many prompts, in the order of the same seed."""
@@ -198,8 +203,8 @@ class PromptSampler:
             state |= {f"taken.{source.order.label}": source.taken for source in self._sources}
             state |= {f"credit.{source.order.label}": source.credit for source in self._sources}
         if self._order.difficulty is not None:
-            state["rates"] = _packed_rates(self._rates)
-        return state
+            state[RATES] = _packed_rates(self._rates)
+        return self.with_returned(state, dict(self._returned))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken. Raises UserError if it was taken with other prompts or another seed."""
@@ -213,7 +218,8 @@ class PromptSampler:
             # A checkpoint of one source, without difficulty, says no more than the position.
             source.taken = state.get(f"taken.{source.order.label}", self._position if len(self._sources) == 1 else 0)
             source.credit = state.get(f"credit.{source.order.label}", 0)
-        self._rates = _unpacked_rates(state["rates"]) if "rates" in state else {}
+        self._rates = _unpacked_rates(state[RATES]) if RATES in state else {}
+        self._returned = unpacked_returned(state)
 
 
 class _Source:
@@ -244,6 +250,30 @@ class _Source:
             random.Random(f"{self._seed}:{epoch}").shuffle(permutation)
             self._permutation_of = (epoch, permutation)
         return epoch, self._permutation_of[1][offset]
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Raise ValueError for what no sampler has given as its state: a number is missing or out of range."""
+    for name, least in (("count", 1), ("position", 0)):
+        if not least <= state.get(name, -1) < 2**63:
+            raise ValueError(f"sampler.{name}: {state.get(name, 'nothing')}, expected a whole number from {least}")
+    if "seed" not in state:
+        raise ValueError("sampler.seed: nothing, expected a whole number")
+    for number, index in unpacked_returned(state):
+        if number >= state["position"] or index >= state["count"]:
+            raise ValueError(f"sampler.{RETURNED}: draw {number} of prompt {index}, expected one that was drawn")
+
+
+def unpacked_returned(state: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Identity and prompt index of the draws that a sampler's state has returned. Raises ValueError for other text."""
+    found = json.loads(state.get(RETURNED, "[]"))
+    if not isinstance(found, list) or not all(_is_draw(each) for each in found):
+        raise ValueError(f"sampler.{RETURNED}: expected a list of [draw, prompt]")
+    return [(number, index) for number, index in found]
+
+
+def _is_draw(each: object) -> bool:
+    return isinstance(each, list) and len(each) == 2 and all(type(number) is int and number >= 0 for number in each)
 
 
 def _packed_rates(rates: Mapping[int, float]) -> str:

@@ -145,7 +145,7 @@ def _checkpoint(target: Path, root: Path | None, wanted: str) -> Path:
     """The checkpoint that is meant. Raises UserError where there is none."""
     if root is None:
         raise UserError(f"--checkpoint {wanted}: {target} has no checkpoints, expected a run, or a recipe of one")
-    whole = find_sound(root)[0] if root.is_dir() else []
+    whole = find_sound(root, most_bytes=None)[0] if root.is_dir() else []
     if not whole:
         raise UserError(f"--checkpoint {wanted}: no whole checkpoint in {root}")
     if wanted == "last":

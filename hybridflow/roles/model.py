@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine3d.checkpoint.manifest import FileEntry, RoleFacts
-from engine3d.errors import EngineError, UserError
+from engine3d.errors import DamagedCheckpointError, EngineError, UserError
 from engine3d.models.experts.load_balance import Routing
 from engine3d.platform import platform
 from engine3d.reshard.describe.shards import Place
@@ -75,7 +75,7 @@ class CheckpointBegun:
 
 @dataclass(frozen=True)
 class CheckpointFailure:
-    """Why a rank could not save: told, not raised, since whatever it is, the run may go on without this checkpoint."""
+    """Why a rank could not save or load a checkpoint: returned, not raised, since the run can do without this one."""
 
     reason: str
 
@@ -134,11 +134,11 @@ class ModelWorker:
         self._offload = offload
 
     @register(ONE_TO_ALL)
-    def start(self) -> dict[str, str]:
+    def start(self) -> dict[str, str] | CheckpointFailure:
         """Join the group's process groups, build the model and load its weights or its whole state.
 
         Returns:
-            The libraries that this rank found, by name.
+            The libraries that this rank found, by name; what is damaged of the checkpoint, if anything is.
         """
         with quick_imports():  # Megatron-Core is only imported where it runs
             from engine3d.checkpoint.save import EngineCheckpoint
@@ -157,7 +157,10 @@ class ModelWorker:
         if self._trainable:
             self._checkpoint = EngineCheckpoint(self._engine)
             if self._resumed is not None:
-                self._checkpoint.load(self._resumed, verify=self._verify)
+                try:
+                    self._checkpoint.load(self._resumed, verify=self._verify)
+                except DamagedCheckpointError as error:
+                    return CheckpointFailure(str(error))
         self._engine.give_back()  # engines that start meanwhile go by what is free
         return platform.libraries()
 

@@ -22,7 +22,7 @@ from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import OF_LOSSES, WIDE
 from hybridflow.batch.worker_output import Columns
 from hybridflow.metrics import names as metrics
-from hybridflow.roles.model import ModelWorker, Update
+from hybridflow.roles.model import CheckpointFailure, ModelWorker, Update
 from hybridflow.roles.packing import of_responses, to_sequences
 from hybridflow.workers.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PROTO, register
 
@@ -34,10 +34,10 @@ class PolicyWorker(ModelWorker):
     """One rank of an actor or a reference policy."""
 
     @register(ONE_TO_ALL)
-    def start(self) -> dict[str, str]:
+    def start(self) -> dict[str, str] | CheckpointFailure:
         """As every model starts; then say where the weights lie, if engines are to share them."""
         libraries = super().start()
-        if self._publish is not None:
+        if self._publish is not None and not isinstance(libraries, CheckpointFailure):
             self._sender = self._engine.weight_sender(self._name, self._rank, self._place)
             self._sender.publish(self._publish)
         return libraries

@@ -167,7 +167,7 @@ class RolloutController:
         ]
         self._taking: asyncio.Task[Any] | None = None
         scoring = [RemoteScorer(actor, threads, prompts.examples, plan.scorer_answers_s) for actor in scorers]
-        self._stream = RolloutStream(plan, engines, self._draw, prompts.tokens.length, scorers=scoring)
+        self._stream = RolloutStream(plan, engines, self._sampler.draw, prompts.tokens.length, scorers=scoring)
 
     async def open(self, version: int, groups: int, figures: Sequence[EngineFigures]) -> None:
         """Begin with engines that serve `version`, for so many groups in all. `figures`: of each engine."""
@@ -249,10 +249,6 @@ class RolloutController:
     async def close(self) -> None:
         """Collect nothing any more."""
         self._stream.close()
-
-    def _draw(self, count: int) -> list[tuple[int, int]]:
-        first = self._sampler.position
-        return list(enumerate(self._sampler.next(count), start=first))
 
 
 def start_controller(*arguments: Any) -> Any:

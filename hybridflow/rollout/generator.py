@@ -71,9 +71,7 @@ class Generator:
         if first_sample is None:
             first_sample = self.reserve(len(draw.indices) * samples_per_prompt)
         drawn = [
-            DrawnPrompt(
-                draw.prompts.tokens[index], index, draw.first_group + place, first_sample + place * samples_per_prompt
-            )
-            for place, index in enumerate(draw.indices)
+            DrawnPrompt(draw.prompts.tokens[index], index, group, first_sample + place * samples_per_prompt)
+            for place, (index, group) in enumerate(zip(draw.indices, draw.groups, strict=True))
         ]
         return self._rollout.generate(drawn, sampling=sampling, samples_per_prompt=samples_per_prompt)

@@ -89,11 +89,11 @@ class Lookahead:
         """Go on with what `state` gave."""
         for batch in held:
             groups = dict(zip(batch.group_ids.tolist(), batch.prompt_indices.tolist(), strict=True))
-            self._ahead = Draw(self._prompts, list(groups.values()), min(groups)), RemoteBatch.of(batch)
+            self._ahead = Draw(self._prompts, list(groups.values()), list(groups)), RemoteBatch.of(batch)
 
     def _next(self, count: int) -> Draw:
-        first_group = self._sampler.position
-        return Draw(self._prompts, self._sampler.next(count), first_group)
+        drawn = self._sampler.draw(count)
+        return Draw(self._prompts, [index for _, index in drawn], [number for number, _ in drawn])
 
     def _begin(self, draw: Draw) -> Future[SampleBatch]:
         rollout = self._recipe.rollout

@@ -230,7 +230,8 @@ class StreamSource:
             self._scores = {end.sample: score for end, score in ends}
             hosts = self._engines.hosts
             timeline.record(Span("rollout", hosts * engine, "stream", begin, end) for engine, begin, end in rows.busy)
-            draw = Draw(self._prompts, [each.group.prompt for each in rows.groups], rows.groups[0].group.number)
+            groups = [each.group for each in rows.groups]
+            draw = Draw(self._prompts, [each.prompt for each in groups], [each.number for each in groups])
             self._drawn, self._figures, self._events = (draw, rollout), rows.figures | times, rows.events
         return self._drawn[0]
 

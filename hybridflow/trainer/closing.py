@@ -7,11 +7,16 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine3d.checkpoint.manifest import find_checkpoints, read_manifest
+from engine3d.checkpoint.manifest import read_manifest
 from engine3d.errors import UserError
+from hybridflow.checkpoint.resume import find_sound
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import settings_yaml
 from hybridflow.rundir.file_names import EXPORT, RECIPE, REPORT
+
+_READ_AT_END = 1 << 30
+"""Shards that are no larger in all are compared with their checksums when a run has ended: who waits for a prompt waits
+less than a second."""
 
 
 def results(recipe: Recipe) -> list[str]:
@@ -75,11 +80,11 @@ def resume_command(arguments: Sequence[str]) -> str:
 
 
 def newest_checkpoint(recipe: Recipe) -> Path | None:
-    """The newest whole checkpoint where the run saves; None if there is none, or the run saves none."""
+    """The newest checkpoint where the run saves that can be resumed from; None if there is none, or it saves none."""
     if recipe.checkpoint.save_interval is None:
         return None
     try:
-        whole, _ = find_checkpoints(recipe.checkpoint_directory)
+        whole, _ = find_sound(recipe.checkpoint_directory, most_bytes=_READ_AT_END)
     except UserError:
         return None
     return whole[0] if whole else None

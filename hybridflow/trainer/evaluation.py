@@ -41,7 +41,7 @@ class Evaluation:
 def begin_evaluation(machinery: Machinery, first_sample: int | None = None) -> Future[SampleBatch]:
     """Let the engines respond to the prompts of evaluation; `first_sample` as of `Generator.begin`."""
     recipe, prompts = machinery.recipe, machinery.run.evaluation
-    draw = Draw(prompts, range(len(prompts)))
+    draw = Draw(prompts, range(len(prompts)), range(len(prompts)))
     return machinery.generator.begin(draw, recipe.eval_sampling, recipe.trainer.eval_samples, first_sample)
 
 

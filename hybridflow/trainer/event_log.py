@@ -81,7 +81,7 @@ class EventLog:
 
 def drawn_event(draw: Draw) -> Event:
     """The prompts that were drawn for a step."""
-    return {"event": "drawn", "first_group": draw.first_group, "prompts": list(draw.indices)}
+    return {"event": "drawn", "groups": list(draw.groups), "prompts": list(draw.indices)}
 
 
 def learned_event(

@@ -47,7 +47,7 @@ class GivenSource:
         """Have the actor, as it is, say the log-probs of all responses: those of the reference policy."""
         began = time.perf_counter()
         for name, given in self._phases.items():
-            parts = [self.policy_logprobs(_batch(given, rows)) for rows in self._parts(len(given))]
+            parts = [self.policy_logprobs(_batch(given, rows, rows)) for rows in self._parts(len(given))]
             self._reference[name] = torch.cat(parts).view(-1, PAIR)
         count = PAIR * sum(map(len, self._phases.values()))
         log.info(f"reference: log-probs of {count:,} responses in {time.perf_counter() - began:.1f} s")
@@ -59,12 +59,12 @@ class GivenSource:
             draw: some of the training prompts.
             first_sample: id of the first sample; the others follow.
         """
-        return self._with_facts("train", draw.indices, draw.first_group, first_sample)
+        return self._with_facts("train", draw.indices, draw.groups, first_sample)
 
     def held_out(self) -> Iterator[RemoteBatch]:
         """The same of all prompts of evaluation, in parts."""
         for rows in self._parts(len(self._phases["evaluation"])):
-            yield self._with_facts("evaluation", rows, rows[0], PAIR * rows[0])
+            yield self._with_facts("evaluation", rows, rows, PAIR * rows[0])
 
     def policy_logprobs(self, batch: RemoteBatch) -> Tensor:
         """(B,) float64: log-prob of each whole response by the actor as it is."""
@@ -103,15 +103,15 @@ class GivenSource:
         most = max(self._recipe.trainer.prompts_per_step, self._actor.layout.dp)
         return even_ranges(count, max(1, count // most))
 
-    def _with_facts(self, phase: str, rows: Sequence[int], first_group: int, first_sample: int) -> RemoteBatch:
+    def _with_facts(self, phase: str, rows: Sequence[int], groups: Sequence[int], first_sample: int) -> RemoteBatch:
         given = self._phases[phase]
-        batch = _batch(given, rows, first_group, first_sample)
+        batch = _batch(given, rows, groups, first_sample)
         rewards = torch.tensor([given.rewards[row] for row in rows], dtype=torch.float32)
         reference = self._reference[phase][torch.as_tensor(rows)]
         return batch.with_facts(rewards=rewards.flatten(), reference_logprobs=reference.flatten())
 
 
-def _batch(given: GivenResponses, rows: Sequence[int], first_group: int = 0, first_sample: int = 0) -> RemoteBatch:
+def _batch(given: GivenResponses, rows: Sequence[int], groups: Sequence[int], first_sample: int = 0) -> RemoteBatch:
     """Both responses to each of some prompts, side by side; no engine has said how likely they are."""
     responses = [response for row in rows for response in given.responses[row]]
     return RemoteBatch.of(
@@ -120,7 +120,7 @@ def _batch(given: GivenResponses, rows: Sequence[int], first_group: int = 0, fir
             responses=responses,
             logprobs=[[0.0] * len(response) for response in responses],
             sample_ids=range(first_sample, first_sample + len(responses)),
-            group_ids=[first_group + place for place in range(len(rows)) for _ in range(PAIR)],
+            group_ids=[group for group in groups for _ in range(PAIR)],
             prompt_indices=[row for row in rows for _ in range(PAIR)],
             policy_versions=[0] * len(responses),
             finish_reasons=[FinishReason.STOP] * len(responses),

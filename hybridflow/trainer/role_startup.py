@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from engine3d.errors import UserError
+from engine3d.errors import DamagedCheckpointError, UserError
 from hybridflow.cluster.devices.device_map import Device, Node, highest_cpu_slot, pool_devices
 from hybridflow.cluster.devices.gpu_availability import WAIT_S, check_bundles_free, check_gpus_free
 from hybridflow.cluster.hosts.checks.gathering import keep_logs
@@ -35,6 +35,7 @@ from hybridflow.roles.groups import (
     ValueGroup,
 )
 from hybridflow.roles.judge import KEY_VARIABLE
+from hybridflow.roles.model import CheckpointFailure
 from hybridflow.roles.offload import check_offload
 from hybridflow.rollout.stream_source import EngineHandles, Lending
 from hybridflow.rundir.watching import ENGINES, JUDGE_SERVERS, TEACHER_ENGINES
@@ -366,7 +367,12 @@ def _progress_limits(limits: LimitsConfig) -> ProgressLimits | None:
 
 
 def _start(group: RoleGroup, limit_s: float) -> Any:
-    return group.start().result(limit_s)
+    """Start a role. Raises DamagedCheckpointError where a rank could not load its state."""
+    answers = group.start().result(limit_s)
+    for answer in answers if isinstance(answers, list) else ():
+        if isinstance(answer, CheckpointFailure):
+            raise DamagedCheckpointError(answer.reason)
+    return answers
 
 
 def _typed[G: RoleGroup](group: RoleGroup, kind: type[G]) -> G:

@@ -122,7 +122,7 @@ class SetMeasurer:
     def begin(self, planned: PlannedSet, first_sample: int | None = None) -> Future[SampleBatch]:
         """Let the engines respond to the prompts of a set; `first_sample` as of `Generator.begin`."""
         prompts = self.sets[planned.name]
-        draw = Draw(prompts, range(len(prompts)))
+        draw = Draw(prompts, range(len(prompts)), range(len(prompts)))
         return self.generator.begin(draw, planned.sampling, planned.settings.samples, first_sample)
 
     def measure_responses(self, planned: PlannedSet, batch: RemoteBatch, step: int) -> MeasuredSet:

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from engine3d.checkpoint.hf import export_checkpoint
 from engine3d.cleaning import cleaning
-from engine3d.errors import EngineError
+from engine3d.errors import DamagedCheckpointError, EngineError
 from hybridflow.algorithms.base import Experience
 from hybridflow.algorithms.config import load
 from hybridflow.algorithms.controllers import Controllers
@@ -22,7 +22,7 @@ from hybridflow.checkpoint.driver_state import Measurements, RandomState, RunSta
 from hybridflow.checkpoint.evaluation_result import Measured, Subject, summary
 from hybridflow.checkpoint.manager import Checkpoints
 from hybridflow.checkpoint.resume import Resumption, inexact_because
-from hybridflow.checkpoint.set_results import summary_of_best, summary_of_sets
+from hybridflow.checkpoint.set_results import Best, summary_of_best, summary_of_sets
 from hybridflow.cluster.devices.device_monitor import DeviceMonitor
 from hybridflow.cluster.processes.orphans import remove_orphans
 from hybridflow.cluster.processes.termination import Abandoned, termination
@@ -36,7 +36,6 @@ from hybridflow.metrics.timeline import timeline
 from hybridflow.planning.prompts import prompt_order
 from hybridflow.roles.offload import offload_metrics, offloaded_groups
 from hybridflow.rollout.generator import Generator
-from hybridflow.rollout.held_stream import HeldStream
 from hybridflow.rollout.prefetch import Lookahead
 from hybridflow.rollout.stream_source import StreamSource
 from hybridflow.rundir.evaluation_texts import forget_after
@@ -50,6 +49,7 @@ from hybridflow.trainer.engine_restarts import EngineRestarts
 from hybridflow.trainer.evaluations import Evaluations
 from hybridflow.trainer.event_log import Event, EventLog
 from hybridflow.trainer.given_responses import GivenSource
+from hybridflow.trainer.resumed_draws import resumed_draws
 from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
 from hybridflow.trainer.run_setup import OpenRun, Run, open_run
 from hybridflow.trainer.sample_store import SampleStore
@@ -84,24 +84,45 @@ def train(recipe: Recipe) -> Outcome:
         UserError: something that the user can put right.
         EngineError: a role failed; everything that was started is gone.
     """
-    with open_run(recipe) as opened:
-        recipe, run = opened.recipe, opened.run
-        resumed = run.resumption.state if run.resumption is not None else None
-        if resumed is not None and resumed.step >= recipe.trainer.steps and not run.evaluation_due:
-            export_finished(recipe, run)
-            found, best = resumed.measurements, resumed.best
-        else:
-            with start_trainer(opened) as trainer:
-                found = trainer.run()
-            best = trainer.checkpoints.best
-        opened.phases.enter("end")
-        of_sets = [*summary_of_sets(found.first_of_sets, found.last_of_sets), *summary_of_best(best)]
-        measured = [*summary(found.first, found.last), *of_sets]
-        with cleaning("hybridflow: the result could not be recorded", needed=False):
-            record_end(run.directory, measured)
-    for line in (*measured, *results(recipe)):
-        log.info(line)
-    return Outcome(run.directory, found.first, found.last)
+    while True:
+        with open_run(recipe) as opened:
+            run = opened.run
+            try:
+                found, best = _run(opened)
+            except DamagedCheckpointError as error:
+                _fall_back(opened, error)
+                continue
+            opened.phases.enter("end")
+            of_sets = [*summary_of_sets(found.first_of_sets, found.last_of_sets), *summary_of_best(best)]
+            measured = [*summary(found.first, found.last), *of_sets]
+            with cleaning("hybridflow: the result could not be recorded", needed=False):
+                record_end(run.directory, measured)
+        for line in (*measured, *results(opened.recipe)):
+            log.info(line)
+        return Outcome(run.directory, found.first, found.last)
+
+
+def _run(opened: OpenRun) -> tuple[Measurements, Best | None]:
+    """What the evaluations of a run have measured, once all its steps are done, and the best checkpoint."""
+    recipe, run = opened.recipe, opened.run
+    resumed = run.resumption.state if run.resumption is not None else None
+    if resumed is not None and resumed.step >= recipe.trainer.steps and not run.evaluation_due:
+        export_finished(recipe, run)
+        return resumed.measurements, resumed.best
+    with start_trainer(opened) as trainer:
+        return trainer.run(), trainer.checkpoints.best
+
+
+def _fall_back(opened: OpenRun, error: DamagedCheckpointError) -> None:
+    """Put the checkpoint aside that ranks could not load, so that `resume=auto` takes the one before it.
+
+    Raises:
+        DamagedCheckpointError: the recipe names this very checkpoint.
+    """
+    resumption = opened.run.resumption
+    if opened.recipe.resume != "auto" or resumption is None:
+        raise error
+    log.warning(f"resume: {error}; now {move_aside(resumption.directory)}, and the one before it is tried")
 
 
 @contextmanager
@@ -109,6 +130,7 @@ def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
     """Start the roles, and end them when the block is left."""
     recipe, run, sinks = opened.recipe, opened.run, opened.sinks
     timeline.clear()
+    resumed = run.resumption.directory if run.resumption is not None else None
     if recipe.checkpoint.save_interval is None:
         log.info(
             "checkpoints: none, so that this run cannot be resumed; checkpoint.save_interval=10 saves every ten steps"
@@ -118,7 +140,7 @@ def start_trainer(opened: OpenRun) -> Iterator[Trainer]:
     with (
         # Entered first and so left last: when the groups are gone, it waits for them no more.
         ThreadPoolExecutor(1, thread_name_prefix="eval") as evaluating,
-        Checkpoints(recipe, run.model_directory, sinks) as checkpoints,
+        Checkpoints(recipe, run.model_directory, sinks, resumed) as checkpoints,
         start_roles(recipe, run) as roles,
         DeviceMonitor(
             (bundle for group in roles.groups for bundle in group.pool.bundles),
@@ -308,33 +330,20 @@ class Trainer:
         if (self.facts.directory / EXPORT).exists():
             move_aside(self.facts.directory / EXPORT)  # that of the same run, when it was to end sooner
         wait_for(self.roles, *self.roles.starting)
-        machinery, order, held, replay = self.machinery, state.sampler, state.buffer, state.replay
-        under_way = state.stream
-        if resumption.accepted:
-            replay = None
-        not_held = held and (machinery.stream is not None or not self.recipe.trainer.max_staleness)
-        if resumption.accepted or not_held or (machinery.stream is None and under_way is not None):
-            # Perhaps other prompts, or in another order, or another tokenizer; or what a run without a stream made
-            # ahead and one with a stream does not, or the other way round; or of weights that are too old now: it is
-            # drawn again.
-            begun = [*(int(batch.group_ids.min()) for batch in held), *_numbers(under_way)]
-            position = min([int(order["position"]), *begun])
-            if resumption.has_same_prompts and machinery.sampler.is_of(order):
-                order = machinery.sampler.taken_back(order, position)
-            else:
-                order = machinery.sampler.forwarded(position)
-            held, under_way = (), None
-        machinery.sampler.load_state_dict(order)
+        machinery = self.machinery
+        draws = resumed_draws(self.recipe, machinery.sampler, resumption, state)
+        for note in draws.notes:
+            log.info(note)
+        machinery.sampler.load_state_dict(draws.order)
         machinery.generator.samples_drawn = state.samples_drawn
         machinery.controllers.load_state_dict(state.algorithm)
         if machinery.controllers.replay is not None:
-            machinery.controllers.replay.restore(replay)
+            machinery.controllers.replay.restore(None if resumption.accepted else state.replay)
         if machinery.stream is not None:
-            machinery.stream.restore(order, state.samples_drawn, under_way)
+            machinery.stream.restore(draws.order, state.samples_drawn, draws.stream)
         elif isinstance(machinery.lookahead, Lookahead):
-            machinery.lookahead.restore(held)
-        ahead = [*_numbers(under_way), *(int(group) for batch in held for group in batch.group_ids)]
-        machinery.contract.begin(int(order["position"]), ahead)
+            machinery.lookahead.restore(draws.held)
+        machinery.contract.begin(machinery.sampler.position, draws.ahead)
         if machinery.given is not None:
             machinery.given.load_state_dict(state.kept)
         self.steps_done = machinery.phases.step = state.step
@@ -535,8 +544,3 @@ class Trainer:
             if (stream := self.machinery.stream) is not None:
                 stream.notice_lost()
             values |= self.machinery.weights.sync_weights(self.version, self.machinery.stream)
-
-
-def _numbers(held: HeldStream | None) -> list[int]:
-    """Of the draws of groups that a stream has under way, or that went back."""
-    return [each["number"] for each in (*held.ledger["groups"], *held.ledger["returned"])] if held is not None else []

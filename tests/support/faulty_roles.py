@@ -10,6 +10,7 @@ from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.reshard.transport.sender import Sent, Transport
+from hybridflow.roles.model import CheckpointFailure
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.rollout import RolloutWorker
 from hybridflow.workers.context import WorkerContext
@@ -48,7 +49,7 @@ class DoesNotStart(PolicyWorker):
         self._note = _note_path(context)
 
     @register(ONE_TO_ALL)
-    def start(self) -> dict[str, str]:
+    def start(self) -> dict[str, str] | CheckpointFailure:
         if self._rank == 1:
             _note(self._note)
             raise UserError("no room for the optimizer")

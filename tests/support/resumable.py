@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import checkpoint as torch_checkpoint
 
-from engine3d.checkpoint.manifest import Manifest, RoleFacts, file_entry, step_directory, write_manifest
+from engine3d.checkpoint.manifest import Hash, Manifest, RoleFacts, file_entry, step_directory, write_manifest
+from engine3d.checkpoint.metadata import METADATA, parse_metadata
+from engine3d.checkpoint.piece_checksums import PieceChecksum, checksum_file, checksum_text
 from engine3d.errors import UserError
+from engine3d.models import load_model_spec
 from hybridflow.checkpoint.compatibility import input_checksums
 from hybridflow.checkpoint.driver_state import RandomState, RunState
 from hybridflow.checkpoint.evaluation_result import Measured
@@ -36,7 +42,7 @@ def make_checkpoint(
     last_of_sets: dict[str, MeasuredSet] | None = None,
     best: Best | None = None,
 ) -> Path:
-    """A whole checkpoint as a run of the recipe makes it, but for the state of its roles."""
+    """A whole checkpoint as a run of the recipe makes it, but that the weights of its roles are zeros."""
     directory = step_directory(root or recipe.checkpoint_directory, step)
     directory.mkdir(parents=True)
     copied = directory / "model"
@@ -61,6 +67,8 @@ def make_checkpoint(
         inputs=input_checksums(recipe),
     )
     files = [*state.write(directory), *copied.iterdir()]
+    for role in roles:
+        files += write_role(directory, role, value_head=role != "actor")
     manifest = Manifest(
         step=step,
         created="2026-01-01T00:00:00+00:00",
@@ -71,6 +79,31 @@ def make_checkpoint(
     )
     write_manifest(directory, manifest)
     return directory
+
+
+def write_role(checkpoint: Path, role: str, *, value_head: bool) -> list[Path]:
+    """Write zeros as the weights of a role, of the model that lies in a checkpoint. Its files."""
+    spec = load_model_spec(checkpoint / "model", value_head=value_head)
+    state = {f"weight/{name}": torch.zeros(tensor.shape) for name, tensor in spec.hf_tensors.items()}
+    directory = checkpoint / role
+    writer = torch_checkpoint.FileSystemWriter(directory, single_file_per_rank=True, thread_count=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that this process is alone
+        torch_checkpoint.save(state, storage_writer=writer, no_dist=True)
+    seal_pieces(checkpoint, role)
+    return sorted(directory.iterdir())
+
+
+def seal_pieces(checkpoint: Path, role: str) -> None:
+    """Write the checksums of all pieces of a role's only shard."""
+    shard = checkpoint / role / "__0_0.distcp"
+    stored = parse_metadata((checkpoint / role / METADATA).read_bytes(), "metadata").storage_data
+    data = shard.read_bytes()
+    pieces = [
+        PieceChecksum(info.offset, info.length, Hash(data[info.offset : info.offset + info.length]).checksum())
+        for info in stored.values()
+    ]
+    (checkpoint / role / checksum_file(0)).write_bytes(checksum_text({shard.name: pieces}))
 
 
 def refusal(recipe: Recipe) -> list[str]:

@@ -97,7 +97,7 @@ class NumberedStep(Step[Any]):
         assert count >= self.engines
         first, self.position = self.position, self.position + count
         self.draws.append(count)
-        return Draw(Prompts([], []), list(range(first, self.position)), first)
+        return Draw(Prompts([], []), range(first, self.position), range(first, self.position))
 
     def given(self, draw: Draw) -> RemoteBatch:
         raise NotImplementedError
@@ -107,7 +107,7 @@ class NumberedStep(Step[Any]):
 
     def generate(self, draw: Draw) -> RemoteBatch:
         self.calls.append("generate")
-        places = [(draw.first_group + row, k) for row in range(len(draw.indices)) for k in range(self.samples)]
+        places = [(draw.groups[row], k) for row in range(len(draw.indices)) for k in range(self.samples)]
         lengths = [self.length(*place) for place in places]
         made = SampleBatch.from_generations(
             prompts=[[5, 6]] * len(places),

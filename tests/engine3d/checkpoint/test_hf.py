@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine3d.checkpoint.hf import copy_model_files, export_checkpoint, import_checkpoint
+from engine3d.checkpoint.hf import Exported, copy_model_files, export_checkpoint, import_checkpoint
 from engine3d.checkpoint.manifest import FileEntry, Manifest, RoleFacts, file_entry, read_manifest, write_manifest
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
@@ -158,8 +158,24 @@ def copy(imported: Path, tmp_path: Path) -> Path:
 
 
 def test_what_is_imported_is_exported(model: Path, imported: Path, tmp_path: Path) -> None:
-    export_checkpoint(imported, tmp_path / "export", max_shard_bytes=20e3)
+    exported = export_checkpoint(imported, tmp_path / "export", max_shard_bytes=20e3)
     assert _files(tmp_path / "export") == _files(model)
+    size = sum(path.stat().st_size for path in (tmp_path / "export").glob("*.safetensors"))
+    assert exported == Exported("bfloat16", size)
+
+
+@pytest.mark.parametrize(
+    ("trained_in", "dtype"), [("float32", "float32"), ("float16", "float16"), ("bfloat16, float32", "float32")]
+)
+def test_an_export_has_the_dtype_that_was_trained_in(copy: Path, tmp_path: Path, trained_in: str, dtype: str) -> None:
+    manifest = read_manifest(copy)
+    roles = {role: replace(facts, dtype=trained_in) for role, facts in manifest.roles.items()}
+    write_manifest(copy, replace(manifest, roles=roles))
+    assert export_checkpoint(copy, tmp_path / "export").dtype == dtype
+    spec = load_model_spec(copy / "model")
+    expected = torch.float32, getattr(torch, dtype)
+    for name, tensor in _tensors(tmp_path / "export").items():
+        assert tensor.dtype == expected[not spec.hf_tensors[name].buffer], name
 
 
 def test_an_imported_checkpoint_is_whole(imported: Path) -> None:

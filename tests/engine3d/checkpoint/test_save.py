@@ -17,7 +17,7 @@ import torch.distributed as dist
 from engine3d.checkpoint.manifest import checksum
 from engine3d.checkpoint.pieces import flat_pieces
 from engine3d.checkpoint.state import join_remainder, split_remainder
-from engine3d.errors import EngineError, UserError
+from engine3d.errors import DamagedCheckpointError, EngineError, UserError
 from engine3d.layout import Layout
 from engine3d.models.rules import LocalParameter, Piece
 from engine3d.training.config import LayoutConfig, OptimizerConfig, TrainConfig
@@ -279,6 +279,18 @@ def _refused(directory: Path, other: Path, root: Path) -> list[str]:
         told.append(str(error))
     checkpoint.begin(_made(root / "given up"), background=True)
     checkpoint.abandon()
+    checkpoint.begin(_made(root / "damaged"), background=False)
+    checkpoint.finish()
+    if dist.get_rank() == 1:
+        shard = root / "damaged" / "__1_0.distcp"
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    dist.barrier()
+    try:
+        checkpoint.load(root / "damaged")
+    except DamagedCheckpointError as error:
+        told.append(str(error))
     checkpoint.begin(_made(root / "after"), background=False)
     checkpoint.finish()
     engine.close()
@@ -297,12 +309,15 @@ def test_what_goes_wrong_is_said_on_every_rank_and_the_next_save_is_whole(tmp_pa
     tiny_families.make("llama", model)
     tiny_families.make("qwen3-biases", other)
     first, second = run_distributed(_refused, 2, model, other, root, timeout_s=120)
-    under_way, fresh, failed, stranger = first
+    under_way, fresh, failed, damaged, stranger = first
     assert under_way == f"save to {root}/second: the one to {root}/fresh is still under way"
     assert fresh == "None"
     own = second[2]
     assert own.startswith(f"cannot write {root}/blocked/__1_") and own.endswith(": Is a directory")
     assert failed == f"save to {root}/blocked: rank 1 failed: {own}"
+    # What one rank finds ends the load of all: the others would wait for it.
+    assert second[3].startswith(f"{root}/damaged/__1_0.distcp is damaged: bytes ")
+    assert damaged == f"load of {root}/damaged: rank 1: {second[3]}"
     assert "tensor model.layers.0." in stranger
     assert not (root / "blocked" / ".metadata").exists()
     assert read_all(root / "after")

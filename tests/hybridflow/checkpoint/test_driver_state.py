@@ -190,12 +190,23 @@ def test_a_state_that_is_not_one_is_refused_in_a_line(tmp_path: Path, text: str)
     [
         ("step", "12", "step"),
         ("step", 1.5, "step"),
+        ("step", -5, "step"),
+        ("policy_version", 10**30, "policy_version"),
+        ("samples_drawn", -1, "samples_drawn"),
         ("updates", True, "updates"),
         ("sampler", {"count": "many"}, "sampler.count"),
+        ("sampler", {"count": 64, "seed": 3}, "sampler.position: nothing"),
+        ("sampler", {"count": 64, "position": 3}, "sampler.seed: nothing"),
+        ("sampler", {"count": 0, "seed": 3, "position": 0}, "sampler.count: 0"),
+        ("sampler", {"count": 64, "seed": 3, "position": -1}, "sampler.position: -1"),
+        ("sampler", {"count": 64, "seed": 3, "position": 9, "returned": "[[9, 1]]"}, "sampler.returned: draw 9"),
+        ("sampler", {"count": 64, "seed": 3, "position": 9, "returned": "[[1, 64]]"}, "sampler.returned: draw 1"),
+        ("sampler", {"count": 64, "seed": 3, "position": 9, "returned": "{}"}, "sampler.returned: expected a list"),
         ("first_evaluation", {"step": 3}, "first_evaluation.subject"),
         ("inputs", {"seed": 1}, "inputs.seed"),
         ("algorithm", {"kl": {"coefficient": None}}, "algorithm.kl.coefficient"),
         ("random", {"python": [], "numpy": [], "torch": 1}, "random.torch"),
+        ("random", {"python": [], "numpy": [], "torch": ""}, "random: "),
         ("more", 1, "'more'"),
     ],
 )
@@ -211,10 +222,32 @@ def test_a_state_of_other_types_is_refused_by_the_name_of_what_is_wrong(
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["step", "sampler", "random", "run", "buffer", "samples_drawn"])
+def test_a_state_that_lacks_something_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+    a_state().write(tmp_path)
+    facts = json.loads((tmp_path / "driver.json").read_text())
+    del facts[name]
+    (tmp_path / "driver.json").write_text(json.dumps(facts))
+    with pytest.raises(UserError, match=rf"driver\.json is not the state of a run's driver: it has no {name}$"):
+        RunState.read(tmp_path)
+
+
+def test_reading_a_state_leaves_the_generators_alone(tmp_path: Path) -> None:
+    a_state().write(tmp_path)
+    before = RandomState.capture()
+    torch.rand(3), random.random()
+    assert RandomState.capture() != before
+    before = RandomState.capture()
+    RunState.read(tmp_path)
+    assert RandomState.capture() == before
+
+
 def test_a_batch_elsewhere_is_not_read(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
-    (checkpoint / "driver.json").write_text(json.dumps({"buffer": [f"{tmp_path}/buffer-00000.safetensors"]}))
+    a_state().write(checkpoint)
+    facts = json.loads((checkpoint / "driver.json").read_text())
+    (checkpoint / "driver.json").write_text(json.dumps(facts | {"buffer": [f"{tmp_path}/buffer-00000.safetensors"]}))
     with pytest.raises(UserError, match=r"buffer: \['/.*, expected names such as buffer-00000\.safetensors$"):
         RunState.read(checkpoint)
 

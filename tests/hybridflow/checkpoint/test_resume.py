@@ -52,7 +52,29 @@ def test_what_describes_a_checkpoint_is_read_before_it_is_taken(tmp_path: Path) 
     found, notes = find_resumption(a_recipe(tmp_path, "resume=auto"))
     assert found is not None and found.directory == root / "step-00000002"
     assert notes[0] == f"resume: skipped {root}/{reason}"
-    assert refusal(a_recipe(tmp_path, f"resume={root}/step-00000004")) == [f"resume: checkpoint {root}/{reason}"]
+    assert refusal(a_recipe(tmp_path, f"resume={root}/step-00000004")) == [
+        f"resume: checkpoint {root}/{reason}; `hybridflow checkpoint verify {root}/step-00000004` says what is damaged"
+    ]
+
+
+def test_a_damaged_shard_is_skipped_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large checkpoint shards are not read: the ranks that load them do that."""
+    recipe = a_recipe(tmp_path)
+    older, damaged = make_checkpoint(recipe, 2), make_checkpoint(recipe, 4)
+    shard = damaged / "actor" / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    reason = f"{damaged}: actor/__0_0.distcp is damaged: its checksum is not that of the manifest"
+    found, notes = find_resumption(a_recipe(tmp_path, "resume=auto"))
+    assert found is not None and found.directory == older
+    assert notes == [f"resume: skipped {reason}", f"resume: after step 2, from {older}"]
+    assert refusal(a_recipe(tmp_path, f"resume={damaged}"))[0].startswith(f"resume: checkpoint {reason}; ")
+    taken, _ = find_resumption(a_recipe(tmp_path, "resume=auto", "checkpoint.verify=false"))
+    assert taken is not None and taken.directory == damaged
+    monkeypatch.setattr("hybridflow.checkpoint.resume.SMALL_BYTES", 1000)
+    taken, _ = find_resumption(a_recipe(tmp_path, "resume=auto"))
+    assert taken is not None and taken.directory == damaged
 
 
 def test_what_was_skipped_is_out_of_the_way_of_new_checkpoints(
@@ -69,10 +91,15 @@ def test_what_was_skipped_is_out_of_the_way_of_new_checkpoints(
     recipe = a_recipe(tmp_path, "resume=auto", "checkpoint.keep_last_k=1")
     run = prepare(recipe)
     assert run.resumption is not None and run.resumption.directory.name == "step-00000002"
-    with run.lock, Metrics(recipe.metrics, run.directory) as sinks, Checkpoints(recipe, run.model_directory, sinks):
+    resumed = run.resumption.directory
+    with (
+        run.lock,
+        Metrics(recipe.metrics, run.directory) as sinks,
+        Checkpoints(recipe, run.model_directory, sinks, resumed),
+    ):
         assert [path.name for path in find_checkpoints(root)[0]] == ["step-00000002"]
     assert (root / "step-00000004.1" / "manifest.json").is_file()
-    assert f"checkpoint: {damaged} is not whole; now {damaged}.1\n" in capsys.readouterr().out
+    assert f"checkpoint: {damaged} is damaged; now {damaged}.1\n" in capsys.readouterr().out
 
 
 def test_a_fresh_start_leaves_nothing_that_is_not_sound_in_its_way(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from hybridflow.cli.main import main
 from hybridflow.config.initial_model import create_model, initial_spec
 from hybridflow.config.recipe import load_recipe
 from hybridflow.rundir.lock import hold
+from tests.support import resumable
 from tests.support.small_checkpoints import make_checkpoint, make_checkpoint_of_tensors
 
 ROOT = Path(__file__).parents[3]
@@ -279,10 +280,10 @@ def checkpoint(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[
 
 
 def test_a_whole_checkpoint_is_verified(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    directory = make_checkpoint_of_tensors(tmp_path)
+    directory = resumable.make_checkpoint(resumable.a_recipe(tmp_path), 2)
     code, out, err = checkpoint(capsys, "verify", directory)
     assert (code, err, len(out)) == (0, [], 1)
-    assert re.fullmatch(rf"{directory}: whole: 3 files, [\d.]+ kB, read in [\d.]+ s", out[0])
+    assert re.fullmatch(rf"{directory}: whole: \d+ files, [\d.]+ MB, read in [\d.]+ s", out[0])
 
 
 def test_a_damaged_checkpoint_has_a_line_for_each_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -343,14 +344,19 @@ def test_export_and_import_are_told_what_was_asked_for(
 ) -> None:
     directory, out = make_checkpoint(tmp_path), tmp_path / "out"
     calls: list[object] = []
-    monkeypatch.setattr(hf, "export_checkpoint", lambda *given, **named: calls.append((*given, named)))
+
+    def exported(*given: object, **named: object) -> hf.Exported:
+        calls.append((*given, named))
+        return hf.Exported("float32", 1_500_000)
+
+    monkeypatch.setattr(hf, "export_checkpoint", exported)
     monkeypatch.setattr(hf, "import_checkpoint", lambda *given: calls.append(given))
-    assert checkpoint(capsys, "export", directory, out) == (0, [f"exported the actor to {out}"], [])
+    assert checkpoint(capsys, "export", directory, out) == (0, [f"exported the actor to {out}: float32, 1.50 MB"], [])
     options = ("--role", "critic", "--dtype", "float32", "--max-shard-gb", "0.5", "--no-verify")
     assert checkpoint(capsys, "export", *options, directory, out)[0] == 0
     assert checkpoint(capsys, "import", "model", out) == (0, [f"imported model into {out}"], [])
     assert calls == [
-        (directory, out, {"role": "actor", "dtype": "bfloat16", "max_shard_bytes": 5e9, "verify": True}),
+        (directory, out, {"role": "actor", "dtype": None, "max_shard_bytes": 5e9, "verify": True}),
         (directory, out, {"role": "critic", "dtype": "float32", "max_shard_bytes": 5e8, "verify": False}),
         (Path("model"), out),
     ]

@@ -235,42 +235,25 @@ def half_of_them_passed() -> PromptSampler:
     return sampler
 
 
-def test_a_state_that_is_not_taken_back_goes_on_with_the_very_next_draw() -> None:
+def test_returned_draws_come_first_with_their_numbers_and_nothing_else_changes() -> None:
     sampler = half_of_them_passed()
-    state, fresh = sampler.state_dict(), order([10], high=0.9, keep=0.0).sampler()
-    fresh.load_state_dict(fresh.taken_back(json.loads(json.dumps(state)), 14))
-    assert fresh.state_dict() == state
-    assert fresh.next(40) == sampler.next(40)
+    state = json.loads(json.dumps(sampler.state_dict()))
+    fresh = order([10], high=0.9, keep=0.0).sampler()
+    fresh.load_state_dict(fresh.with_returned(state, {12: 7, 3: 1}))
+    assert fresh.draw(1) == [(3, 1)]
+    assert fresh.returned == [(12, 7)]
+    again = order([10], high=0.9, keep=0.0).sampler()
+    again.load_state_dict(fresh.with_returned(fresh.state_dict(), {13: 9}))
+    expected = [(12, 7), (13, 9), *enumerate(sampler.next(40), start=14)]
+    assert again.draw(42) == expected
+    assert again.state_dict() == sampler.state_dict()
 
 
-@pytest.mark.parametrize("position", [3, 10, 12])
-def test_a_state_that_is_taken_back_keeps_its_pass_rates(position: int) -> None:
-    state, fresh = half_of_them_passed().state_dict(), order([10], high=0.9, keep=0.0).sampler()
-    fresh.load_state_dict(fresh.taken_back(state, position))
-    assert (fresh.position, fresh.state_dict()["rates"]) == (position, state["rates"])
-    fresh.next(max(10 - position, 0))  # an epoch draws all of them before it leaves any out
-    assert set(fresh.next(40)) == {5, 6, 7, 8, 9}
-
-
-def test_a_sampler_is_forwarded_with_pass_rates_or_without_any() -> None:
+def test_a_sampler_is_forwarded_without_pass_rates() -> None:
     sampler = half_of_them_passed()
-    unknown, known = sampler.forwarded(12), sampler.forwarded(12, dict.fromkeys(range(5), 1.0))
-    assert (unknown["position"], known["position"]) == (12, 12)
-    drawn = []
-    for state in (unknown, known):
-        after = order([10], high=0.9, keep=0.0).sampler()
-        after.load_state_dict(state)
-        drawn.append(set(after.next(30)))
-    assert drawn == [set(range(10)), {5, 6, 7, 8, 9}]
-    assert sampler.position == 14
-
-
-def test_a_state_without_pass_rates_is_taken_back_by_its_position() -> None:
-    sampler = order([7, 5], (3, 1)).sampler()
-    whole = sampler.next(30)
-    after = order([7, 5], (3, 1)).sampler()
-    after.load_state_dict(after.taken_back(sampler.state_dict(), 20))
-    assert after.next(10) == whole[20:]
+    after = order([10], high=0.9, keep=0.0).sampler()
+    after.load_state_dict(sampler.forwarded(12))
+    assert (after.position, set(after.next(30)), sampler.position) == (12, set(range(10)), 14)
 
 
 def test_whose_state_it_is_says_the_count_and_the_seed() -> None:

@@ -15,7 +15,7 @@ from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
 from hybridflow.data.prompts import DrawnPrompt
 from hybridflow.roles.groups import FunctionRewardGroup, PolicyGroup, RolloutGroup, ValueGroup
-from hybridflow.roles.model import Update
+from hybridflow.roles.model import CheckpointFailure, Update
 from hybridflow.roles.policy import PolicyWorker
 from hybridflow.roles.reward import FunctionRewardWorker
 from hybridflow.roles.rollout import Pause, RolloutWorker
@@ -58,7 +58,7 @@ def accepted(
     assert_type(critic.values(responses), Future[Columns])
     assert_type(rollout.commit_weights(1), Future[list[Pause | None]])
     assert_type(rollout.engines([0]).commit_weights(1), Future[list[Pause | None]])
-    assert_type(actor.start().result(), list[dict[str, str]])
+    assert_type(actor.start().result(), list[dict[str, str] | CheckpointFailure])
 
 
 def refused(

@@ -54,6 +54,11 @@ def test_what_was_interrupted_is_resumed_by_a_command(tmp_path: Path, monkeypatc
         *("hybridflow", "train", str(DEMO), "algorithm={kl_coef: 0.1}", "--track_metrics", "resume=auto")
     ]
     assert how_to_go_on(a_recipe(tmp_path, "seed=3"), arguments) == []  # the directory is another run's
+    # A damaged one is not recommended.
+    shard = make_checkpoint(recipe, 5) / "actor" / "__0_0.distcp"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    assert how_to_go_on(recipe, arguments)[1:] == [said, f"  {command.strip()}"]
+    assert results(recipe)[1] == "checkpoints  small/checkpoints/step-00000003"
 
 
 # A run that saves a checkpoint and then ends in a certain way; in a process of its own, which signals end for good.

@@ -60,7 +60,7 @@ class Source(GivenSource):
 
 
 def draw(*rows: int) -> Draw:
-    return Draw(Prompts([], []), list(rows), 10)
+    return Draw(Prompts([], []), list(rows), range(10, 10 + len(rows)))
 
 
 def test_the_reference_is_asked_once_for_every_response() -> None:

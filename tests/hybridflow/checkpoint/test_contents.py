@@ -1,0 +1,172 @@
+"""Checkpoints that somebody has edited and sealed again: each contradiction is a line, and none is resumed from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine3d.checkpoint.manifest import MANIFEST, Manifest, file_entry, read_manifest, write_manifest
+from engine3d.checkpoint.verify import verify_checkpoint
+from engine3d.errors import UserError
+from hybridflow.checkpoint.contents import contradictions_of_run
+from hybridflow.checkpoint.resume import find_resumption
+from hybridflow.cli.main import main
+from tests.support.resumable import a_recipe, make_checkpoint, refusal, seal_pieces, write_role
+
+
+def seal(checkpoint: Path, **changes: Any) -> None:
+    """A manifest of what lies there now, with the settings of the one before but for `changes`."""
+    manifest: Manifest = read_manifest(checkpoint)
+    files = tuple(
+        file_entry(checkpoint, path)
+        for path in sorted(checkpoint.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    )
+    write_manifest(checkpoint, dataclasses.replace(manifest, **{"files": files, **changes}))
+
+
+def edit_driver(checkpoint: Path, **changes: Any) -> None:
+    """Other values in the driver's state; of None it has none."""
+    path = checkpoint / "driver.json"
+    facts = json.loads(path.read_text()) | changes
+    path.write_text(
+        json.dumps({name: value for name, value in facts.items() if name not in changes or value is not None})
+    )
+    seal(checkpoint)
+
+
+def without_role(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint / "actor")
+    seal(checkpoint, roles={})
+
+
+def without_driver(checkpoint: Path) -> None:
+    (checkpoint / "driver.json").unlink()
+    seal(checkpoint)
+
+
+def swap_shards(checkpoint: Path) -> None:
+    """The actor's shard in the place of the one of another model."""
+    config = checkpoint / "model" / "config.json"
+    text = config.read_text()
+    config.write_text(json.dumps(json.loads(text) | {"num_hidden_layers": 1}))
+    write_role(checkpoint, "other", value_head=False)
+    config.write_text(text)
+    (checkpoint / "other" / "__0_0.distcp").replace(checkpoint / "actor" / "__0_0.distcp")
+    shutil.rmtree(checkpoint / "other")
+    seal(checkpoint)
+
+
+def swap_roles(checkpoint: Path) -> None:
+    """All that there is of a role, of another model."""
+    shutil.rmtree(checkpoint / "actor")
+    write_role(checkpoint, "actor", value_head=True)
+    seal(checkpoint)
+
+
+def move_pieces(checkpoint: Path) -> None:
+    """A shard whose pieces lie one byte later, with checksums of what lies there."""
+    shard = checkpoint / "actor" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[1:] + b"\0")
+    seal_pieces(checkpoint, "actor")
+    facts = json.loads((checkpoint / "actor" / "__0.checksums.json").read_text())
+    moved = {file: [[start + 1, length, each] for start, length, each in pieces] for file, pieces in facts.items()}
+    (checkpoint / "actor" / "__0.checksums.json").write_text(json.dumps(moved))
+    seal(checkpoint)
+
+
+def cut_shard(checkpoint: Path) -> None:
+    shard = checkpoint / "actor" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    seal(checkpoint)
+
+
+EDITS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "step": (lambda each: seal(each, step=10**9), "manifest.json is that of step 1000000000"),
+    "no role": (lambda each: seal(each, roles={}), "manifest.json names no role"),
+    "no role and no files of it": (without_role, "manifest.json names no role"),
+    "a role without files": (
+        lambda each: seal(each, roles=dict.fromkeys(("actor", "critic"), read_manifest(each).roles["actor"])),
+        "critic/.metadata is not listed in the manifest",
+    ),
+    "a head": (
+        lambda each: seal(
+            each, roles={"actor": dataclasses.replace(read_manifest(each).roles["actor"], value_head=True)}
+        ),
+        "actor/ does not fit model/config.json: it has no tensor score.weight",
+    ),
+    "swapped roles": (swap_roles, "actor/ does not fit model/config.json: it has no tensor lm_head.weight"),
+    "moved pieces": (move_pieces, "actor/__0_0.distcp has no piece at bytes 0 to "),
+    "cut shard": (cut_shard, "actor/.metadata places weight/"),
+    "no driver": (without_driver, "manifest.json lists no driver.json, the state of its run's driver"),
+    "step of the driver": (lambda each: edit_driver(each, step=4), "driver.json is of step 4, manifest.json of step 2"),
+    "negative step": (
+        lambda each: edit_driver(each, step=-5),
+        "driver.json is not the state of a run's driver: step: Input should be greater than or equal to 0",
+    ),
+    "no sampler": (
+        lambda each: edit_driver(each, sampler=None),
+        "driver.json is not the state of a run's driver: it has no sampler",
+    ),
+    "sampler": (
+        lambda each: edit_driver(each, sampler={"count": 64, "seed": 1, "position": -8}),
+        "driver.json is not the state of a run's driver: sampler.position: -8, expected a whole number from 0",
+    ),
+    "random states": (
+        lambda each: edit_driver(each, random={"python": [], "numpy": [], "torch": ""}),
+        "driver.json is not the state of a run's driver: random: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_what_was_edited_is_a_line_of_verify_and_not_resumed_from(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = a_recipe(tmp_path)
+    older, checkpoint = make_checkpoint(recipe, 1), make_checkpoint(recipe, 2)
+    assert list(contradictions_of_run(checkpoint)) == []
+    edit, line = EDITS[name]
+    edit(checkpoint)
+    capsys.readouterr()
+    assert main(["checkpoint", "verify", str(checkpoint)]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said and all(each.startswith(f"hybridflow: checkpoint {checkpoint}: ") for each in said)
+    # Of a shard it says what lies in it, and so more than is looked for before a run resumes.
+    assert line in said[0] or "actor/__0_0.distcp holds other pieces than were saved: bytes " in said[0]
+    found, notes = find_resumption(a_recipe(tmp_path, "resume=auto"))
+    assert found is not None and found.directory == older
+    assert notes[0].startswith(f"resume: skipped {checkpoint}: {line}") and len(notes) == 2
+    [refused] = refusal(a_recipe(tmp_path, f"resume={checkpoint}"))
+    assert line in refused
+
+
+def test_swapped_shards_are_seen_by_the_checksums_of_pieces(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path)
+    older, checkpoint = make_checkpoint(recipe, 1), make_checkpoint(recipe, 2)
+    swap_shards(checkpoint)
+    [damage] = verify_checkpoint(checkpoint)
+    assert damage.file == "actor/__0_0.distcp"
+    assert damage.reason.startswith("holds other pieces than were saved: bytes ")
+    found, notes = find_resumption(a_recipe(tmp_path, "resume=auto"))
+    assert found is not None and found.directory == older
+    assert notes[0].startswith(f"resume: skipped {checkpoint}: actor/")
+
+
+def test_a_step_that_no_run_has_is_refused(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(a_recipe(tmp_path), 2)
+    huge = checkpoint.with_name(f"step-{10**30}")
+    path = checkpoint / MANIFEST
+    checkpoint.rename(huge)
+    manifest = read_manifest(huge)
+    write_manifest(huge, dataclasses.replace(manifest, step=10**30))
+    with pytest.raises(UserError, match=r"manifest.json .*less than or equal to 1000000000000"):
+        read_manifest(huge)
+    assert not path.exists()
+    assert "is whole" in refusal(a_recipe(tmp_path, "resume=auto"))[0]

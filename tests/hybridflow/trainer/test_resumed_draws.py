@@ -1,0 +1,152 @@
+"""Draws of a resumed run: as those of a run that was not interrupted, whatever is dropped of the checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine3d.checkpoint.manifest import Manifest
+from hybridflow.batch.sample_batch import SampleBatch
+from hybridflow.checkpoint.driver_state import RunState
+from hybridflow.checkpoint.resume import Resumption
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.yaml_loader import public_settings
+from hybridflow.data.sampler import PromptSampler
+from hybridflow.rollout.held_stream import HeldStream
+from hybridflow.trainer.contract import Contract
+from hybridflow.trainer.resumed_draws import ResumedDraws, resumed_draws
+from tests.hybridflow.checkpoint.test_driver_state import a_state
+from tests.support.facts_step import make_samples
+from tests.support.resumable import a_recipe
+
+COUNT, POSITION = 20, 33
+STREAM = ("rollout.stream={}", "trainer.max_staleness=1")
+AHEAD = ("trainer.max_staleness=1",)
+
+
+def sampler(count: int = COUNT) -> PromptSampler:
+    return PromptSampler(count, 7)
+
+
+def before() -> tuple[PromptSampler, dict[int, int]]:
+    """A sampler that has drawn, and prompts of all draws by their identity."""
+    drawn = sampler()
+    return drawn, dict(drawn.draw(POSITION))
+
+
+def a_stream(draws: dict[int, int], begun: list[int], returned: list[int]) -> HeldStream:
+    groups = [{"number": number, "prompt": draws[number], "attempt": 0} for number in (*begun, *returned)]
+    ledger = {"groups": [each | {"oldest": None} for each in groups[: len(begun)]], "returned": groups[len(begun) :]}
+    return HeldStream(ledger, {str(number): 8 * number for number in begun})
+
+
+def made_ahead(draws: dict[int, int], numbers: list[int]) -> SampleBatch:
+    batch = make_samples(numbers, [0.0] * len(numbers), longest=3)
+    return batch.replace(prompt_indices=batch.group_ids.clone().apply_(draws.__getitem__))
+
+
+def resumed(
+    tmp_path: Path, state: RunState, *overrides: str, saved: tuple[str, ...] = (), accepted: tuple[str, ...] = ()
+) -> ResumedDraws:
+    recipe, was = a_recipe(tmp_path, *overrides), a_recipe(tmp_path, *saved)
+    manifest = Manifest(step=12, created="", roles={}, recipe=public_settings(was), software={}, files=())
+    return resumed_draws(recipe, sampler(), Resumption(tmp_path, manifest, state, True, accepted), state)
+
+
+def check_exact(found: ResumedDraws, draws: dict[int, int], trained: set[int]) -> None:
+    """Every draw up to some later one is trained on once: in the checkpoint's run or in this one."""
+    after = sampler()
+    after.load_state_dict(found.order)
+    kept = set(found.ahead) - {number for number, _ in after.returned}
+    later = dict(after.draw(len(after.returned) + 12))
+    assert not kept & set(later)
+    assert trained | kept | set(later) == set(range(POSITION + 12))
+    assert not trained & (kept | set(later))
+    whole = sampler().next(POSITION + 12)
+    assert all(whole[number] == prompt for number, prompt in later.items())
+    contract = Contract(1)
+    contract.begin(POSITION, found.ahead)
+    assert {number for number in range(POSITION + 12) if number not in contract._learned} == kept | set(later)
+
+
+@pytest.mark.parametrize(
+    ("given", "saved", "accepted", "reason"),
+    [
+        (AHEAD, STREAM, (), "rollout.stream is null now"),
+        (STREAM, STREAM, ("model.create.seed",), "checkpoint.accept has model.create.seed"),
+        (STREAM, STREAM, ("data.jsonl.eval_path",), "checkpoint.accept has data.jsonl.eval_path"),
+        ((*STREAM, "rollout.samples_per_prompt=3"), STREAM, (), "rollout.samples_per_prompt changed"),
+        ((*STREAM, "reward.functions=[{name: other, path: /a.py:score}]"), STREAM, (), "reward changed"),
+    ],
+)
+def test_groups_of_a_stream_that_is_dropped_are_drawn_first(
+    tmp_path: Path, given: tuple[str, ...], saved: tuple[str, ...], accepted: tuple[str, ...], reason: str
+) -> None:
+    """A stream trains on groups as they end, so that draws after a slow one were trained on."""
+    drawn, draws = before()
+    stream = a_stream(draws, [5, 30, 32], [11])
+    state = replace(a_state(), sampler=drawn.state_dict(), buffer=(), stream=stream)
+    found = resumed(tmp_path, state, *given, saved=saved, accepted=accepted)
+    assert found.stream is None and found.held == ()
+    assert found.notes == (f"resume: 4 prompts that were drawn ahead are drawn again first: {reason}",)
+    check_exact(found, draws, set(range(POSITION)) - {5, 11, 30, 32})
+    # Resumed once more before these are drawn.
+    again = resumed(tmp_path, replace(state, sampler=found.order, stream=None), *given, saved=given)
+    assert again.notes == ()
+    check_exact(again, draws, set(range(POSITION)) - {5, 11, 30, 32})
+
+
+@pytest.mark.parametrize(
+    ("given", "saved", "reason"),
+    [
+        (("trainer.max_staleness=0",), AHEAD, "trainer.max_staleness is 0"),
+        (STREAM, AHEAD, "rollout.stream is set now"),
+        ((*AHEAD, "rollout.sampling.temperature=0.7"), AHEAD, "rollout.sampling changed"),
+    ],
+)
+def test_a_rollout_that_is_dropped_is_drawn_first(
+    tmp_path: Path, given: tuple[str, ...], saved: tuple[str, ...], reason: str
+) -> None:
+    drawn, draws = before()
+    held = made_ahead(draws, [29, 29, 30, 30, 31, 32])
+    state = replace(a_state(), sampler=drawn.state_dict(), buffer=(held,), stream=None)
+    found = resumed(tmp_path, state, *given, saved=saved)
+    assert (found.held, found.stream) == ((), None)
+    assert found.notes == (f"resume: 4 prompts that were drawn ahead are drawn again first: {reason}",)
+    check_exact(found, draws, set(range(29)))
+
+
+def test_what_the_recipe_has_a_use_for_is_kept(tmp_path: Path) -> None:
+    drawn, draws = before()
+    state = replace(a_state(), sampler=drawn.state_dict(), buffer=(), stream=a_stream(draws, [30, 32], [11]))
+    found = resumed(tmp_path, state, *STREAM, saved=STREAM)
+    assert (found.stream, found.order, found.notes) == (state.stream, state.sampler, ())
+    check_exact(found, draws, set(range(POSITION)) - {11, 30, 32})
+    held = made_ahead(draws, [30, 31, 32])
+    state = replace(state, buffer=(held,), stream=None)
+    found = resumed(tmp_path, state, *AHEAD, saved=AHEAD)
+    assert (found.held, found.order, found.notes) == ((held,), state.sampler, ())
+    check_exact(found, draws, set(range(30)))
+
+
+@pytest.mark.parametrize("count", [COUNT, COUNT + 1])
+def test_of_other_prompts_it_says_how_many_may_be_repeated(tmp_path: Path, count: int) -> None:
+    drawn = sampler(count)
+    draws = dict(drawn.draw(POSITION))
+    state = replace(a_state(), sampler=drawn.state_dict(), buffer=(), stream=a_stream(draws, [5, 32], [11]))
+    found = resumed(tmp_path, state, *STREAM, saved=STREAM, accepted=("data.arithmetic.train_size",))
+    assert found.order["position"] == POSITION - 3 and found.order["count"] == COUNT
+    assert (found.held, found.stream, found.ahead) == ((), None, [])
+    assert found.notes == (
+        "resume: other prompts or another order of them (data.arithmetic.train_size): draws continue after 30. Up to "
+        f"{(POSITION - 3) % count} prompts of this epoch may be drawn again. 3 that were drawn ahead are dropped.",
+    )
+
+
+def test_a_recipe_of_these_tests_is_one(tmp_path: Path) -> None:
+    found: Recipe = a_recipe(tmp_path, *STREAM)
+    settings: Any = public_settings(found)
+    assert settings["rollout"]["sampling"] and settings["rollout"]["samples_per_prompt"] and settings["reward"]
