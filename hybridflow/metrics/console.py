@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -27,6 +27,8 @@ from hybridflow.rundir.progress import where_now
 
 _STEPS, _WARM_UP = "train", "sft"
 _REFRESHES_PER_S = 2
+_ROOM, _BAR, _WIDE = 4, 20, 80
+"""Columns: left free at the end, of the bar, and of a terminal that has room for a bar of that width."""
 _LONGEST_ESTIMATE_S = 3600.0
 """Of the newest steps, by which the remaining time is estimated."""
 
@@ -134,13 +136,16 @@ class ConsoleSink:
         total = self._totals.get(record.phase)
         if total is not None and record.phase != self._phase:
             self._show(record.phase)
+        is_last = record.step == total
+        if self._progress is not None and total is not None:
+            self._activity.newest = record if record.phase == _WARM_UP else None
+            self._progress.update(self._task, completed=record.step, refresh=record.phase != _WARM_UP)
         # The progress below the lines shows the warm-up, whose steps are many and short, but for its last one.
-        if self._progress is None or record.phase != _WARM_UP or record.step == total:
+        if self._progress is None or record.phase != _WARM_UP or is_last:
             width = self._console.width if self._console.is_terminal else None
             self._print(console_line(record, total, width, aligned=True))
-        if self._progress is not None and total is not None:
-            self._activity.newest = record if record.phase == _WARM_UP and record.step != total else None
-            self._progress.update(self._task, completed=record.step, refresh=record.step == total)
+        if record.phase == _WARM_UP and is_last:
+            self.close()  # until the steps begin, once all roles are there
 
     def close(self) -> None:
         if self._progress is not None:
@@ -159,9 +164,9 @@ class ConsoleSink:
             return
         label, done = _PHASE_LABELS.get(phase, phase), self._first_step if phase == _STEPS else 0
         self.close()  # the clock and the estimate begin with each phase
-        self._progress = Progress(
+        self._progress = _OneLine(
             TextColumn("{task.description}", table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=_BAR if self._console.width >= _WIDE else _BAR // 2),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
@@ -177,6 +182,23 @@ class ConsoleSink:
         self._task = self._progress.add_task(label, total=total, completed=done)
         self._progress.start()
         self._console.show_cursor()  # a run that is killed cannot show it again
+
+
+class _OneLine(Progress):
+    """Progress in one line, with room at its end for the ^C that a terminal shows."""
+
+    def get_renderable(self) -> RenderableType:
+        return _Narrower(super().get_renderable())
+
+
+@dataclass(frozen=True)
+class _Narrower:
+    """Something in less than the width of the terminal."""
+
+    inner: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from console.render(self.inner, options.update_width(max(1, options.max_width - _ROOM)))
 
 
 class _Activity(ProgressColumn):

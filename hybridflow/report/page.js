@@ -11,7 +11,7 @@
   };
 
   const text = (value) => {
-    if (value === null) return "–";
+    if (value === null) return "not finite";
     const size = Math.abs(value);
     if (size !== 0 && (size < 1e-4 || size >= 1e7)) return value.toExponential(3);
     return String(Number(value.toPrecision(5)));

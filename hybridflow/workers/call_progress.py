@@ -12,8 +12,9 @@ from hybridflow.rundir.watching import ENGINES, JUDGE_SERVERS, TEACHER_ENGINES, 
 
 _UNUSUAL = 2.0
 """Times the longest pause of earlier calls: a longer one is no progress."""
-_BUSY = 0.2
-"""Of one core: a process that imports libraries, loads weights or compiles uses more."""
+_BUSY = 0.03
+"""Of one core for each rank: one that imports libraries, loads weights or compiles uses more, also where many programs
+share the cores. An idle one with its heartbeat uses less."""
 _READING = 1e6
 """Bytes a second of a process that reads weights from a slow disk."""
 _LINES = 40
@@ -35,16 +36,19 @@ class Usage:
     time_s: float
     cpu_s: float
     read_bytes: int
+    ranks: int
 
     @classmethod
     def of(cls, looks: Sequence[RankLook], time_s: float) -> Usage:
         """The sum over ranks."""
-        return cls(time_s, sum(look.cpu_s for look in looks), sum(look.read_bytes for look in looks))
+        cpu_s, read_bytes = sum(look.cpu_s for look in looks), sum(look.read_bytes for look in looks)
+        return cls(time_s, cpu_s, read_bytes, len(looks))
 
     def is_busy_since(self, before: Usage) -> bool:
         """True if the processes computed or read between two looks."""
         span_s = self.time_s - before.time_s
-        return self.cpu_s - before.cpu_s > _BUSY * span_s or self.read_bytes - before.read_bytes > _READING * span_s
+        computes = self.cpu_s - before.cpu_s > _BUSY * span_s * max(1, self.ranks)
+        return computes or self.read_bytes - before.read_bytes > _READING * span_s
 
 
 def moving(awaited: Sequence[RankLook], others: Sequence[RankLook], window_s: float) -> list[RankLook]:

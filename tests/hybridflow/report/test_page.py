@@ -33,13 +33,13 @@ from hybridflow.rundir.hosts_file import NetworkSetting, RunHost, write_hosts
 from hybridflow.rundir.lock import hold
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.rundir.run_record import record_end, record_start
+from tests.support.browser import CHROMIUM, dom_after
 from tests.support.stored_samples import learned_from, make_run, samples_of, store
 from tests.support.work import calls_of
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks/results"
 FILES = MetricsConfig(console=False, csv=False, tensorboard=False)
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class Page(HTMLParser):
@@ -702,7 +702,7 @@ def test_only_a_report_imports_what_draws_it() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
-MEASURE = """<script>
+MEASURE = """
 for (const figure of document.querySelectorAll("figure")) {
   const box = figure.querySelector("svg").getBoundingClientRect();
   figure.dataset.size = `${Math.round(box.width)} ${Math.round(box.height)}`;
@@ -710,7 +710,7 @@ for (const figure of document.querySelectorAll("figure")) {
 document.body.dataset.colours = getComputedStyle(document.body).backgroundColor;
 document.body.dataset.overflow = 
   document.documentElement.scrollWidth - document.documentElement.clientWidth;
-</script>"""
+"""
 
 
 @pytest.mark.processes
@@ -719,16 +719,8 @@ document.body.dataset.overflow =
 def test_every_figure_has_a_size_in_a_browser(tmp_path: Path, dark: bool) -> None:
     directory = stored("h200-2gpu-ppo", tmp_path)
     page = report(directory)
-    measured = tmp_path / "measured.html"
-    measured.write_text((directory / "report.html").read_text().replace("</body>", f"{MEASURE}</body>"))
-    command = [
-        *(str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-        *(f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,3000", "--dump-dom"),
-        *(["--force-dark-mode"] if dark else []),
-        measured.as_uri(),
-    ]
-    dumped = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    flags = ["--window-size=1200,3000", *(["--force-dark-mode"] if dark else [])]
+    dumped = dom_after(directory / "report.html", MEASURE, tmp_path, *flags)
     sizes = dict(re.findall(r'<figure id="([\w-]+)"[^>]* data-size="(\d+ \d+)"', dumped))
     assert set(sizes) == set(page.figures)
     for name, size in sizes.items():

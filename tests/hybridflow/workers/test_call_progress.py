@@ -60,9 +60,10 @@ def test_micro_batches_are_those_of_the_rank_that_is_ahead() -> None:
 
 def test_busy_processes_compute_or_read() -> None:
     before = Usage.of([replace(look(), cpu_s=3.0, read_bytes=10**9)], 100.0)
-    assert Usage(110.0, 5.1, 10**9).is_busy_since(before)
-    assert Usage(110.0, 3.1, 2 * 10**9).is_busy_since(before)
-    assert not Usage(110.0, 3.1, 10**9 + 1000).is_busy_since(before)
+    assert Usage(110.0, 3.5, 10**9, 1).is_busy_since(before)  # a twentieth of a core, which others share
+    assert not Usage(110.0, 3.5, 10**9, 2).is_busy_since(before)
+    assert Usage(110.0, 3.1, 2 * 10**9, 1).is_busy_since(before)
+    assert not Usage(110.0, 3.1, 10**9 + 1000, 1).is_busy_since(before)
     sent = looks_from_json(looks_as_json([replace(look(), cpu_s=3.0, read_bytes=7)]))
     assert (sent[0].cpu_s, sent[0].read_bytes) == (3.0, 7)
 
