@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
 
 from engine3d.settings import LONGEST_S, Settings
+
+Label = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class WandbConfig(Settings):
+    """Weights & Biases, which is to be installed. `metrics.wandb: true` takes all defaults."""
+
+    project: Label | None = None
+    """Project of the run; that of the environment variable WANDB_PROJECT, or "hybridflow", if null."""
+    entity: Label | None = None
+    """Team or user; WANDB_ENTITY, or the user's default, if null."""
+    tags: tuple[Label, ...] = ()
+    """Tags of the run."""
+    mode: Literal["online", "offline"] | None = None
+    """Upload metrics while the run writes them, or keep them in its directory for `wandb sync`; WANDB_MODE, or
+    "online", if null."""
+
+
+def _switched(given: Any) -> Any:
+    """True stands for all defaults, false for none."""
+    return {True: {}, False: None}[given] if isinstance(given, bool) else given
 
 
 class MetricsConfig(Settings):
@@ -18,8 +41,7 @@ class MetricsConfig(Settings):
     """Write `metrics.csv`."""
     tensorboard: bool = True
     """Write event files for TensorBoard."""
-    wandb: bool = False
-    """Weights & Biases, which is to be installed; kept on this machine unless WANDB_MODE says otherwise."""
+    wandb: Annotated[WandbConfig | None, BeforeValidator(_switched)] = None
     device_interval_s: float = Field(1.0, ge=0, le=LONGEST_S)
     """Seconds between two samples of each GPU's utilisation, memory, power and clock; 0 takes none."""
     samples_per_step: int = Field(4, ge=0)

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -46,7 +47,7 @@ class Metrics:
             (config.jsonl, JsonlSink, METRICS),
             (config.csv, CsvSink, "metrics.csv"),
             (config.tensorboard, TensorBoardSink, "tensorboard"),
-            (config.wandb, WandbSink, "wandb"),
+            (config.wandb is not None, partial(WandbSink, config.wandb), "wandb"),
         ]
         for wanted, kind, name in kinds:
             if wanted:

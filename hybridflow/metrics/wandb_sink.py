@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import io
 import os
 import uuid
 from pathlib import Path
@@ -9,6 +12,7 @@ from typing import Any
 
 from engine3d.errors import UserError
 from hybridflow.errors.redaction import redacted_arguments
+from hybridflow.metrics.config import WandbConfig
 from hybridflow.metrics.sinks import Record, refuse_existing
 from hybridflow.rundir.file_names import RECIPE
 from hybridflow.rundir.yaml_reader import read_yaml_file
@@ -19,17 +23,39 @@ _TRAINING = "train"
 _RUN_ID = "run-id"
 
 
-def check_wandb() -> None:
-    """Whether wandb is there.
+_OFFLINE = "metrics.wandb.mode=offline keeps the run on this machine"
+
+
+def mode_of(config: WandbConfig) -> str:
+    """The mode of a run: that of the recipe, of the environment, or online."""
+    return config.mode or os.environ.get("WANDB_MODE") or "online"
+
+
+def check_wandb(config: WandbConfig) -> None:
+    """Check that wandb is installed, and knows a key where it is to upload.
 
     Raises:
-        UserError: it is not; how to install it.
+        UserError: it is not installed, or there is no key.
     """
+    _check_installed()
+    import wandb
+
+    if mode_of(config) != "online" or "prompt" not in inspect.signature(wandb.login).parameters:
+        return  # an older one says so when it begins
+    with contextlib.redirect_stderr(io.StringIO()):
+        known = wandb.login(prompt=False)
+    if not known:
+        raise UserError(
+            f"metrics.wandb: wandb has no API key here; expected `wandb login` or WANDB_API_KEY before that; {_OFFLINE}"
+        )
+
+
+def _check_installed() -> None:
     try:
         from wandb import init  # noqa: F401  # a directory of that name, as runs of wandb leave, would do as a module
     except ImportError:
         raise UserError(
-            "metrics.wandb=true: wandb is not installed here; install it with "
+            "metrics.wandb: wandb is not installed here; install it with "
             f".venv/bin/uv pip install --python .venv/bin/python wandb=={_TRIED}"
         ) from None
 
@@ -37,10 +63,9 @@ def check_wandb() -> None:
 class WandbSink:
     """A run of Weights & Biases, with its files in a directory of the run's own.
 
-    It is kept on this machine, for `wandb sync` to upload, unless the environment variable WANDB_MODE says otherwise;
-    WANDB_PROJECT and wandb's other variables count too. Steps are counted within a phase: what phase p logs is plotted
-    over `p/step`, and its name gets the phase in front unless it begins with that or the phase is training, as in
-    `sft/train/gradient_norm`.
+    Steps are counted within a phase: what phase p logs is plotted over `p/step`, and its name gets the phase in front
+    unless it begins with that or the phase is training, as in `sft/train/gradient_norm`. wandb's environment variables
+    count where the recipe says nothing.
 
     A resumed run goes on under the same identifier. W&B forgets nothing: the steps that are made again, it has twice.
     And wandb writes what it is given some seconds later: of a run that is killed it lacks the last ones.
@@ -49,8 +74,8 @@ class WandbSink:
         UserError: wandb is not installed, or refuses to begin.
     """
 
-    def __init__(self, directory: Path, resume_from_step: int | None) -> None:
-        check_wandb()
+    def __init__(self, config: WandbConfig, directory: Path, resume_from_step: int | None) -> None:
+        _check_installed()
         import wandb
 
         if resume_from_step is None:
@@ -64,17 +89,20 @@ class WandbSink:
         try:
             with redacted_arguments():
                 self._run: Any = wandb.init(
-                    project=os.environ.get("WANDB_PROJECT", "hybridflow"),
+                    project=config.project or os.environ.get("WANDB_PROJECT") or "hybridflow",
+                    entity=config.entity,
+                    tags=config.tags or None,
                     name=directory.parent.name,
                     id=identifier.read_text().strip(),
                     resume="allow",
-                    mode=os.environ.get("WANDB_MODE", "offline"),
+                    mode=mode_of(config),  # type: ignore[arg-type]
                     dir=directory.parent,
                     config=read_yaml_file(recipe)[0] if recipe.exists() else None,
                     settings=wandb.Settings(silent=True, console="off"),
                 )
         except (wandb.Error, ValueError) as error:  # the latter for a setting from the environment
-            raise UserError(f"metrics.wandb=true: wandb refuses to begin: {' '.join(str(error).split())}") from None
+            reason = f"metrics.wandb: wandb refuses to begin: {' '.join(str(error).split())}"
+            raise UserError(f"{reason}; {_OFFLINE}" if mode_of(config) == "online" else reason) from None
         self._defined: set[str] = set()
 
     def write(self, record: Record) -> None:

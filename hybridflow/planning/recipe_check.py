@@ -116,8 +116,8 @@ def check_recipe(
     if here:
         attempt(check_run_directory, recipe, spec)
         attempt(partial(check_directories, kernels=bool(devices and used_gpus(devices))))
-    if recipe.metrics.wandb:
-        attempt(check_wandb)
+    if recipe.metrics.wandb is not None:
+        attempt(check_wandb, recipe.metrics.wandb)
     if must_fit and devices is not None and not errors:
         if here:
             gpu_bytes = largest_gpu(devices) if gpu_bytes is None else gpu_bytes

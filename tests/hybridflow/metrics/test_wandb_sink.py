@@ -19,8 +19,9 @@ import pytest
 
 from engine3d.errors import UserError
 from hybridflow.cli.main import main
-from hybridflow.metrics.config import MetricsConfig
+from hybridflow.metrics.config import MetricsConfig, WandbConfig
 from hybridflow.metrics.logger import Metrics
+from hybridflow.metrics.wandb_sink import check_wandb, mode_of
 
 ROOT = Path(__file__).parents[3]
 DEMO = str(ROOT / "launch/recipes/demo.yaml")
@@ -33,7 +34,7 @@ def test_a_recipe_that_asks_for_it_where_it_is_not_is_refused(
 ) -> None:
     (tmp_path / "wandb").mkdir()  # as a run elsewhere leaves it; Python would import it as an empty package
     monkeypatch.syspath_prepend(tmp_path)
-    line = "metrics.wandb=true: wandb is not installed here; install it with "
+    line = "metrics.wandb: wandb is not installed here; install it with "
     assert main(["check", DEMO, "metrics.wandb=true"]) == 2
     [said] = capsys.readouterr().err.splitlines()
     assert said.startswith(f"hybridflow: {line}.venv/bin/uv pip install")
@@ -46,6 +47,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb.sdk")
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
 
 
 def records(directory: Path) -> Iterator[Any]:
@@ -154,3 +156,37 @@ def test_secrets_of_the_command_line_are_not_kept(
         pass
     written = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
     assert b"hunter2" not in written and b"a.b=kept" in written
+
+
+def test_true_stands_for_all_defaults_and_false_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert ONLY_WANDB.wandb == WandbConfig() and mode_of(WandbConfig()) == "online"
+    assert MetricsConfig.model_validate({"wandb": False}).wandb is None
+    config = MetricsConfig.model_validate({"wandb": {"project": "p", "tags": ["a"], "mode": "offline"}})
+    assert MetricsConfig.model_validate(config.model_dump(mode="json")) == config
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert mode_of(WandbConfig()) == "disabled" and mode_of(WandbConfig(mode="online")) == "online"
+
+
+@pytest.mark.usefixtures("offline")
+def test_project_entity_tags_and_mode_are_those_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_PROJECT", "other")
+    wandb = WandbConfig(project="sums", entity="team", tags=("a", "b"), mode="offline")
+    with Metrics(ONLY_WANDB.model_copy(update={"wandb": wandb}), tmp_path / "run") as log:
+        log.log(1, {"train/loss": 0.5})
+    [start] = starts(tmp_path / "run")
+    run = next(each.run for each in records(start) if each.HasField("run"))
+    assert (run.project, run.entity, list(run.tags)) == ("sums", "team", ["a", "b"])
+
+
+@pytest.mark.usefixtures("offline")
+def test_check_wants_a_key_where_it_uploads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    check_wandb(WandbConfig())
+    with pytest.raises(UserError, match=r"wandb has no API key here; .*metrics\.wandb\.mode=offline keeps"):
+        check_wandb(WandbConfig(mode="online"))
+    assert capfd.readouterr().err == ""
