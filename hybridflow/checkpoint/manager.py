@@ -29,6 +29,7 @@ from engine3d.checkpoint.manifest import (
 from engine3d.errors import EngineError, UserError
 from hybridflow.checkpoint.driver_state import Measurements, RunState
 from hybridflow.checkpoint.set_results import RESULTS, Best, best_of, write_results
+from hybridflow.cluster.processes.termination import termination
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import public_settings
 from hybridflow.errors.log import log
@@ -319,7 +320,7 @@ class Checkpoints:
         self._sinks.log(save.state.step, figures, phase="checkpoint")
         if self._settings.on_failure == "stop":
             raise EngineError(line) from None
-        log.warning(f"{line}; training goes on")
+        log.warning(line + termination.unless_ending("; training continues"))
 
 
 def software() -> dict[str, str]:

@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     command = next((word for word in words if not word.startswith("-")), None)
-    output = be_patient(_say_that_training_goes_on if command in _TRAINING else None)
+    output = be_patient(_say_that_output_is_lost if command in _TRAINING else None)
     try:
         return _run_command(words, command)
     finally:
@@ -118,8 +118,9 @@ def _run(words: list[str]) -> int:
             sys.exit(say(f"hybridflow: standard output cannot be written: {output.error.strerror}", 1))
 
 
-def _say_that_training_goes_on(error: OSError) -> None:
-    say(f"hybridflow: standard output cannot be written: {error.strerror}; the run goes on without it", 0)
+def _say_that_output_is_lost(error: OSError) -> None:
+    continues = termination.unless_ending("; the run continues without it")
+    say(f"hybridflow: standard output cannot be written: {error.strerror}{continues}", 0)
 
 
 def _run_command(words: list[str], command: str | None) -> int:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from hybridflow.batch.remote_batch import RemoteBatch
+from hybridflow.cluster.processes.termination import termination
 from hybridflow.data.prompts import Draw
 from hybridflow.errors.log import log
 from hybridflow.roles.model import Update
@@ -49,7 +50,7 @@ class EventLog:
                 forget_later_events(self._path, self._steps_done)
             self._file = AppendedFile(self._path)
         except OSError as error:
-            log.warning(f"events: {self._path} cannot be written: {error.strerror}; the run goes on without it")
+            log.warning(f"events: {self._path} cannot be written: {error.strerror}; the run continues without it")
             self.wanted = False
         return self
 
@@ -69,7 +70,8 @@ class EventLog:
             self._file.add("\n".join(lines) + "\n")
         except OSError as error:
             if self._missing is None:
-                log.warning(f"events: {self._path} lacks those of step {step} on: {error.strerror}; training goes on")
+                continues = termination.unless_ending("; training continues")
+                log.warning(f"events: {self._path} lacks those of step {step} on: {error.strerror}{continues}")
             self._missing = (step if self._missing is None else self._missing[0]), step
             return
         if self._missing is not None:

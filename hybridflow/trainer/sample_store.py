@@ -22,6 +22,7 @@ import torch
 from engine3d.errors import first_line
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_table import ANSWER, DATA_ROW, ByName, Scored, sample_schema, table_of
+from hybridflow.cluster.processes.termination import termination
 from hybridflow.config.run import SamplesConfig
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
@@ -204,7 +205,8 @@ class SampleStore:
     def _miss(self, step: int, reason: str) -> None:
         """A step's samples are not there; said once, until others are written again."""
         if self._missing is None and not self._left:
-            log.warning(f"samples: {self._directory} lacks those of step {step} on: {reason}; training goes on")
+            continues = "" if self._closing else termination.unless_ending("; training continues")
+            log.warning(f"samples: {self._directory} lacks those of step {step} on: {reason}{continues}")
         self._missing = (step if self._missing is None else self._missing[0]), step
 
 

@@ -118,7 +118,7 @@ def test_a_run_goes_on_without_standard_output_or_home_and_ends_without_its_dire
     first, *others = lines = (tmp_path / "err").read_text().splitlines()
     assert [line for line in lines if not line.startswith("hybridflow: ")] == []
     assert first == (
-        "hybridflow: standard output cannot be written: No space left on device; the run goes on without it"
+        "hybridflow: standard output cannot be written: No space left on device; the run continues without it"
     )
     removed = f"hybridflow: run directory {tmp_path}/small was removed or replaced while the run went on"
     assert any(line.startswith(removed) for line in others)  # the timeline has no place either

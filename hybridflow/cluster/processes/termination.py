@@ -131,6 +131,10 @@ class Termination:
             self._raised = True
             raise Terminated
 
+    def unless_ending(self, words: str) -> str:
+        """Words for a message, such as "; training continues"; none once a signal or a cause ends the command."""
+        return words if self._cause is None else ""
+
     @property
     def asked(self) -> bool:
         """Whether the run is to save and to end, and there is still time."""
@@ -296,7 +300,10 @@ class Termination:
     def _ask_to_save(self, _number: int, _frame: FrameType | None) -> None:
         self._save_asked = True
         if self._saves:
-            _tell("hybridflow: SIGUSR1: the run saves a checkpoint after this step, and goes on")
+            _tell(
+                "hybridflow: SIGUSR1: the run saves a checkpoint after this step"
+                + self.unless_ending(", and continues")
+            )
 
     def _note(self, number: int) -> None:
         # Of signals alone: no lock, which the main thread could hold when its handler runs.

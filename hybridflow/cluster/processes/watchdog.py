@@ -10,9 +10,11 @@ at the files is somebody else's), and who is in the process group of one of thes
 
 Until then it reads lines. `PID NAME` tells of a process by whose death Ray may end the one at the other end before that
 has said why; it is said here then, unless the line `end` has come before, and kept in the directory that `directory
-PATH` says is the run's. `within SECONDS` bounds a start, and the end of one: after so long all that has started is
-killed, so that the process at the other end comes back from where it waits for it, perhaps in C++ and without a thread
-that can run; `within 0` says that the start is over.
+PATH` says is the run's. Where no such process died first, the one at the other end was killed, which is said where a
+run has such a directory. Who ends such processes because the other end is gone names them in DIRECTORY/ended before:
+nobody can see which of two died first when both are gone. `within SECONDS` bounds a start, and the end of one: after so
+long all that has started is killed, so that the process at the other end comes back from where it waits for it, perhaps
+in C++ and without a thread that can run; `within 0` says that the start is over.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ END = "end"
 """The line by which the process at the other end says that it needs no last word."""
 LOCK = ".lock"
 """Ends the name of the file beside DIRECTORY that its owner holds."""
+ENDED = "ended"
+"""The file in DIRECTORY with ids of processes that did not die by themselves."""
 _KEEP = "hybridflow.rundir.first_failure"
 """The program that keeps what a run failed of; it imports more than this one."""
 _LIMIT_S = 20.0
@@ -114,11 +118,12 @@ def _has_ended(pid: int) -> bool:
 
 
 def listen(marker: str, directory: str) -> tuple[str | None, str | None]:
-    """Wait until standard input closes; which process had died unsaid, and the run's directory."""
-    inbox, died, spoken = b"", None, False
+    """Wait until standard input closes; the cause if it was not said, and the run's directory."""
+    inbox, spoken, starter = b"", False, os.getppid()
+    died: tuple[int, str] | None = None
     deadline: float | None = None
     run: str | None = None
-    names: dict[int, str] = {}
+    names: dict[int, tuple[int, str]] = {}
     poll = select.poll()
     poll.register(0, select.POLLIN)
     while True:
@@ -127,7 +132,7 @@ def listen(marker: str, directory: str) -> tuple[str | None, str | None]:
             deadline = None
             kill_run(marker, directory)
         for descriptor in ready.keys() & names.keys():
-            died = died or (None if spoken else names[descriptor])
+            died = died or names[descriptor]
             poll.unregister(descriptor)
         if 0 not in ready:
             continue
@@ -146,10 +151,22 @@ def listen(marker: str, directory: str) -> tuple[str | None, str | None]:
                 continue
             with contextlib.suppress(OSError, ValueError):  # it is gone already, or may not be watched
                 descriptor = os.pidfd_open(int(pid))
-                names[descriptor] = f"{name} (process {pid})"
+                names[descriptor] = int(pid), name
                 poll.register(descriptor, select.POLLIN)
         if not data:
-            return None if spoken else died, run
+            return None if spoken else _cause(died, starter, Path(directory), run), run
+
+
+def _cause(died: tuple[int, str] | None, starter: int, directory: Path, run: str | None) -> str | None:
+    """The cause of the end of the process at the other end, which has given none."""
+    ended: list[str] = []
+    with contextlib.suppress(OSError):
+        ended = (directory / ENDED).read_text().split()
+    if died is not None and str(died[0]) not in ended:
+        return f"{died[1]} (process {died[0]}) died, and the run ended without a word: by Ray, or both were killed"
+    if run is None:
+        return None
+    return f"the driver (process {starter}) was killed, or ended without a word"
 
 
 def main() -> None:
@@ -158,13 +175,12 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     starter = os.getppid()
-    died, run = listen(marker, directory)
-    if died is not None:
-        died += " died, and the run ended without a word: by Ray, or both were killed"
-        print(f"hybridflow: {died}", file=sys.stderr, flush=True)
+    cause, run = listen(marker, directory)
+    if cause is not None:
+        print(f"hybridflow: {cause}", file=sys.stderr, flush=True)
     kill_run(marker, directory)
-    if died is not None and run is not None:
-        _keep(run, died)
+    if cause is not None and run is not None:
+        _keep(run, cause)
     shutil.rmtree(directory, ignore_errors=True)
     Path(directory + LOCK).unlink(missing_ok=True)
     _run(programs)

@@ -24,7 +24,7 @@ from hybridflow.cluster.processes import watchdog
 from hybridflow.cluster.processes.termination import termination
 from hybridflow.cluster.runtime import private_ray
 from hybridflow.cluster.runtime.private_ray import PrivateEnvironment, driver_imports, on_loopback
-from hybridflow.cluster.runtime.ray_host import LOOPBACK, RayHost
+from hybridflow.cluster.runtime.ray_host import LOOPBACK, SERVERS, RayHost, ServerDied
 from hybridflow.cluster.runtime.ray_watch import RayWatch
 from hybridflow.errors.log import log
 from hybridflow.rundir.first_failure import describe, write_failure
@@ -36,12 +36,13 @@ QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 # Limits of Ray's own start that can be set, in whole seconds. Others are in its code, of 30 s and more: an attempt that
 # ended sooner did not end for want of time.
 _START_LIMITS = ("RAY_raylet_start_wait_time_s", "RAY_gcs_server_port_wait_time_s")
+# In milliseconds: after which a raylet that cannot reach its runtime environment agent ends.
+_AGENT_LIMIT = "RAY_agent_register_timeout_ms"
 _LEAST_OWN_LIMIT_S = 20.0
 # After the limit of Ray's start: a thread says so first, unless Ray keeps all threads of this process from running.
 _GIL_S = 5.0
 _OTHERS_STOP_S = 30.0
 _LOOK_EVERY_S = 0.1
-_PARTS = {"raylet": "Ray's raylet", "gcs_server": "Ray's GCS server"}
 
 
 class LocalRay:
@@ -76,6 +77,7 @@ class LocalRay:
         self._host: RayHost | None = None
         self._environment: PrivateEnvironment | None = None
         self._watch: RayWatch | None = None
+        self._has_started = False
 
     def __enter__(self) -> Self:
         self.start()
@@ -116,22 +118,29 @@ class LocalRay:
         return private_ray.rank_environment() if self._launch is None else self._launch.environments[host]
 
     def start(self) -> None:
-        """Start it, again where it gave up by one of Ray's own limits before `limits.ray_start_s`."""
+        """Start it, again where one of its servers died or it gave up by one of Ray's own limits.
+
+        A server that dies in two attempts in a row ends the start, as does `limits.ray_start_s`. Attempts after the
+        first do without the raylet's wait for its agent.
+        """
         for name in _START_LIMITS:
             os.environ.setdefault(name, str(math.ceil(self._limits.ray_start_s)))
+        os.environ.setdefault(_AGENT_LIMIT, str(math.ceil(1000 * self._limits.ray_start_s)))
         begin = time.monotonic()
         deadline = begin + self._limits.ray_start_s
+        died = False
         for attempt in itertools.count(1):
             since = time.monotonic()
             try:
-                self._start_once(deadline)
+                self._start_once(deadline, choose_port=attempt > 1)
                 return
             except EngineError as error:
                 now = time.monotonic()
                 if now >= deadline:
                     raise EngineError(_too_long(self._limits.ray_start_s)) from error
+                died_before, died = died, isinstance(error.__cause__, ServerDied)
                 took = f"{now - begin:.0f} s" if attempt == 1 else f"{now - begin:.0f} s and {attempt} attempts"
-                if now - since < _LEAST_OWN_LIMIT_S:
+                if died_before if died else now - since < _LEAST_OWN_LIMIT_S:
                     limit = f"limits.ray_start_s={self._limits.ray_start_s:g}"
                     raise EngineError(f"{error} (after {took}; {limit})") from error
                 line = f"{error}, after {took}; trying again, for {deadline - now:.0f} s more"
@@ -162,7 +171,7 @@ class LocalRay:
             termination.remove_resort(host.end)
             host.close()
 
-    def _start_once(self, deadline: float) -> None:
+    def _start_once(self, deadline: float, *, choose_port: bool) -> None:
         launch = self._launch
         host = self._host = RayHost() if launch is None else RayHost(launch.cluster.head.address, launch.ray_token)
         termination.add_resort(host.end)
@@ -171,7 +180,17 @@ class LocalRay:
         host.tell_watchdog(f"{watchdog.WITHIN} {left_s + _GIL_S:g}")
         try:
             self._environment = PrivateEnvironment(host.variables)
-            started = host.start_servers(deadline, cpus=self._cpus, object_store_bytes=self._object_store_bytes)
+            started = host.start_servers(
+                deadline,
+                cpus=self._cpus,
+                object_store_bytes=self._object_store_bytes,
+                choose_port=choose_port,
+            )
+            parts = {SERVERS[name]: pid for name, pid in started["processes"].items() if name in SERVERS}
+            limits = self._limits
+            for name, pid in parts.items():
+                host.tell_watchdog(f"{pid} {name}")
+            self._watch = RayWatch(parts, self._lost, quiet_s=limits.quiet_s, limit_s=limits.call_s, how=host.how_ended)
             with self._bounded(deadline), on_loopback() if host.is_local else contextlib.nullcontext():
                 ray.init(
                     address=started["gcs_address"],
@@ -180,28 +199,27 @@ class LocalRay:
                     **QUIET,
                 )
                 if launch is not None:
-                    self._start_others(launch, started["gcs_address"], deadline)
+                    self._start_others(launch, started["gcs_address"], deadline, choose_port=choose_port)
             host.tell_watchdog(f"{watchdog.WITHIN} 0")
-            parts = {_PARTS[name]: pid for name, pid in started["processes"].items() if name in _PARTS}
-            for name, pid in parts.items():
-                host.tell_watchdog(f"{pid} {name}")
             if self._run is not None and launch is None:
                 host.tell_watchdog(f"{watchdog.DIRECTORY} {self._run.resolve()}")
-            limits = self._limits
-            self._watch = RayWatch(parts, self._lost, quiet_s=limits.quiet_s, limit_s=limits.call_s, how=host.how_ended)
             if launch is not None:
                 launch.on_lost(self._lost)
+            self._has_started = True
+            self._watch.check()
         except Exception as error:
+            lost = self._watch.lost if self._watch is not None else None
+            cause = error if lost is None else ServerDied(lost)
             self._stop_start()
-            raise EngineError(f"Ray did not start on this machine: {first_line(error)}") from error
+            raise EngineError(f"Ray did not start on this machine: {first_line(cause)}") from cause
         except BaseException:
             self._stop_start()
             raise
 
-    def _start_others(self, launch: DriverLink, gcs_address: str, deadline: float) -> None:
+    def _start_others(self, launch: DriverLink, gcs_address: str, deadline: float, *, choose_port: bool) -> None:
         """Ray's nodes on the other hosts of a launch."""
         left_s = max(1.0, deadline - time.monotonic())
-        launch.ask("start_ray", left_s, gcs_address=gcs_address, start_s=left_s)
+        launch.ask("start_ray", left_s, gcs_address=gcs_address, start_s=left_s, choose_port=choose_port)
         wanted = {host.address: host for host in launch.cluster.hosts}
         while missing := wanted.keys() - {each["NodeManagerAddress"] for each in ray.nodes() if each["Alive"]}:
             if time.monotonic() > deadline:
@@ -224,6 +242,8 @@ class LocalRay:
             self._kill()  # in a program of the user's: without its servers `ray.init` raises
 
     def _stop_start(self) -> None:
+        if self._host is not None:
+            self._host.tell_watchdog(watchdog.END)
         # Ray's end would wait in C++ for what stands still, and keep this process's threads from running meanwhile.
         self._kill()
         self.stop()
@@ -233,8 +253,10 @@ class LocalRay:
             self._host.kill()
 
     def _lost(self, line: str) -> None:
-        """End the command; in a program that is not the command, whoever waits for a rank raises."""
-        if termination.cause is None:
+        """End the command, or the attempt to start; in a program of the user's, whoever waits for a rank raises."""
+        if not self._has_started:
+            self._kill()  # `ray.init` raises without its servers, and would wait for them for a minute otherwise
+        elif termination.cause is None:
             termination.end(f"hybridflow: {line}", lambda: self._keep(line))
 
     def _keep(self, line: str) -> None:

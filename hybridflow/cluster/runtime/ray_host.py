@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import select
 import shutil
@@ -36,6 +37,17 @@ _OF_RAY = "r"
 _STOP_LIMIT_S = 30.0
 # The node tells how a process ended as soon as it has.
 _TOLD_S = 1.0
+SERVERS = {"raylet": "Ray's raylet", "gcs_server": "Ray's GCS server"}
+"""Ray's servers in messages, by Ray's names."""
+# A line of the log of one of them: time, level (E: error, F and C: it ends), ids, name, source, text. Not a stack's.
+_LOGGED_ERROR = re.compile(
+    r"^\[[^\]]* [EFC] [\d ]+\] \(\w+\) \S+: +(?:An unexpected system .* Check failed: )?((?![@*]).*\S)", re.MULTILINE
+)
+_LOG_BYTES = 65536
+
+
+class ServerDied(EngineError):
+    """One of Ray's servers ended before Ray had started."""
 
 
 def set_ray_defaults() -> None:
@@ -105,7 +117,13 @@ class RayHost:
         return self.directory / f"store-{name}-{uuid.uuid4().hex}"
 
     def start_servers(
-        self, deadline: float, *, cpus: int, object_store_bytes: int | None = None, gcs_address: str | None = None
+        self,
+        deadline: float,
+        *,
+        cpus: int,
+        object_store_bytes: int | None = None,
+        gcs_address: str | None = None,
+        choose_port: bool = False,
     ) -> dict[str, Any]:
         """Start Ray's servers here: the cluster's head, or a node of the cluster whose GCS server is elsewhere.
 
@@ -114,11 +132,14 @@ class RayHost:
             cpus: CPU slots.
             object_store_bytes: shared memory for data between roles; Ray's own choice if None.
             gcs_address: of the cluster that it joins; None for a head.
+            choose_port: choose that of the raylet's runtime environment agent beforehand. The raylet waits until the
+                agent names its own otherwise, for 15 s, which Ray lets nobody set: too short on a busy machine.
 
         Returns:
             `gcs_address`, and `processes`: process ids by Ray's names.
 
         Raises:
+            ServerDied: one of them ended.
             EngineError: they did not start in time.
         """
         self._node = RayNode(
@@ -126,10 +147,12 @@ class RayHost:
             self.variables,
             path=_import_path(),
             directory=str(self.ray_directory),
+            ended=str(self.directory / watchdog.ENDED),
             address=self.address,
             cpus=cpus,
             object_store_bytes=object_store_bytes,
             gcs_address=gcs_address,
+            choose_port=choose_port,
         )
         return self._node.started(deadline)
 
@@ -151,6 +174,7 @@ class RayHost:
 
     def end(self) -> None:
         """Have the watchdog end all that it has started, and wait until it has. Idempotent."""
+        self.tell_watchdog(watchdog.END)
         self._watchdog.communicate(timeout=_STOP_LIMIT_S)
 
     def close(self) -> None:
@@ -174,6 +198,7 @@ class RayNode:
 
     def __init__(self, where: Path, variables: Mapping[str, str | None], **settings: Any) -> None:
         self._log = where / "node.log"
+        self._ray_logs = Path(settings["directory"]) / "session_latest" / "logs"
         with self._log.open("wb") as log:
             # A session of its own: Ctrl-C is not for Ray's servers.
             self._process = subprocess.Popen(
@@ -192,11 +217,19 @@ class RayNode:
             self._process.stdin.flush()
 
     def started(self, deadline: float) -> dict[str, Any]:
-        """Its first answer. Raises EngineError if there is none before the deadline, or Ray did not start."""
+        """Its first answer.
+
+        Raises:
+            ServerDied: a server ended.
+            EngineError: there is none before the deadline, or Ray did not start.
+        """
         answer = self._next(deadline)
         if answer is None:
             lines = self._log.read_text(errors="replace").splitlines()
             raise EngineError(lines[-1] if lines else "its servers did not answer")
+        if "name" in answer:
+            how, _ = self._how(answer)
+            raise ServerDied(f"{SERVERS[answer['name']]} (process {answer['pid']}) {how}")
         if "error" in answer:
             raise EngineError(answer["error"])
         return answer
@@ -206,13 +239,26 @@ class RayNode:
         deadline = time.monotonic() + _TOLD_S
         while pid not in self._ended and (answer := self._next(deadline)) is not None:
             self._ended[answer["pid"]] = answer
-        told = self._ended.get(pid)
-        if told is None:
-            return "is gone", True
-        if told["exited"]:
-            return f"ended with exit code {told['status']}", True
-        number = signal.Signals(told["status"])
-        return f"was killed by {number.name}", number in (signal.SIGTERM, signal.SIGINT)
+        ended = self._ended.get(pid)
+        return ("is gone", True) if ended is None else self._how(ended)
+
+    def _how(self, ended: Mapping[str, Any]) -> tuple[str, bool]:
+        """How a server ended, with the error that it has logged, and whether it may have been asked to."""
+        if ended["exited"]:
+            return f"ended with exit code {ended['status']}{self._logged_error()}", True
+        number = signal.Signals(ended["status"])
+        is_own = number == signal.SIGABRT  # its own checks end it so
+        logged = self._logged_error() if is_own else ""
+        return f"was killed by {number.name}{logged}", number in (signal.SIGTERM, signal.SIGINT)
+
+    def _logged_error(self) -> str:
+        """The last error in the servers' logs, the raylet's first, in brackets; empty where there is none."""
+        for name in SERVERS:
+            with contextlib.suppress(OSError), (self._ray_logs / f"{name}.err").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+                if errors := _LOGGED_ERROR.findall(file.read().decode(errors="replace")):
+                    return f" ({errors[-1]})"
+        return ""
 
     def close(self) -> None:
         """Let it end, if it has not."""

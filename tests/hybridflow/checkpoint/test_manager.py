@@ -318,7 +318,7 @@ def test_a_failed_save_is_told_in_a_line_and_costs_no_older_one(
                 saving.wait()
                 [told] = capfd.readouterr().err.splitlines()
                 told = told.removeprefix("hybridflow: ")
-                assert told.endswith("; training goes on")
+                assert told.endswith("; training continues")
             assert told.startswith(line) and cause.format(root=root) in told, told
         finally:
             heal()

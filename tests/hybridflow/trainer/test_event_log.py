@@ -69,7 +69,7 @@ def test_what_cannot_be_written_costs_the_step_s_events_and_one_line(
         events.write(4, EVENTS)
     assert steps(path) == [1, 1, 4, 4]
     told = capsys.readouterr()
-    assert told.err == f"hybridflow: events: {path} lacks those of step 2 on: File too large; training goes on\n"
+    assert told.err == f"hybridflow: events: {path} lacks those of step 2 on: File too large; training continues\n"
     assert told.out == "events: written again from step 4 on; those of steps 2 to 3 are missing\n"
 
 
@@ -79,5 +79,5 @@ def test_a_place_that_is_no_file_costs_a_line(tmp_path: Path, capsys: pytest.Cap
     with EventLog(path, None) as events:
         events.write(1, EVENTS)
     assert capsys.readouterr().err == (
-        f"hybridflow: events: {path} cannot be written: {os.strerror(21)}; the run goes on without it\n"
+        f"hybridflow: events: {path} cannot be written: {os.strerror(21)}; the run continues without it\n"
     )

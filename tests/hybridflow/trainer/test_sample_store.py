@@ -130,7 +130,7 @@ def test_on_a_full_disk_training_goes_on_with_one_line_and_later_steps_are_writt
         samples.keep(a_step(4))
     told = capsys.readouterr()
     assert told.err == (
-        f"hybridflow: samples: {store} lacks those of step 1 on: No space left on device; training goes on\n"
+        f"hybridflow: samples: {store} lacks those of step 1 on: No space left on device; training continues\n"
     )
     assert told.out == "samples: written again from step 4 on; those of steps 1 to 3 are missing\n"
     assert written(store) == {4: [16, 17, 18, 19]}
@@ -142,7 +142,7 @@ def test_a_directory_that_cannot_be_written_costs_a_line(tmp_path: Path, capsys:
     with SampleStore(SamplesConfig(), store, 0) as samples:
         samples.keep(a_step(1))
         samples.keep(a_step(2))
-    line = f"hybridflow: samples: {store} lacks those of step 1 on: File exists; training goes on\n"
+    line = f"hybridflow: samples: {store} lacks those of step 1 on: File exists; training continues\n"
     assert capsys.readouterr() == ("", line)
 
 

@@ -115,3 +115,33 @@ def test_what_a_run_failed_of_is_kept_where_it_has_not_said_so_itself(
         return
     assert failure is not None and (failure.phase, failure.cause) == ("start", cause)
     assert lines[:3] == [f"hybridflow: {cause}", "hybridflow: first failure", f"  cause      {cause}"]
+
+
+@pytest.mark.parametrize("seen_first", ["the driver", "both", "a part"])
+def test_a_part_that_is_ended_after_the_driver_is_not_the_cause(
+    seen_first: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory, run = tmp_path / "ray", tmp_path / "run"
+    directory.mkdir()
+    run.mkdir()
+    part = subprocess.Popen(["sleep", "60"])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-I", watchdog.__file__, "TEST_WATCHDOG=1", str(directory)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    assert process.stdin is not None
+    process.stdin.write(f"{part.pid} A part\n{watchdog.DIRECTORY} {run}\n".encode())
+    process.stdin.flush()
+    time.sleep(0.5)
+    process.send_signal(signal.SIGSTOP if seen_first == "both" else signal.SIGCONT)
+    if seen_first != "a part":
+        process.stdin.close()
+    (directory / watchdog.ENDED).write_text(f"1 {part.pid}")  # as who holds Ray's servers does before it ends them
+    part.kill()
+    part.wait()
+    process.stdin.close()
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(30) == 0
+    failure = read_failure(run)
+    cause = f"the driver (process {os.getpid()}) was killed, or ended without a word"
+    assert failure is not None and failure.cause == cause
+    assert capfd.readouterr().err.splitlines()[0] == f"hybridflow: {cause}"
