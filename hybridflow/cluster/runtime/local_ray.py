@@ -120,8 +120,7 @@ class LocalRay:
     def start(self) -> None:
         """Start it, again where one of its servers died or it gave up by one of Ray's own limits.
 
-        A server that dies in two attempts in a row ends the start, as does `limits.ray_start_s`. Attempts after the
-        first do without the raylet's wait for its agent.
+        A server that dies in two attempts in a row ends the start, as does `limits.ray_start_s`.
         """
         for name in _START_LIMITS:
             os.environ.setdefault(name, str(math.ceil(self._limits.ray_start_s)))
@@ -132,7 +131,7 @@ class LocalRay:
         for attempt in itertools.count(1):
             since = time.monotonic()
             try:
-                self._start_once(deadline, choose_port=attempt > 1)
+                self._start_once(deadline)
                 return
             except EngineError as error:
                 now = time.monotonic()
@@ -171,7 +170,7 @@ class LocalRay:
             termination.remove_resort(host.end)
             host.close()
 
-    def _start_once(self, deadline: float, *, choose_port: bool) -> None:
+    def _start_once(self, deadline: float) -> None:
         launch = self._launch
         host = self._host = RayHost() if launch is None else RayHost(launch.cluster.head.address, launch.ray_token)
         termination.add_resort(host.end)
@@ -180,12 +179,7 @@ class LocalRay:
         host.tell_watchdog(f"{watchdog.WITHIN} {left_s + _GIL_S:g}")
         try:
             self._environment = PrivateEnvironment(host.variables)
-            started = host.start_servers(
-                deadline,
-                cpus=self._cpus,
-                object_store_bytes=self._object_store_bytes,
-                choose_port=choose_port,
-            )
+            started = host.start_servers(deadline, cpus=self._cpus, object_store_bytes=self._object_store_bytes)
             parts = {SERVERS[name]: pid for name, pid in started["processes"].items() if name in SERVERS}
             limits = self._limits
             for name, pid in parts.items():
@@ -199,7 +193,7 @@ class LocalRay:
                     **QUIET,
                 )
                 if launch is not None:
-                    self._start_others(launch, started["gcs_address"], deadline, choose_port=choose_port)
+                    self._start_others(launch, started["gcs_address"], deadline)
             host.tell_watchdog(f"{watchdog.WITHIN} 0")
             if self._run is not None and launch is None:
                 host.tell_watchdog(f"{watchdog.DIRECTORY} {self._run.resolve()}")
@@ -216,10 +210,10 @@ class LocalRay:
             self._stop_start()
             raise
 
-    def _start_others(self, launch: DriverLink, gcs_address: str, deadline: float, *, choose_port: bool) -> None:
+    def _start_others(self, launch: DriverLink, gcs_address: str, deadline: float) -> None:
         """Ray's nodes on the other hosts of a launch."""
         left_s = max(1.0, deadline - time.monotonic())
-        launch.ask("start_ray", left_s, gcs_address=gcs_address, start_s=left_s, choose_port=choose_port)
+        launch.ask("start_ray", left_s, gcs_address=gcs_address, start_s=left_s)
         wanted = {host.address: host for host in launch.cluster.hosts}
         while missing := wanted.keys() - {each["NodeManagerAddress"] for each in ray.nodes() if each["Alive"]}:
             if time.monotonic() > deadline:

@@ -123,7 +123,6 @@ class RayHost:
         cpus: int,
         object_store_bytes: int | None = None,
         gcs_address: str | None = None,
-        choose_port: bool = False,
     ) -> dict[str, Any]:
         """Start Ray's servers here: the cluster's head, or a node of the cluster whose GCS server is elsewhere.
 
@@ -132,8 +131,6 @@ class RayHost:
             cpus: CPU slots.
             object_store_bytes: shared memory for data between roles; Ray's own choice if None.
             gcs_address: of the cluster that it joins; None for a head.
-            choose_port: choose that of the raylet's runtime environment agent beforehand. The raylet waits until the
-                agent names its own otherwise, for 15 s, which Ray lets nobody set: too short on a busy machine.
 
         Returns:
             `gcs_address`, and `processes`: process ids by Ray's names.
@@ -152,7 +149,6 @@ class RayHost:
             cpus=cpus,
             object_store_bytes=object_store_bytes,
             gcs_address=gcs_address,
-            choose_port=choose_port,
         )
         return self._node.started(deadline)
 

@@ -3,8 +3,7 @@
     python -P ray_node.py
 
 Reads one line of JSON with `path` (for imports), `directory` (for Ray's files), `address`, `cpus`,
-`object_store_bytes`, `gcs_address` (of the cluster to join; null to be its head) and `choose_port` (of the raylet's
-runtime environment agent; the raylet waits for 15 s otherwise until the agent names its own) and starts Ray's servers.
+`object_store_bytes` and `gcs_address` (of the cluster to join; null to be its head) and starts Ray's servers.
 `ray.init` would start them within the process that calls it, and wait for them in C++ with no other thread of that
 process able to run. Writes lines of JSON: first `gcs_address` and `processes` (process ids by Ray's names), or `error`,
 or `name` of a server that ended before; with that, and for each server that ends later, its `pid`, whether it `exited`,
@@ -53,6 +52,19 @@ class _Starting:
     def __init__(self, answers: Any) -> None:
         self._answers = answers
         self._lock, self._over = threading.Lock(), False
+        self._reserved: socket.socket | None = None
+
+    def agent_port(self, address: str) -> int:
+        """A port for the raylet's runtime environment agent, which this program keeps from all others.
+
+        The raylet would wait until the agent names one of its own, and end where that takes longer than 15 s. The agent
+        reuses the address of a socket that does not listen.
+        """
+        self._reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind((address, 0))
+        port: int = self._reserved.getsockname()[1]
+        return port
 
     def watch(self, name: str, pid: int) -> None:
         """End this program, with an answer that says so, where a server ends before Ray has started."""
@@ -117,16 +129,10 @@ def _start(settings: dict[str, Any], starting: _Starting) -> Any:
         include_dashboard=False,
         temp_dir=settings["directory"],
         gcs_address=settings["gcs_address"],
-        runtime_env_agent_port=_free_port(settings["address"]) if settings["choose_port"] else None,
+        runtime_env_agent_port=starting.agent_port(settings["address"]),
     )
     is_head = settings["gcs_address"] is None
     return Quiet(parameters, head=is_head, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=is_head)
-
-
-def _free_port(address: str) -> int:
-    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def _hold(answers: Any, processes: dict[str, int]) -> list[int]:

@@ -258,14 +258,13 @@ class Agent:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _start_ray(self, gcs_address: str, start_s: float, cpus: int, choose_port: bool) -> None:
+    def _start_ray(self, gcs_address: str, start_s: float, cpus: int) -> None:
         """This host's node of the run's Ray."""
         self._stop_ray()
         set_ray_defaults()
         assert self._channel is not None
         self._ray = ray = RayHost(self._channel.own, derived(self._token, RAY), self._confined())
-        deadline = time.monotonic() + start_s
-        started = ray.start_servers(deadline, cpus=cpus, gcs_address=gcs_address, choose_port=choose_port)
+        started = ray.start_servers(time.monotonic() + start_s, cpus=cpus, gcs_address=gcs_address)
         parts = {_PARTS[name]: pid for name, pid in started["processes"].items() if name in _PARTS}
         self._ray_watch = RayWatch(
             parts,
