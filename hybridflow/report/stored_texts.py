@@ -70,7 +70,9 @@ class TextOf:
 
 
 def read_stored(run: Path) -> list[StoredText]:
-    """Of the last steps of a run's store the samples of the highest and of the lowest rewards, the highest first.
+    """Samples of the last steps of a run's store: of the highest and of the lowest rewards, the highest first.
+
+    Of each prompt there is one among the highest and one among the lowest, where there are enough prompts.
 
     Raises:
         UserError: something in the store cannot be read.
@@ -92,7 +94,18 @@ def _extremes(found: Sequence[tuple[Place, StoredSample]]) -> list[Place]:
         value = each[1].reward
         return -math.inf if value is None or math.isnan(value) else value
 
-    places = [place for place, _ in sorted(found, key=reward, reverse=True)]
-    if len(places) <= _OF_A_STEP:
-        return places
-    return [*places[: _OF_A_STEP // 2], *places[-(_OF_A_STEP // 2) :]]
+    ordered = sorted(found, key=reward, reverse=True)
+    if len(ordered) <= _OF_A_STEP:
+        return [place for place, _ in ordered]
+    highest = _of_distinct_prompts(ordered, _OF_A_STEP // 2)
+    rest = [each for each in ordered if each[0] not in set(highest)]
+    return [*highest, *reversed(_of_distinct_prompts(rest[::-1], _OF_A_STEP // 2))]
+
+
+def _of_distinct_prompts(ordered: Sequence[tuple[Place, StoredSample]], count: int) -> list[Place]:
+    """The first samples in an order, one of each prompt; more of a prompt only where there are too few prompts."""
+    first = {sample.prompt: place for place, sample in reversed(ordered)}
+    chosen = [place for place, sample in ordered if first[sample.prompt] == place][:count]
+    more = [place for place, _ in ordered if place not in set(chosen)]
+    chosen = [*chosen, *more[: count - len(chosen)]]
+    return [place for place, _ in ordered if place in set(chosen)]

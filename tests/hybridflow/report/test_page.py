@@ -473,26 +473,35 @@ def test_samples_of_the_store_stand_by_reward_above_those_that_are_texts(tmp_pat
     [table] = re.findall(r">Samples</h2>.*</table>", page, re.DOTALL)
     rows = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in table.split("<tr>")[2:]]
     assert [row[0] for row in rows] == [
-        *["train 4"] * 15,
+        *["train 4"] * 16,
         *["train 3"] * 8,
         *["train 2"] * 8,
         *("train 0", "eval 2"),
     ]
-    assert [(int(row[1]), float(row[2])) for row in rows[:15]] == [
-        *((1, float(reward)) for reward in range(36, 28, -1)),
-        *((1, 4.0), (1, 3.0), (1, 2.0), (1, 2.0), (2, 1.0), (1, 0.0), (1, 0.0)),  # two have an answer among the texts
-    ]
-    assert [float(row[2]) for row in rows[15:23]] == [2.0, 1.0, 0.5, 0.5, 0.25, 0.0, -0.5, -3.0]
-    heads = ["step", "times", "reward", "version", "group", "sample", "length", "by function"]
+    # One of each prompt, of four samples each: two prompts have a reward of 0.
+    assert [float(row[1]) for row in rows[:16]] == [36, 35, 31, 27, 23, 19, 15, 11, 24, 20, 16, 12, 8, 4, 0, 0]
+    assert [float(row[1]) for row in rows[16:24]] == [2.0, 1.0, 0.5, 0.5, 0.25, 0.0, -0.5, -3.0]
+    heads = ["step", "reward", "version", "group", "sample", "length", "by function"]
     assert re.findall("<th>(.*?)</th>", table) == [*heads, "prompt", "response", "answer"]
-    assert rows[15] == [
-        *("train 3", "1", "2", "3", "7", "28", "4, stop", "reward/exact 1", "1+3=", "4 a&lt;eos&gt;"),
+    assert rows[16] == [
+        *("train 3", "2", "3", "7", "28", "4, stop", "reward/exact 1", "1+3=", "4 a&lt;eos&gt;"),
         "",
     ]
     assert f"hybridflow samples {tmp_path.name} --step N" in page
     assert len(table) < 40 * 1500
     (tmp_path / "samples" / "step-00000003.parquet").write_text("half")
     assert main(["report", str(tmp_path)]) == 2
+
+
+def test_equal_samples_stand_once_with_their_number(tmp_path: Path) -> None:
+    small_run(tmp_path)
+    equal = a_text(3) | {"prompt": "1+1=", "response": "2"}
+    texts = [equal | {"sample": sample} for sample in (7, 8, 9)] + [equal | {"response": "3", "sample": 10}]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    report(tmp_path)
+    [table] = re.findall(r">Samples</h2>.*</table>", (tmp_path / "report.html").read_text(), re.DOTALL)
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in table.split("<tr>")[2:]]
+    assert [(row[1], row[4], row[-2]) for row in rows] == [("3", "7", "2"), ("1", "10", "3")]
 
 
 def test_hosts_and_what_is_in_force_of_their_network_stand_in_a_table(tmp_path: Path) -> None:
