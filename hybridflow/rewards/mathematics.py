@@ -1,15 +1,15 @@
-"""The reward `math`: whether the answer in a text is mathematically the right one, by the library Math-Verify.
+"""The reward `math`: 1 for a text whose answer equals the right one as mathematics.
 
     reward:
       functions: [{name: math, path: math, workers: 4, on_failure: drop, arguments: {extract: boxed}}]
 
-Runs in the processes of reward functions. Where there is no verdict, since a simplification takes too long or the right
-answer cannot be read, a sample gets no reward: what becomes of it says `on_failure`. It is never a wrong answer.
+Runs in the processes of reward functions. A sample has no verdict if its comparison takes too long, or if the right
+answer is not completely understood or can be meant in two ways. It gets no reward then, and `on_failure` applies. It is
+never a wrong answer.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import multiprocessing
 import re
@@ -20,14 +20,12 @@ from typing import Any, Literal
 from hybridflow.rewards.builtin import SAMPLE_TIMEOUT_S, TAGS
 
 Extract = Literal["boxed", "last_line", "tag", "anywhere"]
-"""Where the answer of a text is: in its last \\boxed{}; its last line that is not blank; its last <answer></answer>; or
-wherever Math-Verify finds one, the last boxed one first."""
+"""Place of the answer in a text: its last \\boxed{}; its last line that is not blank; its last <answer></answer>; or
+anywhere, the first of: the last \\boxed{}, the text after "answer is", the last formula in dollars, the last line."""
 
 _TAG, _END_OF_TAG = TAGS
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{([^{}]*)\}")
-_WORDS = re.compile(r"[A-Za-z]{4,}(?: [A-Za-z]+)*")
 _MOST_CHARACTERS = 10_000
 """Of an answer: what is longer is none."""
 _QUICK_S = 0.5
@@ -35,13 +33,17 @@ _QUICK_S = 0.5
 _SHARE = 0.95
 """Of the limit of a call: what has a verdict by then is not lost with it."""
 _LED_IN = re.compile(r"^.*?\b(?:answer|result|solution)\b\s*(?:is|:|=)\s*:?", re.IGNORECASE)
-_MONEY = re.compile(r"\\\$")
-_THIN_SPACE = re.compile(r"(?<=\d)\\[,!;: ](?=\d)")
-_SCIENTIFIC = re.compile(r"([+-]?\d+(?:\.\d+)?)[eE]([+-]?\d+)")
+_PHRASE = re.compile(r"\banswer(?: is|:)[ :]*([^\n]+)", re.IGNORECASE)
+_FORMULA = re.compile(r"(?<![\\$])\$\$?(?!\d[\d,.]*(?:\s|$))([^$\n]+)(?<!\\)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_JOINED = re.compile(
+    r"(?:[\s,;$&]|\\[()\[\],; ]|\\q?quad|\\text\{ ?,? ?(?:and|or) ?\}|\b(?:and|or)\b"
+    r"|(?:[A-Za-z](?:_\{?\w+\}?)?\s*=(?!\s*\w)))*"
+)
+"""Text between answers that belong together."""
 
 
 class NoVerdictError(Exception):
-    """Whether an answer is right could not be found out."""
+    """It is undecided if an answer is right."""
 
 
 class _TooLongError(NoVerdictError):
@@ -81,15 +83,16 @@ def score(
 ) -> list[float | Exception]:
     """1 for a text whose answer equals the right one, 0 for another or none, and an exception without a verdict.
 
-    Equal are answers whose difference simplifies to zero, or that agree in so many digits where they are numbers; sets
-    whatever their order; intervals with the same ends; several answers if each is there and no other. A unit that only
-    one of them has is left out. What takes long waits for all others.
+    Equal are exact numbers and formulas of the same value, and numbers with decimals that agree in so many digits; sets
+    whatever their order; intervals with the same ends; several answers if each is there and no other. Units are
+    converted, and one that only one answer has is left out. An answer that is not completely understood is wrong. Slow
+    comparisons come last.
 
     Args:
         generated_texts: B of them.
         answers: (B,) the right ones: LaTeX or plain text, whole or decimal numbers, or a list of which any is right.
         extract: where a text's answer is.
-        digits: behind the point, in which numbers are to agree.
+        digits: behind the point, in which numbers with decimals have to agree; below 1, significant ones.
         sample_timeout_s: limit of a sample, in seconds.
         timeout_s: limit of all of them.
 
@@ -98,7 +101,7 @@ def score(
     """
     _check(extract, digits, sample_timeout_s)
     end = time.monotonic() + _SHARE * timeout_s
-    find, anywhere = _EXTRACTIONS[extract], extract == "anywhere"
+    find = _EXTRACTIONS[extract]
     keys, questions = [], {}
     for text, answer in zip(generated_texts, answers, strict=True):
         given = find(text)
@@ -111,7 +114,7 @@ def score(
                 verdicts[key] = _TooLongError(f"no time was left for it within {timeout_s:g} s (timeout_s)")
                 continue
             try:
-                verdicts[key] = float(_comparer.ask(limit_s, key[0], questions[key], digits, anywhere))
+                verdicts[key] = float(_comparer.ask(limit_s, key[0], questions[key], digits))
             except NoVerdictError as error:
                 verdicts[key] = error
     return [verdicts[key] for key in keys]
@@ -129,11 +132,8 @@ def _check(extract: str, digits: int, sample_timeout_s: float) -> None:
 
 
 def final_answer(text: str, extract: Extract) -> str | None:
-    """What a text gives as its answer, without white space and a full stop at its end; None where it gives none.
-
-    With `anywhere`, where Math-Verify looks for it: the last boxed one, or else the last line.
-    """
-    found = _boxed(text) or _last_line(text) if extract == "anywhere" else _EXTRACTIONS[extract](text)
+    """What a text gives as its answer, without white space and a full stop at its end; None where it gives none."""
+    found = _EXTRACTIONS[extract](text)
     if found is None or len(found) > _MOST_CHARACTERS:
         return None
     return "".join(found.split()).rstrip(".") or None
@@ -180,10 +180,8 @@ class _Comparer:
         """Import the library and let it compare once, so that a fork has all that it needs."""
         if self._prepared:
             return
-        import math_verify
-
-        logging.getLogger(math_verify.__name__).setLevel(logging.CRITICAL)  # what it cannot read is told in the reward
-        _is_right(r"\frac{1}{2}", "0.5", 6, anywhere=False)
+        for given, right in ((r"\frac{1}{2}", "0.5"), ("x > 3", "3 < x"), (r"\sqrt{x^2}", "|x|")):
+            _is_right(given, right, 6)
         self._prepared = True
 
     def _start(self) -> None:
@@ -215,82 +213,86 @@ def _compare(connection: Any, others_end: Any) -> None:
 _comparer = _Comparer()
 
 
-def _is_right(text: str | None, answer: Any, digits: int, anywhere: bool) -> bool:
+def _is_right(text: str | None, answer: Any, digits: int) -> bool:
+    from hybridflow.rewards.answers import kinds
+    from hybridflow.rewards.answers.equality import UndecidedError
+    from hybridflow.rewards.answers.text import UnreadableError
+
     if isinstance(answer, list):
         if not answer:
             raise NoVerdictError("the list of right answers is empty")
-        return any(_is_right(text, each, digits, anywhere) for each in answer)
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        verdicts: list[bool | NoVerdictError] = []
+        for each in answer:
+            try:
+                verdicts.append(_is_right(text, each, digits))
+            except NoVerdictError as error:
+                verdicts.append(error)
+        errors = [each for each in verdicts if isinstance(each, NoVerdictError)]
+        if errors and True not in verdicts:
+            raise errors[0]
+        return True in verdicts
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer != answer:
         raise NoVerdictError(f"the right answer is {answer!r}, expected text, a number, or a list of these")
-    alone = (_boxed(text) or _last_line(text)) if anywhere and text is not None else text
-    words, given_words = _words(str(answer)), _words(alone or "")
-    if words is not None and given_words is not None:  # no products of their letters
-        return _verified(_parsed(f"$\\text{{{words}}}$"), _parsed(f"$\\text{{{given_words}}}$"), digits)
-    right = _parsed(_as_math(str(answer)))
-    if not right:
-        raise NoVerdictError(f"the right answer {answer!r} cannot be read")
-    if text is None or (len(text) > _MOST_CHARACTERS and not anywhere):
-        return False
-    given = _parsed(text if anywhere else _as_math(text))
-    return bool(given) and _verified(right, given, digits)
-
-
-def _parsed(text: str) -> list[Any]:
-    import math_verify
-
-    configs = [
-        math_verify.LatexExtractionConfig(boxed_match_priority=0),
-        math_verify.ExprExtractionConfig(),
-    ]
-    parsed: list[Any] = math_verify.parse(text, configs, parsing_timeout=None)  # type: ignore[arg-type]
-    return parsed
-
-
-def _verified(right: list[Any], given: list[Any], digits: int) -> bool:
-    import math_verify
-
-    return bool(math_verify.verify(right, given, float_rounding=digits, timeout_seconds=None, raise_on_error=True))
-
-
-def _as_math(text: str) -> str:
-    """An answer that stands alone, as the library reads it: LaTeX between dollars."""
-    text = _MONEY.sub("", text.strip().rstrip(".").strip())
-    text = _THIN_SPACE.sub("", text)
-    if found := _SCIENTIFIC.fullmatch(text):
-        text = f"{found[1]} \\times 10^{{{int(found[2])}}}"
-    return text if not text or any(mark in text for mark in ("$", "\\(", "\\[", "\\boxed")) else f"${text}$"
-
-
-def _words(text: str) -> str | None:
-    """The words that an answer is, alone or as text in LaTeX; None where it is something else."""
-    text = text.strip().rstrip(".").strip("$ ")
-    found = _TEXT.fullmatch(text)
-    text = found[1].strip() if found else text
-    return text if _WORDS.fullmatch(text) else None
+    try:
+        return kinds.is_right(str(answer), "" if text is None or len(text) > _MOST_CHARACTERS else text, digits)
+    except UnreadableError as error:
+        raise NoVerdictError(f"the right answer {answer!r} cannot be read: {error}") from None
+    except UndecidedError as error:
+        raise NoVerdictError(f"the right answer {answer!r} can be meant in two ways: {error}") from None
 
 
 def _boxed(text: str) -> str | None:
-    """What is in the last \\boxed{}, whose braces may hold others; None without a whole one."""
-    boxes = {each.end() - 1 for each in _BOX.finditer(text)}
-    opened: list[int | None] = []
-    last: tuple[int, int] | None = None
+    """The content of the last \\boxed{} that is not empty, and of those right before it: \\boxed{1} and \\boxed{2}."""
+    boxes = {each.end() - 1: each.start() for each in _BOX.finditer(text)}
+    opened: list[tuple[int, int] | None] = []
+    found: list[tuple[int, int, str]] = []
     for brace in _BRACE.finditer(text):  # in one pass, whatever a model writes
         if brace[0] == "{":
-            opened.append(brace.end() if brace.start() in boxes else None)
-        elif brace[0] == "}" and opened:
-            begin = opened.pop()
-            if begin is not None and (last is None or begin > last[0]):
-                last = begin, brace.start()
-    return text[last[0] : last[1]] if last is not None else None
+            opened.append((boxes[brace.start()], brace.end()) if brace.start() in boxes else None)
+        elif brace[0] == "}" and opened and (box := opened.pop()) is not None:
+            begin, content = box[0], text[box[1] : brace.start()].strip()
+            if content and (not found or found[-1][0] < begin):  # of a box in a box, the inner one
+                found.append((begin, brace.end(), content))
+    return _joined(text, found)
+
+
+def _joined(text: str, found: list[tuple[int, int, str]]) -> str | None:
+    """The last of several answers (begin, end, content), and those before it that only commas and such separate."""
+    last: list[str] = []
+    for index in range(len(found) - 1, -1, -1):
+        if last and not _JOINED.fullmatch(text, found[index][1], found[index + 1][0]):
+            break
+        if found[index][2] not in last:
+            last.insert(0, found[index][2])
+    return ", ".join(last) or None
 
 
 def _last_line(text: str) -> str | None:
-    """Without words that lead to it, such as "The answer is"."""
+    """The last line, without words that lead to it, such as "The answer is", or before its formula in dollars."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return None
     line = _LED_IN.sub("", lines[-1]).strip().strip("*").strip()
-    return _boxed(line) or line or None
+    return _boxed(line) or _closing_formula(line) or line or None
+
+
+def _closing_formula(line: str) -> str | None:
+    """The formula in dollars with which a sentence ends, or several that belong together."""
+    found = [(each.start(), each.end(), next(filter(None, each.groups()))) for each in _FORMULA.finditer(line)]
+    if not found or line[found[-1][1] :].strip(" .*") or not re.search(r"[A-Za-z]{3}", line[: found[0][0]]):
+        return None
+    return _joined(line, found)
+
+
+def _anywhere(text: str) -> str | None:
+    if (found := _boxed(text)) is not None:
+        return found
+    phrases = [each[1] for each in _PHRASE.finditer(text)]
+    if phrases:
+        sentence = re.split(r"\.(?:\s|$)", phrases[-1])[0].strip("* ")
+        return _closing_formula("the " + sentence) or sentence
+    formulas = [(each.start(), each.end(), next(filter(None, each.groups()))) for each in _FORMULA.finditer(text)]
+    return _joined(text, formulas) or _last_line(text)
 
 
 def _tagged(text: str) -> str | None:
@@ -307,5 +309,5 @@ _EXTRACTIONS: dict[str, Callable[[str], str | None]] = {
     "boxed": _boxed,
     "last_line": _last_line,
     "tag": _tagged,
-    "anywhere": lambda text: text,
+    "anywhere": _anywhere,
 }

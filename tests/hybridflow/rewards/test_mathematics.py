@@ -12,14 +12,17 @@ import psutil
 import pytest
 
 from hybridflow.rewards import mathematics
+from hybridflow.rewards.answers.equality import UndecidedError
+from hybridflow.rewards.answers.kinds import is_right
+from hybridflow.rewards.answers.text import UnreadableError
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
 from hybridflow.rewards.mathematics import NoVerdictError, score
 from tests.support.work import growth
 
-LINES = [line for line in Path(__file__).with_name("answers.txt").read_text().splitlines() if line[0] != "#"]
+LINES = [line for line in Path(__file__).with_name("answers.txt").read_text().splitlines() if line[:2] != "# "]
 PAIRS = [tuple(line.rsplit(" | ", 2)) for line in LINES]
-TOWER = r"\boxed{10^{10^{10}}}"
+HANGING = r"\boxed{\prod_{k=1}^{10^{9}} (k^2+k+1)}"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -30,16 +33,27 @@ def _ended() -> Iterator[None]:
 
 
 def test_there_are_as_many_pairs_as_the_page_says() -> None:
-    assert len(PAIRS) == len(set(PAIRS)) == 237
-    assert {verdict for *_, verdict in PAIRS} == {"=", "!"}
+    assert len(PAIRS) == len(set(PAIRS)) == 1022
+    assert {verdict for *_, verdict in PAIRS} == {"=", "!", "?"}
 
 
 def test_pairs_have_their_known_verdicts() -> None:
-    right, given, verdicts = zip(*PAIRS, strict=True)
+    found = [(*pair[:2], _verdict(*pair[:2])) for pair in PAIRS]
+    assert not set(found) - set(PAIRS)
+
+
+def _verdict(right: str, given: str) -> str:
+    try:
+        return "=" if is_right(right, given, 6) else "!"
+    except (UnreadableError, UndecidedError):
+        return "?"
+
+
+def test_texts_of_pairs_have_their_verdicts_as_rewards() -> None:
+    pairs = [pair for pair in PAIRS[::40] if pair[2] != "?"]
+    right, given, verdicts = zip(*pairs, strict=True)
     found = score([rf"Therefore it is \boxed{{{each}}}." for each in given], right)
-    wrong = [pair for pair, value in zip(PAIRS, found, strict=True) if value != float(pair[2] == "=")]
-    assert not wrong
-    assert 80 < verdicts.count("!") < 150
+    assert found == [float(each == "=") for each in verdicts]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +64,17 @@ def test_pairs_have_their_known_verdicts() -> None:
         ("boxed", r"\fbox{\{1,2\}}", r"\{2,1\}"),
         ("boxed", r"\boxed{\begin{pmatrix}1\\{2}\end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
         ("boxed", r"\boxed{3} then \boxed{5\\}", "5"),  # a line break, and no brace that is escaped
+        ("boxed", r"It is \boxed{7}. \boxed{}", "7"),
+        ("boxed", r"\boxed{7} \boxed{ }", "7"),
+        ("boxed", r"first \boxed{1}, no: \boxed{2} and \boxed{3}", "2, 3"),
+        ("boxed", r"So $\boxed{1}$, $\boxed{2}$ and $\boxed{3}$.", "1,2,3"),
+        ("boxed", r"$x = \boxed{1}$ or $x = \boxed{2}$", r"\{1,2\}"),
+        ("boxed", r"\boxed{4}. I repeat: \boxed{4}", "4"),
+        ("boxed", r"\boxed{\boxed{6}}", "6"),
         ("last_line", "I add.\nThe answer is 42.\n\n", "42"),
+        ("last_line", "12 + 61 = 73", "73"),
+        ("last_line", r"Hence we get $x = \frac{1}{2}$.", "0.5"),
+        ("last_line", r"so that $x = 1$ or $x = 2$.", "1, 2"),
         ("last_line", r"**Answer: $\frac{3}{4}$**", "0.75"),
         ("last_line", r"it is \boxed{7}", "7"),
         ("tag", "<answer>1</answer> no <answer> 2/3 </answer>", r"\frac{2}{3}"),
@@ -60,6 +84,8 @@ def test_pairs_have_their_known_verdicts() -> None:
         ("tag", "<answer>1</answer> then <answer>2", "1"),
         ("tag", "<answer>42</answer>, and not 17 </answer>", "42"),
         ("anywhere", "So the final answer is $x=9$.", "9"),
+        ("anywhere", "The answer is $9$. I hope it is right.", "9"),
+        ("anywhere", r"We get $\frac{18}{2}$ in the end, as was asked for.", "9"),
         ("anywhere", "and so on " * 1_050 + r"\boxed{9}", "9"),  # however long the text before it
     ],
 )
@@ -69,7 +95,15 @@ def test_where_the_answer_of_a_text_is(extract: Any, text: str, right: str) -> N
 
 @pytest.mark.parametrize(
     ("extract", "text"),
-    [("boxed", "42"), ("boxed", ""), ("last_line", " \n"), ("tag", "<answer>42"), ("anywhere", "none")],
+    [
+        ("boxed", "42"),
+        ("boxed", ""),
+        ("boxed", r"\boxed{}"),
+        ("boxed", r"\boxed{41}, \boxed{42}"),
+        ("last_line", " \n"),
+        ("tag", "<answer>42"),
+        ("anywhere", "none"),
+    ],
 )
 def test_a_text_without_an_answer_is_wrong(extract: Any, text: str) -> None:
     assert score([text], ["42"], extract=extract) == [0.0]
@@ -107,6 +141,10 @@ def test_right_answers_may_be_numbers_and_several() -> None:
     [
         (None, "the right answer is None, expected text, a number, or a list"),
         (True, "the right answer is True, expected"),
+        (math.nan, "the right answer is nan, expected text, a number, or a list"),
+        (r"\forall x > 0, f(x) = 0", r"cannot be read: \forall cannot be read"),
+        (r"5 \heartsuit", "cannot be read: "),
+        ("proof", "the right answer 'proof' cannot be read: it stands for no answer"),
         ([], "the list of right answers is empty"),
         ("", "the right answer '' cannot be read"),
     ],
@@ -114,6 +152,27 @@ def test_right_answers_may_be_numbers_and_several() -> None:
 def test_without_a_right_answer_there_is_no_verdict(right: Any, why: str) -> None:
     (found,) = score([r"\boxed{2}"], [right])
     assert isinstance(found, NoVerdictError) and why in str(found)
+
+
+def test_one_of_several_right_answers_may_be_unreadable() -> None:
+    found = score([r"\boxed{2}", r"\boxed{3}"], [["?!", "2"]] * 2)
+    assert found[0] == 1.0 and isinstance(found[1], NoVerdictError)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("9^{9^{9^{9}}}", "10^{10^{10}}", "100000!", r"x^{x^{x^{x^{x}}}}", "9" * 9_000),
+        *("(" * 3_000 + "1" + ")" * 3_000, "-" * 9_000 + "1", "1+" * 4_000 + "1", "1," * 4_000 + "1", "x^2" * 2_000),
+        *("ab " * 3_000, r"\text{" * 2_000, r"\frac{1}{" * 2_000 + "1" + "}" * 2_000, r"\frac{1}{0}", r"\sqrt", "^", "{"),
+        *("\x00\ud800", r"0^{-1}", "=", r"\log 0", r"\infty - \infty", r"\binom{1}", "1_2_3", ",", r"\pm", "()", r"\{"),
+        r"\begin{pmatrix}1&2\\3",
+    ],
+)  # fmt: skip
+def test_an_answer_that_cannot_be_read_is_soon_wrong(text: str) -> None:
+    began = time.monotonic()
+    assert score([rf"\boxed{{{text}}}"], ["1"], sample_timeout_s=20.0) == [0.0]
+    assert time.monotonic() - began < 10
 
 
 def test_the_same_answers_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +186,7 @@ def test_the_same_answers_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_comparison_that_hangs_is_ended_and_the_others_are_made() -> None:
     began = time.monotonic()
     before = set(psutil.Process().children())
-    found = score([TOWER, r"\boxed{1}", TOWER, r"\boxed{2}"], ["1", "1", "3", "1"], sample_timeout_s=1.0)
+    found = score([HANGING, r"\boxed{1}", HANGING, r"\boxed{2}"], ["1", "1", "3", "1"], sample_timeout_s=1.0)
     assert 2 <= time.monotonic() - began < 20
     assert found[1] == 1.0 and found[3] == 0.0
     assert all(str(each) == "no verdict within 1 s (sample_timeout_s)" for each in (found[0], found[2]))
@@ -135,14 +194,14 @@ def test_a_comparison_that_hangs_is_ended_and_the_others_are_made() -> None:
 
 
 def test_what_hangs_takes_no_verdict_from_others_and_no_more_than_the_call_has() -> None:
-    towers = [rf"\boxed{{9^{{9^{{9^{each}}}}}}}" for each in range(2, 6)]
+    towers = [rf"\boxed{{\prod_{{k=1}}^{{10^{{{each}}}}} (k^2+k+1)}}" for each in range(9, 13)]
     began = time.monotonic()
-    found = score([*towers, r"\boxed{1}", r"\boxed{2}"], ["1"] * 6, sample_timeout_s=4.0, timeout_s=8.0)
-    assert time.monotonic() - began < 8
+    found = score([*towers, r"\boxed{1}", r"\boxed{2}"], ["1"] * 6, sample_timeout_s=4.0, timeout_s=12.0)
+    assert time.monotonic() - began < 12
     assert found[4:] == [1.0, 0.0]
     assert {str(each) for each in found[:4]} == {
         "no verdict within 4 s (sample_timeout_s)",
-        "no time was left for it within 8 s (timeout_s)",
+        "no time was left for it within 12 s (timeout_s)",
     }
 
 
@@ -154,7 +213,7 @@ def test_in_a_run_what_has_no_verdict_is_no_wrong_answer(policy: str) -> None:
         function["failure_value"] = -0.5
     arguments = {"arguments": {"sample_timeout_s": 1.0}}
     config = RewardConfig.model_validate({"functions": [function | arguments]})
-    texts = [r"\boxed{\frac12}", TOWER, r"\boxed{3}", "nothing"]
+    texts = [r"\boxed{\frac12}", HANGING, r"\boxed{3}", "nothing"]
     with RewardFunctions(config) as rewards:
         found = rewards.evaluate(texts, ["p"] * 4, ["0.5", "7", "3", "3"])
     assert found.dropped.tolist() == [False, policy == "drop", False, False]

@@ -1,0 +1,417 @@
+"""Kinds of answers. Each recogniser reads a whole answer of its kind, leaves it to the next one, or refuses it.
+
+A reference answer that no kind reads completely gives no verdict. A given answer that none reads is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+
+import sympy
+from sympy import Symbol
+
+from hybridflow.rewards.answers import words
+from hybridflow.rewards.answers.compare import (
+    Builder,
+    Choice,
+    Congruence,
+    Dots,
+    Exact,
+    Items,
+    Named,
+    Ratio,
+    Readings,
+    Region,
+    Relation,
+    Value,
+    as_set,
+    equal,
+    solutions,
+)
+from hybridflow.rewards.answers.equality import UndecidedError
+from hybridflow.rewards.answers.expression import Formula, formula
+from hybridflow.rewards.answers.quantities import quantity
+from hybridflow.rewards.answers.relations import SIGNS, Read, has_sign, related
+from hybridflow.rewards.answers.text import Token, Tokens, UnreadableError, enclosed, normalise, source, split, tokens
+
+_PLACEHOLDERS = frozenset(
+    ["", "proof", "notfound", "not found", "nan", "null", "n/a", "see solution", "unknown", "tbd"]
+)
+"""Reference answers that data sets have where there is none."""
+_MOST_DEPTH = 8
+_MOST_TOKENS = 1_000
+_BRACKETS = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
+_NOTATION = {r"\{": "{", r"\}": "}", r"\langle": "<", r"\rangle": ">"}
+_SETS = {
+    "R": sympy.S.Reals,
+    "Z": sympy.S.Integers,
+    "N": sympy.S.Naturals,
+    "Q": sympy.S.Rationals,
+    "C": sympy.S.Complexes,
+}
+_AND, _OR = ("and",), ("or",)
+_GAP = re.compile(r"(?<![A-Za-z\d]) | (?![A-Za-z\d])")
+"""White space that separates nothing."""
+
+
+def is_right(right: str, given: str, digits: int) -> bool:
+    """True if a given answer equals the right one.
+
+    Args:
+        right: the reference answer.
+        given: the answer to be judged.
+        digits: decimals in which inexact numbers have to agree.
+
+    Raises:
+        UnreadableError: the reference answer is not completely understood.
+        UndecidedError: the answers agree in one meaning of their notation and differ in another.
+    """
+    reference, answer = normalise(right), normalise(given)
+    if words.plain(reference).casefold() in _PLACEHOLDERS:
+        raise UnreadableError("it stands for no answer")
+    if _GAP.sub("", reference) == _GAP.sub("", answer):
+        return True
+    expected = read(reference)
+    try:
+        found = read(answer)
+    except UnreadableError:
+        return False
+    try:
+        return equal(expected, found, digits)
+    except UndecidedError:
+        raise
+    except Exception:  # of SymPy: the given answer's fault if the right one can be compared
+        equal(expected, expected, digits)
+        return False
+
+
+@lru_cache(maxsize=256)
+def read(text: str, depth: int = 0) -> Readings:
+    """Read a normalised answer, or a part of one. Raises UnreadableError."""
+    if depth > _MOST_DEPTH:
+        raise UnreadableError("brackets in brackets in brackets")
+    if labelled := words.labelled_choice(text):
+        return (Choice(labelled[0], read(labelled[1], depth + 1)),)
+    for recognise in TEXT_KINDS:
+        if found := recognise(text):
+            return (*found, *_as_formula(words.possible_formula(text)))
+    if found := quantity(text):
+        return found
+    parts = tokens(text)
+    if not 0 < len(parts) <= _MOST_TOKENS:
+        raise UnreadableError("an empty part" if not parts else f"more than {_MOST_TOKENS:,} symbols")
+    if parts[0].text == "]" or parts[-1].text == "[":  # an interval as ]0, 1[
+        ends = [Token("symbol", {"]": "(", "[": ")"}.get(each.text, each.text)) for each in (parts[0], parts[-1])]
+        parts = (ends[0], *parts[1:-1], ends[1])
+    for kind in KINDS:
+        if found := kind(parts, lambda part: read(source(part), depth + 1)):
+            return found
+    raise UnreadableError(f"{text[:200]!r} is of no known kind")
+
+
+def _as_formula(text: str | None) -> Readings:
+    try:
+        return () if text is None else (formula(tokens(text)),)
+    except UnreadableError:
+        return ()
+
+
+# Kinds, as recognisers of all tokens of an answer.
+
+
+def cases(parts: Tokens, read: Read) -> Readings | None:
+    """Recognise equations of a system, or values of a function with their conditions."""
+    name = parts[0].text
+    if not (name in (r"\begin{cases}", r"\begin{aligned}") and parts[-1].text.startswith(r"\end")):
+        return None
+    rows = [row for row in split(parts[1:-1], ("\\\\",))[0] if row]
+    found: list[Readings] = []
+    for row in rows:
+        cells = [cell for cell in split(row, ("&",))[0] if cell]
+        cells = [_without(cell, (",", ";", ".", "if", "for", "when", "where")) for cell in cells]
+        if name == r"\begin{cases}" and len(cells) == 2 and not has_sign(cells[0]):
+            found.append((Items("()", tuple(read(cell) for cell in cells)),))
+        else:
+            found.append(read(tuple(token for cell in cells for token in cell)))
+    return (Items("", tuple(found)),)
+
+
+def _without(parts: Tokens, marks: tuple[str, ...]) -> Tokens:
+    while parts and parts[0].text in marks:
+        parts = parts[1:]
+    while parts and parts[-1].text in marks:
+        parts = parts[:-1]
+    return parts
+
+
+def set_builder(parts: Tokens, read: Read) -> Readings | None:
+    """Recognise a set by its condition: \\{x \\mid x > 2\\}."""
+    if not (parts[0].text == r"\{" and enclosed(parts)):
+        return None
+    inside = parts[1:-1]
+    for mark in (r"\mid", ":", "|"):
+        sides, marks = split(inside, (mark,))
+        if marks:
+            variable, condition = sides[0], inside[len(sides[0]) + 1 :]
+            break
+    else:
+        return None
+    conditions = [each for each in split(condition, (",", *_AND))[0] if each]
+    name, sign = split(variable, (r"\in",))
+    if sign and source(name[1]) != r"\mathbb{R}":
+        conditions.append(variable)
+    if len(name[0]) == 1 and name[0][0].kind == "letter":  # its name does not matter
+        letter = name[0][0].text
+        bound = Token("letter", "x")
+        if not any(each.text == "x" for each in parts) or letter == "x":
+            conditions = [
+                tuple(bound if each.text == letter and each.kind == "letter" else each for each in one)
+                for one in conditions
+            ]
+    read_conditions = [read(each) for each in conditions]
+    regions = [_as_region(each[0]) for each in read_conditions]
+    if all(each is not None for each in regions) and len({each.variable for each in regions if each}) == 1:
+        return (_region(None, sympy.Intersection(*(each.values for each in regions if each))),)
+    return (Builder((read(name[0]), *read_conditions)),)
+
+
+def _region(variable: Symbol | None, values: sympy.Set) -> Value:
+    """A set of real numbers, those of a finite one as its items."""
+    if isinstance(values, sympy.FiniteSet):
+        return Items("{}", tuple((Formula(each),) for each in values))
+    return Region(variable, values)
+
+
+def _as_region(value: Value) -> Region | None:
+    if isinstance(value, Region):
+        return value
+    if isinstance(value, Named) and isinstance(value.name, Symbol):
+        values = as_set(value.values[0])
+        if values is not None:
+            return Region(value.name, values)
+        value = value.relation or value
+    return solutions(value) if isinstance(value, Relation) else None
+
+
+def congruence(parts: Tokens, read: Read) -> Readings | None:
+    """Recognise n \\equiv 1, 2 \\pmod 3."""
+    del read
+    at = next((i for i, each in enumerate(parts) if each.text in (r"\pmod", r"\mod", r"\bmod", "mod")), None)
+    sides, marks = split(parts, (r"\equiv",))
+    if at is None or (not marks and parts[at].text != r"\pmod"):
+        return None
+    if len(marks) > 1:
+        raise UnreadableError("two congruences in one")
+    left = sides[0] if marks else ()
+    begin = len(left) + len(marks)
+    inner = at - 1 if parts[at - 1].text == "(" and parts[-1].text == ")" else at
+    modulus = parts[at + 1 : -1] if inner != at else parts[at + 1 :]
+    residues = [each for each in split(parts[begin:inner], (",", *_AND, *_OR))[0] if each]
+    return (Congruence(formula(left) if left else None, tuple(map(formula, residues)), formula(modulus)),)
+
+
+def several(parts: Tokens, read: Read) -> Readings | None:
+    """Recognise several answers, a sequence with dots, or conditions that hold together."""
+    items, marks = split(parts, (",", ";", *_AND, *_OR))
+    if not marks:
+        return None
+    signs = [has_sign(each) for each in items]
+    if signs[0] and not any(signs[1:]) and items[0]:  # n = 5, 6, 7
+        return None
+    items = [each for at, each in enumerate(items) if each or not 0 < at < len(marks) or marks[at] not in ("and", "or")]
+    if not all(items):
+        raise UnreadableError("an empty item")
+    if any(each[0].text == r"\ldots" for each in items):
+        return (Dots(tuple(_item(each, read) for each in items)),)
+    found = tuple(read(each) for each in items)
+    regions = [each[0] for each in found]
+    if all(isinstance(each, Region) for each in regions) and len({each.variable for each in regions}) == 1:  # type: ignore[union-attr]
+        sets = [each.values for each in regions]  # type: ignore[union-attr]
+        both = sympy.Intersection(*sets)
+        either = "or" in marks or (both is sympy.S.EmptySet and "and" not in marks)
+        return (Region(regions[0].variable, sympy.Union(*sets) if either else both),)  # type: ignore[union-attr]
+    integers = [
+        isinstance(each, Region) and each.variable is not None and each.values == sympy.S.Integers for each in regions
+    ]
+    if any(integers) and not all(integers):  # + 2k pi, k \in \mathbb{Z}
+        found = tuple(each for each, domain in zip(found, integers, strict=True) if not domain)
+        if len(found) == 1:
+            return found[0]
+    flat: list[Readings] = []
+    for each in found:  # \pm 1, \pm 2
+        one = each[0]
+        flat += one.items if isinstance(one, Items) and not one.brackets else [each]
+    return (Items("", tuple(flat)),)
+
+
+def _item(parts: Tokens, read: Read) -> Readings:
+    return (words.DOTS,) if parts[0].text == r"\ldots" and len(parts) == 1 else read(parts)
+
+
+def set_operation(parts: Tokens, read: Read) -> Readings | None:
+    """Recognise sets of numbers with their names, unions, intersections and differences."""
+    if source(parts) in (r"\emptyset", r"\{\}", r"\phi"):
+        return (Items("{}", ()),)
+    name = re.fullmatch(r"\\mathbb ?\{?([RZNQC])\}?(\^\{?[+*-]\}?|_\{?[+><]0?\}?)?", source(parts))
+    if name:
+        mark = (name[2] or "").strip("^_{}0")
+        positive, negative = sympy.Interval.open(0, sympy.oo), sympy.Interval.open(-sympy.oo, 0)
+        bounds = {"+": positive, ">": positive, "-": negative, "<": negative, "*": positive + negative}.get(mark)
+        return (Region(None, sympy.Intersection(_SETS[name[1]], bounds) if bounds else _SETS[name[1]]),)
+    operations = (
+        (r"\cup", sympy.Union),
+        (r"\cap", sympy.Intersection),
+        (r"\setminus", sympy.Complement),
+        ("-", sympy.Complement),
+    )
+    for mark, operation in operations:
+        sides, marks = split(parts, (mark,))
+        if not marks or not all(sides) or (operation is sympy.Complement and len(sides) != 2):
+            continue
+        if mark == "-" and (sides[0][0].text, sides[1][0].text) != (r"\mathbb", r"\{"):
+            continue
+        if not any(_is_set(each) for each in sides):
+            return None  # of symbols
+        values = [read(each) for each in sides]
+        found = [as_set(each[0]) for each in values]
+        if all(each is not None for each in found):
+            return (Region(None, operation(*found)),)
+        if mark == r"\cup" and all(isinstance(each[0], Items) for each in values):
+            return (Items("", tuple(values)),)  # with symbols as ends
+        raise UnreadableError("an operation with other than sets of numbers")
+    return None
+
+
+def _is_set(parts: Tokens) -> bool:
+    return parts[0].text in ("[", r"\{", r"\mathbb") or (parts[0].text == "(" and "," in [each.text for each in parts])
+
+
+def bracketed(parts: Tokens, read: Read) -> Readings | None:
+    """Recognise tuples, intervals, sets and vectors."""
+    if parts[0].text not in _BRACKETS or not enclosed(parts):
+        return None
+    begin, end = (_NOTATION.get(each.text, each.text) for each in (parts[0], parts[-1]))
+    items, marks = split(parts[1:-1], (",", ";"))
+    if not marks and (begin, end) in (("(", ")"), ("[", "]")):
+        return read(parts[1:-1]) if split(parts[1:-1], SIGNS)[1] or _is_wrapped(parts[1:-1]) else None
+    if begin + end not in ("()", "(]", "[)", "[]", "{}", "<>"):
+        raise UnreadableError(f"brackets {begin} and {end}")
+    if len(set(marks)) > 1:
+        raise UnreadableError("commas and semicolons in one list")
+    if any(each and each[0].text == r"\ldots" for each in items):
+        return (Dots(tuple(_item(each, read) for each in items)),)
+    found: list[Readings] = []
+    for each in (read(each) for each in items):
+        one = each[0]
+        if isinstance(one, Items) and not one.brackets and begin != "{":
+            raise UnreadableError("several values in one place of a tuple")
+        found += one.items if isinstance(one, Items) and not one.brackets else [each]
+    return (Items(begin + end, tuple(found)),)
+
+
+def _is_wrapped(parts: Tokens) -> bool:
+    """True for a matrix or a set in parentheses."""
+    return bool(parts) and (parts[0].text.startswith(r"\begin") or parts[0].text in (r"\{", "[", "("))
+
+
+def ratio(parts: Tokens, read: Read) -> Readings | None:
+    """Recognise numbers in proportion: 2:3."""
+    del read
+    sides, marks = split(parts, (":", "to"))
+    return (Ratio(tuple(map(formula, sides))),) if marks else None
+
+
+def span(parts: Tokens, read: Read) -> Readings | None:
+    """Recognise whole numbers from one to another, 10-20, which may be a difference."""
+    del read
+    found = re.fullmatch(r"(\d+) ?-{1,2} ?(\d+)", source(parts))
+    if not found or int(found[1]) >= int(found[2]):
+        return None
+    return (Exact("span", (int(found[1]), int(found[2]))), formula(parts))
+
+
+_DIGITS = {
+    "two": 2,
+    "three": 3,
+    "four": 4,
+    "five": 5,
+    "six": 6,
+    "seven": 7,
+    "eight": 8,
+    "nine": 9,
+    "ten": 10,
+    "sixteen": 16,
+}
+_BASED = re.compile(
+    r"(-?)(?:\(?([0-9][0-9A-Fa-f]*|[A-F][0-9A-F]+)\)?|\\text\{([0-9A-F]+)\}) ?_ ?\{?(?:\\text\{)?(\d+|[a-z]+)\}{0,2}"
+)
+
+
+def based(parts: Tokens, read: Read) -> Readings | None:
+    """Recognise a number in another base: 101_2."""
+    del read
+    found = _BASED.fullmatch("".join(source(parts).split()))
+    if not found or not (found[4].isdigit() or found[4] in _DIGITS):
+        return None
+    base = int(found[4]) if found[4].isdigit() else _DIGITS[found[4]]
+    digits = found[2] or found[3]
+    if not 2 <= base <= 36 or any(int(each, 36) >= base for each in digits):
+        raise UnreadableError(f"{digits} is no number in base {base}")
+    value = int(found[1] + digits, base)
+    return (Formula(sympy.Integer(value)),) if base == 10 else (Exact("based", (value, base)),)
+
+
+def signs(parts: Tokens, read: Read) -> Readings | None:
+    """Recognise two values: 3 \\pm 2."""
+    if not any(each.text in (r"\pm", r"\mp") for each in parts):
+        return None
+    both = []
+    for plus, minus in ("+-", "-+"):
+        marks = {r"\pm": plus, r"\mp": minus}
+        both.append(read(tuple(Token("symbol", marks[each.text]) if each.text in marks else each for each in parts)))
+    return (Items("", tuple(both)),)
+
+
+_EXPONENT = re.compile(r"([+-]?\d+(?:\.\d+)?) ?[eE] ?([+-]?\d{1,4})")
+
+
+def whole_formula(parts: Tokens, read: Read) -> Readings | None:
+    """Recognise a formula, a number with an exponent, 1.5e3, or one that continues, 0.333..."""
+    del read
+    if found := _EXPONENT.fullmatch(source(parts)):
+        return (formula(tokens(f"{found[1]} \\times 10^{{{found[2]}}}")),)
+    if parts[-1].text == r"\ldots" and len(parts) in (2, 3) and "." in parts[-2].text:
+        number = parts[-2].text
+        if number[-1] == number[-2] == number[-3]:
+            number = f"{number[:-3]}\\overline{{{number[-1]}}}"
+            return (formula((*parts[:-2], Token("repeating", number))),)
+        return (formula(parts[:-1]),)
+    loose, tight = formula(parts), formula(parts, tight=True)
+    return (loose,) if loose == tight else (loose, tight)
+
+
+TEXT_KINDS: tuple[Callable[[str], Readings | None], ...] = (
+    words.date,
+    words.clock,
+    words.choice,
+    words.word,
+    words.code,
+)
+"""Kinds that are recognised in the text."""
+KINDS: tuple[Callable[[Tokens, Read], Readings | None], ...] = (
+    cases,
+    set_builder,
+    congruence,
+    several,
+    related,
+    set_operation,
+    bracketed,
+    signs,
+    based,
+    ratio,
+    span,
+    whole_formula,
+)
+"""Kinds that are recognised in the tokens, with a reader of parts. The first that recognises an answer reads it."""
