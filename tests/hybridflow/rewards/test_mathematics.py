@@ -164,9 +164,9 @@ def test_one_of_several_right_answers_may_be_unreadable() -> None:
     [
         *("9^{9^{9^{9}}}", "10^{10^{10}}", "100000!", r"x^{x^{x^{x^{x}}}}", "9" * 9_000),
         *("(" * 3_000 + "1" + ")" * 3_000, "-" * 9_000 + "1", "1+" * 4_000 + "1", "1," * 4_000 + "1", "x^2" * 2_000),
-        *("ab " * 3_000, r"\text{" * 2_000, r"\frac{1}{" * 2_000 + "1" + "}" * 2_000, r"\frac{1}{0}", r"\sqrt", "^", "{"),
-        *("\x00\ud800", r"0^{-1}", "=", r"\log 0", r"\infty - \infty", r"\binom{1}", "1_2_3", ",", r"\pm", "()", r"\{"),
-        r"\begin{pmatrix}1&2\\3",
+        *("ab " * 3_000, r"\text{" * 2_000, r"\frac{1}{" * 2_000 + "1" + "}" * 2_000, r"\frac{1}{0}", r"\sqrt"),
+        *("\x00\ud800", r"0^{-1}", "=", r"\log 0", r"\infty - \infty", r"\binom{1}", "1_2_3", ","),
+        *("^", "{", r"\pm", "()", r"\{", r"\begin{pmatrix}1&2\\3"),
     ],
 )  # fmt: skip
 def test_an_answer_that_cannot_be_read_is_soon_wrong(text: str) -> None:
