@@ -148,11 +148,11 @@ class StandInEngine:
         found = {}
         for sample, each in self._running.items():
             if (drawn := each.length - math.ceil(each.end - self._progress)) > 0:
-                found[sample] = Begun(each.oldest, drawn)
+                found[sample] = Begun(each.oldest, drawn, drawn)
         for request in self._waiting:
             drawn, oldest = self._had(request)
             if drawn:
-                found[request.sample] = Begun(oldest, drawn)
+                found[request.sample] = Begun(oldest, drawn, drawn)
         return found
 
     def _had(self, request: StreamRequest) -> tuple[int, int]:

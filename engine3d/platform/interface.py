@@ -175,7 +175,8 @@ class Platform(ABC):
             uniforms: (rows,) float64, random numbers from 0 up to 1, without 1.
 
         Returns:
-            Token ids, (rows,) int32, and log-probs, (rows,) float32.
+            Token ids, (rows,) int32, and log-probs, (rows,) float32. A row without a distribution, as one with a nan or
+            +inf has none, gets token 0 with log-prob nan.
         """
 
     @abstractmethod

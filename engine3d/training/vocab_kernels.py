@@ -21,7 +21,8 @@ def facts(logits: Tensor, local: Tensor, real: int, temperature: float) -> Tenso
         temperature: above 0.
 
     Returns:
-        (4, N) float32: m = max(x), sum(exp(x - m)), sum(exp(x - m) * (x - m)), and x[local] - m, or 0.
+        (4, N) float32: m = max(x), sum(exp(x - m)), sum(exp(x - m) * (x - m)), and x[local] - m, or 0. Of a row with a
+        logit that is nan or +inf the sum is nan, and nothing is said of the others.
     """
     count, width = logits.shape
     result = torch.empty(4, count, dtype=torch.float32, device=logits.device)
@@ -80,10 +81,13 @@ def _facts(logits, local, result, count, width, real, inverse_temperature, COLUM
     highest = -float("inf")
     total = 0.0
     weighted = 0.0
+    no_numbers = 0
     for first in range(0, real, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         inside = column < real
         x = tl.load(start + column, mask=inside, other=-float("inf")).to(tl.float32) * inverse_temperature
+        # Neither the maximum of a block nor `possible` tells of a nan.
+        no_numbers += tl.sum((x != x).to(tl.int32), axis=0)
         higher = tl.maximum(highest, tl.max(x, axis=0))
         # The sums so far are in terms of the highest so far. At first they are 0, and there is none.
         down = tl.where(highest == -float("inf"), 0.0, highest - higher)
@@ -97,6 +101,8 @@ def _facts(logits, local, result, count, width, real, inverse_temperature, COLUM
     mine = (target >= 0) & (target < real)
     chosen = tl.load(start + target, mask=mine, other=0.0).to(tl.float32) * inverse_temperature
     tl.store(result + row, highest)
+    # By the sum all ranks know: their log-probs and entropies of this row are nan.
+    total = tl.where(no_numbers > 0, float("nan"), total)
     tl.store(result + count + row, total)
     tl.store(result + 2 * count + row, weighted)
     tl.store(result + 3 * count + row, tl.where(mine, chosen - highest, 0.0))

@@ -20,10 +20,12 @@ class Begun:
 
     Args:
         oldest: version of the oldest weights that drew a token of it.
+        tokens: how many it has.
         content: as the engine's worker reads it.
     """
 
     oldest: int
+    tokens: int
     content: Any
 
 

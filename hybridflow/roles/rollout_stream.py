@@ -94,7 +94,9 @@ class EngineStream:
     def under_way(self) -> dict[int, Begun]:
         """What the responses under way that have a token have, by sample."""
         found = self._engine.responses_under_way().items()
-        return {sample: Begun(min(each.versions), each) for sample, each in found if each.token_ids}
+        return {
+            sample: Begun(min(each.versions), len(each.token_ids), each) for sample, each in found if each.token_ids
+        }
 
     def _samples(
         self,

@@ -114,7 +114,7 @@ def restored(held: HeldStream, samples_drawn: int, samples_per_prompt: int) -> S
         )
         for sample, (tokens, logprobs, versions) in zip(batch.sample_ids.tolist(), columns, strict=True):
             response = Response(tokens, logprobs.tolist(), versions.tolist())
-            begun[sample] = Begun(min(response.versions), response)
+            begun[sample] = Begun(min(response.versions), len(tokens), response)
     groups = []
     for number, first in firsts.items():
         there = {end.place for end, _ in ended[number]}

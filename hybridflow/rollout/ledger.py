@@ -258,24 +258,32 @@ class Ledger:
     # Over a restart
 
     def state(self) -> dict[str, Any]:
-        """What is under way, whole and gone back, as plain values. Whole groups have `oldest`, others have not."""
+        """What is under way, whole and gone back, as plain values.
+
+        Whole groups have `oldest`, and as `place` how many of them became whole before.
+        """
+        whole = sorted((each for each in self._entries.values() if each.place is not None), key=_place_of)
+        places = {entry.group.number: place for place, entry in enumerate(whole)}
         entries = [
-            asdict(entry.group) | {"oldest": entry.oldest if entry.place is not None else None}
+            asdict(entry.group)
+            | {"oldest": entry.oldest if entry.place is not None else None, "place": places.get(entry.group.number)}
             for entry in sorted(self._entries.values(), key=lambda each: each.group.number)
         ]
         return {"groups": entries, "returned": [asdict(group) for group in self._returned]}
 
     def restore(self, state: Mapping[str, Any]) -> tuple[Group, ...]:
         """Go on where `state` was taken, outside a step. Returns the groups that are to be begun or gone on with."""
-        again = []
+        again, whole = [], []
         for each in state["groups"]:
-            oldest = each["oldest"]
-            group = Group(**{name: value for name, value in each.items() if name != "oldest"})
+            group = Group(each["number"], each["prompt"], each["attempt"])
             self._add(group)
-            if oldest is None:
+            if each["oldest"] is None:
                 again.append(group)
             else:
-                self.became_whole(group.number, oldest)
+                whole.append(each)
+        # Checkpoints of before do not say in which order groups became whole: that of their draws stands for it.
+        for each in sorted(whole, key=lambda each: each.get("place", each["number"])):
+            self.became_whole(each["number"], each["oldest"])
         self._returned = [Group(**each) for each in state["returned"]]
         return tuple(again)
 
@@ -331,3 +339,8 @@ class Ledger:
             self._remove(entry)
             self._returned.append(replace(entry.group, attempt=entry.group.attempt + 1))
         self._returned.sort(key=lambda group: group.number)
+
+
+def _place_of(entry: _Entry) -> int:
+    assert entry.place is not None
+    return entry.place

@@ -503,13 +503,16 @@ class RolloutStream:
         for place in range(self._plan.samples_per_prompt):
             if place in gathered.ends:
                 continue
-            sample = gathered.first_sample + place
-            self._requests[sample] = StreamRequest(sample, group.number, place, group.prompt, tokens, begun.get(place))
-            self._dispatcher.add(Asked(sample, group.number, tokens))
+            sample, has = gathered.first_sample + place, begun.get(place)
+            request = StreamRequest(sample, group.number, place, group.prompt, tokens + _tokens_of(has), has)
+            self._requests[sample] = request
+            self._dispatcher.add(Asked(sample, group.number, request.tokens))
 
     def _ask_again(self, request: StreamRequest, begun: Begun | None) -> None:
         """Have a response go on elsewhere, before all that waits, with what it has, or else had when it was sent."""
-        self._requests[request.sample] = replace(request, begun=begun or request.begun)
+        has = begun or request.begun
+        more = _tokens_of(has) - _tokens_of(request.begun)
+        self._requests[request.sample] = request = replace(request, tokens=request.tokens + more, begun=has)
         self._dispatcher.add(Asked(request.sample, request.group, request.tokens), first=True)
 
     def _drop(self, groups: Iterable[Group], why: str) -> None:
@@ -561,3 +564,7 @@ class RolloutStream:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def _tokens_of(begun: Begun | None) -> int:
+    return 0 if begun is None else begun.tokens

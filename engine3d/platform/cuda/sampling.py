@@ -53,6 +53,9 @@ def draw_rows(  # type: ignore[no-untyped-def]
     mass = (tl.load(sums + index, mask=index < count, other=0.0) * tl.exp(of_block - highest)).to(tl.float64)
     beyond = tl.cumsum(mass, axis=0)
     total = tl.max(beyond, axis=0)
+    # A nan, +inf, or -inf alone: no distribution, as in PyTorch. A maximum passes over a nan, and a sum does not.
+    sums_up = tl.sum(mass, axis=0)
+    sound = sums_up == sums_up
     target = tl.load(uniforms + row) * total
     # Where rounding leaves none beyond, the last that can be drawn.
     block = tl.min(tl.where((beyond > target) & (mass > 0), index, BLOCKS), axis=0)
@@ -66,8 +69,8 @@ def draw_rows(  # type: ignore[no-untyped-def]
     place = tl.min(tl.where((tl.cumsum(weight, axis=0) > rest) & (weight > 0), lane, BLOCK), axis=0)
     place = tl.minimum(place, tl.max(tl.where(weight > 0, lane, 0), axis=0))
     drawn = tl.sum(tl.where(lane == place, scaled, 0.0), axis=0)
-    tl.store(tokens + row, block * BLOCK + place)
-    tl.store(logprobs + row, drawn - highest - tl.log(total).to(tl.float32))
+    tl.store(tokens + row, tl.where(sound, block * BLOCK + place, 0))
+    tl.store(logprobs + row, tl.where(sound, drawn - highest - tl.log(total).to(tl.float32), float("nan")))
 
 
 def draw_tokens(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

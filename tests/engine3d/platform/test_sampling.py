@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -89,9 +91,32 @@ def like_pytorch(device: str) -> None:
     assert [len(each) for each in none] == [0, 0]
 
 
+def rows_of_no_number() -> tuple[torch.Tensor, ...]:
+    """Logits of which some are no number, infinite, or of no possible token; only the last row has a distribution."""
+    logits, temperatures, uniforms = made(7, 9000)
+    logits[0, 17] = logits[1, 8999] = logits[2, 4096] = float("nan")
+    logits[3, 5000] = float("inf")
+    logits[4, 3], logits[4, 8000] = float("inf"), float("nan")
+    logits[5] = float("-inf")
+    return logits, temperatures, uniforms
+
+
+def without_distribution(device: str) -> None:
+    """Where PyTorch's softmax is no number, so is the log-prob: it is seen, and nothing is trained on."""
+    from engine3d.platform.cuda import sampling as cuda_sampling
+
+    given = rows_of_no_number()
+    tokens, logprobs = cuda_sampling.draw_tokens(*(each.to(device) for each in given))
+    expected_tokens, expected = draw_tokens(*given)
+    assert expected.isnan().tolist() == [True] * 6 + [False]
+    assert tokens.tolist() == expected_tokens.tolist()
+    torch.testing.assert_close(logprobs.cpu(), expected, atol=2e-5, rtol=1e-5, equal_nan=True)
+
+
 @pytest.mark.processes
-def test_the_kernel_interpreted() -> None:
-    run_interpreted(like_pytorch)
+@pytest.mark.parametrize("compare", [like_pytorch, without_distribution])
+def test_the_kernel_interpreted(compare: Callable[[str], None]) -> None:
+    run_interpreted(compare)
 
 
 @pytest.mark.skipif(platform.gpus > 0, reason="the test below runs the kernel on the GPU")

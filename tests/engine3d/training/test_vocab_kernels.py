@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -46,12 +48,49 @@ def _compare(device: str) -> None:
             assert not result.isnan().any()
 
 
+def _of_no_number(device: str) -> None:
+    """What comes of a logit that is no number, infinite, or of no possible token, is what PyTorch's softmax says."""
+    from engine3d.training import vocab_kernels, vocab_parallel
+
+    vocab_kernels._COLUMNS = COLUMNS
+    logits = torch.randn(9, 3 * COLUMNS + 5, generator=torch.Generator().manual_seed(6))
+    for row, (first, value) in enumerate(
+        [(0, torch.nan), (COLUMNS + 3, torch.nan), (-1, torch.nan), (4, torch.inf), (-1, torch.inf)]
+    ):
+        logits[row, first] = value
+    logits[5, 2], logits[5, 3 * COLUMNS] = torch.nan, torch.inf
+    logits[6] = -torch.inf
+    logits[7] = -torch.inf
+    logits[7, COLUMNS] = torch.nan
+    local = torch.tensor([0, 1, 2, 4, 7, 3, 5, 6, 8])  # of some rows the very token
+    found = vocab_kernels.facts(logits.to(device), local.to(device), logits.shape[1], 0.8).cpu()
+    plain = vocab_parallel._facts(logits, local, logits.shape[1], 0.8)
+    every = (logits / 0.8).log_softmax(dim=1)
+    logprobs = every.gather(1, local[:, None]).squeeze(1)
+    entropy = -(every.exp() * every).sum(dim=1)
+    assert logprobs.isnan().tolist() == entropy.isnan().tolist() == [True] * 8 + [False]
+    for _, total, weighted, chosen in (found, plain):
+        torch.testing.assert_close(chosen - total.log(), logprobs, equal_nan=True)
+        torch.testing.assert_close(total.log() - weighted / total, entropy, equal_nan=True)
+    slopes = torch.ones(3, len(logits))
+    expected = torch.empty_like(logits)
+    normaliser = (logits / 0.8).logsumexp(dim=1).where(~entropy.isnan(), torch.nan)
+    vocab_parallel._gradient(logits, local, logits.shape[1], 0.8, normaliser, entropy, *slopes, expected)
+    given = [each.to(device) for each in (logits, local, normaliser, entropy, slopes)]
+    result = torch.empty_like(given[0])
+    vocab_kernels.gradient(given[0], given[1], logits.shape[1], 0.8, given[2], given[3], *given[4], result)
+    assert expected[:8].isnan().all() and not expected[8].isnan().any()
+    torch.testing.assert_close(result.cpu(), expected, equal_nan=True)
+
+
 @pytest.mark.processes
-def test_interpreted() -> None:
-    run_interpreted(_compare)
+@pytest.mark.parametrize("compare", [_compare, _of_no_number])
+def test_interpreted(compare: Callable[[str], None]) -> None:
+    run_interpreted(compare)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu() -> None:
     _compare("cuda")
+    _of_no_number("cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -234,6 +235,26 @@ def test_each_prompt_is_learned_from_once(staleness: int, late: str, queue: str,
     assert len(set(learned)) == len(learned)
     held = {each["number"] for each in ledger.state()["groups"]} | set(_numbers(ledger.returned))
     assert set(learned) | held == set(range(max(set(learned) | held) + 1))
+
+
+def test_over_a_restart_groups_keep_the_order_in_which_they_became_whole() -> None:
+    """A step drops the ones that became whole last, whatever their numbers."""
+    ledger = _ledger(2, 0, extra=2)
+    _begin(ledger, 0)
+    for number in (3, 0, 2, 1):
+        ledger.became_whole(number, 0)
+    state = json.loads(json.dumps(ledger.state()))
+    following = _ledger(2, 0, extra=2)
+    assert following.restore(state) == ()
+    assert following.state() == ledger.state()
+    order = [entry.group.number for entry in sorted(following._entries.values(), key=following._slowness)]
+    assert order == [entry.group.number for entry in sorted(ledger._entries.values(), key=ledger._slowness)]
+    assert order == [1, 2, 0, 3]
+    for each in state["groups"]:  # as older checkpoints have it
+        del each["place"]
+    older = _ledger(2, 0, extra=2)
+    older.restore(state)
+    assert [each["place"] for each in older.state()["groups"]] == [0, 1, 2, 3]
 
 
 class _Watched(dict[int, Any]):

@@ -204,6 +204,14 @@ def test_a_step_takes_the_first_of_more_than_it_needs_and_the_rest_is_aborted() 
     assert len(set(groups)) == len(groups)
 
 
+def _check_tokens(stream: RolloutStream) -> None:
+    """A request counts its prompt and what its response has: some have begun."""
+    requests = stream._requests.values()
+    for each in requests:
+        assert each.tokens == 3 + each.prompt + (each.begun.tokens if each.begun is not None else 0)
+    assert any(each.begun is not None for each in requests)
+
+
 def test_a_stream_goes_on_where_its_state_was_taken() -> None:
     async def learn() -> tuple[list[StepRows], StreamState]:
         setup = _Setup(StreamLimits(4, 2, queue="freshest_first"))
@@ -216,6 +224,7 @@ def test_a_stream_goes_on_where_its_state_was_taken() -> None:
         setup.stream = setup.another()
         setup.stream.restore(state)
         assert (await setup.stream.state()).ledger == state.ledger
+        _check_tokens(setup.stream)
         setup.stream.open(setup.version)
         steps += [await setup.step() for _ in range(9)]
         return steps, state
@@ -651,6 +660,7 @@ def test_what_was_withdrawn_and_waits_is_in_the_state() -> None:
         setup.stream.open(0)
         for _ in range(6):
             await setup.step()
+        _check_tokens(setup.stream)
         state = pickle.loads(pickle.dumps(await setup.stream.state()))
         has = {
             group.first_sample + place: begun.content

@@ -205,6 +205,21 @@ def _kernels(device: str) -> None:
                 of_mixed, nothing = kernels.backward(*given, EPS, *slopes, weights=False)
                 assert torch.equal(of_mixed, back[0]) and not nothing.any()
     _without_tokens(kernels, device)
+    _of_no_number(kernels, device)
+
+
+def _of_no_number(kernels: Any, device: str) -> None:
+    """A nan and an infinity come out where they do of PyTorch, and nowhere else."""
+    drawn = _drawn(CASES[0], torch.float32)
+    drawn["mixed"][0, 1, 3], drawn["mixed"][4, 0, 40], drawn["of_query"][7, 2, 5] = torch.nan, torch.inf, torch.nan
+    drawn = {name: each.to(device) for name, each in drawn.items()}
+    given = [drawn[name] for name in ("mixed", "query_weight", "key_weight", "angles", "positions")]
+    slopes = [drawn[name] for name in ("of_query", "of_key", "of_value")]
+    expected = (*normed_rotary.heads_of(*given, EPS), *normed_rotary.gradients_of(*given, EPS, *slopes))
+    found = (*kernels.forward(*given, EPS), *kernels.backward(*given, EPS, *slopes, weights=True))
+    assert expected[0].isnan().any() and expected[1].isnan().any() and not expected[2].isnan().any()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def _without_tokens(kernels: Any, device: str) -> None:
