@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
@@ -12,10 +12,10 @@ from hybridflow.data.config import OverlongPolicy, SameResponses
 from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.config import ChatConfig
 from hybridflow.data.files.cutting import Fit, cut_messages
-from hybridflow.data.files.prompts import TOOLS
 from hybridflow.data.files.supervised import Encoder
 from hybridflow.data.pairs import Pair, Text, is_messages
 from hybridflow.data.prompts import Prompts
+from hybridflow.data.remarks import RemarkCounts, Remarks, lines, of_prompt, of_response, placed
 from hybridflow.data.tasks import Example
 from hybridflow.data.tokenizer import cut, encode_prompt, encode_text, ended, middle_cut
 
@@ -29,13 +29,13 @@ class GivenResponses(Prompts):
             another prompt.
         rewards: of the two: 1 where a response is good, 0 where it is bad or to another prompt.
         alike: places of pairs that were left out because both responses are the same.
-        unread_tools: places of pairs with a column of tools that the recipe does not name.
+        remarks: on the pairs.
     """
 
     responses: list[tuple[list[int], list[int]]]
     rewards: list[tuple[float, float]]
     alike: list[str] = field(default_factory=list)
-    unread_tools: list[str] = field(default_factory=list)
+    remarks: Remarks = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def encode_pairs(
     if not template.reads_tools and any(pair.tools for pair in pairs):
         raise UserError("data.pairs.tools_field is set, and the chat template does not read tools; expected null")
     kept: list[_Encoded] = []
-    alike, overlong = [], 0
-    for pair in pairs:
+    alike, overlong, remarks = [], 0, RemarkCounts()
+    for number, pair in enumerate(pairs):
         prompt = _prompt(tokenizer, template, pair)
         chosen, rejected = (_response(tokenizer, template, pair, each) for each in (pair.chosen, pair.rejected))
         if chosen is not None and chosen == rejected:
@@ -102,6 +102,7 @@ def encode_pairs(
             if policy == "drop":
                 continue
             prompt = _cut(tokenizer, template, pair, prompt, room, policy)
+        remarks.add(number, _remarks(tokenizer, pair, prompt, there))
         text = pair.prompt if isinstance(pair.prompt, str) else str(tokenizer.decode(prompt))
         if not unpaired:
             kept.append(_Encoded(Example(text, [pair.chosen, pair.rejected]), prompt, tuple(there), True, pair.place))
@@ -127,27 +128,33 @@ def encode_pairs(
         else [(each.responses[0], each.responses[1]) for each in kept],
         rewards=[(1.0 if each.good else 0.0, 0.0) for each in kept],
         alike=alike,
-        unread_tools=[pair.place for pair in pairs if pair.unread_tools],
+        remarks=placed(remarks.counts, lambda number: pairs[number].place),
     )
 
 
-def pair_notes(phases: dict[str, Prompts]) -> list[str]:
-    """A line for each phase of which pairs were left out because both responses are the same, and on unread tools.
+def _remarks(
+    tokenizer: PreTrainedTokenizerBase, pair: Pair, prompt: Sequence[int], responses: Sequence[Sequence[int]]
+) -> Iterator[str]:
+    if pair.unread_tools:
+        yield "tools"
+    yield from of_prompt(tokenizer, prompt, is_text=isinstance(pair.prompt, str))
+    yield from dict.fromkeys(kind for each in responses for kind in of_response(tokenizer, each, [True] * len(each)))
+
+
+def pair_notes(phases: dict[str, Prompts], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A line for each phase of which pairs were left out because both responses are the same, and for each remark.
 
     Args:
         phases: by the name of their prompts.
+        tokenizer: of their tokens.
     """
-    tools = [
-        f"data: {len(phase.unread_tools):,} {name} pairs have tools in a column {TOOLS!r} that the prompts leave out; "
-        f"data.pairs.tools_field={TOOLS} renders them; the first is {phase.unread_tools[0]}"
-        for name, phase in phases.items()
-        if isinstance(phase, GivenResponses) and phase.unread_tools
-    ]
-    return tools + [
+    given = {name: phase for name, phase in phases.items() if isinstance(phase, GivenResponses)}
+    remarks = [line for name, phase in given.items() for line in lines(phase.remarks, tokenizer, f"{name} pairs")]
+    return remarks + [
         f"data: {len(phase.alike):,} of {len(phase) + len(phase.alike):,} {name} pairs have the same response twice "
         f"and are left out; the first is {phase.alike[0]}"
-        for name, phase in phases.items()
-        if isinstance(phase, GivenResponses) and phase.alike
+        for name, phase in given.items()
+        if phase.alike
     ]
 
 

@@ -14,8 +14,8 @@ from hybridflow.data.config import DataConfig, PairsConfig
 from hybridflow.data.files.config import FileSource
 from hybridflow.data.files.messages import Tools, from_text, read_messages, read_tools
 from hybridflow.data.files.opening import default_cache, files_of, open_rows
-from hybridflow.data.files.prompts import TOOLS
 from hybridflow.data.files.rows import Row, batches, has, value_of, without_nulls
+from hybridflow.data.remarks import TOOLS
 from hybridflow.data.tasks import Example, arithmetic_splits, listed, with_error
 
 Text = str | list[int] | list[dict[str, Any]]

@@ -240,14 +240,13 @@ def encode_answers(
 def ended(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:
     """The token ids of a response with the end-of-sequence token, unless its text already ends with one.
 
-    White space after that one is dropped: a response ends where the model is to stop.
+    White space and other such tokens after it are dropped: a response ends where the model is to stop.
     """
     end = tokenizer.eos_token_id
-    if end not in tokens:
-        return [*tokens, end]
-    last = len(tokens) - tokens[::-1].index(end)
-    rest = str(tokenizer.decode(tokens[last:]))
-    return tokens[:last] if not rest.strip() else [*tokens, end]
+    left = len(tokens)
+    while left and (tokens[left - 1] == end or not str(tokenizer.decode([tokens[left - 1]])).strip()):
+        left -= 1
+    return [*tokens[: left + tokens[left:].index(end)], end] if end in tokens[left:] else [*tokens, end]
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, name: str) -> list[int]:

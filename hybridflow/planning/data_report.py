@@ -21,7 +21,7 @@ from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
 from hybridflow.planning.evaluation_sets import encode_sets, set_notes
 from hybridflow.planning.prompt_check import check_token_ids
-from hybridflow.planning.prompts import encode, file_notes, overlong_notes, prompt_limit
+from hybridflow.planning.prompts import encode, file_notes, memory_notes, overlong_notes, prompt_limit
 
 _BARS = 40
 _BINS = 10
@@ -59,8 +59,9 @@ def data_lines(recipe: Recipe, *, show: int, characters: int) -> list[str]:
                 lines += _learned_lines(tokenizer, encoded.answers[index], encoded.masks[index], characters)
     notes = [
         *overlong_notes(recipe, phases, limit),
-        *pair_notes(phases),
+        *pair_notes(phases, tokenizer),
         *file_notes(recipe, tokenizer, phases),
+        *memory_notes(tokenizer, phases, encoded.answers),
         *set_notes(tokenizer, sets, [encoded.train, encoded.sft]),
     ]
     return [*lines, *(["", *notes] if notes else [])]

@@ -16,6 +16,8 @@ from hybridflow.data.files.config import FilesConfig
 from hybridflow.data.files.encoding import encode_files
 from hybridflow.data.files.prompts import FilePrompts
 from hybridflow.data.prompts import Prompts
+from hybridflow.data.remarks import lines
+from hybridflow.planning.prompts import memory_notes
 from hybridflow.planning.reward_check import OUTPUT_LINES, check_answers, check_special_tokens
 from hybridflow.rewards.functions import RewardFunctions
 
@@ -77,12 +79,14 @@ def set_notes(tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Prompts], l
         if again := learned_from(prompts, learned):
             notes.append(f"evaluation.{name}: the model learns from {again:,} of its {len(prompts):,} prompts too")
         if not isinstance(prompts, FilePrompts):
+            notes += memory_notes(tokenizer, {f"evaluation.{name}": prompts})
             continue
         dropped = {reason: count for span in prompts.spans for reason, count in span.dropped.items()}
         if dropped:
             why = ", ".join(f"{count:,} with {reason}" for reason, count in dropped.items())
             notes.append(f"evaluation.{name}: {sum(dropped.values()):,} rows are dropped: {why}")
-        notes += [note for span in prompts.spans for note in span.notes(f"evaluation.{name}")]
+        for span in prompts.spans:
+            notes += lines(span.remarks, tokenizer, f"rows of evaluation.{name}")
         if prompts.raw and tokenizer.chat_template is not None:
             notes.append(
                 f"evaluation.{name}: {prompts.raw:,} prompts are texts and go to the model as they are, without the "

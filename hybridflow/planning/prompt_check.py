@@ -22,7 +22,7 @@ from hybridflow.data.tokenizer import special_tokens
 from hybridflow.planning.cache_size import Lengths
 from hybridflow.planning.engine_check import check_evaluation, check_same_tokens
 from hybridflow.planning.evaluation_sets import check_sets, encode_sets, set_notes
-from hybridflow.planning.prompts import encode, file_notes, overlong_notes, prompt_limit
+from hybridflow.planning.prompts import encode, file_notes, memory_notes, overlong_notes, prompt_limit
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
             f"response and the {RESERVED_TOKENS} that SGLang keeps{groups}; or null for as many as the requests need"
         )
     phases = {"training": train, "held-out": evaluation, "supervised": sft}
-    notes = [*overlong_notes(recipe, phases, limit), *pair_notes(phases), *file_notes(recipe, tokenizer, phases)]
+    notes = [*overlong_notes(recipe, phases, limit), *pair_notes(phases, tokenizer)]
+    notes += [*file_notes(recipe, tokenizer, phases), *memory_notes(tokenizer, phases, encoded.answers)]
     notes += set_notes(tokenizer, sets, (train, sft))
     return EncodedPrompts(lengths, (train, evaluation), sets, notes, special_tokens(tokenizer))
 

@@ -16,9 +16,10 @@ from hybridflow.data.files.config import FilesConfig
 from hybridflow.data.files.encoding import encode_files
 from hybridflow.data.files.prompts import FilePrompts, SourceSpan
 from hybridflow.data.files.supervised import SupervisedFiles, SupervisedPrompts, encode_supervised
-from hybridflow.data.given_responses import encode_pairs
+from hybridflow.data.given_responses import GivenResponses, encode_pairs
 from hybridflow.data.pairs import load_pairs
 from hybridflow.data.prompts import Prompts
+from hybridflow.data.remarks import RemarkCounts, lines, of_prompt, of_response, placed
 from hybridflow.data.sampler import PromptOrder, SourceOrder
 from hybridflow.data.tasks import Example, load_splits
 from hybridflow.data.tokenizer import encode_answers, fit_prompts
@@ -163,12 +164,35 @@ def file_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, phases: Mappi
                 kept, count = span.end - span.begin, sum(span.dropped.values())
                 why = ", ".join(f"{each:,} with {reason}" for reason, each in span.dropped.items())
                 notes.append(f"data: {count:,} of {kept + count:,} {name} rows of {span.label} are dropped: {why}")
-            notes += span.notes(f"data.files, {name}")
+            notes += lines(span.remarks, tokenizer, f"{name} rows of {span.label}")
         if isinstance(phase, FilePrompts) and phase.raw and tokenizer.chat_template is not None:
             notes.append(
                 f"data: {phase.raw:,} {name} prompts are texts and go to the model as they are, without the "
                 "tokenizer's chat template (data.files.chat.texts=raw)"
             )
+    return notes
+
+
+def memory_notes(
+    tokenizer: PreTrainedTokenizerBase, phases: Mapping[str, Prompts], answers: Sequence[list[int]] = ()
+) -> list[str]:
+    """A line for each remark on prompts that are held in memory.
+
+    Args:
+        tokenizer: of their tokens.
+        phases: by the name of their prompts.
+        answers: to the supervised prompts, all of whose tokens are trained on.
+    """
+    notes = []
+    for name, phase in phases.items():
+        if isinstance(phase, FilePrompts | SupervisedPrompts | GivenResponses):
+            continue
+        remarks = RemarkCounts()
+        for number, tokens in enumerate(phase.tokens):
+            remarks.add(number, of_prompt(tokenizer, tokens, is_text=True))
+        for number, answer in enumerate(answers if name == "supervised" else ()):
+            remarks.add(number, of_response(tokenizer, answer, [True] * len(answer)))
+        notes += lines(placed(remarks.counts, lambda number: f"prompt {number}"), tokenizer, f"{name} prompts")
     return notes
 
 

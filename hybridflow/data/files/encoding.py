@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import time
 from array import array
@@ -29,10 +30,11 @@ from hybridflow.data.files.prompts import FACTS, HASHES, NUMBERS, FilePrompts, O
 from hybridflow.data.files.rows import BATCH, Row, Rows, batches, has, needed, value_of
 from hybridflow.data.packed_prompts import ENDS, TOKENS
 from hybridflow.data.prompts import text_hash
+from hybridflow.data.remarks import RemarkCounts, of_prompt
 from hybridflow.data.tokenizer import cut, encode_prompts_together, encode_text
 from hybridflow.errors.log import log
 
-_FORM = 4
+_FORM = 5
 """Of the files in the cache; a change of what is written there is another number."""
 _SAY_EVERY_S = 10.0
 _NAMES = (TOKENS, ENDS, NUMBERS, HASHES)
@@ -170,7 +172,8 @@ class _Writer:
         self._files, self._template, self._tokenizer, self._fit = files, template, tokenizer, fit
         self._spans: list[tuple[int, int]] = []
         self._dropped: list[dict[str, int]] = []
-        self._tools: list[Counter[str]] = []
+        self._with_tools: list[int] = []
+        self._remarks: list[RemarkCounts] = []
         self._columns: dict[str, None] = {}
         self._answers: list[AnswerCounts] = []
         self._overlong, self._raw = 0, 0
@@ -181,7 +184,8 @@ class _Writer:
         return {
             "spans": self._spans,
             "dropped": self._dropped,
-            "tools": self._tools,
+            "with_tools": self._with_tools,
+            "remarks": [each.counts for each in self._remarks],
             "overlong": self._overlong,
             "columns": list(self._columns),
             "answers": [asdict(each) for each in self._answers],
@@ -195,7 +199,8 @@ class _Writer:
         rows, settings = source.rows, source.settings
         count = min(len(rows), settings.rows or len(rows))
         filter_, said = RowFilter(source), time.monotonic()
-        self._tools.append(Counter())
+        self._with_tools.append(0)
+        self._remarks.append(RemarkCounts())
         for first, some in batches(rows, 0, count):
             taken = self._taken(source, first, some, filter_, dropped)
             if settings.id is not None:
@@ -224,7 +229,7 @@ class _Writer:
                 continue
             source.check(row, place)
             self._columns |= dict.fromkeys(row)
-            source.count_tools(row, place, self._tools[-1])
+            self._with_tools[-1] += source.has_tools(row, place)
             taken.append(_Prompt(number, row, source.text(row, place), []))
         return taken
 
@@ -262,6 +267,9 @@ class _Writer:
                 raise UserError(f"{source.rows.place(each.number)}: the prompt has no tokens, expected at least one")
             self._answers[-1].add(each.number, source.answer(each.row))
             kept.append(each)
+            is_text = source.is_raw(each.row)
+            kinds = itertools.chain(source.remarks(each.row), of_prompt(self._tokenizer, each.tokens, is_text=is_text))
+            self._remarks[-1].add(each.number, kinds)
         lengths = np.array([len(each.tokens) for each in kept], dtype=np.int64)
         ends = self._tokens + np.cumsum(lengths)
         self._files[TOKENS].write(np.array([token for each in kept for token in each.tokens], dtype=np.int32).tobytes())

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ from hybridflow.data.files.opening import DataFile, open_rows
 from hybridflow.data.files.rows import Row, Rows, needed, value_of, without_nulls
 from hybridflow.data.packed_prompts import PackedPrompts, mapped
 from hybridflow.data.prompts import Prompts
+from hybridflow.data.remarks import TOOLS, Remarks, placed
 from hybridflow.data.tasks import Example
 
-TOOLS = "tools"
-"""The column in which data sets have tools."""
 NUMBERS, HASHES, FACTS = "numbers.bin", "hashes.bin", "facts.json"
 """Files beside the token ids: the row of each prompt in its source, as int64; a hash of its text, as uint64."""
 
@@ -38,7 +36,7 @@ class SourceSpan:
         begin, end: the range of their indices.
         dropped: how many rows are no prompt, by the reason.
         with_tools: how many prompts describe tools.
-        unread_tools: how many rows have a column of tools that the recipe does not name.
+        remarks: on their rows.
     """
 
     label: str
@@ -46,20 +44,18 @@ class SourceSpan:
     end: int
     dropped: Mapping[str, int]
     with_tools: int = 0
-    unread_tools: int = 0
+    remarks: Remarks = field(default_factory=dict)
 
-    def notes(self, what: str) -> list[str]:
-        """A line on tools that no prompt has.
-
-        Args:
-            what: the rows are, at its beginning.
-        """
-        if not self.unread_tools:
-            return []
-        return [
-            f"{what}: {self.unread_tools:,} rows of {self.label} have tools in a column {TOOLS!r} that the prompts "
-            f"leave out; {TOOLS}: {TOOLS} of the source renders them"
-        ]
+    @classmethod
+    def of(cls, sources: Sequence[OpenSource], facts: Mapping[str, Any]) -> tuple[SourceSpan, ...]:
+        """The spans of sources, by what was written of them."""
+        keys = ("spans", "dropped", "with_tools", "remarks")
+        return tuple(
+            cls(source.settings.label, begin, end, dropped, with_tools, placed(remarks, source.rows.place))
+            for source, (begin, end), dropped, with_tools, remarks in zip(
+                sources, *(facts[key] for key in keys), strict=True
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -123,13 +119,15 @@ class OpenSource:
             return ()
         return read_tools(without_nulls(found) if self.rows.in_columns else found, place)
 
-    def count_tools(self, row: Row, place: str, counts: Counter[str]) -> None:
-        """Count a row as "with" if its prompt describes tools, as "unread" if the recipe does not name their column."""
-        if self.is_raw(row):
-            return
+    def has_tools(self, row: Row, place: str) -> bool:
+        """True if the prompt of a row describes tools."""
         tools = self.tools(row, place)
-        counts["with"] += bool(self.template.config.tools if tools is None else tools)
-        counts["unread"] += self.settings.tools is None and bool(row.get(TOOLS))
+        return not self.is_raw(row) and bool(self.template.config.tools if tools is None else tools)
+
+    def remarks(self, row: Row) -> Iterator[str]:
+        """The kinds of remarks on a row, without those on its tokens."""
+        if self.settings.tools is None and row.get(TOOLS) and not self.is_raw(row):
+            yield "tools"
 
     def answer(self, row: Row) -> Any:
         """The reference answer of a row; None where it lacks the column, and "" where the source has none."""
@@ -241,12 +239,7 @@ class FilePrompts(Prompts):
     def read(cls, directory: Path, sources: Sequence[OpenSource]) -> FilePrompts:
         """Those of a directory of the cache."""
         facts = json.loads((directory / FACTS).read_text())
-        spans = tuple(
-            SourceSpan(source.settings.label, begin, end, dropped, tools.get("with", 0), tools.get("unread", 0))
-            for source, (begin, end), dropped, tools in zip(
-                sources, facts["spans"], facts["dropped"], facts["tools"], strict=True
-            )
-        )
+        spans = SourceSpan.of(sources, facts)
         answers = [AnswerCounts(**each) for each in facts["answers"]]
         sources = [replace(source, whole_answers=each.whole) for source, each in zip(sources, answers, strict=True)]
         places = [

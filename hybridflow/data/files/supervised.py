@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hybridflow.data.files.prompts import FACTS, HASHES, OpenSource, SourceSpan
 from hybridflow.data.files.rows import Row, batches, needed
 from hybridflow.data.packed_prompts import ENDS, TOKENS, PackedPrompts, mapped
 from hybridflow.data.prompts import Prompts, text_hash
+from hybridflow.data.remarks import RemarkCounts, of_prompt, of_response
 from hybridflow.data.tasks import Example
 from hybridflow.data.tokenizer import encode_prompt, encode_text, ended
 
@@ -117,12 +119,7 @@ def encode_supervised(
     limit = _Limit(max_tokens, refuse=policy == "refuse")
     write_once(kept, lambda part: _write(part, opened, template, tokenizer, limit))
     found = json.loads((kept / FACTS).read_text())
-    spans = tuple(
-        SourceSpan(source.label, begin, end, dropped, tools.get("with", 0), tools.get("unread", 0))
-        for source, (begin, end), dropped, tools in zip(
-            sources, found["spans"], found["dropped"], found["tools"], strict=True
-        )
-    )
+    spans = SourceSpan.of(opened, found)
     whole, starts = PackedPrompts.mapped(kept), mapped(kept / _STARTS, np.int64)
     prompts, answers = _Part(whole, starts, after=False), _Part(whole, starts, after=True)
     examples = _Texts(prompts, answers, tokenizer)
@@ -177,6 +174,11 @@ class Encoder:
         """The tokens of messages. Arguments and errors as of `ChatTemplate.conversation`."""
         return self._rendered(self._template.conversation(messages, place, learn, tools), place)
 
+    def remarks(self, found: Conversation) -> Iterator[str]:
+        """The kinds of remarks on a row's tokens."""
+        yield from of_prompt(self._tokenizer, found.tokens, is_text=False)
+        yield from of_response(self._tokenizer, found.tokens[found.start :], found.learned)
+
     def _rendered(self, rendered: Rendered, place: str) -> Conversation:
         tokens: list[int] = []
         learned: list[bool] = []
@@ -218,11 +220,13 @@ def _write(
     directory.mkdir()
     files = {name: (directory / name).open("wb") for name in _NAMES}
     encoder, spans, dropped_of, tokens, count, overlong = Encoder(template, tokenizer), [], [], 0, 0, 0
-    tools_of: list[Counter[str]] = []
+    with_tools: list[int] = []
+    remarks: list[RemarkCounts] = []
     try:
         for source in sources:
             begin, dropped, filter_ = count, Counter[str](), RowFilter(source)
-            tools_of.append(Counter())
+            with_tools.append(0)
+            remarks.append(RemarkCounts())
             rows = min(len(source.rows), source.settings.rows or len(source.rows))
             for first, some in batches(source.rows, 0, rows):
                 for number, row in enumerate(some, start=first):
@@ -235,7 +239,8 @@ def _write(
                         overlong += 1
                         _drop_overlong(len(found.tokens), limit, place, dropped)
                         continue
-                    source.count_tools(row, place, tools_of[-1])
+                    with_tools[-1] += source.has_tools(row, place)
+                    remarks[-1].add(number, itertools.chain(source.remarks(row), encoder.remarks(found)))
                     tokens, count = tokens + len(found.tokens), count + 1
                     files[TOKENS].write(np.array(found.tokens, dtype=np.int32).tobytes())
                     files[ENDS].write(np.int64(tokens).tobytes())
@@ -249,7 +254,8 @@ def _write(
     finally:
         for file in files.values():
             file.close()
-    facts = {"spans": spans, "dropped": dropped_of, "tools": tools_of, "overlong": overlong}
+    facts = {"spans": spans, "dropped": dropped_of, "with_tools": with_tools, "overlong": overlong}
+    facts["remarks"] = [each.counts for each in remarks]
     (directory / FACTS).write_text(json.dumps(facts))
 
 

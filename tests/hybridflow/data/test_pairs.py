@@ -223,7 +223,7 @@ def test_pairs_without_a_difference_are_refused_or_left_out(tokenizer: PreTraine
     found = encoded(tokenizer, *pairs, same="drop")
     assert len(found) == len(found.responses) == len(found.rewards) == 1
     assert found.alike == ["p:2", "p:3"]
-    assert pair_notes({"training": found}) == [
+    assert pair_notes({"training": found}, tokenizer) == [
         "data: 2 of 3 training pairs have the same response twice and are left out; the first is p:2"
     ]
     with pytest.raises(UserError, match=r"p:2: the better and .*, as in all 2 pairs; expected some that differ"):
@@ -315,9 +315,9 @@ def test_tools_of_pairs(tmp_path: Path) -> None:
     said = {name: [{"role": "assistant", "content": name[0]}] for name in ("chosen", "rejected")}
     row = {"prompt": [{"role": "user", "content": "q"}], **said, "tools": [{"name": "add"}]}
     found = encoded(chat, *read(path, json.dumps(row)), context=100)
-    assert pair_notes({"training": found}) == [
-        "data: 1 training pairs have tools in a column 'tools' that the prompts leave out; "
-        f"data.pairs.tools_field=tools renders them; the first is {path}:1"
+    assert pair_notes({"training": found}, chat) == [
+        "data: 1 training pairs have tools in a column 'tools' that the prompts leave out; the setting tools of a "
+        f"source (tools_field of pairs) renders them; the first is {path}:1"
     ]
     pairs = read(path, json.dumps(row), tools_field="tools")
     with pytest.raises(UserError, match=r"data\.pairs\.tools_field is set, and the chat template does not read tools"):
@@ -325,7 +325,7 @@ def test_tools_of_pairs(tmp_path: Path) -> None:
     chat.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + str(chat.chat_template)
     found = encoded(chat, *pairs, context=100)
     assert chat.decode(found.tokens[0]) == '[{"name": "add"}]<|user|>q<|end|><|assistant|>'
-    assert chat.decode(found.responses[0][0]) == "c<|end|>" and not pair_notes({"training": found})
+    assert chat.decode(found.responses[0][0]) == "c<|end|>" and not pair_notes({"training": found}, chat)
     with pytest.raises(UserError, match="field 'tools' has tools, and the prompt is no messages; expected them"):
         read(path, json.dumps({"prompt": "q", "chosen": "a", "rejected": "b", "tools": "[{}]"}), tools_field="tools")
 

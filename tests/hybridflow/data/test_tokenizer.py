@@ -67,6 +67,7 @@ def test_a_text_without_tokens_has_no_special_ones_either(tokenizer: PreTrainedT
         ("2", "2<|end|>"),
         ("2<|end|>", "2<|end|>"),
         ("2<|end|>\n", "2<|end|>"),
+        ("2\n<|end|><|end|>\n <|end|>", "2\n<|end|>"),
         (" 2 ", " 2 <|end|>"),
         ("2<|end|><|user|>b", "2<|end|><|user|>b<|end|>"),
         ("", "<|end|>"),

@@ -19,6 +19,7 @@ from engine3d.errors import UserError
 from hybridflow.data.files import encoding, opening
 from hybridflow.data.files.config import FilesConfig
 from hybridflow.data.files.encoding import encode_files
+from hybridflow.data.remarks import lines
 from hybridflow.data.tokenizer import encode_prompts
 
 from .tokenizers import QWEN_LIKE, read_prompts, texts
@@ -66,6 +67,23 @@ def test_the_special_tokens_of_a_tokenizer_are_those_of_texts_alone(
     found = read_prompts(tokenizer, tmp_path / "cache", {"path": str(path), "answer": None})
     assert texts(tokenizer, found) == ["<bos>a", USER.format("b"), "<bos>c"]
     assert found.raw == 2
+
+
+def test_special_tokens_that_a_text_has_already_are_reported(tmp_path: Path, chat: PreTrainedTokenizerBase) -> None:
+    tokenizer = copy.deepcopy(chat)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        "<bos> $A <|end|>", special_tokens=[("<bos>", 1), ("<|end|>", 2)]
+    )
+    rows = ["a", "<bos>b", "<bos>c<|end|>", [{"role": "user", "content": "d"}]]
+    source = {"path": str(write(tmp_path / "a.jsonl", [{"prompt": each} for each in rows])), "answer": None}
+    first = f"the first is {tmp_path}/a.jsonl"
+    for _ in range(2):  # the second finds what the first has kept
+        found = read_prompts(tokenizer, tmp_path / "cache", source)
+        assert texts(tokenizer, found) == ["<bos>a", "<bos><bos>b", "<bos><bos>c<|end|>", USER.format("d")]
+        assert lines(found.spans[0].remarks, tokenizer, "rows") == [
+            f"data: 2 rows begin with '<bos>' twice: the text has one, and the tokenizer puts one before it; {first}:2",
+            f"data: 1 rows end with '<|end|>', after which a model has nothing to continue; {first}:3",
+        ]
 
 
 def test_the_same_tokens_as_of_prompts_in_memory(tmp_path: Path, bpe: PreTrainedTokenizerBase) -> None:
@@ -126,7 +144,7 @@ def test_tools_of_rows_from_every_format(tmp_path: Path, bpe: PreTrainedTokenize
     def read(path: Path) -> list[str]:
         source = {"path": str(path), "tools": "tools", "answer": None}
         found = read_prompts(bpe, tmp_path / "cache", source, chat={"template": str(template)})
-        assert found.spans[0].with_tools == 2 and not found.spans[0].notes("training")
+        assert found.spans[0].with_tools == 2 and not found.spans[0].remarks
         assert found.examples[1].prompt == expected[1]
         return texts(bpe, found)
 
@@ -148,11 +166,11 @@ def test_tools_that_no_prompt_has_are_reported_or_refused(
     message = {"role": "user", "content": "a"}
     path = write(tmp_path / "a.jsonl", [{"prompt": [message], "tools": tools}, {"prompt": [message]}])
     source = {"path": str(path), "answer": None}
-    [note] = read_prompts(chat, cache, source).spans[0].notes("data.files, training")
-    assert note == (
-        "data.files, training: 1 rows of a have tools in a column 'tools' that the prompts leave out; tools: tools of "
-        "the source renders them"
-    )
+    [span] = read_prompts(chat, cache, source).spans
+    assert lines(span.remarks, chat, "training rows of a") == [
+        "data: 1 training rows of a have tools in a column 'tools' that the prompts leave out; the setting tools of a "
+        f"source (tools_field of pairs) renders them; the first is {path}:1"
+    ]
     assert refused(chat, cache, source | {"tools": "tools"}) == (
         "a: tools=tools, and the chat template does not read tools; expected null"
     )

@@ -134,7 +134,8 @@ def test_tools_of_a_conversation_are_read_and_not_trained_on(tmp_path: Path, bpe
     found = encoded(tmp_path, bpe, [row], {"template": template}, tools="tools")
     assert str(bpe.decode(found.prompts.tokens[0])).startswith('[{"name": "add"}]<|im_start|>user')
     assert learned(found, bpe) == [(True, "2<|im_end|>")] and found.prompts.spans[0].with_tools == 1
-    assert encoded(tmp_path, bpe, [row], {"template": template}).prompts.spans[0].unread_tools == 1
+    [span] = encoded(tmp_path, bpe, [row], {"template": template}).prompts.spans
+    assert span.remarks == {"tools": (1, f"{tmp_path}/sft.jsonl:1")}
 
 
 def test_nothing_stands_between_a_text_and_its_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -145,6 +146,12 @@ def test_nothing_stands_between_a_text_and_its_answer(tmp_path: Path, tokenizer:
     found = encoded(tmp_path, appending, rows)
     assert [appending.decode(tokens) for tokens in found.prompts.tokens] == ["<bos>1+1="] * 2
     assert [learned(found, appending, row) for row in range(2)] == [[(True, "2<|end|>")]] * 2
+
+
+def test_an_answer_with_an_end_in_it_is_reported(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": "1+1=", "answer": answer} for answer in ("2<|end|>", "2<|end|><|user|>b", "2")]
+    [span] = encoded(tmp_path, tokenizer, [*rows, {"prompt": CONVERSATION, "answer": ""}]).prompts.spans
+    assert span.remarks == {"inner": (1, f"{tmp_path}/sft.jsonl:2")}
 
 
 def test_what_is_too_long_is_refused_or_dropped_but_never_cut(
