@@ -134,13 +134,16 @@ def read_json_object(path: Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[st
     return values
 
 
-def parse_json(text: str | bytes, *, most_digits: int = MOST_DIGITS, nan_is_null: bool = False) -> Any:
+def parse_json(
+    text: str | bytes, *, most_digits: int = MOST_DIGITS, nan_is_null: bool = False, unique_names: bool = False
+) -> Any:
     """The value of JSON text that nests at most `MOST_LEVELS` deep.
 
     Args:
         text: if bytes, in UTF-8.
         most_digits: of a whole number.
         nan_is_null: read NaN, which JSON does not have and Python writes, as null.
+        unique_names: refuse objects that have a name twice, of which the last would count.
 
     Raises:
         JsonError: it is something else.
@@ -155,7 +158,8 @@ def parse_json(text: str | bytes, *, most_digits: int = MOST_DIGITS, nan_is_null
         return None if nan_is_null and name == "NaN" else float(name)
 
     try:
-        value = json.loads(text, parse_int=integer, parse_constant=constant)
+        pairs_hook = _unique if unique_names else None
+        value = json.loads(text, parse_int=integer, parse_constant=constant, object_pairs_hook=pairs_hook)
     except json.JSONDecodeError as error:
         raise JsonError(str(error)) from None
     except UnicodeDecodeError:
@@ -195,7 +199,18 @@ def lines(path: Path, *, most_line_bytes: int = MOST_LINE_BYTES, errors: str = "
                 raise FileError(
                     f"{path}:{number}", f"a line of more bytes than {most_line_bytes:,}, expected at most that"
                 )
+            if number == 1:
+                text = text.removeprefix("\ufeff")  # some editors put this mark of the byte order there
             yield text.removesuffix("\n"), text.endswith("\n")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise JsonError(f"{twice!r} is in an object twice")
+    return found
 
 
 _TOO_DEEP = f"nested more than {MOST_LEVELS} levels deep"

@@ -119,8 +119,8 @@ class FileSource(Settings):
     """Files, in order: a path, or a list of them; each may have wildcards (`*`, `?`, `[...]`), whose files are taken by
     name, or be an address that fsspec knows, such as `s3://bucket/train.parquet`."""
     format: Format | None = None
-    """`jsonl`, `json` (one list of objects), `csv`, `parquet`, `arrow`, or `dataset`, a directory that `datasets` has
-    saved; by the name of the file if null. All columns of CSV are texts."""
+    """`jsonl` (one object a line), `json` (one list of objects, or such lines), `csv`, `parquet`, `arrow`, or
+    `dataset`, a directory that `datasets` has saved; by the name of the file if null. All columns of CSV are texts."""
     name: str | None = Field(None, min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Of the source, in metrics, samples and the report; that of its first file if null."""
     split: str | None = None

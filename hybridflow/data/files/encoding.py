@@ -352,6 +352,9 @@ def check_columns(source: FileSource, rows: Rows) -> None:
             raise _missing(name, rows)
     if source.tools is not None and not any(has(each, source.tools) for each in rows.read(0, min(len(rows), BATCH))):
         needed(row, source.tools, place)
+    for column in (source.prompt, source.answer, source.id, source.tools):
+        if column in rows.left_out:
+            raise UserError(f"{place}: column {column!r} is of bytes that are no text in UTF-8, expected text")
     if source.where:
         return
     for column in (source.prompt, source.id):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import lzma
 import os
 import re
@@ -22,9 +21,11 @@ import pyarrow as pa
 from engine3d.checkpoint.manifest import checksum
 from engine3d.durable import bring_to_disk
 from engine3d.errors import UserError, shortened
-from engine3d.input_files import MOST_DIGITS_OF_DATA, MOST_LINE_BYTES, FileError, JsonError, check_regular, parse_json
+from engine3d.input_files import MOST_LINE_BYTES, FileError, check_regular
+from hybridflow.data.files.columns import SAMPLE_ROWS, Columns
 from hybridflow.data.files.config import COMPRESSED, SUFFIXES, FileSource, Format
-from hybridflow.data.files.rows import ArrowRows, Concatenated, JsonLines, Rows, is_binary, plain
+from hybridflow.data.files.json_files import is_lines, write_lines
+from hybridflow.data.files.rows import ArrowRows, Concatenated, JsonLines, Rows
 
 _WILD = re.compile(r"[*?\[]")
 _BLOCK = 1 << 24
@@ -33,8 +34,6 @@ _SETTLED_NS = 2_000_000_000
 """A file that was written a shorter time ago may be written again without another time of change."""
 _VERSION_OF_REMOTE = ("size", "ETag", "etag", "Content-MD5", "LastModified", "last_modified", "mtime", "generation")
 """What file systems say of a file that changes with what it holds."""
-MOST_JSON_BYTES = 1 << 30
-"""Of a file that is one list of objects."""
 
 
 @dataclass(frozen=True)
@@ -246,12 +245,12 @@ def _open(file: DataFile, cache: Path) -> Rows:
     kept = cache / "rows" / hashlib.sha256(f"{file.reading}\0{file.identity}".encode()).hexdigest()[:32]
     if file.format == "dataset":
         return _saved_dataset(file)
-    if file.format == "jsonl":
-        if file.compression is None:
-            return JsonLines(file.local, file.path)
-        return JsonLines(write_once(kept, lambda part: _uncompress(file, part)), file.path)
-    if file.format == "json":
-        return JsonLines(write_once(kept, lambda part: _from_json(file, part)), file.path, is_list=True)
+    if file.format in ("jsonl", "json"):
+        text = file.local if file.compression is None else write_once(kept, lambda part: _uncompress(file, part))
+        if is_lines(text, file.format):
+            return JsonLines(text, file.path)
+        listed = kept.with_name(f"{kept.name}-list")
+        return JsonLines(write_once(listed, lambda part: write_lines(text, part, file.path)), file.path, is_list=True)
     if file.format == "arrow" and not _is_compressed(file):
         return ArrowRows(list(_from_arrow(file.local, file.path)), file.path)
     read = {"arrow": _from_compressed_arrow, "csv": _from_csv, "parquet": _from_parquet}[file.format]
@@ -373,25 +372,6 @@ def _reason(error: BaseException) -> str:
     return shortened(" ".join(str(error).split()), 200)
 
 
-def _from_json(file: DataFile, part: Path) -> None:
-    """A list of objects as one object a line."""
-    with _text(file, part) as path, path.open("rb") as read:
-        data = read.read(MOST_JSON_BYTES + 1)
-    if len(data) > MOST_JSON_BYTES:
-        raise UserError(
-            f"{file.path}: more than {MOST_JSON_BYTES:,} bytes in one list of JSON, expected one object a line (jsonl)"
-        )
-    try:
-        rows = parse_json(data, most_digits=MOST_DIGITS_OF_DATA)
-    except JsonError as error:
-        raise UserError(f"{file.path}: not JSON ({shortened(str(error), 120)})") from None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{file.path}: a JSON {type(rows).__name__}, expected one list of objects; or format=jsonl")
-    if not rows:
-        raise UserError(f"{file.path} holds no rows")
-    part.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-
-
 class _SavedRows:
     """Rows of a saved data set, in the order that it has."""
 
@@ -400,9 +380,9 @@ class _SavedRows:
     def __init__(self, dataset: Any, name: str) -> None:
         if not len(dataset):
             raise UserError(f"{name} holds no rows")
-        # As Arrow has them: pictures and sounds are bytes there.
-        binary = {field.name for field in dataset.features.arrow_schema if is_binary(field.type)}
-        self.columns = tuple(column for column in dataset.column_names if column not in binary)
+        as_arrow = dataset.with_format("arrow")[:SAMPLE_ROWS]  # in which pictures and sounds are bytes
+        self._columns = Columns.of(dataset.features.arrow_schema, as_arrow.column)
+        self.columns, self.left_out = self._columns.names, self._columns.left_out
         self._dataset, self._name = dataset.select_columns(list(self.columns)).with_format(None), name
 
     def __len__(self) -> int:
@@ -418,7 +398,13 @@ class _SavedRows:
             if end - begin > 1:
                 return [row for number in range(begin, end) for row in self.read(number, number + 1)]
             raise UserError(f"{self.place(begin)}: {_reason(error)}") from None
-        return [{name: plain(columns[name][row]) for name in columns} for row in range(end - begin)]
+        return [
+            self._columns.row(
+                {name: columns[name][number - begin] for name in columns},
+                lambda number=number: self.place(number),  # type: ignore[misc]
+            )
+            for number in range(begin, end)
+        ]
 
     def place(self, number: int) -> str:
         return f"{self._name}, row {number}"

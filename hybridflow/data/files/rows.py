@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import bisect
-import datetime
-import decimal
 import itertools
-import math
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +15,7 @@ import pyarrow as pa
 
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import MOST_DIGITS_OF_DATA, MOST_LINE_BYTES, JsonError, open_regular, parse_json
+from hybridflow.data.files.columns import Columns
 from hybridflow.data.files.messages import from_json
 
 BATCH = 1024
@@ -48,6 +46,11 @@ class Rows(Protocol):
         ...
 
     @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of columns of bytes that are no text."""
+        ...
+
+    @property
     def in_columns(self) -> bool:
         """Whether every row has every column, null where it lacks one, and so do the objects in them."""
         ...
@@ -66,6 +69,7 @@ class JsonLines:
     """
 
     in_columns = False
+    left_out = ()
 
     def __init__(self, path: Path, name: str | None = None, *, is_list: bool = False) -> None:
         self._name, self._is_list = name or str(path), is_list
@@ -94,7 +98,9 @@ class JsonLines:
                 f"{self.place(number)}: more than {MOST_LINE_BYTES:,} bytes in a line, expected at most that"
             )
         try:
-            row = parse_json(self._data[begin:end], most_digits=MOST_DIGITS_OF_DATA, nan_is_null=True)
+            row = parse_json(
+                self._data[begin:end], most_digits=MOST_DIGITS_OF_DATA, nan_is_null=True, unique_names=True
+            )
         except JsonError as error:
             raise UserError(f"{self.place(number)}: not JSON ({error}), expected one object a line") from None
         if not isinstance(row, dict):
@@ -157,9 +163,9 @@ class ArrowRows:
         names = self._batches[0].schema.names
         if twice := next((column for column in names if names.count(column) > 1), None):
             raise UserError(f"{name}: there are two columns named {twice!r}, expected each name once")
-        kinds = {field.name: field.type for field in self._batches[0].schema}
-        # Pictures and sounds are no part of a row: neither prompts nor rewards are made of them.
-        self.columns = tuple(column for column, kind in kinds.items() if not is_binary(kind))
+        first = self._batches[0]
+        self._columns = Columns.of(first.schema, first.column)
+        self.columns, self.left_out = self._columns.names, self._columns.left_out
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -174,7 +180,8 @@ class ArrowRows:
             batch, last = self._batches[place], self._ends[place]
             first = last - len(batch)
             part = batch.slice(begin - first, min(end, last) - begin).select(list(self.columns))
-            rows += ({name: plain(value) for name, value in row.items()} for row in self._values(part, begin))
+            for number, row in enumerate(self._values(part, begin), start=begin):
+                rows.append(self._columns.row(row, lambda number=number: self.place(number)))  # type: ignore[misc]
             begin, place = min(end, last), place + 1
         return rows
 
@@ -228,6 +235,10 @@ class Concatenated:
         return tuple(dict.fromkeys(itertools.chain.from_iterable(part.columns for part in self._parts)))
 
     @property
+    def left_out(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(part.left_out for part in self._parts)))
+
+    @property
     def in_columns(self) -> bool:
         return all(part.in_columns for part in self._parts)
 
@@ -273,47 +284,8 @@ def needed(row: Row, column: str, place: str) -> Any:
         raise UserError(f"{place}: no column {column!r}, only {there}") from None
 
 
-def is_binary(kind: pa.DataType) -> bool:
-    """Whether values of a type are bytes, or hold some."""
-    types = pa.types
-    if isinstance(kind, pa.BaseExtensionType):
-        return not isinstance(kind, pa.UuidType) and is_binary(kind.storage_type)
-    if types.is_run_end_encoded(kind):
-        return is_binary(kind.value_type)
-    if types.is_struct(kind):
-        return any(is_binary(field.type) for field in kind)
-    if types.is_map(kind):
-        return is_binary(kind.key_type) or is_binary(kind.item_type)
-    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
-    if any(each(kind) for each in lists) or types.is_dictionary(kind):
-        return is_binary(kind.value_type)
-    own = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary, types.is_binary_view)
-    return any(each(kind) for each in own)
-
-
 def without_nulls(value: Any) -> Any:
     """A value without what is null in its objects, at any depth: of Arrow, where all objects have the same fields."""
     if isinstance(value, Mapping):
         return {name: without_nulls(each) for name, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
-
-
-def plain(value: Any) -> Any:
-    """A value of Arrow as JSON has it: times and decimals as text, maps as objects, NaN as null."""
-    if isinstance(value, float | np.floating):
-        return None if math.isnan(value) else float(value)
-    if isinstance(value, str | int | bool) or value is None:
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, list):
-        if value and all(isinstance(each, tuple) and len(each) == 2 for each in value):
-            return {str(name): plain(each) for name, each in value}
-        return [plain(each) for each in value]
-    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, datetime.timedelta):
-        return value.total_seconds()
-    if isinstance(value, decimal.Decimal):
-        return str(value)
-    return str(value)

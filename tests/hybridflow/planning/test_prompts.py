@@ -18,10 +18,10 @@ def test_special_tokens_of_texts_in_memory_are_reported(tmp_path: Path) -> None:
     examples = [Example("a", "b"), Example("<bos>a", "b<|end|>"), Example("a", "b<|end|>c")]
     prompts = Prompts(examples, encode_prompts(tokenizer, examples, max_tokens=9))
     answers = encode_answers(tokenizer, examples, max_tokens=9)
-    bos = "prompts begin with '<bos>' twice: the text has one, and the tokenizer puts one before it; the first is prompt 1"
+    bos = "prompts begin with '<bos>' twice: the text has one, and the tokenizer puts one before it; the first is "
     inner = "have tokens to train on after '<|end|>', where a model stops; the first is prompt 2"
     assert memory_notes(tokenizer, {"training": prompts, "supervised": prompts}, answers) == [
-        f"data: 1 training {bos}",
-        f"data: 1 supervised {bos}",
+        f"data: 1 training {bos}prompt 1",
+        f"data: 1 supervised {bos}prompt 1",
         f"data: 1 supervised prompts {inner}",
     ]

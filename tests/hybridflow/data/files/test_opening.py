@@ -22,7 +22,7 @@ import pytest
 import zstandard
 
 from engine3d.errors import UserError
-from hybridflow.data.files import opening
+from hybridflow.data.files import json_files, opening
 from hybridflow.data.files.config import FileSource
 from hybridflow.data.files.opening import default_cache, files_of, open_rows, write_once
 from hybridflow.data.files.rows import Rows
@@ -213,8 +213,9 @@ def test_json_that_cannot_be_read(tmp_path: Path) -> None:
         ("[1", ": not JSON (Expecting ',' delimiter: line 1 column 3 (char 2))"),
         ('[{"a": ' + "1" * 5000 + "}]", ": not JSON (a whole number has 5,000 digits, expected at most 4,000)"),
         ("[" * 100_000, ": not JSON (nested more than 64 levels deep)"),
-        ('{"a": 1}', ": a JSON dict, expected one list of objects; or format=jsonl"),
-        ("[1]", ": a JSON list, expected one list of objects; or format=jsonl"),
+        ("[1]", ": a JSON list, expected one list of objects, or one object a line"),
+        ("3", ": a JSON int, expected one list of objects, or one object a line"),
+        ('[{"a": 1, "a": 2}]', ": not JSON ('a' is in an object twice)"),
         ("[]", " holds no rows"),
         ("", ": not JSON (Expecting value: line 1 column 1 (char 0))"),
     ):
@@ -225,7 +226,7 @@ def test_json_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_a_list_of_json_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "MOST_JSON_BYTES", 20)
+    monkeypatch.setattr(json_files, "MOST_JSON_BYTES", 20)
     as_json(tmp_path / "a.json", ROWS)
     message = f"{tmp_path}/a.json: more than 20 bytes in one list of JSON, expected one object a line (jsonl)"
     assert refused(tmp_path / "a.json", tmp_path / "cache") == message
@@ -329,7 +330,7 @@ def test_splits_of_a_saved_data_set(tmp_path: Path) -> None:
 def test_a_saved_data_set_that_was_filtered_and_has_columns_of_bytes(tmp_path: Path) -> None:
     import datasets
 
-    rows = [{"prompt": [{"role": "user", "content": f"{number}"}], "raw": b"x", "n": number} for number in range(9)]
+    rows = [{"prompt": [{"role": "user", "content": f"{number}"}], "raw": b"\xff", "n": number} for number in range(9)]
     dataset = datasets.Dataset.from_list(rows).shuffle(seed=1).filter(lambda row: row["n"] % 2 == 0)
     dataset.save_to_disk(tmp_path / "saved")
     found = all_rows(tmp_path / "saved", tmp_path / "cache")

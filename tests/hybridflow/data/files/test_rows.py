@@ -14,6 +14,7 @@ import pytest
 
 from engine3d.errors import UserError
 from engine3d.input_files import MOST_LINE_BYTES
+from hybridflow.data.files.columns import plain
 from hybridflow.data.files.rows import (
     ArrowRows,
     Concatenated,
@@ -21,7 +22,6 @@ from hybridflow.data.files.rows import (
     Rows,
     batches,
     needed,
-    plain,
     value_of,
 )
 
@@ -144,8 +144,11 @@ def test_rows_of_arrow_in_any_range() -> None:
 
 
 def test_columns_of_bytes_are_left_out_and_two_of_a_name_refused() -> None:
-    batch = pa.RecordBatch.from_pylist([{"a": 1, "image": {"bytes": b"x", "path": "p"}, "raw": b"y", "many": [b"z"]}])
+    batch = pa.RecordBatch.from_pylist(
+        [{"a": 1, "image": {"bytes": b"x", "path": "p"}, "raw": b"\xff", "many": [b"z"]}]
+    )
     assert ArrowRows([batch], "name").columns == ("a",)
+    assert ArrowRows([batch], "name").left_out == ("image", "raw", "many")
     twice = pa.RecordBatch.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
     with pytest.raises(UserError, match="name: there are two columns named 'a', expected each name once"):
         ArrowRows([twice], "name")
