@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
@@ -50,12 +51,37 @@ _MODULES = {
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")
 
 
+_API = f"its API is {', '.join(__all__)}"
+
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.metadata.version("hybridflow")
-    if name not in _MODULES:
-        raise AttributeError(f"module 'hybridflow' has no attribute {name!r}; its API is {', '.join(__all__)}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    if not name.startswith("_"):
+        from hybridflow.config.known_imports import ATTRIBUTES
+
+        if name in ATTRIBUTES:  # an AttributeError would lose its text in `from hybridflow import name`
+            raise ImportError(f"hybridflow has no {name}: {ATTRIBUTES[name]}", name=name)
+    raise AttributeError(f"module 'hybridflow' has no attribute {name!r}; {_API}")
+
+
+class _OtherSystemsModules:
+    """Says of a module that is not there what it is here. Stands behind all that find modules."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if not name.startswith("hybridflow."):
+            return
+        from hybridflow.config.known_imports import module_text
+
+        text = module_text(name.removeprefix("hybridflow."))
+        raise ModuleNotFoundError(f"there is no {name}: {text or f'import from hybridflow itself; {_API}'}", name=name)
+
+
+if _OtherSystemsModules not in sys.meta_path:
+    sys.meta_path.append(_OtherSystemsModules)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,14 @@
-"""Where guides import `is_flash_attn_available` from; it is `hybridflow.is_flash_attn_available`."""
+"""Names of `hybridflow` where guides import them: `is_flash_attn_available`, and `config` with `get_ppo_config`."""
 
 from __future__ import annotations
 
+import sys
+
+from hybridflow.api import config
 from hybridflow.api.libraries import is_flash_attn_available
 
-__all__ = ["is_flash_attn_available"]
+__all__ = ["config", "is_flash_attn_available"]
+
+sys.modules[f"{__name__}.config"] = config
+__path__: list[str] = []
+"""So that `hybridflow` says what other modules are here which guides look for below this one."""

@@ -1,9 +1,13 @@
-"""The words of a command that takes a recipe, also as other programs write them: `--config FILE`, `--resume`."""
+"""The words of a command, also as other programs write them: `--config FILE`, `--resume`, `--learning_rate`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
+
+from hybridflow.config.known_imports import COMMANDS, OPTIONS
+from hybridflow.config.known_names import RECIPE_NAMES
 
 _RECIPE = ("--config", "--recipe")
 _SETTINGS = {"--resume": "resume=auto", "--overwrite": "overwrite=true"}
@@ -29,3 +33,24 @@ def as_settings(words: Sequence[str]) -> list[str]:
         else:
             others.append(f"{option}{equals}{value}")
     return [*recipe, *others]
+
+
+def told_of_arguments(message: str) -> str | None:
+    """What argparse's message about a command or an option means here; None where nothing is known of it."""
+    if chosen := re.match(r"argument COMMAND: invalid choice: '([^']+)'", message):
+        name = chosen[1]
+        from hybridflow.algorithms.registry import ALGORITHMS
+
+        of_algorithm = f"here it is hybridflow train RECIPE algorithm.name={name}" if name in ALGORITHMS else None
+        text = COMMANDS.get(name.replace("_", "-"), of_algorithm)
+        return f"there is no command {name}: {text}" if text else None
+    if (unknown := re.match(r"unrecognized arguments: (-\S+)", message)) is None:
+        return None
+    option = unknown[1].partition("=")[0]
+    name = option.lstrip("-").replace("-", "_")
+    text = OPTIONS.get(name) or RECIPE_NAMES.get(option.lstrip("-")) or RECIPE_NAMES.get(name)
+    return (
+        f"{option}: {text}"
+        if text
+        else f"{option}: no such option; settings stand behind the recipe as key=value, such as seed=1"
+    )

@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from typing import Never
 
 from engine3d.errors import UserError
-from hybridflow.cli.command_words import as_settings
+from hybridflow.cli.command_words import as_settings, told_of_arguments
 from hybridflow.cli.last_words import last_words
 from hybridflow.cli.outcome import OF_THE_SURROUNDINGS, fail, guarded, say, told
 from hybridflow.cli.standard_streams import be_patient
@@ -76,7 +76,8 @@ class Command:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Never:
-        print(f"hybridflow: {message} (see {self.prog} --help)", file=sys.stderr)
+        told = told_of_arguments(message)
+        print(f"hybridflow: {told or message} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
 
 

@@ -78,7 +78,9 @@ def _line(
         return f"{place}: {f'{name}: ' if name else ''}{' '.join(reason.split())}"
     expected = " or ".join(dict.fromkeys(_expected(settings, key, detail) for detail in details))
     found = shortened(repr(redacted(first["input"], key[-1] if key else "")))
-    return f"{place}: {name} = {found}: expected {expected}"
+    others: Mapping[str, str] = getattr(settings, "other_names", {})
+    told = others.get(name) if isinstance(first["input"], Mapping) else None
+    return f"{place}: {name} = {found}: expected {expected}{f'; as a group {told}' if told else ''}"
 
 
 def _expected(settings: type[BaseModel], key: Key, detail: ErrorDetails) -> str:
@@ -97,7 +99,12 @@ def _expected(settings: type[BaseModel], key: Key, detail: ErrorDetails) -> str:
         case "less_than_equal":
             return f"at most {context['le']}"
         case "model_type" | "model_attributes_type" | "dataclass_type":
-            return f"the keys {', '.join(_keys_at(settings, key))}"
+            keys = _keys_at(settings, key)
+            if isinstance(detail["input"], str) and "name" in keys:
+                return f"a group of settings, such as {'.'.join(map(str, key))}.name={shortened(detail['input'])}"
+            return f"the keys {', '.join(keys)}"
+        case "list_type" | "tuple_type" if keys := _keys_at(settings, (*key, 0)):
+            return f"a list, each item with keys of {', '.join(keys)}"
     words = _EXPECTED.get(kind.split("_")[0])
     return words or detail["msg"][:1].lower() + detail["msg"][1:]
 
@@ -108,12 +115,13 @@ def _suggestion(settings: type[BaseModel], key: Key, value: object, recipe: type
     name, group = str(key[-1]), ".".join(map(str, key[:-1]))
     known = _keys_at(settings, key[:-1])
     own = others.get(f"{group}.{name}")
-    if own is None and (near := _typo_of(name, known)):
+    if own is None and (near := _typo_of(_plain(name), known)):
         return f"did you mean {'.'.join(map(str, (*key[:-1], near)))}?"
     own = own or others.get(_plain(name))
     leaves = itertools.islice(_told_of_leaves(others, key, value), _MOST_LEAVES)
     if told := [*([own] if own else []), *leaves]:
         return "; ".join(told)
+    key = (*key[:-1], _plain(name))
     if found := _elsewhere(settings, key):
         return f"here it is {' or '.join(found)}"
     if recipe is not None and (found := _elsewhere(recipe, key)):

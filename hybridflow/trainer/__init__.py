@@ -20,6 +20,6 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         """The trainers of the Python API, which guides import from here: `from hybridflow.trainer import RLTrainer`."""
-        if name in ("PPOTrainer", "RLTrainer"):
+        if name[:1].isupper():
             return getattr(importlib.import_module("hybridflow"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -66,8 +66,8 @@ def test_importing_is_light_and_every_name_is_there() -> None:
     for name in hybridflow.__all__:
         assert getattr(hybridflow, name) is not None
         assert name in dir(hybridflow)
-    with pytest.raises(AttributeError, match=r"module 'hybridflow' has no attribute 'Trainer'; its API is DataFlow"):
-        _ = hybridflow.Trainer
+    with pytest.raises(AttributeError, match=r"module 'hybridflow' has no attribute 'Patience'; its API is DataFl"):
+        _ = hybridflow.Patience
 
 
 def test_the_imports_of_published_guides_work() -> None:

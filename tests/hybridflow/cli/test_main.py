@@ -93,7 +93,7 @@ def test_a_recipe_with_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None
         ("rollout.engine.context_length=8", "prompt"),
         ("rollout.engine.max_total_tokens=17", "rollout.engine.max_total_tokens=17, expected at least 18: the longest"),
         ("rollout.engine.context_length=128", "rollout.engine.context_length=128, expected at most the model's 64"),
-        ("rollout.engine.dp=2", "unknown key rollout.engine.dp: rollout.engine takes tp, ep, attention_dp, dtype"),
+        ("rollout.engine.rank=2", "unknown key rollout.engine.rank: rollout.engine takes tp, ep, attention_dp, dtype"),
         (
             "rollout.engine.server_args={dp_size: 2}",
             "server_args.dp_size is not set here; set attention_dp; several engines for several replicas",
@@ -428,7 +428,8 @@ def test_an_option_of_check_is_none_of_train(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit) as caught:
         main(["train", DEMO, "--memory"])
     assert caught.value.code == 2
-    assert capsys.readouterr().err == "hybridflow: unrecognized arguments: --memory (see hybridflow train --help)\n"
+    line = "--memory: no such option; settings stand behind the recipe as key=value, such as seed=1"
+    assert capsys.readouterr().err == f"hybridflow: {line} (see hybridflow train --help)\n"
 
 
 DRIVER = """

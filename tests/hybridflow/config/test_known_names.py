@@ -38,7 +38,10 @@ def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
     added = {"trainer.epochs_of_data", "rollout.sampling.stop"} - SETTINGS
     for name, text in RECIPE_NAMES.items():
         settings = named(text)
-        assert settings or text.startswith(("absent", "verl's; here")), (name, text)
+        assert settings or text.startswith(("absent", "verl's; here", "NeMo-RL's; here", "prime-rl's; here")), (
+            name,
+            text,
+        )
         assert set(settings) <= SETTINGS | added, (name, text)
         assert name not in settings, (name, text)
     for name, text in API_NAMES.items():
@@ -107,6 +110,19 @@ def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
         ("actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.actor.optim.lr: here it is train.optimizer.lr"),
         ("actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.n: here it is rollout.samples_per_prompt"),
         ("critic.optim.lr", "critic.optim.lr: here it is critic.train.optimizer.lr"),
+        ("seq_len", "here it is rollout.engine.context_length"),
+        ("train.seq_len", "here it is rollout.engine.context_length"),
+        ("train.sequence_packing", "here it is train.packing"),
+        ("adaptive_sampling", "here it is rollout.adaptive_sampling; rows of prompt_tokens and max_new_tokens"),
+        ("rollout.engine.dp", "absent: the layout is repeated on all of a role's devices"),
+        ("grpo.num_prompts_per_step", "grpo.num_prompts_per_step: here it is trainer.prompts_per_step"),
+        ("policy.generation.backend", "policy.generation.backend: absent, because SGLang generates"),
+        ("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_min: here it is algorithm.clip_low"),
+        ("orchestrator.rollouts_per_example", "here it is rollout.samples_per_prompt"),
+        ("trainer.optim.lr", "here it is train.optimizer"),
+        ("--n-samples-per-prompt", "here it is rollout.samples_per_prompt"),
+        ("--micro_train_batch_size", "here it is train.micro_batch_tokens"),
+        ("--value-clip", "here it is algorithm.value_clip"),
         # Settings of this project in another place.
         ("train.lr", "here it is train.optimizer.lr"),
         ("warmup.lr", "here it is warmup.optimizer.lr"),
@@ -117,13 +133,27 @@ def test_every_name_leads_to_a_setting_or_says_that_there_is_none() -> None:
         ("trainer.stepz", "did you mean trainer.steps?"),
         ("train.optimizer.beta", "did you mean train.optimizer.beta"),
         # What nothing is known of.
-        ("rollout.engine.dp", "rollout.engine takes tp, ep, "),
+        ("rollout.engine.patience", "rollout.engine takes tp, ep, "),
         ("trainer.patience", "trainer takes steps, "),
         ("reward_mix", "the top level takes name, "),
     ],
 )
 def test_what_is_told_of_an_unknown_key(key: str, text: str) -> None:
     assert text in told(key)
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("algorithm=ppo", "algorithm = 'ppo': expected a group of settings, such as algorithm.name=ppo"),
+        ("rollout.adaptive_sampling=true", "expected a list, each item with keys of prompt_tokens, max_new_tokens"),
+        ("actor={strategy: fsdp}", "as a group here it is train; its model is model, its devices are placement.actor"),
+    ],
+)
+def test_a_value_of_another_form_is_told_its_own(override: str, text: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        load_recipe(DEMO, [override])
+    assert text in error.value.lines[0]
 
 
 def test_what_is_told_of_a_column_that_is_named_like_a_setting() -> None:

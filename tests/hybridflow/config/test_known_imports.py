@@ -1,0 +1,100 @@
+"""Imports, commands and options of other systems: one line that says what it is here."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import hybridflow
+from hybridflow.cli.main import main
+from hybridflow.config.known_imports import ATTRIBUTES, COMMANDS, MODULES, OPTIONS, module_text
+
+
+def test_every_text_says_what_it_is_here() -> None:
+    for name, text in (ATTRIBUTES | COMMANDS | MODULES | OPTIONS).items():
+        assert re.match(r"(here |absent|is of )", text), (name, text)
+    assert not set(ATTRIBUTES) & set(hybridflow.__all__)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_module_that_is_there_is_in_the_table(name: str) -> None:
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"hybridflow.{name}")
+
+
+@pytest.mark.parametrize(
+    ("statement", "line"),
+    [
+        (
+            "from hybridflow import GRPOTrainer",
+            "hybridflow has no GRPOTrainer: here it is RLTrainer(model, algorithm='grpo'",
+        ),
+        ("from hybridflow.trainer import GRPOConfig", "hybridflow has no GRPOConfig: here it is PPOConfig(...)"),
+        ("from hybridflow.protocol import DataProto", "there is no hybridflow.protocol: here it is RolloutBatch"),
+        ("import hybridflow.trainer.main_ppo", "there is no hybridflow.trainer.main_ppo: here it is hybridflow train"),
+        (
+            "import hybridflow.workers.reward_manager.dapo",
+            "there is no hybridflow.workers.reward_manager: here a reward",
+        ),
+        (
+            "import hybridflow.patience",
+            "there is no hybridflow.patience: import from hybridflow itself; its API is DataF",
+        ),
+    ],
+)
+def test_an_import_of_another_system_is_told_what_it_is_here(statement: str, line: str) -> None:
+    with pytest.raises(ImportError) as error:
+        exec(statement)
+    assert str(error.value).startswith(line)
+
+
+def test_imports_of_the_guides_work() -> None:
+    from hybridflow.algorithms import PPOConfig
+    from hybridflow.config import TrainerConfig
+    from hybridflow.trainer import PPOTrainer
+    from hybridflow.utils import is_flash_attn_available
+    from hybridflow.utils.config import get_ppo_config
+
+    assert get_ppo_config(lr=1e-5) == PPOConfig(lr=1e-5) and TrainerConfig is PPOConfig
+    assert PPOTrainer is hybridflow.PPOTrainer and is_flash_attn_available is hybridflow.is_flash_attn_available
+    assert not hasattr(hybridflow, "_ipython_display_") and module_text("patience") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["grpo"], "there is no command grpo: here it is hybridflow train RECIPE algorithm.name=grpo"),
+        (["sft"], "there is no command sft: here it is hybridflow train RECIPE [key=value ...] with warmup"),
+        (["export", "runs/demo"], "there is no command export: here it is hybridflow checkpoint export RUN OUT"),
+        (["train", "a.yaml", "--role", "rollout"], "--role: is of hosts: hybridflow launch slurm RECIPE"),
+        (["train", "a.yaml", "--actor_learning_rate", "1e-6"], "--actor_learning_rate: here it is train.optimizer.lr"),
+        (["train", "a.yaml", "--rollout-batch-size=32"], "--rollout-batch-size: here it is trainer.prompts_per_step"),
+        (
+            ["check", "--patience", "a.yaml"],
+            "--patience: no such option; settings stand behind the recipe as key=value",
+        ),
+    ],
+)
+def test_a_command_or_option_of_another_system_is_told_what_it_is_here(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"hybridflow: {line}")
+
+
+def test_a_module_that_is_run_says_so_in_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridflow.trainer.main_ppo", "algorithm.adv_estimator=grpo"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert "there is no hybridflow.trainer.main_ppo: here it is hybridflow train RECIPE" in line
