@@ -57,8 +57,8 @@ def test_imports_of_the_guides_work() -> None:
     from hybridflow.config import TrainerConfig
     from hybridflow.trainer import PPOTrainer
     from hybridflow.utils import is_flash_attn_available
-    from hybridflow.utils.config import get_ppo_config
 
+    get_ppo_config = importlib.import_module("hybridflow.utils.config").get_ppo_config
     assert get_ppo_config(lr=1e-5) == PPOConfig(lr=1e-5) and TrainerConfig is PPOConfig
     assert PPOTrainer is hybridflow.PPOTrainer and is_flash_attn_available is hybridflow.is_flash_attn_available
     assert not hasattr(hybridflow, "_ipython_display_") and module_text("patience") is None
