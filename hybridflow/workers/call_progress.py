@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridflow.cluster.processes.rank_look import RankLook
+import psutil
+
+from hybridflow.cluster.processes.process_tree import family
+from hybridflow.cluster.processes.rank_look import RankLook, used_by
 from hybridflow.rundir.watching import ENGINES, JUDGE_SERVERS, TEACHER_ENGINES, last_lines
 
 _UNUSUAL = 2.0
@@ -15,6 +18,8 @@ _UNUSUAL = 2.0
 _BUSY = 0.03
 """Of one core for each rank: one that imports libraries, loads weights or compiles uses more, also where many programs
 share the cores. An idle one with its heartbeat uses less."""
+_OF_RAY = 4
+"""Ranks whose idle use is that of Ray's own processes."""
 _READING = 1e6
 """Bytes a second of a process that reads weights from a slow disk."""
 _LINES = 40
@@ -43,6 +48,13 @@ class Usage:
         """The sum over ranks."""
         cpu_s, read_bytes = sum(look.cpu_s for look in looks), sum(look.read_bytes for look in looks)
         return cls(time_s, cpu_s, read_bytes, len(looks))
+
+    @classmethod
+    def of_descendants(cls, time_s: float) -> Usage:
+        """All that this process has started, Ray on this machine included, while ranks have no processes yet."""
+        own = psutil.Process()
+        cpu_s, read_bytes = used_by(each for each in family([own]) if each.pid != own.pid)
+        return cls(time_s, cpu_s, read_bytes, _OF_RAY)
 
     def is_busy_since(self, before: Usage) -> bool:
         """True if the processes computed or read between two looks."""

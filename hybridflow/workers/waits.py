@@ -175,7 +175,7 @@ class Waits:
             if late or unseen:
                 looks = rank_watch.look_at([place for group in self._there() for place in group.places])
                 for wait in unseen:
-                    wait.usage = Usage.of([look for look in looks if _is_of(look, wait)], time.monotonic())
+                    wait.usage = _usage(wait, looks)
                 if late:
                     self._report(late, looks)
             time.sleep(_LOOK_EVERY_S)
@@ -228,20 +228,21 @@ class Waits:
         role, now = wait.ranks.role, time.monotonic()
         awaited = [look for look in looks if _is_of(look, wait)]
         others = [look for look in looks if not _is_of(look, wait)]
-        usage, before = Usage.of(awaited, now), wait.usage
+        usage, before = _usage(wait, looks), wait.usage
         busy = before is not None and usage.is_busy_since(before) and not any(look.stopped for look in looks)
         wait.usage = usage
         if wait.method == _START and busy:
-            text = starting_stage(wait.ranks.log_dir, role, wait.silent)
+            text = "waiting for its processes to start"
+            if wait.ranks.places:
+                text = starting_stage(wait.ranks.log_dir, role, wait.silent)
             wait.answered = now  # as long as they are busy, a start takes as long as it takes
         elif at_work := moving(awaited, others, wait.ranks.quiet_s):
             role, method = at_work[0].place.role, at_work[0].beat.method if at_work[0].beat is not None else ""
             began = min(look.beat.since for look in at_work if look.beat is not None)
             text = amount_done([look for look in looks if look.place.role == role], method, began)
             wait.limit_s = now - wait.answered + wait.ranks.quiet_s
-        elif not wait.reported and (not wait.ranks.places or (busy and is_first_part(awaited))):
+        elif not wait.reported and busy and is_first_part(awaited):
             text = "first call, nothing done yet: kernels may be compiled"
-            text = text if wait.ranks.places else "waiting for its processes to start"
             wait.limit_s = now - wait.answered + wait.ranks.quiet_s
         else:
             return False
@@ -252,6 +253,14 @@ class Waits:
             named = "" if place.endswith(role) or text.startswith("engine ") else f"{role}: "
             log.info(f"{place}: {named}{text}, {waited_s:.0f} s")
         return True
+
+
+def _usage(wait: Wait, looks: Sequence[RankLook]) -> Usage:
+    """The usage of the silent ranks of a call, or of all that might become their processes."""
+    now = time.monotonic()
+    if wait.ranks.places:
+        return Usage.of([look for look in looks if _is_of(look, wait)], now)
+    return Usage.of_descendants(now)
 
 
 def _is_of(look: RankLook, wait: Wait) -> bool:

@@ -104,7 +104,7 @@ def _look(place: RankPlace) -> RankLook:
     beat = read_heartbeat(Path(place.heartbeat)) if place.heartbeat is not None else None
     if beat is not None and beat.pid != place.pid:
         beat = None  # of an earlier run in the same directory
-    cpu_s, read_bytes = _used(members)
+    cpu_s, read_bytes = used_by(members)
     now = time.time()
     age_s = now - beat.at if beat is not None else 0.0
     return RankLook(
@@ -119,7 +119,7 @@ def _look(place: RankPlace) -> RankLook:
     )
 
 
-def _used(members: Iterable[psutil.Process]) -> tuple[float, int]:
+def used_by(members: Iterable[psutil.Process]) -> tuple[float, int]:
     """CPU time in seconds, and bytes read, of processes."""
     cpu_s, read_bytes = 0.0, 0
     for process in members:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,6 +69,17 @@ def test_busy_processes_compute_or_read() -> None:
     assert not Usage(110.0, 3.1, 10**9 + 1000, 1).is_busy_since(before)
     sent = looks_from_json(looks_as_json([replace(look(), cpu_s=3.0, read_bytes=7)]))
     assert (sent[0].cpu_s, sent[0].read_bytes) == (3.0, 7)
+
+
+def test_all_that_was_started_counts_before_ranks_have_processes() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        before = Usage.of_descendants(time.monotonic())
+        deadline = time.monotonic() + 30
+        while not (busy := Usage.of_descendants(time.monotonic()).is_busy_since(before)):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        child.kill()
+    assert busy
 
 
 @pytest.mark.parametrize(
