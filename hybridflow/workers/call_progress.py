@@ -97,7 +97,12 @@ def amount_done(role: Sequence[RankLook], method: str, since: float) -> str:
         unit = next(beat.unit for beat in beats if beat.total)
         return f"{sum(beat.done for beat in beats):,} of {total:,} {unit}"
     most = max(beats, key=lambda beat: beat.parts, default=None)
-    return f"{most.parts:,} {most.unit or 'parts'} done" if most is not None else ""
+    return f"{_amount(most.parts, most.unit or 'parts')} done" if most is not None else ""
+
+
+def _amount(count: int, units: str) -> str:
+    one = units.removesuffix("es" if units.endswith("ches") else "s")
+    return f"{count:,} {one if count == 1 else units}"
 
 
 def starting_stage(log_dir: Path | None, role: str, ranks: Sequence[int]) -> str:

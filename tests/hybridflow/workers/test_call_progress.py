@@ -59,6 +59,8 @@ def test_responses_are_summed_over_engines_with_those_that_have_answered() -> No
 def test_micro_batches_are_those_of_the_rank_that_is_ahead() -> None:
     ranks = [counted(look(parts=7), 0, 0, "micro-batches"), counted(look(rank=1, parts=8), 0, 0, "micro-batches")]
     assert amount_done(ranks, "update", since=0.0) == "8 micro-batches done"
+    assert amount_done([counted(look(parts=1), 0, 0, "micro-batches")], "update", since=0.0) == "1 micro-batch done"
+    assert amount_done([look(parts=1)], "update", since=0.0) == "1 part done"
 
 
 def test_busy_processes_compute_or_read() -> None:
