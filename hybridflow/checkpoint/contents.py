@@ -43,7 +43,7 @@ def _trained_roles(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """The roles that a recipe trains; none of a checkpoint of no run, or of settings that another version wrote."""
     try:
         return Recipe.model_validate(settings).trained_roles if settings else ()
-    except ValidationError:
+    except (ValidationError, UserError):
         return ()
 
 
