@@ -25,6 +25,26 @@ class WandbConfig(Settings):
     "online", if null."""
 
 
+class MlflowConfig(Settings):
+    """MLflow, which is to be installed. `metrics.mlflow: true` takes all defaults."""
+
+    tracking_uri: Label | None = None
+    """Server or database, such as http://host:5000 or sqlite:///mlflow.db; MLFLOW_TRACKING_URI if null."""
+    experiment: Label = "hybridflow"
+    """Experiment of the run."""
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Tags of the run, by name."""
+
+
+class TrackioConfig(Settings):
+    """trackio, which is to be installed. `metrics.trackio: true` takes all defaults."""
+
+    project: Label = "hybridflow"
+    """Project of the run."""
+    space_id: Label | None = None
+    """Space of the Hugging Face Hub that shows it, such as user/space; trackio's database on this machine if null."""
+
+
 def _switched(given: Any) -> Any:
     """True stands for all defaults, false for none."""
     return {True: {}, False: None}[given] if isinstance(given, bool) else given
@@ -42,6 +62,8 @@ class MetricsConfig(Settings):
     tensorboard: bool = True
     """Write event files for TensorBoard."""
     wandb: Annotated[WandbConfig | None, BeforeValidator(_switched)] = None
+    mlflow: Annotated[MlflowConfig | None, BeforeValidator(_switched)] = None
+    trackio: Annotated[TrackioConfig | None, BeforeValidator(_switched)] = None
     device_interval_s: float = Field(1.0, ge=0, le=LONGEST_S)
     """Seconds between two samples of each GPU's utilisation, memory, power and clock; 0 takes none."""
     samples_per_step: int = Field(4, ge=0)

@@ -17,6 +17,7 @@ from hybridflow.metrics.config import MetricsConfig
 from hybridflow.metrics.console import ConsoleSink
 from hybridflow.metrics.sample_file import SampleSink, SampleText, StepSamples
 from hybridflow.metrics.sinks import CsvSink, JsonlSink, PatientSink, Record, Sink, TensorBoardSink
+from hybridflow.metrics.trackers import MlflowSink, TrackioSink
 from hybridflow.metrics.wandb_sink import WandbSink
 from hybridflow.rundir.file_names import METRICS, SAMPLES
 
@@ -43,14 +44,16 @@ class Metrics:
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._sinks: list[Sink] = []
-        kinds: list[tuple[bool, Callable[[Path, int | None], Sink], str]] = [
-            (config.jsonl, JsonlSink, METRICS),
-            (config.csv, CsvSink, "metrics.csv"),
-            (config.tensorboard, TensorBoardSink, "tensorboard"),
-            (config.wandb is not None, partial(WandbSink, config.wandb), "wandb"),
-        ]
-        for wanted, kind, name in kinds:
-            if wanted:
+        kinds: dict[str, Callable[[Path, int | None], Sink] | None] = {
+            METRICS: JsonlSink if config.jsonl else None,
+            "metrics.csv": CsvSink if config.csv else None,
+            "tensorboard": TensorBoardSink if config.tensorboard else None,
+            "wandb": partial(WandbSink, config.wandb) if config.wandb is not None else None,
+            "mlflow": partial(MlflowSink, config.mlflow) if config.mlflow is not None else None,
+            "trackio": partial(TrackioSink, config.trackio) if config.trackio is not None else None,
+        }
+        for name, kind in kinds.items():
+            if kind is not None:
                 path = directory / name
                 self._sinks.append(PatientSink(kind(path, resume_from_step), path))
         self._samples: PatientSink[StepSamples] | None = None

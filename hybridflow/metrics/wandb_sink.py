@@ -108,7 +108,7 @@ class WandbSink:
     def write(self, record: Record) -> None:
         """Hand the record to wandb's own process. Raises OSError if that is gone."""
         counter = f"{record.phase}/step"
-        values = {_name(record.phase, name): value for name, value in record.values.items()}
+        values = {name_in_phase(record.phase, name): value for name, value in record.values.items()}
         try:
             for name in values.keys() - self._defined:
                 self._run.define_metric(name, step_metric=counter)
@@ -125,6 +125,6 @@ class WandbSink:
             raise OSError(str(error)) from error
 
 
-def _name(phase: str, name: str) -> str:
-    """What a figure is called in W&B, where a name has one step counter: no other phase may log it too."""
+def name_in_phase(phase: str, name: str) -> str:
+    """The name of a metric where a name has one step counter: no other phase may log it too."""
     return name if phase == _TRAINING or name.startswith(f"{phase}/") else f"{phase}/{name}"

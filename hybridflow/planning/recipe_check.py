@@ -23,6 +23,7 @@ from hybridflow.config.initial_model import initial_spec
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.recipe_paths import explained
 from hybridflow.config.yaml_loader import SettingsError
+from hybridflow.metrics.trackers import check_trackers
 from hybridflow.metrics.wandb_sink import check_wandb
 from hybridflow.planning.engine_check import check_sampling
 from hybridflow.planning.evaluation_sets import check_set_rewards
@@ -118,6 +119,7 @@ def check_recipe(
         attempt(partial(check_directories, kernels=bool(devices and used_gpus(devices))))
     if recipe.metrics.wandb is not None:
         attempt(check_wandb, recipe.metrics.wandb)
+    attempt(check_trackers, recipe.metrics.mlflow, recipe.metrics.trackio)
     if must_fit and devices is not None and not errors:
         if here:
             gpu_bytes = largest_gpu(devices) if gpu_bytes is None else gpu_bytes

@@ -42,6 +42,8 @@ _OWN = (
     "metrics.jsonl=true",
     "metrics.tensorboard=false",
     "metrics.wandb=false",
+    "metrics.mlflow=false",
+    "metrics.trackio=false",
     "trainer.export=false",
     "trainer.profile=null",
 )
