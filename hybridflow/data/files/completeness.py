@@ -26,11 +26,11 @@ class Form:
 
     Args:
         content: of a message that calls tools and has no text: as the row has it, null, or an empty text.
-        arguments: of calls: as the row has them, as an object, or as its JSON text.
+        arguments: of calls: as an object, which engines make of what clients send, or as its JSON text.
     """
 
     content: Literal["given", "null", "empty"] = "given"
-    arguments: Literal["given", "object", "text"] = "given"
+    arguments: Literal["object", "text"] = "object"
 
     def applied(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages in this form, without their weights."""
@@ -40,7 +40,7 @@ class Form:
         given = {name: value for name, value in message.items() if name != "weight"}
         if self.content != "given" and _is_silent(message):
             given["content"] = None if self.content == "null" else ""
-        if self.arguments != "given" and "tool_calls" in given:
+        if "tool_calls" in given:
             given["tool_calls"] = [self._call(call) for call in given["tool_calls"]]
         return given
 
@@ -53,10 +53,10 @@ class Form:
 
 
 def forms_of(messages: Sequence[Message]) -> list[Form]:
-    """The forms that messages have, the one of the row first."""
+    """The forms that messages have, the first choice first."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
-    kinds = {_kind(_function(call).get("arguments")) for call in calls} - {"other"}
-    arguments: list[Any] = ["given", *(other for other in ("object", "text") if kinds - {other})]
+    has_arguments = any(_kind(_function(call).get("arguments")) != "other" for call in calls)
+    arguments: list[Any] = ["object", "text"] if has_arguments else ["object"]
     contents: list[Any] = ["given"]
     if silent := [message["content"] for message in messages if _is_silent(message)]:
         contents += ["empty"] * (None in silent) + ["null"] * (silent != [None] * len(silent))

@@ -34,7 +34,7 @@ from hybridflow.data.remarks import RemarkCounts, of_prompt
 from hybridflow.data.tokenizer import cut, encode_prompts_together, encode_text
 from hybridflow.errors.log import log
 
-_FORM = 5
+_FORM = 6
 """Of the files in the cache; a change of what is written there is another number."""
 _SAY_EVERY_S = 10.0
 _NAMES = (TOKENS, ENDS, NUMBERS, HASHES)

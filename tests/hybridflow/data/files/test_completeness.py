@@ -84,7 +84,9 @@ LOOKS_INTO = """
 TAGGED_ARGUMENTS = """
 {%- for m in messages %}{{ '<' + m.role + '>' }}{{ m.content or '' }}
 {%- for call in m.tool_calls or [] %}{{ '<' + call.function.name + '>' }}
-{%- for name, value in call.function.arguments | items %}{{ '<' + name + '>' }}{{ value }}{% endfor %}{% endfor %}
+{%- if call.function.arguments is not mapping %}<raw>{{ call.function.arguments }}
+{%- else %}{% for name, value in call.function.arguments | items %}{{ '<' + name + '>' }}{{ value }}{% endfor %}
+{%- endif %}{% endfor %}
 {%- endfor %}"""
 PRINTING = """
 {%- for m in messages %}{{ '<' + m.role + '>' }}{{ m.content }}
