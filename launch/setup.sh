@@ -64,10 +64,11 @@ main() {
         echo "set-up: making $venv with $("$python" -c 'import sys; print(sys.executable)')"
         "$python" -m venv --clear "$venv"
     fi
-    # The lock's own lines of uv: pip checks their hashes, and uv those of all others.
-    sed -n '/^uv==/,/^    # via/p' "$root/requirements.lock" >"$venv/uv.txt"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes -r "$venv/uv.txt"
     echo "set-up: installing requirements.lock (9 GB once; from the cache afterwards)"
+    # The lock's own lines of uv: pip checks their hashes, and uv those of all others. Twice quiet, pip says what fails and
+    # nothing about locations of the caller's own configuration that are not there.
+    sed -n '/^uv==/,/^    # via/p' "$root/requirements.lock" >"$venv/uv.txt"
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --require-hashes -r "$venv/uv.txt"
     "$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python" \
         --require-hashes -r "$root/requirements.lock"
     "$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python" \

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
 
 from tests.test_structure import ORDERS
 
@@ -47,3 +49,26 @@ def test_the_order_of_packages_is_the_one_that_is_held() -> None:
     levels = [[name for name in level.split(" | ") if name in PACKAGES] for level in ORDERS["hybridflow"].split(" > ")]
     told = PAGE.partition("each other:\n\n")[2].partition("\n\n")[0].split("\n")
     assert [line.strip() for line in told] == [*map(" | ".join, levels), "engine3d"]
+
+
+def test_texts_of_the_picture_stay_inside_their_boxes() -> None:
+    """In DejaVu Sans, which is wider than most fonts that a browser has."""
+    picture = (ROOT / "docs/architecture.svg").read_text()
+    boxes = [
+        tuple(map(float, each))
+        for each in re.findall(r'<rect x="(\d+)" y="(\d+)" width="(\d+)" height="(\d+)"', picture)
+    ]
+    texts = re.findall(r'<text x="(\d+)" y="(\d+)" font-size="(\d+)"( font-weight)?[^>]*>([^<]+)<', picture)
+    inside = 0
+    for x, y, size, bold, text in texts:
+        box = [
+            each
+            for each in boxes
+            if each[0] <= float(x) <= each[0] + each[2] and each[1] <= float(y) <= each[1] + each[3]
+        ]
+        if box:
+            font = FontProperties(family="DejaVu Sans", weight="bold" if bold else "normal")
+            width = TextPath((0, 0), text, size=float(size), prop=font).get_extents().width
+            assert float(x) + width <= box[0][0] + box[0][2] - 10, text
+            inside += 1
+    assert inside > 10
