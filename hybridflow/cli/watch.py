@@ -208,7 +208,7 @@ def _result(directory: Path) -> Iterator[str]:
 
 
 def _without_warnings(lines: Sequence[str]) -> Sequence[str]:
-    """The lines up to the last one that is not part of a Python warning; all of them where there is nothing else."""
+    """The lines up to the last one that is not part of a Python warning; the warnings where there is nothing else."""
     kept = list(lines)
     while kept:
         if _WARNING.match(kept[-1]):
@@ -217,7 +217,7 @@ def _without_warnings(lines: Sequence[str]) -> Sequence[str]:
             del kept[-2:]  # and the line of the source that it is about
         else:
             break
-    return kept or lines
+    return kept or [line for line in lines if _WARNING.match(line)]
 
 
 def _hosts(directory: Path, beats: Iterable[Heartbeat], now: float) -> str:

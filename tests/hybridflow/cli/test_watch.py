@@ -82,7 +82,7 @@ def test_status_of_a_finished_run_shows_its_result(run: Path, capsys: pytest.Cap
     [
         ("step 3\n/a/b.py:12: UserWarning: slow\n  return func(*args)\n", "step 3"),
         ("step 3\n[rank0]:/a/b.py:12: FutureWarning: slow\n", "step 3"),
-        ("/a/b.py:12: UserWarning: slow\n  return func(*args)\n", "  return func(*args)"),
+        ("/a/b.py:12: UserWarning: slow\n  return func(*args)\n", "/a/b.py:12: UserWarning: slow"),
         ("ValueError: x\n  at the end\n", "  at the end"),
     ],
 )
