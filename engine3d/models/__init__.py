@@ -14,6 +14,7 @@ from engine3d.models.families.qwen3 import QWEN3
 from engine3d.models.families.qwen3_moe import QWEN3_MOE
 from engine3d.models.family import Family, ModelSpec
 from engine3d.models.hf_config import HFConfig
+from engine3d.models.quantised import QUANTISATION_KEYS
 from engine3d.models.rope import read_rope
 from engine3d.models.rules import Box, LocalParameter, Piece
 from engine3d.models.sizes import Sizes
@@ -22,7 +23,7 @@ from engine3d.platform import platform
 if TYPE_CHECKING:
     from engine3d.models.build import build_model
     from engine3d.models.random_weights import initialise_random
-    from engine3d.models.weights import check_finite_weights, check_weights, export_weights, load_weights
+    from engine3d.models.weights import check_finite_weights, check_weights, export_weights, load_weights, weight_notes
 
 __all__ = [
     "FAMILIES",
@@ -39,8 +40,9 @@ __all__ = [
     "initialise_random",
     "load_model_spec",
     "load_weights",
-    "missing_for_sglang",
     "model_spec",
+    "sglang_overrides",
+    "weight_notes",
 ]
 
 # Imported when first asked for: rules and plans need neither Megatron nor safetensors.
@@ -51,6 +53,7 @@ _LATER = {
     "export_weights": "weights",
     "initialise_random": "random_weights",
     "load_weights": "weights",
+    "weight_notes": "weights",
 }
 
 
@@ -88,14 +91,18 @@ def model_spec(hf_config: dict[str, Any], *, value_head: bool = False) -> ModelS
     return _spec(HFConfig(hf_config, "config"), None, value_head)
 
 
-def missing_for_sglang(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What SGLang needs of a `config.json` and this one lacks, as files that transformers has saved do.
+def sglang_overrides(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a `config.json`, and the values with which SGLang serves the model that is trained.
 
-    Nothing for an architecture that is not known here.
+    Those that it needs and files saved by transformers lack, and no quantisation, which `check_weights` refuses where
+    it is real. Keys of a family are there only for one that is known here.
     """
     named = hf_config.get("architectures") or []
-    published = next((family.published for family in FAMILIES if family.architecture in named), {})
-    return {key: value for key, value in published.items() if hf_config.get(key) is None}
+    known = [family for family in FAMILIES if family.architecture in named]
+    known = known if named else [family for family in FAMILIES if family.name == hf_config.get("model_type")]
+    needed = {"architectures": [known[0].architecture], **known[0].published} if known else {}
+    lacking = {key: value for key, value in needed.items() if not hf_config.get(key)}
+    return lacking | {key: None for key in QUANTISATION_KEYS if hf_config.get(key) is not None}
 
 
 def _spec(config: HFConfig, directory: Path | None, value_head: bool) -> ModelSpec:
@@ -106,6 +113,7 @@ def _spec(config: HFConfig, directory: Path | None, value_head: bool) -> ModelSp
             accepted += [family.value_architecture, family.biased_value_architecture]
         named = any(architecture in accepted for architecture in architectures)
         if named or (not architectures and config.get("model_type") == family.name):
+            config.require("model_type", (family.name,))  # by which transformers and SGLang read the config
             rope, sizes = read_rope(config, family.ropes), family.sizes(config)
             if sizes.layers * max(1, sizes.experts) > _MOST_EXPERTS:
                 raise UserError(

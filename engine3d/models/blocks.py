@@ -21,6 +21,7 @@ from engine3d.models.sizes import Latent, Sizes
 
 MEGATRON = "decoder.layers.{layer}."
 HF = "model.layers.{layer}."
+EMBEDDING, OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def embedding(sizes: Sizes) -> tuple[Rule, ...]:
@@ -38,7 +39,7 @@ def head(sizes: Sizes, value_head: bool, value_bias: bool) -> tuple[Rule, ...]:
     elif sizes.tied:
         output = Rule("output_layer.weight", Vocabulary(_embedding_tensor(sizes)), shared=True)
     else:
-        output = Rule("output_layer.weight", Vocabulary(HFTensor("lm_head.weight", (sizes.vocabulary, sizes.hidden))))
+        output = Rule("output_layer.weight", Vocabulary(HFTensor(OUTPUT_LAYER, (sizes.vocabulary, sizes.hidden))))
     return (final_norm, output)
 
 
@@ -196,4 +197,4 @@ def _gated(
 
 
 def _embedding_tensor(sizes: Sizes) -> HFTensor:
-    return HFTensor("model.embed_tokens.weight", (sizes.vocabulary, sizes.hidden))
+    return HFTensor(EMBEDDING, (sizes.vocabulary, sizes.hidden))

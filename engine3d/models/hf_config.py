@@ -9,6 +9,7 @@ from typing import Any
 
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import read_json_object
+from engine3d.models.other_files import check_no_adapter, no_config, no_directory
 from engine3d.settings import LARGEST, SMALLEST
 
 _MOST = {
@@ -43,13 +44,14 @@ class HFConfig:
         """Read `directory/config.json`.
 
         Raises:
-            UserError: no directory, no config.json, or one that is not a JSON object.
+            UserError: no directory, no config.json, one that is not a JSON object, or an adapter next to it.
         """
         if not directory.is_dir():
-            raise UserError(f"model {directory}: no such directory; expected one with a HuggingFace config.json")
+            raise no_directory(directory)
         path = directory / "config.json"
         if not path.exists():
-            raise UserError(f"model {directory}: has no config.json; expected a HuggingFace model directory")
+            raise no_config(directory)
+        check_no_adapter(directory)
         return cls(read_json_object(path), str(path))
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -57,18 +59,28 @@ class HFConfig:
         value = self.values.get(key)
         return default if value is None else value
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1, and at most what a model may have of it."""
-        value = self.get(key, default)
+    def integer(self, key: str, default: int | None = None, *, null: int | None = None) -> int:
+        """A whole number of at least 1, and at most what a model may have of it.
+
+        Args:
+            key: of the value.
+            default: where the key is absent.
+            null: where its value is null, which transformers refuses of most keys.
+        """
+        value = self.values.get(key, default)
+        value = null if value is None and key in self.values else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(key, "a whole number of at least 1")
         if value > (most := _MOST.get(key, _MOST_OF_OTHERS)):
             raise self.error(key, f"at most {most:,}")
         return value
 
-    def number(self, key: str, default: float | None = None, *, most: float = LARGEST) -> float:
-        """A number above zero that float32 holds, and at most `most`."""
-        value = self.get(key, default)
+    def number(
+        self, key: str, default: float | None = None, *, null: float | None = None, most: float = LARGEST
+    ) -> float:
+        """A number above zero that float32 holds, and at most `most`. `default` and `null` as of `integer`."""
+        value = self.values.get(key, default)
+        value = null if value is None and key in self.values else value
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise self.error(key, "a number above 0")
         if not SMALLEST <= value <= most:
@@ -83,7 +95,8 @@ class HFConfig:
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.get(key, default)
+        """True or false; `default` where the key is absent. Null is refused, as by transformers."""
+        value = self.values.get(key, default)
         if not isinstance(value, bool):
             raise self.error(key, "true or false")
         return value

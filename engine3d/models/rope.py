@@ -73,15 +73,19 @@ def read_rope(config: HFConfig, kinds: tuple[str, ...] = KINDS) -> Rope:
         kinds: those that the architecture may have here.
 
     Raises:
-        UserError: a kind of scaling that is not supported, or one of its values is missing or not a number.
+        UserError: a kind of scaling that is not supported, one of its values is missing or not a number, or the two
+            forms say different things.
     """
-    key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # which transformers drops for the other
     values: Any = config.get(key, {})
+    if config.get("rope_parameters", values) not in (values, {}):
+        raise config.error("rope_parameters", "the same as rope_scaling, or only one of them")
     if not isinstance(values, dict):
         raise config.error(key, "an object with rope_type")
     nested = HFConfig(values, f"{config.source}: {key}")
     base = nested.number("rope_theta", config.number("rope_theta", 10000.0))
-    if nested.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
+    rotary = config.number("partial_rotary_factor", 1.0, null=1.0)
+    if nested.number("partial_rotary_factor", rotary, null=rotary) != 1.0:
         raise UserError(f"{config.source}: partial_rotary_factor: expected 1.0, which is the only one supported")
     kind = nested.get("rope_type", nested.get("type", "default"))
     if not isinstance(kind, str) or kind not in kinds:
@@ -90,12 +94,15 @@ def read_rope(config: HFConfig, kinds: tuple[str, ...] = KINDS) -> Rope:
         return Rope(base)
     if kind == "linear":
         return Rope(base, kind, nested.number("factor"))
+    original = "original_max_position_embeddings"
+    if config.get(original, nested.get(original)) != nested.get(original):  # which transformers puts in its place
+        raise config.error(original, f"the {original} of {key}, or nothing")
     if kind == "yarn":
         return _read_yarn(nested, base)
     low, high = nested.number("low_freq_factor"), nested.number("high_freq_factor")
     if high <= low:
         raise nested.error("high_freq_factor", f"a number above low_freq_factor={low}")
-    return Rope(base, kind, nested.number("factor"), low, high, nested.integer("original_max_position_embeddings"))
+    return Rope(base, kind, nested.number("factor"), low, high, nested.integer(original))
 
 
 def _read_yarn(values: HFConfig, base: float) -> Rope:
@@ -110,8 +117,8 @@ def _read_yarn(values: HFConfig, base: float) -> Rope:
         "yarn",
         values.number("factor"),
         original_positions=values.integer("original_max_position_embeddings"),
-        beta_fast=values.number("beta_fast", 32.0),
-        beta_slow=values.number("beta_slow", 1.0),
+        beta_fast=values.number("beta_fast", 32.0, null=32.0),
+        beta_slow=values.number("beta_slow", 1.0, null=1.0),
         mscale=values.number("mscale") if scaled else 1.0,
         mscale_all_dim=values.number("mscale_all_dim") if scaled else 0.0,
     )

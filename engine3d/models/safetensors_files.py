@@ -24,10 +24,12 @@ from safetensors import SafetensorError, safe_open
 
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import MOST_LIST_BYTES, check_regular, open_regular, parse_json, read_json_object
+from engine3d.models.other_files import other_weights
 from engine3d.models.rules import Box
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_PUBLISHERS_FILE = "consolidated.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_HEADER_BYTES = 32 << 20
@@ -107,18 +109,33 @@ class TensorFiles:
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """Every tensor by name."""
-        for path in sorted(self.directory.glob("*.safetensors")):
+        """Every tensor by name: those that transformers and SGLang read."""
+        present = sorted(self.directory.glob("*.safetensors"))
+        for path in present:
             check_regular(path)  # SGLang opens them all
-        index = self.directory / INDEX_FILE
+        index, single = self.directory / INDEX_FILE, self.directory / SINGLE_FILE
         if not index.exists():
-            if not (self.directory / SINGLE_FILE).exists():
-                raise UserError(f"model {self.directory}: has no weights; expected {SINGLE_FILE} or {INDEX_FILE}")
-            return read_header(self.directory / SINGLE_FILE)
+            if not single.exists():
+                raise UserError(
+                    f"model {self.directory}: has no weights; expected {SINGLE_FILE} or {INDEX_FILE}"
+                    f"{other_weights(self.directory)}"
+                )
+            others = [path.name for path in present if path != single]
+            if others and others != [_PUBLISHERS_FILE]:  # of two files, SGLang leaves that one out
+                raise UserError(
+                    f"model {self.directory}: {others[0]} next to {SINGLE_FILE}: SGLang reads both, and transformers "
+                    f"the latter; expected one of them, or an {INDEX_FILE}"
+                )
+            return read_header(single)
         files = read_json_object(index, MOST_LIST_BYTES).get("weight_map")
         if not isinstance(files, dict) or not all(isinstance(name, str) and name for name in files.values()):
             raise UserError(f"{index}: expected a JSON object with weight_map: the file of each tensor by its name")
-        headers = {}
+        if single.exists() and set(files.values()) != {SINGLE_FILE}:
+            raise UserError(
+                f"model {self.directory}: {SINGLE_FILE} next to {INDEX_FILE}: transformers reads the former, and "
+                "SGLang the files of the latter; expected one of them"
+            )
+        headers: dict[str, dict[str, StoredTensor]] = {}
         for name in sorted(set(files.values())):
             if not is_file_name(name):
                 raise UserError(f"{index}: names {name!r}, expected a file of its own directory")
@@ -128,7 +145,12 @@ class TensorFiles:
         for name, file in files.items():
             if name not in headers[file]:
                 raise UserError(f"tensor {name}: not in {self.directory / file}, though {INDEX_FILE} says so")
-        return {name: headers[file][name] for name, file in files.items()}
+        tensors: dict[str, StoredTensor] = {}
+        for header in headers.values():  # also tensors that the index does not name: both libraries read whole files
+            if twice := sorted(tensors.keys() & header.keys()):
+                raise UserError(f"tensor {twice[0]}: in {tensors[twice[0]].path} and in {header[twice[0]].path}")
+            tensors |= header
+        return tensors
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Refuse a tensor that is missing, has another shape, or a dtype that cannot be read."""
@@ -150,6 +172,16 @@ class TensorFiles:
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt", device="cpu")
         return self._open[path].get_slice(name)[tuple(slice(start, stop) for start, stop in box)]
+
+    def differ(self, name: str, other: str) -> bool:
+        """True if two tensors of one shape have other values, in whatever dtypes."""
+        rows, *others = self.tensors[name].shape
+        step = max(1, _BUFFER_BYTES // (4 * max(1, prod(others))))
+        for first in range(0, rows, step):
+            box = ((first, min(first + step, rows)), *((0, size) for size in others))
+            if not torch.equal(self.read(name, box).double(), self.read(other, box).double()):
+                return True
+        return False
 
     def not_finite(self, name: str) -> tuple[int, ...] | None:
         """The place of the first element of a tensor that is nan or infinite; None if there is none."""

@@ -97,12 +97,29 @@ class Sizes:
         return bool(self.sparse) and self.sparse[layer]
 
 
-def dense_sizes(config: HFConfig, *, head_dim: int | None = None, **switches: Any) -> Sizes:
+def divided_head_dim(config: HFConfig) -> int | None:
+    """Elements of a head where `head_dim` is absent and the architecture has no number of its own.
+
+    None where the config has a `head_dim`.
+
+    Raises:
+        UserError: the heads do not divide the hidden size.
+    """
+    if config.get("head_dim") is not None:
+        return None
+    heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
+    if hidden % heads:
+        raise config.error("hidden_size", f"a multiple of num_attention_heads={heads}, or head_dim beside it")
+    return hidden // heads
+
+
+def dense_sizes(config: HFConfig, *, groups: int, head_dim: int, **switches: Any) -> Sizes:
     """The sizes that every decoder with grouped-query attention and gated MLPs has.
 
     Args:
         config: the HuggingFace config.
-        head_dim: the architecture's own default; hidden size / heads where it has none.
+        groups: key and value heads, and `head_dim`: as the architecture reads them where they are absent or null.
+        head_dim: elements of a head.
         switches: the other fields of `Sizes`.
 
     Raises:
@@ -110,13 +127,8 @@ def dense_sizes(config: HFConfig, *, head_dim: int | None = None, **switches: An
             that this project's layers do not have.
     """
     heads = config.integer("num_attention_heads")
-    groups = config.integer("num_key_value_heads", heads)
-    hidden = config.integer("hidden_size")
     if heads % groups:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads={heads}")
-    if config.get("head_dim", head_dim) is None and hidden % heads:
-        raise config.error("hidden_size", f"a multiple of num_attention_heads={heads}, or head_dim beside it")
-    head_dim = config.integer("head_dim", head_dim or hidden // heads)
     if head_dim % 2:
         raise config.error("head_dim", "an even number, for rotary embeddings")
     return decoder_sizes(config, heads=heads, groups=groups, head_dim=head_dim, **switches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -16,11 +17,14 @@ import torch.distributed as dist
 from engine3d.durable import bring_to_disk
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Coordinates, Layout
+from engine3d.models.blocks import EMBEDDING, OUTPUT_LAYER
 from engine3d.models.family import ModelSpec
+from engine3d.models.quantised import QUANTISATION_KEYS, check_not_quantised, named_method
 from engine3d.models.rules import Box, LocalParameter
 from engine3d.models.safetensors_files import DTYPES, INDEX_FILE, ExportFiles, ExportPlan, TensorFiles, plan_export
 from engine3d.platform import platform
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -46,8 +50,43 @@ def check_weights(spec: ModelSpec, directory: str | Path, *, needs_head: bool = 
     """
     with TensorFiles(Path(directory)) as files:
         _check(spec, files)
+        _check_tied(spec, files)
         if needs_head:
             _check_head(spec, files, directory)
+
+
+def weight_notes(spec: ModelSpec, directory: str | Path) -> list[str]:
+    """Notes on files that pass `check_weights`, a line each: what of them is not read."""
+    notes = []
+    if (method := named_method(spec.hf_config)) is not None:
+        notes.append(f"config.json names a quantisation ({method}), and the weights are not quantised: it is ignored")
+    with TensorFiles(Path(directory)) as files:
+        unread = [name for name in files.tensors if name not in spec.hf_tensors and not _is_known(spec, name)]
+    if unread:
+        more = f" and {len(unread) - 1} more" if unread[1:] else ""
+        notes.append(f"tensor {unread[0]}{more} of the files: not part of {spec.family.architecture}, and not read")
+    return notes
+
+
+def _is_known(spec: ModelSpec, name: str) -> bool:
+    """True of tensors that checkpoints of the family have next to the model's own."""
+    layer = _LAYER.match(name)
+    if layer is not None and int(layer[1]) >= spec.sizes.layers:
+        return True  # of multi-token prediction
+    return name == OUTPUT_LAYER or name.endswith("rotary_emb.inv_freq")
+
+
+def _check_tied(spec: ModelSpec, files: TensorFiles) -> None:
+    """Refuse an output layer of its own where the config says that it is the embedding."""
+    if not spec.sizes.tied or spec.value_head or OUTPUT_LAYER not in files.tensors:
+        return
+    files.check(OUTPUT_LAYER, spec.hf_shape(EMBEDDING))
+    if files.differ(OUTPUT_LAYER, EMBEDDING):
+        raise UserError(
+            f"tensor {OUTPUT_LAYER} in {files.tensors[OUTPUT_LAYER].path}: differs from {EMBEDDING}, and config.json "
+            "has tie_word_embeddings=true, by which SGLang leaves it out and transformers does not; expected "
+            "tie_word_embeddings=false, or no such tensor"
+        )
 
 
 def _check_head(spec: ModelSpec, files: TensorFiles, directory: str | Path) -> None:
@@ -258,7 +297,7 @@ def exported_config(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
 
     Exports are not quantised, and have no layers for multi-token prediction.
     """
-    absent = ("quantization_config", "num_nextn_predict_layers")
+    absent = (*QUANTISATION_KEYS, "num_nextn_predict_layers")
     config = {key: value for key, value in spec.hf_config.items() if key not in absent}
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     if spec.value_head:
@@ -270,6 +309,7 @@ def exported_config(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _check(spec: ModelSpec, files: TensorFiles) -> None:
+    check_not_quantised(files.directory, spec.hf_config, files.tensors, spec.hf_tensors)
     for name, tensor in spec.hf_tensors.items():
         if not (tensor.optional and name not in files.tensors):
             files.check(name, tensor.shape)

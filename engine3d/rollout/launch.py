@@ -13,7 +13,7 @@ from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.input_files import read_model_config
-from engine3d.models import missing_for_sglang
+from engine3d.models import sglang_overrides
 from engine3d.platform import platform
 from engine3d.rollout.cache import PAGE_TOKENS, RESERVED_TOKENS, SPARE_REQUESTS, tokens_needed
 from engine3d.rollout.config import RolloutConfig
@@ -54,8 +54,8 @@ class ModelFacts:
     max_positions: int
     tensors: ModelTensors | None
     """None where there are no weights, which is right for load_format dummy."""
-    missing: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the config, and their values, which SGLang needs and the file lacks."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the config that SGLang is to read otherwise than the file has them, and their values."""
 
 
 def read_model(directory: Path, weights_needed: bool) -> ModelFacts:
@@ -65,15 +65,16 @@ def read_model(directory: Path, weights_needed: bool) -> ModelFacts:
         raise UserError(f"model directory {directory} has no config.json")
     try:
         config = read_model_config(directory)
+        overrides = sglang_overrides(config)
         vocab_size, max_positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
-        architectures = tuple(config["architectures"])
+        architectures = tuple(overrides.get("architectures") or config["architectures"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{config_path} is not a model's configuration: {type(error).__name__} {error}") from error
     has_weights = any(directory.glob("*.safetensors"))
     if weights_needed and not has_weights:
         raise UserError(f"model directory {directory} holds no *.safetensors")
     tensors = ModelTensors.of(directory, config) if has_weights else None
-    return ModelFacts(directory, architectures, vocab_size, max_positions, tensors, missing_for_sglang(config))
+    return ModelFacts(directory, architectures, vocab_size, max_positions, tensors, overrides)
 
 
 def context_length(config: RolloutConfig, model: ModelFacts) -> int:
@@ -138,8 +139,8 @@ def server_arguments(config: RolloutConfig, model: ModelFacts, part: EnginePart 
         arguments |= attention_arguments(groups) | {"sleep_on_idle": False}
     if part.count > 1:
         arguments |= {"nnodes": part.count, "node_rank": part.index}
-    if model.missing:
-        arguments["json_model_override_args"] = json.dumps(model.missing)
+    if model.overrides:
+        arguments["json_model_override_args"] = json.dumps(model.overrides)
     needed = tokens_needed(
         requests=config.requests_of_a_group,
         sequence_tokens=context_length(config, model),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError
 from engine3d.input_files import read_model_config
+from engine3d.models.quantised import unquantised_overrides
 from engine3d.serving.config import ServerConfig
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
@@ -22,11 +24,13 @@ class ServedModel:
 
     Args:
         context_length: most tokens of question and answer; None where neither settings nor model say it.
+        overrides: keys of its config.json that SGLang is to read otherwise than the file has them.
     """
 
     directory: Path
     architectures: tuple[str, ...]
     context_length: int | None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, directory: Path, config: ServerConfig) -> ServedModel:
@@ -54,7 +58,7 @@ class ServedModel:
         length = config.context_length
         if length is not None and positions is not None and length > positions:
             raise UserError(f"context_length is {length}; {directory} has {positions} positions")
-        return cls(directory, tuple(architectures), length or positions)
+        return cls(directory, tuple(architectures), length or positions, unquantised_overrides(directory, settings))
 
 
 def _has_template(directory: Path) -> bool:

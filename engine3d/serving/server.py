@@ -160,6 +160,8 @@ class CompletionServer:
             arguments["max_total_tokens"] = config.max_total_tokens
         arguments |= platform.rollout_server_arguments(config.max_running_requests)
         arguments |= platform.grammar_arguments()
+        if model.overrides:
+            arguments["json_model_override_args"] = json.dumps(model.overrides)
         return arguments | config.server_args
 
     def _wait_until_up(self, process: subprocess.Popen[bytes]) -> None:

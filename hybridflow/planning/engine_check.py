@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError
+from engine3d.input_files import read_json_object
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec
 from engine3d.rollout.served import check_deterministic, check_device
 from hybridflow.cluster.devices.device_map import Device, DeviceMap
 from hybridflow.config.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def check_engine_nodes(recipe: Recipe, devices: Sequence[Device]) -> None:
@@ -101,6 +105,28 @@ def check_sampling(recipe: Recipe, spec: ModelSpec, devices: Mapping[str, Sequen
     if kind != "node":  # of which only the cluster knows whether it has GPUs
         check_deterministic(spec, recipe.rollout.engine, on_gpu=kind == "cuda")
         check_device(recipe.rollout.engine, on_gpu=kind == "cuda")
+
+
+def end_notes(recipe: Recipe, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A note where engines do not end a response at the tokenizer's end-of-sequence token.
+
+    SGLang ends one at the `eos_token_id` of config.json and of generation_config.json.
+    """
+    sampling, end = recipe.rollout.sampling, tokenizer.eos_token_id
+    if not recipe.starts_engines or sampling.ignore_eos or end in sampling.stop_token_ids:
+        return []
+    configs, path = [spec.hf_config], recipe.model.path
+    if path is not None and (path / "generation_config.json").is_file():
+        configs.append(read_json_object(path / "generation_config.json"))
+    named = [each.get("eos_token_id") for each in configs]
+    ends = {token for each in named for token in (each if isinstance(each, list) else [each]) if token is not None}
+    if end in ends:
+        return []
+    others = f"at {', '.join(map(str, sorted(ends, key=str)))}" if ends else "at no token"
+    return [
+        f"model: eos_token_id of its configs ends responses {others}, and the tokenizer's eos_token is "
+        f"{tokenizer.eos_token!r} ({end}): for responses that end there, add it to rollout.sampling.stop_token_ids"
+    ]
 
 
 def check_baselines(recipe: Recipe, layouts: Mapping[str, Layout]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
-from engine3d.models import ModelSpec, check_finite_weights, check_weights, load_model_spec
+from engine3d.models import ModelSpec, check_finite_weights, check_weights, load_model_spec, weight_notes
 from engine3d.platform import platform
 from engine3d.rollout.served import check_served
 from engine3d.training.megatron_settings import check_effect, check_options, megatron_settings
@@ -77,18 +77,20 @@ def check_model_files(setting: str, spec: ModelSpec, directory: Path, *, needs_h
         needs_head: refuse files without a value head, for a model whose head nobody trains.
 
     Returns:
-        What was not looked at, in a line; the ranks look at all that they load.
+        What was not looked at, and what is not read, a line each.
 
     Raises:
         UserError: names the tensor.
     """
     check_weights(spec, directory, needs_head=needs_head)
+    notes = [f"{setting}: {note}" for note in weight_notes(spec, directory)]
     looked_at, whole = check_finite_weights(spec, directory, limit_s=_FINITE_LIMIT_S)
     if looked_at == whole:
-        return []
+        return notes
     return [
+        *notes,
         f"{setting}: {looked_at / 1e9:.1f} of {whole / 1e9:.1f} GB of weights were looked at for nan and infinity in "
-        f"{_FINITE_LIMIT_S:g} s; the ranks look at all that they load"
+        f"{_FINITE_LIMIT_S:g} s; the ranks look at all that they load",
     ]
 
 

@@ -20,7 +20,7 @@ from hybridflow.data.packed_prompts import PackedPrompts
 from hybridflow.data.prompts import Prompts
 from hybridflow.data.tokenizer import special_tokens
 from hybridflow.planning.cache_size import Lengths
-from hybridflow.planning.engine_check import check_evaluation, check_same_tokens
+from hybridflow.planning.engine_check import check_evaluation, check_same_tokens, end_notes
 from hybridflow.planning.evaluation_sets import check_sets, encode_sets, set_notes
 from hybridflow.planning.prompts import encode, file_notes, memory_notes, overlong_notes, prompt_limit
 
@@ -122,7 +122,11 @@ def encoded_prompts(recipe: Recipe, spec: ModelSpec, layouts: Mapping[str, Layou
             f"response and the {RESERVED_TOKENS} that SGLang keeps{groups}; or null for as many as the requests need"
         )
     phases = {"training": train, "held-out": evaluation, "supervised": sft}
-    notes = [*overlong_notes(recipe, phases, limit), *pair_notes(phases, tokenizer)]
+    notes = [
+        *end_notes(recipe, spec, tokenizer),
+        *overlong_notes(recipe, phases, limit),
+        *pair_notes(phases, tokenizer),
+    ]
     notes += [*file_notes(recipe, tokenizer, phases), *memory_notes(tokenizer, phases, encoded.answers)]
     notes += set_notes(tokenizer, sets, (train, sft))
     return EncodedPrompts(lengths, (train, evaluation), sets, notes, special_tokens(tokenizer))

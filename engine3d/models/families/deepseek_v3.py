@@ -26,7 +26,7 @@ def sizes(config: HFConfig) -> Sizes:
     for key, value in _PUBLISHED.items():
         config.require(key, (value,), value)
     heads = config.integer("num_attention_heads")
-    if config.integer("num_key_value_heads", heads) != heads:
+    if config.integer("num_key_value_heads", null=heads) != heads:
         raise config.error("num_key_value_heads", f"num_attention_heads={heads}")
     latent = Latent(
         query_rank=None if config.get("q_lora_rank") is None else config.integer("q_lora_rank"),
@@ -37,7 +37,7 @@ def sizes(config: HFConfig) -> Sizes:
     if latent.rotary_dim % 2:
         raise config.error("qk_rope_head_dim", "an even number")
     layers = config.integer("num_hidden_layers")
-    dense = config.get("first_k_dense_replace", 0)
+    dense = config.get("first_k_dense_replace")
     if not isinstance(dense, int) or isinstance(dense, bool) or not 0 <= dense < layers:
         raise config.error("first_k_dense_replace", f"a whole number below num_hidden_layers={layers}")
     expert_ffn = config.integer("moe_intermediate_size")
@@ -56,10 +56,11 @@ def sizes(config: HFConfig) -> Sizes:
 
 def _routing(config: HFConfig) -> dict[str, Any]:
     # Megatron-Core's sigmoid router always normalises, and leaves a single expert's weight as it is.
-    config.require("norm_topk_prob", (True,), True)
+    if not config.flag("norm_topk_prob", True):
+        raise config.error("norm_topk_prob", "true")
     experts, experts_per_token = config.integer("n_routed_experts"), config.integer("num_experts_per_tok")
-    groups = config.integer("n_group", 1)
-    groups_per_token = config.integer("topk_group", groups)
+    groups = config.integer("n_group")
+    groups_per_token = config.integer("topk_group")
     if experts % groups:
         raise config.error("n_group", f"a divisor of n_routed_experts={experts}")
     if groups_per_token > groups:
@@ -75,7 +76,7 @@ def _routing(config: HFConfig) -> dict[str, Any]:
         "experts_per_token": experts_per_token,
         "expert_groups": groups,
         "groups_per_token": groups_per_token,
-        "routing_scale": config.number("routed_scaling_factor", 1.0),
+        "routing_scale": config.number("routed_scaling_factor"),
         "normalised_routing": True,
     }
 

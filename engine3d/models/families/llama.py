@@ -6,14 +6,22 @@ from engine3d.models import blocks
 from engine3d.models.family import Family
 from engine3d.models.hf_config import HFConfig
 from engine3d.models.rules import Rule
-from engine3d.models.sizes import Sizes, dense_sizes
+from engine3d.models.sizes import Sizes, dense_sizes, divided_head_dim
 
 
 def sizes(config: HFConfig) -> Sizes:
     mlp_bias = config.flag("mlp_bias")
     if mlp_bias and not config.flag("attention_bias"):
         raise config.error("mlp_bias", "false where attention_bias is false")
-    return dense_sizes(config, mlp_bias=mlp_bias)
+    heads, divided = config.integer("num_attention_heads"), divided_head_dim(config)
+    if config.integer("hidden_size") % heads:
+        raise config.error("hidden_size", f"a multiple of num_attention_heads={heads}")
+    return dense_sizes(
+        config,
+        groups=config.integer("num_key_value_heads", heads, null=heads),
+        head_dim=config.integer("head_dim", divided, null=divided),
+        mlp_bias=mlp_bias,
+    )
 
 
 def layer(sizes: Sizes, number: int) -> tuple[Rule, ...]:

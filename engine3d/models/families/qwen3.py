@@ -10,7 +10,8 @@ from engine3d.models.sizes import Sizes, dense_sizes
 
 
 def sizes(config: HFConfig) -> Sizes:
-    return dense_sizes(config, head_dim=128, qk_norm=True)
+    groups = config.integer("num_key_value_heads", null=config.integer("num_attention_heads"))
+    return dense_sizes(config, groups=groups, head_dim=config.integer("head_dim", 128), qk_norm=True)
 
 
 def layer(sizes: Sizes, number: int) -> tuple[Rule, ...]:

@@ -8,7 +8,7 @@ from engine3d.models import blocks
 from engine3d.models.family import Family
 from engine3d.models.hf_config import HFConfig
 from engine3d.models.rules import Rule
-from engine3d.models.sizes import Sizes, dense_sizes
+from engine3d.models.sizes import Sizes, dense_sizes, divided_head_dim
 
 
 def sizes(config: HFConfig) -> Sizes:
@@ -17,12 +17,17 @@ def sizes(config: HFConfig) -> Sizes:
     experts_per_token = config.integer("num_experts_per_tok")
     if experts_per_token > experts:
         raise config.error("num_experts_per_tok", f"at most {key}={experts}")
+    if experts_per_token == 1 and config.flag("norm_topk_prob"):
+        # The weight of a single expert is then 1 for every token: Megatron-Core refuses it, and no router is trained.
+        raise config.error("num_experts_per_tok", "at least 2 with norm_topk_prob=true, or norm_topk_prob=false")
     step, dense_layers = config.integer("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
     if not isinstance(dense_layers, list):
         raise config.error("mlp_only_layers", "a list of layer numbers")
     layers = config.integer("num_hidden_layers")
     return dense_sizes(
         config,
+        groups=config.integer("num_key_value_heads"),
+        head_dim=config.integer("head_dim", divided_head_dim(config)),
         qk_norm=True,
         experts=experts,
         experts_per_token=experts_per_token,

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from engine3d.errors import UserError
-from engine3d.models import missing_for_sglang
+from engine3d.models import sglang_overrides
 from engine3d.reshard.describe.same_model import check_same_model
 from engine3d.reshard.describe.shards import Buffer, Holding
 from engine3d.reshard.describe.trace import LoadTrace, Tensors, trace_load
@@ -164,9 +164,9 @@ def build_model(hf_config: dict[str, Any], dtype: torch.dtype, device: str) -> n
     from transformers import CONFIG_MAPPING
 
     # A copy, because SGLang's models write into theirs.
-    whole = deepcopy({**hf_config, **missing_for_sglang(hf_config)})
+    whole = deepcopy({**hf_config, **sglang_overrides(hf_config)})
     config = CONFIG_MAPPING[hf_config["model_type"]].from_dict(whole)
-    model_class = _model_class(hf_config["architectures"][0])
+    model_class = _model_class(whole["architectures"][0])
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

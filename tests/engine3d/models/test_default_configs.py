@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine3d.models import FAMILIES, load_model_spec, missing_for_sglang
+from engine3d.models import FAMILIES, load_model_spec, sglang_overrides
 from engine3d.reshard.describe.simulate import trace_engine_layout
 from engine3d.rollout import RolloutConfig, launch
 
@@ -51,7 +51,7 @@ def test_sglang_builds_and_loads_what_transformers_saves(family: str, tmp_path: 
     spec = load_model_spec(tmp_path)
     model = launch.read_model(tmp_path, weights_needed=True)
     arguments = launch.server_arguments(RolloutConfig(dtype="float32"), model)
-    assert model.missing == missing_for_sglang(saved)
+    assert model.overrides == sglang_overrides(saved)
 
     # As an engine reads the directory, with the arguments that it is started with.
     from sglang.srt.configs.model_config import ModelConfig
@@ -73,9 +73,9 @@ def test_sglang_builds_and_loads_what_transformers_saves(family: str, tmp_path: 
 def test_only_what_lacks_is_completed() -> None:
     published = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     config = {"architectures": ["DeepseekV3ForCausalLM"]}
-    assert missing_for_sglang(config) == published
-    assert missing_for_sglang(config | {"scoring_func": "sigmoid", "moe_layer_freq": None}) == {
+    assert sglang_overrides(config) == published
+    assert sglang_overrides(config | {"scoring_func": "sigmoid", "moe_layer_freq": None}) == {
         key: value for key, value in published.items() if key != "scoring_func"
     }
-    assert missing_for_sglang(config | published) == {}
-    assert missing_for_sglang({"architectures": ["SomethingElseForCausalLM"]}) == {}
+    assert sglang_overrides(config | published) == {}
+    assert sglang_overrides({"architectures": ["SomethingElseForCausalLM"]}) == {}

@@ -16,7 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Layout
-from engine3d.models import check_finite_weights, check_weights, initialise_random, load_model_spec, model_spec
+from engine3d.models import (
+    check_finite_weights,
+    check_weights,
+    initialise_random,
+    load_model_spec,
+    model_spec,
+    weight_notes,
+)
 from engine3d.models.safetensors_files import ExportFiles, TensorFiles, plan_export
 from tests.support.distributed import RankFailedError, run_distributed
 from tests.support.tiny_families import CONFIGS, MOE, make
@@ -92,10 +99,35 @@ def change_header(directory: Path, **changes: Any) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
 
-def forget(directory: Path) -> None:
+def unname(directory: Path) -> None:
+    """The index does not name a tensor of a file that it names."""
     index = json.loads((directory / INDEX).read_text())
     del index["weight_map"][Q_PROJ]
     (directory / INDEX).write_text(json.dumps(index))
+
+
+def forget(directory: Path) -> None:
+    change_tensor(directory, Q_PROJ, lambda tensor: None)
+    unname(directory)
+
+
+def add_single(directory: Path) -> None:
+    shutil.copyfile(file_of(directory, Q_PROJ), directory / "model.safetensors")
+
+
+def join(directory: Path) -> None:
+    """All tensors in a single file, and one of the former files next to it."""
+    tensors = {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    (directory / INDEX).unlink()
+    save_file(tensors, directory / "model.safetensors")
+
+
+def repeat(directory: Path) -> None:
+    """A tensor in two files that the index names."""
+    first, second = sorted(directory.glob("*.safetensors"))[:2]
+    tensors = load_file(second)
+    name = next(iter(load_file(first)))
+    save_file({**tensors, name: load_file(first)[name]}, second)
 
 
 def lead_away(directory: Path, way: str) -> None:
@@ -121,7 +153,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "dtype": (
         lambda at: change_tensor(at, Q_PROJ, lambda tensor: tensor.to(torch.float8_e4m3fn)),
-        rf"^tensor {Q_PROJ} in .*: dtype F8_E4M3, expected F64, F32, BF16, F16; quantised weights must be converted",
+        rf"^tensor {Q_PROJ} in .*: dtype F8_E4M3 of quantised weights, expected F64, F32, BF16, F16",
     ),
     "no file": (lambda at: file_of(at, Q_PROJ).unlink(), rf"^.*model-0.*: no such file, though {INDEX} names it$"),
     "truncated": (truncate, r"^.*model-0.*: damaged: expected \d+ bytes by its header, found \d+$"),
@@ -139,10 +171,19 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda at: change_header(at, dtype="F31"),
         r"^.*model-0.*: damaged: safetensors cannot read it: .*F31",
     ),
-    "no weights": (
+    "no index": (
         lambda at: (at / INDEX).unlink(),
-        rf"^model .*: has no weights; expected model.safetensors or {INDEX}$",
+        rf"^model .*: has no weights; expected model.safetensors or {INDEX}; found model-0.* and \d+ more without an",
     ),
+    "single file next to an index": (
+        add_single,
+        rf"^model .*: model.safetensors next to {INDEX}: transformers reads the former, and SGLang the files of the",
+    ),
+    "other files next to a single one": (
+        join,
+        r"^model .*: model-0.* next to model.safetensors: SGLang reads both, and transformers the latter; expected",
+    ),
+    "twice": (repeat, r"^tensor \S+: in \S+ and in \S+$"),
     "file above": (
         lambda at: lead_away(at, "../{name}"),
         rf"^.*{INDEX}: names '\.\./model-0.*', expected a file of its own directory$",
@@ -166,6 +207,61 @@ def test_bad_weights_are_named_in_one_line(sound: Path, tmp_path: Path, kind: st
     with pytest.raises(UserError, match=message) as caught:
         check_weights(load_model_spec(directory), directory)
     assert "\n" not in str(caught.value)
+
+
+def test_whole_files_are_read_as_transformers_reads_them(sound: Path, tmp_path: Path) -> None:
+    """Also tensors that the index does not name, files by links, and a publisher's own file that both leave out."""
+    from transformers import AutoModelForCausalLM
+
+    directory, store = tmp_path / "model", tmp_path / "blobs"
+    shutil.copytree(sound, store)
+    unname(store)
+    directory.mkdir()
+    for path in store.iterdir():
+        (directory / path.name).symlink_to(path)
+    spec = load_model_spec(directory)
+    check_weights(spec, directory)
+    expected = AutoModelForCausalLM.from_pretrained(directory).state_dict()[Q_PROJ]
+    with TensorFiles(directory) as files:
+        assert torch.equal(files.read(Q_PROJ, tuple((0, size) for size in expected.shape)), expected)
+
+    initialise_random(spec, tmp_path / "whole", seed=1, dtype=torch.float32)
+    shutil.copyfile(next(store.glob("*.safetensors")), tmp_path / "whole" / "consolidated.safetensors")
+    check_weights(load_model_spec(tmp_path / "whole"), tmp_path / "whole")
+
+
+def test_an_output_layer_of_its_own_in_a_tied_model(tmp_path: Path) -> None:
+    """transformers does not tie what differs, and SGLang leaves it out."""
+    directory = tmp_path / "model"
+    spec = model_spec(CONFIGS["qwen3-tied"])
+    initialise_random(spec, directory, seed=1, dtype=torch.float32)
+    tensors = load_file(directory / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, directory / "model.safetensors")
+    check_weights(spec, directory)
+    assert weight_notes(spec, directory) == []
+    head[-1, -1] += 1
+    save_file({**tensors, "lm_head.weight": head}, directory / "model.safetensors")
+    with pytest.raises(
+        UserError, match=r"^tensor lm_head\.weight in .*: differs from model\.embed_tokens\.weight, and"
+    ):
+        check_weights(spec, directory)
+    check_weights(model_spec(CONFIGS["qwen3-tied"], value_head=True), directory)
+
+
+def test_tensors_that_are_not_read_are_named(sound: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(sound, directory)
+    spec = load_model_spec(directory)
+    assert weight_notes(spec, directory) == []
+    file = file_of(directory, Q_PROJ)
+    inner = "model.layers.0.self_attn"
+    known = {f"{inner}.rotary_emb.inv_freq": torch.ones(4), "model.layers.4.eh_proj.weight": torch.ones(4)}
+    save_file({**load_file(file), **known}, file)
+    assert weight_notes(spec, directory) == []
+    save_file({**load_file(file), f"{inner}.k_proj.bias": torch.ones(4), f"{inner}.q_proj.bias": torch.ones(4)}, file)
+    [note] = weight_notes(spec, directory)
+    assert note.endswith("_proj.bias and 1 more of the files: not part of Qwen3MoeForCausalLM, and not read")
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])

@@ -42,6 +42,7 @@ LAYOUTS = [
 ]
 QWEN3_30B = {
     "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
     "vocab_size": 151936,
     "hidden_size": 2048,
     "intermediate_size": 6144,

@@ -220,8 +220,8 @@ def test_options_of_megatron_core_against_each_roles_own_layout(capsys: pytest.C
 
 
 def test_a_model_that_sglang_would_build_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
-    config = "{architectures: [LlamaForCausalLM], vocab_size: 32, hidden_size: 32, intermediate_size: 64, "
-    config += "num_hidden_layers: 2, num_attention_heads: 4, max_position_embeddings: 64, "
+    config = "{architectures: [LlamaForCausalLM], model_type: llama, vocab_size: 32, hidden_size: 32, "
+    config += "intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, max_position_embeddings: 64, "
     code, lines = check(
         capsys, DEMO, "train.layout.ep=1", f"model.create.config={config}attention_bias: true, mlp_bias: true}}"
     )

@@ -24,6 +24,7 @@ YARN = DEEPSEEK["rope_scaling"]
 # As its config.json has it.
 PUBLISHED: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
     "vocab_size": 129280,
     "hidden_size": 7168,
     "intermediate_size": 18432,
