@@ -277,7 +277,9 @@ class Platform(ABC):
         names = ("torch", "megatron-core", "transformer-engine", "sglang", "ray")
         found = {name: distribution_version(name) for name in names}
         found["apex"] = "present" if importlib.util.find_spec("amp_C") else "absent"
-        found["flash-attn"] = distribution_version("flash-attn") if importlib.util.find_spec("flash_attn") else "absent"
+        installed = ("flash-attn", "flash-attn-4") if importlib.util.find_spec("flash_attn") else ()
+        versions = [version for name in installed if (version := distribution_version(name)) != "absent"]
+        found["flash-attn"] = versions[0] if versions else "absent"
         return found
 
 

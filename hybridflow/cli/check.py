@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError, shortened
-from hybridflow.cli.recipe_arguments import add_recipe, check_name, checked_recipes
+from engine3d.startup.imports import quick_imports
+from hybridflow.cli.recipe_arguments import add_recipe, check_name, checked_recipes, loaded_recipes
 from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.description import checked_role
+from hybridflow.cluster.hosts.driver_link import driver_link
 
 if TYPE_CHECKING:
     from hybridflow.config.recipe import Recipe
@@ -36,7 +38,9 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         UserError: something is wrong with the recipe.
     """
+    recipes = loaded_recipes(parsed)
     nodes = _named_nodes(parsed)
+    nodes = _assumed_nodes(recipes) if nodes is None else nodes
     # With --memory the ledger is shown first, and then refuses.
     recipes = checked_recipes(
         parsed,
@@ -45,6 +49,8 @@ def run(parsed: argparse.Namespace) -> int:
         host_bytes=_bytes(parsed.host_gb),
         must_fit=not parsed.memory,
         here=nodes is None,
+        every_import=True,
+        recipes=recipes,
     )
     for name, recipe in recipes.items():
         _print_resumption(recipe)
@@ -78,6 +84,24 @@ def _check_rest(parsed: argparse.Namespace, recipe: Recipe, nodes: Sequence[Node
         from hybridflow.planning.recipe_check import check_nobody_else
 
         check_nobody_else(recipe)
+
+
+def _assumed_nodes(recipes: Mapping[str, Recipe]) -> list[Node] | None:
+    """The nodes of a recipe for GPUs on a machine that has none; None for this machine, or the hosts of a launch."""
+    if driver_link() is not None:
+        return None
+    with quick_imports():
+        from hybridflow.planning.placement_check import assumed_nodes
+
+    nodes = assumed_nodes(list(recipes.values()))
+    if nodes is not None:
+        roles = [node.role for node in nodes if node.role is not None]
+        given = f" --roles {','.join(roles)}" if len(roles) == len(nodes) else ""
+        print(
+            f"this machine has no GPUs: checked as with --nodes {len(nodes)} --gpus-per-node {nodes[0].gpus}{given}",
+            flush=True,
+        )
+    return nodes
 
 
 def _named_nodes(parsed: argparse.Namespace) -> list[Node] | None:

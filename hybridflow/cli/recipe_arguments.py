@@ -65,7 +65,12 @@ def check_name(recipe: Recipe) -> None:
 
 
 def checked_recipes(
-    parsed: argparse.Namespace, nodes: Sequence[Node] | None = None, *, starts: bool = False, **memory: Any
+    parsed: argparse.Namespace,
+    nodes: Sequence[Node] | None = None,
+    *,
+    starts: bool = False,
+    recipes: dict[str, Recipe] | None = None,
+    **memory: Any,
 ) -> dict[str, Recipe]:
     """The recipe with nothing wrong in it, or that of each of its actors; see `load_recipes`.
 
@@ -73,6 +78,7 @@ def checked_recipes(
         parsed: of `add_recipe`.
         nodes: on which it is to run; this machine, or the hosts of the launch, if None.
         starts: it is to run now, so that no earlier run may have its directory.
+        recipes: of `loaded_recipes`, if they are there already.
         memory: what `check_recipe` takes beside recipe and nodes.
 
     Raises:
@@ -82,7 +88,7 @@ def checked_recipes(
     link = driver_link()
     if link is not None:
         nodes = [Node(host.name, host.gpus, host.cpu_slots, host.role) for host in link.cluster.hosts]
-    recipes = loaded_recipes(parsed)
+    recipes = loaded_recipes(parsed) if recipes is None else recipes
     for recipe in recipes.values() if starts else ():
         check_name(recipe)
     if len(recipes) > 1 and link is not None and len(link.cluster.hosts) > 1:

@@ -12,10 +12,13 @@ from engine3d.platform import platform
 from engine3d.platform.cpu import sglang as sglang_cpu
 from engine3d.rollout.server_arguments import check_against_platform
 from hybridflow.algorithms.preferences import PreferenceSettings
-from hybridflow.cluster.devices.device_map import Device, DeviceMap, Node, highest_cpu_slot, pool_devices
+from hybridflow.cluster.devices.device_map import ROLES, Device, DeviceMap, Node, highest_cpu_slot, pool_devices
 from hybridflow.config.recipe import Recipe
 from hybridflow.planning.engine_check import check_baselines, check_engine_nodes
 from hybridflow.planning.model_check import check_megatron
+
+_NODE_GPUS = 8
+"""GPUs of a node, where nothing says how many it has."""
 
 
 def planned_devices(recipe: Recipe, cluster: Sequence[Node] | None = None) -> dict[str, tuple[Device, ...]] | None:
@@ -36,6 +39,30 @@ def planned_devices(recipe: Recipe, cluster: Sequence[Node] | None = None) -> di
     slots = highest_cpu_slot([*roles.values(), *pools.values()])
     nodes = cluster or [Node("this machine", gpus=platform.gpus, cpu_slots=0)]
     return pool_devices(roles, pools, [dataclasses.replace(node, cpu_slots=node.cpu_slots or slots) for node in nodes])
+
+
+def assumed_nodes(recipes: Sequence[Recipe]) -> list[Node] | None:
+    """Nodes with the GPUs that recipes name, for a check on a machine that has none.
+
+    Nodes of `_NODE_GPUS`, or one with fewer if that is enough; one for each role that a launcher would give nodes to.
+
+    Returns:
+        None where this machine has GPUs, the recipes need none, or they are for a cluster that is there.
+    """
+    if platform.gpus or any(recipe.placement.cluster is not None for recipe in recipes):
+        return None
+    texts = [text for each in recipes for text in (*each.device_maps.values(), *each.placement.pools.values())]
+    pools = {name for each in recipes for name in each.placement.pools}
+    maps = [DeviceMap.parse(text) for text in texts if text not in pools]
+    roles = [role for role in ROLES if any(each.role == role for each in maps)]
+    gpus = max((index + 1 for each in maps if each.kind == "cuda" for index in each.indices), default=0)
+    named = max((index + 1 for each in maps if each.kind == "node" for index in each.indices), default=0)
+    if not gpus and not roles and named < 2:
+        return None  # one node has its CPU slots
+    size = min(gpus, _NODE_GPUS) if gpus and not roles and named < 2 else _NODE_GPUS
+    count = max(-(-gpus // size), named, len(roles))
+    given = [*roles, *[None] * (count - len(roles))]
+    return [Node(f"node {index}", gpus=size, cpu_slots=0, role=role) for index, role in enumerate(given)]
 
 
 def check_layouts(

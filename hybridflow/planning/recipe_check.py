@@ -28,6 +28,7 @@ from hybridflow.metrics.wandb_sink import check_wandb
 from hybridflow.planning.engine_check import check_sampling
 from hybridflow.planning.evaluation_sets import check_set_rewards
 from hybridflow.planning.gpu_check import check_libraries, check_memory, largest_gpu, used_gpus
+from hybridflow.planning.import_check import check_imports
 from hybridflow.planning.judge_check import check_judge
 from hybridflow.planning.model_check import check_engines, check_model, check_model_files
 from hybridflow.planning.placement_check import check_engine_devices, check_layouts, groups_over_nodes, planned_devices
@@ -48,6 +49,7 @@ def check_recipe(
     host_bytes: int | None = None,
     must_fit: bool = True,
     here: bool | None = None,
+    every_import: bool = False,
 ) -> list[str]:
     """Check placement, layouts, model files, prompts, checkpoints, reward functions and sinks of a recipe.
 
@@ -59,6 +61,7 @@ def check_recipe(
         gpu_bytes: memory of each GPU; if None, what this machine's largest has, and unknown of other nodes.
         host_bytes: memory of each node; if None, what this machine has, and unknown of other nodes.
         here: whether this machine is one of the nodes; if None, where none are given.
+        every_import: import all libraries that roles import on GPUs of this machine, see `check_imports`.
         must_fit: whether to refuse models that a GPU or a node has no room for, whatever the engines take.
 
     Returns:
@@ -106,6 +109,8 @@ def check_recipe(
             attempt(check_judge, recipe.asked_judge, devices)
         if here:
             warnings += attempt(check_libraries, recipe, devices, spec) or []
+            if devices is not None:
+                attempt(partial(check_imports, every=every_import), recipe, devices)
         encoded = attempt(encoded_prompts, recipe, spec, layouts)
         if encoded is not None:
             warnings += [*encoded.notes, *store_notes(recipe, encoded.lengths.sequence)]

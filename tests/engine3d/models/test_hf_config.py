@@ -67,7 +67,7 @@ def test_absent_and_null_keys_are_read_as_transformers_reads_them(name: str) -> 
                 continue
             same(spec, read_by_transformers(values))
             compared += 1
-    assert compared > 4
+    assert compared >= 3
 
 
 def test_the_kind_of_model_is_the_one_by_which_others_read_the_config() -> None:

@@ -237,7 +237,7 @@ def test_uneven_stages(layers: int, pp: int, counts: list[int]) -> None:
 
 
 def test_layouts_that_do_not_divide_groups_or_mlp() -> None:
-    groups = {**CONFIGS["llama"], "num_attention_heads": 6, "num_key_value_heads": 3}
+    groups = {**CONFIGS["llama"], "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
     with pytest.raises(UserError, match="tp=2: expected a divisor or a multiple of num_key_value_heads=3"):
         model_spec(groups).check_layout(Layout(tp=2))
     with pytest.raises(UserError, match="tp=4: expected a divisor of intermediate_size=50"):

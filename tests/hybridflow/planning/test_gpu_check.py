@@ -14,7 +14,7 @@ from hybridflow.cluster.devices import nvml
 from hybridflow.cluster.devices.device_map import Device
 from hybridflow.cluster.devices.nvml import MakeReader
 from hybridflow.config.recipe import load_recipe
-from hybridflow.planning import gpu_check, memory_estimate, model_check, placement_check, recipe_check
+from hybridflow.planning import gpu_check, import_check, memory_estimate, model_check, placement_check, recipe_check
 from hybridflow.planning.gpu_check import check_rollout_libraries, used_gpus
 from tests.support.fake_devices import Absent, Ampere, Blackwell, Small, Steady, Taken
 
@@ -37,8 +37,9 @@ class FourGpus(CudaPlatform):
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine has GPUs, of which nobody uses any."""
-    for module in (model_check, placement_check, gpu_check):
+    for module in (model_check, placement_check, gpu_check, import_check):
         monkeypatch.setattr(module, "platform", FourGpus())
+    monkeypatch.setattr(import_check, "first_failure", lambda modules: None)
     # No engine may be asked: this is to be quick.
     monkeypatch.setattr(memory_estimate, "serving_by_rank", lambda *_: pytest.fail("SGLang was imported"))
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)  # kept from being imported on a CPU

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.reshard_plan import named_model
@@ -9,9 +11,16 @@ from engine3d.errors import UserError
 from engine3d.layout import Layout
 from hybridflow.cluster.devices.device_map import DeviceMap, Node
 from hybridflow.config.recipe import load_recipe
-from hybridflow.planning.placement_check import check_batch_sizes, check_expert_copies, groups_over_nodes
+from hybridflow.planning.placement_check import (
+    assumed_nodes,
+    check_batch_sizes,
+    check_expert_copies,
+    groups_over_nodes,
+    planned_devices,
+)
 from tests.support.runs import DEMO
 
+RECIPES = DEMO.parent
 NODES = [Node("host-0", gpus=4, cpu_slots=0), Node("host-1", gpus=4, cpu_slots=0)]
 
 
@@ -30,6 +39,28 @@ def test_groups_over_several_nodes_are_told() -> None:
     assert "1 of 1 tensor-parallel groups are on several nodes (ranks 0-1 on host-0, host-1)" in "".join(
         groups_over_nodes({"critic": Layout(tp=2)}, devices, NODES)
     )
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_for_gpus_have_their_nodes_on_a_machine_without(path: Path) -> None:
+    recipe = load_recipe(path)
+    nodes = assumed_nodes([recipe])
+    devices = planned_devices(recipe, nodes)
+    on_gpus = any(device.kind == "cuda" for held in (devices or {}).values() for device in held)
+    assert on_gpus == (nodes is not None)
+
+
+def test_nodes_of_several_forms_of_device_maps() -> None:
+    def assumed(*placement: str) -> list[tuple[int, str | None]] | None:
+        nodes = assumed_nodes([load_recipe(DEMO, [f"placement.{each}" for each in placement])])
+        return None if nodes is None else [(node.gpus, node.role) for node in nodes]
+
+    assert assumed("actor=cuda:0-1", "rollout=cuda:2") == [(3, None)]
+    assert assumed("actor=cuda:0-15", "rollout=cuda:16-23") == [(8, None)] * 3
+    assert assumed("actor=node:0", "rollout=node:1-3") == [(8, None)] * 4
+    assert assumed("actor=role:train", "rollout=role:rollout") == [(8, "train"), (8, "rollout")]
+    assert assumed("actor=node:0", "rollout=cpu:0") is None
+    assert assumed("actor=cuda:0", "rollout=cuda:0", "cluster=10.0.0.1:6379") is None
 
 
 def test_ranks_that_copy_into_each_others_memory_are_on_one_node() -> None:

@@ -158,9 +158,8 @@ def test_fp8_weights_are_refused_and_layers_past_the_last_are_ignored(tmp_path: 
     save_file(tensors, file)
     check_weights(load_model_spec(directory), directory)
     save_file(tensors | {Q_B_PROJ: tensors[Q_B_PROJ].to(torch.float8_e4m3fn)}, file)
-    with pytest.raises(
-        UserError, match=rf"^tensor {Q_B_PROJ} in .*: dtype F8_E4M3, expected .*must be converted first$"
-    ):
+    line = rf"^tensor {Q_B_PROJ} in .*: dtype F8_E4M3 of quantised weights, expected .*must be converted first$"
+    with pytest.raises(UserError, match=line):
         check_weights(load_model_spec(directory), directory)
 
 
