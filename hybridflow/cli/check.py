@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `hybridflow check`."""
     add_recipe(parser)
     parser.add_argument("--memory", action="store_true", help="say what GPUs and nodes will hold in each phase")
+    parser.add_argument(
+        "--print",
+        dest="print_recipe",
+        action="store_true",
+        help="print the recipe with base, overrides and every default, as YAML that train accepts; all else on stderr",
+    )
     parser.add_argument("--nodes", type=_count, metavar="N", help="on so many nodes, not on this machine")
     parser.add_argument("--gpus-per-node", type=_count, metavar="N", help="GPUs of each of these nodes (8)")
     parser.add_argument(
@@ -39,6 +47,19 @@ def run(parsed: argparse.Namespace) -> int:
         UserError: something is wrong with the recipe.
     """
     recipes = loaded_recipes(parsed)
+    if not parsed.print_recipe:
+        return _check(parsed, recipes)
+    if len(recipes) > 1:
+        raise UserError(f"--print with several actors: expected --actor with one of {', '.join(recipes)}")
+    from hybridflow.config.yaml_loader import settings_yaml
+
+    with contextlib.redirect_stdout(sys.stderr):
+        code = _check(parsed, recipes)
+    print(settings_yaml(next(iter(recipes.values()))), end="")
+    return code
+
+
+def _check(parsed: argparse.Namespace, recipes: dict[str, Recipe]) -> int:
     nodes = _named_nodes(parsed)
     nodes = _assumed_nodes(recipes) if nodes is None else nodes
     # With --memory the ledger is shown first, and then refuses.

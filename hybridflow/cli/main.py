@@ -5,6 +5,7 @@
     hybridflow resume RUN [key=value ...]       continue a run after its newest checkpoint, by the recipe that it keeps
     hybridflow check RECIPE [key=value ...]     find what is wrong with it, without starting anything; with --memory
                                                 say what each GPU, CPU slot and node will hold
+    hybridflow settings [NAME]                  show the settings of recipes with type, default and meaning
     hybridflow data RECIPE [key=value ...]      show its prompts as the model reads them: how many, how long, which rows
                                                 are dropped
     hybridflow doctor RECIPE [key=value ...]    say what this host is, or the nodes of placement.cluster, and whether
@@ -199,6 +200,13 @@ def _check() -> Command:
     return Command(description, check.add_arguments, check.run, takes_recipe=True)
 
 
+def _settings() -> Command:
+    from hybridflow.cli import settings
+
+    description = "Show the settings of recipes with type, default and meaning."
+    return Command(description, settings.add_arguments, settings.run)
+
+
 def _data() -> Command:
     from hybridflow.cli import data
 
@@ -288,6 +296,7 @@ _COMMANDS: dict[str, Callable[[], Command]] = {
     "train": _train,
     "resume": _resume,
     "check": _check,
+    "settings": _settings,
     "data": _data,
     "checkpoint": _checkpoint,
     "evaluate": _evaluate,

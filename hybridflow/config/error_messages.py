@@ -70,7 +70,7 @@ def _line(
     name = shortened(".".join(map(str, key)), 120)
     first = details[0]
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"{place}: unknown key {name}: {_suggestion(settings, key, first['input'], recipe)}"
+        return f"{place}: unknown key {name}: {suggestion(settings, key, first['input'], recipe)}"
     if first["type"] == "missing":
         return f"{place}: {name} is missing and has no default"
     if first["type"] in ("value_error", "assertion_error"):
@@ -109,7 +109,7 @@ def _expected(settings: type[BaseModel], key: Key, detail: ErrorDetails) -> str:
     return words or detail["msg"][:1].lower() + detail["msg"][1:]
 
 
-def _suggestion(settings: type[BaseModel], key: Key, value: object, recipe: type[BaseModel] | None) -> str:
+def suggestion(settings: type[BaseModel], key: Key, value: object, recipe: type[BaseModel] | None) -> str:
     """What to write in place of an unknown key: what others mean by it, or a key that it is a typo of, or nothing."""
     others: Mapping[str, str] = getattr(settings, "other_names", {})
     name, group = str(key[-1]), ".".join(map(str, key[:-1]))

@@ -473,3 +473,16 @@ def test_a_killed_driver_leaves_no_process() -> None:
     while Path(directory).exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not Path(directory).exists()
+
+
+def test_check_prints_a_recipe_that_can_be_read_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run_dir = f"run_dir={tmp_path}"
+    assert main(["check", DEMO, "--print", "seed=7", run_dir, "trainer.steps=3"]) == 0
+    said = capsys.readouterr()
+    assert "nothing wrong found" in said.err
+    path = tmp_path / "resolved.yaml"
+    path.write_text(said.out)
+    assert load_recipe(path) == load_recipe(DEMO, ["seed=7", run_dir, "trainer.steps=3"])
+    assert "learning rate" not in said.out and "min_lr: 0.0" in said.out  # with defaults
+    assert main(["check", DEMO, "--print", "train.dtype=float8"]) == 2
+    assert not capsys.readouterr().out

@@ -20,7 +20,7 @@ from hybridflow.planning.placement_check import (
 )
 from tests.support.runs import DEMO
 
-RECIPES = DEMO.parent
+RECIPES = Path(DEMO).parent
 NODES = [Node("host-0", gpus=4, cpu_slots=0), Node("host-1", gpus=4, cpu_slots=0)]
 
 
