@@ -61,6 +61,8 @@ _OF_NO_RESULT = (
 )  # fmt: skip
 """Settings that a resumed run may change without a word, or that are compared otherwise."""
 
+_OF_THE_START = ("resume", "overwrite", "private")
+
 _ACCEPTED = frozenset(
     {_FILE_OF_ALGORITHM, "seed", "tokenizer", "data", "roles", "roles.critic", "roles.cost_critic"}
     | {"model", "model.config", "model.weights", "model.create", "model.create.seed", "model.create.dtype"}
@@ -149,7 +151,7 @@ def changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Difference]:
         return {
             name: value
             for name, value in (_SINCE | _flat(settings)).items()
-            if name not in identity and not name.startswith(_OF_NO_RESULT) and name not in ("resume", "overwrite")
+            if name not in identity and not name.startswith(_OF_NO_RESULT) and name not in _OF_THE_START
         }
 
     return _compare(others(saved), others(given))

@@ -12,6 +12,7 @@ from hybridflow.cluster.devices.device_map import Node
 from hybridflow.cluster.hosts.checks.host_check import check_open_files
 from hybridflow.cluster.hosts.driver_link import driver_link
 from hybridflow.rundir.lock import check_free
+from hybridflow.rundir.private import keep_private
 
 if TYPE_CHECKING:
     from hybridflow.config.recipe import Recipe
@@ -46,7 +47,10 @@ def loaded_recipes(parsed: argparse.Namespace) -> dict[str, Recipe]:
         from hybridflow.config.actors import load_recipes
 
     overrides = [*(_METRIC_SINKS if parsed.track_metrics else ()), *parsed.overrides]
-    return load_recipes(parsed.recipe, overrides, parsed.actor)
+    recipes = load_recipes(parsed.recipe, overrides, parsed.actor)
+    if any(recipe.private for recipe in recipes.values()):
+        keep_private()  # before prompts are encoded into the cache
+    return recipes
 
 
 def several_actors_launched(parsed: argparse.Namespace) -> UserError:

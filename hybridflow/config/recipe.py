@@ -42,6 +42,10 @@ class Recipe(Settings):
     """Of everything that is drawn; the seeds of parts are added to it."""
     run_dir: Annotated[AbsolutePath, Field(validate_default=True)] = Path("runs")
     """Directory that holds the directories of runs."""
+    private: bool = False
+    """Keep prompts, samples, logs and weights to this user: the run's directory has mode 700, and every process of the
+    run creates directories of mode 700 and files of mode 600, in `checkpoint.dir` too. Others of the host may read them
+    if false, as the umask lets them."""
     actor: str | None = Field(None, min_length=1)
     """Which of the recipe's `actors` this is; a run of several sets it."""
     model: ModelConfig

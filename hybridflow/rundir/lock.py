@@ -14,6 +14,7 @@ from engine3d.checkpoint.manifest import MANIFEST
 from engine3d.errors import UserError
 from hybridflow.errors.log import log
 from hybridflow.rundir.file_names import CHECKPOINTS, METRICS, PHASE, RECIPE
+from hybridflow.rundir.private import MODE, keep_private
 
 SETTING = "run_dir/name"
 LOCK = ".lock"
@@ -25,7 +26,14 @@ WEIGHTS = "weights"
 """Where an export of the actor lies while engines are compared with it."""
 
 
-def claim(directory: Path, *, in_place: bool = False, overwrite: bool = False, lock: TextIO | None = None) -> TextIO:
+def claim(
+    directory: Path,
+    *,
+    in_place: bool = False,
+    overwrite: bool = False,
+    private: bool = False,
+    lock: TextIO | None = None,
+) -> TextIO:
     """Make an empty directory of a run, and hold it until the returned file is closed.
 
     With `in_place` the run that is there goes on: only what its processes left behind is removed.
@@ -34,11 +42,14 @@ def claim(directory: Path, *, in_place: bool = False, overwrite: bool = False, l
         directory: of the run.
         in_place: whether what is there goes on.
         overwrite: move an earlier run's directory aside.
+        private: keep it, and all that this process creates from now on, to this user.
         lock: of `hold`, if the directory is held already.
 
     Raises:
         UserError: another process holds it, it cannot be made, or an earlier run has it and is not to be moved.
     """
+    if private:
+        keep_private()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = lock or hold(directory, SETTING)
@@ -58,6 +69,8 @@ def claim(directory: Path, *, in_place: bool = False, overwrite: bool = False, l
             lock = hold(directory, SETTING)
         elif len(list(directory.iterdir())) > 1:
             raise UserError(f"{SETTING}: {directory} holds files that are no run's; choose another name")
+        if private:
+            directory.chmod(MODE)
     except OSError as error:
         raise UserError(f"{SETTING}: cannot make {directory}: {error.strerror}") from None
     return lock

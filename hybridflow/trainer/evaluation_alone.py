@@ -87,7 +87,7 @@ def evaluate_alone(plan: EvaluationPlan) -> Evaluated:
 def _opened(plan: EvaluationPlan) -> Iterator[Run]:
     """The directory of the evaluation, held; with the weights of its checkpoint, as long as the block lasts."""
     recipe, directory = plan.recipe, plan.directory
-    lock = claim(directory)
+    lock = claim(directory, private=recipe.private)
     tell_directory(directory)
     exported = directory / _WEIGHTS
     with lock:

@@ -181,7 +181,7 @@ def prepare(recipe: Recipe) -> Run:
         )
     # With resume=auto a run that ended before its first checkpoint begins anew, as a launcher's restarts do.
     overwrite = recipe.overwrite or recipe.resume == "auto"
-    lock = claim(directory, in_place=in_place, overwrite=overwrite, lock=lock)
+    lock = claim(directory, in_place=in_place, overwrite=overwrite, private=recipe.private, lock=lock)
     forget_failures(directory)  # those of before it was resumed
     shutil.rmtree(directory / FLIGHT_RECORDER, ignore_errors=True)
     forget_heartbeats(directory / LOGS)

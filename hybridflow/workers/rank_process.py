@@ -22,6 +22,7 @@ from engine3d.startup.imports import quick_imports
 from engine3d.stores import KEY_VARIABLE, STORE_VARIABLE, StoreServer, keep_key, listen, serve
 from hybridflow.errors.rank_failure import Failure
 from hybridflow.metrics.timeline import Span
+from hybridflow.rundir.private import take_umask
 from hybridflow.workers.context import Answer, WorkerContext
 from hybridflow.workers.pulse import START, Pulse
 
@@ -37,6 +38,7 @@ class RankProcess:
         self._worker: Any = None
         self._store: StoreServer | None = None  # on rank 0
         os.environ.update(environment)
+        take_umask(os.environ)
         if (key := os.environ.pop(KEY_VARIABLE, None)) is not None:
             keep_key(key)
         self._importing = contextlib.ExitStack()

@@ -44,6 +44,7 @@ from hybridflow.cluster.processes.rank_look import RankPlace
 from hybridflow.cluster.runtime import ray_runtime
 from hybridflow.cluster.runtime.resource_pool import Bundle, ResourcePool
 from hybridflow.rundir.heartbeat import heartbeat_path
+from hybridflow.rundir.private import umask_environment
 from hybridflow.workers.call import Call
 from hybridflow.workers.context import WorkerContext
 from hybridflow.workers.device_turns import GIVE_BACK, TAKE_BACK, turns
@@ -215,7 +216,7 @@ class WorkerGroup(Caller):
         limits: dict[str, Any] = {"concurrency_groups": {BESIDE: threads}} if threads else {}
         actor_class: Any = ray.remote(num_cpus=0, max_restarts=0, **limits)(RankProcess)
         for rank, local_rank in enumerate(local_ranks):
-            variables = dict(environment) | self._environment(rank, local_rank)
+            variables = {**environment, **self._environment(rank, local_rank), **umask_environment()}
             options = actor_class.options(scheduling_strategy=self._bundles(rank)[0].strategy())
             ranks.actors.append(options.remote(self.role, rank, variables, ranks.log_path(rank)))
         files = {first: ray_runtime.store_file(f"{self.role}-{first}") for first in self._first_ranks()}

@@ -60,6 +60,18 @@ def all_gone(processes: list[psutil.Process]) -> bool:
     return not [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
+def test_ranks_of_a_private_run_write_for_their_user_alone(pools: dict[str, ResourcePool], tmp_path: Path) -> None:
+    """Also where their Ray was started before, as one that the run joins."""
+    before = os.umask(0o077)
+    try:
+        with WorkerGroup("critic", Arithmetic, pools["two"], Layout(tp=2), 3, log_dir=tmp_path / "new" / "logs"):
+            written = [tmp_path / "new", *(tmp_path / "new").rglob("*")]
+    finally:
+        os.umask(before)
+    assert len(written) > 3
+    assert {each.stat().st_mode & 0o777 for each in written} == {0o600, 0o700}
+
+
 def test_splits_over_dp_and_collects_one_rank_of_each_replica(group: WorkerGroup) -> None:
     assert group.multiply([1, 2, 3, 4, 5], offset=1).result() == [4, 7, 10, 13, 16]
     assert group.where([1, 2, 3, 4, 5]).result() == [(0, (1, 2)), (2, (3, 4, 5))]

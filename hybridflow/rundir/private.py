@@ -1,0 +1,29 @@
+"""Files that only their user may read: the umask of a run's processes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import MutableMapping
+from pathlib import Path
+
+MASK, MODE = 0o077, 0o700
+_VARIABLE = "HYBRIDFLOW_UMASK"
+
+
+def keep_private() -> None:
+    """Create files and directories for this user alone, here and in every process that is started from here."""
+    os.umask(MASK)
+
+
+def umask_environment() -> dict[str, str]:
+    """Variables by which a rank, on any host, gets the umask of this process."""
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"^Umask:\s*([0-7]+)$", status, re.MULTILINE)
+    return {_VARIABLE: found[1]} if found is not None else {}
+
+
+def take_umask(environment: MutableMapping[str, str]) -> None:
+    """Use the umask of `umask_environment`, and remove it from the variables."""
+    if (mask := environment.pop(_VARIABLE, None)) is not None:
+        os.umask(int(mask, 8))
