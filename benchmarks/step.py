@@ -159,7 +159,7 @@ def prompts(count: int, characters: int, *, seed: str, alphabet: str = "") -> li
 
 @dataclass(frozen=True)
 class Steps:
-    """What was measured of some steps, on average.
+    """Measurements of some steps: means over steps, and rates over their whole time.
 
     Args:
         seconds: of a whole step.
@@ -196,14 +196,18 @@ def measure(run: RunData, warm_up: int) -> Steps:
     overlap = _overlap(run.spans, bounds)
     phases["everything else"] = max(0.0, seconds - sum(phases.values()) + overlap)
     within = [sample for sample in run.samples if bounds and bounds[0][0] <= sample.time <= bounds[-1][1]]
-    used = (metrics.DEVICE_UTILISATION, metrics.DEVICE_POWER, metrics.DEVICE_MEMORY, metrics.DEVICE_ENERGY)
+    rates = (metrics.DEVICE_UTILISATION, metrics.DEVICE_POWER)
+    used = (*rates, metrics.DEVICE_MEMORY, metrics.DEVICE_ENERGY)
+    mfu = _over_time(run, metrics.TRAIN_MFU, warm_up, metrics.TRAIN_UPDATE_TIME)
     return Steps(
         seconds=seconds,
         phases=phases,
         overlap=overlap,
-        device_throughput=_mean(run, metrics.STEP_DEVICE_THROUGHPUT, warm_up),
-        mfu=_mean(run, metrics.TRAIN_MFU, warm_up) if run.series(metrics.TRAIN_MFU) else None,
-        devices={name: _mean(run, name, warm_up) for name in used if run.series(name)},
+        device_throughput=_over_time(run, metrics.STEP_DEVICE_THROUGHPUT, warm_up),
+        mfu=mfu if run.series(metrics.TRAIN_MFU) else None,
+        devices={
+            name: (_over_time if name in rates else _mean)(run, name, warm_up) for name in used if run.series(name)
+        },
         peak_bytes=_peaks(within, run.spans),
     )
 
@@ -215,6 +219,28 @@ def _mean(run: RunData, name: str, warm_up: int) -> float:
         return 0.0
     values = [value for step, value in zip(series.steps, series.values, strict=True) if step > warm_up]
     return fmean(values) if values else 0.0
+
+
+def _over_time(run: RunData, name: str, warm_up: int, time: str = metrics.TRAIN_STEP_TIME) -> float:
+    """A rate or share over all the time of the steps after the first, in which long steps count for more.
+
+    Args:
+        run: the run.
+        name: of the rate of each step.
+        warm_up: steps that are left out.
+        time: name of the time of each step that it is a rate of.
+    """
+    rates, times = run.series(name), run.series(time)
+    if rates is None or times is None:
+        return 0.0
+    seconds = dict(zip(times.steps, times.values, strict=True))
+    steps = [
+        (value, seconds[step])
+        for step, value in zip(rates.steps, rates.values, strict=True)
+        if step > warm_up and step in seconds
+    ]
+    whole = sum(time for _, time in steps)
+    return float(sum(value * time for value, time in steps) / whole) if whole else 0.0
 
 
 def _memory_seconds(spans: Iterable[Span], bounds: Sequence[tuple[float, float]]) -> dict[tuple[str, str], float]:

@@ -118,9 +118,13 @@ def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     seconds = sum(record[metrics.TRAIN_STEP_TIME] for record in records) / 1e3
     tokens = sum(record[metrics.ROLLOUT_RESPONSE_LENGTH] for record in records) * PROMPTS * SAMPLES
     figures = {"tokens_per_s": tokens / seconds, "step_s": seconds / len(records)}
-    if waits := [record[metrics.STREAM_WAIT_SHARE] for record in records if metrics.STREAM_WAIT_SHARE in record]:
-        figures["trainer_wait_share"] = statistics.mean(waits)
-        figures["engines_busy_share"] = statistics.mean(record[metrics.STREAM_BUSY] for record in records)
+    if all(metrics.STREAM_WAIT_SHARE in record for record in records):
+        times = [record[metrics.TRAIN_STEP_TIME] for record in records]  # a share of a long step counts for more
+        for figure, name in (
+            ("trainer_wait_share", metrics.STREAM_WAIT_SHARE),
+            ("engines_busy_share", metrics.STREAM_BUSY),
+        ):
+            figures[figure] = statistics.fmean([record[name] for record in records], times)
     return figures
 
 

@@ -141,8 +141,9 @@ def measured(records: Sequence[Mapping[str, Any]], responses: int) -> dict[str, 
         ("engines_busy_share", metrics.STREAM_BUSY),
         ("trainer_wait_share", metrics.STREAM_WAIT_SHARE),
     ):
-        if values := [record[name] for record in records if name in record]:
-            figures[figure] = statistics.mean(values)
+        if steps := [record for record in records if name in record]:
+            times = [record[metrics.TRAIN_STEP_TIME] for record in steps]  # a share of a long step counts for more
+            figures[figure] = statistics.fmean([record[name] for record in steps], times)
     return figures
 
 

@@ -74,6 +74,25 @@ def test_phases_add_up_to_the_step_and_leave_the_first_out() -> None:
     assert step.lines(steps)[-1].split() == ["step", "10.000", "s", "100.0%"]
 
 
+def test_rates_are_over_the_time_of_all_steps() -> None:
+    """Tokens in the seconds of all steps, where a mean of the steps' rates would be 30."""
+    run = _run()
+    figures = run.phases["train"].series
+    steps = np.array([1.0, 2.0, 3.0])
+    changed = {
+        "train/step_time_ms": Series(steps, np.array([1e5, 10_000, 30_000])),
+        "step/device_tokens_per_sec": Series(steps, np.array([1.0, 50.0, 10.0])),
+        "train/update_time_ms": Series(steps, np.array([1e5, 1_000, 3_000])),
+        "train/mfu": Series(steps, np.array([0.1, 0.4, 0.2])),
+        "device/power_mean_w": Series(steps, np.array([1.0, 400.0, 600.0])),
+        "device/energy_j": Series(steps, np.array([1.0, 4000.0, 18000.0])),
+    }
+    found = step.measure(replace(run, phases={"train": Phase(3, {**figures, **changed})}), 1)
+    assert found.device_throughput == (50 * 10 + 10 * 30) / 40
+    assert found.mfu == pytest.approx((0.4 * 1 + 0.2 * 3) / 4)
+    assert found.devices == {"device/power_mean_w": 550.0, "device/energy_j": 11000.0}
+
+
 def test_rollout_during_training_counts_once() -> None:
     run = _run()
     ahead = [Span("rollout", rank, "generate", 108.5 + rank, 112.0) for rank in (0, 1)]  # training ends at 109

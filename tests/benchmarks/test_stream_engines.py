@@ -26,6 +26,9 @@ def test_tokens_are_those_of_the_steps_that_are_measured() -> None:
     shares = {"stream/trainer_wait_share": 0.25, "stream/engines_busy_share": 0.75}
     figures = measured([records[0] | shares])
     assert (figures["trainer_wait_share"], figures["engines_busy_share"]) == (0.25, 0.75)
+    idle = {"stream/trainer_wait_share": 0.5, "stream/engines_busy_share": 0.25}
+    figures = measured([records[0] | shares, records[1] | idle])  # a quarter of the time, and three quarters
+    assert (figures["trainer_wait_share"], figures["engines_busy_share"]) == (0.4375, 0.375)
 
 
 def test_ratios_are_to_the_batch_call_of_the_same_turn() -> None:
