@@ -105,6 +105,11 @@ def _lines(setting: Described) -> Iterator[str]:
 
 
 def _wrapped(text: str) -> list[str]:
-    plain = text.replace("`", "")
-    indent = {"initial_indent": _INDENT, "subsequent_indent": _INDENT}
-    return textwrap.wrap(plain, _WIDTH, break_long_words=False, break_on_hyphens=False, **indent)
+    return textwrap.wrap(
+        text.replace("`", ""),
+        _WIDTH,
+        initial_indent=_INDENT,
+        subsequent_indent=_INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

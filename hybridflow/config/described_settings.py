@@ -122,12 +122,13 @@ def _algorithm_settings() -> Iterator[Described]:
             users.setdefault(name, []).append(algorithm)
     shared = load(DEFAULT).settings.model_fields
     for name, algorithms in users.items():
-        path, model, only = f"algorithm.{name}", AlgorithmSettings, ""
+        path, only = f"algorithm.{name}", ""
+        model: type[BaseModel] = AlgorithmSettings
         if name in AlgorithmSettings.model_fields:
             field = shared[name] if model_of(shared[name].annotation) else model.model_fields[name]
         else:
-            bases = reversed(load(algorithms[-1]).settings.__mro__)
-            model = next(base for base in bases if name in getattr(base, "model_fields", ()))  # which says what it is
+            bases = (base for base in reversed(load(algorithms[-1]).settings.__mro__) if issubclass(base, BaseModel))
+            model = next(base for base in bases if name in base.model_fields)  # which says what it is
             field, only = model.model_fields[name], f" Only with {' or '.join(algorithms)}."
         for each in _setting_or_group(path, model, name, field, None):
             yield replace(each, meaning=each.meaning + only)

@@ -47,13 +47,17 @@ def assumed_nodes(recipes: Sequence[Recipe]) -> list[Node] | None:
     Nodes of `_NODE_GPUS`, or one with fewer if that is enough; one for each role that a launcher would give nodes to.
 
     Returns:
-        None where this machine has GPUs, the recipes need none, or they are for a cluster that is there.
+        None where this machine has GPUs, the recipes need none, a device map is wrong, which the check reports, or
+        they are for a cluster that is there.
     """
     if platform.gpus or any(recipe.placement.cluster is not None for recipe in recipes):
         return None
     texts = [text for each in recipes for text in (*each.device_maps.values(), *each.placement.pools.values())]
     pools = {name for each in recipes for name in each.placement.pools}
-    maps = [DeviceMap.parse(text) for text in texts if text not in pools]
+    try:
+        maps = [DeviceMap.parse(text) for text in texts if text not in pools]
+    except UserError:
+        return None
     roles = [role for role in ROLES if any(each.role == role for each in maps)]
     gpus = max((index + 1 for each in maps if each.kind == "cuda" for index in each.indices), default=0)
     named = max((index + 1 for each in maps if each.kind == "node" for index in each.indices), default=0)
