@@ -269,7 +269,7 @@ def test_a_reward_function_that_cannot_be_imported(capsys: pytest.CaptureFixture
 
 
 def test_all_errors_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    code, lines = check(capsys, DEMO, "placement.rollout=cuda:9999", "rollout.sampling.max_new_tokens=64")
+    code, lines = check(capsys, DEMO, "placement.rollout=cuda:3-0", "rollout.sampling.max_new_tokens=64")
     assert (code, len(lines)) == (2, 2)
 
 
