@@ -9,15 +9,15 @@ from pathlib import Path
 from hybridflow.config.known_imports import COMMANDS, OPTIONS
 from hybridflow.config.known_names import RECIPE_NAMES
 
-_RECIPE = ("--config", "--recipe")
+_RECIPE = ("--config", "--recipe", "@")
 _SETTINGS = {"--resume": "resume=auto", "--overwrite": "overwrite=true"}
 
 
 def as_settings(words: Sequence[str]) -> list[str]:
     """The words with the recipe first and settings in place of these options.
 
-    `--config FILE` is FILE, `--resume` is resume=auto, `--resume DIRECTORY` is resume=DIRECTORY, `--overwrite` is
-    overwrite=true. All other words stay as they are.
+    `--config FILE` and `@ FILE` are FILE, `--resume` is resume=auto, `--resume DIRECTORY` is resume=DIRECTORY,
+    `--overwrite` is overwrite=true. All other words stay as they are.
     """
     recipe: list[str] = []
     others: list[str] = []

@@ -174,6 +174,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
     """
     if not path.exists():
         raise SettingsError([f"{path}: no such file; a recipe is a YAML file such as launch/recipes/demo.yaml"])
+    if path.suffix == ".toml":
+        raise SettingsError([f"{path}: a TOML file, expected a recipe in YAML, such as `hybridflow init` writes"])
     try:
         data, places = read_yaml_file(path)
     except UserError as error:

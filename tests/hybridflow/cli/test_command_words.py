@@ -15,6 +15,7 @@ from hybridflow.cli.command_words import as_settings
         (["a.yaml", "seed=1", "--actor", "one"], ["a.yaml", "seed=1", "--actor", "one"]),
         (["--config", "a.yaml", "seed=1"], ["a.yaml", "seed=1"]),
         (["seed=1", "--config=a.yaml"], ["a.yaml", "seed=1"]),
+        (["@", "a.yaml", "seed=1"], ["a.yaml", "seed=1"]),
         (["a.yaml", "--resume", "seed=1"], ["a.yaml", "resume=auto", "seed=1"]),
         (["--resume", "a.yaml"], ["resume=auto", "a.yaml"]),
         (["a.yaml", "--resume=b"], ["a.yaml", "resume=b"]),

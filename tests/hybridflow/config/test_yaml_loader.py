@@ -108,6 +108,12 @@ def test_overrides_apply_in_order_and_make_groups(recipe: Path) -> None:
     assert settings.extra == Role(devices="x=y")
 
 
+def test_a_file_of_another_language_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "rl.toml").write_text("max_steps = 10\n[model]\nname = 'x'\n")
+    with pytest.raises(SettingsError, match=r"rl\.toml: a TOML file, expected a recipe in YAML"):
+        load_settings(Example, tmp_path / "rl.toml")
+
+
 def test_settings_survive_being_written(recipe: Path, tmp_path: Path) -> None:
     settings = load_settings(Example, recipe, ["optimizer.lr=1e-6"])
     (tmp_path / "again.yaml").write_text(settings_yaml(settings))
