@@ -94,4 +94,4 @@ class _Finder(MetaPathFinder):
         return importlib.util.spec_from_file_location(fullname, file)
 
 
-sys.meta_path.append(_Finder())
+sys.meta_path.insert(0, _Finder())  # before one that refuses unknown modules of this package
