@@ -149,6 +149,7 @@ class _Prompt:
     number: int
     row: Row
     text: str
+    is_raw: bool
     tokens: list[int]
 
 
@@ -230,13 +231,13 @@ class _Writer:
             source.check(row, place)
             self._columns |= dict.fromkeys(row)
             self._with_tools[-1] += source.has_tools(row, place)
-            taken.append(_Prompt(number, row, source.text(row, place), []))
+            taken.append(_Prompt(number, row, source.text(row, place), source.is_raw(row), []))
         return taken
 
     def _encode(self, source: OpenSource, prompts: Sequence[_Prompt]) -> None:
         """Encode texts; those of a template have the special tokens that it wrote, and no others."""
         for raw in (False, True):
-            some = [each for each in prompts if source.is_raw(each.row) is raw]
+            some = [each for each in prompts if each.is_raw is raw]
             if not some:
                 continue
             texts = [each.text for each in some]
@@ -267,9 +268,8 @@ class _Writer:
                 raise UserError(f"{source.rows.place(each.number)}: the prompt has no tokens, expected at least one")
             self._answers[-1].add(each.number, source.answer(each.row))
             kept.append(each)
-            is_text = source.is_raw(each.row)
-            kinds = itertools.chain(source.remarks(each.row), of_prompt(self._tokenizer, each.tokens, is_text=is_text))
-            self._remarks[-1].add(each.number, kinds)
+            of_tokens = of_prompt(self._tokenizer, each.tokens, is_text=each.is_raw)
+            self._remarks[-1].add(each.number, itertools.chain(source.remarks(each.row), of_tokens))
         lengths = np.array([len(each.tokens) for each in kept], dtype=np.int64)
         ends = self._tokens + np.cumsum(lengths)
         self._files[TOKENS].write(np.array([token for each in kept for token in each.tokens], dtype=np.int32).tobytes())
@@ -285,7 +285,7 @@ class _Writer:
                 f"{place}: the prompt has {len(prompt.tokens):,} tokens, expected at most {self._fit.most:,}; or "
                 "data.overlong_prompts=drop, cut_left, cut_right or cut_middle"
             )
-        if source.is_raw(prompt.row):
+        if prompt.is_raw:
             return cut(self._tokenizer, prompt.text, prompt.tokens, self._fit.most, self._fit.policy)
         messages = source.messages(prompt.row)
         tools = source.tools(prompt.row, place)

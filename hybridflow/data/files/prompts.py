@@ -122,7 +122,7 @@ class OpenSource:
     def has_tools(self, row: Row, place: str) -> bool:
         """True if the prompt of a row describes tools."""
         tools = self.tools(row, place)
-        return not self.is_raw(row) and bool(self.template.config.tools if tools is None else tools)
+        return bool(self.template.config.tools if tools is None else tools) and not self.is_raw(row)
 
     def remarks(self, row: Row) -> Iterator[str]:
         """The kinds of remarks on a row, without those on its tokens."""
@@ -146,7 +146,7 @@ class OpenSource:
                 f"{place}: column {self.settings.prompt!r} is {shortened(repr(prompt), 60)}, expected a text or a list "
                 "of messages, not empty"
             )
-        if self.is_raw(row) and self.tools(row, place):
+        if self.tools(row, place) and self.is_raw(row):
             raise UserError(
                 f"{place}: column {self.settings.tools!r} has tools, and the prompt is a text, to which no template is "
                 "applied; expected messages, or data.files.chat.texts=user"
