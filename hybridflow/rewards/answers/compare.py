@@ -207,7 +207,11 @@ def _choice(one: Choice, other: Value, digits: int) -> bool:
 
 def _named(one: Named, other: Value, digits: int) -> bool:
     if isinstance(other, Named):
-        names = {each for each in (one.name, other.name) if each is not None and each.is_Symbol and len(str(each)) == 1}
+        names = {each for each in (one.name, other.name) if each is not None and each.is_Symbol}
+        if (
+            len(names) == 2 and _is_name(one.name, other.values) and _is_name(other.name, one.values)
+        ):  # AB = CD, CD = AB
+            return True
         if len(names) < 2 and equal(one.values, other.values, digits):
             return True
         return bool(one.relation and other.relation) and _relation(one.relation, other.relation, digits)  # type: ignore[arg-type]
@@ -216,6 +220,10 @@ def _named(one: Named, other: Value, digits: int) -> bool:
     if isinstance(other, Region) and None not in (one.name, other.variable) and one.name != other.variable:
         return False
     return equal(one.values, (other,), digits)
+
+
+def _is_name(name: Expr | None, values: Readings) -> bool:
+    return any(isinstance(each, Word) and each.text == str(name).casefold() for each in values)
 
 
 def _relation(one: Relation, other: Value, digits: int) -> bool:
@@ -253,7 +261,9 @@ def _roots(relation: Relation) -> Items | None:
     symbols = relation.difference.value.free_symbols
     if relation.sign != "=" or len(symbols) != 1:
         return None
-    found = sympy.solve(relation.difference.value, symbols.pop())
+    symbol = symbols.pop()
+    real = sympy.Dummy("x", real=True) if relation.difference.value.has(sympy.Abs) else symbol
+    found = sympy.solve(relation.difference.value.subs(symbol, real), real)
     return Items("{}", tuple((Formula(each, relation.difference.exact),) for each in found)) if found else None
 
 

@@ -46,7 +46,7 @@ _OPERATORS = (
     names("implies to mapsto"),
     names("lor oplus"),
     names("land"),
-    names("parallel perp cong sim subset subseteq supset supseteq nmid simeq propto nparallel"),
+    names("parallel perp cong sim subset subseteq supset supseteq mid nmid simeq propto nparallel"),
     names("setminus circ otimes"),
     names("cup"),
     names("cap"),
@@ -204,7 +204,7 @@ class _Parser:
             )
         if token.kind == "number":
             return self._parts[self._at - 1].text == "!"  # 3!7!
-        return token.kind == "text" or token.text.startswith(r"\begin")
+        return token.text.startswith(r"\begin")
 
     def _power(self) -> Expr:
         base = self._postfix(self._primary())
@@ -267,6 +267,8 @@ class _Parser:
         if token.kind == "letter":
             return self._primary() if token.text == "m" and self._is(r"\angle") else self._letter(token.text)
         if token.kind == "text":
+            if not token.text.isalpha():
+                raise UnreadableError(f"{token.text!r} within a formula")
             return self._symbol(token.text)
         if token.kind == "environment":
             self._at -= 1
@@ -350,7 +352,10 @@ class _Parser:
             root = Integer(2)
             if self._is("["):
                 root = self._bracketed()
-            return power(self._bracketed() if self._is("(") else self._argument(), 1 / root)
+            radicand = self._bracketed() if self._is("(") else self._argument()
+            if root.is_odd and radicand.is_negative:
+                return -power(-radicand, 1 / root)
+            return power(radicand, 1 / root)
         if name in _FUNCTIONS:
             return self._function(name)
         if name in _SEVERAL:

@@ -38,6 +38,11 @@ def related(parts: Tokens, read: Read) -> Readings | None:
     sides, signs = split(parts, SIGNS)
     if not signs:
         return None
+    if not sides[0] and signs[0] in ("=", r"\approx"):  # = 5
+        return read(parts[1:])
+    if signs == [r"\ne"] and (marks := [each for each in parts if each.text == r"\pm"]):  # x \ne \pm 1
+        both = [tuple(Token("symbol", mark) if each in marks else each for each in parts) for mark in "+-"]
+        return read((*both[0], Token("symbol", ","), *both[1]))
     if set(signs) <= {"=", r"\approx"}:
         return (_equation(sides, signs, read),)
     if len(signs) == 1 and signs[0] in (r"\in", r"\notin"):
@@ -74,7 +79,9 @@ def _equation(sides: list[Tokens], signs: list[str], read: Read) -> Value:
         relation = None
         if isinstance(one, Formula) and isinstance(name, Symbol) and not isinstance(one.value, sympy.MatrixBase):
             relation = Relation("=", Formula(name - one.value, one.exact))
-        return Named(name if isinstance(name, sympy.Basic) else None, value, relation)
+        if isinstance(name, str):  # of a segment, and not of what the question asks for, such as Area
+            name = Symbol(name) if name.isupper() else None
+        return Named(name, value, relation)  # type: ignore[arg-type]
     first, last = values[0][0], value[0]
     if (
         isinstance(first, Formula)

@@ -108,6 +108,7 @@ _TOKEN = re.compile(
     rf"|(?<![A-Za-z])(?P<plain>{'|'.join(PLAIN)})(?![A-Za-z])"
     rf"|(?<![A-Za-z])(?P<joining>{'|'.join(_JOINING)})(?![A-Za-z])"
     r"|(?P<symbol>\\\\|\\[{}|%$&#_]|<=|>=|!=|\.\.\.+|:=|\*\*|\|\||[-+*/^_=<>!'|(){}\[\],;:&%.$#\"?@€£¥₹])"
+    r"|(?<![A-Za-z])(?P<run>(?![a-d]+(?![A-Za-z]))(?=[A-Za-z]*[aeiouAEIOU])(?=[A-Za-z]*[a-z])[A-Za-z]{4,})"
     r"|(?P<letter>[A-Za-z])"
     r"|(?P<word>[^\W\d_A-Za-z]+)"
 )
@@ -209,7 +210,7 @@ def _token(match: re.Match[str], spaced: bool) -> Token:
         return Token("symbol" if text in ("%", "$") else "text", text, spaced)
     if kind in ("command", "plain"):
         return _command(text, spaced)
-    if kind in ("joining", "word"):
+    if kind in ("joining", "word", "run"):  # a run of letters that is a word, and no product of variables
         return Token("text", text, spaced)
     if kind == "environment":
         return Token("environment", re.sub(r"\s|(?<=\})[\[{].*$", "", text), spaced)

@@ -25,7 +25,7 @@ _MONTH_FIRST = re.compile(r"([A-Za-z]{3,9})\.? (\d{1,2})(?:st|nd|rd|th)?(?:,? (\
 _DAY_FIRST = re.compile(r"(\d{1,2})(?:st|nd|rd|th)? (?:of )?([A-Za-z]{3,9})\.?(?:,? (\d{4}))?")
 _CLOCK = re.compile(r"(\d{1,2}):(\d\d)(?::(\d\d))? ?(?:([ap])\.? ?m\.?)?", re.IGNORECASE)
 _HOUR = re.compile(r"(\d{1,2}) ?([ap])\.? ?m\.?", re.IGNORECASE)
-_LETTER = re.compile(r"\(?([A-J])\)?[.:)]?|\(([a-h])\)|([a-d])\)")
+_LETTER = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer):? )?(?:\(?([A-J])\)?[.:)]?|\(([a-h])\)|([a-d])\))")
 _LABELLED = re.compile(r"(?:\(([A-J])\)|([A-J])[.:)])\s*(?![-+*/^_=<>!,;'|)\]}])(\S.*)")
 _ORDINAL = re.compile(r"(\d+) ?\^?\{? ?(?:st|nd|rd|th) ?\}?")
 _CODE = re.compile(r"(?!Rs)[A-Za-z]{1,3}\d+|#\d+|\d+[A-Z]")
