@@ -32,6 +32,11 @@ def visible(text: str) -> str:
     return text.translate(_VISIBLE)
 
 
+def one_line(text: str) -> str:
+    """Text with each control character as `\\x..`, tab and line end included."""
+    return visible(text).replace("\n", "\\x0a").replace("\t", "\\x09")
+
+
 def shortened(text: str, most: int = 60) -> str:
     """Text as it stands in a message: its beginning, where there is more of it than `most` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."

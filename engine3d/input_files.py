@@ -244,3 +244,8 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     """A HuggingFace model's config.json; of one with several parts, the text's fields among the others."""
     config = read_json_object(directory / "config.json")
     return {**config, **config.get("text_config", {})}
+
+
+def is_file_name(name: str) -> bool:
+    """True if a name that somebody else wrote is that of a file in a directory, and leads nowhere else."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name

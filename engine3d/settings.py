@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import typing
 from collections.abc import Mapping
 from pathlib import Path, PurePath
@@ -22,7 +23,20 @@ MOST_SAMPLES = 1 << 20
 MOST_RANKS = 1 << 17
 _LARGEST_INTEGER = 1 << 53
 
-AbsolutePath = Annotated[Path, AfterValidator(Path.absolute)]
+_LONGEST_PATH, _LONGEST_NAME = 4000, 255
+"""Bytes that Linux takes for a path, less some for the files of a run below it, and for a name in it."""
+
+
+def _absolute(path: Path) -> Path:
+    absolute = path.absolute()
+    if (size := len(os.fsencode(absolute))) > _LONGEST_PATH:
+        raise ValueError(f"a path of {size:,} bytes, expected at most {_LONGEST_PATH:,}")
+    if (size := max(len(os.fsencode(part)) for part in absolute.parts)) > _LONGEST_NAME:
+        raise ValueError(f"a path with a name of {size:,} bytes, expected at most {_LONGEST_NAME}")
+    return absolute
+
+
+AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 """A path that is absolute once it is read: settings that are written mean the same wherever they are read again."""
 
 

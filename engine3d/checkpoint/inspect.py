@@ -10,7 +10,7 @@ from typing import Any
 
 from engine3d.checkpoint.manifest import FileEntry, Manifest, RoleFacts, read_manifest, visible_damage
 from engine3d.checkpoint.metadata import read_metadata
-from engine3d.errors import UserError
+from engine3d.errors import UserError, one_line
 from engine3d.input_files import MOST_LIST_BYTES, FileError, read_json_object
 
 DRIVER = "driver.json"
@@ -50,7 +50,7 @@ def inspect_checkpoint(directory: Path) -> str:
     if manifest.software:
         lines.append("software: " + ", ".join(f"{name} {version}" for name, version in manifest.software.items()))
     lines += [f"not whole: {line}" for line in _absent(directory, manifest.files)]
-    return "\n".join(lines)
+    return "\n".join(one_line(line) for line in lines)  # of a manifest, which others may have written
 
 
 def amount(nbytes: int) -> str:

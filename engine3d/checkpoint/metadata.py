@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine3d.checkpoint.manifest import Hash, Manifest
 from engine3d.errors import UserError
-from engine3d.input_files import FileError, read_bytes
-from engine3d.models.safetensors_files import is_file_name
+from engine3d.input_files import FileError, is_file_name, read_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

@@ -23,7 +23,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine3d.errors import UserError, shortened
-from engine3d.input_files import MOST_LIST_BYTES, check_regular, open_regular, parse_json, read_json_object
+from engine3d.input_files import (
+    MOST_LIST_BYTES,
+    check_regular,
+    is_file_name,
+    open_regular,
+    parse_json,
+    read_json_object,
+)
 from engine3d.models.other_files import other_weights
 from engine3d.models.rules import Box
 
@@ -81,11 +88,6 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             return tensors
     except SafetensorError as error:
         raise UserError(f"{path}: damaged: safetensors cannot read it: {' '.join(str(error).split())}") from None
-
-
-def is_file_name(name: str) -> bool:
-    """Whether a name that somebody else wrote is that of a file in a directory, and leads nowhere else."""
-    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 class TensorFiles:

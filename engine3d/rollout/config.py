@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from engine3d.rollout.scheduler.cascade_attention import MOST_REQUESTS
 from engine3d.rollout.server_arguments import check_attention_backend, check_server_arguments
 from engine3d.settings import LONGEST_S, MOST_RANKS, MOST_TOKENS, Settings
 
@@ -15,6 +14,9 @@ Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
 
 LEAST_TEMPERATURE = 1e-6
 """SGLang samples with none below, and its log-probs are then of temperature 1."""
+
+MOST_REQUESTS = 1024
+"""In flight in a group of ranks with `cascade_attention`: each is compared with all others."""
 
 _OTHER_GRAPHS = "cuda_graph_max_bs_decode"
 """Of SGLang's arguments, the one that says other batch sizes for CUDA graphs than the platform's."""

@@ -9,20 +9,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from engine3d.checkpoint.inspect import DRIVER
 from engine3d.errors import UserError
 from engine3d.input_files import MOST_LIST_BYTES, read_json_object
-from hybridflow.config.evaluation import PlannedSet
-from hybridflow.config.judge_identity import asked_judge_identity
-from hybridflow.config.roles import JudgeModel, ScoringModel
-from hybridflow.config.run import BestConfig
-from hybridflow.data.prompts import Prompts
 from hybridflow.metrics import names as metrics
 from hybridflow.rundir.atomic_files import replace_file
+
+if TYPE_CHECKING:
+    from hybridflow.config.evaluation import PlannedSet
+    from hybridflow.config.roles import JudgeModel, ScoringModel
+    from hybridflow.config.run import BestConfig
+    from hybridflow.data.prompts import Prompts
 
 RESULTS = "evaluation.json"
 """What was measured of a checkpoint's step once the checkpoint was whole: `last_of_sets` and `best` of driver.json."""
@@ -79,6 +80,8 @@ def set_identity(
         model: that scores the responses of a set without functions.
         judge: that functions of the set ask, if they do.
     """
+    from hybridflow.config.judge_identity import asked_judge_identity  # imports torch
+
     rewards: list[Any] = []
     if planned.reward is not None:
         functions = planned.reward.functions

@@ -12,7 +12,7 @@ from pathlib import Path
 from engine3d.checkpoint.inspect import amount, inspect_checkpoint
 from engine3d.checkpoint.manifest import MANIFEST, Skipped, find_checkpoints, read_manifest
 from engine3d.checkpoint.verify import Damage, verify_checkpoint
-from engine3d.errors import UserError, shortened
+from engine3d.errors import UserError, one_line, shortened
 from hybridflow.rundir.file_names import CHECKPOINTS
 
 _TENSORS_NAMED = 3
@@ -114,7 +114,7 @@ def _verify(checkpoint: Path) -> int:
 
         lines = list(contradictions_of_run(checkpoint))
     for line in lines:
-        print(f"hybridflow: checkpoint {checkpoint}: {line}", file=sys.stderr)
+        print(one_line(f"hybridflow: checkpoint {checkpoint}: {line}"), file=sys.stderr)
     if lines:
         return 1
     seconds = time.perf_counter() - started
@@ -139,7 +139,7 @@ def _listed(path: Path) -> list[str]:
         metric = kept_setting(manifest.recipe, "checkpoint.keep_best.metric")
         if isinstance(metric, str) and (value := value_of(directory, metric)) is not None:
             line += f"  {metric} {value:.4g}"
-        lines.append(line + ("  best" if best is not None and best.step == manifest.step else ""))
+        lines.append(one_line(line) + ("  best" if best is not None and best.step == manifest.step else ""))
     return lines
 
 

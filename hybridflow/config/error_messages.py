@@ -39,6 +39,10 @@ _EXPECTED = {
     "none": "null",
 }
 
+_PATTERNS = {
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "letters, digits, '.', '_' and '-', the first a letter or a digit",
+}
+
 
 def describe_errors(
     settings: type[BaseModel],
@@ -98,6 +102,12 @@ def _expected(settings: type[BaseModel], key: Key, detail: ErrorDetails) -> str:
             return f"less than {context['lt']}"
         case "less_than_equal":
             return f"at most {context['le']}"
+        case "string_pattern_mismatch":
+            return _PATTERNS.get(context["pattern"]) or f"text that matches {context['pattern']}"
+        case "string_too_long":
+            return f"at most {context['max_length']:,} characters"
+        case "string_too_short":
+            return f"at least {context['min_length']:,} character{'s' if context['min_length'] > 1 else ''}"
         case "model_type" | "model_attributes_type" | "dataclass_type":
             keys = _keys_at(settings, key)
             if isinstance(detail["input"], str) and "name" in keys:

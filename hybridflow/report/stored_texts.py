@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine3d.errors import UserError
+from engine3d.input_files import MOST_LIST_BYTES, check_regular, read_json_object
 from hybridflow.rundir.file_names import EXPORT
 from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe
 from hybridflow.rundir.stored_samples import Place, StoredSample, Wanted, newest_first, store_of
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+_MOST_BYTES = 512 << 20
 _STEPS = 3
 _OF_A_STEP = 16
+_PLAIN = ("PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast", "TokenizersBackend")
+"""Classes of transformers that decode by tokenizer.json alone."""
 _INITIAL = "initial"
 """In a run's directory: the model that its recipe has made."""
 
@@ -40,7 +45,7 @@ class TextOf:
         reason: why there is none.
     """
 
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: PreTrainedTokenizerBase | Tokenizer | None
     reason: str = ""
 
     @classmethod
@@ -50,15 +55,13 @@ class TextOf:
         Raises:
             UserError: the recipe of the run cannot be read.
         """
-        from hybridflow.data.tokenizer import load_tokenizer  # takes seconds
-
         named = kept_setting(read_kept_recipe(run), "model.path")
         places = [run / _INITIAL, *([Path(named)] if isinstance(named, str) else []), run / EXPORT]
         place = next((each for each in places if (each / "tokenizer_config.json").exists()), None)
         if place is None:
             return cls(None, f"no tokenizer in {' or '.join(map(str, places))}")
         try:
-            return cls(load_tokenizer(place))
+            return cls(_backend(place) or _complete_tokenizer(place))
         except UserError as error:
             return cls(None, str(error))
 
@@ -66,7 +69,32 @@ class TextOf:
         """The text of some tokens, special ones included."""
         if self.tokenizer is None:
             return " ".join(map(str, tokens))
-        return str(self.tokenizer.decode(list(tokens)))
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+def _backend(directory: Path) -> Tokenizer | None:
+    """The tokenizer of tokenizer.json; None where transformers decodes by more than that file."""
+    from tokenizers import Tokenizer
+
+    path = directory / "tokenizer.json"
+    try:
+        described = read_json_object(directory / "tokenizer_config.json", MOST_LIST_BYTES)
+        check_regular(path, _MOST_BYTES)
+        backend = Tokenizer.from_file(str(path))
+    except Exception:  # tokenizers raises whatever its parser comes upon; transformers gives the reason
+        return None
+    added = described.get("added_tokens_decoder")
+    is_complete = not isinstance(added, dict) or all(
+        index.isascii() and index.isdigit() and backend.id_to_token(int(index)) is not None for index in added
+    )
+    is_plain = described.get("tokenizer_class") in _PLAIN and "auto_map" not in described
+    return backend if is_plain and is_complete and not described.get("clean_up_tokenization_spaces") else None
+
+
+def _complete_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    from hybridflow.data.tokenizer import load_tokenizer  # takes seconds
+
+    return load_tokenizer(directory)
 
 
 def read_stored(run: Path) -> list[StoredText]:

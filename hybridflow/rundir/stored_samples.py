@@ -165,7 +165,9 @@ class StepFile:
     def _rows(self, number: int, names: Sequence[str], rows: Sequence[int] | None = None) -> list[dict[str, Any]]:
         def read() -> list[dict[str, Any]]:
             table = self._file.read_row_group(number, list(names))
-            found: list[dict[str, Any]] = (table if rows is None else table.take(rows)).to_pylist()
+            if rows is not None:  # by slices: `take` imports pandas for a second
+                table = pa.concat_tables(table.slice(row, 1) for row in rows)
+            found: list[dict[str, Any]] = table.to_pylist()
             return found
 
         found: list[dict[str, Any]] = self._try(read)

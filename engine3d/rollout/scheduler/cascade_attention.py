@@ -17,8 +17,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from engine3d.platform.cuda.cascade_kernels import SharedPages
 
-MOST_REQUESTS = 1024
-"""That a group of ranks generates at the same time: each is compared with all others."""
 _TILE_ROWS = 64
 """Of queries, in a tile of FlashAttention-3 that has few of them."""
 

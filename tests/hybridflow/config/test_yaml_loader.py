@@ -9,7 +9,7 @@ import pytest
 from pydantic import Field, model_validator
 
 from engine3d.layout import Layout
-from engine3d.settings import Settings
+from engine3d.settings import AbsolutePath, Settings
 from hybridflow.config.yaml_loader import SettingsError, load_settings, settings_yaml
 
 
@@ -53,6 +53,29 @@ def errors(path: Path, *overrides: str) -> tuple[str, ...]:
         load_settings(Example, path, overrides)
     assert all("\n" not in line for line in caught.value.lines)
     return caught.value.lines
+
+
+class Named(Settings):
+    name: str = Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    place: AbsolutePath = Path("runs")
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("name=a/b", "name = 'a/b': expected letters, digits, '.', '_' and '-', the first a letter or a digit"),
+        (f"name={'a' * 300}", f"name = '{'a' * 56}...: expected at most 200 characters"),
+        ("name=''", "name = '': expected at least 1 character"),
+        (f"place=/tmp/{'a/' * 2500}", "place: a path of 5,004 bytes, expected at most 4,000"),
+        (f"place=/tmp/{'é' * 150}", "place: a path with a name of 300 bytes, expected at most 255"),
+    ],
+)
+def test_names_and_paths_that_no_directory_can_have(tmp_path: Path, override: str, line: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("name: run")
+    with pytest.raises(SettingsError) as caught:
+        load_settings(Named, path, [override])
+    assert len(caught.value.lines) == 1 and caught.value.lines[0].endswith(f": {line}"), caught.value.lines
 
 
 def errors_in(path: Path, text: str) -> tuple[str, ...]:

@@ -1,0 +1,82 @@
+"""Commands that only read files, and which libraries they import for that."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.report.stored_texts import TextOf
+from tests.support.small_checkpoints import make_checkpoint
+from tests.support.stored_samples import make_run
+
+HEAVY = ("matplotlib", "megatron", "pandas", "ray", "sglang", "sympy", "torch", "transformers")
+_RUN = """
+import contextlib, io, json, sys
+from hybridflow.cli.main import main
+output = io.StringIO()
+try:
+    with contextlib.redirect_stdout(output):
+        code = main(sys.argv[1:])
+except SystemExit as error:
+    code = error.code
+print(json.dumps([code, sorted(name for name in {heavy!r} if name in sys.modules), output.getvalue()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a small run, with samples and the tokenizer of its model."""
+    run = make_run(tmp_path_factory.mktemp("run"))
+    make_checkpoint(run / "checkpoints")
+    (run / "logs").mkdir(exist_ok=True)
+    (run / "logs" / "actor-0.log").write_text("a line\n")
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    return run
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--help",
+        "samples RUN",
+        "status RUN",
+        "logs RUN",
+        "checkpoint list RUN",
+        "check --help",
+        "checkpoint verify --help",
+        "report --help",
+        "launch slurm --help",
+    ],
+)
+def test_a_command_that_reads_files_imports_no_library_of_models(words: str, run: Path) -> None:
+    arguments = [str(run) if word == "RUN" else word for word in words.split()]
+    command = [sys.executable, "-c", _RUN.format(heavy=HEAVY), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"}, check=True)
+    code, imported, output = json.loads(done.stdout.splitlines()[-1])
+    assert (code or 0, imported) == (0, []), done.stderr
+    assert output
+
+
+def test_samples_are_decoded_without_transformers_as_with_it(run: Path) -> None:
+    text_of, complete = TextOf.of_run(run), load_tokenizer(run / "initial")
+    assert type(text_of.tokenizer).__module__.partition(".")[0] == "tokenizers"
+    for text in ("<bos>12+3=15<eos><pad>", "", "a b  c\nd"):
+        tokens = complete(text, add_special_tokens=False)["input_ids"]
+        assert text_of(tokens) == complete.decode(tokens) == text
+
+
+@pytest.mark.parametrize("setting", [{"tokenizer_class": "LlamaTokenizer"}, {"clean_up_tokenization_spaces": True}])
+def test_a_tokenizer_that_decodes_in_a_way_of_its_own_is_transformers(setting: dict[str, object], run: Path) -> None:
+    path = run / "initial" / "tokenizer_config.json"
+    before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | setting))
+    try:
+        assert type(TextOf.of_run(run).tokenizer).__module__.partition(".")[0] != "tokenizers"
+    finally:
+        path.write_text(before)
