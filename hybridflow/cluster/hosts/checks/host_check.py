@@ -101,7 +101,9 @@ def check_room(what: str, directory: Path, nbytes: int, of: str) -> None:
     """
     free = shutil.disk_usage(_nearest(directory)).free
     if free < nbytes:
-        raise UserError(f"{what}: {directory} has {free / 1e9:,.1f} GB free, expected {nbytes / 1e9:,.1f} for {of}")
+        from engine3d.checkpoint.inspect import amount  # every command imports this module
+
+        raise UserError(f"{what}: {directory} has {amount(free)} free, expected {amount(nbytes)} for {of}")
 
 
 def _nearest(directory: Path) -> Path:
