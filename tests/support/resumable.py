@@ -37,12 +37,13 @@ def make_checkpoint(
     root: Path | None = None,
     run: str = "first",
     model: Path | None = None,
-    roles: tuple[str, ...] = ("actor",),
+    roles: tuple[str, ...] | None = None,
     evaluations: tuple[Measured | None, Measured | None] = (None, None),
     last_of_sets: dict[str, MeasuredSet] | None = None,
     best: Best | None = None,
 ) -> Path:
-    """A whole checkpoint as a run of the recipe makes it, but that the weights of its roles are zeros."""
+    """A complete checkpoint as a run of the recipe makes it, with zeros as weights, of all trained roles if None."""
+    roles = recipe.trained_roles if roles is None else roles
     directory = step_directory(root or recipe.checkpoint_directory, step)
     directory.mkdir(parents=True)
     copied = directory / "model"
