@@ -5,6 +5,7 @@ The names of the public API are imported when they are first used: `import hybri
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.metadata
 import os
@@ -51,7 +52,7 @@ _MODULES = {
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")
 
 
-_API = f"its API is {', '.join(__all__)}"
+_API = f"its API is {', '.join(name for name in __all__ if name != '__version__')}"
 
 
 def __getattr__(name: str) -> Any:
@@ -59,25 +60,34 @@ def __getattr__(name: str) -> Any:
         return importlib.metadata.version("hybridflow")
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
-    if not name.startswith("_"):
-        from hybridflow.config.known_imports import ATTRIBUTES
+    if name.startswith("_"):
+        raise AttributeError(f"module 'hybridflow' has no attribute {name!r}")
+    from hybridflow.config.known_imports import import_text
 
-        if name in ATTRIBUTES:  # an AttributeError would lose its text in `from hybridflow import name`
-            raise ImportError(f"hybridflow has no {name}: {ATTRIBUTES[name]}", name=name)
-    raise AttributeError(f"module 'hybridflow' has no attribute {name!r}; {_API}")
+    raise AttributeError(f"module 'hybridflow' has no attribute {name!r}: {import_text(name) or _API}")
 
 
 class _OtherSystemsModules:
-    """Says of a module that is not there what it is here. Stands behind all that find modules."""
+    """Says of a module or a name that is not there what it is here. Stands behind all that find modules.
+
+    Python looks for a module also where a package lacks the name of a `from` import. An error with that module's name
+    would be lost there.
+    """
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         if not name.startswith("hybridflow."):
             return
-        from hybridflow.config.known_imports import module_text
+        last = name.rpartition(".")[2]
+        if last.startswith("_"):
+            raise ModuleNotFoundError(f"there is no {name}", name=name)
+        from hybridflow.config.known_imports import import_text
 
-        text = module_text(name.removeprefix("hybridflow."))
-        raise ModuleNotFoundError(f"there is no {name}: {text or f'import from hybridflow itself; {_API}'}", name=name)
+        text = f"here it is from hybridflow import {last}" if last in __all__ else None
+        text = text or import_text(name.removeprefix("hybridflow."))
+        near = difflib.get_close_matches(last, __all__, n=1, cutoff=0.8)
+        text = text or (f"did you mean from hybridflow import {near[0]}?" if near else None)
+        raise ModuleNotFoundError(f"there is no {name}: {text or f'import from hybridflow itself; {_API}'}")
 
 
 if _OtherSystemsModules not in sys.meta_path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -18,9 +19,9 @@ def no_directory(path: Path) -> UserError:
     if path.is_file():
         form = "a GGUF file" if path.suffix == ".gguf" else "a file"
         return UserError(f"model {path}: is {form}; expected {_EXPECTED}")
-    fetch = ""
-    if _HUB_NAME.fullmatch(str(path)):
-        fetch = f". Nothing is downloaded: for a model of the Hub, first run hf download {path} --local-dir DIRECTORY"
+    fetch, name = "", os.path.relpath(path)  # recipes have absolute paths
+    if _HUB_NAME.fullmatch(name) and not path.parent.exists():
+        fetch = f". Nothing is downloaded: for a model of the Hub, first run hf download {name} --local-dir DIRECTORY"
     return UserError(f"model {path}: no such directory; expected one with a HuggingFace config.json{fetch}")
 
 

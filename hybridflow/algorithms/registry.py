@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 from hybridflow.algorithms.own_files import absolute, is_own
 
 ALGORITHMS: dict[str, str] = {
@@ -44,5 +46,10 @@ def known(name: str) -> str:
         return absolute(name)
     if name not in ALGORITHMS:
         names = " or ".join(map(repr, ALGORITHMS))
-        raise ValueError(f"{name!r} is no algorithm, expected {names}, or 'file.py:ALGORITHM' of a file of your own")
+        plain = name.lower().replace("++", "_plus_plus").replace("-", "_")
+        near = difflib.get_close_matches(plain, ALGORITHMS, n=1, cutoff=0.7)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(
+            f"{name!r} is no algorithm{meant}, expected {names}, or 'file.py:ALGORITHM' of a file of your own"
+        )
     return name

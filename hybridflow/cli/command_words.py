@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from engine3d.errors import shortened
 from hybridflow.config.known_imports import COMMANDS, OPTIONS
 from hybridflow.config.known_names import RECIPE_NAMES
 
+_ALIKE = 0.75
+"""Of an option or a command and the one that was meant."""
 _RECIPE = ("--config", "--recipe", "@")
 _SETTINGS = {"--resume": "resume=auto", "--overwrite": "overwrite=true"}
 
@@ -35,22 +39,32 @@ def as_settings(words: Sequence[str]) -> list[str]:
     return [*recipe, *others]
 
 
-def told_of_arguments(message: str) -> str | None:
-    """What argparse's message about a command or an option means here; None where nothing is known of it."""
-    if chosen := re.match(r"argument COMMAND: invalid choice: '([^']+)'", message):
-        name = chosen[1]
+def told_of_arguments(message: str, options: Collection[str], takes_settings: bool) -> str | None:
+    """What argparse's message about a command or an option means here; None where nothing is known of it.
+
+    Args:
+        options: of the command.
+        takes_settings: the command takes key=value.
+    """
+    if message.startswith("the following arguments are required: "):
+        return message.replace(", key=value", "")  # which may be none
+    if chosen := re.match(r"argument (COMMAND|launcher): invalid choice: '([^']+)' \(choose from (.*)\)", message):
+        name, choices = chosen[2], re.findall("'([^']+)'", chosen[3])
+        near = difflib.get_close_matches(name, choices, n=1, cutoff=_ALIKE)
         from hybridflow.algorithms.registry import ALGORITHMS
 
         of_algorithm = f"here it is hybridflow train RECIPE algorithm.name={name}" if name in ALGORITHMS else None
         text = COMMANDS.get(name.replace("_", "-"), of_algorithm)
-        return f"there is no command {name}: {text}" if text else None
+        meant = f"did you mean {near[0]}?" if near else f"expected {', '.join(choices)}"
+        return f"there is no command {shortened(name)}: {text or meant}"
     if (unknown := re.match(r"unrecognized arguments: (-\S+)", message)) is None:
         return None
     option = unknown[1].partition("=")[0]
+    if near := difflib.get_close_matches(option, options, n=1, cutoff=_ALIKE):
+        return f"{option}: no such option; did you mean {near[0]}?"
     name = option.lstrip("-").replace("-", "_")
     text = OPTIONS.get(name) or RECIPE_NAMES.get(option.lstrip("-")) or RECIPE_NAMES.get(name)
-    return (
-        f"{option}: {text}"
-        if text
-        else f"{option}: no such option; settings stand behind the recipe as key=value, such as seed=1"
-    )
+    if text:
+        return f"{option}: {text}"
+    behind = "; settings stand behind the recipe as key=value, such as seed=1" if takes_settings else ""
+    return f"{option}: no such option{behind}"

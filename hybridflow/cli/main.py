@@ -77,7 +77,9 @@ class Command:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Never:
-        told = told_of_arguments(message)
+        options = [option for action in self._actions for option in action.option_strings]
+        takes_settings = any(action.metavar == "key=value" for action in self._actions)
+        told = told_of_arguments(message, options, takes_settings)
         print(f"hybridflow: {told or message} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
 

@@ -30,7 +30,9 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
         help="settings, such as train.layout.tp=2 seed=1; resume=auto goes on after the newest checkpoint",
     )
     parser.add_argument("--actor", metavar="NAME", help="only this one of the recipe's actors")
-    parser.add_argument("--track_metrics", action="store_true", help="write metrics to JSONL, CSV and TensorBoard")
+    parser.add_argument(
+        "--track_metrics", "--track-metrics", action="store_true", help="write metrics to JSONL, CSV and TensorBoard"
+    )
     parser.epilog = "Relative paths, in the recipe too, start from the directory where the command runs."
 
 

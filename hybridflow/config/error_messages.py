@@ -20,6 +20,8 @@ Key = tuple[str | int, ...]
 
 _ALIKE, _MOST_EDITS = 0.8, 2
 """Of a key and the one that was meant."""
+_GROUP = ("model_type", "model_attributes_type", "dataclass_type")
+"""Kinds of pydantic's errors about a value in place of a group."""
 _MOST_ELSEWHERE = 3
 _MOST_LEAVES = 3
 _MOST_KEYS = 100
@@ -83,8 +85,12 @@ def _line(
     expected = " or ".join(dict.fromkeys(_expected(settings, key, detail) for detail in details))
     found = shortened(repr(redacted(first["input"], key[-1] if key else "")))
     others: Mapping[str, str] = getattr(settings, "other_names", {})
-    told = others.get(name) if isinstance(first["input"], Mapping) else None
-    return f"{place}: {name} = {found}: expected {expected}{f'; as a group {told}' if told else ''}"
+    if isinstance(first["input"], Mapping) and (told := others.get(name)):
+        leaves = itertools.islice(_told_of_leaves(others, key, first["input"]), _MOST_LEAVES)
+        return f"{place}: {name} is no group of settings: {'; '.join((told, *leaves))}"
+    if first["type"] in _GROUP and isinstance(first["input"], str) and (told := others.get(first["input"])):
+        return f"{place}: {name} = {found}: {told}"
+    return f"{place}: {name} = {found}: expected {expected}"
 
 
 def _expected(settings: type[BaseModel], key: Key, detail: ErrorDetails) -> str:
@@ -108,10 +114,11 @@ def _expected(settings: type[BaseModel], key: Key, detail: ErrorDetails) -> str:
             return f"at most {context['max_length']:,} characters"
         case "string_too_short":
             return f"at least {context['min_length']:,} character{'s' if context['min_length'] > 1 else ''}"
-        case "model_type" | "model_attributes_type" | "dataclass_type":
+        case _ if kind in _GROUP:
             keys = _keys_at(settings, key)
-            if isinstance(detail["input"], str) and "name" in keys:
-                return f"a group of settings, such as {'.'.join(map(str, key))}.name={shortened(detail['input'])}"
+            first = next((each for each in ("name", "path", "actor") if each in keys), None)
+            if isinstance(detail["input"], str) and first:
+                return f"a group of settings, such as {'.'.join(map(str, key))}.{first}={shortened(detail['input'])}"
             return f"the keys {', '.join(keys)}"
         case "list_type" | "tuple_type" if keys := _keys_at(settings, (*key, 0)):
             return f"a list, each item with keys of {', '.join(keys)}"

@@ -20,6 +20,18 @@ _SUPERVISED = f"here it is {_TRAIN} with warmup: supervised training before the 
 _REWARD_MODEL = "absent: reward models are not trained; reward_model.path scores with one that is"
 _SCORES = "here a reward is a Python function, reward.functions: [{name: mine, path: file.py:function}]"
 _BATCH = "here it is RolloutBatch, which PPOTrainer.rollout() returns"
+_STAGE = "here it is Stage(name=..., module=..., num_workers=...)"
+_ENGINES = "here the engines are SGLang's, rollout.engine of a recipe"
+_PROMPTS = "here prompts are data.files.train of a recipe, or train(prompts) of RLTrainer"
+_RUN_OR_IMPORT = f"here it is {_TRAIN}, or from hybridflow import RLTrainer, PPOTrainer"
+_LAUNCH = (
+    "here it is hybridflow launch slurm|kubernetes RECIPE --nodes N, or launch/ssh.sh; on one host hybridflow train"
+)
+_TURN = "absent: a response is one turn, without tools; reward.functions say what is paid for"
+_DEVICES = "here it is placement of a recipe, such as placement.actor=cuda:0-7; how a model is cut is train.layout"
+_CHECKPOINTS = "here it is checkpoint of a recipe, such as checkpoint.save_interval=10, and hybridflow checkpoint"
+_PRECISE = "here it is the recipe, as PPOConfig(recipe='recipe.yaml'); common settings are PPOConfig's own"
+_LORA = "absent: all weights are trained"
 _ROLES = "absent: roles and their processes follow from the recipe; placement says on which devices each is"
 
 MODULES: Mapping[str, str] = {
@@ -43,16 +55,27 @@ MODULES: Mapping[str, str] = {
     "utils.flash_attn": "here it is hybridflow.is_flash_attn_available()",
     "utils.dataset": "here prompts are data.files.train of a recipe",
     "workers.reward_manager": _SCORES,
-    "workers.rollout": "here the engines are SGLang's, rollout.engine of a recipe",
+    "workers.rollout": _ENGINES,
     "workers.fsdp_workers": "absent, because Megatron-Core trains",
     "workers.megatron_workers": _ROLES,
     # TRL, OpenRLHF, the published guides
-    "trainers": "here it is hybridflow train RECIPE, or from hybridflow import RLTrainer, PPOTrainer",
-    "trainers.ppo_trainer": _RUN,
-    "trainers.grpo_trainer": _RUN,
+    "trainers": _RUN_OR_IMPORT,
     "trainers.dpo_trainer": _RUN,
-    "trainer.ppo_trainer": _RUN,
-    "trainer.grpo_trainer": _RUN,
+    "trainer.ppo_trainer": _RUN_OR_IMPORT,
+    "trainer.grpo_trainer": _RUN_OR_IMPORT,
+    "launch": _LAUNCH,
+    "launcher": _LAUNCH,
+    "reward": _SCORES,
+    "reward_model": _SCORES,
+    "reward_fn": _SCORES,
+    "envs": _TURN,
+    "environments": _TURN,
+    "tools": _TURN,
+    "agents": _TURN,
+    "placement": _DEVICES,
+    "parallel": _DEVICES,
+    "utils.checkpoint": _CHECKPOINTS,
+    "utils.logging": "here it is metrics of a recipe, such as metrics.wandb=true",
     "train": _RUN,
     "train_async": f"{_RUN}; rollout.stream lets engines go on while models learn",
     "cli.train_ppo": _RUN,
@@ -69,11 +92,11 @@ MODULES: Mapping[str, str] = {
     "distributed": "absent: Ray is started by the run; placement.cluster names one that is there",
     "distributed.virtual_cluster": "absent: Ray is started by the run; placement.cluster names one that is there",
     "models.policy": _ROLES,
-    "models.generation": "here the engines are SGLang's, rollout.engine of a recipe",
+    "models.generation": _ENGINES,
     "ray": _ROLES,
     "backends": "here Megatron-Core is reached by engine3d.training, SGLang by engine3d.rollout",
     "orchestrator": _RUN,
-    "inference": "here the engines are SGLang's, rollout.engine of a recipe",
+    "inference": _ENGINES,
 }
 """Modules that are not there, by their name below the package; also of all modules below them."""
 
@@ -97,13 +120,46 @@ ATTRIBUTES: Mapping[str, str] = {
     "DataProto": _BATCH,
     "ResourcePool": "here it is placement.pools of a recipe",
     "ResourcePoolManager": "here it is placement.pools of a recipe",
-    "RayWorkerGroup": "here it is Stage(name=..., module=..., num_workers=...)",
+    "RayWorkerGroup": _STAGE,
     "ActorRolloutRefWorker": _ROLES,
     "RewardManager": _SCORES,
     "RewardFunction": _SCORES,
     "Pipeline": "here it is DataFlow, whose connect(stage, stage) and run(max_steps=...) are the same",
     "load_config": "here a recipe is RLTrainer(config=PPOConfig(recipe='recipe.yaml')), or hybridflow train RECIPE",
-    "train": _TRAINER.format(algorithm="ppo"),
+    "HybridFlow": _TRAINER.format(algorithm="ppo"),
+    "HybridTrainer": _TRAINER.format(algorithm="ppo"),
+    "HybridEngine": "absent: actor and engines on the same devices of placement share weights and memory",
+    **{name.upper(): _TRAINER.format(algorithm=name) for name in ("ppo", "grpo", "rloo", "dapo", "gspo")},
+    "Config": _PRECISE,
+    "HybridFlowConfig": _PRECISE,
+    "TrainingArguments": _PRECISE,
+    "CheckpointConfig": "here it is PPOConfig(checkpoint_config={'save_interval': ..., 'keep_last_k': ...})",
+    "CheckpointManager": _CHECKPOINTS,
+    "DeviceMapping": "here it is PPOConfig(actor_device_mapping={'model': 'cuda:0-3'})",
+    "DeviceMesh": _DEVICES,
+    "ParallelConfig": _DEVICES,
+    "Worker": _STAGE,
+    "WorkerGroup": _STAGE,
+    "Actor": _ROLES,
+    "ActorModel": _ROLES,
+    "Critic": _ROLES,
+    "CriticModel": _ROLES,
+    "RewardModel": "here it is RLTrainer(model, reward_model=DIRECTORY), or reward_model.path of a recipe",
+    "compute_score": _SCORES,
+    "reward_fn": "here it is RLTrainer(model, reward_fn=...), a function of the texts that returns their rewards",
+    "LoraConfig": _LORA,
+    "LoRAConfig": _LORA,
+    "PeftConfig": _LORA,
+    "RolloutEngine": _ENGINES,
+    "RolloutWorker": _ENGINES,
+    "VLLMRollout": _ENGINES,
+    "SGLangRollout": _ENGINES,
+    "Dataset": _PROMPTS,
+    "RLHFDataset": _PROMPTS,
+    "PromptDataset": _PROMPTS,
+    "DataLoader": _PROMPTS,
+    "init": "absent: Ray is started by the run; PPOTrainer(...).init_distributed() starts its roles",
+    "init_distributed": "here it is PPOTrainer(...).init_distributed()",
 }
 """Names that other systems' packages have and this one has not."""
 
@@ -160,12 +216,14 @@ OPTIONS: Mapping[str, str] = {
 """Options of commands, without dashes, beside the settings of recipes."""
 
 
-def module_text(name: str) -> str | None:
-    """The text of a module, or of the package that it is in.
+def import_text(name: str) -> str | None:
+    """The text of a module or a name in one, or of the package that it is in.
 
     Args:
-        name: below this package, such as "trainer.main_ppo".
+        name: below this package, such as "trainer.main_ppo" or "data.DataProto".
     """
     parts = name.split(".")
+    if (text := ATTRIBUTES.get(parts[-1])) and name not in MODULES:
+        return text
     within = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((MODULES[each] for each in within if each in MODULES), None)

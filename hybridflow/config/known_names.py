@@ -50,6 +50,7 @@ from hybridflow.config.name_texts import (
     STORE,
     TEMPLATE_ARGUMENTS,
     TEXT_ALONE,
+    TOKENIZER,
     TP,
     TRAIN_FILES,
     TRUNCATED,
@@ -81,6 +82,7 @@ VERL: Mapping[str, str] = {
     "actor_rollout_ref.actor.optim.weight_decay": here("train.optimizer.weight_decay"),
     "actor_rollout_ref.actor.strategy": MEGATRON,
     "actor_rollout_ref.ref.path": here("reference.path"),
+    "data.tokenizer": TOKENIZER,
     "data.train_files": TRAIN_FILES,
     "data.val_files": EVALUATED,
     "data.train_batch_size": PROMPTS,
@@ -149,6 +151,7 @@ VERL: Mapping[str, str] = {
     "reward.type": REWARDS,
     "reward.function": REWARDS,
     "global_profiler": here("trainer.profile"),
+    "defaults": "absent: base: FILE at the top of a recipe takes the settings of another",
     "ray_init": here("placement.cluster", note="null starts Ray on this machine"),
     "ray_kwargs": here("placement.cluster", note="null starts Ray on this machine"),
 }
@@ -173,8 +176,8 @@ NEMO_RL: Mapping[str, str] = {
     "grpo.async_grpo.max_trajectory_age_steps": here("trainer.max_staleness"),
     "policy": "NeMo-RL's; here the model is model, its training is train, its engines are rollout",
     "policy.model_name": here("model.path", note="a HuggingFace directory; nothing is downloaded"),
-    "policy.tokenizer": "absent: the tokenizer is that in the model's directory",
-    "policy.tokenizer.name": "absent: the tokenizer is that in the model's directory",
+    "policy.tokenizer": TOKENIZER,
+    "policy.tokenizer.name": TOKENIZER,
     "policy.train_global_batch_size": MINI_BATCHES,
     "policy.train_micro_batch_size": MICRO_BATCHES,
     "policy.logprob_batch_size": MICRO_BATCHES,
@@ -453,6 +456,10 @@ ANYWHERE: Mapping[str, str] = {
     "topk_logits_k": here("algorithm.top_k"),
     "lmbda": "absent: all samples are the student's own, as with a lambda of 1",
     "seq_kd": "absent: a student learns from its own samples; warmup is supervised training on given ones",
+    "tokenizer": TOKENIZER,
+    "tokenizer_name": TOKENIZER,
+    "tokenizer_path": TOKENIZER,
+    "tokenizer_name_or_path": TOKENIZER,
     "pretrain": here("model.path"),
     "model_name": here("model.path", note="a HuggingFace directory; nothing is downloaded"),
     "model_name_or_path": here("model.path", note="a HuggingFace directory; nothing is downloaded"),
@@ -481,6 +488,9 @@ ANYWHERE: Mapping[str, str] = {
     "zero_stage": MEGATRON,
     "tensor_model_parallel_size": TP,
     "tensor_parallel_size": TP,
+    "tensor_parallel": TP,
+    "pipeline_parallel": here("train.layout.pp"),
+    "expert_parallel": here("train.layout.ep", note="of the engines rollout.engine.ep"),
     "pipeline_model_parallel_size": here("train.layout.pp"),
     "expert_model_parallel_size": here("train.layout.ep", note="of the engines rollout.engine.ep"),
     "expert_tensor_parallel_size": here("train.layout.etp"),
@@ -537,6 +547,7 @@ ANYWHERE: Mapping[str, str] = {
     "vllm_num_engines": here("rollout.engines"),
     "vllm_tensor_parallel_size": here("rollout.engine.tp"),
     "rollout_num_gpus_per_engine": here("rollout.engine.tp"),
+    "vllm": SGLANG,
     "use_vllm": SGLANG,
     "vllm_mode": SGLANG,
     "stop": here("rollout.sampling.stop", note="token ids are rollout.sampling.stop_token_ids"),
@@ -771,7 +782,7 @@ API_ONLY: Mapping[str, str] = {
 """Of settings and arguments of the Python API that mean something of their own there."""
 
 API_NAMES: Mapping[str, str] = {
-    **{name: f"{text} ({_SET_IN_RECIPE})" for name, text in ANYWHERE.items()},
+    **{name: f"{text} ({_SET_IN_RECIPE})" if text.startswith("here ") else text for name, text in ANYWHERE.items()},
     **API_ONLY,
 }
 """Of the Python API's settings and arguments."""

@@ -40,6 +40,7 @@ ASYNC = here(
 )
 PARTIAL = here("rollout.stream.on_new_weights", note="continue, recompute or resend")
 STORE = here("samples.store", note="in samples/ of the run's directory, which hybridflow samples shows")
+TOKENIZER = "absent: the tokenizer is that in the model's directory"
 TP = here("train.layout.tp", note="of the engines rollout.engine.tp")
 
 OF_A_SET = "of a set evaluation.NAME has the same"

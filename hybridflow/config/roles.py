@@ -53,7 +53,10 @@ class ModelConfig(Settings):
     @model_validator(mode="after")
     def _one_of_them(self) -> ModelConfig:
         if (self.path is None) == (self.create is None):
-            raise ValueError("expected one of path (a HuggingFace directory) and create (a config with random weights)")
+            both = "" if self.path is None else "; both are set, and model.create=null removes create"
+            raise ValueError(
+                f"expected one of path (a HuggingFace directory) and create (a config with random weights){both}"
+            )
         return self
 
 

@@ -6,6 +6,7 @@ only `true` and `false` are booleans, and a key that stands twice is refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from hybridflow.errors.redaction import REDACTED, redacted, redacted_keys, redac
 from hybridflow.rundir.yaml_reader import Key, YamlError, parse_yaml, read_yaml_file
 
 _MOST_BASES = 16
+_WHOLE_LIST = "items of a list are not set one by one, expected the whole list"
 
 
 class SettingsError(UserError):
@@ -102,6 +104,8 @@ def parse_override(text: str) -> Override:
     shown = shortened(redacted_override(text))
     if not equals or not all(parts) or len(parts) > MOST_LEVELS:
         raise SettingsError([f"override {shown!r}: expected key=value, such as train.layout.tp=2"])
+    if listed := re.match(r"([^\[\]]+)\[\d*\]", name):
+        raise SettingsError([f"override {shown!r}: {_WHOLE_LIST}, as in {shortened(listed[1])}=[...]"])
     try:
         return Override(text, parts, parse_yaml(value)[0])
     except YamlError as error:
@@ -123,7 +127,8 @@ def apply_override(data: dict[str, Any], override: Override) -> None:
         if not isinstance(group, dict):
             inner = ".".join(map(str, override.key[:depth]))
             where, found = shortened(redacted_override(override.text)), shortened(repr(redacted(group, part)))
-            raise SettingsError([f"override {where}: {inner} is {found}, which holds no keys"])
+            needed = f"{_WHOLE_LIST}, as in {inner}=[...]" if isinstance(group, list) else "which holds no keys"
+            raise SettingsError([f"override {where}: {inner} is {found}, {needed}"])
     group[str(override.key[-1])] = override.value
 
 
@@ -176,6 +181,9 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
         raise SettingsError([f"{path}: no such file; a recipe is a YAML file such as launch/recipes/demo.yaml"])
     if path.suffix == ".toml":
         raise SettingsError([f"{path}: a TOML file, expected a recipe in YAML, such as `hybridflow init` writes"])
+    if path.is_dir():
+        inner = path / "recipe.yaml"
+        raise SettingsError([f"{path}: a directory, expected {inner if inner.is_file() else 'a recipe in YAML'}"])
     try:
         data, places = read_yaml_file(path)
     except UserError as error:

@@ -60,6 +60,8 @@ def test_paths_that_are_no_directories(tmp_path: Path, monkeypatch: pytest.Monke
         UserError, match=r"^model Qwen/Qwen3-8B: no such directory; .* first run hf download Qwen/Qwen3-8B"
     ):
         load_model_spec("Qwen/Qwen3-8B")
+    with pytest.raises(UserError, match=r"no such directory; .* first run hf download Qwen/Qwen3-8B --local-dir"):
+        load_model_spec(tmp_path / "Qwen/Qwen3-8B")  # as a recipe has it
     with pytest.raises(
         UserError, match=r"^model .*/absent: no such directory; expected one with a Hugg[a-zA-Z ]*config\.json$"
     ):

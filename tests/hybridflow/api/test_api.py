@@ -66,7 +66,7 @@ def test_importing_is_light_and_every_name_is_there() -> None:
     for name in hybridflow.__all__:
         assert getattr(hybridflow, name) is not None
         assert name in dir(hybridflow)
-    with pytest.raises(AttributeError, match=r"module 'hybridflow' has no attribute 'Patience'; its API is DataFl"):
+    with pytest.raises(AttributeError, match=r"module 'hybridflow' has no attribute 'Patience': its API is DataFl"):
         _ = hybridflow.Patience
 
 
@@ -239,7 +239,7 @@ def test_rewards() -> None:
         (lambda: PPOConfig(batch_size=0), "PPOConfig: batch_size = 0: expected at least 1"),
         (lambda: PPOConfig(batchsize=8), "PPOConfig: unknown key batchsize: did you mean batch_size?"),
         (lambda: PPOConfig(lr="fast"), "PPOConfig: lr = 'fast': expected a number"),
-        (lambda: PPOConfig(algorithm="pppo"), f"'pppo' is no algorithm, expected {' or '.join(map(repr, ALGORITHMS))}"),
+        (lambda: PPOConfig(algorithm="pppo"), f"(did you mean ppo?), expected {' or '.join(map(repr, ALGORITHMS))}"),
         (lambda: PPOConfig(actor_device_mapping={"model": "gpu:0"}), "the kind is 'gpu', expected cpu, cuda, node"),
         (lambda: PPOConfig(actor_device_mapping={"actor": "cuda:0"}), "{'actor': 'cuda:0'}, expected a device map"),
         (lambda: recipe_of(PPOConfig(recipe="no.yaml")), "no.yaml: no such file"),

@@ -11,7 +11,7 @@ import pytest
 
 import hybridflow
 from hybridflow.cli.main import main
-from hybridflow.config.known_imports import ATTRIBUTES, COMMANDS, MODULES, OPTIONS, module_text
+from hybridflow.config.known_imports import ATTRIBUTES, COMMANDS, MODULES, OPTIONS, import_text
 
 
 def test_every_text_says_what_it_is_here() -> None:
@@ -31,15 +31,38 @@ def test_no_module_that_is_there_is_in_the_table(name: str) -> None:
     [
         (
             "from hybridflow import GRPOTrainer",
-            "hybridflow has no GRPOTrainer: here it is RLTrainer(model, algorithm='grpo'",
+            "there is no hybridflow.GRPOTrainer: here it is RLTrainer(model, algorithm='grpo'",
         ),
-        ("from hybridflow.trainer import GRPOConfig", "hybridflow has no GRPOConfig: here it is PPOConfig(...)"),
+        (
+            "from hybridflow.trainer import GRPOConfig",
+            "there is no hybridflow.trainer.GRPOConfig: here it is PPOConfig(...)",
+        ),
         ("from hybridflow.protocol import DataProto", "there is no hybridflow.protocol: here it is RolloutBatch"),
         ("import hybridflow.trainer.main_ppo", "there is no hybridflow.trainer.main_ppo: here it is hybridflow train"),
         (
             "import hybridflow.workers.reward_manager.dapo",
             "there is no hybridflow.workers.reward_manager: here a reward",
         ),
+        ("from hybridflow import HybridEngine", "there is no hybridflow.HybridEngine: absent: actor and engines on"),
+        (
+            "from hybridflow.data import RolloutBatch",
+            "there is no hybridflow.data.RolloutBatch: here it is from hybridfl",
+        ),
+        ("from hybridflow.utils import get_ppo_config", "there is no hybridflow.utils.get_ppo_config: here it is from"),
+        (
+            "from hybridflow.algorithms import GRPO",
+            "there is no hybridflow.algorithms.GRPO: here it is RLTrainer(model",
+        ),
+        (
+            "from hybridflow.trainers.ppo_trainer import PPOTrainer",
+            "there is no hybridflow.trainers: here it is hybrid",
+        ),
+        ("from hybridflow.launch import main", "there is no hybridflow.launch: here it is hybridflow launch slurm"),
+        (
+            "from hybridflow import PPOTrainr",
+            "there is no hybridflow.PPOTrainr: did you mean from hybridflow import PPOT",
+        ),
+        ("from hybridflow.metrics import Meter", "there is no hybridflow.metrics.Meter: import from hybridflow itself"),
         (
             "import hybridflow.patience",
             "there is no hybridflow.patience: import from hybridflow itself; its API is DataF",
@@ -61,7 +84,8 @@ def test_imports_of_the_guides_work() -> None:
     get_ppo_config = importlib.import_module("hybridflow.utils.config").get_ppo_config
     assert get_ppo_config(lr=1e-5) == PPOConfig(lr=1e-5) and TrainerConfig is PPOConfig
     assert PPOTrainer is hybridflow.PPOTrainer and is_flash_attn_available is hybridflow.is_flash_attn_available
-    assert not hasattr(hybridflow, "_ipython_display_") and module_text("patience") is None
+    assert not hasattr(hybridflow, "_ipython_display_") and not hasattr(hybridflow, "GRPOTrainer")
+    assert import_text("patience") is None
 
 
 @pytest.mark.parametrize(
@@ -70,6 +94,13 @@ def test_imports_of_the_guides_work() -> None:
         (["grpo"], "there is no command grpo: here it is hybridflow train RECIPE algorithm.name=grpo"),
         (["sft"], "there is no command sft: here it is hybridflow train RECIPE [key=value ...] with warmup"),
         (["export", "runs/demo"], "there is no command export: here it is hybridflow checkpoint export RUN OUT"),
+        (["chek", "a.yaml"], "there is no command chek: did you mean check?"),
+        (["checkpoint", "lst", "a"], "there is no command lst: did you mean list?"),
+        (["launch", "slrum", "a.yaml", "--nodes", "2"], "there is no command slrum: did you mean slurm?"),
+        (["patience"], "there is no command patience: expected init, train, "),
+        (["check", "a.yaml", "--prnt"], "--prnt: no such option; did you mean --print?"),
+        (["init", "a", "--patience"], "--patience: no such option (see hybridflow init --help)"),
+        (["train"], "the following arguments are required: RECIPE (see hybridflow train --help)"),
         (["train", "a.yaml", "--role", "rollout"], "--role: is of hosts: hybridflow launch slurm RECIPE"),
         (["train", "a.yaml", "--actor_learning_rate", "1e-6"], "--actor_learning_rate: here it is train.optimizer.lr"),
         (["train", "a.yaml", "--rollout-batch-size=32"], "--rollout-batch-size: here it is trainer.prompts_per_step"),

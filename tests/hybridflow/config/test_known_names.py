@@ -147,7 +147,15 @@ def test_what_is_told_of_an_unknown_key(key: str, text: str) -> None:
     [
         ("algorithm=ppo", "algorithm = 'ppo': expected a group of settings, such as algorithm.name=ppo"),
         ("rollout.adaptive_sampling=true", "expected a list, each item with keys of prompt_tokens, max_new_tokens"),
-        ("actor={strategy: fsdp}", "as a group here it is train; its model is model, its devices are placement.actor"),
+        ("actor={strategy: fsdp}", "actor is no group of settings: here it is train; its model is model, its devices"),
+        ("actor={strategy: fsdp}", "actor.strategy: absent, because Megatron-Core trains"),
+        ("rollout.engine=vllm", "rollout.engine = 'vllm': absent, because SGLang generates"),
+        ("placement=cuda:0", "expected a group of settings, such as placement.actor=cuda:0"),
+        ("model=some/model", "expected a group of settings, such as model.path=some/model"),
+        ("model.path=some/model", "both are set, and model.create=null removes create"),
+        ("data.files.train[0].prompt=question", "expected the whole list, as in data.files.train=[...]"),
+        ("algorithm.name=GRPO", "'GRPO' is no algorithm (did you mean grpo?), expected 'grpo' or "),
+        ("algorithm.name=reinforce++", "(did you mean reinforce_plus_plus?)"),
     ],
 )
 def test_a_value_of_another_form_is_told_its_own(override: str, text: str) -> None:

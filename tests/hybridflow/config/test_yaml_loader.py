@@ -206,7 +206,9 @@ def test_what_is_not_a_mapping_in_yaml_is_refused(recipe: Path, text: str, line:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "no such file" in errors(tmp_path / "none.yaml")[0]
-    assert "is a directory, expected a regular file" in errors(tmp_path)[0]
+    assert errors(tmp_path)[0].endswith(": a directory, expected a recipe in YAML")
+    (tmp_path / "recipe.yaml").touch()
+    assert errors(tmp_path)[0].endswith(f": a directory, expected {tmp_path}/recipe.yaml")
     (tmp_path / "bytes.yaml").write_bytes(b"name: \xff\xfe")
     assert "not a text file" in errors(tmp_path / "bytes.yaml")[0]
 
