@@ -65,7 +65,8 @@ def open_regular(path: Path) -> int:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except FileNotFoundError:
-        raise FileError(path, "no such file", errno.ENOENT) from None
+        linked = "a link to a file that does not exist" if path.is_symlink() else "no such file"
+        raise FileError(path, linked, errno.ENOENT) from None
     except OSError as error:
         raise FileError(path, f"cannot be read: {error.strerror}", error.errno) from None
     except ValueError:
@@ -130,8 +131,16 @@ def read_json_object(path: Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[st
     """The object in a regular file of JSON. Errors as of `read_json`, and FileError for another value."""
     values = read_json(path, most_bytes)
     if not isinstance(values, dict):
-        raise FileError(path, f"expected a JSON object, found {type(values).__name__}")
+        raise FileError(path, f"expected a JSON object, found {json_kind(values)}")
     return values
+
+
+def json_kind(value: Any) -> str:
+    """The kind of a JSON value, in JSON's words."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    kinds = {dict: "an object", list: "a list", str: "a text"}
+    return kinds.get(type(value), "a number")
 
 
 def parse_json(
@@ -161,6 +170,10 @@ def parse_json(
         pairs_hook = _unique if unique_names else None
         value = json.loads(text, parse_int=integer, parse_constant=constant, object_pairs_hook=pairs_hook)
     except json.JSONDecodeError as error:
+        if not text.strip():
+            raise JsonError("it is empty") from None
+        if isinstance(text, str) and text.startswith("\ufeff"):
+            raise JsonError("it begins with a byte-order mark, expected UTF-8 without one") from None
         raise JsonError(str(error)) from None
     except UnicodeDecodeError:
         raise JsonError("not text in UTF-8") from None
@@ -243,7 +256,8 @@ def _printable(path: Path | str) -> str:
 def read_model_config(directory: Path) -> dict[str, Any]:
     """A HuggingFace model's config.json; of one with several parts, the text's fields among the others."""
     config = read_json_object(directory / "config.json")
-    return {**config, **config.get("text_config", {})}
+    part = config.get("text_config")
+    return {**config, **part} if isinstance(part, dict) else config
 
 
 def is_file_name(name: str) -> bool:

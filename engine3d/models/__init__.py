@@ -114,6 +114,7 @@ def _spec(config: HFConfig, directory: Path | None, value_head: bool) -> ModelSp
         named = any(architecture in accepted for architecture in architectures)
         if named or (not architectures and config.get("model_type") == family.name):
             config.require("model_type", (family.name,))  # by which transformers and SGLang read the config
+            config.check_others()
             rope, sizes = read_rope(config, family.ropes), family.sizes(config)
             if sizes.layers * max(1, sizes.experts) > _MOST_EXPERTS:
                 raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ _MOST = {
 }
 """Far beyond any model, and little enough to be counted through."""
 _MOST_OF_OTHERS = 1 << 30
+_DTYPES = ("bfloat16", "float16", "float32", "float64", "half", "float", "double")
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class HFConfig:
         if not directory.is_dir():
             raise no_directory(directory)
         path = directory / "config.json"
-        if not path.exists():
+        if not os.path.lexists(path):
             raise no_config(directory)
         check_no_adapter(directory)
         return cls(read_json_object(path), str(path))
@@ -105,6 +107,23 @@ class HFConfig:
         """Refuse every value but the accepted ones."""
         if self.get(key, default) not in accepted:
             raise self.error(key, " or ".join(json.dumps(value) for value in accepted))
+
+    def check_others(self) -> None:
+        """Refuse other kinds of values of keys that are read by transformers and SGLang alone, when engines start."""
+        for key in ("bos_token_id", "pad_token_id"):
+            if type(self.get(key, 0)) is not int:
+                raise self.error(key, "the number of a token, or null")
+        ends = self.get("eos_token_id", [])
+        if not all(type(token) is int for token in (ends if isinstance(ends, list) else [ends])):
+            raise self.error("eos_token_id", "the number of a token, a list of them, or null")
+        if self.values.get("hidden_act", "silu") is None:
+            raise self.error("hidden_act", "a text")
+        for key in ("dtype", "torch_dtype"):
+            name = self.get(key, "float32")
+            if name not in _DTYPES and not str(name).startswith("float8_"):
+                raise self.error(key, "bfloat16, float16, float32 or another of torch's floating-point types, or null")
+        if not isinstance(self.get("text_config", {}), dict):
+            raise self.error("text_config", "an object")
 
     def error(self, key: str, expected: str) -> UserError:
         found = json.dumps(self.values[key], default=repr) if key in self.values else "nothing"

@@ -25,8 +25,10 @@ from safetensors import SafetensorError, safe_open
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import (
     MOST_LIST_BYTES,
+    JsonError,
     check_regular,
     is_file_name,
+    json_kind,
     open_regular,
     parse_json,
     read_json_object,
@@ -71,15 +73,19 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             raise UserError(f"{path}: a header of {length:,} bytes, expected at most {_MOST_HEADER_BYTES:,}")
         try:
             header = parse_json(file.read(length))
-            tensors = {
-                name: StoredTensor(path, str(entry["dtype"]), tuple(map(int, entry["shape"])))
-                for name, entry in header.items()
-                if name != "__metadata__"
-            }
-            ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
-            reason = shortened(" ".join(str(error).split()), 200)
-            raise UserError(f"{path}: not a safetensors file: its header cannot be read ({reason})") from error
+        except JsonError as error:
+            raise UserError(f"{path}: not a safetensors file: its header is not valid JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise UserError(f"{path}: not a safetensors file: its header is {json_kind(header)}, expected an object")
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    for name, entry in entries.items():
+        if not _is_entry(entry):
+            raise UserError(
+                f"{path}: damaged header: tensor {shortened(name)}: expected dtype, a shape of whole numbers and two "
+                f"data_offsets, found {shortened(json.dumps(entry))}"
+            )
+    tensors = {name: StoredTensor(path, entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
+    ends = [entry["data_offsets"][1] for entry in entries.values()]
     expected = 8 + length + max(ends, default=0)
     if size != expected:
         raise UserError(f"{path}: damaged: expected {expected} bytes by its header, found {size}")
@@ -88,6 +94,16 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             return tensors
     except SafetensorError as error:
         raise UserError(f"{path}: damaged: safetensors cannot read it: {' '.join(str(error).split())}") from None
+
+
+def _is_entry(entry: Any) -> bool:
+    """True if a value of a header describes a tensor."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    numbers = entry.get("shape"), entry.get("data_offsets")
+    if not all(isinstance(each, list) and all(type(size) is int and size >= 0 for size in each) for each in numbers):
+        return False
+    return len(entry["data_offsets"]) == 2
 
 
 class TensorFiles:
@@ -116,8 +132,8 @@ class TensorFiles:
         for path in present:
             check_regular(path)  # SGLang opens them all
         index, single = self.directory / INDEX_FILE, self.directory / SINGLE_FILE
-        if not index.exists():
-            if not single.exists():
+        if not os.path.lexists(index):
+            if not os.path.lexists(single):
                 raise UserError(
                     f"model {self.directory}: has no weights; expected {SINGLE_FILE} or {INDEX_FILE}"
                     f"{other_weights(self.directory)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine3d.errors import UserError, shortened
-from engine3d.input_files import MOST_LIST_BYTES, check_regular, read_json_object
-from engine3d.models.weights import TOKENIZER_FILES
 from hybridflow.data.config import OverlongPolicy
 from hybridflow.data.tasks import Example
+from hybridflow.data.tokenizer_files import check_tokenizer_files, check_vocabularies, one_reason
 
-_LARGE = ("tokenizer.json", "vocab.json")
-"""Read by the tokenizers library, which has bounds of its own."""
-_MOST_BYTES = 512 << 20
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN, END_OF_MESSAGE = "<pad>", "<bos>", "<eos>", "<|end|>"
 CHAT_CHARACTERS = "\n" + "".join(map(chr, range(0x20, 0x7F)))
 """Every character that the tokenizer of `make_chat_tokenizer` has."""
@@ -105,15 +102,16 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     Its pad token is the end-of-sequence token where it has none. Raises UserError if there is none to load, or if it
     has no end-of-sequence token.
     """
-    if not (directory / "tokenizer_config.json").exists():
+    if not os.path.lexists(directory / "tokenizer_config.json"):
         raise UserError(f"no tokenizer in {directory}: expected tokenizer_config.json and the files it names")
-    facts = _check_files(directory)
+    config = check_tokenizer_files(directory)
     try:
-        tokenizer = _tokenizer_class(facts).from_pretrained(str(directory), local_files_only=True)
+        tokenizer = _tokenizer_class(config).from_pretrained(str(directory), local_files_only=True)
         end, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
     except Exception as error:  # transformers and tokenizers raise whatever their parsing of these files comes upon
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"cannot load the tokenizer in {directory}: {shortened(reason, 300)}") from None
+        check_vocabularies(directory)
+        reason = shortened(one_reason(error), 300)
+        raise UserError(f"cannot load the tokenizer in {directory}: transformers refuses its files: {reason}") from None
     if end is None:
         raise UserError(f"the tokenizer in {directory} has no eos_token, expected one in tokenizer_config.json")
     if padding is None:
@@ -121,27 +119,9 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _check_files(directory: Path) -> dict[str, Any]:
-    """That the libraries can read what is there: files, not pipes, whose JSON is no deeper than they can go.
-
-    Returns:
-        What tokenizer_config.json says.
-
-    Raises:
-        UserError: names the file.
-    """
-    for name in TOKENIZER_FILES:
-        path = directory / name
-        if path.exists() and path.suffix == ".json" and name not in _LARGE:
-            read_json_object(path, MOST_LIST_BYTES)
-        elif path.exists():
-            check_regular(path, _MOST_BYTES)
-    return read_json_object(directory / "tokenizer_config.json", MOST_LIST_BYTES)
-
-
-def _tokenizer_class(facts: dict[str, Any]) -> Any:
-    """What transformers finds for a directory, without a second of imports where its facts name it."""
-    named = facts.get("tokenizer_class") if "auto_map" not in facts else None
+def _tokenizer_class(config: dict[str, Any]) -> Any:
+    """The class that transformers finds for a tokenizer, without a second of imports where its config names it."""
+    named = config.get("tokenizer_class") if "auto_map" not in config else None
     if named == PreTrainedTokenizerFast.__name__:
         return PreTrainedTokenizerFast
     from transformers import AutoTokenizer
