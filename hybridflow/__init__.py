@@ -71,7 +71,7 @@ class _OtherSystemsModules:
     """Says of a module or a name that is not there what it is here. Stands behind all that find modules.
 
     Python looks for a module also where a package lacks the name of a `from` import. An error with that module's name
-    would be lost there.
+    would be lost there; one without a name would be a traceback of `python -m`.
     """
 
     @staticmethod
@@ -87,7 +87,8 @@ class _OtherSystemsModules:
         text = text or import_text(name.removeprefix("hybridflow."))
         near = difflib.get_close_matches(last, __all__, n=1, cutoff=0.8)
         text = text or (f"did you mean from hybridflow import {near[0]}?" if near else None)
-        raise ModuleNotFoundError(f"there is no {name}: {text or f'import from hybridflow itself; {_API}'}")
+        text = text or f"import from hybridflow itself; {_API}"
+        raise ModuleNotFoundError(f"there is no {name}: {text}", name="hybridflow")
 
 
 if _OtherSystemsModules not in sys.meta_path:

@@ -8,20 +8,21 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from engine3d.errors import shortened
+from engine3d.startup.imports import quick_imports
 from hybridflow.config.known_imports import COMMANDS, OPTIONS
 from hybridflow.config.known_names import RECIPE_NAMES
 
 _ALIKE = 0.75
 """Of an option or a command and the one that was meant."""
-_RECIPE = ("--config", "--recipe", "@")
+_RECIPE = ("--config", "-c", "--recipe", "@")
 _SETTINGS = {"--resume": "resume=auto", "--overwrite": "overwrite=true"}
 
 
 def as_settings(words: Sequence[str]) -> list[str]:
     """The words with the recipe first and settings in place of these options.
 
-    `--config FILE` and `@ FILE` are FILE, `--resume` is resume=auto, `--resume DIRECTORY` is resume=DIRECTORY,
-    `--overwrite` is overwrite=true. All other words stay as they are.
+    `--config FILE`, `-c FILE` and `@ FILE` are FILE, `--resume` is resume=auto, `--resume DIRECTORY` is
+    resume=DIRECTORY, `--overwrite` is overwrite=true. All other words stay as they are.
     """
     recipe: list[str] = []
     others: list[str] = []
@@ -66,5 +67,18 @@ def told_of_arguments(message: str, options: Collection[str], takes_settings: bo
     text = OPTIONS.get(name) or RECIPE_NAMES.get(option.lstrip("-")) or RECIPE_NAMES.get(name)
     if text:
         return f"{option}: {text}"
-    behind = "; settings stand behind the recipe as key=value, such as seed=1" if takes_settings else ""
-    return f"{option}: no such option{behind}"
+    return _of_a_setting(option) if takes_settings else f"{option}: no such option"
+
+
+def _of_a_setting(option: str) -> str:
+    """The line about an option that is no name of another system's, and may be a setting's."""
+    with quick_imports():
+        from hybridflow.config.error_messages import suggestion
+        from hybridflow.config.recipe import Recipe
+
+    told = suggestion(Recipe, tuple(option.lstrip("-").replace("-", "_").split(".")), None, None)
+    if told.startswith("here "):
+        return f"{option}: {told}"
+    meant = re.fullmatch(r"did you mean (\S+)\?", told)
+    example = f"{meant[1]}=..." if meant else "seed=1"
+    return f"{option}: no such option; settings stand behind the recipe as key=value, such as {example}"

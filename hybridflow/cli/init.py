@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from pathlib import Path
 
 from engine3d.errors import UserError, shortened
@@ -38,6 +39,8 @@ def run(parsed: argparse.Namespace) -> int:
         UserError: the directory has files, or there is no such model or data; nothing is written then.
     """
     directory = parsed.directory
+    if directory.is_file():
+        raise UserError(f"init: {directory} is a file; expected a new directory, and data as --data {directory}")
     if directory.is_dir() and any(directory.iterdir()):
         raise UserError(f"init: {directory} is not empty; expected a new directory")
     for option in ("prompt", "answer"):
@@ -62,7 +65,7 @@ def run(parsed: argparse.Namespace) -> int:
         answers = f"answers: {data.columns.answer}" if data.columns.answer else "no answers"
         others = f"; other columns: {', '.join(data.columns.others)}" if data.columns.others else ""
         print(f"columns of {parsed.data}: prompts: {data.columns.prompt}; {answers}{others}")
-    print(f"next: hybridflow train {directory / 'recipe.yaml'}")
+    print(f"next: hybridflow train {shlex.quote(str(directory / 'recipe.yaml'))}")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -225,7 +226,7 @@ def files_of_run(directory: Path, model: Model | None, data: Data | None) -> dic
     has_answers = data is None or data.columns.answer is not None
     reward = _WITH_ANSWERS if has_answers else _WITHOUT_ANSWERS
     recipe = _recipe(directory, name, model, data)
-    readme = _README.format(name=name, recipe=directory / "recipe.yaml")
+    readme = _README.format(name=name, recipe=shlex.quote(str(directory / "recipe.yaml")))
     return {"recipe.yaml": recipe, "reward.py": reward.replace("{name}", name), "README.md": readme, **files}
 
 
@@ -240,7 +241,7 @@ def _recipe(directory: Path, name: str, model: Model | None, data: Data | None) 
     learns_answers = model is None and (data is None or data.columns.has_text_answers)
     meaning = "a prompt that is a text is one message of the user" if templated else "the model has no chat template"
     return _RECIPE.format(
-        recipe=directory / "recipe.yaml",
+        recipe=shlex.quote(str(directory / "recipe.yaml")),
         name=name,
         model=_TINY if model is None else _OWN.format(path=_quoted(str(model.directory))),
         texts="user" if templated else "raw",

@@ -67,6 +67,11 @@ def describe_errors(
     wrong: dict[Key, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         wrong.setdefault(_real_key(data, detail), []).append(detail)
+    for key in list(wrong):  # pydantic leaves wrong items out, and then misses them
+        if any(inner[: len(key)] == key for inner in wrong if inner != key):
+            wrong[key] = [detail for detail in wrong[key] if detail["type"] != "too_short"]
+            if not wrong[key]:
+                del wrong[key]
     return [_line(settings, key, details, _place(key, places, source), recipe) for key, details in wrong.items()]
 
 
@@ -108,6 +113,10 @@ def _expected(settings: type[BaseModel], key: Key, detail: ErrorDetails) -> str:
             return f"less than {context['lt']}"
         case "less_than_equal":
             return f"at most {context['le']}"
+        case "too_short":
+            return f"at least {context['min_length']:,} item{'s' if context['min_length'] > 1 else ''}"
+        case "too_long":
+            return f"at most {context['max_length']:,} items"
         case "string_pattern_mismatch":
             return _PATTERNS.get(context["pattern"]) or f"text that matches {context['pattern']}"
         case "string_too_long":
@@ -117,11 +126,15 @@ def _expected(settings: type[BaseModel], key: Key, detail: ErrorDetails) -> str:
         case _ if kind in _GROUP:
             keys = _keys_at(settings, key)
             first = next((each for each in ("name", "path", "actor") if each in keys), None)
+            if isinstance(detail["input"], str) and key and isinstance(key[-1], int) and "path" in keys:
+                return f"keys and values, such as {{path: {shortened(detail['input'])}}}"
             if isinstance(detail["input"], str) and first:
                 return f"a group of settings, such as {'.'.join(map(str, key))}.{first}={shortened(detail['input'])}"
             return f"the keys {', '.join(keys)}"
         case "list_type" | "tuple_type" if keys := _keys_at(settings, (*key, 0)):
-            return f"a list, each item with keys of {', '.join(keys)}"
+            value = detail["input"]
+            example = f"such as [{{path: {shortened(value)}}}], " if isinstance(value, str) and "path" in keys else ""
+            return f"a list, {example}each item with keys of {', '.join(keys)}"
     words = _EXPECTED.get(kind.split("_")[0])
     return words or detail["msg"][:1].lower() + detail["msg"][1:]
 

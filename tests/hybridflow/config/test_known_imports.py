@@ -100,6 +100,15 @@ def test_imports_of_the_guides_work() -> None:
         (["patience"], "there is no command patience: expected init, train, "),
         (["check", "a.yaml", "--prnt"], "--prnt: no such option; did you mean --print?"),
         (["init", "a", "--patience"], "--patience: no such option (see hybridflow init --help)"),
+        (["train", "a.yaml", "--lr", "1e-6"], "--lr: here it is train.optimizer.lr"),
+        (
+            ["train", "a.yaml", "--seed", "3"],
+            "--seed: no such option; settings stand behind the recipe as key=value, such as seed=",
+        ),
+        (
+            ["train", "a.yaml", "--trainer.steps=3"],
+            "--trainer.steps: no such option; settings stand behind the recipe as key=value, such as trainer.steps=...",
+        ),
         (["train"], "the following arguments are required: RECIPE (see hybridflow train --help)"),
         (["train", "a.yaml", "--role", "rollout"], "--role: is of hosts: hybridflow launch slurm RECIPE"),
         (["train", "a.yaml", "--actor_learning_rate", "1e-6"], "--actor_learning_rate: here it is train.optimizer.lr"),
@@ -119,13 +128,14 @@ def test_a_command_or_option_of_another_system_is_told_what_it_is_here(
     assert capsys.readouterr().err.startswith(f"hybridflow: {line}")
 
 
-def test_a_module_that_is_run_says_so_in_one_line() -> None:
+@pytest.mark.parametrize("module", ["trainer.main_ppo", "trainers.ppo_trainer"])
+def test_a_module_that_is_run_says_so_in_one_line(module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "hybridflow.trainer.main_ppo", "algorithm.adv_estimator=grpo"],
+        [sys.executable, "-m", f"hybridflow.{module}", "algorithm.adv_estimator=grpo"],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
-    assert "there is no hybridflow.trainer.main_ppo: here it is hybridflow train RECIPE" in line
+    assert "here it is hybridflow train RECIPE" in line

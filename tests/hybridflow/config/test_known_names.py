@@ -154,6 +154,12 @@ def test_what_is_told_of_an_unknown_key(key: str, text: str) -> None:
         ("model=some/model", "expected a group of settings, such as model.path=some/model"),
         ("model.path=some/model", "both are set, and model.create=null removes create"),
         ("data.files.train[0].prompt=question", "expected the whole list, as in data.files.train=[...]"),
+        (
+            "data.files.train=mine.parquet",
+            "expected a list, such as [{path: mine.parquet}], each item with keys of path",
+        ),
+        ("data.files.train=[]", "data.files.train = []: expected at least 1 item"),
+        ("data.files.train=[mine.parquet]", "= 'mine.parquet': expected keys and values, such as {path: mine.parquet}"),
         ("algorithm.name=GRPO", "'GRPO' is no algorithm (did you mean grpo?), expected 'grpo' or "),
         ("algorithm.name=reinforce++", "(did you mean reinforce_plus_plus?)"),
     ],
@@ -161,7 +167,7 @@ def test_what_is_told_of_an_unknown_key(key: str, text: str) -> None:
 def test_a_value_of_another_form_is_told_its_own(override: str, text: str) -> None:
     with pytest.raises(SettingsError) as error:
         load_recipe(DEMO, [override])
-    assert text in error.value.lines[0]
+    assert text in error.value.lines[0] and len(error.value.lines) == 1
 
 
 def test_what_is_told_of_a_column_that_is_named_like_a_setting() -> None:
