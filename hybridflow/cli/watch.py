@@ -155,7 +155,7 @@ def _text(line: bytes) -> str:
 
 def _status(directory: Path, now: float) -> Iterator[str]:
     place, is_going_on = read_place(directory), goes_on(directory)
-    total = _steps(directory)
+    total = _steps(directory, "train")
     at = "phase start"
     if place is not None:
         of = f" of {total}" if total is not None else ""
@@ -175,7 +175,10 @@ def _status(directory: Path, now: float) -> Iterator[str]:
     if failure is not None:
         yield from map(visible, failure.lines())
     record = _newest_step(directory / METRICS)
-    yield console_line(record, total, None) if record is not None else f"no step in {METRICS} yet"
+    if record is None:
+        yield f"no step in {METRICS} yet"
+    else:
+        yield console_line(record, _steps(directory, record.phase), None)
     yield _newest_checkpoint(directory, now)
     if is_finished:
         if (directory / EXPORT).is_dir():
@@ -244,9 +247,13 @@ def _at(log: Log, beat: Heartbeat | None, now: float) -> str:
     return f"on {beat.host}: {what or 'idle'} for {_duration(now - beat.since)}{parts}{late}; "
 
 
-def _steps(directory: Path) -> int | None:
-    """That the recipe asks for."""
-    steps = kept_setting(read_kept_recipe(directory), "trainer.steps")
+_STEPS_OF_PHASE = {"train": "trainer.steps", "sft": "warmup.steps"}
+
+
+def _steps(directory: Path, phase: str) -> int | None:
+    """The steps of a phase of the metrics in the run's recipe; None of a phase without steps of its own."""
+    setting = _STEPS_OF_PHASE.get(phase)
+    steps = kept_setting(read_kept_recipe(directory), setting) if setting is not None else None
     return steps if isinstance(steps, int) else None
 
 

@@ -143,8 +143,12 @@ def _wanted_columns(function: Callable[..., Any], fields: Sequence[str] | None) 
         return []
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
-    if not positional or positional[0].name in OPTIONAL_COLUMNS:
+    if not positional:
         raise RewardError("takes no positional argument for the generated texts, expected reward_fn(generated_texts)")
+    if (first := positional[0].name) in OPTIONAL_COLUMNS:
+        others = [parameter.name for parameter in parameters if parameter is not positional[0]]
+        texts = "completions" if "completions" in others else "generated_texts"
+        raise RewardError(f"takes {first} first, expected the generated texts there: reward_fn({texts}, {first}, ...)")
     passed = [] if positional[0].kind is positional[0].VAR_POSITIONAL else [positional[0].name]
     offered = dict.fromkeys([*OPTIONAL_COLUMNS, *(fields or ())])
     for name in passed:

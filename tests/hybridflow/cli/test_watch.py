@@ -53,6 +53,22 @@ def test_status_of_a_run_that_goes_on(run: Path, capsys: pytest.CaptureFixture[s
     assert [line.split()[0] for line in lines[3:]] == ["actor-0", "actor-2", "actor-10", "rollout-0", "sglang-0"]
 
 
+@pytest.mark.parametrize(
+    ("record", "line"),
+    [
+        ({"phase": "sft", "step": 30, "sft/loss": 1.5}, "warm-up 30/50  loss 1.5000"),
+        ({"phase": "eval", "step": 0, "eval/accuracy": 0.5}, "eval 0  accuracy 0.500"),
+    ],
+)
+def test_status_counts_the_steps_of_the_phase(
+    run: Path, capsys: pytest.CaptureFixture[str], record: dict[str, object], line: str
+) -> None:
+    (run / "recipe.yaml").write_text("name: small\ntrainer:\n  steps: 40\nwarmup:\n  steps: 50\n")
+    (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert main(["status", str(run)]) == 0
+    assert line in capsys.readouterr().out.splitlines()
+
+
 def test_status_of_a_run_that_does_not(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(run)]) == 0
     assert f"{run}: not running; it ended in step 12 of 40, rollout (entered 2" in capsys.readouterr().out

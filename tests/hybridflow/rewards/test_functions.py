@@ -165,6 +165,10 @@ def test_weighted_sum_over_functions_in_a_module_and_builtin(tmp_path: Path, mon
         ("def other(texts): pass", "has no function 'reward'"),
         ("def reward(texts, threshold): pass", "requires an argument 'threshold', expected reward_fn(generated_texts)"),
         ("def reward(): pass", "takes no positional argument for the generated texts"),
+        (
+            "def reward(prompts, completions, **kwargs): pass",
+            "takes prompts first, expected the generated texts there: reward_fn(completions, prompts, ...)",
+        ),
         ("import no_such_module", "cannot be imported: ModuleNotFoundError at {path}:1: No module named"),
         ("def reward(texts:", "cannot be imported: SyntaxError"),
     ],
