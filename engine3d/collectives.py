@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from engine3d.startup.lazy_imports import dist, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None = None) -> None:

@@ -18,7 +18,6 @@ from engine3d.models.quantised import QUANTISATION_KEYS
 from engine3d.models.rope import read_rope
 from engine3d.models.rules import Box, LocalParameter, Piece
 from engine3d.models.sizes import Sizes
-from engine3d.platform import platform
 
 if TYPE_CHECKING:
     from engine3d.models.build import build_model
@@ -60,6 +59,8 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         if name == "build_model":
+            from engine3d.platform import platform
+
             platform.prepare_training()  # before Megatron-Core is imported
         return getattr(importlib.import_module(f"engine3d.models.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,10 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from engine3d.errors import UserError
 from engine3d.models.hf_config import HFConfig
+from engine3d.startup.lazy_imports import torch
 
 KINDS = ("default", "linear", "llama3")
 

@@ -13,13 +13,12 @@ import os
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from engine3d.errors import UserError, shortened
@@ -35,12 +34,13 @@ from engine3d.input_files import (
 )
 from engine3d.models.other_files import other_weights
 from engine3d.models.rules import Box
+from engine3d.startup.lazy_imports import torch
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _PUBLISHERS_FILE = "consolidated.safetensors"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+"""Types of weights that are read, by their names in the files, with the bytes of an element."""
 _MOST_HEADER_BYTES = 32 << 20
 """Of one file, some 200,000 tensors. The format itself allows 100 MB."""
 _BUFFER_BYTES = 64 << 20
@@ -272,6 +272,11 @@ class ExportPlan:
         }
 
 
+@cache
+def _dtype_names() -> dict[torch.dtype, str]:
+    return {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
 def plan_export(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
@@ -289,8 +294,9 @@ def plan_export(
     Raises:
         UserError: a dtype that the files cannot hold.
     """
-    if dtype not in _DTYPE_NAMES:
-        raise UserError(f"export: dtype {dtype}: expected one of {', '.join(map(str, _DTYPE_NAMES))}")
+    names_of = _dtype_names()
+    if dtype not in names_of:
+        raise UserError(f"export: dtype {dtype}: expected one of {', '.join(map(str, names_of))}")
     dtypes = {name: torch.float32 if name in float32 else dtype for name in shapes}
     shards: list[list[str]] = [[]]
     filled = 0
@@ -316,7 +322,7 @@ def _plan_file(
     for tensor in tensors:
         stop = start + prod(shapes[tensor]) * dtypes[tensor].itemsize
         header[tensor] = {
-            "dtype": _DTYPE_NAMES[dtypes[tensor]],
+            "dtype": _dtype_names()[dtypes[tensor]],
             "shape": list(shapes[tensor]),
             "data_offsets": [start, stop],
         }

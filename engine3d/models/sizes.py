@@ -7,6 +7,9 @@ from typing import Any
 
 from engine3d.models.hf_config import HFConfig
 
+ROW_ELEMENTS = 8
+"""Rows of bf16 that grouped matrix products read are multiples of so many elements: whole 16 bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Latent:

@@ -17,9 +17,10 @@ from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.module.base import get_dummy_wgrad
 from transformer_engine.pytorch.ops.basic.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 
-from engine3d.models.experts.grouped_products import CAPABILITY, ROW_ELEMENTS, are_one, as_one, grouped_product
+from engine3d.models.experts.grouped_products import CAPABILITY, are_one, as_one, grouped_product
 from engine3d.models.experts.routed_experts import Weights
 from engine3d.models.local_modules import RMSNorm
+from engine3d.models.sizes import ROW_ELEMENTS
 
 
 def may_group(config: TransformerConfig) -> bool:

@@ -116,7 +116,7 @@ def check_finite_weights(spec: ModelSpec, directory: str | Path, *, limit_s: flo
     with TensorFiles(Path(directory)) as files:
         stored = {name: files.tensors[name] for name in spec.hf_tensors if name in files.tensors}
         by_file = sorted(stored.items(), key=lambda item: str(item[1].path))
-        sizes = {name: prod(each.shape) * DTYPES[each.dtype].itemsize for name, each in by_file}
+        sizes = {name: prod(each.shape) * DTYPES[each.dtype] for name, each in by_file}
         looked_at = 0
         for name, size in sizes.items():
             if time.monotonic() - began > limit_s:

@@ -8,8 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from engine3d.errors import UserError
 from engine3d.layout import Layout
-from engine3d.models.experts.grouped_products import ROW_ELEMENTS
-from engine3d.models.sizes import Sizes
+from engine3d.models.sizes import ROW_ELEMENTS, Sizes
 from engine3d.settings import LONGEST_S, MOST_RANKS, MOST_TOKENS, Settings
 from engine3d.training.megatron_options import refusals
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
-
-from torch import Generator, Tensor
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hybridflow.algorithms.advantages.whitening import Moments
 from hybridflow.algorithms.lagrange_multiplier import LagrangeMultiplier
@@ -21,6 +19,9 @@ from hybridflow.batch.remote_batch import PendingColumns, RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
 from hybridflow.data.prompts import Draw
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
 
 ValueKind = Literal["reward", "cost"]
 """What values foretell: rewards (columns `values` and `returns`) or costs (`cost_values` and `cost_returns`)."""

@@ -12,14 +12,11 @@ sample and number, so it is the same on any layout, and in each pass of `trainer
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms import grpo
 from hybridflow.algorithms.base import Algorithm, Step
 from hybridflow.algorithms.covariance_selection import SELECTED, with_selection
@@ -30,6 +27,11 @@ from hybridflow.algorithms.settings import ClippedSettings
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.metrics import names as metrics
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
 
 _SALTS = 2**62
 

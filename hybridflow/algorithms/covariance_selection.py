@@ -8,13 +8,12 @@ the ranks exchange is three figures a sample, and from each rank as many tokens 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.base import Step
 from hybridflow.algorithms.losses.covariance import CovarianceMeans, sample_sums, token_covariances
 from hybridflow.algorithms.losses.selection import Keys, Limit, share_of, token_numbers
@@ -23,12 +22,15 @@ from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 SELECTED = "selected"
 """The column that says which tokens are chosen: 1 for these, 0 for all others."""
 
 _LOGPROBS, _ADVANTAGES, _COUNT = "logprobs", "advantages", "count"
 
-Order = Callable[[SampleBatch, Tensor, Any, int], tuple[npt.NDArray[np.float64], Tensor]]
+type Order = Callable[[SampleBatch, Tensor, Any, int], tuple[npt.NDArray[np.float64], Tensor]]
 """(batch, covariances, settings, salt) -> the rank of each response token, and which of them can be chosen."""
 
 

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from engine3d.errors import EngineError
 from hybridflow.algorithms.advantages.group_relative import group_relative_advantages
@@ -19,6 +18,9 @@ from hybridflow.algorithms.settings import ClippedSettings
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_fields import FinishReason
 from hybridflow.metrics import names as metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class DAPOSettings(DynamicSamplingSettings, ClippedSettings):

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar, Literal, Self
 
-import torch
 from pydantic import Field, model_validator
 
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.advantages.group_relative import group_relative_advantages
 from hybridflow.algorithms.base import Algorithm, Experience, Step
 from hybridflow.algorithms.losses.clipped import clipped_loss

@@ -25,13 +25,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from engine3d.errors import EngineError
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.base import Step
 from hybridflow.algorithms.checks import check_finite, check_mask, check_rows
 from hybridflow.algorithms.settings import AlgorithmSettings
@@ -39,7 +38,10 @@ from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 
-Counted = Callable[[RemoteBatch], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+type Counted = Callable[[RemoteBatch], Tensor]
 """A batch -> (B,) bool: the samples that are going to be in the loss."""
 
 

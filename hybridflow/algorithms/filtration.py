@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, assert_never
+from typing import TYPE_CHECKING, Literal, assert_never
 
-import torch
-from torch import Generator, Tensor
-
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.checks import check_finite, check_rows
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
 
 Filtration = Literal["best-n", "best-random", "best-worst"]
 

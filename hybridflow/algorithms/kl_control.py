@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from hybridflow.algorithms.losses.kl import kl_penalty
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LARGEST_ERROR = 0.2
 

@@ -8,14 +8,11 @@ Needs the roles that GRPO needs, and a forward pass of the actor before each upd
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from pydantic import Field
-from torch import Tensor
 
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms import grpo
 from hybridflow.algorithms.base import Algorithm, Step
 from hybridflow.algorithms.covariance_selection import SELECTED, with_selection
@@ -24,6 +21,11 @@ from hybridflow.algorithms.losses.weighted import token_ratios
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.metrics import names as metrics
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
 
 
 class KLCovSettings(grpo.GroupSettings):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from pydantic import Field
 
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.base import Algorithm, Experience, Step
 from hybridflow.algorithms.losses.preference import (
     Judged,

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from pydantic import Field
 
 from engine3d.errors import EngineError
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms import ppo
 from hybridflow.algorithms.base import Algorithm, Experience, Step
 from hybridflow.algorithms.filtration import Filtration, filtered_by_rank

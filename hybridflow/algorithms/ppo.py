@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
-from torch import Tensor
 
 from hybridflow.algorithms.advantages.gae import gae_advantages, token_rewards
 from hybridflow.algorithms.advantages.whitening import moments
@@ -16,6 +15,9 @@ from hybridflow.algorithms.losses.value import value_moments
 from hybridflow.algorithms.settings import ClippedSettings
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PPOSettings(ClippedSettings):

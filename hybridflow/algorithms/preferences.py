@@ -9,12 +9,11 @@ are found in the driver; the update's loss is the sum of the log-probs by these 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.base import Experience, Step
 from hybridflow.algorithms.checks import check_finite, check_rows
 from hybridflow.algorithms.losses.preference import PreferenceLoss, Responses, coefficients
@@ -25,6 +24,9 @@ from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import COUNTED, Columns
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PAIR = 2
 """Samples of a prompt, which lie side by side and stay in one mini-batch."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-import torch
-
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.advantages.group_relative import remax_advantages
 from hybridflow.algorithms.base import Algorithm, Experience, Step
 from hybridflow.algorithms.settings import ClippedSettings

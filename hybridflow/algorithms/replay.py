@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Generator, Tensor
+from typing import TYPE_CHECKING
 
+from engine3d.startup.lazy_imports import torch
 from hybridflow.batch.sample_batch import SampleBatch
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
 
 _TOKEN_BYTES = 8 + 4 + 1
 """Of a response token: its id, its log-prob and whether the policy wrote it. A prompt token has its id alone."""

@@ -6,9 +6,9 @@ that were not sampled, of which there are many.
 
 from __future__ import annotations
 
-import torch
 from pydantic import Field
 
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms import grpo
 from hybridflow.algorithms.base import Algorithm
 from hybridflow.algorithms.losses.aggregation import AggregationMode

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+from engine3d.startup.lazy_imports import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def segment_reduce(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pydantic import Field
-from torch import Tensor
 
 from hybridflow.algorithms import ppo
 from hybridflow.algorithms.advantages.gae import gae_advantages, length_adaptive_lambda, token_rewards
@@ -20,6 +20,9 @@ from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import COUNTED, Columns
 from hybridflow.metrics import names as metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class VAPOSettings(ppo.PPOSettings):

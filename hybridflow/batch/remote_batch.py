@@ -15,20 +15,21 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import ray
-import torch
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from torch import Tensor
 
 from engine3d.errors import UserError
+from engine3d.startup.lazy_imports import torch
+from hybridflow.batch.lazy_ray import ray
 from hybridflow.batch.load_balance import balanced_partition, even_ranges
 from hybridflow.batch.sample_batch import COLUMNS, RESPONSE, SampleBatch
 from hybridflow.batch.sample_fields import SAMPLE
 from hybridflow.batch.worker_output import Kept, Packed, Spans, Summary, joined_facts, pack
 from hybridflow.errors.rank_failure import Failure
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SampleCosts = Callable[[Sequence[int]], Sequence[float]]
 """Lengths of samples in tokens -> what each costs, in any unit."""
@@ -41,7 +42,7 @@ def in_order(joined: Any, parts: Sequence[Sequence[int]]) -> Any:
     """Rows or items that came part by part, in the order of the batch that was dealt into these parts."""
     dealt = [sample for part in parts for sample in part]
     order = sorted(range(len(dealt)), key=dealt.__getitem__)
-    return joined[torch.tensor(order)] if isinstance(joined, Tensor) else [joined[index] for index in order]
+    return joined[torch.tensor(order)] if isinstance(joined, torch.Tensor) else [joined[index] for index in order]
 
 
 @dataclass(frozen=True)
@@ -149,16 +150,16 @@ class BatchPart(Kept):
         there = [piece for piece in pieces if piece is not None]
         if len(there) != self.size:
             raise ValueError(f"batch: column {name} is there for {len(there)} of {self.size} samples")
-        _, dtype = COLUMNS[name]
+        dtype = SampleBatch.dtype_of(name)
         return torch.from_numpy(np.concatenate(there)).to(dtype) if there else torch.empty(0, dtype=dtype)
 
     def _with_facts(self, columns: dict[str, Tensor]) -> SampleBatch:
         for name, fact in self.facts.items():
-            symbol, dtype = COLUMNS.get(name, (None, None))
+            symbol, _ = COLUMNS.get(name, (None, None))
             if symbol == SAMPLE:
-                columns[name] = fact.to(dtype)
+                columns[name] = fact.to(SampleBatch.dtype_of(name))
             elif symbol == RESPONSE:
-                of_tokens = fact.to(dtype).repeat_interleave(self.facts["response_lengths"])
+                of_tokens = fact.to(SampleBatch.dtype_of(name)).repeat_interleave(self.facts["response_lengths"])
                 columns[name] = of_tokens.where(columns["response_mask"], 0)
         return SampleBatch(**columns)
 
@@ -386,5 +387,5 @@ def _cutter(node: str) -> Any:
 @functools.lru_cache(maxsize=_MOST_NODES)
 def _cutter_of(_job: str, node: str) -> Any:
     options = {"num_cpus": 0, "max_concurrency": _CUTTING_THREADS, "name": f"cutter-{node}", "get_if_exists": True}
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(_Cutter).options(scheduling_strategy=there, **options).remote()

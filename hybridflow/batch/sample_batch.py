@@ -11,13 +11,15 @@ import dataclasses
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from engine3d.startup.lazy_imports import torch
 from hybridflow.batch.sample_fields import SAMPLE, FinishReason, SampleFields, column_types, pad_rows, wide, within
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOKENS, RESPONSE = "(T,)", "(R,)"
 WIDE_RESPONSE = wide(RESPONSE)

@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import torch
-from torch import Tensor
-
+from engine3d.startup.lazy_imports import torch
 from hybridflow.batch.load_balance import even_ranges
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FinishReason(IntEnum):
@@ -30,7 +31,7 @@ SAMPLE = "(B,)"
 OF_LOSSES: tuple[str, ...] = ("correction_weights", "lm_weights", "selected", "teacher_logprobs", "teacher_agrees")
 """Columns that only some losses read; of responses, float32."""
 
-WIDE: dict[str, torch.dtype] = {"chosen_tokens": torch.int64, "teacher_chosen_logprobs": torch.float32}
+WIDE: dict[str, str] = {"chosen_tokens": "int64", "teacher_chosen_logprobs": "float32"}
 """Columns that only some losses read, with K figures for each response token; K is the same in all."""
 
 _OF_RESPONSES = (
@@ -44,20 +45,20 @@ def wide(response: str) -> str:
     return f"{response.rstrip(',)')}, K)"
 
 
-def column_types(tokens: Mapping[str, str], response: str) -> dict[str, tuple[str, torch.dtype]]:
-    """Shape and dtype of every column of a batch, by its name.
+def column_types(tokens: Mapping[str, str], response: str) -> dict[str, tuple[str, str]]:
+    """Shape and name of the dtype of every column of a batch, by its name.
 
     Args:
         tokens: the columns of tokens, with their shapes.
         response: the shape of columns with one figure for each response token.
     """
-    types = dict.fromkeys((field.name for field in dataclasses.fields(SampleFields)), (SAMPLE, torch.int64))
-    types |= dict.fromkeys(("rewards", "costs"), (SAMPLE, torch.float32))
-    types |= dict.fromkeys(("reference_logprobs", "began", "ended"), (SAMPLE, torch.float64))
-    types |= dict.fromkeys(("logprobs", *_OF_RESPONSES, "weights"), (response, torch.float32))
-    types |= {"response_mask": (response, torch.bool), "token_versions": (response, torch.int64)}
+    types = dict.fromkeys((field.name for field in dataclasses.fields(SampleFields)), (SAMPLE, "int64"))
+    types |= dict.fromkeys(("rewards", "costs"), (SAMPLE, "float32"))
+    types |= dict.fromkeys(("reference_logprobs", "began", "ended"), (SAMPLE, "float64"))
+    types |= dict.fromkeys(("logprobs", *_OF_RESPONSES, "weights"), (response, "float32"))
+    types |= {"response_mask": (response, "bool"), "token_versions": (response, "int64")}
     types |= {name: (wide(response), dtype) for name, dtype in WIDE.items()}
-    return {name: (shape, torch.int64) for name, shape in tokens.items()} | types
+    return {name: (shape, "int64") for name, shape in tokens.items()} | types
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,8 +68,8 @@ class SampleFields(ABC):
     Nothing is ever changed in place: every method returns a new batch.
     """
 
-    types: ClassVar[Mapping[str, tuple[str, torch.dtype]]]
-    """Shape and dtype of every column, by its name."""
+    types: ClassVar[Mapping[str, tuple[str, str]]]
+    """Shape and name of the dtype of every column, by its name."""
     called: ClassVar[str]
     """In errors."""
 
@@ -191,7 +192,7 @@ class SampleFields(ABC):
     def _check_columns(self, sizes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
         """Raise ValueError for a column of another shape, dtype or device, and for a sample id that occurs twice."""
         for name, column in self.columns().items():
-            symbol, dtype = self.types[name]
+            symbol, dtype = self.types[name][0], self.dtype_of(name)
             if tuple(column.shape) != sizes[symbol] or column.dtype != dtype or column.device != device:
                 raise ValueError(
                     f"{self.called}: column {name} is {tuple(column.shape)} {column.dtype} on {column.device}, "
@@ -201,6 +202,12 @@ class SampleFields(ABC):
         if len(ids) != len(self):
             twice = int(ids[counts > 1][0])
             raise ValueError(f"{self.called}: sample id {twice} occurs more than once, expected unique ids")
+
+    @classmethod
+    def dtype_of(cls, name: str) -> torch.dtype:
+        """The dtype of a column."""
+        dtype: torch.dtype = getattr(torch, cls.types[name][1])
+        return dtype
 
     @classmethod
     def _rows(cls, indices: Sequence[int] | Tensor) -> Tensor:

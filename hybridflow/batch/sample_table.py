@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-import torch
-from torch import Tensor
 
+from engine3d.startup.lazy_imports import torch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import FinishReason
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _OF_SAMPLES = {
     "sample_id": ("sample_ids", pa.int64()),

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
+from hybridflow.batch.lazy_ray import ray
 from hybridflow.batch.remote_batch import RemoteBatch
 
 

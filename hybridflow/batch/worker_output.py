@@ -6,15 +6,17 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray.util
-import torch
-from torch import Tensor
 
+from engine3d.startup.lazy_imports import torch
+from hybridflow.batch.lazy_ray import ray
 from hybridflow.batch.sample_batch import COLUMNS, TOKENS, SampleBatch
 from hybridflow.batch.sample_fields import SAMPLE, WIDE
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 COUNTED = "counted"
 """The fact that says how many response tokens of a sample the policy wrote."""
@@ -154,7 +156,7 @@ def send_tensors_as_arrays() -> None:
     Megatron-Core puts a function of its own into how PyTorch pickles a tensor, so that whoever is sent one would have
     to import Megatron-Core: the driver, the rewards, and whoever they send tensors to.
     """
-    ray.util.register_serializer(Tensor, serializer=_values, deserializer=_tensor)
+    ray.util.register_serializer(torch.Tensor, serializer=_values, deserializer=_tensor)
 
 
 def _values(tensor: Tensor) -> tuple[np.ndarray[Any, Any], torch.Size, torch.dtype]:

@@ -14,11 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from hybridflow.cluster.processes.termination import STOPPED_AFTER_SAVING, termination
-from hybridflow.config.recipe import Recipe
 from hybridflow.errors.log import log
+
+if TYPE_CHECKING:
+    from hybridflow.config.recipe import Recipe
 
 PARENT = "HYBRIDFLOW_ACTORS"
 """Environment variable with the number of a pipe whose other end the command of all actors holds."""

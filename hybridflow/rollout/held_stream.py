@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import ray
-
 from engine3d.rollout.host.messages import Response
+from hybridflow.batch.lazy_ray import ray
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_fields import FinishReason
 from hybridflow.batch.stored_rows import Row, StoredRows, gathered

@@ -19,9 +19,6 @@ CAPABILITY = 9
 On Blackwell the gradient of an expert without tokens may be anything (https://github.com/pytorch/pytorch/issues/172439).
 """
 
-ROW_ELEMENTS = 8
-"""Rows of bf16 are to be multiples of so many: whole 16 bytes."""
-
 
 def grouped_product(
     tokens: Tensor, counts: Sequence[int], weights: Tensor, gradients: Tensor | None, parameter: Tensor

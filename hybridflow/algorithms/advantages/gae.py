@@ -6,10 +6,13 @@ belong to the environment: what follows a counted token is the next counted toke
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.checks import check_finite, check_mask, check_rows, check_shapes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def token_rewards(rewards: Tensor, response_mask: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
@@ -76,7 +79,7 @@ def gae_advantages(
     )
     check_finite("gae_advantages", "reward", token_rewards, response_mask)
     check_finite("gae_advantages", "value", values, response_mask)
-    if isinstance(lam, Tensor):
+    if isinstance(lam, torch.Tensor):
         check_rows("gae_advantages", rows=len(response_mask), lam=lam)
     # One row a token, so that each step of the loop reads and writes what lies together.
     counted = response_mask.T.contiguous()

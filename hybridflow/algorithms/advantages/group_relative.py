@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.advantages.groups import groups_of
 from hybridflow.algorithms.checks import check_finite, check_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation before it divides."""

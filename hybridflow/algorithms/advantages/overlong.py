@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.checks import check_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def overlong_penalty(lengths: Tensor, *, limit: int | Tensor, buffer: int, factor: float) -> Tensor:
@@ -22,9 +25,9 @@ def overlong_penalty(lengths: Tensor, *, limit: int | Tensor, buffer: int, facto
     buffer that is not within 1 and the limit.
     """
     check_rows("overlong_penalty", rows=len(lengths), lengths=lengths)
-    if isinstance(limit, Tensor):
+    if isinstance(limit, torch.Tensor):
         check_rows("overlong_penalty", rows=len(lengths), limit=limit)
-    least = min(limit.tolist(), default=buffer) if isinstance(limit, Tensor) else limit
+    least = min(limit.tolist(), default=buffer) if isinstance(limit, torch.Tensor) else limit
     if not 1 <= buffer <= least:
         raise ValueError(f"overlong_penalty: a buffer of {buffer} tokens before a limit of {least}, expected 1 to that")
     over = (lengths - (limit - buffer)).to(torch.float64) / buffer

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.advantages.group_relative import STD_EPSILON
 from hybridflow.algorithms.advantages.groups import Groups
 from hybridflow.algorithms.checks import check_mask, check_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def pass_at_k_advantages(right: Tensor, group_ids: Tensor, k: int) -> tuple[Tensor, float | None]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.advantages.gae import gae_advantages
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def discounted_returns(token_rewards: Tensor, response_mask: Tensor, *, gamma: float) -> Tensor:

@@ -17,10 +17,13 @@ Where this departs from the paper:
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.checks import check_shapes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def safe_advantages(reward_advantages: Tensor, cost_advantages: Tensor, multiplier: float) -> Tensor:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.corrections.settings import CorrectionSettings
 from hybridflow.algorithms.corrections.weights import correct, log_ratios, sums_of
 from hybridflow.algorithms.losses.kl import LOG_RATIO_LIMIT, kl_estimate
@@ -15,6 +14,9 @@ from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import Columns
 from hybridflow.metrics import names as metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KEPT = "kept"
 """The fact that says how many tokens of a sample have a weight above 0."""

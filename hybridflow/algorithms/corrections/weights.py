@@ -24,14 +24,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.checks import check_mask, check_shapes
 from hybridflow.algorithms.corrections.settings import CorrectionSettings, Level
 from hybridflow.algorithms.losses.kl import LOG_RATIO_LIMIT
 from hybridflow.algorithms.segments import segment_reduce
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

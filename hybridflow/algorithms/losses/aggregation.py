@@ -7,10 +7,12 @@ loss, in whatever pieces and on whatever ranks that sum is taken.
 
 from __future__ import annotations
 
-from typing import Literal, assert_never
+from typing import TYPE_CHECKING, Literal, assert_never
 
-import torch
-from torch import Tensor
+from engine3d.startup.lazy_imports import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WIDE = "chosen_logprobs"
 """How the names of columns end that have K figures of each token."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.checks import check_shapes
 from hybridflow.algorithms.losses.kl import LOG_RATIO_LIMIT
 from hybridflow.algorithms.losses.policy import PolicyLoss, TokenColumns
 from hybridflow.algorithms.settings import ClippedSettings
 from hybridflow.metrics import names as metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, assert_never
+from typing import TYPE_CHECKING, Literal, assert_never
 
-import torch
-from torch import Tensor
-
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.checks import check_shapes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 

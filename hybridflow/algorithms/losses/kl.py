@@ -5,11 +5,12 @@ Source: J. Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blo
 
 from __future__ import annotations
 
-from typing import Literal, assert_never
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, assert_never
 
 from hybridflow.algorithms.checks import check_shapes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
 STRAIGHT_THROUGH: tuple[KLEstimator, ...] = ("k1+", "k3+")

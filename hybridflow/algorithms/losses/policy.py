@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.losses.aggregation import counted_column
 from hybridflow.algorithms.losses.kl import PENALTY_LIMIT, kl_estimate, kl_penalty, value_of
 from hybridflow.algorithms.losses.statistics import Statistics, total
 from hybridflow.algorithms.segments import segment_reduce
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.metrics import names as metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHOSEN_LOGPROBS = "chosen_logprobs"
 """One of the others: log-probs of `chosen_tokens` from the policy that is trained, which carry the gradient."""

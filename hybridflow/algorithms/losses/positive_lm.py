@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.checks import check_rows
 from hybridflow.algorithms.losses.policy import PolicyLoss, TokenColumns
 from hybridflow.metrics import names as metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def positive_weights(rewards: Tensor, counts: Tensor, weights: Tensor, *, right_above: float) -> Tensor:

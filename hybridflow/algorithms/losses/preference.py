@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.losses.policy import PolicyLoss, TokenColumns
 from hybridflow.metrics import names as metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,9 @@ def pair_losses(
     if loss == "ipo":
         return (margins - 1 / (2 * beta)).square()
     scaled = beta * margins
-    return -(1 - label_smoothing) * logsigmoid(scaled) - label_smoothing * logsigmoid(-scaled)
+    return -(1 - label_smoothing) * torch.nn.functional.logsigmoid(
+        scaled
+    ) - label_smoothing * torch.nn.functional.logsigmoid(-scaled)
 
 
 def unpaired_losses(

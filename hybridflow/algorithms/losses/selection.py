@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
+
+from engine3d.startup.lazy_imports import torch
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _MIX = ((30, np.uint64(0xBF58476D1CE4E5B9)), (27, np.uint64(0x94D049BB133111EB)))

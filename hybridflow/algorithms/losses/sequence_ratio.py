@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from hybridflow.algorithms.losses.clipped import clipped_figures, clipped_policy_loss
 from hybridflow.algorithms.losses.policy import PolicyLoss, TokenColumns, sequence_means
 from hybridflow.algorithms.settings import ClippedSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def sequence_log_ratios(columns: TokenColumns) -> Tensor:

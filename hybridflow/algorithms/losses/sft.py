@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from hybridflow.algorithms.losses.aggregation import counted_column
 from hybridflow.algorithms.losses.statistics import Statistics, total
 from hybridflow.metrics import names as metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def sft_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Statistics]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from typing import TYPE_CHECKING
 
 from engine3d.collectives import all_reduce
+from engine3d.startup.lazy_imports import dist, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,11 @@ class Statistics:
         total, highest = list(added), list(self.maxima.values())
         if added:
             stacked = torch.stack(added)
-            all_reduce(stacked, ReduceOp.SUM, group)
+            all_reduce(stacked, dist.ReduceOp.SUM, group)
             total = list(stacked.unbind())
         if highest:
             stacked = torch.stack(highest)
-            all_reduce(stacked, ReduceOp.MAX, group)
+            all_reduce(stacked, dist.ReduceOp.MAX, group)
             highest = list(stacked.unbind())
         pairs = total[len(self.sums) :]
         return Statistics(

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.advantages.whitening import Moments, moments
 from hybridflow.algorithms.checks import check_shapes
 from hybridflow.algorithms.losses.aggregation import counted_column
 from hybridflow.algorithms.losses.statistics import Statistics, total
 from hybridflow.metrics.names import CRITIC, CriticNames
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def value_loss(

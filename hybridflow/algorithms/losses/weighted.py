@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from engine3d.startup.lazy_imports import torch
 from hybridflow.algorithms.checks import check_shapes
 from hybridflow.algorithms.losses.kl import LOG_RATIO_LIMIT
 from hybridflow.algorithms.losses.policy import TokenColumns
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def token_ratios(columns: TokenColumns) -> Tensor:

@@ -10,12 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.cli.main import _COMMANDS as COMMANDS
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.report.stored_texts import TextOf
 from tests.support.small_checkpoints import make_checkpoint
 from tests.support.stored_samples import make_run
 
 HEAVY = ("matplotlib", "megatron", "pandas", "ray", "sglang", "sympy", "torch", "transformers")
+_HELP = """
+import contextlib, io, sys
+from hybridflow.cli.main import main
+for command in sys.argv[1:]:
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        main([command, "--help"])
+    print(command, *(name for name in {heavy!r} if name in sys.modules))
+"""
+RECIPE = Path(__file__).parents[3] / "launch" / "recipes" / "several-hosts.yaml"
 _RUN = """
 import contextlib, io, json, sys
 from hybridflow.cli.main import main
@@ -48,19 +58,25 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "status RUN",
         "logs RUN",
         "checkpoint list RUN",
-        "check --help",
         "checkpoint verify --help",
-        "report --help",
         "launch slurm --help",
+        "launch slurm RECIPE --nodes 2 --dry-run",
+        "settings train.optimizer",
     ],
 )
 def test_a_command_that_reads_files_imports_no_library_of_models(words: str, run: Path) -> None:
-    arguments = [str(run) if word == "RUN" else word for word in words.split()]
+    arguments = [{"RUN": str(run), "RECIPE": str(RECIPE)}.get(word, word) for word in words.split()]
     command = [sys.executable, "-c", _RUN.format(heavy=HEAVY), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"}, check=True)
     code, imported, output = json.loads(done.stdout.splitlines()[-1])
     assert (code or 0, imported) == (0, []), done.stderr
     assert output
+
+
+def test_help_of_every_command_imports_no_library_of_models() -> None:
+    command = [sys.executable, "-c", _HELP.format(heavy=HEAVY), *COMMANDS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == list(COMMANDS)
 
 
 def test_samples_are_decoded_without_transformers_as_with_it(run: Path) -> None:
