@@ -40,3 +40,11 @@ def one_line(text: str) -> str:
 def shortened(text: str, most: int = 60) -> str:
     """Text as it stands in a message: its beginning, where there is more of it than `most` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def amount(nbytes: float, digits: int = 2) -> str:
+    """Bytes as they stand in a message: in the largest unit of which there is at least one."""
+    for exponent, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
+        if nbytes >= 10**exponent:
+            return f"{nbytes / 10**exponent:,.{digits}f} {unit}"
+    return f"{nbytes:.0f} bytes"

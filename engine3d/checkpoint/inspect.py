@@ -10,7 +10,7 @@ from typing import Any
 
 from engine3d.checkpoint.manifest import FileEntry, Manifest, RoleFacts, read_manifest, visible_damage
 from engine3d.checkpoint.metadata import read_metadata
-from engine3d.errors import UserError, one_line
+from engine3d.errors import UserError, amount, one_line
 from engine3d.input_files import MOST_LIST_BYTES, FileError, read_json_object
 
 DRIVER = "driver.json"
@@ -51,14 +51,6 @@ def inspect_checkpoint(directory: Path) -> str:
         lines.append("software: " + ", ".join(f"{name} {version}" for name, version in manifest.software.items()))
     lines += [f"not whole: {line}" for line in _absent(directory, manifest.files)]
     return "\n".join(one_line(line) for line in lines)  # of a manifest, which others may have written
-
-
-def amount(nbytes: int) -> str:
-    """Bytes in the largest unit that leaves a figure of at least one."""
-    for exponent, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
-        if nbytes >= 10**exponent:
-            return f"{nbytes / 10**exponent:,.2f} {unit}"
-    return f"{nbytes} bytes"
 
 
 def _role(facts: RoleFacts) -> str:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar
 import xxhash
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from engine3d.durable import bring_to_disk
+from engine3d.durable import bring_to_disk, naming
 from engine3d.errors import EngineError, UserError
 from engine3d.input_files import MOST_LIST_BYTES, FileError, JsonError, parse_json, read_bytes
 
@@ -198,7 +198,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         raise EngineError(f"checkpoint {directory}: {error}; do all nodes see the same directory?") from None
     scratch = directory / f".{MANIFEST}.new"
     text = json.dumps(dataclasses.asdict(manifest), indent=1)
-    with scratch.open("wb") as file:
+    with naming(scratch), scratch.open("wb") as file:
         file.write(sealed(text) if manifest.format >= _FIRST_SEALED else text.encode())
         file.flush()
         os.fsync(file.fileno())

@@ -21,6 +21,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from engine3d.durable import naming
 from engine3d.errors import UserError, shortened
 from engine3d.input_files import (
     MOST_LIST_BYTES,
@@ -74,7 +75,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         try:
             header = parse_json(file.read(length))
         except JsonError as error:
-            raise UserError(f"{path}: not a safetensors file: its header is not valid JSON: {error}") from None
+            raise UserError(f"{path}: not a safetensors file: its header cannot be read ({error})") from None
     if not isinstance(header, dict):
         raise UserError(f"{path}: not a safetensors file: its header is {json_kind(header)}, expected an object")
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
@@ -346,7 +347,8 @@ class ExportFiles:
     def create(self) -> None:
         """Create the files with their headers, at full size. One process calls this before any other writes."""
         for file in self.plan.files:
-            with (self.directory / file.name).open("wb") as created:
+            path = self.directory / file.name
+            with naming(path), path.open("wb") as created:
                 created.write(file.header)
                 created.truncate(file.size)
 
@@ -369,14 +371,16 @@ class ExportFiles:
             position = 0
             for offset, length in _runs(self.plan.shapes[name], part_box):
                 end = position + length * itemsize
-                _write_all(descriptor, data[position:end], file.offsets[name] + offset * itemsize)
+                with naming(self.directory / file.name):
+                    _write_all(descriptor, data[position:end], file.offsets[name] + offset * itemsize)
                 position = end
 
     def close(self) -> None:
         """Make what was written durable."""
-        for descriptor in self._open.values():
-            os.fsync(descriptor)
-            os.close(descriptor)
+        for name, descriptor in self._open.items():
+            with naming(self.directory / name):
+                os.fsync(descriptor)
+                os.close(descriptor)
         self._open.clear()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine3d.durable import bring_to_disk
+from engine3d.durable import bring_to_disk, naming
 from engine3d.errors import EngineError, UserError
 from engine3d.layout import Coordinates, Layout
 from engine3d.models.blocks import EMBEDDING, OUTPUT_LAYER
@@ -277,7 +277,8 @@ def begin_export(directory: Path, partial: Path) -> None:
 def write_index(plan: ExportPlan, partial: Path) -> None:
     """Write the index of the files, where there are several."""
     if len(plan.files) > 1:
-        (partial / INDEX_FILE).write_text(json.dumps(plan.index(), indent=2) + "\n")
+        with naming(partial / INDEX_FILE):
+            (partial / INDEX_FILE).write_text(json.dumps(plan.index(), indent=2) + "\n")
 
 
 def finish_export(spec: ModelSpec, dtype: torch.dtype, partial: Path, directory: Path) -> None:
@@ -285,7 +286,8 @@ def finish_export(spec: ModelSpec, dtype: torch.dtype, partial: Path, directory:
     for name in TOKENIZER_FILES:
         if spec.directory is not None and (spec.directory / name).is_file():
             shutil.copyfile(spec.directory / name, partial / name)
-    (partial / "config.json").write_text(json.dumps(exported_config(spec, dtype), indent=2) + "\n")
+    with naming(partial / "config.json"):
+        (partial / "config.json").write_text(json.dumps(exported_config(spec, dtype), indent=2) + "\n")
     for path in (*partial.iterdir(), partial):  # else the name may be on the disk before what it holds
         bring_to_disk(path)
     partial.rename(directory)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine3d.errors import EngineError, first_line
+from engine3d.errors import EngineError, amount, first_line
 from engine3d.platform import platform
 from engine3d.training.optimizer import of_buffers
 
@@ -95,7 +95,7 @@ class _Part:
         except (RuntimeError, MemoryError) as error:
             why = first_line(error)
             raise EngineError(
-                f"host memory: no {self.nbytes / 1e9:.1f} GB more, page-locked, for the optimizer's state ({why}); set "
+                f"host memory: no {amount(self.nbytes, 1)} more, page-locked, for the optimizer's state ({why}); set "
                 "offload=false for it, or give the node more memory"
             ) from None
 

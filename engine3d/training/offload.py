@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine3d.errors import EngineError, first_line
+from engine3d.errors import EngineError, amount, first_line
 from engine3d.platform import platform
 from engine3d.platform.away import AwayMemory
 
@@ -158,7 +158,7 @@ class Offload:
         except (RuntimeError, MemoryError) as error:
             why = first_line(error)
             raise EngineError(
-                f"host memory: no room for the {sum(sizes) / 1e9:.1f} GB of a model with offload=true between its "
+                f"host memory: no room for the {amount(sum(sizes), 1)} of a model with offload=true between its "
                 f"turns ({why}); set offload=false for it, or give the node more memory"
             ) from None
 

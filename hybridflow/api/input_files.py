@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 import cloudpickle
 
+from engine3d.durable import naming
 from engine3d.errors import UserError
 from engine3d.models.weights import TOKENIZER_FILES
 from hybridflow.api.recipe_builder import Given
@@ -167,7 +168,8 @@ def pickled(function: RewardFunction, path: Path) -> Path:
     except Exception as error:  # whatever the objects raise that it holds
         reason = " ".join(str(error).split())
         raise UserError(f"reward_fn: {path.stem} cannot be sent to other processes: {reason}") from None
-    path.write_bytes(data)
+    with naming(path):
+        path.write_bytes(data)
     return path
 
 
@@ -234,5 +236,6 @@ def _written_lines(lines: Sequence[str] | None, files: InputFiles, name: str) ->
     if lines is None:
         return None
     path = files.directory / name
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    with naming(path):
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path

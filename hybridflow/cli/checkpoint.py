@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine3d.checkpoint.inspect import amount, inspect_checkpoint
+from engine3d.checkpoint.inspect import inspect_checkpoint
 from engine3d.checkpoint.manifest import MANIFEST, Skipped, find_checkpoints, read_manifest
 from engine3d.checkpoint.verify import Damage, verify_checkpoint
-from engine3d.errors import UserError, one_line, shortened
+from engine3d.errors import UserError, amount, one_line, shortened
 from hybridflow.rundir.file_names import CHECKPOINTS
 
 _TENSORS_NAMED = 3

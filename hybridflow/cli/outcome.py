@@ -58,9 +58,9 @@ def say(text: str, code: int, failure: Failure | None = None) -> int:
 
 
 def told(error: OSError) -> str:
-    """An error of the system with the name of the file."""
-    name = "" if error.filename is None else f"{shortened(os.fsdecode(error.filename), 200)}: "
-    return f"{name}{error.strerror}"
+    """An error of the system with the name of the file, or of both where one becomes the other."""
+    names = [shortened(os.fsdecode(name), 200) for name in (error.filename, error.filename2) if name is not None]
+    return f"{' to '.join(names) or 'the operating system'}: {error.strerror}"
 
 
 def _one_line(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from engine3d.errors import amount
 from engine3d.platform import platform
 from hybridflow.cluster.devices.device_map import Device, Node
 from hybridflow.cluster.hosts.checks.host_memory import machine_bytes
@@ -94,9 +95,9 @@ def _beyond(ledgers: Mapping[str, Ledger], host_bytes: int) -> list[str]:
     for node in range(max(len(ledger.hosts) for ledger in ledgers.values())):
         taken = {name: ledger.hosts[node].total for name, ledger in ledgers.items() if node < len(ledger.hosts)}
         if (total := sum(taken.values())) > host_bytes:
-            each = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in taken.items())
+            each = ", ".join(f"{name} {amount(size, 1)}" for name, size in taken.items())
             found.append(
-                f"node {node}: the actors take {total / 1e9:.1f} GB of host memory ({each}), on a node of "
-                f"{host_bytes / 1e9:.1f} GB"
+                f"node {node}: the actors take {amount(total, 1)} of host memory ({each}), on a node of "
+                f"{amount(host_bytes, 1)}"
             )
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine3d.errors import UserError
+from engine3d.errors import UserError, amount
 from hybridflow.cluster.devices.device_map import Device
 
 
@@ -74,7 +74,7 @@ class HostMemory:
 
     def __str__(self) -> str:
         """How much it is, and of what kind."""
-        return f"{self.total / 1e9:.1f} GB of host memory{', page-locked' if self.page_locked else ''}"
+        return f"{amount(self.total, 1)} of host memory{', page-locked' if self.page_locked else ''}"
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,13 @@ class Ledger:
             if self.gpu_bytes is not None and total > self.gpu_bytes and not gpu.on_cpu:
                 items = _items({**gpu.always, **worst.items})
                 raise UserError(
-                    f"{_names(gpu.devices)}: {total / 1e9:.1f} GB in phase {worst.name} on a GPU of "
-                    f"{self.gpu_bytes / 1e9:.1f} GB ({items}); to need less: {worst.less}"
+                    f"{_names(gpu.devices)}: {amount(total, 1)} in phase {worst.name} on a GPU of "
+                    f"{amount(self.gpu_bytes, 1)} ({items}); to need less: {worst.less}"
                 )
         for node, host in enumerate(self.hosts):
             if self.host_bytes is not None and host.total > self.host_bytes:
                 raise UserError(
-                    f"node {node}: {host}, on a node of {self.host_bytes / 1e9:.1f} GB ({_items(host.items)}); to need "
+                    f"node {node}: {host}, on a node of {amount(self.host_bytes, 1)} ({_items(host.items)}); to need "
                     f"less: {host.less}, or more nodes"
                 )
 

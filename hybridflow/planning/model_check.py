@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from engine3d.errors import UserError
+from engine3d.errors import UserError, amount
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec, check_finite_weights, check_weights, load_model_spec, weight_notes
 from engine3d.platform import platform
@@ -89,7 +89,7 @@ def check_model_files(setting: str, spec: ModelSpec, directory: Path, *, needs_h
         return notes
     return [
         *notes,
-        f"{setting}: {looked_at / 1e9:.1f} of {whole / 1e9:.1f} GB of weights were looked at for nan and infinity in "
+        f"{setting}: {amount(looked_at, 1)} of {amount(whole, 1)} of weights were looked at for nan and infinity in "
         f"{_FINITE_LIMIT_S:g} s; the ranks look at all that they load",
     ]
 

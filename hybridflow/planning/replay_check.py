@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine3d.errors import UserError
+from engine3d.errors import UserError, amount
 from hybridflow.algorithms.replay import most_bytes
 from hybridflow.config.recipe import Recipe
 
@@ -37,6 +37,6 @@ def check_replay(recipe: Recipe, sequence_tokens: int, host_bytes: int | None) -
     room = host_bytes // (_COPIES * most_bytes(1, sequence_tokens))
     raise UserError(
         f"algorithm.replay_buffer_size={recipe.algorithm.kept_samples}: samples of up to {sequence_tokens:,} tokens "
-        f"take {needed / 1e9:.1f} GB with their copies, on a host of {host_bytes / 1e9:.1f} GB; expected at most "
+        f"take {amount(needed, 1)} with their copies, on a host of {amount(host_bytes, 1)}; expected at most "
         f"{room:,}"
     )

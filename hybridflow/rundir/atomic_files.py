@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine3d.durable import naming
 from engine3d.input_files import lines
 
 
@@ -13,6 +14,7 @@ class AppendedFile:
     """A text file to which lines are added, each whole or not at all."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = path.open("ab", buffering=0)
 
     @property
@@ -25,8 +27,9 @@ class AppendedFile:
         end = self.size
         rest = memoryview(lines.encode())
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            with naming(self._path):
+                while rest:
+                    rest = rest[self._file.write(rest) :]
         except OSError:
             self._file.truncate(end)
             raise
@@ -39,7 +42,8 @@ class AppendedFile:
 def replace_file(path: Path, text: str) -> None:
     """Write a whole file at once: a kill leaves the old one or the new one."""
     scratch = path.with_name(path.name + ".new")
-    scratch.write_text(text, encoding="utf-8", errors="backslashreplace")  # half characters that JSON can hold
+    with naming(path):
+        scratch.write_text(text, encoding="utf-8", errors="backslashreplace")  # half characters that JSON can hold
     os.replace(scratch, path)  # noqa: PTH105
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from engine3d.durable import naming
+
 _NAME = re.compile(r"step-(\d{8,18})\.parquet")
 _SCRATCH = re.compile(r"\.step-\d+\.parquet\.new")
 
@@ -37,7 +39,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     scratch = path.with_name(f".{path.name}.new")
     try:
-        with scratch.open("wb") as file:
+        with naming(path), scratch.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

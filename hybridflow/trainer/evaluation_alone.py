@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine3d.checkpoint.hf import export_checkpoint
+from engine3d.durable import naming
 from hybridflow.checkpoint.set_results import MeasuredSet
 from hybridflow.cluster.hosts.driver_link import tell_directory
 from hybridflow.config.evaluation_recipe import EvaluationRecipe
@@ -91,7 +92,8 @@ def _opened(plan: EvaluationPlan) -> Iterator[Run]:
     tell_directory(directory)
     exported = directory / _WEIGHTS
     with lock:
-        (directory / RECIPE).write_text(settings_yaml(recipe))
+        with naming(directory / RECIPE):
+            (directory / RECIPE).write_text(settings_yaml(recipe))
         model = recipe.model.path
         if plan.checkpoint is not None:
             log.info(f"exporting {plan.checkpoint}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from engine3d.errors import amount
 from engine3d.layout import Layout
 from engine3d.memory.serving import cache_of_a_token
 from engine3d.models import load_model_spec
@@ -308,7 +309,7 @@ class _Specs:
         itemsize = getattr(torch, engine.dtype).itemsize
         each = tokens // engine.attention_dp * cache_of_a_token(sizes, engine.attention_tp, itemsize)
         said = "rollout.engine.max_total_tokens" if engine.max_total_tokens is not None else "all that a step needs"
-        return f"rollout: KV cache of {tokens:,} tokens ({said}), {each / 1e9:.2f} GB of each device"
+        return f"rollout: KV cache of {tokens:,} tokens ({said}), {amount(each)} of each device"
 
 
 def _place(device: Device, nodes: Sequence[Node]) -> Place:

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from transformers import PreTrainedTokenizerBase
 
+from engine3d.durable import naming
 from engine3d.errors import EngineError, UserError
 from hybridflow.checkpoint.compatibility import input_checksums
 from hybridflow.checkpoint.resume import RUN_IDENTITY, Resumption, find_resumption, keep_warmed_up
@@ -185,9 +186,11 @@ def prepare(recipe: Recipe) -> Run:
     forget_failures(directory)  # those of before it was resumed
     shutil.rmtree(directory / FLIGHT_RECORDER, ignore_errors=True)
     forget_heartbeats(directory / LOGS)
-    (directory / RECIPE).write_text(settings_yaml(recipe))  # first: by it a run that was killed at once is known
+    with naming(directory / RECIPE):
+        (directory / RECIPE).write_text(settings_yaml(recipe))  # first: by it a run that was killed at once is known
     if not in_place:
-        (directory / RUN_IDENTITY).write_text(f"{uuid.uuid4().hex}\n")
+        with naming(directory / RUN_IDENTITY):
+            (directory / RUN_IDENTITY).write_text(f"{uuid.uuid4().hex}\n")
     model_directory = recipe.model.path or directory / "initial"
     _record_start(recipe, resumption)
     # A run that goes on compares with the weights that it began with, whatever its seed is now.

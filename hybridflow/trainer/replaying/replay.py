@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine3d.checkpoint.compare import TensorsCompared, compare_checkpoints
 from engine3d.checkpoint.manifest import find_checkpoints, remove_checkpoint, step_directory
+from engine3d.durable import naming
 from hybridflow.algorithms.controllers import Controllers
 from hybridflow.checkpoint.driver_state import RandomState, RunState
 from hybridflow.checkpoint.manager import Checkpoints
@@ -133,7 +134,8 @@ def replay(plan: ReplayPlan) -> Replayed:
                 checkpoints.wait()
         opened.phases.enter("end")
         found = Replayed(plan, steps, _tensors(plan, recipe.checkpoint_directory))
-        (run.directory / RESULT).write_text(json.dumps(_facts(found), indent=1) + "\n")
+        with naming(run.directory / RESULT):
+            (run.directory / RESULT).write_text(json.dumps(_facts(found), indent=1) + "\n")
     return found
 
 

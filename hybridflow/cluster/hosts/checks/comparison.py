@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
 
+from engine3d.errors import amount
 from hybridflow.cluster.devices.gpu_availability import IDLE_BYTES
 from hybridflow.cluster.hosts.checks.facts import Gpu, HostFacts, Space
 from hybridflow.cluster.hosts.description import Host, listed
@@ -297,25 +298,25 @@ def _directories(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
     def room(value: Callable[[HostFacts], Space | None], least: int) -> Callable[[Report], str | None]:
         def lacking(report: Report) -> str | None:
             space = value(report.facts)
-            return None if space is None or space.free_bytes >= least else f"{_gb(space.free_bytes)} free"
+            return None if space is None or space.free_bytes >= least else f"{amount(space.free_bytes, 1)} free"
 
         return lacking
 
     def small(report: Report) -> str | None:
         space = report.facts.shared_memory
-        return None if space is None or space.total_bytes >= needs.shared_memory_bytes else _gb(space.total_bytes)
+        return None if space is None or space.total_bytes >= needs.shared_memory_bytes else amount(space.total_bytes, 1)
 
     yield from hosts.lack(
         "refuse",
         "/dev/shm",
         small,
-        f"at least {_gb(needs.shared_memory_bytes)} (docker run --shm-size, or mount -o remount,size=)",
+        f"at least {amount(needs.shared_memory_bytes, 1)} (docker run --shm-size, or mount -o remount,size=)",
     )
     yield from hosts.lack(
         "refuse",
         "run_dir",
         room(lambda facts: facts.run_dir_space, needs.run_dir_bytes),
-        f"at least {_gb(needs.run_dir_bytes)}",
+        f"at least {amount(needs.run_dir_bytes, 1)}",
     )
     head = hosts.reports[0].facts
     theirs = f" (host 0 has {head.run_dir_file_system})" if head.run_dir_file_system else ""
@@ -330,7 +331,7 @@ def _directories(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
         "warn",
         "temporary directory",
         room(lambda facts: facts.temporary, _TEMPORARY_BYTES),
-        f"at least {_gb(_TEMPORARY_BYTES)} (TMPDIR names another)",
+        f"at least {amount(_TEMPORARY_BYTES, 1)} (TMPDIR names another)",
     )
 
 
@@ -381,7 +382,7 @@ def _gpus(hosts: _Hosts, needs: Needs) -> Iterator[Finding]:
 
 def _kinds(gpus: Iterable[Gpu]) -> str | None:
     """Kinds of GPUs, without their number; None where there is none."""
-    kinds = {f"{gpu.name} of {_gb(gpu.total_bytes)}" if gpu.total_bytes else gpu.name for gpu in gpus}
+    kinds = {f"{gpu.name} of {amount(gpu.total_bytes, 1)}" if gpu.total_bytes else gpu.name for gpu in gpus}
     return " and ".join(sorted(kinds)) or None
 
 
@@ -389,11 +390,13 @@ def _in_use(gpu: Gpu) -> str | None:
     """Who uses a GPU, where somebody does."""
     large = [each for each in gpu.processes if (each.used_bytes or 0) > PROCESS_BYTES]
     if large:
-        said = [f"pid {each.pid}{f' {each.name}' if each.name else ''} {_gb(each.used_bytes or 0)}" for each in large]
+        said = [
+            f"pid {each.pid}{f' {each.name}' if each.name else ''} {amount(each.used_bytes or 0, 1)}" for each in large
+        ]
         return f"GPU {gpu.index} ({listed(said)})"
     # Where the driver does not say who, as inside a container, it still says how much.
     unexplained = gpu.used_bytes - sum(each.used_bytes or 0 for each in gpu.processes)
-    return f"GPU {gpu.index} ({_gb(gpu.used_bytes)})" if unexplained > IDLE_BYTES else None
+    return f"GPU {gpu.index} ({amount(gpu.used_bytes, 1)})" if unexplained > IDLE_BYTES else None
 
 
 def _told_version(name: str) -> Callable[[Report], str]:
@@ -481,10 +484,6 @@ def _clock(clock: ClockDifference | None) -> str:
 
 def _total(space: Space | None) -> str:
     return "?" if space is None else _rounded(space.total_bytes)
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.1f} GB"
 
 
 def _rounded(nbytes: int) -> str:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from engine3d.errors import UserError, shortened
+from engine3d.errors import UserError, amount, shortened
 
 _OPEN_FILES = 1024
 """Ray's own processes have some hundreds, and say nothing useful when they get no more."""
@@ -101,8 +101,6 @@ def check_room(what: str, directory: Path, nbytes: int, of: str) -> None:
     """
     free = shutil.disk_usage(_nearest(directory)).free
     if free < nbytes:
-        from engine3d.checkpoint.inspect import amount  # every command imports this module
-
         raise UserError(f"{what}: {directory} has {amount(free)} free, expected {amount(nbytes)} for {of}")
 
 

@@ -121,12 +121,13 @@ def test_the_odd_one_out_is_named() -> None:
         (
             {"shared_memory": Space(67_108_864, 67_108_864)},
             "refuse",
-            "/dev/shm: 0.1 GB on host-2; expected at least 0.5 GB (docker run --shm-size, or mount -o remount,size=)",
+            "/dev/shm: 67.1 MB on host-2; expected at least 536.9 MB (docker run --shm-size, or mount -o "
+            "remount,size=)",
         ),
         (
             {"run_dir_space": Space(10**15, GB // 2)},
             "refuse",
-            "run_dir: 0.5 GB free on host-2; expected at least 1.0 GB",
+            "run_dir: 500.0 MB free on host-2; expected at least 1.0 GB",
         ),
         (
             {"sees_mark": False, "run_dir_file_system": "ext4 /dev/sda1"},
@@ -138,7 +139,7 @@ def test_the_odd_one_out_is_named() -> None:
         (
             {"temporary": Space(GB, 0)},
             "warn",
-            "temporary directory: 0.0 GB free on host-2; expected at least 1.0 GB (TMPDIR names another)",
+            "temporary directory: 0 bytes free on host-2; expected at least 1.0 GB (TMPDIR names another)",
         ),
         (
             {"resolved": {"host-2": (), "host-0": ("10.0.0.1",)}},
