@@ -32,11 +32,13 @@ _QUICK_S = 0.5
 """What a comparison takes at most, unless it is a long one."""
 _SHARE = 0.95
 """Of the limit of a call: what has a verdict by then is not lost with it."""
-_LED_IN = re.compile(r"^.*?\b(?:answer|result|solution)\b\s*(?:is|:|=)\s*:?", re.IGNORECASE)
-_PHRASE = re.compile(r"\banswer(?: is|:)[ :]*([^\n]+)", re.IGNORECASE)
+_LED_IN = re.compile(r"^(?:.*?\b(?:answer|result|solution|option|choice)\b\s*(?:is|:|=)\s*:?|#### )", re.IGNORECASE)
+_PHRASE = re.compile(r"\banswer(?: is|:)[ :]*(?=[^\n])", re.IGNORECASE)
+_RESULT = "\n#### "
+"""Mark of GSM8K between a solution and its answer."""
 _FORMULA = re.compile(r"(?<![\\$])\$\$?(?!\d[\d,.]*(?:\s|$))([^$\n]+)(?<!\\)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _JOINED = re.compile(
-    r"(?:[\s,;$&]|\\[()\[\],; ]|\\q?quad|\\text\{ ?,? ?(?:and|or) ?\}|\b(?:and|or)\b"
+    r"(?:[\s,;$&]|\\[()\[\]\\,; ]|\\q?quad|\\text\{ ?,? ?(?:and|or) ?\}|\b(?:and|or)\b"
     r"|(?:[A-Za-z](?:_\{?\w+\}?)?\s*=(?!\s*\w)))*"
 )
 """Text between answers that belong together."""
@@ -234,7 +236,8 @@ def _is_right(text: str | None, answer: Any, digits: int) -> bool:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer != answer:
         raise NoVerdictError(f"the right answer is {answer!r}, expected text, a number, or a list of these")
     try:
-        return kinds.is_right(str(answer), "" if text is None or len(text) > _MOST_CHARACTERS else text, digits)
+        right = str(answer).rpartition(_RESULT)[2]
+        return kinds.is_right(right, "" if text is None or len(text) > _MOST_CHARACTERS else text, digits)
     except UnreadableError as error:
         raise NoVerdictError(f"the right answer {answer!r} cannot be read: {error}") from None
     except UndecidedError as error:
@@ -251,7 +254,9 @@ def _boxed(text: str) -> str | None:
             opened.append((boxes[brace.start()], brace.end()) if brace.start() in boxes else None)
         elif brace[0] == "}" and opened and (box := opened.pop()) is not None:
             begin, content = box[0], text[box[1] : brace.start()].strip()
-            if content and (not found or found[-1][0] < begin):  # of a box in a box, the inner one
+            while found and found[-1][0] > begin:  # boxes in a box are parts of its answer
+                found.pop()
+            if content:
                 found.append((begin, brace.end(), content))
     return _joined(text, found)
 
@@ -262,8 +267,9 @@ def _joined(text: str, found: list[tuple[int, int, str]]) -> str | None:
     for index in range(len(found) - 1, -1, -1):
         if last and not _JOINED.fullmatch(text, found[index][1], found[index + 1][0]):
             break
-        if found[index][2] not in last:
-            last.insert(0, found[index][2])
+        content = _BOX.sub("{", found[index][2])
+        if content not in last:
+            last.insert(0, content)
     return ", ".join(last) or None
 
 
@@ -287,9 +293,9 @@ def _closing_formula(line: str) -> str | None:
 def _anywhere(text: str) -> str | None:
     if (found := _boxed(text)) is not None:
         return found
-    phrases = [each[1] for each in _PHRASE.finditer(text)]
+    phrases = list(_PHRASE.finditer(text))
     if phrases:
-        sentence = re.split(r"\.(?:\s|$)", phrases[-1])[0].strip("* ")
+        sentence = re.split(r"\.(?:\s|$)", text[phrases[-1].end() :].split("\n")[0])[0].strip("* ")
         return _closing_formula("the " + sentence) or sentence
     formulas = [(each.start(), each.end(), next(filter(None, each.groups()))) for each in _FORMULA.finditer(text)]
     return _joined(text, formulas) or _last_line(text)
@@ -302,7 +308,7 @@ def _tagged(text: str) -> str | None:
         return None
     begin += len(_TAG)
     found = text[begin : text.find(_END_OF_TAG, begin)]
-    return _boxed(found) or found
+    return _boxed(found) or _LED_IN.sub("", found.strip())
 
 
 _EXTRACTIONS: dict[str, Callable[[str], str | None]] = {

@@ -86,6 +86,8 @@ class Relation:
 
     sign: str
     difference: Formula
+    total: Formula | None = None
+    """The number that several variables together are equal to, as in m + n = 11."""
 
 
 @dataclass(frozen=True)
@@ -144,12 +146,15 @@ def equal(right: Readings, given: Readings, digits: int) -> bool:
     Raises:
         UndecidedError: it is right in one meaning only.
     """
-    words = [[each for each in readings if isinstance(each, Word)] for readings in (right, given)]
-    exact = [[each for each in readings if isinstance(each, Exact)] for readings in (right, given)]
-    if _any_equal(words[0], words[1], digits) or _any_equal(exact[0], exact[1], digits):
-        return True
-    if {each.kind for each in exact[0]} & {each.kind for each in exact[1]}:  # a date is compared with a date
+    for kind in (Word, Exact, Quantity):
+        pairs = [[each for each in readings if isinstance(each, kind)] for readings in (right, given)]
+        if any(_equal(one, other, digits) for one in pairs[0] for other in pairs[1]):
+            return True
+    exact = [{each.kind for each in readings if isinstance(each, Exact)} for readings in (right, given)]
+    if exact[0] & exact[1]:  # a date is compared with a date
         return False
+    if all(isinstance(each, Formula) and not each.value.free_symbols for each in right):
+        given = (*given, *(each.total for each in given if isinstance(each, Relation) and each.total))
     if len(right) > 1 and not any(isinstance(each, Word) for each in given):
         right = tuple(each for each in right if not isinstance(each, Word))
     verdicts = set()
@@ -162,10 +167,6 @@ def equal(right: Readings, given: Readings, digits: int) -> bool:
     if undecided or len(verdicts) > 1:
         raise undecided or UndecidedError("the right answer can be read in two ways")
     return verdicts.pop()
-
-
-def _any_equal(right: Sequence[Any], given: Sequence[Any], digits: int) -> bool:
-    return any(_equal(one, other, digits) for one in right for other in given)
 
 
 def any_decided(check: Callable[[Any], bool], values: Sequence[Any]) -> bool:
@@ -212,7 +213,9 @@ def _named(one: Named, other: Value, digits: int) -> bool:
             len(names) == 2 and _is_name(one.name, other.values) and _is_name(other.name, one.values)
         ):  # AB = CD, CD = AB
             return True
-        if len(names) < 2 and equal(one.values, other.values, digits):
+        plain = {str(each).partition("_")[0] for each in names}
+        alike = len(names) < 2 or (len(plain) == 1 and plain & {str(each) for each in names})  # x_1 and x
+        if alike and equal(one.values, other.values, digits):
             return True
         return bool(one.relation and other.relation) and _relation(one.relation, other.relation, digits)  # type: ignore[arg-type]
     if isinstance(other, Relation | Region) and one.relation:
@@ -379,13 +382,21 @@ def _items(one: Items, other: Value, digits: int) -> bool:
         return False
     names = [[each[0].name for each in items.items if isinstance(each[0], Named)] for items in (one, other)]
     ordered = ordered or any(len(set(names[i])) > 1 and not names[1 - i] for i in (0, 1))  # x=1, y=2 and 1, 2
-    if ordered:
-        return len(one.items) == len(other.items) and all(
-            equal(*pair, digits) for pair in zip(one.items, other.items, strict=True)
-        )
-    if "{}" in kinds:
+    if "{}" in kinds and not ordered:
         one, other = (Items("{}", _distinct(each.items, digits)) for each in (one, other))
-    return len(one.items) == len(other.items) and matched(one.items, other.items, digits)
+    if len(one.items) != len(other.items):
+        return False
+    if ordered:
+        found = all(equal(*pair, digits) for pair in zip(one.items, other.items, strict=True))
+    else:
+        found = matched(one.items, other.items, digits)
+    if not found and len({str(each).partition("_")[0] for each in (*names[0], *names[1])}) == 1:
+        values = [
+            [each[0].values if isinstance(each[0], Named) else each for each in items.items] for items in (one, other)
+        ]
+        if matched(*values, digits):
+            raise UndecidedError("the values of x_1 and x_2 in another order, which are roots or two unknowns")
+    return found
 
 
 def _distinct(items: tuple[Readings, ...], digits: int) -> tuple[Readings, ...]:

@@ -112,7 +112,7 @@ def _equal_numbers(one: Expr, other: Expr, tolerance: Rational | None) -> bool:
             _close(_value(one, n), _value(other, n), Rational(1, 10 ** (n - 15))) for n in (_DIGITS, _ALL_DIGITS)
         )
     a, b = _value(one, _DIGITS), _value(other, _DIGITS)
-    size = abs(a)
+    size = max(abs(a), abs(b))
     scale = size if size < 1 else 1
     return bool(abs(a - b) <= tolerance * scale * (1 + Rational(1, 10**9)))
 
@@ -181,8 +181,8 @@ def _agree(one: Expr, other: Expr, symbols: list[Symbol], share: Rational, *, wh
 
 
 def _counts(value: Expr) -> bool:
-    """True if a formula is one of whole numbers: a power of a negative number, a factorial, a sine of n pi."""
-    found = value.atoms(sympy.factorial, sympy.binomial, sympy.sin, sympy.cos, sympy.Pow)
+    """True if a formula is one of whole numbers: (-1)^n, a factorial, a sine of n pi, or one that rounds."""
+    found = value.atoms(sympy.factorial, sympy.binomial, sympy.sin, sympy.cos, sympy.floor, sympy.ceiling, sympy.Pow)
     return any(not each.is_Pow or (each.base.is_negative and each.exp.free_symbols) for each in found)
 
 

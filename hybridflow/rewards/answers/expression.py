@@ -28,10 +28,7 @@ _GREEK = names(
     " vartheta varsigma varrho square Box top bot"
 )
 _FONTS = names("mathbf boldsymbol bm mathit mathsf mathnormal pmb symbf")
-_ACCENTS = names(
-    "overline bar vec hat widehat tilde widetilde overrightarrow dot ddot underline mathcal mathbb mathfrak mathscr arc"
-    " wideparen overparen overleftrightarrow"
-)
+_ACCENTS = names("overline bar vec hat tilde dot ddot underline mathcal mathbb mathfrak mathscr arc overleftrightarrow")
 _FUNCTIONS: dict[str, Callable[[Expr], Expr]] = {
     **{name: getattr(sympy, name) for name in names("sin cos tan cot sec csc sinh cosh tanh coth exp")},
     **{f"arc{name}": getattr(sympy, f"a{name}") for name in names("sin cos tan cot sec csc sinh cosh tanh")},
@@ -202,8 +199,10 @@ class _Parser:
             return token.text in ("(", "[", "{", r"\lfloor", r"\lceil", r"\langle") or (
                 token.text in ("|", "||") and not self._bars
             )
-        if token.kind == "number":
-            return self._parts[self._at - 1].text == "!"  # 3!7!
+        if token.kind == "number":  # 3!7!, (n + 1)2, n2^n
+            before = self._parts[self._at - 1]
+            raised = self._next(1).text == "^" and (before.kind == "letter" or before.text == "}")
+            return before.text in ("!", ")") or raised
         return token.text.startswith(r"\begin")
 
     def _power(self) -> Expr:
@@ -381,9 +380,7 @@ class _Parser:
             self._name()
             return self._letter(unit)
         if name in _ACCENTS:
-            return self._symbol(
-                f"{name}({self._name()})" if name != "overset" else f"{name}({self._name()})({self._name()})"
-            )
+            return self._symbol(f"{name}({self._name()})")
         if name in _GREEK:
             return self._symbol(name)
         raise UnreadableError(f"\\{name} cannot be read")

@@ -42,7 +42,7 @@ _PLACEHOLDERS = frozenset(
 """Reference answers that data sets have where there is none."""
 _MOST_DEPTH = 8
 _MOST_TOKENS = 1_000
-_BRACKETS = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
+_BRACKETS = {"{": "}", "(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
 _NOTATION = {r"\{": "{", r"\}": "}", r"\langle": "<", r"\rangle": ">"}
 _SETS = {
     "R": sympy.S.Reals,
@@ -76,7 +76,7 @@ def is_right(right: str, given: str, digits: int) -> bool:
     expected = read(reference)
     try:
         found = read(answer)
-    except UnreadableError:
+    except Exception:  # UnreadableError, or one of SymPy: the given answer's fault
         return False
     try:
         return equal(expected, found, digits)
@@ -113,7 +113,7 @@ def read(text: str, depth: int = 0) -> Readings:
 
 def _as_formula(text: str | None) -> Readings:
     try:
-        return () if text is None else (formula(tokens(text)),)
+        return () if text is None else quantity(text) or (formula(tokens(text)),)
     except UnreadableError:
         return ()
 
@@ -148,7 +148,7 @@ def _without(parts: Tokens, marks: tuple[str, ...]) -> Tokens:
 
 def set_builder(parts: Tokens, read: Read) -> Readings | None:
     """Recognise a set by its condition: \\{x \\mid x > 2\\}."""
-    if not (parts[0].text == r"\{" and enclosed(parts)):
+    if not (parts[0].text in (r"\{", "{") and enclosed(parts)):
         return None
     inside = parts[1:-1]
     for mark in (r"\mid", ":", "|"):
@@ -164,17 +164,17 @@ def set_builder(parts: Tokens, read: Read) -> Readings | None:
         conditions.append(variable)
     if len(name[0]) == 1 and name[0][0].kind == "letter":  # its name does not matter
         letter = name[0][0].text
-        bound = Token("letter", "x")
         if not any(each.text == "x" for each in parts) or letter == "x":
-            conditions = [
-                tuple(bound if each.text == letter and each.kind == "letter" else each for each in one)
-                for one in conditions
-            ]
+            conditions = [_renamed(each, letter, "x") for each in conditions]
     read_conditions = [read(each) for each in conditions]
     regions = [_as_region(each[0]) for each in read_conditions]
     if all(each is not None for each in regions) and len({each.variable for each in regions if each}) == 1:
         return (_region(None, sympy.Intersection(*(each.values for each in regions if each))),)
     return (Builder((read(name[0]), *read_conditions)),)
+
+
+def _renamed(parts: Tokens, old: str, new: str) -> Tokens:
+    return tuple(Token("letter", new) if each.text == old and each.kind == "letter" else each for each in parts)
 
 
 def _region(variable: Symbol | None, values: sympy.Set) -> Value:
@@ -225,7 +225,18 @@ def several(parts: Tokens, read: Read) -> Readings | None:
         raise UnreadableError("an empty item")
     if any(each[0].text == r"\ldots" for each in items):
         return (Dots(tuple(_item(each, read) for each in items)),)
+    domain = items[-1]
+    if (
+        len(domain) > 2
+        and domain[1].text == r"\in"
+        and source(domain[2:]) in (r"\mathbb{Z}", r"\mathbb Z")
+        and not any(each.text == "k" for each in parts)
+    ):  # its name does not matter
+        items = [_renamed(each, domain[0].text, "k") for each in items]
     found = tuple(read(each) for each in items)
+    if len(found) > 1 and all(isinstance(each[0], Choice) and not each[0].content for each in found):
+        letters = sorted(each[0].letter for each in found)  # type: ignore[union-attr]
+        return (Items("", found), words.choices(letters))
     regions = [each[0] for each in found]
     if all(isinstance(each, Region) for each in regions) and len({each.variable for each in regions}) == 1:  # type: ignore[union-attr]
         sets = [each.values for each in regions]  # type: ignore[union-attr]
@@ -294,6 +305,8 @@ def bracketed(parts: Tokens, read: Read) -> Readings | None:
         return None
     begin, end = (_NOTATION.get(each.text, each.text) for each in (parts[0], parts[-1]))
     items, marks = split(parts[1:-1], (",", ";"))
+    if not marks and parts[0].text == "{":  # of LaTeX, and no set that lost its backslashes
+        return None
     if not marks and (begin, end) in (("(", ")"), ("[", "]")):
         return read(parts[1:-1]) if split(parts[1:-1], SIGNS)[1] or _is_wrapped(parts[1:-1]) else None
     if begin + end not in ("()", "(]", "[)", "[]", "{}", "<>"):

@@ -14,7 +14,7 @@ from hybridflow.rewards.answers.text import TEXT, UnreadableError, tokens
 
 _CURRENCY = re.compile(rf"(-?)\s*(?:\\?([{re.escape(''.join(units.CURRENCIES))}]))\s*(.+)")
 _MONEY_WORD = re.compile(r"«? ?(Rs|USD|EUR)\.? ?»? ?\.? ?(\d.*)")
-_UNIT_BEGINS = re.compile(r"(?<=[\d)}\]!]) ?(?=[«A-Za-zμΩ个元])")
+_UNIT_BEGINS = re.compile(r"(?:(?<=[\d)}\]!]) ?|(?<=\\pi) )(?=[«A-Za-zμΩ个元])|(?<=[A-Za-z]) ?(?=«)")
 _LONGEST_UNIT = 80
 _ANGLE = re.compile(
     r"(-?)(\d+(?:\.\d+)?) ?\^ ?\{?\\circ ?\}? ?(\d+(?:\.\d+)?) ?(?:'|\^\{?\\prime\}?)(?: ?(\d+(?:\.\d+)?) ?(?:''|\"))?"
@@ -92,7 +92,7 @@ def _with_unit(text: str) -> Readings | None:
         variables = value.value.free_symbols - set(_SIGNS.values())
         labelled = any(str(each).startswith("label") for each in product.free_symbols)
         if isinstance(value.value, sympy.MatrixBase) or (
-            not marked and (variables or (labelled and not _LABEL.fullmatch(bare)))
+            (variables if labelled or not marked else False) or (labelled and not marked and not _LABEL.fullmatch(bare))
         ):
             continue
         scaled = Formula(value.value * multiplier, value.exact)

@@ -90,7 +90,8 @@ def _equation(sides: list[Tokens], signs: list[str], read: Read) -> Value:
     ):
         if isinstance(first.value, sympy.MatrixBase) or isinstance(last.value, sympy.MatrixBase):
             raise UnreadableError("an equation of matrices")
-        return Relation("=", Formula(first.value - last.value, first.exact and last.exact))
+        total = last if last.value.is_number and len(first.value.free_symbols) > 1 else None
+        return Relation("=", Formula(first.value - last.value, first.exact and last.exact), total)
     if not all(isinstance(each[0], Formula | Quantity | Either) for each in (values[0], value)):
         raise UnreadableError("an equation of other than numbers")
     return value[0]

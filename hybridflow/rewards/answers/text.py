@@ -63,6 +63,7 @@ _COMMANDS = {  # characters of a kind, and their notation
             "÷div ∞infty ≤le ⩽le ≥ge ⩾ge ≠ne ≈approx ≡equiv ±pm ∓mp ∈in ∉notin ∪cup ∩cap ⊂subset ⊆subseteq ∅emptyset"
             " ∖setminus ∧land ∨lor ¬neg ⊥perp ∥parallel ∠angle △triangle ≅cong ∼sim ∑sum ∏prod ∫int ⌊lfloor ⌋rfloor"
             " ⌈lceil ⌉rceil ∀forall ∃exists ∂partial ∘circ →to ⟶to ⇒implies ⟹implies ⇔iff ⟺iff ϕphi ϵepsilon µmu"
+            " ∴therefore"
         )
     },
 }
@@ -73,11 +74,23 @@ _GREEK = {
 }
 _SMALL = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ]+|[₀₁₂₃₄₅₆₇₈₉₊₋ₙₖₓ]+")
 _DRESS = re.compile(
-    r"\\(?:left|right)\s*\.|\\phantom\s*\{[^{}]*\}|\\!"
+    r"\\(?:left|right)\s*\.|\\!|\\(?:text)?color\s*\{[^{}]*\}|\\therefore(?![A-Za-z])"
     r"|\\(?:displaystyle|textstyle|left|right|[bB]igg?[lrm]?|limits|nolimits|mathstrut|hfill|nonumber)(?![A-Za-z])"
 )
-_SPACE = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|\\(?:thin|med|thick)?space(?![A-Za-z])|~|\\\\(?=\s*$)")
+_SPACE = re.compile(
+    r"\\(?:h?phantom|[hv]space\*?)\s*\{[^{}]*\}|(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])"
+    r"|\\(?:thin|med|thick)?space(?![A-Za-z])|~|\\\\(?=\s*$)"
+)
 _TEXTS = "text(?:normal|rm|bf|it|sf|tt|sc)?|mathrm|mbox|hbox|operatorname\\*?"
+_BEFORE = r"[,;]? ?(?:\\text ?\{)? ?,? ?\b"
+_FOR_ALL = re.compile(
+    rf"{_BEFORE}for (?:all|any|every|each)(?: real(?: numbers?)?)? ?\}}? ?[A-Za-z](?: ?\\in ?\\mathbb ?\{{?R\}}?)?$"
+)
+_DOMAIN = re.compile(
+    rf"(?:{_BEFORE}(?:where|with|for(?: (?:all|any|every|each|some))?) ?\}}? ?|,? ?\((?:\\text ?\{{where ?\}})?) ?"
+    r"([A-Za-z]) ?\\in ?(?:\\math(?:bb|bf|rm))? ?(?:\{ ?Z ?\}|Z)\)?$"
+)
+"""Words and conditions behind an answer that name its whole numbers."""
 TEXT = re.compile(rf"\\(?:{_TEXTS})\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
 """A command whose argument is text."""
 _SAME = dict(
@@ -88,7 +101,8 @@ _SAME = dict(
         " Vert=|| varnothing=emptyset wedge=land vee=lor lnot=neg rightarrow=to Rightarrow=implies lt=< gt=> ast=*"
         " colon=: tg=tan ctg=cot Leftrightarrow=iff Longrightarrow=implies longrightarrow=to lbrack=[ rbrack=]"
         " thickapprox=approx backslash=setminus infinity=infty infin=infty inf=infty lparen=( rparen=)"
-        " varepsilon=epsilon varphi=phi bf= rm= it="
+        " overrightarrow=vec widehat=hat widetilde=tilde wideparen=arc overparen=arc varepsilon=epsilon"
+        " varphi=phi bf= rm= it="
     )
 )
 """Commands with the same meaning."""
@@ -124,6 +138,7 @@ _GAP = re.compile(r"[^\d]+")
 
 def normalise(text: str) -> str:
     """Write an answer in one notation: LaTeX without its dressing, such as dollars, \\left and thin spaces."""
+    text = "".join(each for each in text if unicodedata.category(each) != "Cf")  # of no width
     text = _SMALL.sub(_small, text.strip())
     text = "".join(_COMMANDS.get(each) or _GREEK.get(each) or _vulgar(each) for each in text)
     text = text.replace("\\\\(", "\\(").strip()
@@ -131,7 +146,8 @@ def normalise(text: str) -> str:
         text = _unwrapped(text.strip().rstrip(".").strip() if not text.endswith("...") else text.strip())
     text = _DRESS.sub("", text)
     text = _THOUSANDS.sub(lambda found: _grouped(found, text), text)
-    return re.sub(r"\s+", " ", _SPACE.sub(" ", text)).strip()
+    text = re.sub(r"\s+", " ", _SPACE.sub(" ", text)).strip().rstrip(",;").strip()
+    return _DOMAIN.sub(r", \1 \\in \\mathbb{Z}", _FOR_ALL.sub("", text))
 
 
 def _small(found: re.Match[str]) -> str:

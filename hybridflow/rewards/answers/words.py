@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from sympy import Integer
 from sympy.sets import Reals
@@ -26,6 +27,7 @@ _DAY_FIRST = re.compile(r"(\d{1,2})(?:st|nd|rd|th)? (?:of )?([A-Za-z]{3,9})\.?(?
 _CLOCK = re.compile(r"(\d{1,2}):(\d\d)(?::(\d\d))? ?(?:([ap])\.? ?m\.?)?", re.IGNORECASE)
 _HOUR = re.compile(r"(\d{1,2}) ?([ap])\.? ?m\.?", re.IGNORECASE)
 _LETTER = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer):? )?(?:\(?([A-J])\)?[.:)]?|\(([a-h])\)|([a-d])\))")
+_LETTERS = re.compile(r"(?=..)A?B?C?D?E?F?G?H?")
 _LABELLED = re.compile(r"(?:\(([A-J])\)|([A-J])[.:)])\s*(?![-+*/^_=<>!,;'|)\]}])(\S.*)")
 _ORDINAL = re.compile(r"(\d+) ?\^?\{? ?(?:st|nd|rd|th) ?\}?")
 _CODE = re.compile(r"(?!Rs)[A-Za-z]{1,3}\d+|#\d+|\d+[A-Z]")
@@ -53,8 +55,13 @@ def plain(text: str) -> str:
 
 def spelled(text: str) -> Word:
     """Return words as they are compared: whatever their case and white space."""
-    folded = re.sub(r"\s+", " ", text.replace("’", "'")).strip().casefold()
+    folded = re.sub(r"^(?:an?|the) (?=..)", "", re.sub(r"\s+", " ", text.replace("’", "'")).strip().casefold())
     return Word(_SYNONYMS.get(folded, folded))
+
+
+def choices(letters: Iterable[str]) -> Word:
+    """Return several choices as they are compared."""
+    return Word(" and ".join(letters))
 
 
 def word(text: str) -> Readings | None:
@@ -70,6 +77,8 @@ def word(text: str) -> Readings | None:
         found.append(_MEANINGS[text.casefold().removeprefix("the ")])
     if (number := _number(text.casefold())) is not None:
         found.append(Formula(Integer(number)))
+    if _LETTERS.fullmatch(text):  # ACD
+        found.append(choices(text))
     return tuple(found)
 
 
@@ -98,8 +107,10 @@ def possible_formula(text: str) -> str | None:
     if _WORDS.fullmatch(text):
         mixed = text.isalpha() and len(text) == 2 and not text.islower()
         return text if text.isascii() and (text.isupper() or mixed) else None
-    if re.fullmatch(r"#\d+|\d+[A-Z]", text) or "_" in text:
-        return text.removeprefix("#")
+    if found := re.fullmatch(r"#?(\d+)([A-Z]?)", text):
+        return f"{found[1]} {found[2]}"
+    if "_" in text:
+        return text
     return None
 
 
@@ -153,12 +164,13 @@ def _hour(hour: int, half: str) -> int:
 
 def code(text: str) -> Readings | None:
     """Recognise ordinals, codes such as A1 and #1, and chemical formulas."""
-    text = plain(text).replace(" ", "")
+    written = plain(text)
+    text = written.replace(" ", "")
     if found := _ORDINAL.fullmatch(text):
         return (Exact("ordinal", int(found[1])),)
     elements = re.sub(r"_\{?(\d+)\}?", r"\1", text)
     if _ELEMENTS.fullmatch(elements) and any(each.isdigit() or each == "^" for each in elements):
         return (Word(elements),)
-    if _CODE.fullmatch(text):
+    if _CODE.fullmatch(written):
         return (Exact("code", text),)
     return None

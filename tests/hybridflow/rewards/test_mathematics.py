@@ -33,7 +33,7 @@ def _ended() -> Iterator[None]:
 
 
 def test_there_are_as_many_pairs_as_the_page_says() -> None:
-    assert len(PAIRS) == len(set(PAIRS)) == 1222
+    assert len(PAIRS) == len(set(PAIRS)) == 1285
     assert {verdict for *_, verdict in PAIRS} == {"=", "!", "?"}
 
 
@@ -71,20 +71,27 @@ def test_texts_of_pairs_have_their_verdicts_as_rewards() -> None:
         ("boxed", r"$x = \boxed{1}$ or $x = \boxed{2}$", r"\{1,2\}"),
         ("boxed", r"\boxed{4}. I repeat: \boxed{4}", "4"),
         ("boxed", r"\boxed{\boxed{6}}", "6"),
+        ("boxed", r"\boxed{1, \boxed{2}}", "1, 2"),
+        ("boxed", r"\boxed{1} \\ \boxed{2}", "1, 2"),
+        ("boxed", "\\boxed{7\u200b}", "7"),
         ("last_line", "I add.\nThe answer is 42.\n\n", "42"),
         ("last_line", "12 + 61 = 73", "73"),
+        ("last_line", "She makes 9 * 2 = <<9*2=18>>18 dollars.\n#### 18", "18"),
+        ("last_line", "The correct option is (B).", "B"),
         ("last_line", r"Hence we get $x = \frac{1}{2}$.", "0.5"),
         ("last_line", r"so that $x = 1$ or $x = 2$.", "1, 2"),
         ("last_line", r"**Answer: $\frac{3}{4}$**", "0.75"),
         ("last_line", r"it is \boxed{7}", "7"),
         ("tag", "<answer>1</answer> no <answer> 2/3 </answer>", r"\frac{2}{3}"),
         ("tag", r"<answer>\boxed{5}</answer>", "5"),
+        ("tag", "<answer>\nThe answer is 5.\n</answer>", "5"),
         ("tag", "I must put it in <answer> tags. So <answer>42</answer>", "42"),
         ("tag", "<answer>41 no wait <answer>42</answer>", "42"),
         ("tag", "<answer>1</answer> then <answer>2", "1"),
         ("tag", "<answer>42</answer>, and not 17 </answer>", "42"),
         ("anywhere", "So the final answer is $x=9$.", "9"),
         ("anywhere", "The answer is $9$. I hope it is right.", "9"),
+        ("anywhere", "The answer is 8. No, the answer is 9.", "9"),
         ("anywhere", r"We get $\frac{18}{2}$ in the end, as was asked for.", "9"),
         ("anywhere", "and so on " * 1_050 + r"\boxed{9}", "9"),  # however long the text before it
     ],
@@ -100,6 +107,9 @@ def test_where_the_answer_of_a_text_is(extract: Any, text: str, right: str) -> N
         ("boxed", ""),
         ("boxed", r"\boxed{}"),
         ("boxed", r"\boxed{41}, \boxed{42}"),
+        ("boxed", r"\boxed{41 \text{ or } \boxed{42}}"),
+        ("boxed", r"\boxed{41}\boxed{42}"),
+        ("boxed", r"\boxed{\{x \mid \sin x > \frac12\}}"),  # SymPy has no such set
         ("last_line", " \n"),
         ("tag", "<answer>42"),
         ("anywhere", "none"),
@@ -133,6 +143,7 @@ def test_words_are_no_product_of_their_letters(right: str, given: str, verdict: 
 
 def test_right_answers_may_be_numbers_and_several() -> None:
     assert score([r"\boxed{2}"] * 4, [2, 2.0, ["3", "2"], [4, 5]]) == [1.0, 1.0, 1.0, 0.0]
+    assert score([r"\boxed{18}"], ["She makes 9 * 2 = <<9*2=18>>18 dollars.\n#### 18"]) == [1.0]
     assert score([r"\boxed{0.123}"] * 2, ["0.12345"] * 2, digits=2) == [1.0, 1.0]
 
 
