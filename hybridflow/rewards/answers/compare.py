@@ -1,142 +1,34 @@
-"""What answers are, and when two of them are equal."""
+"""Equality of two answers, by their kinds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import sympy
-from sympy import Expr, Symbol
+from sympy import Expr
 
 from hybridflow.rewards.answers import units
 from hybridflow.rewards.answers.equality import UndecidedError, same
-from hybridflow.rewards.answers.expression import Formula
-
-Readings = tuple["Value", ...]
-"""What an answer may mean, where its notation leaves that open."""
-
-
-@dataclass(frozen=True)
-class Word:
-    """Words, a name or a code: equal whatever their case."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Exact:
-    """A value of a kind that only equals itself: a date, a time of day, an ordinal, a number in another base."""
-
-    kind: str
-    value: Any
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The letter of a choice, perhaps with its text."""
-
-    letter: str
-    content: Readings = ()
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """A number with a unit."""
-
-    number: Formula
-    unit: Expr
-
-
-@dataclass(frozen=True)
-class Items:
-    """A list (`brackets` is empty), set, tuple, interval or vector."""
-
-    brackets: str
-    items: tuple[Readings, ...]
-
-
-@dataclass(frozen=True)
-class Dots:
-    """A sequence that continues as it began; its items include the dots."""
-
-    items: tuple[Readings, ...]
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Numbers in proportion."""
-
-    parts: tuple[Formula, ...]
-
-
-@dataclass(frozen=True)
-class Region:
-    """A set of real numbers, perhaps as the values of a variable."""
-
-    variable: Symbol | None
-    values: sympy.Set
-
-
-@dataclass(frozen=True)
-class Relation:
-    """An equation or inequality, as `difference` compared with zero by `sign`: =, <, <= or !=."""
-
-    sign: str
-    difference: Formula
-    total: Formula | None = None
-    """The number that several variables together are equal to, as in m + n = 11."""
-
-
-@dataclass(frozen=True)
-class Named:
-    """A value with its name, as in x = 3 and f(x) = x^2."""
-
-    name: Expr | None
-    values: Readings
-    relation: Relation | None = None
-
-
-@dataclass(frozen=True)
-class Congruence:
-    """An expression's residues by a modulus."""
-
-    expression: Formula | None
-    residues: tuple[Formula, ...]
-    modulus: Formula
-
-
-@dataclass(frozen=True)
-class Builder:
-    """A set by its condition, whose variable has one name in all of them."""
-
-    conditions: tuple[Readings, ...]
-
-
-@dataclass(frozen=True)
-class Either:
-    """A value and its approximations."""
-
-    values: Readings
-
-
-Value = (
-    Word
-    | Exact
-    | Choice
-    | Formula
-    | Quantity
-    | Items
-    | Dots
-    | Ratio
-    | Region
-    | Relation
-    | Named
-    | Congruence
-    | Builder
-    | Either
+from hybridflow.rewards.answers.symbols import Formula
+from hybridflow.rewards.answers.values import (
+    Builder,
+    Choice,
+    Congruence,
+    Dots,
+    Either,
+    Exact,
+    Items,
+    Named,
+    Quantity,
+    Ratio,
+    Readings,
+    Region,
+    Relation,
+    Value,
+    Word,
 )
 
 
@@ -248,15 +140,27 @@ def _relation(one: Relation, other: Value, digits: int) -> bool:
     if quotient.is_number and quotient != 0:
         return bool(one.sign in ("=", "!=") or quotient.is_positive)
     if not exact and quotient.free_symbols:
-        points = [
-            quotient.subs({each: n + i for i, each in enumerate(sorted(quotient.free_symbols, key=str))})
-            for n in (1, 3, 7)
-        ]
-        return all(same(Formula(points[0], False), Formula(each, False), digits) for each in points)
+        return _same_polynomials(a, b, one.sign in ("=", "!="), digits)
     if one.difference.value.free_symbols != other.difference.value.free_symbols:
         return False
     sets = [_roots(each) for each in (one, other)]
     return sets[0] is not None and sets[1] is not None and _items(sets[0], sets[1], digits)
+
+
+def _same_polynomials(one: Expr, other: Expr, signed: bool, digits: int) -> bool:
+    """True if two polynomials with decimals are equal up to a factor, which is positive unless `signed`."""
+    symbols = sorted(one.free_symbols | other.free_symbols, key=str)
+    if not (one.is_polynomial(*symbols) and other.is_polynomial(*symbols)):
+        return False
+    terms = [dict(sympy.Poly(each, *symbols).terms()) for each in (one, other)]
+    if terms[0].keys() != terms[1].keys():
+        return False
+    largest = max(terms[0], key=lambda each: abs(terms[0][each]))
+    divisors = [each[largest] for each in terms]
+    return bool(signed or divisors[0] / divisors[1] > 0) and all(
+        same(*(Formula(part[each] / unit, exact=False) for part, unit in zip(terms, divisors, strict=True)), digits)
+        for each in terms[0]
+    )
 
 
 def _roots(relation: Relation) -> Items | None:
@@ -367,9 +271,17 @@ _VECTORS = ("()", "[]", "<>")
 
 def _items(one: Items, other: Value, digits: int) -> bool:
     if isinstance(other, Formula) and isinstance(other.value, sympy.MatrixBase):
-        if one.brackets not in _VECTORS or 1 not in other.value.shape:
+        rows = [
+            Items(one.brackets, tuple((Formula(each, other.exact),) for each in row)) for row in other.value.tolist()
+        ]
+        if one.brackets not in _VECTORS:
             return False
-        other = Items("()", tuple((Formula(each, other.exact),) for each in other.value))
+        if all(isinstance(each[0], Items) for each in one.items):  # [[1, 2], [3, 4]]
+            other = Items(one.brackets, tuple((each,) for each in rows))
+        elif 1 in other.value.shape:
+            other = Items("()", tuple(each for row in rows for each in row.items))
+        else:
+            return False
     if not isinstance(other, Items):
         return len(one.items) == 1 and one.brackets in ("", "{}") and equal(one.items[0], (other,), digits)
     for single, whole in ((one, other), (other, one)):  # {(1, 2)} and (1, 2)
@@ -378,7 +290,7 @@ def _items(one: Items, other: Value, digits: int) -> bool:
     kinds = {one.brackets, other.brackets}
     ordered = bool(kinds & {"()", "(]", "[)", "[]", "<>"})
     vectors = {"()", "<>"} if len(one.items) == 2 else {"()", "<>", "[]"}
-    if ordered and not (len(kinds) == 1 or kinds <= {"", "()"} or kinds <= vectors):
+    if ordered and not (len(kinds) == 1 or kinds <= vectors | {""}):
         return False
     names = [[each[0].name for each in items.items if isinstance(each[0], Named)] for items in (one, other)]
     ordered = ordered or any(len(set(names[i])) > 1 and not names[1 - i] for i in (0, 1))  # x=1, y=2 and 1, 2
@@ -394,7 +306,7 @@ def _items(one: Items, other: Value, digits: int) -> bool:
         values = [
             [each[0].values if isinstance(each[0], Named) else each for each in items.items] for items in (one, other)
         ]
-        if matched(*values, digits):
+        if matched(values[0], values[1], digits):
             raise UndecidedError("the values of x_1 and x_2 in another order, which are roots or two unknowns")
     return found
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import sympy
 from sympy import Expr, MatrixBase, Rational, Symbol
 
-from hybridflow.rewards.answers.expression import DEGREE, LOG_BASE, PERCENT, Formula
+from hybridflow.rewards.answers.symbols import DEGREE, LOG_BASE, PERCENT, Formula
 from hybridflow.rewards.answers.text import UnreadableError
 
 _DIGITS = 60

@@ -6,63 +6,32 @@ logic and geometry, are functions that only equal themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 
 import sympy
-from sympy import Expr, Integer, Rational, Symbol
+from sympy import Expr, Integer, Symbol
 
-from hybridflow.rewards.answers.text import CLOSING, OPENING, Token, Tokens, UnreadableError, names, written
-
-DEGREE, PERCENT, LOG_BASE = (
-    Symbol("degree", positive=True),
-    Symbol("percent", positive=True),
-    Symbol("log base", positive=True),
+from hybridflow.rewards.answers.symbols import (
+    ACCENTS,
+    ANGLES,
+    APPLIED,
+    CONSTANTS,
+    DEGREE,
+    FONTS,
+    FUNCTIONS,
+    GREEK,
+    KNOWN,
+    OPERATORS,
+    PERCENT,
+    SEVERAL,
+    SYMMETRIC,
+    Formula,
+    binomial,
+    number,
+    power,
+    proper,
 )
-"""Meanings that an answer leaves open: of a degree sign, a percent sign, and a logarithm without a base (its ln)."""
-
-_GREEK = names(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron rho sigma tau upsilon phi chi psi"
-    " omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar jmath partial nabla emptyset aleph"
-    " vartheta varsigma varrho square Box top bot"
-)
-_FONTS = names("mathbf boldsymbol bm mathit mathsf mathnormal pmb symbf")
-_ACCENTS = names("overline bar vec hat tilde dot ddot underline mathcal mathbb mathfrak mathscr arc overleftrightarrow")
-_FUNCTIONS: dict[str, Callable[[Expr], Expr]] = {
-    **{name: getattr(sympy, name) for name in names("sin cos tan cot sec csc sinh cosh tanh coth exp")},
-    **{f"arc{name}": getattr(sympy, f"a{name}") for name in names("sin cos tan cot sec csc sinh cosh tanh")},
-    **{"abs": sympy.Abs, "floor": sympy.floor, "ceil": sympy.ceiling, "Re": sympy.re, "Im": sympy.im, "arg": sympy.arg},
-    **{"ln": sympy.log, "log": lambda x: sympy.log(x) / LOG_BASE, "lg": lambda x: sympy.log(x) / sympy.log(10)},
-    "det": lambda x: x.det(),
-}
-_ANGLES = names("sin cos tan cot sec csc")
-_SEVERAL: dict[str, Callable[..., Expr]] = {"max": sympy.Max, "min": sympy.Min, "gcd": sympy.gcd, "lcm": sympy.lcm}
-_OPERATORS = (
-    names("iff"),
-    names("implies to mapsto"),
-    names("lor oplus"),
-    names("land"),
-    names("parallel perp cong sim subset subseteq supset supseteq mid nmid simeq propto nparallel"),
-    names("setminus circ otimes"),
-    names("cup"),
-    names("cap"),
-)
-"""Without arithmetic, those that bind least first."""
-_SYMMETRIC = names("iff lor land oplus parallel perp cong sim cup cap simeq nparallel")
-_APPLIED = "fghFGH"
-"""Letters that are functions if a parenthesis follows."""
-_MOST_BITS = 1_000_000
-"""A larger number is not computed."""
-_STOPS = (*CLOSING, ",", ";")
-
-
-@dataclass(frozen=True)
-class Formula:
-    """A formula, a number or a matrix. `exact` is False if it has decimals."""
-
-    value: Expr
-    exact: bool = True
+from hybridflow.rewards.answers.text import CLOSING, OPENING, Token, Tokens, UnreadableError, source
 
 
 def parse(parts: Tokens, *, imaginary: bool = True, tight: bool = False) -> Expr:
@@ -88,7 +57,7 @@ def parse(parts: Tokens, *, imaginary: bool = True, tight: bool = False) -> Expr
     except (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError) as error:
         if isinstance(error, UnreadableError):
             raise
-        raise UnreadableError(f"{written(parts)[:100]!r} cannot be computed: {type(error).__name__}: {error}") from None
+        raise UnreadableError(f"{source(parts)[:100]!r} cannot be computed: {type(error).__name__}: {error}") from None
 
 
 def formula(parts: Tokens, *, tight: bool = False) -> Formula:
@@ -137,13 +106,13 @@ class _Parser:
     # Rules, from those that bind least.
 
     def formula(self, level: int = 0) -> Expr:
-        if level == len(_OPERATORS):
+        if level == len(OPERATORS):
             return self._sum()
         found = self.formula(level + 1)
-        while any(self._is("\\" + name) for name in _OPERATORS[level]):
+        while any(self._is("\\" + name) for name in OPERATORS[level]):
             name = self._take().text[1:]
             terms = [found, self.formula(level + 1)]
-            if name in _SYMMETRIC:  # associative too, as far as answers go
+            if name in SYMMETRIC:  # associative too, as far as answers go
                 terms = [
                     each for term in terms for each in (term.args if term.func == sympy.Function(name) else [term])
                 ]
@@ -194,7 +163,7 @@ class _Parser:
         if token.kind == "letter":
             return not (self._integrals and token.text == "d" and self._next(1).kind in ("letter", "command"))
         if token.kind == "command":
-            return token.text[1:] in _KNOWN
+            return token.text[1:] in KNOWN
         if token.kind == "symbol":
             return token.text in ("(", "[", "{", r"\lfloor", r"\lceil", r"\langle") or (
                 token.text in ("|", "||") and not self._bars
@@ -236,16 +205,13 @@ class _Parser:
 
     def _exponent(self) -> Expr:
         if self._is("+", "-"):
-            return self._signed_exponent()
+            sign = -1 if self._take().text == "-" else 1
+            return sign * self._exponent()
         if self._next().kind == "number":
-            return _number(self._take().text)
+            return number(self._take().text)
         if self._is("("):
             return self._bracketed()
         return self._argument()
-
-    def _signed_exponent(self) -> Expr:
-        sign = -1 if self._take().text == "-" else 1
-        return sign * self._exponent()
 
     def _postfix(self, base: Expr) -> Expr:
         while self._is("!", "%"):
@@ -262,7 +228,7 @@ class _Parser:
     def _primary(self) -> Expr:
         token = self._take()
         if token.kind in ("number", "repeating"):
-            return self._mixed(_number(token.text), token)
+            return self._mixed(number(token.text), token)
         if token.kind == "letter":
             return self._primary() if token.text == "m" and self._is(r"\angle") else self._letter(token.text)
         if token.kind == "text":
@@ -292,13 +258,13 @@ class _Parser:
             if not (top.spaced and slash.text == "/" and bottom.kind == "number" and token.text.isdigit()):
                 raise UnreadableError(f"two numbers side by side: {token.text} {top.text}")
             self._at += 3
-            return whole + _proper(_number(top.text), _number(bottom.text))
+            return whole + proper(number(top.text), number(bottom.text))
         if self._is(r"\frac") and token.text.isdigit():
             before = self._at
             self._take()
             top, bottom = self._argument(), self._argument()
             if top.is_Integer and bottom.is_Integer:
-                return whole + _proper(top, bottom)
+                return whole + proper(top, bottom)
             self._at = before
         return whole
 
@@ -319,11 +285,11 @@ class _Parser:
             self._at += 1 if self._is("'") else 2
             name += "'"
         applied = self._at
-        if letter in _APPLIED and self._is("^"):
+        if letter in APPLIED and self._is("^"):
             inverse = [self._next(each).text for each in range(6)]
             if inverse[:6] == ["^", "{", "-", "1", "}", "("]:
                 name, applied = name + "^-1", self._at + 5
-        if letter in _APPLIED and self._parts[applied : applied + 1] and self._parts[applied].text == "(":
+        if letter in APPLIED and self._parts[applied : applied + 1] and self._parts[applied].text == "(":
             self._at = applied
             return sympy.Function(name)(*self._arguments())
         return Symbol(name)
@@ -340,13 +306,13 @@ class _Parser:
         return " ".join(each.text for each in self._parts[begin : self._at - 1])
 
     def _command(self, name: str) -> Expr:
-        if name in _CONSTANTS:
-            return _CONSTANTS[name]
+        if name in CONSTANTS:
+            return CONSTANTS[name]
         if name == "frac":
             return self._fraction()
         if name == "binom":
             top, bottom = self._argument(), self._argument()
-            return _binomial(top, bottom)
+            return binomial(top, bottom)
         if name == "sqrt":
             root = Integer(2)
             if self._is("["):
@@ -355,10 +321,10 @@ class _Parser:
             if root.is_odd and radicand.is_negative:
                 return -power(-radicand, 1 / root)
             return power(radicand, 1 / root)
-        if name in _FUNCTIONS:
+        if name in FUNCTIONS:
             return self._function(name)
-        if name in _SEVERAL:
-            return _SEVERAL[name](*self._arguments())
+        if name in SEVERAL:
+            return SEVERAL[name](*self._arguments())
         if name in ("sum", "prod"):
             return self._series(name)
         if name == "int":
@@ -374,14 +340,14 @@ class _Parser:
                 if letters
                 else self._symbol(name)
             )
-        if name in _FONTS:
+        if name in FONTS:
             return self._font()
         if name == "hat" and (unit := self._next(self._is("{")).text.removeprefix("\\")[:1]) in ("i", "j", "k"):
             self._name()
             return self._letter(unit)
-        if name in _ACCENTS:
+        if name in ACCENTS:
             return self._symbol(f"{name}({self._name()})")
-        if name in _GREEK:
+        if name in GREEK:
             return self._symbol(name)
         raise UnreadableError(f"\\{name} cannot be read")
 
@@ -395,7 +361,7 @@ class _Parser:
         if len(content) == 1 and content.isalpha():
             return self._letter(content)
         if content.replace(".", "", 1).isdigit():
-            return _number(content)
+            return number(content)
         return self._symbol(content)
 
     def _argument(self) -> Expr:
@@ -404,9 +370,9 @@ class _Parser:
         if token.kind == "number" and len(token.text) > 1 and token.text.isdigit():
             rest = Token("number", token.text[1:])
             self._parts = (*self._parts[: self._at], Token("number", token.text[0]), rest, *self._parts[self._at + 1 :])
-            return _number(self._take().text)
+            return number(self._take().text)
         if token.kind == "number":
-            return _number(self._take().text)
+            return number(self._take().text)
         return self._primary()
 
     def _bracketed(self) -> Expr:
@@ -415,7 +381,7 @@ class _Parser:
         inside = self.formula()
         if begin == "{" and self._is(r"\choose"):
             self._take()
-            inside = _binomial(inside, self.formula())
+            inside = binomial(inside, self.formula())
         self._take(CLOSING[OPENING.index(begin)])
         self._bars = bars
         return {r"\lfloor": sympy.floor, r"\lceil": sympy.ceiling}.get(begin, lambda value: value)(inside)
@@ -452,22 +418,22 @@ class _Parser:
             else:
                 raised = self._exponent()
         argument = self._bracketed() if self._is("(", "{") else self._bare_argument()
-        if name in _ANGLES:
+        if name in ANGLES:
             argument = argument.subs(DEGREE, sympy.pi / 180)
         if base is not None:
             if name not in ("log", "ln"):
                 raise UnreadableError(f"{name} with a base")
             value = sympy.log(argument) / sympy.log(base)
-        elif raised == -1 and name in _ANGLES:
-            return _FUNCTIONS["arc" + name](argument)
+        elif raised == -1 and name in ANGLES:
+            return FUNCTIONS["arc" + name](argument)
         else:
-            value = _FUNCTIONS[name](argument)
+            value = FUNCTIONS[name](argument)
         return power(value, raised) if raised is not None else value
 
     def _bare_argument(self) -> Expr:
         """The argument of a function without parentheses: factors side by side, up to a function or an operator."""
         found = self._signed() if self._is("-") else self._power()
-        while self._starts_factor() and not self._is("(", "[", *(f"\\{each}" for each in _FUNCTIONS), "|"):
+        while self._starts_factor() and not self._is("(", "[", *(f"\\{each}" for each in FUNCTIONS), "|"):
             found = found * self._power()
         return found
 
@@ -508,12 +474,8 @@ class _Parser:
         variable = self._take()
         self._take(r"\to")
         end = self.formula(2)
-        side = "+-"
-        if self._is("^"):
-            self._take()
-            side = self._take("+", "-").text if not self._is("{") else self._name()
         self._take("}")
-        return sympy.Limit(self._product(), Symbol(variable.text), end, side)
+        return sympy.Limit(self._product(), Symbol(variable.text), end, "+-")
 
     def _matrix(self) -> Expr:
         begin = self._take().text
@@ -535,44 +497,3 @@ class _Parser:
         self._take(rf"\end{{{kind}}}")
         matrix = sympy.ImmutableMatrix(rows)
         return matrix.det() if kind == "vmatrix" else matrix
-
-
-def _number(text: str) -> Expr:
-    """A number exactly, also one with a period: 0.\\overline{3}."""
-    if "\\" in text:
-        decimals, _, repeated = text.replace("\\overset{.}", "\\dot").partition("\\")
-        repeated = "".join(each for each in repeated if each.isdigit())
-        places = len(decimals) - decimals.index(".") - 1
-        fixed = Rational(decimals if decimals[-1] != "." else decimals + "0")
-        return fixed + Rational(int(repeated), (10 ** len(repeated) - 1) * 10**places)
-    return Rational(text)
-
-
-def _proper(top: Expr, bottom: Expr) -> Expr:
-    if not 0 < top < bottom:
-        raise UnreadableError(f"a mixed number with the fraction {top}/{bottom}")
-    return top / bottom
-
-
-def _binomial(top: Expr, bottom: Expr) -> Expr:
-    if top.is_number and bottom.is_number and (abs(top) > 50_000 or abs(bottom) > 50_000):
-        raise UnreadableError("a binomial coefficient above 50,000")
-    return sympy.binomial(top, bottom)
-
-
-def power(base: Expr, exponent: Expr) -> Expr:
-    """Raise, unless the result is too large to be computed. Raises UnreadableError."""
-    if base.is_number and exponent.is_number and base.is_Rational and abs(base) != 1 and base != 0:
-        bits = sympy.log(max(abs(base.p), base.q), 2).evalf(8) * abs(exponent).evalf(8)
-        if not bits < _MOST_BITS:
-            raise UnreadableError("a power that is too large")
-    elif base.is_number and exponent.is_number and not abs(exponent.evalf(8)) < _MOST_BITS:
-        raise UnreadableError("a power that is too large")
-    return base**exponent
-
-
-_CONSTANTS = {"pi": sympy.pi, "infty": sympy.oo, "imath": sympy.I}
-_KNOWN = {
-    *(*_CONSTANTS, *_FUNCTIONS, *_SEVERAL, *_FONTS, *_ACCENTS, *_GREEK),
-    *names("frac binom sqrt sum prod int lim angle triangle measuredangle"),
-}

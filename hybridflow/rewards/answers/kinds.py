@@ -13,28 +13,36 @@ import sympy
 from sympy import Symbol
 
 from hybridflow.rewards.answers import words
-from hybridflow.rewards.answers.compare import (
+from hybridflow.rewards.answers.compare import as_set, equal, solutions
+from hybridflow.rewards.answers.equality import UndecidedError
+from hybridflow.rewards.answers.expression import formula
+from hybridflow.rewards.answers.numbers import based, congruence, ratio, span, whole_formula
+from hybridflow.rewards.answers.quantities import quantity
+from hybridflow.rewards.answers.relations import SIGNS, Read, has_sign, related
+from hybridflow.rewards.answers.symbols import Formula
+from hybridflow.rewards.answers.text import (
+    AND,
+    OR,
+    Token,
+    Tokens,
+    UnreadableError,
+    enclosed,
+    normalise,
+    source,
+    split,
+    tokens,
+)
+from hybridflow.rewards.answers.values import (
     Builder,
     Choice,
-    Congruence,
     Dots,
-    Exact,
     Items,
     Named,
-    Ratio,
     Readings,
     Region,
     Relation,
     Value,
-    as_set,
-    equal,
-    solutions,
 )
-from hybridflow.rewards.answers.equality import UndecidedError
-from hybridflow.rewards.answers.expression import Formula, formula
-from hybridflow.rewards.answers.quantities import quantity
-from hybridflow.rewards.answers.relations import SIGNS, Read, has_sign, related
-from hybridflow.rewards.answers.text import Token, Tokens, UnreadableError, enclosed, normalise, source, split, tokens
 
 _PLACEHOLDERS = frozenset(
     ["", "proof", "notfound", "not found", "nan", "null", "n/a", "see solution", "unknown", "tbd"]
@@ -51,7 +59,6 @@ _SETS = {
     "Q": sympy.S.Rationals,
     "C": sympy.S.Complexes,
 }
-_AND, _OR = ("and",), ("or",)
 _GAP = re.compile(r"(?<![A-Za-z\d]) | (?![A-Za-z\d])")
 """White space that separates nothing."""
 
@@ -103,8 +110,9 @@ def read(text: str, depth: int = 0) -> Readings:
     if not 0 < len(parts) <= _MOST_TOKENS:
         raise UnreadableError("an empty part" if not parts else f"more than {_MOST_TOKENS:,} symbols")
     if parts[0].text == "]" or parts[-1].text == "[":  # an interval as ]0, 1[
-        ends = [Token("symbol", {"]": "(", "[": ")"}.get(each.text, each.text)) for each in (parts[0], parts[-1])]
-        parts = (ends[0], *parts[1:-1], ends[1])
+        begin = Token("symbol", "(") if parts[0].text == "]" else parts[0]
+        end = Token("symbol", ")") if parts[-1].text == "[" else parts[-1]
+        parts = (begin, *parts[1:-1], end)
     for kind in KINDS:
         if found := kind(parts, lambda part: read(source(part), depth + 1)):
             return found
@@ -158,7 +166,7 @@ def set_builder(parts: Tokens, read: Read) -> Readings | None:
             break
     else:
         return None
-    conditions = [each for each in split(condition, (",", *_AND))[0] if each]
+    conditions = [each for each in split(condition, (",", *AND))[0] if each]
     name, sign = split(variable, (r"\in",))
     if sign and source(name[1]) != r"\mathbb{R}":
         conditions.append(variable)
@@ -195,26 +203,9 @@ def _as_region(value: Value) -> Region | None:
     return solutions(value) if isinstance(value, Relation) else None
 
 
-def congruence(parts: Tokens, read: Read) -> Readings | None:
-    """Recognise n \\equiv 1, 2 \\pmod 3."""
-    del read
-    at = next((i for i, each in enumerate(parts) if each.text in (r"\pmod", r"\mod", r"\bmod", "mod")), None)
-    sides, marks = split(parts, (r"\equiv",))
-    if at is None or (not marks and parts[at].text != r"\pmod"):
-        return None
-    if len(marks) > 1:
-        raise UnreadableError("two congruences in one")
-    left = sides[0] if marks else ()
-    begin = len(left) + len(marks)
-    inner = at - 1 if parts[at - 1].text == "(" and parts[-1].text == ")" else at
-    modulus = parts[at + 1 : -1] if inner != at else parts[at + 1 :]
-    residues = [each for each in split(parts[begin:inner], (",", *_AND, *_OR))[0] if each]
-    return (Congruence(formula(left) if left else None, tuple(map(formula, residues)), formula(modulus)),)
-
-
 def several(parts: Tokens, read: Read) -> Readings | None:
     """Recognise several answers, a sequence with dots, or conditions that hold together."""
-    items, marks = split(parts, (",", ";", *_AND, *_OR))
+    items, marks = split(parts, (",", ";", *AND, *OR))
     if not marks:
         return None
     signs = [has_sign(each) for each in items]
@@ -329,53 +320,6 @@ def _is_wrapped(parts: Tokens) -> bool:
     return bool(parts) and (parts[0].text.startswith(r"\begin") or parts[0].text in (r"\{", "[", "("))
 
 
-def ratio(parts: Tokens, read: Read) -> Readings | None:
-    """Recognise numbers in proportion: 2:3."""
-    del read
-    sides, marks = split(parts, (":", "to"))
-    return (Ratio(tuple(map(formula, sides))),) if marks else None
-
-
-def span(parts: Tokens, read: Read) -> Readings | None:
-    """Recognise whole numbers from one to another, 10-20, which may be a difference."""
-    del read
-    found = re.fullmatch(r"(\d+) ?-{1,2} ?(\d+)", source(parts))
-    if not found or int(found[1]) >= int(found[2]):
-        return None
-    return (Exact("span", (int(found[1]), int(found[2]))), formula(parts))
-
-
-_DIGITS = {
-    "two": 2,
-    "three": 3,
-    "four": 4,
-    "five": 5,
-    "six": 6,
-    "seven": 7,
-    "eight": 8,
-    "nine": 9,
-    "ten": 10,
-    "sixteen": 16,
-}
-_BASED = re.compile(
-    r"(-?)(?:\(?([0-9][0-9A-Fa-f]*|[A-F][0-9A-F]+)\)?|\\text\{([0-9A-F]+)\}) ?_ ?\{?(?:\\text\{)?(\d+|[a-z]+)\}{0,2}"
-)
-
-
-def based(parts: Tokens, read: Read) -> Readings | None:
-    """Recognise a number in another base: 101_2."""
-    del read
-    found = _BASED.fullmatch("".join(source(parts).split()))
-    if not found or not (found[4].isdigit() or found[4] in _DIGITS):
-        return None
-    base = int(found[4]) if found[4].isdigit() else _DIGITS[found[4]]
-    digits = found[2] or found[3]
-    if not 2 <= base <= 36 or any(int(each, 36) >= base for each in digits):
-        raise UnreadableError(f"{digits} is no number in base {base}")
-    value = int(found[1] + digits, base)
-    return (Formula(sympy.Integer(value)),) if base == 10 else (Exact("based", (value, base)),)
-
-
 def signs(parts: Tokens, read: Read) -> Readings | None:
     """Recognise two values: 3 \\pm 2."""
     if not any(each.text in (r"\pm", r"\mp") for each in parts):
@@ -385,24 +329,6 @@ def signs(parts: Tokens, read: Read) -> Readings | None:
         marks = {r"\pm": plus, r"\mp": minus}
         both.append(read(tuple(Token("symbol", marks[each.text]) if each.text in marks else each for each in parts)))
     return (Items("", tuple(both)),)
-
-
-_EXPONENT = re.compile(r"([+-]?\d+(?:\.\d+)?) ?[eE] ?([+-]?\d{1,4})")
-
-
-def whole_formula(parts: Tokens, read: Read) -> Readings | None:
-    """Recognise a formula, a number with an exponent, 1.5e3, or one that continues, 0.333..."""
-    del read
-    if found := _EXPONENT.fullmatch(source(parts)):
-        return (formula(tokens(f"{found[1]} \\times 10^{{{found[2]}}}")),)
-    if parts[-1].text == r"\ldots" and len(parts) in (2, 3) and "." in parts[-2].text:
-        number = parts[-2].text
-        if number[-1] == number[-2] == number[-3]:
-            number = f"{number[:-3]}\\overline{{{number[-1]}}}"
-            return (formula((*parts[:-2], Token("repeating", number))),)
-        return (formula(parts[:-1]),)
-    loose, tight = formula(parts), formula(parts, tight=True)
-    return (loose,) if loose == tight else (loose, tight)
 
 
 TEXT_KINDS: tuple[Callable[[str], Readings | None], ...] = (

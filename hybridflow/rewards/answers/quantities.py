@@ -8,9 +8,10 @@ import sympy
 from sympy import Rational, Symbol
 
 from hybridflow.rewards.answers import units
-from hybridflow.rewards.answers.compare import Quantity, Readings, Value
-from hybridflow.rewards.answers.expression import DEGREE, PERCENT, Formula, formula
+from hybridflow.rewards.answers.expression import formula
+from hybridflow.rewards.answers.symbols import DEGREE, PERCENT, Formula
 from hybridflow.rewards.answers.text import TEXT, UnreadableError, tokens
+from hybridflow.rewards.answers.values import Quantity, Readings, Value
 
 _CURRENCY = re.compile(rf"(-?)\s*(?:\\?([{re.escape(''.join(units.CURRENCIES))}]))\s*(.+)")
 _MONEY_WORD = re.compile(r"«? ?(Rs|USD|EUR)\.? ?»? ?\.? ?(\d.*)")

@@ -10,21 +10,12 @@ import sympy
 from sympy import Rational, Symbol
 
 from hybridflow.rewards.answers import words
-from hybridflow.rewards.answers.compare import (
-    Either,
-    Items,
-    Named,
-    Quantity,
-    Readings,
-    Region,
-    Relation,
-    Value,
-    as_set,
-    solutions,
-)
+from hybridflow.rewards.answers.compare import as_set, solutions
 from hybridflow.rewards.answers.equality import same
-from hybridflow.rewards.answers.expression import Formula, formula
+from hybridflow.rewards.answers.expression import formula
+from hybridflow.rewards.answers.symbols import Formula
 from hybridflow.rewards.answers.text import Token, Tokens, UnreadableError, enclosed, source, split
+from hybridflow.rewards.answers.values import Either, Items, Named, Quantity, Readings, Region, Relation, Value
 
 SIGNS = ("=", "<", ">", r"\le", r"\ge", r"\ne", r"\in", r"\notin", r"\approx")
 _CLOSE = 0.05

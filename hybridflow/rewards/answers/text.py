@@ -48,6 +48,8 @@ _COMMANDS = {  # characters of a kind, and their notation
     **{
         "、": ", ",
         "。": ".",
+        "或": r"\text{ or }",
+        "且": r"\text{ and }",
         "⁄": "/",
         "∣": "|",
         "ℯ": "e",
@@ -72,6 +74,8 @@ _GREEK = {
     for code in (*range(0x391, 0x3A2), *range(0x3A3, 0x3AA), *range(0x3B1, 0x3CA))
     for name in [unicodedata.name(chr(code)).split()[-1].lower().replace("lamda", "lambda")]
 }
+_CIRCLED = re.compile("(?<=[①-⑳])(?=[①-⑳])")
+"""Between numbers of statements, such as ①③."""
 _SMALL = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ]+|[₀₁₂₃₄₅₆₇₈₉₊₋ₙₖₓ]+")
 _DRESS = re.compile(
     r"\\(?:left|right)\s*\.|\\!|\\(?:text)?color\s*\{[^{}]*\}|\\therefore(?![A-Za-z])"
@@ -130,6 +134,7 @@ _SYMBOLS = {r"\|": "||", "**": "^", "<=": r"\le", ">=": r"\ge", "!=": r"\ne", ":
 _SYMBOLS |= {f"\\{each}": each for each in "%$#_"}
 OPENING = ("(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil")
 CLOSING = (")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil")
+AND, OR = ("and",), ("or",)
 _THOUSANDS = re.compile(
     r"(?<![\d.,])([1-9]\d{0,2})((?:(?:\{,\}|\\[,!;: ]|[ \u00a0\u202f~]|,)\d{3})+)(?![\d,]|\s*/\s*\d)"
 )
@@ -139,7 +144,7 @@ _GAP = re.compile(r"[^\d]+")
 def normalise(text: str) -> str:
     """Write an answer in one notation: LaTeX without its dressing, such as dollars, \\left and thin spaces."""
     text = "".join(each for each in text if unicodedata.category(each) != "Cf")  # of no width
-    text = _SMALL.sub(_small, text.strip())
+    text = _SMALL.sub(_small, _CIRCLED.sub(", ", text.strip()))
     text = "".join(_COMMANDS.get(each) or _GREEK.get(each) or _vulgar(each) for each in text)
     text = text.replace("\\\\(", "\\(").strip()
     for _ in range(3):  # a box in dollars in a box
@@ -284,12 +289,8 @@ def _step(token: Token) -> int:
     return (token.text in OPENING) - (token.text in CLOSING)
 
 
-def written(parts: Tokens) -> str:
-    """Tokens as text, without white space."""
-    return " ".join(map(str, parts))
-
-
 def source(parts: Tokens) -> str:
+    """Tokens as the text that they came from, with white space where it was and where two would become one."""
     found = ""
     for each in parts:
         joined = found and (

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from sympy import Integer
 from sympy.sets import Reals
 
-from hybridflow.rewards.answers.compare import Choice, Exact, Items, Ratio, Readings, Region, Value, Word
-from hybridflow.rewards.answers.expression import Formula
+from hybridflow.rewards.answers.symbols import Formula
 from hybridflow.rewards.answers.text import PLAIN, TEXT, names
+from hybridflow.rewards.answers.values import Choice, Exact, Items, Ratio, Readings, Region, Value, Word
 
 DOTS = Word("...")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '’-]+[^\W\d_]+)*[!?]?")
