@@ -156,10 +156,9 @@ def _same_polynomials(one: Expr, other: Expr, signed: bool, digits: int) -> bool
     if terms[0].keys() != terms[1].keys():
         return False
     largest = max(terms[0], key=lambda each: abs(terms[0][each]))
-    divisors = [each[largest] for each in terms]
-    return bool(signed or divisors[0] / divisors[1] > 0) and all(
-        same(*(Formula(part[each] / unit, exact=False) for part, unit in zip(terms, divisors, strict=True)), digits)
-        for each in terms[0]
+    shares = [{key: Formula(value / each[largest], exact=False) for key, value in each.items()} for each in terms]
+    return bool(signed or terms[0][largest] / terms[1][largest] > 0) and all(
+        same(shares[0][each], shares[1][each], digits) for each in shares[0]
     )
 
 
