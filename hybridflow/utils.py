@@ -11,4 +11,4 @@ __all__ = ["config", "is_flash_attn_available"]
 
 sys.modules[f"{__name__}.config"] = config
 __path__: list[str] = []
-"""So that `hybridflow` says what other modules are here which guides look for below this one."""
+"""Names of guides below `hybridflow.utils`: `hybridflow` says what they are here."""

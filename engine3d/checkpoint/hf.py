@@ -45,7 +45,7 @@ _IMPORTED, _IMPORTED_ROLE = "imported", "actor"
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export has written.
+    """Result of an export.
 
     Args:
         dtype: of the tensors, buffers aside.

@@ -16,7 +16,7 @@ LEAST_TEMPERATURE = 1e-6
 """SGLang samples with none below, and its log-probs are then of temperature 1."""
 
 MOST_REQUESTS = 1024
-"""In flight in a group of ranks with `cascade_attention`: each is compared with all others."""
+"""Most requests in flight in a group of ranks with `cascade_attention`: each is compared with all others."""
 
 _OTHER_GRAPHS = "cuda_graph_max_bs_decode"
 """Of SGLang's arguments, the one that says other batch sizes for CUDA graphs than the platform's."""

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run says in one place and not in another, although each file is what its manifest says."""
+"""Contradictions within a checkpoint of a run whose files are what its manifest says."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def _newest(recipe: Recipe) -> tuple[Path | None, list[str]]:
 
 
 def find_sound(root: Path, *, most_bytes: int | None = SMALL_BYTES) -> tuple[list[Path], list[Skipped]]:
-    """As `find_checkpoints`; the newest of those found is what was saved, as `damage_of` finds.
+    """Find complete checkpoints as `find_checkpoints` does, without newest ones in which `damage_of` finds damage.
 
     Raises:
         UserError: the directory cannot be read, or a newer version has saved there.
@@ -178,7 +178,7 @@ def find_sound(root: Path, *, most_bytes: int | None = SMALL_BYTES) -> tuple[lis
 
 
 def damage_of(directory: Path, most_bytes: int | None = SMALL_BYTES) -> str | None:
-    """What is wrong with a checkpoint: first its files against the manifest, then what they mean. None if nothing is.
+    """Find damage in a checkpoint: first its files against the manifest, then what they mean. None if there is none.
 
     Args:
         directory: of the checkpoint.

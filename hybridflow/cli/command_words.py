@@ -13,7 +13,7 @@ from hybridflow.config.known_imports import COMMANDS, OPTIONS
 from hybridflow.config.known_names import RECIPE_NAMES
 
 _ALIKE = 0.75
-"""Of an option or a command and the one that was meant."""
+"""Likeness of a mistyped option or command to the one that was meant."""
 _RECIPE = ("--config", "-c", "--recipe", "@")
 _SETTINGS = {"--resume": "resume=auto", "--overwrite": "overwrite=true"}
 
@@ -41,7 +41,7 @@ def as_settings(words: Sequence[str]) -> list[str]:
 
 
 def told_of_arguments(message: str, options: Collection[str], takes_settings: bool) -> str | None:
-    """What argparse's message about a command or an option means here; None where nothing is known of it.
+    """Explain argparse's message about a command or an option; None where nothing is known of it.
 
     Args:
         options: of the command.

@@ -31,7 +31,7 @@ _MEANINGS = {
     + ", ".join(f"`{name}`" for name in ALGORITHMS)
     + "; or `file.py:ALGORITHM` of a [file of your own](adding_an_algorithm.md#in-a-file-of-your-own)."
 }
-"""Of settings whose models cannot say it."""
+"""Meanings of settings whose models cannot state them."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _algorithm_settings() -> Iterator[Described]:
 
 
 def default_of(model: type[BaseModel], name: str, field: FieldInfo, parent: Any) -> Any:
-    """Of a setting: what its group's default says, or else its class."""
+    """Return the default of a setting: its group's default for it, or else its class's."""
     if isinstance(parent, model):
         return getattr(parent, name)
     return field.get_default(call_default_factory=True)
@@ -225,7 +225,7 @@ def meaning_of(path: str, model: type[BaseModel], name: str, field: FieldInfo) -
 
 
 def summary_of(model: type[BaseModel]) -> Iterator[str]:
-    """What a class says of itself, but for what is told of each setting."""
+    """Docstring of a class without the lines on each setting."""
     text = inspect.cleandoc(model.__doc__ or "").strip()
     yield " ".join(text.split())
 
@@ -240,5 +240,5 @@ def model_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def is_list(annotation: Any) -> bool:
-    """Whether a setting holds several groups: a list of them, or some by their names."""
+    """True if a setting holds several groups: a list of them, or some by their names."""
     return typing.get_origin(annotation) in (tuple, list, dict)

@@ -781,7 +781,7 @@ API_ONLY: Mapping[str, str] = {
     "use_vllm": "absent, because SGLang generates; leave it out",
     "fsdp_config": 'absent, because Megatron-Core trains; recipe={"train": {"layout": {"tp": 2}}} cuts a model',
 }
-"""Of settings and arguments of the Python API that mean something of their own there."""
+"""Settings and arguments of the Python API that mean something of their own there."""
 
 API_NAMES: Mapping[str, str] = {
     **{name: f"{text} ({_SET_IN_RECIPE})" if text.startswith("here ") else text for name, text in ANYWHERE.items()},

@@ -1,4 +1,4 @@
-"""What a recipe means that does not say where its roles are: all devices of the machine, and what fits them."""
+"""Defaults of a recipe without a placement: all devices of the machine, and what fits them."""
 
 from __future__ import annotations
 

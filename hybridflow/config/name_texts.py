@@ -1,4 +1,4 @@
-"""What is said of a name of another system, where several names have the same text."""
+"""Texts that several names of other systems share."""
 
 from __future__ import annotations
 

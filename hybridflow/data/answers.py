@@ -46,7 +46,7 @@ class AnswerCounts:
     """Counts of the reference answers of one source."""
 
     column: str | None = ""
-    """Of the answers in a file's rows; None where the source has none, and empty of other data."""
+    """Column of the answers in a file's rows; None where the source has none, and empty of other data."""
     rows: int = 0
     missing: int = 0
     first_missing: int | None = None

@@ -16,7 +16,7 @@ _LINES = {
     "inner": "have tokens to train on after {eos!r}, where a model stops",
 }
 Remarks = Mapping[str, tuple[int, str]]
-"""By kind: number of rows, and the place of the first."""
+"""Number of rows and place of the first, by kind."""
 
 
 class RemarkCounts:
@@ -24,7 +24,7 @@ class RemarkCounts:
 
     def __init__(self) -> None:
         self.counts: dict[str, tuple[int, int]] = {}
-        """By kind: number of rows, and the number of the first."""
+        """Number of rows and number of the first, by kind."""
 
     def add(self, number: int, kinds: Iterator[str]) -> None:
         """Count a row with its remarks."""

@@ -30,7 +30,7 @@ _REFRESHES_PER_S = 2
 _ROOM, _BAR, _WIDE = 4, 20, 80
 """Columns: left free at the end, of the bar, and of a terminal that has room for a bar of that width."""
 _LONGEST_ESTIMATE_S = 3600.0
-"""Of the newest steps, by which the remaining time is estimated."""
+"""Number of the newest steps by which the remaining time is estimated."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Whether reward functions get what they need: reference answers, and special tokens in texts."""
+"""Check that reward functions get what they need: reference answers, and special tokens in texts."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from hybridflow.report.thinning import bucketed, is_long
 _APART = 8.0
 """Where one figure is so many times another, that one would be a flat line beside it."""
 _FLAT = 1e-9
-"""Of the size of values: those that differ by less are the same but for rounding."""
+"""Share of the size of values: those that differ by less are the same but for rounding."""
 _VISIBLE = 0.004
 """Of the height of a plot: a line is as wide."""
 

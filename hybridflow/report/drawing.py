@@ -24,9 +24,9 @@ SERIES = 10
 _HEIGHT, _WIDTH, _WIDE = 2.7, 5.4, 11.2
 _FEW_POINTS = 60
 _COLUMNS = 7
-"""Of a legend."""
+"""Columns of a legend."""
 _LINE = "-line-"
-"""In the identifier of a line, between the name of its plot and its number."""
+"""Separator of the name of a plot and the number of a line in the line's identifier."""
 _POINTS = 72
 """An inch in an SVG."""
 _DASHES = ("-", "--", ":", "-.")

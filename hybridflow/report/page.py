@@ -29,7 +29,7 @@ _DARK = ("#6aa9ff", "#ff9d4d", "#4ade80", "#f472b6", "#b79bff", "#3fd0e0", "#e0b
 _LIGHT_PAGE = {"ink": "#1c2430", "muted": "#5b6675", "rule": "#c9d0d9", "paper": "#ffffff", "card": "#f7f8fa"}
 _DARK_PAGE = {"ink": "#e4e8ee", "muted": "#9aa5b3", "rule": "#485363", "paper": "#12161c", "card": "#1a2028"}
 _BORDERS = ("solid", "dashed", "dotted", "double")
-"""Of the marks of lines, which begin the colours again dashed."""
+"""Border styles of the marks of lines, whose colours begin again with the next one."""
 _LONG = 80
 """Characters of a fact that takes the whole width."""
 

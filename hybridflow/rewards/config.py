@@ -87,7 +87,7 @@ class RewardFunctionConfig(Settings):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the function, by name, the same in every call: such as {extract: boxed} of "math"."""
     special_tokens: Literal["remove", "keep"] = "remove"
-    """What becomes of the tokenizer's special tokens in the texts of responses: "remove" them, or "keep" them, but for
+    """Treatment of the tokenizer's special tokens in the texts of responses: "remove" them, or "keep" them, but for
     the end-of-sequence tokens at the end, such as where tags of the answer are special tokens."""
     weight: float = 1.0
     """The reward of a sample is the weighted sum over all functions."""

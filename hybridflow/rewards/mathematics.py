@@ -134,7 +134,7 @@ def _check(extract: str, digits: int, sample_timeout_s: float) -> None:
 
 
 def final_answer(text: str, extract: Extract) -> str | None:
-    """What a text gives as its answer, without white space and a full stop at its end; None where it gives none."""
+    """Answer of a text, without white space and a full stop at its end; None where it gives none."""
     found = _EXTRACTIONS[extract](text)
     if found is None or len(found) > _MOST_CHARACTERS:
         return None

@@ -258,7 +258,7 @@ class Ledger:
     # Over a restart
 
     def state(self) -> dict[str, Any]:
-        """What is under way, whole and gone back, as plain values.
+        """State of the groups in flight, complete and returned, as plain values.
 
         Whole groups have `oldest`, and as `place` how many of them became whole before.
         """

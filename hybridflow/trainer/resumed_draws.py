@@ -17,7 +17,7 @@ from hybridflow.rollout.held_stream import HeldStream
 _OF_SAMPLES = ("rollout.sampling", "rollout.samples_per_prompt")
 """Settings by which samples are drawn: those of before have other lengths, log-probs or group sizes."""
 _OF_STREAMS = (*_OF_SAMPLES, "reward", "cost")
-"""As `_OF_SAMPLES`, of a stream, whose samples are scored as they end."""
+"""Settings as `_OF_SAMPLES`, of a stream, whose samples are scored as they end."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _useless(recipe: Recipe, resumption: Resumption, drawn: Sequence[SampleBatch
 
 
 def _changed(saved: Mapping[str, Any], given: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Those of some dotted settings that differ."""
+    """Dotted settings that differ."""
 
     def value(settings: Any, name: str) -> Any:
         for key in name.split("."):

@@ -103,7 +103,7 @@ def train(recipe: Recipe) -> Outcome:
 
 
 def _run(opened: OpenRun) -> tuple[Measurements, Best | None]:
-    """What the evaluations of a run have measured, once all its steps are done, and the best checkpoint."""
+    """Lines on the evaluations of a finished run, and on the best checkpoint."""
     recipe, run = opened.recipe, opened.run
     resumed = run.resumption.state if run.resumption is not None else None
     if resumed is not None and resumed.step >= recipe.trainer.steps and not run.evaluation_due:

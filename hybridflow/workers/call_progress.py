@@ -16,8 +16,8 @@ from hybridflow.rundir.watching import ENGINES, JUDGE_SERVERS, TEACHER_ENGINES, 
 _UNUSUAL = 2.0
 """Times the longest pause of earlier calls: a longer one is no progress."""
 _BUSY = 0.03
-"""Of one core for each rank: one that imports libraries, loads weights or compiles uses more, also where many programs
-share the cores. An idle one with its heartbeat uses less."""
+"""Share of one core for each rank: one that imports libraries, loads weights or compiles uses more, also where many
+programs share the cores. An idle one with its heartbeat uses less."""
 _OF_RAY = 4
 """Ranks whose idle use is that of Ray's own processes."""
 _READING = 1e6

@@ -1,5 +1,4 @@
-"""What this process waits for: its progress where that takes long; a line on stderr and the stacks of all ranks where
-nothing comes further.
+"""Waits of this process: progress where one takes long, a line on stderr and stacks of all ranks where nothing moves.
 
     with waits.on(ranks, method, called) as wait:
         ...

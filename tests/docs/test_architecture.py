@@ -52,7 +52,7 @@ def test_the_order_of_packages_is_the_one_that_is_held() -> None:
 
 
 def test_texts_of_the_picture_stay_inside_their_boxes() -> None:
-    """In DejaVu Sans, which is wider than most fonts that a browser has."""
+    """Width in DejaVu Sans, which is wider than most fonts that a browser has."""
     picture = (ROOT / "docs/architecture.svg").read_text()
     boxes = [
         tuple(map(float, each))

@@ -19,7 +19,7 @@ from hybridflow.rundir.sample_files import replacing
 
 @contextmanager
 def no_file_may_grow() -> Iterator[None]:
-    """Let this process write no byte to a file, as on a full disk."""
+    """Keep this process from writing any byte to a file, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:

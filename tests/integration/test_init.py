@@ -1,4 +1,4 @@
-"""What `hybridflow init` writes is trained as it is."""
+"""Train what `hybridflow init` writes, as it is."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ class RayNode:
         return ("is gone", True) if ended is None else self._how(ended)
 
     def _how(self, ended: Mapping[str, Any]) -> tuple[str, bool]:
-        """How a server ended, with the error that it has logged, and whether it may have been asked to."""
+        """Describe the end of a server, with the error that it has logged, and say if it may have been asked to end."""
         if ended["exited"]:
             return f"ended with exit code {ended['status']}{self._logged_error()}", True
         number = signal.Signals(ended["status"])

@@ -1,4 +1,4 @@
-"""Which columns of a file are prompts and answers, by their names and by what its first rows hold."""
+"""Guess of the columns of a file that are prompts and answers, by their names and by its first rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ANSWERS = (
 
 @dataclass(frozen=True)
 class Columns:
-    """What is read of a file.
+    """Columns that are read of a file.
 
     Args:
         prompt: column of the prompts.

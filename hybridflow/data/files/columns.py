@@ -62,7 +62,7 @@ class Columns:
 
 
 def is_binary(kind: pa.DataType) -> bool:
-    """Whether values of a type are bytes, or hold some."""
+    """True if values of a type are bytes, or hold some."""
     types = pa.types
     if isinstance(kind, pa.BaseExtensionType):
         return not isinstance(kind, pa.UuidType) and is_binary(kind.storage_type)
@@ -121,7 +121,7 @@ def _are_texts(kind: pa.DataType, values: pa.Array | pa.ChunkedArray) -> bool:
 
 
 def _features(schema: pa.Schema) -> dict[str, Any]:
-    """How `datasets` describes the columns of a file that it wrote; nothing of other files."""
+    """Description of the columns that `datasets` writes into a file; empty of other files."""
     try:
         described = parse_json((schema.metadata or {}).get(b"huggingface", b"{}"))
         return dict(described["info"]["features"])

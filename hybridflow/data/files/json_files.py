@@ -13,7 +13,7 @@ from engine3d.input_files import MOST_DIGITS_OF_DATA, MOST_LINE_BYTES, JsonError
 from hybridflow.data.files.config import Format
 
 MOST_JSON_BYTES = 1 << 30
-"""Of a file that is one list of objects."""
+"""Largest file that is one list of objects."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _LISTS = ("data", "rows", "train", "test", "validation", "examples", "instances", "items", "records")
 """Names under which an object holds the list of rows."""

@@ -102,7 +102,7 @@ def rows_of_no_number() -> tuple[torch.Tensor, ...]:
 
 
 def without_distribution(device: str) -> None:
-    """Where PyTorch's softmax is no number, so is the log-prob: it is seen, and nothing is trained on."""
+    """Compare rows without a distribution: the log-prob is nan as PyTorch's softmax is."""
     from engine3d.platform.cuda import sampling as cuda_sampling
 
     given = rows_of_no_number()

@@ -49,7 +49,7 @@ def _compare(device: str) -> None:
 
 
 def _of_no_number(device: str) -> None:
-    """What comes of a logit that is no number, infinite, or of no possible token, is what PyTorch's softmax says."""
+    """Compare with PyTorch's softmax where a logit is nan, infinite, or of no possible token."""
     from engine3d.training import vocab_kernels, vocab_parallel
 
     vocab_kernels._COLUMNS = COLUMNS

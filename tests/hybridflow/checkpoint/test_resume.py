@@ -58,7 +58,7 @@ def test_what_describes_a_checkpoint_is_read_before_it_is_taken(tmp_path: Path) 
 
 
 def test_a_damaged_shard_is_skipped_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a large checkpoint shards are not read: the ranks that load them do that."""
+    """Shards of a large checkpoint are not read: the ranks that load them do that."""
     recipe = a_recipe(tmp_path)
     older, damaged = make_checkpoint(recipe, 2), make_checkpoint(recipe, 4)
     shard = damaged / "actor" / "__0_0.distcp"

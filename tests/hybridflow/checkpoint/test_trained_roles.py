@@ -76,7 +76,7 @@ def test_a_role_that_is_no_longer_trained_is_refused_unless_it_is_accepted(tmp_p
     ("role", "found", "expected"), [("actor", "a value head", "logits"), ("critic", "logits", "a value head")]
 )
 def test_a_role_that_ends_otherwise_is_named(tmp_path: Path, role: str, found: str, expected: str) -> None:
-    """As of an import of a model with a head, which is of no run."""
+    """A checkpoint as an import of a model with a head makes it, which is of no run."""
     recipe = of_algorithm(a_recipe(tmp_path), "ppo")
     checkpoint = make_checkpoint(recipe, 2, roles=ROLES["ppo"])
     manifest = read_manifest(checkpoint)

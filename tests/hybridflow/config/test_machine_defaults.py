@@ -1,4 +1,4 @@
-"""What a recipe means that leaves out its placement."""
+"""Defaults of a recipe without a placement."""
 
 from __future__ import annotations
 

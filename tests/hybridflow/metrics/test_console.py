@@ -73,7 +73,7 @@ def test_a_line_of_a_file_has_all_figures() -> None:
 
 
 def _all_of(reader: int) -> bytes:
-    """What was written to a pseudo-terminal whose other end is closed: it comes in parts, and ends with EIO."""
+    """Read what was written to a pseudo-terminal whose other end is closed: it comes in parts and ends with EIO."""
     parts = []
     with os.fdopen(reader, "rb", buffering=0) as file, contextlib.suppress(OSError):
         while part := file.read(100_000):

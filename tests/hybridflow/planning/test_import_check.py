@@ -34,7 +34,7 @@ def test_what_models_and_engines_need_on_gpus(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_installed_library_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As FlashAttention 4 next to another version of what it is made of."""
+    """A package that fails like FlashAttention 4 next to another version of what it is made of."""
     package = tmp_path / "flash_attn" / "cute"
     package.mkdir(parents=True)
     for path in (package, package.parent):
