@@ -12,9 +12,9 @@ from hybridflow.rewards.answers.symbols import DEGREE, LOG_BASE, PERCENT, Formul
 from hybridflow.rewards.answers.text import UnreadableError
 
 _DIGITS = 60
-"""Of a first evaluation of exact numbers, in which unequal ones nearly always differ."""
+"""Digits of a first evaluation of exact numbers, in which unequal ones nearly always differ."""
 _ALL_DIGITS = 400
-"""Of the second one."""
+"""Digits of the second evaluation."""
 _POINTS = 12
 _COUNTERS = frozenset("nkmjlpqrst")
 

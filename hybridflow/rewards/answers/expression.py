@@ -295,7 +295,7 @@ class _Parser:
         return Symbol(name)
 
     def _name(self) -> str:
-        """What stands in a subscript or under an accent, as text."""
+        """Read a subscript, or the argument of an accent, as text."""
         token = self._take()
         if token.text != "{" or token.kind == "letter":
             return token.text

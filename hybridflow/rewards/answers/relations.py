@@ -89,7 +89,7 @@ def _equation(sides: list[Tokens], signs: list[str], read: Read) -> Value:
 
 
 def _name(parts: Tokens) -> object | None:
-    """What an answer is called, before an equals sign: a symbol, a function of one, or words; None for a formula."""
+    """Read the name of an answer before an equals sign: a symbol, a function of one, or words; None for a formula."""
     text = words.plain(source(parts))
     if words.word(text) or re.fullmatch(r"\\mathrm ?\{?[A-Za-z]+\}?", text):
         return text

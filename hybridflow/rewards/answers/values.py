@@ -11,7 +11,7 @@ from sympy import Expr, Symbol
 from hybridflow.rewards.answers.symbols import Formula
 
 Readings = tuple["Value", ...]
-"""What an answer may mean, where its notation leaves that open."""
+"""Meanings of an answer whose notation leaves its meaning open."""
 
 
 @dataclass(frozen=True)
