@@ -139,7 +139,7 @@ def json_kind(value: Any) -> str:
     """The kind of a JSON value, in JSON's words."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    kinds = {dict: "an object", list: "a list", str: "a text"}
+    kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
     return kinds.get(type(value), "a number")
 
 
