@@ -256,7 +256,7 @@ def draw_curves(results: Path, curves: Path) -> Iterator[Path]:
             band=curve(runs),
         )
         path = curves / f"{folder.name}.svg"
-        path.write_text(_alone(draw(plot)) + "\n")
+        path.write_text(_alone(draw(plot, legend=True).svg) + "\n")
         yield path
 
 

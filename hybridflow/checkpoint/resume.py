@@ -136,12 +136,15 @@ def inexact_because(recipe: Recipe) -> list[str]:
 
 
 def check_checkpoint_directory(recipe: Recipe) -> None:
-    """Whether checkpoints can be written where the recipe wants them, as far as can be seen without trying.
+    """Check that checkpoints can be written where the recipe wants them, as far as can be seen without trying.
+
+    A directory that the run makes within its own is as good as `run_dir`, which is checked by itself.
 
     Raises:
         UserError: they cannot.
     """
-    if recipe.checkpoint.save_interval is None:
+    is_made = recipe.checkpoint.dir is None and not recipe.checkpoint_directory.exists()
+    if recipe.checkpoint.save_interval is None or is_made:
         return
     check_writable("checkpoint.dir", recipe.checkpoint_directory)
 

@@ -23,8 +23,8 @@ SERIES = 10
 
 _HEIGHT, _WIDTH, _WIDE = 2.7, 5.4, 11.2
 _FEW_POINTS = 60
-_COLUMNS = 7
-"""Columns of a legend."""
+_COLUMNS, _NAMED_LINES = 7, 2
+"""Columns of the legends of bars, and of lines."""
 _LINE = "-line-"
 """Separator of the name of a plot and the number of a line in the line's identifier."""
 _POINTS = 72
@@ -84,8 +84,13 @@ class Drawing:
     axes: Axes2D
 
 
-def draw(plot: Plot) -> Drawing:
-    """Draw a plot. The legend of lines is left to the page."""
+def draw(plot: Plot, *, legend: bool = False) -> Drawing:
+    """Draw a plot.
+
+    Args:
+        plot: what is drawn.
+        legend: name the lines in the drawing. A page does it itself.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -103,6 +108,8 @@ def draw(plot: Plot) -> Drawing:
                 _draw_lanes(axes, plot)
         axes.set_xlabel(plot.x_label)
         axes.set_ylabel(plot.y_label)
+        if legend and isinstance(plot, LinePlot):
+            _legend(axes, *axes.get_legend_handles_labels(), columns=_NAMED_LINES)
         svg = io.StringIO()
         figure.savefig(svg, format="svg", transparent=True, metadata=_NO_METADATA)
         width, height = (_POINTS * size for size in figure.get_size_inches())
@@ -127,14 +134,15 @@ def _draw_lines(axes: Axes, plot: LinePlot) -> None:
 
     if plot.band is not None:
         band = plot.band
-        axes.fill_between(band.x, band.low, band.high, color=_colour(0), alpha=0.18, linewidth=0)
+        axes.fill_between(band.x, band.low, band.high, color=_colour(0), alpha=0.18, linewidth=0, label=band.label)
     for number, line in enumerate(plot.lines):
         few = len(line.x) <= _FEW_POINTS
         dashes = _DASHES[number // SERIES % len(_DASHES)]
         marks: dict[str, Any] = {"marker": "o", "markersize": 2.5, "markeredgewidth": 0} if few else {}
         if line.low is not None and line.high is not None:
             axes.fill_between(line.x, line.low, line.high, color=_colour(number), alpha=0.3, linewidth=0)
-        axes.plot(line.x, line.y, dashes, color=_colour(number), gid=f"{plot.name}{_LINE}{number}", **marks)
+        name = f"{plot.name}{_LINE}{number}"
+        axes.plot(line.x, line.y, dashes, color=_colour(number), label=line.label, gid=name, **marks)
     if plot.logarithmic:
         axes.set_yscale("log")
     else:
@@ -191,12 +199,12 @@ def _draw_lanes(axes: Axes, plot: LanePlot) -> None:
     _legend(axes, *axes.get_legend_handles_labels())
 
 
-def _legend(axes: Axes, handles: list[Any], labels: list[Any], *, above: float = 1.0) -> None:
+def _legend(axes: Axes, handles: list[Any], labels: list[Any], *, above: float = 1.0, columns: int = _COLUMNS) -> None:
     """Over the plot, where it hides nothing."""
     axes.legend(
         handles,
         labels,
-        ncols=min(_COLUMNS, len(labels)),
+        ncols=min(columns, len(labels)),
         loc="lower left",
         bbox_to_anchor=(0.0, above),
         borderaxespad=0.2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.support.bad_input.place import DIGITS, Case, Place, alias_bomb, nested
 
@@ -69,7 +70,7 @@ CHECKPOINTS = [
     Case("driver-list", lambda at: resume(at, "driver.json", "[]"), r"driver.json"),
     Case(
         "driver-null",
-        lambda at: resume(at, "driver.json", '{"buffer": ["a\\u0000\\u001bb"]}'),
+        lambda at: resume_with(at, buffer=["a\0\x1bb"]),
         r"driver: buffer: \['a\\x00\\x1bb'\], expected names such as",
     ),
     Case(
@@ -110,8 +111,18 @@ def export(words: Sequence[object], at: Place) -> Sequence[object]:
 
 def resume(at: Place, name: str, text: str) -> Sequence[object]:
     """A checkpoint of the demo whose manifest knows a file as it is now: damaged before it was saved."""
+    return _changed(at, name, lambda _: text)
+
+
+def resume_with(at: Place, **changes: Any) -> Sequence[object]:
+    """A checkpoint of the demo in whose driver's state some values are others."""
+    return _changed(at, "driver.json", lambda text: json.dumps({**json.loads(text), **changes}))
+
+
+def _changed(at: Place, name: str, change: Callable[[str], str]) -> Sequence[object]:
     directory = at.resumable()
-    (directory / name).write_text(text)
+    file = directory / name
+    file.write_text(change(file.read_text() if file.exists() else ""))
     at.describe(directory)
     return at.check("", f"resume={directory}")
 

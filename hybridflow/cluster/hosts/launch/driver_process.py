@@ -147,7 +147,8 @@ class DriverProcess:
         try:
             await self._answer(reader)
         except Exception as error:  # what would wait for an answer is to learn that none comes
-            log.error(f"the driver is answered no more: {type(error).__name__}: {first_line(error)}")
+            if not isinstance(error, ConnectionResetError):  # a driver that ended without reading the last answer
+                log.error(f"the driver is answered no more: {type(error).__name__}: {first_line(error)}")
             assert self._writer is not None
             self._writer.close()
 
