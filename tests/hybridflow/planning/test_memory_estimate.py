@@ -309,10 +309,11 @@ def test_the_command_shows_the_ledger_and_ends_with_2_where_nothing_fits(capsys:
     assert "in phase" in capsys.readouterr().err
 
 
-def test_cpu_slots_and_their_host_are_shown_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cpu_slots_and_their_host_are_shown_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demo = str(RECIPES / "demo.yaml")
-    large = ["rollout.engine.max_total_tokens=10000000", "--host-gb", "64"]
-    assert main(["check", demo, "--memory", "rollout.engine.max_total_tokens=null"]) == 0
+    apart = f"run_dir={tmp_path}"  # from a demo that somebody has run here
+    large = ["rollout.engine.max_total_tokens=10000000", apart, "--host-gb", "64"]
+    assert main(["check", demo, "--memory", "rollout.engine.max_total_tokens=null", apart]) == 0
     shown = capsys.readouterr().out.splitlines()
     # All held-out prompts, four samples each, of at most 6 tokens and 4 more, and not what the machine has room for.
     lengths = Lengths(prompt=6, held_out_prompt=6, response=4, held_out=256)
@@ -323,7 +324,7 @@ def test_cpu_slots_and_their_host_are_shown_and_checked(capsys: pytest.CaptureFi
     assert main(["check", demo, "--memory", *large]) == 0
     of_a_token = 2 * 2 * 24 * 2 * 4  # keys and values of two heads of 24 elements in two layers, in float32
     assert f"KV cache {1e7 * of_a_token / 1e9:.1f}" in capsys.readouterr().out
-    for words in ([*large[:1], "--host-gb", "6"], ["--host-gb", "1"]):
+    for words in ([*large[:2], "--host-gb", "6"], [apart, "--host-gb", "1"]):
         assert main(["check", demo, "--memory", *words]) == 2
         assert re.search(r"node 0: \d\.\d GB of host memory, on a node of \d\.0 GB", capsys.readouterr().err)
 
