@@ -66,8 +66,8 @@ BESIDE = {
 }
 
 
-def test_a_recipe_with_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", DEMO, "--track_metrics", "seed=7"]) == 0
+def test_a_recipe_with_nothing_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", DEMO, "--track_metrics", "seed=7", f"run_dir={tmp_path}"]) == 0
     assert capsys.readouterr() == (f"{DEMO}: nothing wrong found\n", "")
 
 
