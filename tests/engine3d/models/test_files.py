@@ -292,7 +292,7 @@ def test_directories_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
         load_model_spec(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(UserError, match=r"config\.json: expected a JSON object, found list"):
+    with pytest.raises(UserError, match=r"config\.json: expected a JSON object, found a list"):
         load_model_spec(tmp_path)
 
 
