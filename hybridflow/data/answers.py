@@ -6,11 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-REMARKS = frozenset(
-    {"nan", "nat", "<na>", "n/a", "na", "none", "null", "nil", "undefined", "missing", "unknown", "?", "-"}
-    | {"proof", "notfound", "not found", "not available", "no answer"}
-)
-"""Texts, in lower case, that stand in data sets where there is no answer. They are answers all the same, and named."""
+from hybridflow.placeholders import PLACEHOLDERS
+
 _EXACT = 2.0**53
 
 
@@ -52,7 +49,7 @@ class AnswerCounts:
     first_missing: int | None = None
     """Number of the first row without an answer."""
     remarks: dict[str, int] = field(default_factory=dict)
-    """Number of rows by their answer, of those in `REMARKS`."""
+    """Number of rows by their answer, of those in `PLACEHOLDERS`."""
     other: list[Any] = field(default_factory=list)
     """The first answer that is neither text nor a number; empty if there is none."""
     fraction: list[float] = field(default_factory=list)
@@ -65,7 +62,7 @@ class AnswerCounts:
             self.missing += 1
             self.first_missing = number if self.first_missing is None else self.first_missing
         elif isinstance(answer, str):
-            if (text := answer.strip()).lower() in REMARKS:
+            if (text := answer.strip()).lower() in PLACEHOLDERS:
                 self.remarks[text] = self.remarks.get(text, 0) + 1
         elif isinstance(answer, float):
             if not self.fraction and not _is_whole(answer):

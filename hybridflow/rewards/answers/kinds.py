@@ -12,6 +12,7 @@ from functools import lru_cache
 import sympy
 from sympy import Symbol
 
+from hybridflow.placeholders import NEVER_ANSWERS
 from hybridflow.rewards.answers import words
 from hybridflow.rewards.answers.compare import as_set, equal, solutions
 from hybridflow.rewards.answers.equality import UndecidedError
@@ -44,10 +45,6 @@ from hybridflow.rewards.answers.values import (
     Value,
 )
 
-_PLACEHOLDERS = frozenset(
-    ["", "proof", "notfound", "not found", "nan", "null", "n/a", "see solution", "unknown", "tbd"]
-)
-"""Reference answers that data sets have where there is none."""
 _MOST_DEPTH = 8
 _MOST_TOKENS = 1_000
 _BRACKETS = {"{": "}", "(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
@@ -76,7 +73,7 @@ def is_right(right: str, given: str, digits: int) -> bool:
         UndecidedError: the answers agree in one meaning of their notation and differ in another.
     """
     reference, answer = normalise(right), normalise(given)
-    if words.plain(reference).casefold() in _PLACEHOLDERS:
+    if (text := words.plain(reference).casefold()) in NEVER_ANSWERS or not text:
         raise UnreadableError("it stands for no answer")
     if _GAP.sub("", reference) == _GAP.sub("", answer):
         return True

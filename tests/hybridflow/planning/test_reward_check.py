@@ -82,6 +82,11 @@ def test_remarks_in_place_of_answers_are_named(tmp_path: Path, capsys: pytest.Ca
     )
 
 
+def test_placeholders_that_rewards_refuse_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(checked(tmp_path, ["2", "See solution", "TBD"], NEEDED)) == 0
+    assert "among the answers of 3 training rows are 1 'See solution', 1 'TBD'" in capsys.readouterr().out
+
+
 def test_an_evaluation_set_is_looked_at_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = checked(tmp_path, ["2", "3"], NEEDED)
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "1+2=", "answer": null}\n{"prompt": "1+3=", "answer": "4"}\n')

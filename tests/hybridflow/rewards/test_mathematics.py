@@ -156,6 +156,7 @@ def test_right_answers_may_be_numbers_and_several() -> None:
         (r"\forall x > 0, f(x) = 0", r"cannot be read: \forall cannot be read"),
         (r"5 \heartsuit", "cannot be read: "),
         ("proof", "the right answer 'proof' cannot be read: it stands for no answer"),
+        (r"\text{Not available.}", "cannot be read: it stands for no answer"),
         ([], "the list of right answers is empty"),
         ("", "the right answer '' cannot be read"),
     ],
