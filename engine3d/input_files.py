@@ -28,6 +28,8 @@ MOST_CONFIG_BYTES = 16 * _MIB
 MOST_LIST_BYTES = 64 * _MIB
 """Of a file that lists tensors or files: 400,000 of them."""
 MOST_LINE_BYTES = 16 * _MIB
+AS_UTF8 = "`iconv -f LATIN1 -t UTF-8 FILE > NEW` converts text in Latin-1"
+"""Advice where a file is in another encoding, which its bytes do not name."""
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -176,7 +178,7 @@ def parse_json(
             raise JsonError("it begins with a byte-order mark, expected UTF-8 without one") from None
         raise JsonError(str(error)) from None
     except UnicodeDecodeError:
-        raise JsonError("not text in UTF-8") from None
+        raise JsonError(f"not text in UTF-8; {AS_UTF8}") from None
     except RecursionError:
         raise JsonError(_TOO_DEEP) from None
     _check_depth(value)
@@ -205,7 +207,7 @@ def lines(path: Path, *, most_line_bytes: int = MOST_LINE_BYTES, errors: str = "
             except OSError as error:
                 raise FileError(path, f"cannot be read: {error.strerror}") from None
             except UnicodeDecodeError:
-                raise FileError(f"{path}:{number}", "not UTF-8 text") from None
+                raise FileError(f"{path}:{number}", f"not text in UTF-8; {AS_UTF8}") from None
             if not line:
                 return
             if len(line) > most_line_bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,20 +63,35 @@ class Columns:
 
 def is_binary(kind: pa.DataType) -> bool:
     """True if values of a type are bytes, or hold some."""
+    return any(map(_are_bytes, _leaves(kind)))
+
+
+def _leaves(kind: pa.DataType) -> Iterator[pa.DataType]:
+    """The types that a type is made of."""
     types = pa.types
-    if isinstance(kind, pa.BaseExtensionType):
-        return not isinstance(kind, pa.UuidType) and is_binary(kind.storage_type)
-    if types.is_run_end_encoded(kind):
-        return is_binary(kind.value_type)
-    if types.is_struct(kind):
-        return any(is_binary(field.type) for field in kind)
-    if types.is_map(kind):
-        return is_binary(kind.key_type) or is_binary(kind.item_type)
     lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
-    if any(each(kind) for each in lists) or types.is_dictionary(kind):
-        return is_binary(kind.value_type)
-    own = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary, types.is_binary_view)
-    return any(each(kind) for each in own)
+    if isinstance(kind, pa.BaseExtensionType):
+        yield kind
+    elif types.is_struct(kind):
+        for field in kind:
+            yield from _leaves(field.type)
+    elif types.is_map(kind):
+        yield from _leaves(kind.key_type)
+        yield from _leaves(kind.item_type)
+    elif any(each(kind) for each in lists) or types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        yield from _leaves(kind.value_type)
+    else:
+        yield kind
+
+
+def _are_bytes(leaf: pa.DataType) -> bool:
+    if isinstance(leaf, pa.BaseExtensionType):
+        return not isinstance(leaf, pa.UuidType) and is_binary(leaf.storage_type)
+    return _may_be_texts(leaf) or pa.types.is_fixed_size_binary(leaf)
+
+
+def _may_be_texts(leaf: pa.DataType) -> bool:
+    return pa.types.is_binary(leaf) or pa.types.is_large_binary(leaf) or pa.types.is_binary_view(leaf)
 
 
 def plain(value: Any) -> Any:
@@ -107,17 +122,22 @@ def plain(value: Any) -> Any:
 
 
 def _are_texts(kind: pa.DataType, values: pa.Array | pa.ChunkedArray) -> bool:
-    """True if a column is of bytes, begins with some, and all of these are texts, as some programs write them."""
-    types = pa.types
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    if not (types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)):
+    """True if a column begins with bytes, at any depth, and all of these are texts, as some programs write them."""
+    if not all(_may_be_texts(leaf) for leaf in _leaves(kind) if _are_bytes(leaf)):
         return False
-    found = [each for each in values.slice(0, SAMPLE_ROWS).to_pylist() if each is not None]
+    sample = values.slice(0, SAMPLE_ROWS).to_pylist()
     try:
-        return bool([each.decode("utf-8") for each in found])
+        for each in sample:
+            plain(each)
     except UnicodeDecodeError:
         return False
+    return any(map(_has_bytes, sample))
+
+
+def _has_bytes(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_bytes, value.values()))
+    return isinstance(value, bytes) or (isinstance(value, list | tuple) and any(map(_has_bytes, value)))
 
 
 def _features(schema: pa.Schema) -> dict[str, Any]:

@@ -347,14 +347,15 @@ def check_columns(source: FileSource, rows: Rows) -> None:
         UserError: names the first that is missing.
     """
     place, row = rows.place(0), rows[0]
+    for name in (source.prompt, source.answer, source.id, source.tools, *source.where):
+        column = name if name is None or name in rows.columns else name.partition(".")[0]
+        if column in rows.left_out:
+            raise UserError(f"{place}: column {column!r} has bytes that are no text in UTF-8, expected text")
     for name in source.where if rows.in_columns else ():  # lines of JSON may have others later
         if name not in rows.columns and name.partition(".")[0] not in rows.columns:
             raise _missing(name, rows)
     if source.tools is not None and not any(has(each, source.tools) for each in rows.read(0, min(len(rows), BATCH))):
         needed(row, source.tools, place)
-    for column in (source.prompt, source.answer, source.id, source.tools):
-        if column in rows.left_out:
-            raise UserError(f"{place}: column {column!r} is of bytes that are no text in UTF-8, expected text")
     if source.where:
         return
     for column in (source.prompt, source.id):

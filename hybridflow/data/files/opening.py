@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import lzma
 import os
 import re
 import shutil
@@ -21,14 +20,15 @@ import pyarrow as pa
 from engine3d.checkpoint.manifest import checksum
 from engine3d.durable import bring_to_disk
 from engine3d.errors import UserError, shortened
-from engine3d.input_files import MOST_LINE_BYTES, FileError, check_regular
+from engine3d.input_files import FileError, check_regular
+from hybridflow.data.files import csv_files
 from hybridflow.data.files.columns import SAMPLE_ROWS, Columns
 from hybridflow.data.files.config import COMPRESSED, SUFFIXES, FileSource, Format
 from hybridflow.data.files.json_files import is_lines, write_lines
 from hybridflow.data.files.rows import ArrowRows, Concatenated, JsonLines, Rows
+from hybridflow.data.files.text_files import copy_as_utf8, is_utf8
 
 _WILD = re.compile(r"[*?\[]")
-_BLOCK = 1 << 24
 _BATCH_ROWS = 4096
 _SETTLED_NS = 2_000_000_000
 """A file that was written a shorter time ago may be written again without another time of change."""
@@ -62,8 +62,12 @@ class DataFile:
     @property
     def reading(self) -> str:
         """How its bytes become rows: with these, what the cache keeps of it is named by this."""
-        tabs = self.format == "csv" and _without_compression(self.path).endswith(".tsv")
-        return f"{self.format} {'tabs' if tabs else ''} {self.compression or ''}"
+        return f"{self.format} {self.delimiters if self.format == 'csv' else ''} {self.compression or ''}"
+
+    @property
+    def delimiters(self) -> str:
+        """Characters that may separate its columns, as CSV; the likeliest first."""
+        return "\t,;" if _without_compression(self.path).endswith(".tsv") else ",;\t"
 
 
 def default_cache() -> Path:
@@ -246,7 +250,9 @@ def _open(file: DataFile, cache: Path) -> Rows:
     if file.format == "dataset":
         return _saved_dataset(file)
     if file.format in ("jsonl", "json"):
-        text = file.local if file.compression is None else write_once(kept, lambda part: _uncompress(file, part))
+        text = file.local
+        if not is_utf8(file.local, file.compression):
+            text = write_once(kept, lambda part: _copy(file, part))
         if is_lines(text, file.format):
             return JsonLines(text, file.path)
         listed = kept.with_name(f"{kept.name}-list")
@@ -257,35 +263,22 @@ def _open(file: DataFile, cache: Path) -> Rows:
     return ArrowRows(list(_from_arrow(write_once(kept, lambda part: read(file, part)), file.path)), file.path)
 
 
+def _copy(file: DataFile, part: Path) -> None:
+    copy_as_utf8(file.local, part, file.compression, file.path)
+
+
 @contextmanager
 def _text(file: DataFile, part: Path) -> Iterator[Path]:
-    """A file with the text: where it lies, or an uncompressed copy beside `part` for as long as it is read."""
-    if file.compression is None:
+    """A file with the text in UTF-8: where it lies, or a copy beside `part` for as long as it is read."""
+    if is_utf8(file.local, file.compression):
         yield file.local
         return
     copy = part.with_name(f"{part.name}.text")
     try:
-        _uncompress(file, copy)
+        _copy(file, copy)
         yield copy
     finally:
         copy.unlink(missing_ok=True)
-
-
-def _uncompress(file: DataFile, part: Path) -> None:
-    with part.open("wb") as written:
-        for block in _blocks(file):
-            written.write(block)
-
-
-def _blocks(file: DataFile) -> Iterator[bytes]:
-    try:
-        # Arrow has no xz; what fsspec has for zstd takes half of a file for all of it.
-        is_xz, path = file.compression == "xz", str(file.local)
-        with lzma.open(path) if is_xz else pa.input_stream(path, compression=file.compression) as read:
-            while block := read.read(_BLOCK):
-                yield block
-    except (OSError, EOFError, pa.ArrowException, lzma.LZMAError) as error:
-        raise UserError(f"{file.path}: cannot be uncompressed: {error}") from None
 
 
 def _from_arrow(path: Path, name: str) -> Iterator[pa.RecordBatch]:
@@ -342,30 +335,8 @@ def _write_batches(file: DataFile, path: Path, batches: Iterator[pa.RecordBatch]
 
 
 def _from_csv(file: DataFile, part: Path) -> None:
-    """All columns as text: what a number looks like belongs to the answer."""
     with _text(file, part) as path:
-        _write_batches(file, part, _csv_batches(file, path))
-
-
-def _csv_batches(file: DataFile, path: Path) -> Iterator[pa.RecordBatch]:
-    from pyarrow import csv
-
-    tabs = "tabs" in file.reading
-    parse = csv.ParseOptions(delimiter="\t" if tabs else ",", newlines_in_values=True)
-    read = csv.ReadOptions(block_size=MOST_LINE_BYTES)  # a row has to lie in one or two of them
-    try:
-        with csv.open_csv(path, read_options=read, parse_options=parse) as rows:
-            names = rows.schema.names
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise UserError(f"{file.path}: column {twice!r} is named twice in the first line")
-        texts = csv.ConvertOptions(
-            column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False, quoted_strings_can_be_null=False
-        )
-        with csv.open_csv(path, read_options=read, parse_options=parse, convert_options=texts) as rows:
-            for batch in rows:
-                yield from (batch.slice(begin, _BATCH_ROWS) for begin in range(0, len(batch), _BATCH_ROWS))
-    except pa.ArrowException as error:
-        raise UserError(f"{file.path}: {_reason(error)}") from None
+        _write_batches(file, part, csv_files.batches(path, file.path, file.delimiters, _BATCH_ROWS))
 
 
 def _reason(error: BaseException) -> str:

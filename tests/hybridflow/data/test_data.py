@@ -141,7 +141,7 @@ def test_a_file_that_cannot_serve_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"empty\.jsonl holds no prompts"):
         read_jsonl(tmp_path / "empty.jsonl")
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match=r"binary\.jsonl:1: not UTF-8 text"):
+    with pytest.raises(UserError, match=r"binary\.jsonl:1: not text in UTF-8; `iconv"):
         read_jsonl(tmp_path / "binary.jsonl")
 
 

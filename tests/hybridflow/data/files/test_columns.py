@@ -34,12 +34,46 @@ def test_texts_that_are_stored_as_bytes(tmp_path: Path, kind: pa.DataType) -> No
     assert opened(tmp_path / "a.arrow").read(0, 3) == [{"a": "2"}, {"a": None}, {"a": "\u00e4"}]
 
 
+def test_texts_that_are_stored_as_bytes_within_objects_and_lists(tmp_path: Path) -> None:
+    message = pa.struct([("role", pa.binary()), ("content", pa.large_binary())])
+    kinds = {
+        "prompt": pa.list_(message),
+        "reward_model": pa.struct([("ground_truth", pa.binary())]),
+        "tags": pa.map_(pa.binary(), pa.list_(pa.binary())),
+        "extra": pa.struct([("name", pa.binary()), ("picture", pa.binary())]),
+        "hash": pa.struct([("sha", pa.binary(2))]),
+    }
+    row = {
+        "prompt": [{"role": b"user", "content": "gr\u00f6\u00dfer?".encode()}],
+        "reward_model": {"ground_truth": b"2"},
+        "tags": [(b"level", [b"5", None])],
+        "extra": {"name": b"x", "picture": b"\xff\xd8"},
+        "hash": {"sha": b"ab"},
+    }
+    empty = {"prompt": [], "reward_model": {"ground_truth": None}, "tags": None, "extra": None, "hash": None}
+    columns = [pa.array([row[name], empty[name]], kind) for name, kind in kinds.items()]
+    pq.write_table(pa.table(columns, names=list(kinds)), tmp_path / "a.parquet")
+    rows = opened(tmp_path / "a.parquet")
+    assert rows.left_out == ("extra", "hash")
+    assert rows.read(0, 2) == [
+        {
+            "prompt": [{"role": "user", "content": "gr\u00f6\u00dfer?"}],
+            "reward_model": {"ground_truth": "2"},
+            "tags": {"level": ["5", None]},
+        },
+        {"prompt": [], "reward_model": {"ground_truth": None}, "tags": None},
+    ]
+    for column in ("extra", "extra.name"):
+        with pytest.raises(UserError, match="row 0: column 'extra' has bytes that are no text in UTF-8"):
+            check_columns(FileSource(path=(str(tmp_path / "a.parquet"),), answer=column), rows)
+
+
 def test_bytes_that_are_no_text_are_left_out_and_named_where_they_are_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"prompt": ["a"], "answer": [b"\xff"]}), path)
     rows = opened(path)
     assert rows[0] == {"prompt": "a"}
-    with pytest.raises(UserError, match=r"row 0: column 'answer' is of bytes that are no text in UTF-8, expected text"):
+    with pytest.raises(UserError, match=r"row 0: column 'answer' has bytes that are no text in UTF-8, expected text"):
         check_columns(FileSource(path=(str(path),)), rows)
     pq.write_table(pa.table({"prompt": ["a"] * 20, "answer": [b"1"] * 19 + [b"\xff"]}), path)
     with pytest.raises(UserError, match=r"a\.parquet, row 19: column 'answer' has bytes that are no text in UTF-8"):

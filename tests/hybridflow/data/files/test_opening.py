@@ -22,6 +22,7 @@ import pytest
 import zstandard
 
 from engine3d.errors import UserError
+from engine3d.input_files import AS_UTF8
 from hybridflow.data.files import json_files, opening
 from hybridflow.data.files.config import FileSource
 from hybridflow.data.files.opening import default_cache, files_of, open_rows, write_once
@@ -190,7 +191,8 @@ def test_rows_of_csv_may_be_long(tmp_path: Path) -> None:
         ("a,b\n", " holds no rows"),
         ("a,b\n1,2\n1,2,3\n", ": CSV parse error: "),
         ("a,b,a\n1,2,3\n", ": column 'a' is named twice in the first line"),
-        ("a\n\xff\n", ": "),
+        ("a,b\n1,2\n3,\xfc\n", f":3: not text in UTF-8; {AS_UTF8}"),
+        ("gr\xf6\xdfe,b\n1,2\n", f":1: not text in UTF-8; {AS_UTF8}"),
     ],
 )
 def test_csv_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
@@ -200,8 +202,53 @@ def test_csv_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> Non
     assert found.startswith(f"{path}{message}")
     if "parse" in message:
         assert "Expected 2 columns, got 3: 1,2,3" in found
-    if "\xff" in text:
-        assert "UTF8" in found
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("q;a\none, two;1,5\n", [{"q": "one, two", "a": "1,5"}]),
+        ('\n"q, or more";"a"\n"x;y";1\n', [{"q, or more": "x;y", "a": "1"}]),
+        ("q\ta\nx;y\t1\n", [{"q": "x;y", "a": "1"}]),
+        ("q,a\n1;2,3\n", [{"q": "1;2", "a": "3"}]),
+        ("q\n1;2\n", [{"q": "1;2"}]),
+        ('"q;a"\n1\n', [{"q;a": "1"}]),
+    ],
+)
+def test_columns_of_csv_are_separated_as_in_the_first_line(
+    tmp_path: Path, name: str, text: str, expected: list[dict[str, str]]
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert all_rows(tmp_path / name, tmp_path / "cache") == expected
+
+
+# Encodings
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-8-sig"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.csv.gz", "a.jsonl.xz"])
+def test_texts_with_a_byte_order_mark(tmp_path: Path, name: str, encoding: str) -> None:
+    rows = [{"prompt": "Gr\u00f6\u00dfe? \U0001f600", "answer": "ja"}, {"prompt": "x" * 50, "answer": "1"}]
+    plain_name = name.removesuffix(".gz").removesuffix(".xz")
+    if plain_name.endswith("json"):
+        text = json.dumps(rows, ensure_ascii=False)
+    elif plain_name.endswith("jsonl"):
+        text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+    else:
+        mark = "\t" if plain_name.endswith("tsv") else ","
+        text = "".join(f"{mark.join(line)}\n" for line in (rows[0], *(row.values() for row in rows)))
+    data = ("\ufeff" + text if encoding == "utf-16-be" else text).encode(encoding)
+    compress = {"gz": gzip.compress, "xz": lzma.compress}.get(name.rpartition(".")[2], bytes)
+    (tmp_path / name).write_bytes(compress(data))
+    assert all_rows(tmp_path / name, tmp_path / "cache") == rows
+    assert all_rows(tmp_path / name, tmp_path / "cache") == rows  # of what is kept
+
+
+def test_text_in_utf_16_that_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes('{"prompt": "a"}\n'.encode("utf-16")[:-1])
+    message = f"{tmp_path}/a.jsonl: begins as text in UTF-16 and cannot be read as such: "
+    assert refused(tmp_path / "a.jsonl", tmp_path / "cache").startswith(message)
 
 
 # Bad files of other formats
@@ -222,7 +269,7 @@ def test_json_that_cannot_be_read(tmp_path: Path) -> None:
         path.write_text(text)
         assert refused(path, cache) == f"{path}{message}"
     path.write_bytes(b"\xff[]")
-    assert refused(path, cache) == f"{path}: not JSON (not text in UTF-8)"
+    assert refused(path, cache) == f"{path}: not JSON (not text in UTF-8; {AS_UTF8})"
 
 
 def test_a_list_of_json_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,11 +343,11 @@ def test_names_that_say_nothing(tmp_path: Path) -> None:
 
 def test_the_same_bytes_under_other_names_are_other_rows(tmp_path: Path) -> None:
     for name, expected in (
-        ("a.csv", [{"a\tb": "1\t2"}]),
-        ("a.tsv", [{"a": "1", "b": "2"}]),
-        ("a.tsv-export.csv", [{"a\tb": "1\t2"}]),
+        ("a.csv", [{"a\tb": "1\t2", "c": "3"}]),
+        ("a.tsv", [{"a": "1", "b,c": "2,3"}]),
+        ("a.tsv-export.csv", [{"a\tb": "1\t2", "c": "3"}]),
     ):
-        (tmp_path / name).write_text("a\tb\n1\t2\n")
+        (tmp_path / name).write_text("a\tb,c\n1\t2,3\n")
         assert all_rows(tmp_path / name, tmp_path / "cache") == expected
 
 
@@ -368,7 +415,7 @@ def test_a_value_that_python_cannot_hold_is_named_by_its_row(tmp_path: Path, for
 def test_pictures_of_a_saved_data_set_are_left_out_as_those_of_parquet(tmp_path: Path) -> None:
     import datasets
 
-    picture = {"bytes": b"x", "path": None}
+    picture = {"bytes": b"\x89PNG\r\n", "path": None}
     row = {"prompt": "a", "one": picture, "several": [picture], "inside": {"picture": picture}, "sizes": [[1, 2]]}
     features = datasets.Features(
         {

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from engine3d.errors import UserError
-from engine3d.input_files import MOST_LINE_BYTES
+from engine3d.input_files import AS_UTF8, MOST_LINE_BYTES
 from hybridflow.data.files.columns import plain
 from hybridflow.data.files.rows import (
     ArrowRows,
@@ -94,7 +94,7 @@ def test_lines_across_the_blocks_that_are_searched(tmp_path: Path) -> None:
             b'{"a": "\x00"}',
             "not JSON (Invalid control character at: line 1 column 8 (char 7)), expected one object a line",
         ),
-        (b'{"a": "\xff"}', "not JSON (not text in UTF-8), expected one object a line"),
+        (b'{"a": "\xff"}', f"not JSON (not text in UTF-8; {AS_UTF8}), expected one object a line"),
         (b"[1]", "a JSON list, expected an object"),
         (b"nul", "not JSON (Expecting value: line 1 column 1 (char 0)), expected one object a line"),
         (
@@ -145,7 +145,7 @@ def test_rows_of_arrow_in_any_range() -> None:
 
 def test_columns_of_bytes_are_left_out_and_two_of_a_name_refused() -> None:
     batch = pa.RecordBatch.from_pylist(
-        [{"a": 1, "image": {"bytes": b"x", "path": "p"}, "raw": b"\xff", "many": [b"z"]}]
+        [{"a": 1, "image": {"bytes": b"\xff", "path": "p"}, "raw": b"\xff", "many": [b"\xff"]}]
     )
     assert ArrowRows([batch], "name").columns == ("a",)
     assert ArrowRows([batch], "name").left_out == ("image", "raw", "many")
