@@ -21,10 +21,11 @@ from engine3d.durable import bring_to_disk, naming
 from engine3d.errors import EngineError, UserError
 from engine3d.input_files import MOST_LIST_BYTES, FileError, JsonError, parse_json, read_bytes
 
-FORMAT = 4
+FORMAT = 5
 """Of manifests and of what they describe; readers refuse a higher one. Format 1 has no state of the algorithm. Before
 format 3 the manifest has no checksum of its own, the pieces of tensors have none, and evaluations do not say what they
-measured. Before format 4 samples that are held for later steps are padded rows."""
+measured. Before format 4 buffered samples are padded rows, and before format 5 they are kept in two ways: as one batch
+that was generated ahead, or as the groups of a stream."""
 
 MANIFEST = "manifest.json"
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from engine3d.checkpoint.contents import contradictions_within
 from engine3d.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from engine3d.errors import UserError
-from hybridflow.checkpoint.driver_state import DRIVER, RunState, drawn_ahead
+from hybridflow.checkpoint.driver_state import DRIVER, RunState
 from hybridflow.config.recipe import Recipe
 
 
@@ -64,7 +64,7 @@ def _of_driver(directory: Path, manifest: Manifest) -> Iterator[str]:
     if state.step != manifest.step:
         yield f"{DRIVER} is of step {state.step}, {MANIFEST} of step {manifest.step}"
     count, position = int(state.sampler["count"]), int(state.sampler["position"])
-    for number, prompt in drawn_ahead(state.buffer, state.stream).items():
+    for number, prompt in (state.groups.draws if state.groups is not None else {}).items():
         if not (0 <= number < position and 0 <= prompt < count):
             yield f"{DRIVER} holds samples of draw {number}, prompt {prompt}, after {position} draws of {count} prompts"
             return

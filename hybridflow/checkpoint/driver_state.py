@@ -7,7 +7,7 @@ import dataclasses
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -26,7 +26,7 @@ from hybridflow.checkpoint.batch_files import read_batch, write_batch, write_ten
 from hybridflow.checkpoint.evaluation_result import Measured
 from hybridflow.checkpoint.set_results import Best, MeasuredSet
 from hybridflow.data.sampler import RATES, RETURNED, check_state
-from hybridflow.rollout.held_stream import HeldStream
+from hybridflow.rollout.buffered_groups import BufferedGroups
 
 DRIVER = "driver.json"
 _EVALUATIONS = ("first_evaluation", "last_evaluation")
@@ -34,11 +34,12 @@ _OF_SETS = ("first_of_sets", "last_of_sets")
 _KEPT = "kept.safetensors"
 _WITHOUT_SUBJECT = {"accuracy_before", "accuracy_after"}
 _REPLAY = "replay.safetensors"
-_STREAM = {"ended": "stream-ended.safetensors", "begun": "stream-begun.safetensors"}
-_IN_FILES = ("buffer", "replay", "stream", "kept")
+_GROUPS = {"ended": "groups-ended.safetensors", "begun": "groups-begun.safetensors"}
+_IN_FILES = ("groups", "replay", "kept")
 """Fields that are not in driver.json as they are."""
-_BATCH_NAME = "buffer-{:05d}.safetensors"
-_BATCH = re.compile(r"buffer-\d{5,}\.safetensors")
+_OLD_GROUPS = {"ended": "stream-ended.safetensors", "begun": "stream-begun.safetensors"}
+_OLD_BATCH = re.compile(r"buffer-\d{5,}\.safetensors")
+"""Files up to format 4, which has a batch that was generated ahead as `buffer`, and a stream's groups as `stream`."""
 
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -111,11 +112,10 @@ class RunState:
         random: of the driver's generators.
         run: identity of the run that was saved.
         inputs: what identifies the files that the run was given, by the setting that names them.
-        buffer: rollout batches that the driver holds for later steps.
+        groups: groups that were drawn and that no step has trained on; None without any.
         algorithm: what the algorithm's controllers have learned, such as the KL coefficient or the Lagrange multiplier:
             numbers by name, by the name of the controller.
         replay: samples of former steps that the algorithm keeps, in its order; None where it keeps none.
-        stream: what a stream of rollouts had under way; None of a run without one.
         kept: what was found once of all the data and later steps need, by name.
         evaluation_due: the state is that of before the evaluation of the step, which a resumed run begins with.
     """
@@ -131,10 +131,9 @@ class RunState:
     random: RandomState
     run: str
     inputs: dict[str, str]
-    buffer: tuple[SampleBatch, ...] = ()
+    groups: BufferedGroups | None = None
     algorithm: dict[str, dict[str, float]] = field(default_factory=dict)
     replay: SampleBatch | None = None
-    stream: HeldStream | None = None
     first_of_sets: dict[str, MeasuredSet] = field(default_factory=dict)
     last_of_sets: dict[str, MeasuredSet] = field(default_factory=dict)
     best: Best | None = None
@@ -164,30 +163,28 @@ class RunState:
         )
 
     def write(self, directory: Path) -> list[Path]:
-        """Write driver.json, and a file for each batch, for the samples and for what else is kept; their paths."""
-        batches = [directory / _BATCH_NAME.format(number) for number in range(len(self.buffer))]
-        for path, batch in zip(batches, self.buffer, strict=True):
-            write_batch(path, batch)
+        """Write driver.json, and files for samples and for what else is kept; their paths."""
         names = [each.name for each in dataclasses.fields(self) if each.name not in _IN_FILES]
         facts = {name: getattr(self, name) for name in names}
+        facts["groups"], written = None, [directory / DRIVER]
         if self.replay is not None:
             write_batch(directory / _REPLAY, self.replay)
             facts["replay"] = _REPLAY
-        streamed = []
-        if self.stream is not None:
-            facts["stream"] = {name: getattr(self.stream, name) for name in ("ledger", "first_samples", "scores")}
-            for name, samples in (("ended", self.stream.ended), ("begun", self.stream.begun)):
+            written.append(directory / _REPLAY)
+        if self.groups is not None:
+            kept = ("ledger", "first_samples", "scores", "streamed")
+            facts["groups"] = {name: getattr(self.groups, name) for name in kept}
+            for name, samples in (("ended", self.groups.ended), ("begun", self.groups.begun)):
                 if samples is not None:
-                    streamed.append(directory / _STREAM[name])
-                    write_batch(streamed[-1], samples)
-                    facts["stream"][name] = _STREAM[name]
-        facts |= {"random": dataclasses.asdict(self.random), "buffer": [path.name for path in batches]}
+                    written.append(directory / _GROUPS[name])
+                    write_batch(written[-1], samples)
+                    facts["groups"][name] = _GROUPS[name]
+        facts["random"] = dataclasses.asdict(self.random)
         for name in (*_EVALUATIONS, "best"):
             facts[name] = dataclasses.asdict(facts[name]) if facts[name] is not None else None
         for name in _OF_SETS:
             facts[name] = {key: dataclasses.asdict(each) for key, each in facts[name].items()}
         (directory / DRIVER).write_text(json.dumps(facts, indent=1) + "\n")
-        written = [directory / DRIVER, *batches, *streamed, *([directory / _REPLAY] if self.replay is not None else [])]
         if self.kept:
             write_tensors(directory / _KEPT, self.kept)
             written.append(directory / _KEPT)
@@ -204,17 +201,13 @@ class RunState:
         path = directory / DRIVER
         try:
             facts = read_json_object(path, MOST_LIST_BYTES)
-            if missing := [name for name in _required(cls) if name not in facts]:
+            if missing := [name for name in _required(cls, facts) if name not in facts]:
                 raise ValueError(f"it has no {missing[0]}")
-            names: list[str] = facts.pop("buffer")
-            if not all(map(_BATCH.fullmatch, names)):
-                raise ValueError(f"buffer: {shortened(repr(names))}, expected names such as {_BATCH_NAME.format(0)}")
-            batches = tuple(read_batch(directory / name) for name in names)
+            groups = _read_groups(directory, facts)
             kept = facts.pop("replay", None)
             if kept not in (None, _REPLAY):
                 raise ValueError(f"replay: {shortened(repr(kept))}, expected {_REPLAY}")
             replay = read_batch(directory / _REPLAY) if kept is not None else None
-            stream = _read_stream(directory, facts.pop("stream", None))
             if facts.keys() >= _WITHOUT_SUBJECT:
                 facts = {name: fact for name, fact in facts.items() if name not in _WITHOUT_SUBJECT}
                 facts |= dict.fromkeys(_EVALUATIONS)
@@ -226,7 +219,7 @@ class RunState:
             check_state(facts["sampler"] | texts)
             facts["sampler"] |= texts
             _check_random(facts["random"])
-            found = {"buffer": batches, "replay": replay, "stream": stream, "kept": _read_kept(directory / _KEPT)}
+            found = {"groups": groups, "replay": replay, "kept": _read_kept(directory / _KEPT)}
             return cls(**facts | found)
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}") from None
@@ -239,22 +232,12 @@ class RunState:
             raise UserError(f"{path} is not the state of a run's driver: {reason}") from None
 
 
-def drawn_ahead(held: Sequence[SampleBatch], stream: HeldStream | None) -> dict[int, int]:
-    """Prompt indices of draws that were made ahead, by the identities of the draws."""
-    found: dict[int, int] = {}
-    for batch in held:
-        found |= dict(zip(batch.group_ids.tolist(), batch.prompt_indices.tolist(), strict=True))
-    if stream is not None:
-        groups = (*stream.ledger["groups"], *stream.ledger["returned"])
-        found |= {each["number"]: each["prompt"] for each in groups}
-    return found
-
-
-def _required(kind: type) -> list[str]:
-    """The names of what each version has written."""
+def _required(kind: type, facts: Mapping[str, Any]) -> list[str]:
+    """The names of what the version that wrote `facts` has written."""
     fields = dataclasses.fields(kind)
     without_default = [each.name for each in fields if each.default is MISSING and each.default_factory is MISSING]
-    return ["buffer", *(name for name in without_default if name not in _EVALUATIONS)]
+    names = [name for name in without_default if name not in _EVALUATIONS]
+    return names if "buffer" in facts else ["groups", *names]
 
 
 def _check_random(found: RandomState) -> None:
@@ -268,16 +251,31 @@ def _check_random(found: RandomState) -> None:
         before.restore()
 
 
-def _read_stream(directory: Path, facts: Any) -> HeldStream | None:
-    if facts is None:
-        return None
+def _read_groups(directory: Path, facts: dict[str, Any]) -> BufferedGroups | None:
+    """The buffered groups of a checkpoint, whose entries leave `facts`. Raises ValueError for other entries."""
+    names: list[str] = facts.pop("buffer", [])
+    if not all(map(_OLD_BATCH.fullmatch, names)) or len(names) > 1:
+        raise ValueError(f"buffer: {shortened(repr(names))}, expected one name such as buffer-00000.safetensors")
+    streamed, entry = facts.pop("stream", None), facts.pop("groups", None)
+    if names:
+        return BufferedGroups.of_batch(read_batch(directory / names[0]))
+    if streamed is not None:
+        return _groups_of(directory, "stream", streamed, _OLD_GROUPS)
+    return _groups_of(directory, "groups", entry, _GROUPS) if entry is not None else None
+
+
+def _groups_of(directory: Path, key: str, entry: Any, files: Mapping[str, str]) -> BufferedGroups:
     batches = {}
-    for name, file in _STREAM.items():
-        if (kept := facts.get(name)) not in (None, file):
-            raise ValueError(f"stream.{name}: {shortened(repr(kept))}, expected {file}")
+    for name, file in files.items():
+        if (kept := entry.get(name)) not in (None, file):
+            raise ValueError(f"{key}.{name}: {shortened(repr(kept))}, expected {file}")
         batches[name] = read_batch(directory / file) if kept is not None else None
-    return HeldStream(
-        dict(facts["ledger"]), dict(facts["first_samples"]), **batches, scores=dict(facts.get("scores", {}))
+    streamed = entry.get("streamed", True)
+    if not isinstance(streamed, bool):
+        raise ValueError(f"{key}.streamed: {shortened(repr(streamed))}, expected true or false")
+    scores = dict(entry.get("scores", {}))
+    return BufferedGroups(
+        dict(entry["ledger"]), dict(entry["first_samples"]), **batches, scores=scores, streamed=streamed
     )
 
 

@@ -1,4 +1,4 @@
-"""Prompts that were drawn, and the responses to them."""
+"""Responses of all engines to prompts in one call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine3d.rollout.config import Sampling
-from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.data.prompts import Draw, DrawnPrompt
 from hybridflow.workers.future import Future
@@ -29,49 +28,33 @@ class Generate(Protocol):
 
 
 class Generator:
-    """Lets all engines respond to draws; every sample gets an id of its own and the group of its draw.
+    """Asks all engines for responses; every sample gets an id of its own and the group of its draw.
 
     Args:
         rollout: the engines; None in a run without any, which asks for no responses.
         before: called before engines are asked.
-        reserve: gives the first of so many ids of samples, where a stream gives ids out too.
     """
 
-    def __init__(
-        self,
-        rollout: Engines | None,
-        before: Callable[[], None] = lambda: None,
-        reserve: Callable[[int], int] | None = None,
-    ) -> None:
+    def __init__(self, rollout: Engines | None, before: Callable[[], None] = lambda: None) -> None:
         self._rollout, self._before = rollout, before
-        self.reserve = reserve or self._own
-        """Gives out the ids of so many samples: the first of them."""
         self.samples_drawn = 0
-        """Ids that were given out, unless `reserve` gives them."""
+        """Sample ids that were given out here."""
 
-    def _own(self, count: int) -> int:
+    def reserve_samples(self, count: int) -> int:
+        """Give out `count` sample ids. Returns the first of them."""
         first, self.samples_drawn = self.samples_drawn, self.samples_drawn + count
         return first
 
-    def generate(self, draw: Draw, sampling: Sampling, samples_per_prompt: int) -> RemoteBatch:
-        """So many responses to each prompt, those to one prompt side by side."""
-        return self.begin(draw, sampling, samples_per_prompt).batch()
-
-    def begin(
+    def sample(
         self, draw: Draw, sampling: Sampling, samples_per_prompt: int, first_sample: int | None = None
     ) -> Future[SampleBatch]:
-        """The same as a call whose `batch` the responses are.
-
-        Args:
-            draw, sampling, samples_per_prompt: as of `generate`.
-            first_sample: id of the first response, where `reserve` has given out the ids before.
-        """
+        """See `Samples.sample`."""
         assert self._rollout is not None
         self._before()
         if first_sample is None:
-            first_sample = self.reserve(len(draw.indices) * samples_per_prompt)
+            first_sample = self.reserve_samples(len(draw.indices) * samples_per_prompt)
         drawn = [
-            DrawnPrompt(draw.prompts.tokens[index], index, group, first_sample + place * samples_per_prompt)
-            for place, (index, group) in enumerate(zip(draw.indices, draw.groups, strict=True))
+            DrawnPrompt(draw.prompts.tokens[index], index, group, first_sample + row * samples_per_prompt)
+            for row, (index, group) in enumerate(zip(draw.indices, draw.groups, strict=True))
         ]
         return self._rollout.generate(drawn, sampling=sampling, samples_per_prompt=samples_per_prompt)

@@ -14,6 +14,8 @@ from ray.exceptions import RayError
 
 from engine3d.engine_figures import EngineFigures
 from engine3d.errors import EngineError, UserError
+from engine3d.rollout.config import Sampling
+from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.stored_rows import gathered
 from hybridflow.cluster.processes.termination import termination
 from hybridflow.config.recipe import Recipe
@@ -25,12 +27,14 @@ from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
 from hybridflow.metrics.timeline import Span, timeline
 from hybridflow.rewards.result import RewardResult, SampleScore, of_samples
+from hybridflow.rollout.buffered_groups import BufferedGroups, buffered_groups, stream_state
 from hybridflow.rollout.controller import ControllerPrompts, start_controller
 from hybridflow.rollout.dynamic_batching import RequestBounds
-from hybridflow.rollout.held_stream import HeldStream, held_stream, restored
+from hybridflow.rollout.generator import Generator
 from hybridflow.rollout.ledger import StreamLimits
-from hybridflow.rollout.prefetch import Rollout
+from hybridflow.rollout.source import Rollout, RolloutSnapshot, RolloutSource
 from hybridflow.rollout.stream_types import StepRows, StreamPlan, StreamState
+from hybridflow.workers.future import Future
 
 _LOOK_S = 0.2
 _MEND_S = 1.0
@@ -100,7 +104,7 @@ def stream_limits(recipe: Recipe) -> StreamLimits:
     )
 
 
-class StreamSource:
+class StreamSource(RolloutSource):
     """Gives each step its groups, as they become whole.
 
     Args:
@@ -108,10 +112,14 @@ class StreamSource:
         prompts: to learn from.
         order: draws them.
         engines: that serve the stream, once they were started.
+        generator: calls all engines for other prompts than those of steps.
         check: raises what an engine's rank died of, where that is known; with `ask` it finds out.
         lending: the engines that take requests only while a step waits, if there are any.
         restarts: starts engines again that were lost; the first that is lost ends the run if None.
     """
+
+    drains = False
+    scored_as_they_end = True
 
     def __init__(
         self,
@@ -119,12 +127,13 @@ class StreamSource:
         prompts: Prompts,
         order: PromptOrder,
         engines: EngineHandles,
+        generator: Generator,
         check: Check,
         lending: Lending | None = None,
         restarts: Restarts | None = None,
     ) -> None:
         self._recipe, self._prompts, self._check, self._engines = recipe, prompts, check, engines
-        self._lending, self._restarts = lending, restarts
+        self._generator, self._lending, self._restarts = generator, lending, restarts
         stream = recipe.rollout.stream
         assert stream is not None
         plan = StreamPlan(
@@ -152,7 +161,7 @@ class StreamSource:
         self._version = 0
         self._open = False
         self._drawn: tuple[Draw, Rollout] | None = None
-        self._figures: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._scores: dict[int, Mapping[str, SampleScore]] = {}
         self._events: tuple[dict[str, Any], ...] = ()
 
@@ -232,7 +241,7 @@ class StreamSource:
             timeline.record(Span("rollout", hosts * engine, "stream", begin, end) for engine, begin, end in rows.busy)
             groups = [each.group for each in rows.groups]
             draw = Draw(self._prompts, [each.prompt for each in groups], [each.number for each in groups])
-            self._drawn, self._figures, self._events = (draw, rollout), rows.figures | times, rows.events
+            self._drawn, self._metrics, self._events = (draw, rollout), rows.figures | times, rows.events
         return self._drawn[0]
 
     @contextmanager
@@ -286,55 +295,69 @@ class StreamSource:
             return None
         return of_samples([self._scores[sample][what] for sample in sample_ids], config.functions)
 
-    def take_figures(self) -> dict[str, float]:
-        """Figures of the stream up to the last step's groups, by metric name."""
-        found, self._figures = self._figures, {}
-        return found
+    def take_metrics(self) -> dict[str, float]:
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     def take_events(self) -> tuple[dict[str, Any], ...]:
-        """What the stream has decided up to the last step's groups; see `StreamEvents`."""
-        found, self._events = self._events, ()
-        return found
+        """Decisions of the stream up to the last step's groups; see `StreamEvents`."""
+        events, self._events = self._events, ()
+        return events
 
-    def learned(self, version: int, rates: Mapping[int, float]) -> None:
-        """The step is over, and engines serve this version. `rates`: the pass rates of its prompts, if asked."""
+    def trained(self, version: int, rates: Mapping[int, float]) -> None:
         self._version = version
         self._get(self._controller.learned.remote(version, rates))
 
+    # Other prompts
+
+    def sample(
+        self, draw: Draw, sampling: Sampling, samples_per_prompt: int, first_sample: int | None = None
+    ) -> Future[SampleBatch]:
+        self.mend(wait=True)  # a call is of all engines
+        if first_sample is None:
+            first_sample = self.reserve_samples(len(draw.indices) * samples_per_prompt)
+        return self._generator.sample(draw, sampling, samples_per_prompt, first_sample)
+
+    def reserve_samples(self, count: int) -> int:
+        first: int = self._get(self._controller.reserve_samples.remote(count))
+        return first
+
+    # Weights
+
+    def drain(self) -> None:
+        """`rollout.stream.on_new_weights` says what becomes of requests in flight."""
+
     def change(self, engines: Sequence[int]) -> None:
-        """Have nothing more sent to these engines, whose weights are about to change."""
         if self._open:
             self._get(self._controller.change.remote(engines))
 
     def serve(self, engines: Sequence[int], version: int) -> None:
-        """These engines serve this version: requests may go there again."""
         if self._open:
             self._get(self._controller.serve.remote(engines, version))
 
-    def reserve_samples(self, count: int) -> int:
-        """Ids for so many samples that are none of the stream: the first of them."""
-        first: int = self._get(self._controller.reserve_samples.remote(count))
-        return first
+    # Checkpoints
 
-    # Over a restart
+    def begin_step(self) -> None:
+        """The controller has the groups of the step until it is over."""
 
-    def give_back(self) -> None:
-        """The step will not learn: its groups are there again."""
+    def abandon(self) -> None:
         self._drawn = None
         self._get(self._controller.give_back.remote())
         if self._lending is not None:  # models may compute next
             self._get(self._controller.withdraw.remote(self._lending.engines))
 
-    def state(self) -> tuple[dict[str, int | str], int, HeldStream]:
-        """State of the prompts' order, ids of samples that were given out, and all that is under way."""
-        sampler, state = self._get(self._controller.state.remote())
+    def snapshot(self) -> RolloutSnapshot:
+        order, state = self._get(self._controller.state.remote())
         assert isinstance(state, StreamState)
-        return sampler, state.samples_drawn, held_stream(state, self._prompts)
+        return RolloutSnapshot(order, state.samples_drawn, buffered_groups(state, self._prompts))
 
-    def restore(self, sampler: dict[str, int | str], samples_drawn: int, held: HeldStream | None) -> None:
-        """Go on where `state` was taken, before `open`."""
-        state = None if held is None else restored(held, samples_drawn, self._recipe.rollout.samples_per_prompt)
-        self._get(self._controller.restore.remote(sampler, state, samples_drawn))
+    def restore(self, snapshot: RolloutSnapshot) -> None:
+        groups, drawn = snapshot.groups, snapshot.samples_drawn
+        state = None if groups is None else stream_state(groups, drawn, self._recipe.rollout.samples_per_prompt)
+        self._get(self._controller.restore.remote(snapshot.order, state, drawn))
+
+    def unusable(self, groups: BufferedGroups) -> str | None:
+        return None if groups.streamed else "rollout.stream is set now"
 
     def _waiting_for(self) -> str:
         found: str = self._get(self._controller.waiting_for.remote())

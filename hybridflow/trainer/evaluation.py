@@ -39,10 +39,10 @@ class Evaluation:
 
 
 def begin_evaluation(machinery: Machinery, first_sample: int | None = None) -> Future[SampleBatch]:
-    """Let the engines respond to the prompts of evaluation; `first_sample` as of `Generator.begin`."""
+    """Let the engines respond to the prompts of evaluation; `first_sample` as of `Samples.sample`."""
     recipe, prompts = machinery.recipe, machinery.run.evaluation
     draw = Draw(prompts, range(len(prompts)), range(len(prompts)))
-    return machinery.generator.begin(draw, recipe.eval_sampling, recipe.trainer.eval_samples, first_sample)
+    return machinery.source.sample(draw, recipe.eval_sampling, recipe.trainer.eval_samples, first_sample)
 
 
 def evaluate_responses(machinery: Machinery, batch: RemoteBatch, step: int, subject: Subject) -> Evaluation:

@@ -62,7 +62,7 @@ def evaluate_alone(plan: EvaluationPlan) -> Evaluated:
             sets=run.sets,
             identities=set_identities(recipe, run.sets),
             learned={},
-            generator=Generator(serving.rollout),
+            samples_of=Generator(serving.rollout),
             functions=serving.functions,
             reward_model=serving.reward_model,
             judge=serving.judge,

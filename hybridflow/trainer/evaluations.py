@@ -100,8 +100,10 @@ class Evaluations:
         if due is None:
             return
         if self._machinery.recipe.trainer.eval_beside and step < self._machinery.recipe.trainer.steps:
-            generator, count = self._machinery.generator, self._samples(due)
-            first = generator.reserve(count)  # now, so that the samples of the steps have the ids that they always have
+            count = self._samples(due)
+            first = self._machinery.source.reserve_samples(
+                count
+            )  # now, so that the samples of the steps have the ids that they always have
             self.pending = replace(due, first_sample=first, samples_drawn=first + count)
             return
         self._machinery.phases.enter("eval")

@@ -16,7 +16,6 @@ from typing import Any
 
 from hybridflow.batch.remote_batch import RemoteBatch
 from hybridflow.cluster.processes.termination import termination
-from hybridflow.data.prompts import Draw
 from hybridflow.errors.log import log
 from hybridflow.roles.model import Update
 from hybridflow.rundir.atomic_files import AppendedFile
@@ -79,11 +78,6 @@ class EventLog:
             of = f"step {first}" if first == last else f"steps {first} to {last}"
             log.info(f"events: written again from step {step} on; those of {of} are missing")
             self._missing = None
-
-
-def drawn_event(draw: Draw) -> Event:
-    """The prompts that were drawn for a step."""
-    return {"event": "drawn", "groups": list(draw.groups), "prompts": list(draw.indices)}
 
 
 def learned_event(

@@ -32,7 +32,7 @@ from hybridflow.rewards.result import figure_metrics, reward_metrics
 from hybridflow.rewards.votes import NO_VOTE
 from hybridflow.roles.groups import FunctionRewardGroup, JudgeGroup, ValueGroup
 from hybridflow.roles.reward import reward_result, set_votes
-from hybridflow.rollout.generator import Generator
+from hybridflow.rollout.source import Samples
 from hybridflow.rundir.evaluation_texts import EvaluationText, text_file, write_texts
 from hybridflow.rundir.file_names import EVALUATIONS
 from hybridflow.trainer.role_startup import Roles, judging
@@ -65,7 +65,7 @@ class SetMeasurer:
         sets: their prompts, by name.
         identities: of the sets: `set_identity`.
         learned: how many of their prompts the model learns from too, where that is known.
-        generator: of the engines.
+        samples_of: asks engines for responses.
         functions: who calls reward functions, by `PlannedSet.scorer`.
         reward_model: scores where there are no functions.
         judge: that functions ask.
@@ -77,7 +77,7 @@ class SetMeasurer:
     sets: Mapping[str, Prompts]
     identities: Mapping[str, str]
     learned: Mapping[str, int]
-    generator: Generator
+    samples_of: Samples
     functions: Mapping[str, FunctionRewardGroup]
     reward_model: ValueGroup | None
     judge: JudgeGroup | None
@@ -86,13 +86,13 @@ class SetMeasurer:
     characters: int
 
     @classmethod
-    def of_run(cls, recipe: Recipe, run: Run, roles: Roles, generator: Generator) -> SetMeasurer:
+    def of_run(cls, recipe: Recipe, run: Run, roles: Roles, samples: Samples) -> SetMeasurer:
         """For the sets of a run, while it goes on."""
         return cls(
             sets=run.sets,
             identities=set_identities(recipe, run.sets),
             learned={name: learned_from(prompts, (run.train, run.sft)) for name, prompts in run.sets.items()},
-            generator=generator,
+            samples_of=samples,
             functions=roles.functions,
             reward_model=roles.scalar.get("reward_model"),
             judge=roles.judge,
@@ -120,10 +120,10 @@ class SetMeasurer:
         return len(self.sets[planned.name]) * planned.settings.samples
 
     def begin(self, planned: PlannedSet, first_sample: int | None = None) -> Future[SampleBatch]:
-        """Let the engines respond to the prompts of a set; `first_sample` as of `Generator.begin`."""
+        """Let the engines respond to the prompts of a set; `first_sample` as of `Samples.sample`."""
         prompts = self.sets[planned.name]
         draw = Draw(prompts, range(len(prompts)), range(len(prompts)))
-        return self.generator.begin(draw, planned.sampling, planned.settings.samples, first_sample)
+        return self.samples_of.sample(draw, planned.sampling, planned.settings.samples, first_sample)
 
     def measure_responses(self, planned: PlannedSet, batch: RemoteBatch, step: int) -> MeasuredSet:
         """As `measure`, of responses that are there."""

@@ -21,6 +21,7 @@ from hybridflow.algorithms.kl_control import sequence_kl
 from hybridflow.algorithms.lagrange_multiplier import LagrangeMultiplier
 from hybridflow.algorithms.losses.aggregation import sequence_weights
 from hybridflow.algorithms.losses.value import explained_variance
+from hybridflow.algorithms.preferences import PAIR
 from hybridflow.algorithms.replay import ReplayBuffer
 from hybridflow.algorithms.settings import AlgorithmSettings
 from hybridflow.batch.load_balance import even_ranges
@@ -29,7 +30,6 @@ from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.worker_output import COUNTED, Columns
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.prompts import Draw, Prompts
-from hybridflow.data.sampler import PromptSampler
 from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
@@ -38,13 +38,11 @@ from hybridflow.rewards.result import RewardResult, check_given
 from hybridflow.roles.model import Update, update_metrics
 from hybridflow.roles.reward import reward_result
 from hybridflow.roles.value import NAMES
-from hybridflow.rollout.generator import Generator
-from hybridflow.rollout.prefetch import Lookahead, Rollout
-from hybridflow.rollout.stream_source import StreamSource
+from hybridflow.rollout.source import Rollout, RolloutSource
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.correcting import Corrected, corrected, tell_empty
-from hybridflow.trainer.event_log import Event, drawn_event, learned_event
+from hybridflow.trainer.event_log import Event, learned_event
 from hybridflow.trainer.given_responses import GivenSource
 from hybridflow.trainer.role_startup import Roles, judging
 from hybridflow.trainer.run_setup import Run
@@ -69,18 +67,11 @@ class Machinery:
     roles: Roles
     weights: WeightSync | NoEngines
     phases: PhaseFile
-    sampler: PromptSampler
-    generator: Generator
-    lookahead: Lookahead | StreamSource
+    source: RolloutSource
     controllers: Controllers
     contract: Contract
     given: GivenSource | None = None
     """The responses that the data have, where no engines run."""
-
-    @property
-    def stream(self) -> StreamSource | None:
-        """The stream that rollouts come from, if they do."""
-        return self.lookahead if isinstance(self.lookahead, StreamSource) else None
 
     def texts(self, batch: RemoteBatch, rewards: Tensor, prompts: Prompts) -> list[SampleText]:
         """Some of these samples as texts: as many as `metrics.samples_per_step`.
@@ -190,20 +181,16 @@ class TrainerStep(Step[Any]):
     # Responses
 
     def draw(self, count: int | None = None) -> Draw:
-        if self.machinery.stream is not None:
+        if self.machinery.roles.rollout is not None:
             self.machinery.phases.enter("rollout")
-        draw = self.machinery.lookahead.draw(count)
-        if self.machinery.stream is not None:
-            self.events += self.machinery.stream.take_events()
-        else:
-            self.events.append(drawn_event(draw))
+        draw = self.machinery.source.draw(count)
+        self.events += self.machinery.source.take_events()
         return draw
 
     def given(self, draw: Draw) -> RemoteBatch:
-        source, generator = self.machinery.given, self.machinery.generator
-        assert source is not None
-        batch = source.batch(draw, generator.samples_drawn)
-        generator.samples_drawn += len(batch)
+        given, source = self.machinery.given, self.machinery.source
+        assert given is not None
+        batch = given.batch(draw, source.reserve_samples(PAIR * len(draw.indices)))
         self.tokens += int(batch.lengths.sum())
         self.texts += self.machinery.texts(batch, batch.facts["rewards"], self.machinery.run.train)
         return batch
@@ -217,13 +204,12 @@ class TrainerStep(Step[Any]):
         if not self._rollouts:
             machinery = self.machinery
             trace_rollout(machinery.recipe.trainer, self.number, machinery.run, machinery.roles)
-        rollout, serving = self.machinery.lookahead.rollout(draw, self.number), self.version - 1
+        rollout, serving = self.machinery.source.rollout(draw, self.number), self.version - 1
         self._rollouts.append(rollout)
         batch = rollout.batch
         self.tokens += int(batch.lengths.sum())
         self.values |= rollout_metrics(self._rollouts, serving)
-        if self.machinery.stream is not None:
-            self.values |= self.machinery.stream.take_figures()
+        self.values |= self.machinery.source.take_metrics()
         # A resumed run may hold a rollout that was made ahead, and make no more of them.
         older = bool((batch.facts["policy_versions"] < serving).any())
         self.stale |= self.machinery.recipe.trainer.max_staleness > 0 or older
@@ -239,7 +225,7 @@ class TrainerStep(Step[Any]):
         self.machinery.phases.enter("rollout")
         sampling = self.machinery.recipe.rollout.sampling_table.greedy()
         with Timer(self.values, metrics.BASELINE_TIME):
-            return self.machinery.generator.generate(draw, sampling, 1)
+            return self.machinery.source.sample(draw, sampling, 1).batch()
 
     # Models beside the actor
 
@@ -357,7 +343,7 @@ class TrainerStep(Step[Any]):
             scoring = roles.scalar[f"{what}_model"].score(generated) if model is not None else None
             total, kept = torch.zeros(len(batch)), torch.ones(len(batch), dtype=torch.bool)
             if what in roles.functions:
-                result = self._scored_already(what, batch)
+                result = self.machinery.source.rewards(what, batch.facts["sample_ids"].tolist())
                 with judging(roles.judge) as judged:
                     if result is None:
                         examples = self.machinery.run.train.at(batch.facts["prompt_indices"].tolist())
@@ -402,11 +388,6 @@ class TrainerStep(Step[Any]):
     def pass_rates(self) -> dict[int, float]:
         """The share of its responses that passed, of each prompt whose rate a curriculum asks for."""
         return {prompt: passed / drawn for prompt, (passed, drawn) in self._passes.items()}
-
-    def _scored_already(self, what: str, batch: RemoteBatch) -> RewardResult | None:
-        """What functions gave the samples of a stream as they ended."""
-        stream = self.machinery.stream
-        return None if stream is None else stream.rewards(what, batch.facts["sample_ids"].tolist())
 
     def take_scores(self, made: TrainerStep) -> None:
         """Have what another step has found of the samples that this one learns from, and add the time that it took."""

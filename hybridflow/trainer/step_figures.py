@@ -13,7 +13,7 @@ from hybridflow.batch.sample_table import ByName
 from hybridflow.batch.worker_output import joined_facts
 from hybridflow.metrics import names as metrics
 from hybridflow.rewards.result import RewardResult, join_results, reward_metrics
-from hybridflow.rollout.prefetch import Rollout
+from hybridflow.rollout.source import Rollout
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:

@@ -35,8 +35,9 @@ from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.metrics.timeline import timeline
 from hybridflow.planning.prompts import prompt_order
 from hybridflow.roles.offload import offload_metrics, offloaded_groups
+from hybridflow.rollout.batch_source import BatchPlan, BatchSource
 from hybridflow.rollout.generator import Generator
-from hybridflow.rollout.prefetch import Lookahead
+from hybridflow.rollout.source import RolloutSnapshot, RolloutSource
 from hybridflow.rollout.stream_source import StreamSource
 from hybridflow.rundir.evaluation_texts import forget_after
 from hybridflow.rundir.file_names import DEVICES, EVALUATIONS, EVENTS, EXPORT, SAMPLE_STORE, TIMELINE
@@ -49,7 +50,7 @@ from hybridflow.trainer.engine_restarts import EngineRestarts
 from hybridflow.trainer.evaluations import Evaluations
 from hybridflow.trainer.event_log import Event, EventLog
 from hybridflow.trainer.given_responses import GivenSource
-from hybridflow.trainer.resumed_draws import resumed_draws
+from hybridflow.trainer.resume import resumed_draws
 from hybridflow.trainer.role_startup import Roles, start_roles, wait_for
 from hybridflow.trainer.run_setup import OpenRun, Run, open_run
 from hybridflow.trainer.sample_store import SampleStore
@@ -188,6 +189,21 @@ def export_finished(recipe: Recipe, run: Run) -> None:
         )
 
 
+def rollout_source(
+    recipe: Recipe, run: Run, roles: Roles, weights: WeightSync | NoEngines, order: PromptOrder
+) -> RolloutSource:
+    """The source of a run's rollouts, as the recipe has it."""
+    generator = Generator(roles.rollout, weights.before_generation)
+    if recipe.rollout.stream is None:
+        return BatchSource(BatchPlan.of(recipe), run.train, order, generator)
+    restarts = None
+    if recipe.rollout.stream.engine_restarts and roles.rollout is not None:
+        assert isinstance(weights, WeightSync)
+        restarts = EngineRestarts(roles.rollout, weights)
+    handles, lending = roles.engine_handles, roles.lending(recipe)
+    return StreamSource(recipe, run.train, order, handles, generator, roles.check_engines, lending, restarts)
+
+
 class Trainer:
     """One run's loop over its roles."""
 
@@ -208,24 +224,15 @@ class Trainer:
         self.recipe, self.facts, self.roles = recipe, run, roles
         self.sinks, self.checkpoints, self.devices, self.samples = sinks, checkpoints, devices, samples
         self.events = events
-        order = prompt_order(recipe, run.train)
-        sampler = order.sampler()
-        source: Lookahead | StreamSource
-        if recipe.rollout.stream is not None:
-            source = self._stream(recipe, run, roles, weights, order)
-            generator = Generator(roles.rollout, self._before_generation(source, weights), source.reserve_samples)
-        else:
-            generator = Generator(roles.rollout, weights.before_generation)
-            source = Lookahead(recipe, run.train, sampler, generator)
+        self.order = prompt_order(recipe, run.train)
+        self.source = rollout_source(recipe, run, roles, weights, self.order)
         self.machinery = Machinery(
             recipe=recipe,
             run=run,
             roles=roles,
             weights=weights,
             phases=phases,
-            sampler=sampler,
-            generator=generator,
-            lookahead=source,
+            source=self.source,
             controllers=Controllers(recipe.algorithm),
             contract=Contract(recipe.trainer.max_staleness),
             given=GivenSource(recipe, run, roles.actor) if not recipe.algorithm.needs_engines else None,
@@ -237,27 +244,8 @@ class Trainer:
         self.steps_without_update = 0
         self.timeline_shown = -math.inf
         subject = Subject.of(recipe, run.evaluation, (run.train, run.sft))
-        measurer = SetMeasurer.of_run(recipe, run, roles, generator)
+        measurer = SetMeasurer.of_run(recipe, run, roles, self.source)
         self.evaluations = Evaluations(self.machinery, sinks, subject, measurer, evaluating)
-
-    @staticmethod
-    def _stream(
-        recipe: Recipe, run: Run, roles: Roles, weights: WeightSync | NoEngines, order: PromptOrder
-    ) -> StreamSource:
-        restarts, stream = None, recipe.rollout.stream
-        if stream is not None and stream.engine_restarts and roles.rollout is not None:
-            assert isinstance(weights, WeightSync)
-            restarts = EngineRestarts(roles.rollout, weights)
-        handles, lending = roles.engine_handles, roles.lending(recipe)
-        return StreamSource(recipe, run.train, order, handles, roles.check_engines, lending, restarts)
-
-    @staticmethod
-    def _before_generation(stream: StreamSource, weights: WeightSync | NoEngines) -> Callable[[], None]:
-        def before() -> None:
-            stream.mend(wait=True)  # a call is of all engines
-            weights.before_generation()
-
-        return before
 
     def run(self) -> Measurements:
         """Warm up and train, or go on; what the evaluations of the run have measured."""
@@ -290,7 +278,7 @@ class Trainer:
         """The evaluation that was due when the checkpoint was saved; it may be beside the next step again."""
         self.evaluate(self.steps_done)
         if self.evaluations.pending is None:
-            drawn = self.machinery.generator.samples_drawn
+            drawn = self.source.reserve_samples(0)
             self.checkpoints.evaluated(self.steps_done, self.evaluations.measurements, drawn)
 
     def start(self) -> bool:
@@ -305,7 +293,7 @@ class Trainer:
         found: dict[str, str] = self.roles.starting["actor"].result()[0]
         log.info("  ".join(f"{name} {version}" for name, version in found.items()))
         if resumption is not None and resumption.state is not None:
-            self.go_on(resumption, resumption.state)
+            self.resume(resumption, resumption.state)
             return False
         self.begin()
         return True
@@ -319,31 +307,25 @@ class Trainer:
         digests = self.digests()
         self.synchronise({})
         self.events.write(0, [self.weights_event(digests)])
-        if (stream := self.machinery.stream) is not None:
-            stream.open(self.version, steps_left=self.recipe.trainer.steps)
+        self.source.open(self.version, steps_left=self.recipe.trainer.steps)
         if (given := self.machinery.given) is not None:
             self.machinery.phases.enter("infer")
             given.measure()
 
-    def go_on(self, resumption: Resumption, state: RunState) -> None:
-        """Be where the run was when `state` was taken; the engines serve the same version of the weights."""
+    def resume(self, resumption: Resumption, state: RunState) -> None:
+        """Restore the run's state of `state`; engines serve the same version of the weights."""
         if (self.facts.directory / EXPORT).exists():
             move_aside(self.facts.directory / EXPORT)  # that of the same run, when it was to end sooner
         wait_for(self.roles, *self.roles.starting)
         machinery = self.machinery
-        draws = resumed_draws(self.recipe, machinery.sampler, resumption, state)
+        draws = resumed_draws(self.recipe, self.order.sampler(), self.source, resumption, state)
         for note in draws.notes:
             log.info(note)
-        machinery.sampler.load_state_dict(draws.order)
-        machinery.generator.samples_drawn = state.samples_drawn
+        self.source.restore(draws.snapshot)
+        machinery.contract.begin(draws.snapshot.order["position"], draws.ahead)
         machinery.controllers.load_state_dict(state.algorithm)
         if machinery.controllers.replay is not None:
             machinery.controllers.replay.restore(None if resumption.accepted else state.replay)
-        if machinery.stream is not None:
-            machinery.stream.restore(draws.order, state.samples_drawn, draws.stream)
-        elif isinstance(machinery.lookahead, Lookahead):
-            machinery.lookahead.restore(draws.held)
-        machinery.contract.begin(machinery.sampler.position, draws.ahead)
         if machinery.given is not None:
             machinery.given.load_state_dict(state.kept)
         self.steps_done = machinery.phases.step = state.step
@@ -355,26 +337,26 @@ class Trainer:
         self.version = state.policy_version - 1
         self.synchronise({})
         self.events.write(state.step, [{"event": "resumed", "version": self.version}])
-        if machinery.stream is not None:
-            machinery.stream.open(self.version, steps_left=self.recipe.trainer.steps - state.step)
+        self.source.open(self.version, steps_left=self.recipe.trainer.steps - state.step)
         state.random.restore()
 
-    def state(self, *, with_buffer: bool = True) -> RunState:
-        """All that the driver knows and later steps depend on: also a rollout that was made ahead, if `with_buffer`."""
+    def state(self, rollouts: RolloutSnapshot | None = None) -> RunState:
+        """All that the driver knows and later steps depend on.
+
+        Args:
+            rollouts: state of the source of rollouts; the current one if None.
+        """
         machinery = self.machinery
-        replay, lookahead = machinery.controllers.replay, machinery.lookahead
-        order, samples, held = machinery.sampler.state_dict(), machinery.generator.samples_drawn, None
-        if machinery.stream is not None and with_buffer:
-            order, samples, held = machinery.stream.state()
+        rollouts = rollouts or self.source.snapshot()
+        replay, samples = machinery.controllers.replay, rollouts.samples_drawn
         if (due := self.evaluations.pending) is not None and due.first_sample is not None:
             samples = due.first_sample  # a resumed run evaluates first
         measured = self.evaluations.measurements
-        buffer = lookahead.held() if with_buffer and isinstance(lookahead, Lookahead) else ()
         return RunState(
             step=self.steps_done,
             policy_version=self.version,
             samples_drawn=samples,
-            sampler=order,
+            sampler=rollouts.order,
             algorithm=self.machinery.controllers.state_dict(),
             updates=self.updates,
             steps_without_update=self.steps_without_update,
@@ -386,8 +368,7 @@ class Trainer:
             random=RandomState.capture(),
             run=self.facts.identity,
             inputs=self.facts.inputs,
-            buffer=tuple(batch.fetch() for batch in buffer),
-            stream=held,
+            groups=rollouts.groups,
             replay=replay.samples if replay is not None else None,
             kept=self.machinery.given.state_dict() if self.machinery.given is not None else {},
         )
@@ -413,19 +394,16 @@ class Trainer:
         if self.recipe.checkpoint.on_stop_s is None:
             self.step(number)
             return
-        lookahead = self.machinery.lookahead
-        before = self.state(with_buffer=False)
-        held = lookahead.held() if isinstance(lookahead, Lookahead) else ()
+        before = self.state(RolloutSnapshot({}, 0))  # with that of the source, if it comes to it
+        self.source.begin_step()
         try:
             self.step(number)
         except Abandoned:
             log.info(f"step {number}: abandoned in phase {self.machinery.phases.phase}, as the run is to end")
-            before = replace(before, buffer=tuple(batch.fetch() for batch in held))
-            if isinstance(lookahead, StreamSource):
-                lookahead.give_back()
-                order, samples, under_way = lookahead.state()
-                before = replace(before, sampler=order, samples_drawn=samples, stream=under_way)
-            self.end_saved(before)
+            self.source.abandon()
+            rollouts = self.source.snapshot()
+            samples = before.samples_drawn if before.evaluation_due else rollouts.samples_drawn
+            self.end_saved(replace(before, sampler=rollouts.order, samples_drawn=samples, groups=rollouts.groups))
 
     def end_saved(self, state: RunState) -> NoReturn:
         """Save, if that was not done yet, and end the run as a signal has asked.
@@ -474,9 +452,7 @@ class Trainer:
             self.finish_evaluation(step.values)
             self.synchronise(step.values)
             step.events.append(self.weights_event(digests))
-            self.machinery.sampler.measured(step.pass_rates)
-            if self.machinery.stream is not None:
-                self.machinery.stream.learned(self.version, step.pass_rates)
+            self.source.trained(self.version, step.pass_rates)
         step.values |= offload_metrics(offloaded_groups(self.recipe, self.roles.models, self.roles.rollout))
         if step.tokens:  # none where the responses were given
             rate = step.tokens / (step.values[metrics.TRAIN_STEP_TIME] / 1000)
@@ -521,12 +497,11 @@ class Trainer:
         return {"event": "weights", "version": self.version, "engines": engines, "digests": digests}
 
     def finish_rollout(self, values: dict[str, float]) -> None:
-        """Wait for the rollout that runs ahead, if one does: weights change between two of them."""
-        lookahead = self.machinery.lookahead
-        if self.recipe.trainer.max_staleness and isinstance(lookahead, Lookahead):
+        """Wait for requests in flight, where they have to end before weights change."""
+        if self.source.drains:
             self.machinery.phases.enter("rollout")
             with Timer(values, metrics.ROLLOUT_WAIT_TIME):
-                lookahead.wait()
+                self.source.drain()
 
     def finish_evaluation(self, values: dict[str, float]) -> None:
         """Wait for the evaluation beside the step, if there is one: its responses are of the weights of before."""
@@ -541,6 +516,5 @@ class Trainer:
         self.machinery.phases.enter("sync")
         with Timer(values, metrics.SYNC_TIME):
             self.version += 1
-            if (stream := self.machinery.stream) is not None:
-                stream.notice_lost()
-            values |= self.machinery.weights.sync_weights(self.version, self.machinery.stream)
+            self.source.notice_lost()
+            values |= self.machinery.weights.sync_weights(self.version, self.source)

@@ -43,7 +43,7 @@ def make_checkpoint_of_tensors(root: Path, step: int = 12, roles: tuple[str, ...
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says that this process is alone
             torch_checkpoint.save(state | {"common": {"step": 1}}, storage_writer=writer, no_dist=True)
-    facts = {"step": step, "policy_version": 13, "sampler": {"count": 64, "position": 32}, "buffer": []}
+    facts = {"step": step, "policy_version": 13, "sampler": {"count": 64, "position": 32}, "groups": None}
     facts |= {"algorithm": {"kl_controller": {"coefficient": 0.25}}}
     (directory / "driver.json").write_text(json.dumps(facts))
     changes = {"roles": dict.fromkeys(roles, FACTS), "software": {"torch": "1.2.3"}}

@@ -18,8 +18,8 @@ from hybridflow.errors.log import log
 from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Metrics, Timer
 from hybridflow.planning.prompts import prompt_order
+from hybridflow.rollout.batch_source import BatchPlan, BatchSource
 from hybridflow.rollout.generator import Generator
-from hybridflow.rollout.prefetch import Lookahead
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.trainer.contract import Contract
 from hybridflow.trainer.replaying.comparison import (
@@ -141,16 +141,13 @@ def replay(plan: ReplayPlan) -> Replayed:
 
 def replay_machinery(recipe: Recipe, run: Run, roles: Roles, phases: PhaseFile) -> Machinery:
     """What all steps of a replay share: nothing that generates, and controllers as a run begins with them."""
-    sampler, generator = prompt_order(recipe, run.train).sampler(), Generator(None)
     return Machinery(
         recipe=recipe,
         run=run,
         roles=roles,
         weights=NoEngines(),
         phases=phases,
-        sampler=sampler,
-        generator=generator,
-        lookahead=Lookahead(recipe, run.train, sampler, generator),
+        source=BatchSource(BatchPlan.of(recipe), run.train, prompt_order(recipe, run.train), Generator(None)),
         controllers=Controllers(recipe.algorithm),
         contract=Contract(recipe.trainer.max_staleness),
     )
@@ -175,7 +172,7 @@ class _Replaying:
             machinery.controllers.replay.restore(state.replay)
         self.version = state.policy_version
         state.random.restore()
-        return replace(state, stream=None, buffer=())
+        return replace(state, groups=None)
 
     def step(self, number: int, original: Original) -> StepCompared:
         """Make one again, and compare what it tells."""
@@ -204,7 +201,7 @@ def _first_state(machinery: Machinery) -> RunState:
         step=0,
         policy_version=1,
         samples_drawn=0,
-        sampler=machinery.sampler.state_dict(),
+        sampler=machinery.source.snapshot().order,
         updates=0,
         steps_without_update=0,
         first_evaluation=None,

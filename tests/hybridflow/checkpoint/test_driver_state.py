@@ -21,6 +21,8 @@ from hybridflow.checkpoint.evaluation_result import Measured, Subject
 from hybridflow.checkpoint.set_results import Best, MeasuredSet
 from hybridflow.data.files.config import DifficultyConfig
 from hybridflow.data.sampler import PromptOrder
+from hybridflow.rollout.buffered_groups import BufferedGroups
+from hybridflow.rollout.ledger import Ledger, StreamLimits
 from hybridflow.rundir.progress import PhaseFile
 
 
@@ -50,7 +52,7 @@ def test_measured_pass_rates_of_prompts_come_back(tmp_path: Path) -> None:
     assert restored.state_dict() == sampler.state_dict()
 
 
-def a_state(*buffer: SampleBatch) -> RunState:
+def a_state(ahead: SampleBatch | None = None) -> RunState:
     return RunState(
         step=12,
         policy_version=13,
@@ -63,7 +65,7 @@ def a_state(*buffer: SampleBatch) -> RunState:
         random=RandomState.capture(),
         run="a1b2",
         inputs={"data.jsonl.train_path": "xxh3_128:00"},
-        buffer=buffer,
+        groups=BufferedGroups.of_batch(ahead) if ahead is not None else None,
         first_of_sets={"aime": MeasuredSet("beef", 0, 30, 4, {"mean@4": 0.1, "mean@4_low": 0.1 + 0.2})},
         last_of_sets={"aime": MeasuredSet("beef", 12, 30, 4, {"mean@4": 0.25})},
         best=Best("eval/aime/mean@4", 8, 1 / 3, "beef"),
@@ -127,20 +129,64 @@ def test_a_file_that_is_no_batch_is_named(tmp_path: Path) -> None:
         read_batch(tmp_path / "batch.safetensors")
 
 
-def test_the_state_comes_back_with_its_batches(tmp_path: Path) -> None:
-    batches = [a_batch(), a_batch(first_sample=3), a_batch(first_sample=6)]
-    state = replace(a_state(*batches), evaluation_due=True)
+def samples_ahead(state: RunState) -> SampleBatch:
+    assert state.groups is not None and state.groups.ended is not None
+    return state.groups.ended
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_state_comes_back_with_its_samples(tmp_path: Path, streamed: bool) -> None:
+    ended, begun = a_batch(), a_batch(first_sample=30)
+    groups = replace(BufferedGroups.of_batch(ended), begun=begun, streamed=streamed)
+    state = replace(a_state(), groups=groups, evaluation_due=True)
     files = state.write(tmp_path)
-    assert sorted(files) == sorted(tmp_path.iterdir()) and len(files) == 4
+    assert sorted(files) == sorted(tmp_path.iterdir()) and len(files) == 3
     back = RunState.read(tmp_path)
-    for batch, other in zip(batches, back.buffer, strict=True):
-        assert_equal(batch, other)
+    assert_equal(ended, samples_ahead(back))
+    assert back.groups is not None and back.groups.begun is not None
+    assert_equal(begun, back.groups.begun)
+    assert replace(back.groups, ended=None, begun=None) == replace(groups, ended=None, begun=None)
     for name in ("step", "policy_version", "samples_drawn", "sampler", "updates", "steps_without_update", "run"):
         assert getattr(back, name) == getattr(state, name), name
     assert back.first_evaluation == state.first_evaluation and back.last_evaluation is None
     assert back.random == state.random and back.inputs == state.inputs
     assert back.algorithm == state.algorithm and back.evaluation_due
     assert back.measurements == state.measurements
+
+
+def test_a_batch_that_was_generated_ahead_is_read_from_format_4(tmp_path: Path) -> None:
+    batch = a_batch()
+    a_state().write(tmp_path)
+    write_batch(tmp_path / "buffer-00000.safetensors", batch)
+    facts = json.loads((tmp_path / "driver.json").read_text())
+    del facts["groups"]
+    (tmp_path / "driver.json").write_text(json.dumps(facts | {"buffer": ["buffer-00000.safetensors"]}))
+    back = RunState.read(tmp_path)
+    assert_equal(batch, samples_ahead(back))
+    assert back.groups is not None and not back.groups.streamed
+    assert back.groups.ledger == BufferedGroups.of_batch(batch).ledger
+
+
+def test_the_groups_of_a_stream_are_read_from_format_4(tmp_path: Path) -> None:
+    batch = a_batch()
+    a_state().write(tmp_path)
+    write_batch(tmp_path / "stream-ended.safetensors", batch)
+    facts = json.loads((tmp_path / "driver.json").read_text())
+    groups = BufferedGroups.of_batch(batch)
+    stream = {"ledger": groups.ledger, "first_samples": groups.first_samples, "ended": "stream-ended.safetensors"}
+    del facts["groups"]
+    (tmp_path / "driver.json").write_text(json.dumps(facts | {"buffer": [], "stream": stream | {"scores": {}}}))
+    back = RunState.read(tmp_path)
+    assert_equal(batch, samples_ahead(back))
+    assert back.groups is not None and back.groups.streamed and back.groups.ledger == groups.ledger
+
+
+def test_groups_of_a_batch_are_complete() -> None:
+    batch = a_batch()
+    groups = BufferedGroups.of_batch(batch)
+    assert groups.draws == dict(zip(batch.group_ids.tolist(), batch.prompt_indices.tolist(), strict=True))
+    ledger = Ledger(StreamLimits(len(groups.draws), max_staleness=1), lambda count: [])
+    assert ledger.restore(groups.ledger) == () and ledger.ready == len(groups.draws)
 
 
 def test_a_state_of_format_1_has_none_of_the_algorithm(tmp_path: Path) -> None:
@@ -150,7 +196,7 @@ def test_a_state_of_format_1_has_none_of_the_algorithm(tmp_path: Path) -> None:
     del facts["algorithm"], facts["evaluation_due"]
     driver.write_text(json.dumps(facts))
     back = RunState.read(tmp_path)
-    assert back.algorithm == {} and back.step == 12 and len(back.buffer) == 1
+    assert back.algorithm == {} and back.step == 12 and len(samples_ahead(back)) == 3
     assert not back.evaluation_due
 
 
@@ -177,7 +223,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     assert [draw(), draw()] == wanted
 
 
-@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"buffer": ["no.safetensors"]}', '{"buffer": [], "random": {}}'])
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"buffer": ["no.safetensors"]}', '{"groups": null, "random": {}}'])
 def test_a_state_that_is_not_one_is_refused_in_a_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "driver.json").write_text(text)
     with pytest.raises(UserError) as caught:
@@ -208,6 +254,11 @@ def test_a_state_that_is_not_one_is_refused_in_a_line(tmp_path: Path, text: str)
         ("random", {"python": [], "numpy": [], "torch": 1}, "random.torch"),
         ("random", {"python": [], "numpy": [], "torch": ""}, "random: "),
         ("more", 1, "'more'"),
+        ("groups", {"ledger": {}}, "'first_samples'"),
+        ("groups", {"ledger": {}, "first_samples": {}, "streamed": 1}, "groups.streamed: 1, expected true or false"),
+        ("groups", {"ended": "../groups-ended.safetensors"}, "groups.ended: '../groups-ended.safetensors', expected "),
+        ("stream", {"begun": "/groups-begun.safetensors"}, "stream.begun: '/groups-begun.safetensors', expected "),
+        ("buffer", ["buffer-00000.safetensors"] * 2, "buffer: "),
     ],
 )
 def test_a_state_of_other_types_is_refused_by_the_name_of_what_is_wrong(
@@ -222,7 +273,7 @@ def test_a_state_of_other_types_is_refused_by_the_name_of_what_is_wrong(
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["step", "sampler", "random", "run", "buffer", "samples_drawn"])
+@pytest.mark.parametrize("name", ["step", "sampler", "random", "run", "groups", "samples_drawn"])
 def test_a_state_that_lacks_something_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
     a_state().write(tmp_path)
     facts = json.loads((tmp_path / "driver.json").read_text())
@@ -248,7 +299,7 @@ def test_a_batch_elsewhere_is_not_read(tmp_path: Path) -> None:
     a_state().write(checkpoint)
     facts = json.loads((checkpoint / "driver.json").read_text())
     (checkpoint / "driver.json").write_text(json.dumps(facts | {"buffer": [f"{tmp_path}/buffer-00000.safetensors"]}))
-    with pytest.raises(UserError, match=r"buffer: \['/.*, expected names such as buffer-00000\.safetensors$"):
+    with pytest.raises(UserError, match=r"buffer: \['/.*, expected one name such as buffer-00000"):
         RunState.read(checkpoint)
 
 
@@ -273,7 +324,7 @@ def test_samples_that_are_kept_come_back_beside_those_that_were_made_ahead(tmp_p
     files = state.write(tmp_path)
     assert sorted(files) == sorted(tmp_path.iterdir()) and len(files) == 3
     back = RunState.read(tmp_path)
-    assert state.replay is not None and back.replay is not None and len(back.buffer) == 1
+    assert state.replay is not None and back.replay is not None and len(samples_ahead(back)) == 3
     assert_equal(state.replay, back.replay)
     driver = tmp_path / "driver.json"
     facts = json.loads(driver.read_text())

@@ -35,6 +35,7 @@ from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.metrics.logger import Metrics
 from hybridflow.roles.model import CheckpointBegun, CheckpointFailure
 from hybridflow.roles.policy import PolicyWorker
+from hybridflow.rollout.buffered_groups import BufferedGroups
 from hybridflow.trainer.run_setup import Run, prepare
 from hybridflow.workers.worker_group import RankError, WorkerGroup
 from tests.support.runs import ROOT, SMALL, records
@@ -119,7 +120,7 @@ def a_state(step: int) -> RunState:
         random=RandomState.capture(),
         run="test",
         inputs={},
-        buffer=(a_batch(),),
+        groups=BufferedGroups.of_batch(a_batch()),
         algorithm={"kl_controller": {"coefficient": 0.1 + step}},
     )
 
@@ -160,13 +161,14 @@ def test_checkpoints_are_whole_and_the_oldest_go(stage: Stage, tmp_path: Path, a
     listed = {entry.path for entry in manifest.files}
     there = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
     assert there - listed == {"manifest.json"}
-    assert {"driver.json", "buffer-00000.safetensors", "model/config.json", "model/tokenizer.json"} < listed
+    assert {"driver.json", "groups-ended.safetensors", "model/config.json", "model/tokenizer.json"} < listed
     for role, files in {"actor": 2, "critic": 1}.items():
         ranks = {path.split("_")[2] for path in listed if path.startswith(f"{role}/__") and path.endswith(".distcp")}
         assert f"{role}/.metadata" in listed and len(ranks) == files
     state = RunState.read(checkpoint)
-    [batch] = state.buffer
-    assert batch.responses() == a_batch().responses() and state.algorithm == {"kl_controller": {"coefficient": 3.1}}
+    assert state.groups is not None and state.groups.ended is not None
+    assert state.groups.ended.responses() == a_batch().responses()
+    assert state.algorithm == {"kl_controller": {"coefficient": 3.1}}
     logged = records(tmp_path)
     assert [(record["phase"], record["step"]) for record in logged] == [("checkpoint", step) for step in (1, 2, 3)]
     state_bytes = {name: 12 * facts.parameters for name, facts in manifest.roles.items()}

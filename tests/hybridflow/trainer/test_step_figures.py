@@ -8,7 +8,7 @@ import torch
 from hybridflow.algorithms.grpo import GRPOSettings
 from hybridflow.metrics import names as metrics
 from hybridflow.rewards.result import RewardFailure, RewardResult, join_results
-from hybridflow.rollout.prefetch import Rollout
+from hybridflow.rollout.source import Rollout
 from hybridflow.trainer.step_figures import Scores, rollout_metrics
 from tests.support.steps import NumberedStep
 

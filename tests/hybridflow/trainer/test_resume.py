@@ -14,10 +14,15 @@ from hybridflow.checkpoint.driver_state import RunState
 from hybridflow.checkpoint.resume import Resumption
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import public_settings
-from hybridflow.data.sampler import PromptSampler
-from hybridflow.rollout.held_stream import HeldStream
+from hybridflow.data.prompts import Prompts
+from hybridflow.data.sampler import PromptOrder, PromptSampler
+from hybridflow.rollout.batch_source import BatchPlan, BatchSource
+from hybridflow.rollout.buffered_groups import BufferedGroups
+from hybridflow.rollout.generator import Generator
+from hybridflow.rollout.source import RolloutSnapshot, RolloutSource
+from hybridflow.rollout.stream_source import StreamSource
 from hybridflow.trainer.contract import Contract
-from hybridflow.trainer.resumed_draws import ResumedDraws, resumed_draws
+from hybridflow.trainer.resume import ResumedDraws, resumed_draws
 from tests.hybridflow.checkpoint.test_driver_state import a_state
 from tests.support.facts_step import make_samples
 from tests.support.resumable import a_recipe
@@ -37,10 +42,10 @@ def before() -> tuple[PromptSampler, dict[int, int]]:
     return drawn, dict(drawn.draw(POSITION))
 
 
-def a_stream(draws: dict[int, int], begun: list[int], returned: list[int]) -> HeldStream:
+def a_stream(draws: dict[int, int], begun: list[int], returned: list[int]) -> BufferedGroups:
     groups = [{"number": number, "prompt": draws[number], "attempt": 0} for number in (*begun, *returned)]
     ledger = {"groups": [each | {"oldest": None} for each in groups[: len(begun)]], "returned": groups[len(begun) :]}
-    return HeldStream(ledger, {str(number): 8 * number for number in begun})
+    return BufferedGroups(ledger, {str(number): 8 * number for number in begun})
 
 
 def made_ahead(draws: dict[int, int], numbers: list[int]) -> SampleBatch:
@@ -53,13 +58,21 @@ def resumed(
 ) -> ResumedDraws:
     recipe, was = a_recipe(tmp_path, *overrides), a_recipe(tmp_path, *saved)
     manifest = Manifest(step=12, created="", roles={}, recipe=public_settings(was), software={}, files=())
-    return resumed_draws(recipe, sampler(), Resumption(tmp_path, manifest, state, True, accepted), state)
+    resumption = Resumption(tmp_path, manifest, state, True, accepted)
+    return resumed_draws(recipe, sampler(), source_of(recipe), resumption, state)
+
+
+def source_of(recipe: Recipe) -> RolloutSource:
+    """The source of a recipe's rollouts; of a stream only what is asked of it here, since another needs engines."""
+    if recipe.rollout.stream is None:
+        return BatchSource(BatchPlan.of(recipe), Prompts([], []), PromptOrder(COUNT, 7), Generator(None))
+    return StreamSource.__new__(StreamSource)
 
 
 def check_exact(found: ResumedDraws, draws: dict[int, int], trained: set[int]) -> None:
     """Every draw up to some later one is trained on once: in the checkpoint's run or in this one."""
     after = sampler()
-    after.load_state_dict(found.order)
+    after.load_state_dict(found.snapshot.order)
     kept = set(found.ahead) - {number for number, _ in after.returned}
     later = dict(after.draw(len(after.returned) + 12))
     assert not kept & set(later)
@@ -88,13 +101,13 @@ def test_groups_of_a_stream_that_is_dropped_are_drawn_first(
     """A stream trains on groups as they end, so that draws after a slow one were trained on."""
     drawn, draws = before()
     stream = a_stream(draws, [5, 30, 32], [11])
-    state = replace(a_state(), sampler=drawn.state_dict(), buffer=(), stream=stream)
+    state = replace(a_state(), sampler=drawn.state_dict(), groups=stream)
     found = resumed(tmp_path, state, *given, saved=saved, accepted=accepted)
-    assert found.stream is None and found.held == ()
+    assert found.snapshot.groups is None
     assert found.notes == (f"resume: 4 prompts that were drawn ahead are drawn again first: {reason}",)
     check_exact(found, draws, set(range(POSITION)) - {5, 11, 30, 32})
     # Resumed once more before these are drawn.
-    again = resumed(tmp_path, replace(state, sampler=found.order, stream=None), *given, saved=given)
+    again = resumed(tmp_path, replace(state, sampler=found.snapshot.order, groups=None), *given, saved=given)
     assert again.notes == ()
     check_exact(again, draws, set(range(POSITION)) - {5, 11, 30, 32})
 
@@ -112,23 +125,24 @@ def test_a_rollout_that_is_dropped_is_drawn_first(
 ) -> None:
     drawn, draws = before()
     held = made_ahead(draws, [29, 29, 30, 30, 31, 32])
-    state = replace(a_state(), sampler=drawn.state_dict(), buffer=(held,), stream=None)
+    state = replace(a_state(), sampler=drawn.state_dict(), groups=BufferedGroups.of_batch(held))
     found = resumed(tmp_path, state, *given, saved=saved)
-    assert (found.held, found.stream) == ((), None)
+    assert found.snapshot.groups is None
     assert found.notes == (f"resume: 4 prompts that were drawn ahead are drawn again first: {reason}",)
     check_exact(found, draws, set(range(29)))
 
 
 def test_what_the_recipe_has_a_use_for_is_kept(tmp_path: Path) -> None:
     drawn, draws = before()
-    state = replace(a_state(), sampler=drawn.state_dict(), buffer=(), stream=a_stream(draws, [30, 32], [11]))
+    state = replace(a_state(), sampler=drawn.state_dict(), groups=a_stream(draws, [30, 32], [11]))
     found = resumed(tmp_path, state, *STREAM, saved=STREAM)
-    assert (found.stream, found.order, found.notes) == (state.stream, state.sampler, ())
+    assert (found.snapshot, found.notes) == (RolloutSnapshot(state.sampler, state.samples_drawn, state.groups), ())
     check_exact(found, draws, set(range(POSITION)) - {11, 30, 32})
     held = made_ahead(draws, [30, 31, 32])
-    state = replace(state, buffer=(held,), stream=None)
+    state = replace(state, groups=BufferedGroups.of_batch(held))
     found = resumed(tmp_path, state, *AHEAD, saved=AHEAD)
-    assert (found.held, found.order, found.notes) == ((held,), state.sampler, ())
+    assert found.snapshot.groups is state.groups and found.notes == ()
+    assert state.groups is not None and state.groups.ended is held
     check_exact(found, draws, set(range(30)))
 
 
@@ -136,10 +150,10 @@ def test_what_the_recipe_has_a_use_for_is_kept(tmp_path: Path) -> None:
 def test_of_other_prompts_it_says_how_many_may_be_repeated(tmp_path: Path, count: int) -> None:
     drawn = sampler(count)
     draws = dict(drawn.draw(POSITION))
-    state = replace(a_state(), sampler=drawn.state_dict(), buffer=(), stream=a_stream(draws, [5, 32], [11]))
+    state = replace(a_state(), sampler=drawn.state_dict(), groups=a_stream(draws, [5, 32], [11]))
     found = resumed(tmp_path, state, *STREAM, saved=STREAM, accepted=("data.arithmetic.train_size",))
-    assert found.order["position"] == POSITION - 3 and found.order["count"] == COUNT
-    assert (found.held, found.stream, found.ahead) == ((), None, [])
+    assert found.snapshot.order["position"] == POSITION - 3 and found.snapshot.order["count"] == COUNT
+    assert (found.snapshot.groups, found.ahead) == (None, [])
     assert found.notes == (
         "resume: other prompts or another order of them (data.arithmetic.train_size): draws continue after 30. Up to "
         f"{(POSITION - 3) % count} prompts of this epoch may be drawn again. 3 that were drawn ahead are dropped.",
