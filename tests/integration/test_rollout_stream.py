@@ -89,7 +89,7 @@ def test_each_prompt_is_learned_from_once_although_the_run_was_killed(run: Kille
     learned: list[set[int]] = []
     for step in range(STEPS + 1):
         _, state = _state(run, step)
-        ledger = state["stream"]["ledger"]
+        ledger = state["groups"]["ledger"]
         held = {each["number"] for each in (*ledger["groups"], *ledger["returned"])}
         learned.append(set(range(state["sampler"]["position"])) - held)
         assert len(held) <= (STALENESS + 1) * GROUPS
@@ -97,8 +97,8 @@ def test_each_prompt_is_learned_from_once_although_the_run_was_killed(run: Kille
         assert before < after and len(after - before) == GROUPS
     assert learned[-1] == set(range(STEPS * GROUPS))
     _, state = _state(run, STEPS)
-    assert state["stream"]["ledger"] == {"groups": [], "returned": []}
-    assert not list(run.run_directory.glob("checkpoints/*5/stream-*"))
+    assert state["groups"]["ledger"] == {"groups": [], "returned": []}
+    assert not list(run.run_directory.glob("checkpoints/*5/groups-*"))
     # Each checkpoint that a run went on from became whole after the samples of its step.
     stored = sorted(path.name for path in (run.run_directory / "samples").iterdir())
     assert stored == [f"step-{step:08d}.parquet" for step in range(1, STEPS + 1)]
@@ -110,7 +110,7 @@ def test_a_checkpoint_holds_what_has_ended_and_what_has_begun(run: KilledRun) ->
     begun = scored = 0
     for step in range(STEPS):
         checkpoint, state = _state(run, step)
-        held = state["stream"]
+        held = state["groups"]
         firsts = {int(number): first for number, first in held["first_samples"].items()}
         ids: list[int] = []
         for name in ("ended", "begun"):
