@@ -34,6 +34,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hybridflow.report.drawing import draw
+from hybridflow.report.page import svg
 from hybridflow.report.plots import Band, Line, LinePlot
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -256,14 +257,9 @@ def draw_curves(results: Path, curves: Path) -> Iterator[Path]:
             band=curve(runs),
         )
         path = curves / f"{folder.name}.svg"
-        path.write_text(_alone(draw(plot, legend=True).svg) + "\n")
+        drawn = svg(draw(plot, legend=True))
+        path.write_text(re.sub(r"var\((--[a-z0-9-]+)\)", lambda variable: _COLOURS[variable[1]], drawn) + "\n")
         yield path
-
-
-def _alone(svg: str) -> str:
-    """The drawing with colours of its own, as a file that needs no page around it."""
-    svg = re.sub(r"var\((--[a-z0-9-]+)\)", lambda found: _COLOURS[found[1]], svg)
-    return svg if "xmlns=" in svg else svg.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
 
 
 if __name__ == "__main__":

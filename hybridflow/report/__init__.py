@@ -1,1 +1,1 @@
-"""A run's metrics as one HTML page: what was written, the plots as data, their drawings, the page."""
+"""A run as one HTML page: its files, plots and tables as data, and the templates that show them."""

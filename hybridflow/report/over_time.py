@@ -1,4 +1,4 @@
-"""What is plotted over time: the GPUs, and who computed when."""
+"""Plots of times: the phases of each step, the GPUs, and the calls of every rank."""
 
 from __future__ import annotations
 
@@ -6,20 +6,33 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from hybridflow.metrics import names as metrics
 from hybridflow.metrics.device_samples import DeviceSample
 from hybridflow.metrics.timeline import Span, step_ends
-from hybridflow.report.plots import Bar, LanePlot, Line, LinePlot, Plot
-from hybridflow.report.thinning import BUCKETS, bucketed
+from hybridflow.report.plots import BUCKETS, Bar, BarPlot, LanePlot, Layer, Line, LinePlot, Plot, bucketed
+from hybridflow.report.run_data import Floats, RunData, Series
 
+_MOST_BARS = 80
+_CUT_ABOVE = 4.0
+"""Medians. A higher bar, such as a first step that compiles, would leave the others too low to see."""
+_PHASES = (
+    ("generation", metrics.ROLLOUT_TIME),
+    ("baseline", metrics.BASELINE_TIME),
+    ("rewards", metrics.REWARD_LATENCY),
+    ("inference", metrics.INFERENCE_TIME),
+    ("updates", metrics.TRAIN_UPDATE_TIME),
+    ("wait for the evaluation", metrics.EVAL_WAIT_TIME),
+    ("weights to the engines", metrics.SYNC_TIME),
+)
 _LAST_STEPS = 3
 _LAST_SECONDS = 30.0
 _MOST_LANES = 40
 _NARROWEST = 1 / 2000
-"""Of the plot's width; what is narrower would not be seen."""
+"""Share of the plot's width; a narrower bar is invisible."""
 _MOST_DEVICE_LINES = 8
 
-_DeviceFigure = tuple[str, str, str, Callable[[DeviceSample], float]]
-_DEVICE_FIGURES: tuple[_DeviceFigure, ...] = (
+_DeviceMetric = tuple[str, str, str, Callable[[DeviceSample], float]]
+_DEVICE_METRICS: tuple[_DeviceMetric, ...] = (
     ("device-utilisation", "Utilisation of the GPUs", "%", lambda sample: sample.utilisation),
     ("device-power", "Power of the GPUs", "W", lambda sample: sample.power_w),
     ("device-memory", "Memory of the GPUs", "GiB", lambda sample: sample.memory_bytes / 2**30),
@@ -27,23 +40,70 @@ _DEVICE_FIGURES: tuple[_DeviceFigure, ...] = (
 )
 
 
-def device_plots(samples: Sequence[DeviceSample]) -> Iterator[Plot]:
-    """What the GPUs did over time; nothing without samples.
+def step_time_plots(run: RunData) -> Iterator[Plot]:
+    """Stack the phases of each step; time of no phase is "everything else". No plot if no step was timed."""
+    total = run.series(metrics.TRAIN_STEP_TIME)
+    if total is None:
+        return
+    timed = [(label, series) for label, name in _PHASES if (series := run.series(name)) is not None]
+    columns = [total.values, *(_at(total.steps, series) for _, series in timed)]
+    bars = min(_MOST_BARS, len(total.steps))
+    buckets = [bucketed(total.steps, column / 1000, bars) for column in columns]
+    x, (step, *phases) = buckets[0].x, (np.nan_to_num(bucket.mean) for bucket in buckets)
+    size = len(total.steps) / bars
+    stacked = sum(phases, np.zeros_like(step))
+    rest = np.maximum(step - stacked, 0.0)  # phases that overlap in time add up to more than the step
+    labels = [label for label, _ in timed]
+    heights = np.maximum(step, stacked)
+    limit = _limit(heights)
+    notes = [f"{len(total.steps):,} steps in {bars} bars, each the mean of its own."] if size > 1 else []
+    notes.append("A line across a bar is the time of the step; parts above it overlapped in time.")
+    if (heights > limit).any():
+        notes.append("A bar with an arrow is cut; the number is the time of its step.")
+    yield BarPlot(
+        name="step-times",
+        title="Time of a step",
+        y_label="s",
+        x_label="step",
+        note=" ".join(notes),
+        x=x,
+        width=size,
+        layers=(*map(Layer, labels, phases), Layer("everything else", rest)),
+        total=Layer("whole step", step),
+        limit=limit,
+    )
 
-    There is a line for each GPU; where those would be too many for each node; or one for all.
+
+def _at(steps: Floats, series: Series) -> Floats:
+    """Return the value at every step, 0 where it was not logged."""
+    values = dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+    return np.asarray([values.get(step, 0.0) for step in steps.tolist()])
+
+
+def _limit(heights: Floats) -> float:
+    highest, usual = float(heights.max()), float(np.median(heights))
+    if len(heights) > 2 and highest > _CUT_ABOVE * usual > 0:
+        return 1.15 * float(heights[heights <= _CUT_ABOVE * usual].max())
+    return 1.05 * highest or 1.0
+
+
+def device_plots(samples: Sequence[DeviceSample]) -> Iterator[Plot]:
+    """Plot the samples of the GPUs over time; no plot without samples.
+
+    There is a line for each GPU, or for each node if those are too many, or one for all.
     """
     if not samples:
         return
     began = min(sample.time for sample in samples)
     groups, gpus = _groups(samples)
     note = "A line is the mean of its GPUs, between the lowest and the highest." if len(groups) < gpus else ""
-    for name, title, unit, figure in _DEVICE_FIGURES:
-        lines = tuple(_device_line(label, group, figure, began) for label, group in groups.items())
+    for name, title, unit, metric in _DEVICE_METRICS:
+        lines = tuple(_device_line(label, group, metric, began) for label, group in groups.items())
         yield LinePlot(name=name, title=title, y_label=unit, x_label="minutes", note=note, lines=lines, from_zero=True)
 
 
 def _groups(samples: Sequence[DeviceSample]) -> tuple[dict[str, list[DeviceSample]], int]:
-    """The samples of each line, in the order of time, by its label; and how many GPUs there are."""
+    """Return the samples of each line by its label, in the order of time, and the number of GPUs."""
     gpus = sorted({(sample.node, sample.gpu) for sample in samples})
     nodes = sorted({node for node, _ in gpus})
     labels = {(node, gpu): f"GPU {gpu}" if len(nodes) == 1 else f"{node} GPU {gpu}" for node, gpu in gpus}
@@ -57,10 +117,10 @@ def _groups(samples: Sequence[DeviceSample]) -> tuple[dict[str, list[DeviceSampl
 
 
 def _device_line(
-    label: str, samples: Sequence[DeviceSample], figure: Callable[[DeviceSample], float], began: float
+    label: str, samples: Sequence[DeviceSample], metric: Callable[[DeviceSample], float], began: float
 ) -> Line:
     minutes = np.asarray([(sample.time - began) / 60 for sample in samples])
-    values = np.asarray([figure(sample) for sample in samples], dtype=np.float64)
+    values = np.asarray([metric(sample) for sample in samples], dtype=np.float64)
     gpus = len({(sample.node, sample.gpu) for sample in samples})
     if gpus == 1:
         return Line.of(label, minutes, values)
@@ -68,7 +128,7 @@ def _device_line(
 
 
 def timeline_plots(spans: Sequence[Span]) -> Iterator[Plot]:
-    """The last steps, or the last seconds where no step ended; nothing without spans."""
+    """Plot the calls of the last steps, or of the last seconds if no step ended; no plot without spans."""
     if not spans:
         return
     begin, end = _window(spans)
@@ -103,7 +163,7 @@ def timeline_plots(spans: Sequence[Span]) -> Iterator[Plot]:
 
 
 def _window(spans: Sequence[Span]) -> tuple[float, float]:
-    """Begin and end of the last steps. A step ends when the engines serve the weights that it made."""
+    """Return begin and end of the last steps. A step ends when the engines serve its weights."""
     ends = step_ends(spans)
     if len(ends) > 1:
         return ends[-min(_LAST_STEPS + 1, len(ends))], ends[-1]
@@ -113,5 +173,5 @@ def _window(spans: Sequence[Span]) -> tuple[float, float]:
 
 def _first_of_each_role(names: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     roles = {role: [name for name in names if name[0] == role] for role, _ in names}
-    each = max(1, _MOST_LANES // len(roles))
-    return [name for ranks in roles.values() for name in ranks[:each]]
+    count = max(1, _MOST_LANES // len(roles))
+    return [name for ranks in roles.values() for name in ranks[:count]]

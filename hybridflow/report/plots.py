@@ -1,4 +1,4 @@
-"""Plots as data: what is to be seen, before anything is drawn."""
+"""Plots as data, before anything is drawn, with as many points as a drawing can show."""
 
 from __future__ import annotations
 
@@ -9,18 +9,64 @@ from typing import ClassVar
 import numpy as np
 
 from hybridflow.report.run_data import Floats, finite
-from hybridflow.report.thinning import Buckets, bucketed, is_long
+
+BUCKETS = 300
+"""Points of a line at most: a plot is about twice as many pixels wide."""
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Neighbouring points, merged.
+
+    Args:
+        x: (m,), the mean of the bucket.
+        mean, low, high: (m,), of the finite values of the bucket; nan where it has none.
+    """
+
+    x: Floats
+    mean: Floats
+    low: Floats
+    high: Floats
+
+
+def is_long(x: Floats) -> bool:
+    """True if there are more points than a plot can show."""
+    return len(x) > 2 * BUCKETS
+
+
+def bucketed(x: Floats, y: Floats, buckets: int = BUCKETS) -> Buckets:
+    """Merge points into buckets of nearly equal size.
+
+    Args:
+        x, y: (n,), in the order of x, with n at least `buckets`.
+    """
+    bounds = np.linspace(0, len(x), buckets + 1).astype(int)
+    firsts, sizes = bounds[:-1], np.diff(bounds)
+    is_finite = np.isfinite(y)
+    count = np.add.reduceat(is_finite, firsts, dtype=np.float64)
+    empty = count == 0
+
+    def reduced(reduce: np.ufunc, of_others: float) -> Floats:
+        values: Floats = reduce.reduceat(np.where(is_finite, y, of_others), firsts)
+        return np.where(empty, np.nan, values)
+
+    return Buckets(
+        x=np.add.reduceat(x, firsts) / sizes,
+        mean=reduced(np.add, 0.0) / np.where(empty, 1.0, count),
+        low=reduced(np.minimum, np.inf),
+        high=reduced(np.maximum, -np.inf),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plot(ABC):
-    """What every kind of plot has.
+    """A plot of any kind.
 
     Args:
         name: of the plot in the page, such as "gradient-norm".
         title: over it.
         y_label, x_label: with their units; empty for nothing.
-        note: under it, what a reader must know to read it; empty for nothing.
+        note: under it, needed to read it; empty for nothing.
     """
 
     name: str
@@ -29,11 +75,11 @@ class Plot(ABC):
     x_label: str = "step"
     note: str = ""
     is_wide: ClassVar[bool] = False
-    """Whether it takes the whole width of the page."""
+    """True if it takes the full width of the page."""
 
     @abstractmethod
     def description(self) -> str:
-        """What a reader is told who does not see it."""
+        """Describe it to a reader who does not see it."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +100,18 @@ class Line:
 
     @classmethod
     def of(cls, label: str, x: Floats, y: Floats) -> Line:
-        """The line through these points, or where they are many, through the means of neighbours."""
+        """Make the line through these points or, if they are many, through the means of neighbours."""
         return cls.of_buckets(label, bucketed(x, y)) if is_long(x) else cls(label, x, y)
 
     @classmethod
     def of_buckets(cls, label: str, buckets: Buckets) -> Line:
-        """The line through their means, between their extremes."""
+        """Make the line through the means, between the extremes."""
         return cls(label, buckets.x, buckets.mean, buckets.low, buckets.high)
 
 
 @dataclass(frozen=True)
 class Band:
-    """What lies around a line.
+    """The area around a line.
 
     Args:
         label: in the legend.
@@ -85,8 +131,8 @@ class LinePlot(Plot):
     Args:
         lines: at least one.
         band: behind the lines, of the colour of the first.
-        logarithmic: whether the y axis is.
-        from_zero: whether the y axis begins at 0.
+        logarithmic: True if the y axis is.
+        from_zero: True if the y axis begins at 0.
     """
 
     lines: tuple[Line, ...]
@@ -99,7 +145,7 @@ class LinePlot(Plot):
 
 
 @dataclass(frozen=True)
-class Part:
+class Layer:
     """One layer of stacked bars.
 
     Args:
@@ -117,26 +163,26 @@ class BarPlot(Plot):
     Args:
         x: (n,), the middle of each bar.
         width: of a bar, in steps.
-        parts: from the bottom up.
-        total: drawn across each bar, which is higher where its parts overlapped in time.
-        limit: the highest that the axis shows; higher bars are cut, and say what their total is.
+        layers: from the bottom up.
+        total: drawn across each bar, which is higher where layers overlapped in time.
+        limit: upper end of the axis; higher bars are cut and labelled with their total.
     """
 
     x: Floats
     width: float
-    parts: tuple[Part, ...]
-    total: Part
+    layers: tuple[Layer, ...]
+    total: Layer
     limit: float
     is_wide = True
 
     def description(self) -> str:
-        means = ", ".join(f"{part.label} {part.values.mean():.3g}" for part in self.parts)
+        means = ", ".join(f"{layer.label} {layer.values.mean():.3g}" for layer in self.layers)
         return f"{self.title}, {self.y_label}, on average: {means}"
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What was done in a lane, from `begin` to `end`."""
+    """A call in a lane, from `begin` to `end`."""
 
     label: str
     begin: float
@@ -145,11 +191,11 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class LanePlot(Plot):
-    """Who did what when.
+    """Calls over time, in lanes.
 
     Args:
-        lanes: from the top down: the name of each, and its bars.
-        labels: of all bars, those that took longest first.
+        lanes: name and bars, from the top down.
+        labels: of all bars, the longest in total first.
     """
 
     lanes: tuple[tuple[str, tuple[Bar, ...]], ...]
@@ -170,6 +216,6 @@ def _course(line: Line) -> str:
 
 
 def spans_decades(lines: tuple[Line, ...], decades: float = 1.5) -> bool:
-    """Whether values are all above 0 and so far apart that only a logarithmic axis shows the small ones."""
+    """True if values are all above 0 and so far apart that only a logarithmic axis shows the small ones."""
     values = np.concatenate([finite(line.y) for line in lines])
     return bool(len(values) and values.min() > 0 and np.log10(values.max() / values.min()) > decades)

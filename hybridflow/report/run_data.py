@@ -1,4 +1,4 @@
-"""What a run has written, as a report reads it."""
+"""Files of a run, as a report reads them."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from engine3d.errors import UserError
 from engine3d.input_files import JsonError, open_regular, parse_json
 from hybridflow.metrics.device_samples import DeviceSample, read_samples
 from hybridflow.metrics.timeline import Span, read_spans
-from hybridflow.report.outcome import read_outcome
 from hybridflow.report.stored_texts import StoredText, read_stored
 from hybridflow.rundir.atomic_files import whole_lines
 from hybridflow.rundir.evaluation_texts import steps_with_texts
 from hybridflow.rundir.file_names import DEVICES, EVALUATIONS, METRICS, RECIPE, SAMPLES, TIMELINE
+from hybridflow.rundir.first_failure import read_failure
 from hybridflow.rundir.hosts_file import RunHost, read_hosts
 from hybridflow.rundir.kept_recipe import kept_setting, read_kept_recipe
 from hybridflow.rundir.run_record import RunRecord, read_run_record
 from hybridflow.rundir.stored_samples import has_store
+from hybridflow.rundir.watching import Place, goes_on, read_place
 
 Floats = NDArray[np.float64]
 
 _TEXT_BYTES = 256 * 1024
-"""That are read of a file of samples from either end."""
+"""Bytes read from either end of a file of samples."""
 _LAST_TEXTS = 16
-_OF_A_SAMPLE = {"phase", "step", "prompt", "response", "answer", "reward", "version"}
+_SAMPLE_KEYS = {"phase", "step", "prompt", "response", "answer", "reward", "version"}
 _NOT_FINITE = ("nan", "inf", "-inf")
 
 
 @dataclass(frozen=True)
 class Series:
-    """One figure over the steps of a phase that have it.
+    """One metric over the steps of a phase that logged it.
 
     Args:
         steps, values: (n,) float64.
@@ -49,10 +50,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Phase:
-    """What was logged of one phase.
+    """Records of one phase.
 
     Args:
-        steps: how many records there are.
+        steps: number of records.
         series: by metric name.
     """
 
@@ -62,7 +63,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class RunData:
-    """All that a report is made of.
+    """Data of a report.
 
     Args:
         name: of the run.
@@ -73,9 +74,9 @@ class RunData:
         texts: samples as texts, of the first step that has some and of the last ones.
         stored: samples of the last steps from the run's store, the newest step first; empty where it has none.
         hosts: of the run; empty where no launcher has started it.
-        evaluations: directory of the texts of held-out sets; None where there are none.
-        record: every start of the run and its result; None of a run that wrote none.
-        outcome: one sentence; empty where the run has not said in which phase it is.
+        evaluations: directory of the texts of held-out sets; None if there are none.
+        record: every start of the run and its result; None if the run wrote none.
+        outcome: one sentence; empty if the run has not written its phase.
         recipe_text: the recipe's file; empty where there is none.
     """
 
@@ -94,7 +95,7 @@ class RunData:
 
     @property
     def on_cpus(self) -> bool:
-        """Whether the recipe says that no role is on a GPU."""
+        """True if the recipe says that no role is on a GPU."""
         placement = self.setting("placement")
         placement = placement if isinstance(placement, dict) else {}
         pools = placement.get("pools") or {}
@@ -102,16 +103,16 @@ class RunData:
         return bool(maps) and all(str(text).startswith("cpu") for text in maps)
 
     def series(self, name: str, phase: str = "train") -> Series | None:
-        """A figure of a phase, if it was logged."""
+        """Return a metric of a phase; None if it was not logged."""
         return self.phases[phase].series.get(name) if phase in self.phases else None
 
     def setting(self, dotted: str) -> Any:
-        """A setting of the recipe such as "train.layout"; None where the recipe does not say."""
+        """Return a setting of the recipe such as "train.layout"; None where the recipe does not say."""
         return kept_setting(self.recipe, dotted)
 
 
 def read_run(directory: Path) -> RunData:
-    """What is in a run's directory. The run may still be going on.
+    """Read a run's directory. The run may still be in progress.
 
     Raises:
         UserError: no such directory, no metrics in it, or something that cannot be read: the file and the line.
@@ -125,11 +126,12 @@ def read_run(directory: Path) -> RunData:
         phases = read_metrics(metrics)
         if not phases:
             raise UserError(f"report: {metrics} holds no records yet")
-        record, recipe = read_run_record(directory), directory / RECIPE
+        record, path = read_run_record(directory), directory / RECIPE
+        recipe = read_kept_recipe(directory) if path.exists() else {}
         return RunData(
             name=directory.resolve().name,
             phases=phases,
-            recipe=read_kept_recipe(directory) if recipe.exists() else {},
+            recipe=recipe,
             spans=read_spans(timeline) if timeline.exists() else (),
             samples=read_samples(devices) if devices.exists() else (),
             texts=read_texts(directory / SAMPLES) if (directory / SAMPLES).exists() else (),
@@ -137,31 +139,31 @@ def read_run(directory: Path) -> RunData:
             hosts=read_hosts(directory),
             evaluations=directory / EVALUATIONS if steps_with_texts(directory / EVALUATIONS) else None,
             record=record,
-            outcome=read_outcome(directory, record),
-            recipe_text=recipe.read_text(errors="replace") if recipe.exists() else "",
+            outcome=_outcome(directory, record, kept_setting(recipe, "trainer.steps")),
+            recipe_text=path.read_text(errors="replace") if path.exists() else "",
         )
     except OSError as error:
         raise UserError(f"report: {error.filename} cannot be read: {error.strerror}") from None
 
 
 def read_metrics(path: Path) -> dict[str, Phase]:
-    """The records of a metrics.jsonl, by phase.
+    """Read the records of a metrics.jsonl, by phase.
 
     Raises:
         UserError: naming the file and the line that is no record.
     """
     counts: dict[str, int] = {}
-    found: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+    phases: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
     for number, line in enumerate(whole_lines(path), start=1):
         try:
             values = parse_json(line)
             phase, step = values.pop("phase"), values.pop("step")
             if not isinstance(phase, str) or not isinstance(step, int):
                 raise ValueError
-            columns = found.setdefault(phase, {})
+            columns = phases.setdefault(phase, {})
             for name, value in values.items():
-                steps, figures = columns.setdefault(name, ([], []))
-                figures.append(_number(value))
+                steps, numbers = columns.setdefault(name, ([], []))
+                numbers.append(_number(value))
                 steps.append(step)
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             expected = "expected an object with phase, step and numbers"
@@ -170,12 +172,12 @@ def read_metrics(path: Path) -> dict[str, Phase]:
         counts[phase] = counts.get(phase, 0) + 1
     return {
         phase: Phase(counts[phase], {name: Series(_floats(steps), _floats(y)) for name, (steps, y) in columns.items()})
-        for phase, columns in found.items()
+        for phase, columns in phases.items()
     }
 
 
 def read_texts(path: Path) -> list[Mapping[str, Any]]:
-    """Some samples of a samples.jsonl: those of the first step, and the last ones. Of a long file no more is read.
+    """Read samples of a samples.jsonl: those of the first step, and the last ones. Of a long file no more is read.
 
     Raises:
         UserError: naming a line that is no sample.
@@ -189,15 +191,15 @@ def read_texts(path: Path) -> list[Mapping[str, Any]]:
             begin = file.read(_TEXT_BYTES).splitlines(keepends=True)[:-1]
             file.seek(size - _TEXT_BYTES)
             end = file.read().splitlines(keepends=True)[1:]
-    found = [_text(path, line) for line in (*begin, *end) if line.endswith(b"\n")]  # a kill leaves half a line
-    first = [text for text in found if (text["phase"], text["step"]) == (found[0]["phase"], found[0]["step"])]
-    return [*first, *found[max(len(first), len(found) - _LAST_TEXTS) :]]
+    texts = [_text(path, line) for line in (*begin, *end) if line.endswith(b"\n")]  # a kill leaves half a line
+    first = [text for text in texts if (text["phase"], text["step"]) == (texts[0]["phase"], texts[0]["step"])]
+    return [*first, *texts[max(len(first), len(texts) - _LAST_TEXTS) :]]
 
 
 def _text(path: Path, line: bytes) -> Mapping[str, Any]:
     try:
         fields = parse_json(line)
-        if not isinstance(fields, dict) or not set(fields) >= _OF_A_SAMPLE:
+        if not isinstance(fields, dict) or not set(fields) >= _SAMPLE_KEYS:
             raise ValueError
     except ValueError:
         raise UserError(f"{path}: {line[:60]!r} is no sample, expected an object with prompt and response") from None
@@ -205,9 +207,11 @@ def _text(path: Path, line: bytes) -> Mapping[str, Any]:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not (isinstance(value, int | float) or value in _NOT_FINITE):
-        raise ValueError
-    return float(value)  # type: ignore[arg-type]
+    if isinstance(value, str) and value in _NOT_FINITE:
+        return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    raise ValueError
 
 
 def _floats(values: Sequence[float]) -> Floats:
@@ -215,10 +219,53 @@ def _floats(values: Sequence[float]) -> Floats:
 
 
 def finite(values: Floats) -> Floats:
-    """Those that are numbers."""
+    """Return the finite values."""
     return values[np.isfinite(values)]
 
 
 def median(series: Series | None) -> float:
-    """Of the finite values; nan where there are none."""
+    """Return the median of the finite values; nan if there are none."""
     return float(np.median(kept)) if series is not None and len(kept := finite(series.values)) else math.nan
+
+
+def _outcome(directory: Path, record: RunRecord | None, steps: object) -> str:
+    """Return a sentence, then a line for each measurement of a finished run; empty if the phase is unknown.
+
+    Args:
+        directory: of the run.
+        record: of its starts and its end, if it has one.
+        steps: that its recipe asks for; None if unknown.
+
+    Raises:
+        UserError: a file of the run is damaged.
+    """
+    place = read_place(directory)
+    if place is None:
+        return ""
+    began = record.starts[0].at if record is not None else None
+    if goes_on(directory):
+        return f"Running: {_position(place, steps)}."
+    if place.phase == "end":
+        ended = record.ended if record is not None and record.ended is not None else place.since
+        results = "".join(f"\n{line}" for line in (record.results if record is not None else ()))
+        done = f" all {steps:,} steps" if isinstance(steps, int) else ""
+        return f"Finished{done}{_duration('in', began, ended)}.{results}"
+    failure = read_failure(directory)
+    if failure is not None:
+        return f"Failed in {failure.phase}{_duration('after', began, failure.at)}: {failure.cause}"
+    return f"Stopped in {_position(place, steps)}{_duration('after', began, place.since)}."
+
+
+def _position(place: Place, steps: object) -> str:
+    of = f" of {steps:,}" if isinstance(steps, int) else ""
+    return f"step {place.step:,}{of}, {place.phase}" if place.step else f"phase {place.phase}"
+
+
+def _duration(word: str, began: float | None, now: float) -> str:
+    if began is None:
+        return ""
+    seconds = max(0.0, now - began)
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f" {word} {seconds / size:.1f} {unit}"
+    return f" {word} {seconds:.0f} s"

@@ -46,7 +46,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkpoint(run / "checkpoints")
     (run / "logs").mkdir(exist_ok=True)
     (run / "logs" / "actor-0.log").write_text("a line\n")
-    (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    records = ({"phase": "train", "step": step, "reward/mean": 0.5 * step} for step in (1, 2))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return run
 
 
@@ -57,6 +58,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "samples RUN",
         "status RUN",
         "logs RUN",
+        "report RUN",
         "checkpoint list RUN",
         "checkpoint verify --help",
         "launch slurm --help",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridflow.report.words import in_words
+from hybridflow.report.catalogue import in_words
 
 
 @pytest.mark.parametrize(
