@@ -2,7 +2,7 @@
 
     python -m hybridflow.rundir.first_failure DIRECTORY CAUSE
 
-keeps the cause of a run that is gone without having said why, unless it goes on again.
+keeps the cause of a run that is gone without having said why, unless it has kept one or goes on again.
 """
 
 from __future__ import annotations
@@ -231,4 +231,7 @@ def _clock(seconds: float) -> str:
 if __name__ == "__main__":
     with contextlib.suppress(OSError, UserError):  # whoever starts this has said the cause
         if not goes_on(Path(sys.argv[1])):  # where it does, it was resumed meanwhile
-            keep_cause(Path(sys.argv[1]), sys.argv[2])
+            if (card := read_failure(Path(sys.argv[1]))) is not None:  # the run has kept it, and had no time to say it
+                say_card(card)
+            else:
+                keep_cause(Path(sys.argv[1]), sys.argv[2])

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from hybridflow.rundir.first_failure import read_failure
 from tests.support.warm import warm_python
 
 pytestmark = pytest.mark.processes
@@ -109,3 +110,39 @@ def test_a_fault_on_the_way_of_weights_ends_the_run(tmp_path: Path, name: str, m
     assert line.startswith(f"hybridflow: {message}")
     fault = float((tmp_path / "small" / "fault").read_text())
     assert time.time() - fault < 60
+
+
+REWARD = """
+import os, pathlib, signal
+
+def kill_driver(generated_texts):
+    pid = os.getpid()
+    while "train" not in pathlib.Path(f"/proc/{pid}/cmdline").read_text().split("\\0"):
+        pid = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(pid, signal.SIGKILL)
+
+def exit_itself(generated_texts):
+    os._exit(3)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["kill_driver", "exit_itself"])
+def test_a_reward_that_ends_processes_is_told_from_a_failure_of_ray(tmp_path: Path, name: str) -> None:
+    (tmp_path / "own.py").write_text(REWARD)
+    reward = f"reward.functions=[{{name: own, path: '{tmp_path}/own.py:{name}'}}]"
+    words = _command(tmp_path, "warmup=null", reward)  # not forked: the reward knows the driver by its command line
+    done = subprocess.run(words, capture_output=True, text=True, timeout=400, env=_mark(tmp_path), check=False)
+    _wait_until_gone(tmp_path)
+    cause, *_ = done.stderr.splitlines()
+    if name == "kill_driver":
+        assert done.returncode == -9, done.stderr
+        assert re.fullmatch(r"hybridflow: the driver \(process \d+\) was killed, or ended without a word", cause)
+    else:
+        assert done.returncode == 1, done.stderr
+        assert cause == (
+            f"hybridflow: reward rank 0, score: reward 'own' ({tmp_path}/own.py:{name}) ended with exit code 3 instead "
+            "of returning"
+        )
+    failure = read_failure(tmp_path / "small")
+    assert failure is not None and failure.cause == cause.removeprefix("hybridflow: ")

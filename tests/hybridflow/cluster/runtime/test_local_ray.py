@@ -77,3 +77,38 @@ def test_a_raylet_that_dies_is_named_at_once_and_started_again_once(tmp_path: Pa
 @pytest.mark.parametrize("agent, seconds", [(_RUNTIME_ENVIRONMENT, 20), (_DASHBOARD, 100)])
 def test_a_raylet_does_not_die_of_a_slow_agent(agent: str, seconds: float, tmp_path: Path) -> None:
     assert _start(_AGENT.format(agent, seconds), tmp_path) == ("7", [])
+
+
+_ENDED_BY_RAY = """
+import os, pathlib, signal, sys, time
+import psutil
+from hybridflow.cluster.processes.termination import termination
+from hybridflow.cluster.runtime.local_ray import LocalRay
+
+class Ended(LocalRay):
+    def _keep(self, line):
+        super()._keep(line)
+        os.kill(os.getpid(), signal.SIGKILL)  # as Ray's own code may at any moment
+
+with termination.handled():
+    termination.begin()
+    with Ended(cpus=1, object_store_bytes=2**27, run=pathlib.Path(sys.argv[1])):
+        next(each for each in psutil.Process().children(recursive=True) if each.name() == "raylet").kill()
+        time.sleep(100)
+"""
+
+
+def test_a_driver_that_ray_ends_before_it_has_spoken_leaves_the_cause_on_the_console(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _ENDED_BY_RAY, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == -9, done.stderr
+    said, title, cause = done.stderr.splitlines()[:3]
+    [pid] = re.findall(r"^  cause      Ray's raylet \(process (\d+)\) was killed by SIGKILL, and the run cannot", cause)
+    ended = f"Ray's raylet (process {pid}) died, and the run ended without a word: by Ray, or both were killed"
+    assert (said, title) == (f"hybridflow: {ended}", "hybridflow: first failure")
