@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 _VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 """What names and values of damaged files may hold, and what a terminal would obey."""
 
@@ -20,6 +22,9 @@ class EngineError(RuntimeError):
 
 class DamagedCheckpointError(EngineError):
     """Bytes that were read of a checkpoint are not those that were saved. The message names the file."""
+
+    checkpoint: Path | None = None
+    """Directory of the checkpoint that no older one stands in for; None where that is not known."""
 
 
 def first_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine3d.errors import UserError
+from engine3d.errors import DamagedCheckpointError, UserError
 from hybridflow.algorithms.advantages.whitening import moments
 from hybridflow.algorithms.base import Experience
 from hybridflow.algorithms.checks import check_finite
@@ -26,7 +26,7 @@ from hybridflow.metrics import names as metrics
 from hybridflow.metrics.logger import Timer
 from hybridflow.trainer.run_setup import open_run
 from hybridflow.trainer.step import TrainerStep
-from hybridflow.trainer.trainer import Trainer, start_trainer
+from hybridflow.trainer.trainer import Trainer, fall_back, start_trainer
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,11 +192,20 @@ class PPOTrainer:
         stack.callback(files.close)
         recipe = checked_recipe(self.config, self._sources.write(files, self._prompts))
         atexit.register(self.close)  # after Ray's own, which was registered when it was imported, and so before it
-        opened = stack.enter_context(open_run(recipe))
-        stack.callback(opened.phases.enter, "end")
-        trainer = stack.enter_context(start_trainer(opened))
-        trainer.start()
-        return trainer
+        while True:
+            with ExitStack() as held:
+                opened = held.enter_context(open_run(recipe))
+                held.callback(opened.phases.enter, "end")
+                try:
+                    with ExitStack() as started:
+                        trainer = started.enter_context(start_trainer(opened))
+                        trainer.start()
+                        held.push(started.pop_all())
+                except DamagedCheckpointError as error:
+                    fall_back(opened, error)
+                    continue
+                stack.push(held.pop_all())
+                return trainer
 
     def _started(self) -> Trainer:
         self.init_distributed()

@@ -33,6 +33,7 @@ from hybridflow.cluster.hosts.checks.host_check import check_writable
 from hybridflow.config.recipe import Recipe
 from hybridflow.rundir.file_names import RECIPE
 from hybridflow.rundir.kept_recipe import saved_to
+from hybridflow.rundir.run_record import started_from
 
 SMALL_BYTES = 8 << 30
 """Shards of a checkpoint that are no larger in all are compared with their checksums before roles start: seconds from a
@@ -162,6 +163,9 @@ def _newest(recipe: Recipe) -> tuple[Path | None, list[str]]:
                 f"resume=auto: no checkpoint in {root} is whole ({_reasons(damaged)}); {verify_hint()}, resume=none "
                 "starts afresh"
             )
+        if (first := started_from(recipe.directory, root)) is not None:
+            notes.append(f"resume: no whole checkpoint in {root}; resuming from {first}, as this run's last start did")
+            return _named(first, verify=recipe.checkpoint.verify)[0], notes
         return None, [*notes, f"resume: no whole checkpoint in {root}; starting afresh"]
     return whole[0], notes
 

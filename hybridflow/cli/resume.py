@@ -11,8 +11,9 @@ from engine3d.errors import UserError
 from hybridflow.cli import train
 from hybridflow.config.yaml_loader import parse_override
 from hybridflow.rundir.actor_runs import runs_in
-from hybridflow.rundir.file_names import RECIPE
+from hybridflow.rundir.file_names import CHECKPOINTS, RECIPE
 from hybridflow.rundir.kept_recipe import saved_to
+from hybridflow.rundir.run_record import started_from
 
 _GIVEN = ("name", "run_dir", "resume", "overwrite")
 """Settings that the run's directory gives."""
@@ -54,7 +55,8 @@ def _checked(run: Path) -> Path:
     saved = saved_to(run)
     whole, skipped = find_checkpoints(saved) if saved is not None else ([], [])
     # One that is damaged is told by the run; a save that was killed leaves no manifest.
-    if not whole and not any((each.directory / MANIFEST).exists() for each in skipped):
+    is_damaged = any((each.directory / MANIFEST).exists() for each in skipped)
+    if not whole and not is_damaged and started_from(run, saved or run / CHECKPOINTS) is None:
         raise UserError(
             f"resume: the run in {run} has saved no checkpoint; checkpoint.save_interval=10 saves every ten steps"
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine3d.errors import UserError
+from engine3d.errors import DamagedCheckpointError, UserError
 from engine3d.startup.imports import quick_imports
 from hybridflow.cli import actors
 from hybridflow.cli.last_words import last_words
@@ -42,8 +43,17 @@ def run(parsed: argparse.Namespace) -> int:
     if recipe.placement.cluster is not None and (code := guarded(lambda: _check_cluster(recipe))):
         return code
 
+    damaged: list[Path] = []
+
+    def work() -> int:
+        try:
+            return _run_recipe(recipe)
+        except DamagedCheckpointError as error:
+            damaged.extend([] if error.checkpoint is None else [error.checkpoint])
+            raise
+
     def tell_how_to_go_on() -> None:
-        if lines := closing.how_to_go_on(recipe, parsed.words):
+        if lines := closing.how_to_go_on(recipe, parsed.words, *damaged):
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def say_what_it_failed_of() -> None:
@@ -60,7 +70,7 @@ def run(parsed: argparse.Namespace) -> int:
     termination.add_resort(note_directory)
     termination.add_resort(tell_how_to_go_on)  # after Ctrl-C it stands below the line that says so
     try:
-        code = guarded(lambda: _run_recipe(recipe))
+        code = guarded(work)
     except UserError as error:
         code = fail(error, 1)
     termination.remove_resort(tell_how_to_go_on)

@@ -79,8 +79,8 @@ class Recipe(Settings):
     limits: LimitsConfig = LimitsConfig()
     network: NetworkConfig = NetworkConfig()
     resume: Literal["none", "auto"] | AbsolutePath = "none"
-    """Start afresh; go on after the newest whole checkpoint of `checkpoint.dir`, if there is one; or after this one: a
-    checkpoint, a directory of them, or a run's directory."""
+    """Start afresh; go on after the newest whole checkpoint of `checkpoint.dir`, or else after the one that the run
+    started from, if there is one; or after this one: a checkpoint, a directory of them, or a run's directory."""
     overwrite: bool = False
     """Start afresh although `run_dir/name` has a run: its directory is kept as `name.1`, `name.2` and so on. A
     checkpoint that `resume` finds comes first."""

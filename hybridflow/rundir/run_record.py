@@ -30,6 +30,7 @@ class RunStart:
         host: name of the driver's host.
         versions: by distribution.
         commit: of the checkout; None where the code is no checkout.
+        checkpoint: directory of the checkpoint that the run resumes from, which may be another run's.
     """
 
     at: float
@@ -38,6 +39,7 @@ class RunStart:
     host: str
     versions: Mapping[str, str] = field(default_factory=dict)
     commit: str | None = None
+    checkpoint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ def record_start(
     commit: str | None,
     parameters: int | None = None,
     active_parameters: int | None = None,
+    checkpoint: Path | None = None,
 ) -> None:
     """Add a start to the record. The arguments are as in `RunStart` and `RunRecord`.
 
@@ -85,7 +88,8 @@ def record_start(
         OSError: it cannot be written.
     """
     before = read_run_record(directory)
-    start = RunStart(time.time(), after_step, command_line(), socket.gethostname(), versions, commit)
+    resumed = None if checkpoint is None else str(checkpoint)
+    start = RunStart(time.time(), after_step, command_line(), socket.gethostname(), versions, commit, resumed)
     starts = (*(before.starts if before is not None else ()), start)
     _write(directory, RunRecord(parameters, active_parameters, starts))
 
@@ -121,6 +125,23 @@ def read_run_record(directory: Path) -> RunRecord | None:
     except (KeyError, TypeError):
         raise UserError(f"{path} is damaged, expected the record that a run writes") from None
     return record
+
+
+def started_from(directory: Path, saves_to: Path) -> Path | None:
+    """The checkpoint of another directory that a run started from; None if it started afresh or from one of its own.
+
+    Args:
+        directory: of the run.
+        saves_to: directory of its own checkpoints.
+
+    Raises:
+        UserError: the record is damaged.
+    """
+    record = read_run_record(directory)
+    checkpoint = record.starts[-1].checkpoint if record is not None else None
+    if checkpoint is None or Path(checkpoint).parent.resolve() == saves_to.resolve():
+        return None
+    return Path(checkpoint)
 
 
 def _write(directory: Path, record: RunRecord) -> None:

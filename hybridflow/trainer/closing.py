@@ -13,6 +13,7 @@ from hybridflow.checkpoint.resume import find_sound
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.yaml_loader import settings_yaml
 from hybridflow.rundir.file_names import EXPORT, RECIPE, REPORT
+from hybridflow.rundir.run_record import started_from
 
 _READ_AT_END = 1 << 30
 """Shards that are no larger in all are compared with their checksums when a run has ended: who waits for a prompt waits
@@ -36,12 +37,13 @@ def results(recipe: Recipe) -> list[str]:
     ]
 
 
-def how_to_go_on(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
+def how_to_go_on(recipe: Recipe, arguments: Sequence[str], damaged: Path | None = None) -> list[str]:
     """What is left of a run that ended early, and the command that resumes it.
 
     Args:
         recipe: of the run.
         arguments: of `hybridflow train`: the recipe's file, overrides and options.
+        damaged: the checkpoint in which ranks found damage.
 
     Returns:
         No lines where the run had not begun to write its directory.
@@ -49,12 +51,20 @@ def how_to_go_on(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
     if not has_begun(recipe):
         return []
     kept = f"hybridflow: metrics and logs are in {shown(recipe.directory)}"
-    checkpoint = newest_checkpoint(recipe)
+    checkpoint = newest_checkpoint(recipe, damaged)
+    if checkpoint is None and (first := _started_from(recipe)) not in (None, damaged):
+        return [
+            kept,
+            f"hybridflow: no checkpoint of this run is complete yet; to resume from {first}, as it did:",
+            f"  {resume_command(arguments)}",
+        ]
     if checkpoint is None:
         every = recipe.checkpoint.save_interval
         reason = (
             "this run saves no checkpoints (checkpoint.save_interval=10 saves one every ten steps)"
             if every is None
+            else f"{damaged} is damaged, and there is no other checkpoint"
+            if damaged is not None
             else "the first checkpoint was not complete yet"
         )
         return [kept, f"hybridflow: nothing to resume from: {reason}"]
@@ -79,15 +89,27 @@ def resume_command(arguments: Sequence[str]) -> str:
     return shlex.join(["hybridflow", "train", *kept, "resume=auto"])
 
 
-def newest_checkpoint(recipe: Recipe) -> Path | None:
-    """The newest checkpoint where the run saves that can be resumed from; None if there is none, or it saves none."""
+def newest_checkpoint(recipe: Recipe, damaged: Path | None = None) -> Path | None:
+    """The newest checkpoint where the run saves that can be resumed from; None if there is none, or it saves none.
+
+    Args:
+        recipe: of the run.
+        damaged: one that it is not.
+    """
     if recipe.checkpoint.save_interval is None:
         return None
     try:
         whole, _ = find_sound(recipe.checkpoint_directory, most_bytes=_READ_AT_END)
     except UserError:
         return None
-    return whole[0] if whole else None
+    return next((each for each in whole if damaged is None or each.resolve() != damaged.resolve()), None)
+
+
+def _started_from(recipe: Recipe) -> Path | None:
+    try:
+        return started_from(recipe.directory, recipe.checkpoint_directory)
+    except UserError:
+        return None
 
 
 def shown(path: Path) -> str:

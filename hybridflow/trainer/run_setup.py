@@ -155,6 +155,7 @@ def _record_start(recipe: Recipe, resumption: Resumption | None) -> None:
         checkout_commit(),
         spec.parameter_count(),
         spec.active_parameter_count(),
+        resumption.directory if resumption is not None else None,
     )
 
 

@@ -91,7 +91,7 @@ def train(recipe: Recipe) -> Outcome:
             try:
                 found, best = _run(opened)
             except DamagedCheckpointError as error:
-                _fall_back(opened, error)
+                fall_back(opened, error)
                 continue
             opened.phases.enter("end")
             of_sets = [*summary_of_sets(found.first_of_sets, found.last_of_sets), *summary_of_best(best)]
@@ -114,7 +114,7 @@ def _run(opened: OpenRun) -> tuple[Measurements, Best | None]:
         return trainer.run(), trainer.checkpoints.best
 
 
-def _fall_back(opened: OpenRun, error: DamagedCheckpointError) -> None:
+def fall_back(opened: OpenRun, error: DamagedCheckpointError) -> None:
     """Put the checkpoint aside that ranks could not load, so that `resume=auto` takes the one before it.
 
     Raises:
@@ -122,6 +122,7 @@ def _fall_back(opened: OpenRun, error: DamagedCheckpointError) -> None:
     """
     resumption = opened.run.resumption
     if opened.recipe.resume != "auto" or resumption is None:
+        error.checkpoint = resumption.directory if resumption is not None else None
         raise error
     log.warning(f"resume: {error}; now {move_aside(resumption.directory)}, and the one before it is tried")
 

@@ -28,9 +28,9 @@ hosts = [[each.index, each.address, each.role] for each in link.cluster.hosts]
 with told.open("a") as file:
     file.write(json.dumps({"words": sys.argv[2:], "hosts": hosts}) + "\\n")
 what, step, line = json.loads((directory / "script.json").read_text())[number]
-if what == "refuse":
+if what in ("refuse", "early"):
     tell_failure("", line)
-    sys.exit(2)
+    sys.exit(2 if what == "refuse" else 1)
 (directory / "failure.json").unlink(missing_ok=True)
 tell_directory(directory)
 if what in ("lose", "linger"):
@@ -122,18 +122,19 @@ def launch_of(
     *,
     hosts: int,
     roles: Sequence[HostRole | None] = (),
+    resume: str = "resume=none",
     **plan: Any,
 ) -> LaunchedAgents:
     """A launch of which the command does one thing a start: what, in which step, and with which line.
 
-    What is "end", "slow_end" (after so many seconds), "fail", "refuse" (exit code 2), "lose" (fail when a host is
-    lost), "linger" (do not end then) or "hang".
+    What is "end", "slow_end" (after so many seconds), "fail", "refuse" (exit code 2), "early" (fail before there is a
+    directory), "lose" (fail when a host is lost), "linger" (do not end then) or "hang".
     """
     (directory / "script.json").write_text(json.dumps(list(script)))
     (directory / "command.py").write_text(COMMAND)
     program = [sys.executable, str(directory / "command.py"), str(directory)]
     preflight = PreflightPlan(run_dir=directory, recipe="one", rates=False)
-    words = ["train", "recipe.yaml", "resume=none"]
+    words = ["train", "recipe.yaml", resume]
     given = {"lost_s": 5.0, "stop_s": 0.5, "gather_s": 30.0} | plan
     return LaunchedAgents(
         directory, LaunchPlan(hosts, words, preflight=preflight, program=program, **given), roles=roles

@@ -250,9 +250,10 @@ class LocalRay:
         """End the command, or the attempt to start; in a program of the user's, whoever waits for a rank raises."""
         if not self._has_started:
             self._kill()  # `ray.init` raises without its servers, and would wait for them for a minute otherwise
-        elif termination.cause is None and termination.end(f"hybridflow: {line}", lambda: self._keep(line)):
-            if self._host is not None:  # not before the line is said: Ray may end this process in between
-                self._host.tell_watchdog(watchdog.END)
+            return
+        ends = termination.cause is None and termination.end(f"hybridflow: {line}", lambda: self._keep(line))
+        if ends and self._host is not None:  # not before the line is said: Ray may end this process in between
+            self._host.tell_watchdog(watchdog.END)
 
     def _keep(self, line: str) -> None:
         """Have what the run fails of in its directory: Ray may end this process before its last words."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import pytest
 import torch
 
 import hybridflow
-from engine3d.errors import UserError
+from engine3d.errors import DamagedCheckpointError, UserError
 from hybridflow import PPOConfig, PPOTrainer, RLTrainer, TrainerConfig, get_ppo_config
 from hybridflow.algorithms.dpo import DPOSettings
 from hybridflow.algorithms.registry import ALGORITHMS
+from hybridflow.api import ppo_trainer
 from hybridflow.api.input_files import InputFiles, Sources, importable_path
 from hybridflow.api.ppo_trainer import to_learn
 from hybridflow.api.recipe_builder import Given, make_recipe, run_directory
@@ -28,6 +30,8 @@ from hybridflow.config.stream import StreamConfig
 from hybridflow.rewards.builtin import length
 from hybridflow.rewards.config import RewardConfig
 from hybridflow.rewards.functions import RewardFunctions
+from hybridflow.trainer.run_setup import OpenRun, prepare
+from tests.support.resumable import make_checkpoint
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "launch/recipes/demo.yaml"
@@ -354,6 +358,44 @@ def test_a_trainer_says_what_is_wrong_before_it_starts(model: Path, tmp_path: Pa
     trainer.close()
     trainer.close()
     assert refusal(trainer.rollout) == "the trainer is closed, expected a new one"
+
+
+def test_a_trainer_falls_back_to_the_checkpoint_before_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(DEMO, [f"run_dir={tmp_path}", "name=small", "checkpoint.save_interval=1"])
+    run = prepare(recipe)
+    run.lock.close()
+    for step in (2, 4):
+        make_checkpoint(recipe, step, run=run.identity)
+    closed, tried = [], []
+
+    @contextlib.contextmanager
+    def start_trainer(opened: OpenRun) -> Iterator[Any]:
+        assert opened.run.resumption is not None
+        directory = opened.run.resumption.directory
+        tried.append(directory.name)
+
+        class OfRanks:
+            def start(self) -> None:
+                if directory.name == "step-00000004":  # as ranks find of a checkpoint that is too large to read before
+                    raise DamagedCheckpointError(f"load of {directory}: rank 0: damaged")
+
+        try:
+            yield OfRanks()
+        finally:
+            closed.append(directory.name)
+
+    monkeypatch.setattr(ppo_trainer, "start_trainer", start_trainer)
+    recipe = load_recipe(DEMO, [f"run_dir={tmp_path}", "name=small", "checkpoint.save_interval=1", "resume=auto"])
+    with PPOTrainer(PPOConfig(recipe=recipe.model_dump(mode="json"))):
+        assert (tried, closed) == (["step-00000004", "step-00000002"], ["step-00000004"])
+        assert (recipe.checkpoint_directory / "step-00000004.1").is_dir()
+    assert closed == tried
+    named = recipe.model_copy(update={"resume": make_checkpoint(recipe, 4, run=run.identity)})
+    with pytest.raises(DamagedCheckpointError) as error:
+        PPOTrainer(PPOConfig(recipe=named.model_dump(mode="json"))).init_distributed()
+    assert error.value.checkpoint == recipe.checkpoint_directory / "step-00000004"
 
 
 def test_without_prompts_nothing_is_trained_on(model: Path, tmp_path: Path) -> None:

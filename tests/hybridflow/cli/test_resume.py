@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.checkpoint.resume import find_resumption
 from hybridflow.cli import train
 from hybridflow.cli.main import main
 from hybridflow.config.recipe import Recipe
@@ -38,6 +39,23 @@ def test_a_run_is_resumed_by_its_own_recipe(tmp_path: Path, monkeypatch: pytest.
     [recipe] = found
     assert recipe.directory == moved and recipe.seed == 5 and recipe.trainer.steps == 200
     assert recipe.resume == "auto" and recipe.checkpoint_directory == moved / "checkpoints"
+
+
+def test_a_run_that_began_from_another_ones_checkpoint_is_resumed_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = make_checkpoint(a_recipe(tmp_path, "name=earlier"), 2)
+    prepare(a_recipe(tmp_path, f"resume={earlier}")).lock.close()
+    found: list[Path | None] = []
+
+    def run_recipe(recipe: Recipe) -> int:
+        resumption, _ = find_resumption(recipe)
+        found.append(resumption.directory if resumption is not None else None)
+        return 0
+
+    monkeypatch.setattr(train, "_run_recipe", run_recipe)
+    assert main(["resume", str(tmp_path / "small")]) == 0
+    assert found == [earlier]
 
 
 def test_what_cannot_be_resumed_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

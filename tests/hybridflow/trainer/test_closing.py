@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from engine3d.errors import UserError
 from hybridflow.trainer.closing import how_to_go_on, results
 from hybridflow.trainer.run_setup import prepare
 from tests.support.resumable import DEMO, a_recipe, make_checkpoint
@@ -61,10 +63,43 @@ def test_what_was_interrupted_is_resumed_by_a_command(tmp_path: Path, monkeypatc
     assert results(recipe)[1] == "checkpoints  small/checkpoints/step-00000003"
 
 
+def test_a_checkpoint_in_which_ranks_found_damage_is_not_recommended(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path)
+    prepare(recipe).lock.close()
+    damaged = make_checkpoint(recipe, 5)
+    *_, reason = how_to_go_on(recipe, [str(DEMO)], damaged)
+    assert reason == f"hybridflow: nothing to resume from: {damaged} is damaged, and there is no other checkpoint"
+    make_checkpoint(recipe, 3)
+    *_, said, _ = how_to_go_on(recipe, [str(DEMO)], damaged)
+    assert said == "hybridflow: the newest checkpoint is of step 3; to resume after it:"
+
+
+def test_a_run_without_a_checkpoint_resumes_from_that_of_its_start(tmp_path: Path) -> None:
+    earlier = make_checkpoint(a_recipe(tmp_path, "name=earlier"), 3)
+    recipe = a_recipe(tmp_path, f"resume={earlier}")
+    prepare(recipe).lock.close()
+    for _ in range(2):  # the checkpoint is that of the second start too
+        lines = how_to_go_on(recipe, [str(DEMO), f"resume={earlier}"])
+        assert (
+            lines[1] == f"hybridflow: no checkpoint of this run is complete yet; to resume from {earlier}, as it did:"
+        )
+        assert lines[2].endswith("resume=auto")
+        recipe = a_recipe(tmp_path, "resume=auto")
+        run = prepare(recipe)
+        run.lock.close()
+        assert run.resumption is not None and run.resumption.directory == earlier and run.steps_done == 3
+    assert how_to_go_on(recipe, [str(DEMO)], earlier)[1].endswith(
+        f"{earlier} is damaged, and there is no other checkpoint"
+    )
+    shutil.rmtree(earlier)
+    with pytest.raises(UserError, match=f"resume: no such directory: {earlier}"):
+        prepare(recipe)
+
+
 # A run that saves a checkpoint and then ends in a certain way; in a process of its own, which signals end for good.
 ENDING = """
 import os, signal, sys, time
-from engine3d.errors import EngineError
+from engine3d.errors import DamagedCheckpointError, EngineError
 from hybridflow.cli import main, train
 from hybridflow.trainer.run_setup import prepare
 from tests.support.resumable import make_checkpoint
@@ -72,6 +107,10 @@ from tests.support.resumable import make_checkpoint
 def run(recipe):
     prepare(recipe).lock.close()
     make_checkpoint(recipe, 3)
+    if sys.argv[1] == "damaged":
+        error = DamagedCheckpointError("load: rank 0: it is damaged")
+        error.checkpoint = make_checkpoint(recipe, 4)
+        raise error
     if sys.argv[1] == "fail":
         raise EngineError("rollout rank 0: it died")
     os.kill(os.getpid(), getattr(signal, sys.argv[1]))
@@ -86,7 +125,12 @@ sys.exit(main.main(sys.argv[2:]))
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("end", "code", "first"),
-    [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated"), ("fail", 1, "rollout rank 0: it died")],
+    [
+        ("SIGINT", 130, "interrupted"),
+        ("SIGTERM", 143, "terminated"),
+        ("fail", 1, "rollout rank 0: it died"),
+        ("damaged", 1, "load: rank 0: it is damaged"),
+    ],
 )
 def test_the_command_says_how_to_resume(tmp_path: Path, end: str, code: int, first: str) -> None:
     overrides = [f"run_dir={tmp_path}", "name=small", "checkpoint.save_interval=1"]

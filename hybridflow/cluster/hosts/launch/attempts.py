@@ -70,6 +70,7 @@ class Attempts:
         self._late: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
         self._ended_late: str | None = None
+        self._has_begun = False
 
     @property
     def is_running(self) -> bool:
@@ -130,8 +131,18 @@ class Attempts:
                 await self._stop_others()
                 following = await self._following()
                 self._tell_restart(outcome, following)
-                words = [word for word in self._plan.words if not word.startswith("resume=")] + ["resume=auto"]
+                words = self._words_again()
             self._attempt = following
+
+    def _words_again(self) -> list[str]:
+        """The command's words for another start.
+
+        A run that has begun keeps in its directory from which checkpoint it started, until it has one of its own.
+        """
+        named = [word for word in self._plan.words if word.startswith("resume=")]
+        if not self._has_begun and named and named[-1] not in ("resume=none", "resume=auto"):
+            return list(self._plan.words)
+        return [word for word in self._plan.words if word not in named] + ["resume=auto"]
 
     async def _run_once(self, words: Sequence[str]) -> Outcome:
         plan, cluster = self._plan, self._attempt.cluster
@@ -143,6 +154,7 @@ class Attempts:
         self.logs = GatheredLogs(members, [number for number, member in enumerate(members) if member.is_apart])
 
         def begun(directory: Path) -> None:
+            self._has_begun = True
             apart = [member.host.index for member in members if member.is_apart]
             keep_hosts(directory, [(member.host, member.settings) for member in members], apart)
 

@@ -52,6 +52,15 @@ def test_a_failure_is_followed_by_a_start_on_the_same_hosts(tmp_path: Path, capf
     assert read_failure(tmp_path) is None
 
 
+@pytest.mark.parametrize("resume", ["resume=none", "resume=runs/earlier"])
+def test_a_named_checkpoint_counts_until_the_run_has_a_directory(tmp_path: Path, resume: str) -> None:
+    script = [("early", "", "no Ray"), FAIL, END]
+    launch = launch_of(tmp_path, script, hosts=1, resume=resume, restarts=2)
+    assert run(launch) == [0]
+    again = resume if resume != "resume=none" else "resume=auto"
+    assert [start["words"][2:] for start in launch.starts()] == [[resume], [again], ["resume=auto"]]
+
+
 def test_a_spare_takes_the_place_of_a_lost_host(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     roles = ["train", "rollout", "rollout", None]
     launch = launch_of(tmp_path, [LOSE, END], hosts=4, roles=roles, restarts=1, spares=1)
