@@ -43,11 +43,11 @@ def check_megatron(recipe: Recipe, role: str, spec: ModelSpec, layout: Layout, *
         raise UserError(f"{setting}.{error}") from None
 
 
-def check_model(recipe: Recipe, role: str, actor: ModelSpec | None) -> ModelSpec | None:
+def check_model(recipe: Recipe, role: str, actor: ModelSpec | None) -> tuple[ModelSpec | None, list[str]]:
     """The model of a role beside the actor: its files, and whether it reads the actor's tokens.
 
     Returns:
-        The model; None if it begins with the actor's, which is unknown.
+        The model, None if it begins with the actor's, which is unknown; and notes as of `check_model_files`.
 
     Raises:
         UserError: naming the setting.
@@ -56,8 +56,8 @@ def check_model(recipe: Recipe, role: str, actor: ModelSpec | None) -> ModelSpec
     try:
         spec = role_spec(recipe, role, actor)
         if path is None or spec is None:
-            return spec
-        check_model_files(f"{role}.path", spec, path, needs_head=isinstance(recipe.models[role], ScoringModel))
+            return spec, []
+        notes = check_model_files(f"{role}.path", spec, path, needs_head=isinstance(recipe.models[role], ScoringModel))
     except UserError as error:
         raise UserError(f"{role}.path: {error}") from None
     if role == "teacher" and actor is not None:
@@ -67,7 +67,7 @@ def check_model(recipe: Recipe, role: str, actor: ModelSpec | None) -> ModelSpec
             f"{role}.path: {path} has a vocab_size of {spec.vocab_size} and the actor one of {actor.vocab_size}; "
             "expected at least as many, of the same tokenizer"
         )
-    return spec
+    return spec, notes
 
 
 def check_model_files(setting: str, spec: ModelSpec, directory: Path, *, needs_head: bool = False) -> list[str]:

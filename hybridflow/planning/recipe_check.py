@@ -86,7 +86,10 @@ def check_recipe(
     encoded: EncodedPrompts | None = None
     spec = attempt(initial_spec, recipe)
     attempt(check_checkpoints, recipe, spec)
-    specs = {"actor": spec} | {role: attempt(check_model, recipe, role, spec) for role in recipe.models}
+    specs = {"actor": spec}
+    for role in recipe.models:
+        specs[role], notes = attempt(check_model, recipe, role, spec) or (None, [])
+        warnings += notes
     devices = attempt(planned_devices, recipe, cluster)
     layouts = attempt(check_layouts, recipe, devices, specs) if devices is not None else None
     if devices is not None and layouts is not None and cluster is not None:

@@ -31,6 +31,7 @@ from hybridflow.planning.engine_check import (
 )
 from hybridflow.planning.model_check import check_model
 from hybridflow.planning.placement_check import check_apart, lent_engines
+from hybridflow.planning.recipe_check import check_recipe
 from tests.support.tiny_families import CONFIGS
 
 DEMO = "launch/recipes/demo.yaml"
@@ -61,7 +62,19 @@ def test_a_model_that_scores_has_a_head(tmp_path: Path, role: str) -> None:
         f"{role}.path: {tmp_path}/language: no tensor score.weight, expected a model with a value head"
     )
     critic = a_recipe("algorithm={name: ppo}", f"critic.path={tmp_path}/language")
-    assert check_model(critic, "critic", initial_spec(critic)) is not None  # it begins with a head of zeros
+    spec, notes = check_model(critic, "critic", initial_spec(critic))
+    assert spec is not None and spec.value_head and notes == []  # it begins with a head of zeros
+
+
+@pytest.mark.parametrize("role", ["reference", "critic"])
+def test_files_of_any_model_get_the_notes_of_the_actors(tmp_path: Path, role: str) -> None:
+    create_model(a_recipe(), tmp_path / "language", seed=0)
+    config = tmp_path / "language" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
+    recipe = a_recipe("algorithm={name: ppo, kl_coef: 0.1}", f"{role}.path={tmp_path}/language")
+    ignored = "config.json names a quantisation (fp8), and the weights are not quantised: it is ignored"
+    assert check_model(recipe, role, initial_spec(recipe))[1] == [f"{role}.path: {ignored}"]
+    assert f"{role}.path: {ignored}" in check_recipe(recipe)
 
 
 @pytest.mark.parametrize(
