@@ -38,10 +38,10 @@ class StoredText:
 
 @dataclass(frozen=True)
 class TextOf:
-    """Decodes the tokens of a run.
+    """Decoder of a run's tokens.
 
     Args:
-        tokenizer: of the run; None where there is none, and then texts are the ids of tokens.
+        tokenizer: of the run; None if there is none, and texts are the ids of tokens.
         reason: why there is none.
     """
 
@@ -50,30 +50,30 @@ class TextOf:
 
     @classmethod
     def of_run(cls, run: Path) -> TextOf:
-        """With the tokenizer of the model that the run began with, or has exported.
+        """Take the tokenizer of the model that the run began with, or has exported.
 
         Raises:
             UserError: the recipe of the run cannot be read.
         """
-        named = kept_setting(read_kept_recipe(run), "model.path")
-        places = [run / _INITIAL, *([Path(named)] if isinstance(named, str) else []), run / EXPORT]
-        place = next((each for each in places if (each / "tokenizer_config.json").exists()), None)
-        if place is None:
-            return cls(None, f"no tokenizer in {' or '.join(map(str, places))}")
+        path = kept_setting(read_kept_recipe(run), "model.path")
+        models = [run / _INITIAL, *([Path(path)] if isinstance(path, str) else []), run / EXPORT]
+        model = next((model for model in models if (model / "tokenizer_config.json").exists()), None)
+        if model is None:
+            return cls(None, f"no tokenizer in {' or '.join(map(str, models))}")
         try:
-            return cls(_backend(place) or _complete_tokenizer(place))
+            return cls(_backend(model) or _complete_tokenizer(model))
         except UserError as error:
             return cls(None, str(error))
 
     def __call__(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens, special ones included."""
+        """Return the text of tokens, special ones included."""
         if self.tokenizer is None:
             return " ".join(map(str, tokens))
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
 def _backend(directory: Path) -> Tokenizer | None:
-    """The tokenizer of tokenizer.json; None where transformers decodes by more than that file."""
+    """Return the tokenizer of tokenizer.json; None if transformers decodes by more than that file."""
     from tokenizers import Tokenizer
 
     path = directory / "tokenizer.json"
@@ -98,9 +98,9 @@ def _complete_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def read_stored(run: Path) -> list[StoredText]:
-    """Samples of the last steps of a run's store: of the highest and of the lowest rewards, the highest first.
+    """Read samples of the last steps of a run's store: of the highest and of the lowest rewards, the highest first.
 
-    Of each prompt there is one among the highest and one among the lowest, where there are enough prompts.
+    A prompt has one among the highest and one among the lowest, where there are enough prompts.
 
     Raises:
         UserError: something in the store cannot be read.
@@ -115,23 +115,23 @@ def read_stored(run: Path) -> list[StoredText]:
     ]
 
 
-def _extremes(found: Sequence[tuple[Place, StoredSample]]) -> list[Place]:
-    """Where the samples of the highest and of the lowest rewards are."""
+def _extremes(samples: Sequence[tuple[Place, StoredSample]]) -> list[Place]:
+    """Return the positions of the samples of the highest and of the lowest rewards."""
 
-    def reward(each: tuple[Place, StoredSample]) -> float:
-        value = each[1].reward
+    def reward(entry: tuple[Place, StoredSample]) -> float:
+        value = entry[1].reward
         return -math.inf if value is None or math.isnan(value) else value
 
-    ordered = sorted(found, key=reward, reverse=True)
+    ordered = sorted(samples, key=reward, reverse=True)
     if len(ordered) <= _OF_A_STEP:
         return [place for place, _ in ordered]
     highest = _of_distinct_prompts(ordered, _OF_A_STEP // 2)
-    rest = [each for each in ordered if each[0] not in set(highest)]
+    rest = [entry for entry in ordered if entry[0] not in set(highest)]
     return [*highest, *reversed(_of_distinct_prompts(rest[::-1], _OF_A_STEP // 2))]
 
 
 def _of_distinct_prompts(ordered: Sequence[tuple[Place, StoredSample]], count: int) -> list[Place]:
-    """The first samples in an order, one of each prompt; more of a prompt only where there are too few prompts."""
+    """Return the first samples in an order, one for a prompt; more for a prompt only if there are too few prompts."""
     first = {sample.prompt: place for place, sample in reversed(ordered)}
     chosen = [place for place, sample in ordered if first[sample.prompt] == place][:count]
     more = [place for place, _ in ordered if place not in set(chosen)]
