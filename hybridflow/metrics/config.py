@@ -6,9 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from engine3d.errors import shortened
 from engine3d.settings import LONGEST_S, Settings
 
 Label = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+def _not_disabled(given: Any) -> Any:
+    if given == "disabled":
+        raise ValueError("'disabled', expected online or offline; metrics.wandb=false leaves Weights & Biases out")
+    return given
 
 
 class WandbConfig(Settings):
@@ -20,7 +27,7 @@ class WandbConfig(Settings):
     """Team or user; WANDB_ENTITY, or the user's default, if null."""
     tags: tuple[Label, ...] = ()
     """Tags of the run."""
-    mode: Literal["online", "offline"] | None = None
+    mode: Annotated[Literal["online", "offline"] | None, BeforeValidator(_not_disabled)] = None
     """Upload metrics while the run writes them, or keep them in its directory for `wandb sync`; WANDB_MODE, or
     "online", if null."""
 
@@ -46,7 +53,9 @@ class TrackioConfig(Settings):
 
 
 def _switched(given: Any) -> Any:
-    """True stands for all defaults, false for none."""
+    """True stands for all defaults, false for none. Raises ValueError for a text."""
+    if isinstance(given, str):
+        raise ValueError(f"{shortened(given)!r}, expected true, false, or a mapping of its settings")
     return {True: {}, False: None}[given] if isinstance(given, bool) else given
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from engine3d.errors import UserError
+from hybridflow.config.recipe import load_recipe
 from hybridflow.metrics.config import MetricsConfig, MlflowConfig, TrackioConfig
 from hybridflow.metrics.logger import Metrics
 from hybridflow.metrics.trackers import check_trackers
@@ -95,3 +96,19 @@ def test_a_run_of_trackio_resumes_under_its_name(run: Path, capsys: pytest.Captu
     assert [(name, step) for name, step, _ in rows] == [("run", 1), ("run", 1), ("run", 2)]
     assert json.loads(rows[0][2]) == {"sft/loss": 2.0} and json.loads(rows[2][2])["train/loss"] == 0.25
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("metrics.wandb.mode=disabled", "expected online or offline; metrics.wandb=false leaves Weights & Biases out"),
+        ("metrics.wandb=disabled", "expected true, false, or a mapping of its settings"),
+        ("metrics.mlflow=disabled", "expected true, false, or a mapping of its settings"),
+        ("metrics.trackio=my-project", "expected true, false, or a mapping of its settings"),
+    ],
+)
+def test_a_sink_that_is_named_as_elsewhere_says_what_to_write(override: str, said: str) -> None:
+    setting, _, value = override.partition("=")
+    with pytest.raises(UserError) as refused:
+        load_recipe("launch/recipes/demo.yaml", [override])
+    assert str(refused.value) == f"override {override}: {setting}: {value!r}, {said}"
