@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 
 MASK, MODE = 0o077, 0o700
@@ -16,11 +17,27 @@ def keep_private() -> None:
     os.umask(MASK)
 
 
+@contextmanager
+def umask_restored() -> Iterator[None]:
+    """Restore the umask of this process at the end of the block."""
+    before = _umask()
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.umask(int(before, 8))
+
+
 def umask_environment() -> dict[str, str]:
     """Variables by which a rank, on any host, gets the umask of this process."""
-    status = Path("/proc/self/status").read_text()
-    found = re.search(r"^Umask:\s*([0-7]+)$", status, re.MULTILINE)
-    return {_VARIABLE: found[1]} if found is not None else {}
+    mask = _umask()
+    return {_VARIABLE: mask} if mask is not None else {}
+
+
+def _umask() -> str | None:
+    """The umask in octal digits. `os.umask` would change that of other threads for a moment."""
+    found = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return found[1] if found is not None else None
 
 
 def take_umask(environment: MutableMapping[str, str]) -> None:

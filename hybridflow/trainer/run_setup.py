@@ -34,6 +34,7 @@ from hybridflow.rundir.file_names import FLIGHT_RECORDER, LOGS, PHASE, RECIPE
 from hybridflow.rundir.first_failure import forget_failures
 from hybridflow.rundir.heartbeat import forget_heartbeats
 from hybridflow.rundir.lock import LOCK, SETTING, claim, hold
+from hybridflow.rundir.private import umask_restored
 from hybridflow.rundir.progress import PhaseFile
 from hybridflow.rundir.run_record import record_start
 
@@ -130,20 +131,21 @@ class OpenRun:
 
 @contextmanager
 def open_run(recipe: Recipe) -> Iterator[OpenRun]:
-    """Prepare a run and open its metrics; close them and let go of its directory when the block is left.
+    """Prepare a run and open its metrics. At the end of the block close them, and restore the umask.
 
     Raises as `prepare` does.
     """
-    run = prepare(recipe)
-    tell_directory(run.directory)
-    with run.lock:
-        recipe = recipe.for_prompts(len(run.train))
-        phases = PhaseFile(run.directory / PHASE)
-        phases.enter("start")
-        state = run.resumption.state if run.resumption is not None else None
-        done = state.step if state is not None else None
-        with Metrics(recipe.metrics, run.directory, totals=recipe.phase_steps, resume_from_step=done) as sinks:
-            yield OpenRun(recipe, run, sinks, phases)
+    with umask_restored():
+        run = prepare(recipe)
+        tell_directory(run.directory)
+        with run.lock:
+            recipe = recipe.for_prompts(len(run.train))
+            phases = PhaseFile(run.directory / PHASE)
+            phases.enter("start")
+            state = run.resumption.state if run.resumption is not None else None
+            done = state.step if state is not None else None
+            with Metrics(recipe.metrics, run.directory, totals=recipe.phase_steps, resume_from_step=done) as sinks:
+                yield OpenRun(recipe, run, sinks, phases)
 
 
 def _record_start(recipe: Recipe, resumption: Resumption | None) -> None:

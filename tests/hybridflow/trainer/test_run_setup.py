@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from engine3d.errors import UserError
 from hybridflow.config.recipe import load_recipe
 from hybridflow.planning.prompts import prompt_limit
 from hybridflow.rundir.lock import check_free, claim
-from hybridflow.trainer.run_setup import prepare
+from hybridflow.trainer.run_setup import open_run, prepare
 from tests.support.resumable import a_recipe, make_checkpoint
 
 
@@ -61,6 +62,23 @@ def test_a_run_that_ended_before_it_had_begun_is_in_nobodys_way(
 def test_a_run_that_goes_on_is_left_alone(tmp_path: Path) -> None:
     with claim(tmp_path / "run"), pytest.raises(UserError, match="is going on; choose another name"):
         claim(tmp_path / "run")
+
+
+@pytest.mark.parametrize("end", ["well", "refused", "failed"])
+def test_a_program_has_its_umask_again_after_a_private_run(tmp_path: Path, end: str) -> None:
+    before = os.umask(0o022)
+    try:
+        if end == "refused":
+            claim(tmp_path / "small").close()
+            (tmp_path / "small" / "recipe.yaml").write_text("")
+        expected = nullcontext() if end == "well" else pytest.raises(UserError)
+        with expected, open_run(a_recipe(tmp_path, "private=true")):
+            assert (os.umask(0o077), end) == (0o077, end)
+            if end == "failed":
+                raise UserError("a failure")
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
 
 
 def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
