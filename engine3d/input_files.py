@@ -176,13 +176,33 @@ def parse_json(
             raise JsonError("it is empty") from None
         if isinstance(text, str) and text.startswith("\ufeff"):
             raise JsonError("it begins with a byte-order mark, expected UTF-8 without one") from None
-        raise JsonError(str(error)) from None
+        raise JsonError(_syntax_error(error)) from None
     except UnicodeDecodeError:
         raise JsonError(f"not text in UTF-8; {AS_UTF8}") from None
     except RecursionError:
         raise JsonError(_TOO_DEEP) from None
     _check_depth(value)
     return value
+
+
+_SYNTAX = {
+    "Expecting value": "no JSON value",
+    "Expecting property name enclosed in double quotes": "no name in double quotes",
+    "Expecting ',' delimiter": "no comma",
+    "Expecting ':' delimiter": "no colon",
+    "Unterminated string starting at": "a text without an end",
+    "Invalid control character at": "a control character",
+    "Invalid \\escape": "a backslash that escapes nothing",
+    "Invalid \\uXXXX escape": "\\u without four hexadecimal digits",
+    "Extra data": "more text after the value",
+}
+
+
+def _syntax_error(error: json.JSONDecodeError) -> str:
+    """What is wrong and where: the line of a text that has several, and the column."""
+    line = f"line {error.lineno}, " if "\n" in error.doc.strip() else ""
+    words = _SYNTAX.get(error.msg.removesuffix(": "), error.msg)
+    return f"{words} at {line}column {error.colno}"
 
 
 def lines(path: Path, *, most_line_bytes: int = MOST_LINE_BYTES, errors: str = "strict") -> Iterator[tuple[str, bool]]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from engine3d.checkpoint.manifest import Hash
 from engine3d.errors import UserError
+from engine3d.input_files import MOST_LIST_BYTES, read_json_object
 
 _RANKS_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
@@ -104,13 +105,13 @@ class PieceChecksums:
     @staticmethod
     def _read(path: Path) -> dict[tuple[str, int, int], str]:
         try:
-            facts = json.loads(path.read_bytes())
+            facts = read_json_object(path, MOST_LIST_BYTES)
             return {
                 (str(file), int(start), int(length)): str(checksum)
                 for file, pieces in facts.items()
                 for start, length, checksum in pieces
             }
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}") from None
-        except (ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} holds no checksums of pieces: {' '.join(str(error).split())}") from None
+        except (ValueError, TypeError, OverflowError):
+            raise UserError(
+                f"{path} holds no checksums of pieces, expected lists of start, length and checksum by file"
+            ) from None

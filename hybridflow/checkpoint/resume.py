@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ from engine3d.checkpoint.manifest import (
 )
 from engine3d.checkpoint.verify import damaged_description, damaged_shard
 from engine3d.errors import UserError
+from engine3d.input_files import FileError, read_text
 from engine3d.platform import platform
 from hybridflow.checkpoint.compatibility import changes, contradictions, is_accepted
 from hybridflow.checkpoint.contents import contradictions_of_run
@@ -41,6 +43,7 @@ local disk. Larger ones are compared by the ranks that load them, each of which 
 WARMED_UP = "warmed-up"
 """The model after the warm-up, beside the checkpoints: the reference policy of all of them."""
 RUN_IDENTITY = ".run"
+_MOST_IDENTITY_BYTES = 4096
 """The file of a run's directory that says which run's it is, wherever the directory is moved to."""
 
 
@@ -110,12 +113,25 @@ def find_resumption(recipe: Recipe) -> tuple[Resumption | None, list[str]]:
         )
     if state is not None and needs_warmed_up(recipe):
         _check_warmed_up(recipe, directory)
-    here = recipe.directory / RUN_IDENTITY
-    in_place = state is not None and here.is_file() and here.read_text().strip() == state.run
+    in_place = state is not None and run_identity(recipe.directory) == state.run
     after = f"after step {state.step}" if state is not None else "from the weights alone"
     notes.append(f"resume: {after}, from {directory}")
     notes += [f"resume: {change}" for change in changes(recipe, manifest.recipe)]
     return Resumption(directory, manifest, state, in_place, accepted), notes
+
+
+def run_identity(directory: Path) -> str | None:
+    """Identity of the run in a directory; None where there is none.
+
+    Raises:
+        FileError: the file cannot be read.
+    """
+    try:
+        return read_text(directory / RUN_IDENTITY, _MOST_IDENTITY_BYTES).strip()
+    except FileError as error:
+        if error.errno == errno.ENOENT:
+            return None
+        raise
 
 
 def inexact_because(recipe: Recipe) -> list[str]:

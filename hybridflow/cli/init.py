@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 from engine3d.errors import UserError, shortened
+from engine3d.input_files import read_json_object
 from engine3d.startup.imports import quick_imports
 from hybridflow.cli.init_files import Data, Model, files_of_run
 
@@ -72,14 +73,15 @@ def run(parsed: argparse.Namespace) -> int:
 def _model(directory: Path) -> Model:
     """Raises UserError where it is no HuggingFace directory."""
     for file in ("config.json", "tokenizer_config.json"):
-        if not (directory / file).is_file():
+        if not (directory / file).exists():
             fetch = f"; hf download {directory} --local-dir {directory.name}" if _is_of_hub(str(directory)) else ""
             raise UserError(
                 f"init: --model {directory}: no {file} there, expected a HuggingFace directory (nothing is downloaded"
                 f"{fetch})"
             )
-    texts = (directory / name for name in ("chat_template.jinja", "tokenizer_config.json"))
-    has_template = any(path.is_file() and "chat_template" in path.name + path.read_text() for path in texts)
+    read_json_object(directory / "config.json")
+    described = read_json_object(directory / "tokenizer_config.json")
+    has_template = (directory / "chat_template.jinja").is_file() or "chat_template" in described
     return Model(directory.absolute(), has_template)
 
 

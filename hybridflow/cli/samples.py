@@ -143,6 +143,8 @@ def _nothing(files: Mapping[int, Path], wanted: Wanted, directory: Path) -> str:
     """That there is nothing of what was looked for, and what there is."""
     steps = list(files)
     where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    if wanted.is_any:
+        return f"no file of {where} in {directory / SAMPLE_STORE} can be read"
     line = f"no sample with {wanted} among those of {where} in {directory / SAMPLE_STORE}"
     if wanted.group is None and wanted.sample is None:
         rewards = [reward for _, file in newest_first(files) for reward in file.rewards()]

@@ -268,7 +268,7 @@ def _newest_step(path: Path) -> Record | None:
             phase, step = values.pop("phase"), values.pop("step")
             figures = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
             records.append(Record(str(phase), int(step), figures))
-        except (JsonError, ValueError, KeyError, AttributeError, TypeError):
+        except (JsonError, ValueError, KeyError, AttributeError, TypeError, OverflowError):
             continue  # cut off, or half written
     of_steps = [record for record in records if record.phase == "train"]
     return next(reversed(of_steps or records), None)

@@ -6,6 +6,7 @@ only `true` and `false` are booleans, and a key that stands twice is refused.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from engine3d.errors import UserError, shortened
-from engine3d.input_files import MOST_LEVELS, FileError, check_regular
+from engine3d.input_files import MOST_LEVELS, FileError, check_regular, json_kind
 from engine3d.settings import Settings
 from hybridflow.config.error_messages import describe_errors
 from hybridflow.errors.redaction import REDACTED, redacted, redacted_keys, redacted_override
@@ -146,10 +147,8 @@ def read_with_bases(path: Path, derived: Sequence[Path] = ()) -> tuple[dict[str,
         return data, places
     base, place = data.pop("base"), places.pop(("base",))
     if not isinstance(base, str) or "\0" in base:
-        raise SettingsError([f"{place}: base: {base!r} is no path, expected another YAML file"])
+        raise SettingsError([f"{place}: base: {json.dumps(base)} is no path, expected another YAML file"])
     other = (path.parent / base).resolve()
-    if not other.exists():
-        raise SettingsError([f"{place}: base: there is no file {other}"])
     if other in (*derived, path.resolve()):
         raise SettingsError([f"{place}: base: {base} has this file as its own base"])
     if len(derived) == _MOST_BASES:
@@ -190,7 +189,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
         raise SettingsError([str(error)]) from None
     data = {} if data is None else data
     if not isinstance(data, dict):
-        raise SettingsError([f"{path}: expected keys and values, found {type(data).__name__}"])
+        raise SettingsError([f"{path}: expected keys and values, found {json_kind(data)}"])
     return data, places
 
 

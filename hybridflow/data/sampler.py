@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from engine3d.errors import UserError
+from engine3d.input_files import JsonError, parse_json
 from hybridflow.data.files.config import DifficultyConfig, WeightFrom
 
 RATES, RETURNED = "rates", "returned"
@@ -266,7 +267,10 @@ def check_state(state: Mapping[str, Any]) -> None:
 
 def unpacked_returned(state: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Identity and prompt index of the draws that a sampler's state has returned. Raises ValueError for other text."""
-    found = json.loads(state.get(RETURNED, "[]"))
+    try:
+        found = parse_json(state.get(RETURNED, "[]"))
+    except JsonError as error:
+        raise ValueError(f"sampler.{RETURNED}: not valid JSON: {error}") from None
     if not isinstance(found, list) or not all(_is_draw(each) for each in found):
         raise ValueError(f"sampler.{RETURNED}: expected a list of [draw, prompt]")
     return [(number, index) for number, index in found]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError, shortened
-from engine3d.input_files import MOST_DIGITS_OF_DATA, FileError, JsonError, lines, parse_json
+from engine3d.input_files import MOST_DIGITS_OF_DATA, FileError, JsonError, json_kind, lines, parse_json
 from hybridflow.data.answers import AnswerCounts, as_answer
 from hybridflow.data.config import ArithmeticConfig, DataConfig
 
@@ -203,7 +203,7 @@ def parse_fields(line: str, place: str, prompt_field: str) -> dict[str, Any]:
     except JsonError as error:
         raise UserError(f"{place}: not JSON ({error}), expected one object a line") from None
     if not isinstance(fields, dict):
-        raise UserError(f"{place}: a JSON {type(fields).__name__}, expected an object with field {prompt_field!r}")
+        raise UserError(f"{place}: {json_kind(fields)}, expected an object with field {prompt_field!r}")
     return fields
 
 

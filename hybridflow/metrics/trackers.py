@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError, shortened
+from engine3d.input_files import read_text
 from hybridflow.metrics.config import MlflowConfig, TrackioConfig
 from hybridflow.metrics.sinks import Record, refuse_existing
 from hybridflow.metrics.wandb_sink import name_in_phase
@@ -109,7 +110,7 @@ class MlflowSink:
             self._client = mlflow.MlflowClient(tracking_uri=_tracking_uri(config))
             if not identifier.exists():
                 identifier.write_text(f"{self._new_run(config, directory)}\n")
-            self._run = identifier.read_text().strip()
+            self._run = read_text(identifier, 4096).strip()
             self._client.update_run(self._run, status="RUNNING")
 
     def _new_run(self, config: MlflowConfig, directory: Path) -> str:

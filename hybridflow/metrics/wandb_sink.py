@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError
+from engine3d.input_files import read_text
 from hybridflow.errors.redaction import redacted_arguments
 from hybridflow.metrics.config import WandbConfig
 from hybridflow.metrics.sinks import Record, refuse_existing
@@ -93,7 +94,7 @@ class WandbSink:
                     entity=config.entity,
                     tags=config.tags or None,
                     name=directory.parent.name,
-                    id=identifier.read_text().strip(),
+                    id=read_text(identifier, 4096).strip(),
                     resume="allow",
                     mode=mode_of(config),  # type: ignore[arg-type]
                     dir=directory.parent,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine3d.errors import UserError
-from engine3d.input_files import read_json_object
+from engine3d.input_files import MOST_LIST_BYTES, read_json_object
 from engine3d.layout import Layout
 from engine3d.models import ModelSpec
 from engine3d.rollout.served import check_deterministic, check_device
@@ -209,10 +208,4 @@ def _added(directory: Path) -> set[Any]:
 
 def _tokenizer_file(directory: Path) -> dict[str, Any]:
     path = directory / "tokenizer.json"
-    if not path.is_file():
-        return {}
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    return facts if isinstance(facts, dict) else {}
+    return read_json_object(path, MOST_LIST_BYTES) if path.is_file() else {}

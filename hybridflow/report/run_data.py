@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine3d.errors import UserError
-from engine3d.input_files import JsonError, open_regular, parse_json
+from engine3d.input_files import MOST_CONFIG_BYTES, JsonError, open_regular, parse_json, read_text
 from hybridflow.metrics.device_samples import DeviceSample, read_samples
 from hybridflow.metrics.timeline import Span, read_spans
 from hybridflow.report.stored_texts import StoredText, read_stored
@@ -140,7 +140,7 @@ def read_run(directory: Path) -> RunData:
             evaluations=directory / EVALUATIONS if steps_with_texts(directory / EVALUATIONS) else None,
             record=record,
             outcome=_outcome(directory, record, kept_setting(recipe, "trainer.steps")),
-            recipe_text=path.read_text(errors="replace") if path.exists() else "",
+            recipe_text=read_text(path, MOST_CONFIG_BYTES) if path.exists() else "",
         )
     except OSError as error:
         raise UserError(f"report: {error.filename} cannot be read: {error.strerror}") from None

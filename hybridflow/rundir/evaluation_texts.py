@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError
-from engine3d.input_files import parse_json
+from engine3d.input_files import JsonError, parse_json
+from engine3d.json_records import record_of
 from hybridflow.rundir.atomic_files import replace_file, whole_lines
 
 _FILE = re.compile(r"step-(\d{8,})\.jsonl")
@@ -71,11 +72,11 @@ def read_texts(path: Path) -> list[EvaluationText]:
         UserError: naming the file and a line that is no such text.
     """
     found = []
-    for line in whole_lines(path):
+    for number, line in enumerate(whole_lines(path), start=1):
         try:
-            found.append(EvaluationText(**parse_json(line)))
-        except (ValueError, TypeError):
-            raise UserError(f"{path}: {line[:60]!r} is no text of an evaluation") from None
+            found.append(record_of(EvaluationText, parse_json(line)))
+        except JsonError as error:
+            raise UserError(f"{path}:{number}: {line[:60]!r} is no text of an evaluation: {error}") from None
     return found
 
 

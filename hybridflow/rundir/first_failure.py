@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine3d.errors import UserError, shortened, visible
-from engine3d.input_files import JsonError, parse_json
+from engine3d.json_records import EpochSeconds, read_record
 from engine3d.stacks import STACKS
 from hybridflow.rundir.atomic_files import replace_file
 from hybridflow.rundir.file_names import EARLIER_FAILURE, FAILURE, FLIGHT_RECORDER, LOGS
@@ -48,8 +48,8 @@ class FirstFailure:
 
     cause: str
     phase: str
-    at: float
-    since: float
+    at: EpochSeconds
+    since: EpochSeconds
     role: str | None = None
     rank: int | None = None
     host: str | None = None
@@ -157,8 +157,10 @@ def read_earlier(directory: Path) -> list[FirstFailure]:
     Raises:
         UserError: a file is damaged.
     """
-    found = (_read(directory / EARLIER_FAILURE.format(number)) for number in itertools.count(1))
-    return list(itertools.takewhile(lambda each: each is not None, found))  # type: ignore[arg-type]
+    failures: list[FirstFailure] = []
+    while (failure := read_record(directory / EARLIER_FAILURE.format(len(failures) + 1), FirstFailure)) is not None:
+        failures.append(failure)
+    return failures
 
 
 def forget_failures(directory: Path) -> None:
@@ -173,20 +175,7 @@ def read_failure(directory: Path) -> FirstFailure | None:
     Raises:
         UserError: the file is damaged.
     """
-    return _read(directory / FAILURE)
-
-
-def _read(path: Path) -> FirstFailure | None:
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    try:
-        return FirstFailure(**parse_json(text))
-    except (JsonError, TypeError):
-        raise UserError(f"{path} is damaged, expected the object that a failed run writes") from None
+    return read_record(directory / FAILURE, FirstFailure)
 
 
 def _together(beats: Iterable[Heartbeat]) -> list[str]:

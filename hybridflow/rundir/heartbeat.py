@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engine3d.errors import UserError
 from engine3d.input_files import JsonError, open_regular, parse_json
+from engine3d.json_records import EpochSeconds, record_of
 
 BEAT_S = 1.0
 """Between two heartbeats of a rank."""
@@ -45,12 +46,12 @@ class Heartbeat:
     pid: int
     method: str
     has_turn: bool
-    since: float
+    since: EpochSeconds
     parts: int
-    progressed: float
+    progressed: EpochSeconds
     usual_s: float | None
     counts: bool
-    at: float
+    at: EpochSeconds
     done: int = 0
     total: int = 0
     unit: str = ""
@@ -89,10 +90,10 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
     try:
         descriptor = open_regular(path)
         try:
-            return Heartbeat(**parse_json(os.pread(descriptor, _BYTES, 0)))
+            return record_of(Heartbeat, parse_json(os.pread(descriptor, _BYTES, 0)))
         finally:
             os.close(descriptor)
-    except (OSError, UserError, JsonError, TypeError):
+    except (OSError, UserError, JsonError):
         return None
 
 

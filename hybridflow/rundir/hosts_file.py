@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from engine3d.errors import UserError
-from engine3d.input_files import JsonError, open_regular, parse_json
+from engine3d.input_files import MOST_LIST_BYTES
+from engine3d.json_records import read_record
 from hybridflow.rundir.atomic_files import replace_file
 from hybridflow.rundir.file_names import HOSTS
 
@@ -66,19 +64,4 @@ def read_hosts(directory: Path) -> list[RunHost]:
     Raises:
         UserError: the file is damaged.
     """
-    path = directory / HOSTS
-    if not path.exists():
-        return []
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            found = parse_json(file.read())
-        if not isinstance(found, list):
-            raise TypeError
-        return [_host(each) for each in found]
-    except (JsonError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{path} is damaged, expected the list that a launch writes") from None
-
-
-def _host(values: dict[str, Any]) -> RunHost:
-    settings = tuple(NetworkSetting(**each) for each in values["settings"])
-    return RunHost(**{**values, "settings": settings})
+    return list(read_record(directory / HOSTS, tuple[RunHost, ...], MOST_LIST_BYTES) or ())

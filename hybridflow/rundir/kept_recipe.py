@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError
+from engine3d.input_files import json_kind
 from hybridflow.rundir.file_names import CHECKPOINTS, RECIPE
 from hybridflow.rundir.yaml_reader import read_yaml_file
 
@@ -19,7 +20,7 @@ def read_kept_recipe(run: Path) -> dict[str, Any]:
     """
     recipe, _ = read_yaml_file(run / RECIPE)
     if not isinstance(recipe, dict):
-        raise UserError(f"{run / RECIPE}: expected keys and values, found {type(recipe).__name__}")
+        raise UserError(f"{run / RECIPE}: expected keys and values, found {json_kind(recipe)}")
     return recipe
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import itertools
-import json
 import shutil
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TextIO
 
 from engine3d.checkpoint.manifest import MANIFEST
 from engine3d.errors import UserError
+from engine3d.input_files import FileError, read_json_object
 from hybridflow.errors.log import log
 from hybridflow.rundir.file_names import CHECKPOINTS, METRICS, PHASE, RECIPE
 from hybridflow.rundir.private import MODE, keep_private
@@ -101,9 +101,9 @@ def _check_unused(directory: Path) -> None:
 def _ended_at_start(directory: Path) -> bool:
     """True if all that the run wrote is how far its start had come."""
     try:
-        phase = json.loads((directory / PHASE).read_text())["phase"]
+        phase = read_json_object(directory / PHASE).get("phase")
         written = (directory / METRICS).exists() and (directory / METRICS).stat().st_size
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, FileError):
         return False
     return phase in ("start", "load") and not written and not (directory / CHECKPOINTS).exists()
 

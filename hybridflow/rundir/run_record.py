@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine3d.errors import UserError
-from engine3d.input_files import MOST_LIST_BYTES, read_json_object
+from engine3d.input_files import MOST_LIST_BYTES, FileError
+from engine3d.json_records import EpochSeconds, read_record
 from hybridflow.errors.redaction import redacted
 from hybridflow.rundir.atomic_files import replace_file
 from hybridflow.rundir.file_names import RUN_RECORD
@@ -33,7 +33,7 @@ class RunStart:
         checkpoint: directory of the checkpoint that the run resumes from, which may be another run's.
     """
 
-    at: float
+    at: EpochSeconds
     after_step: int | None
     command: str
     host: str
@@ -55,9 +55,9 @@ class RunRecord:
 
     parameters: int | None
     active_parameters: int | None
-    starts: Sequence[RunStart]
-    ended: float | None = None
-    results: Sequence[str] = ()
+    starts: tuple[RunStart, ...]
+    ended: EpochSeconds | None = None
+    results: tuple[str, ...] = ()
 
 
 def command_line() -> str:
@@ -112,18 +112,9 @@ def read_run_record(directory: Path) -> RunRecord | None:
     Raises:
         UserError: the file is damaged.
     """
-    path = directory / RUN_RECORD
-    if not path.exists():
-        return None
-    found = read_json_object(path, MOST_LIST_BYTES)
-    try:
-        record = RunRecord(**{**found, "starts": tuple(RunStart(**each) for each in found["starts"])})
-        record = dataclasses.replace(record, results=tuple(map(str, record.results)))
-        numbers = (record.ended or 0.0, *(start.at for start in record.starts))
-        if not record.starts or not all(isinstance(each, float | int) for each in numbers):
-            raise TypeError
-    except (KeyError, TypeError):
-        raise UserError(f"{path} is damaged, expected the record that a run writes") from None
+    record = read_record(directory / RUN_RECORD, RunRecord, MOST_LIST_BYTES)
+    if record is not None and not record.starts:
+        raise FileError(directory / RUN_RECORD, "damaged: starts: expected at least one")
     return record
 
 

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast, get_args
 
-from engine3d.errors import UserError, shortened
-from engine3d.input_files import FileError, JsonError, open_regular, parse_json
+from engine3d.errors import UserError
+from engine3d.input_files import FileError, open_regular
+from engine3d.json_records import EpochSeconds, read_record
 from hybridflow.rundir.file_names import LOGS, PHASE, RECIPE
 from hybridflow.rundir.lock import LOCK
 from hybridflow.rundir.progress import Phase
@@ -41,7 +41,7 @@ class Place:
 
     step: int
     phase: Phase
-    since: float
+    since: EpochSeconds
 
 
 @dataclass(frozen=True)
@@ -122,18 +122,7 @@ def read_place(directory: Path) -> Place | None:
     Raises:
         UserError: the file is damaged.
     """
-    path = directory / PHASE
-    if not path.exists():
-        return None
-    text = b"\n".join(last_lines(path, 1))
-    try:
-        found = parse_json(text)
-        step, phase, since = found["step"], found["phase"], float(found["since"])
-        if not isinstance(step, int) or phase not in get_args(Phase):
-            raise ValueError
-    except (JsonError, ValueError, KeyError, TypeError):
-        raise UserError(f"{path}: {shortened(repr(text))}, expected an object with step, phase and since") from None
-    return Place(step, cast(Phase, phase), since)
+    return read_record(directory / PHASE, Place)
 
 
 def find_logs(directory: Path) -> list[Log]:

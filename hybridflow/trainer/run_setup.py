@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from engine3d.durable import naming
 from engine3d.errors import EngineError, UserError
 from hybridflow.checkpoint.compatibility import input_checksums
-from hybridflow.checkpoint.resume import RUN_IDENTITY, Resumption, find_resumption, keep_warmed_up
+from hybridflow.checkpoint.resume import RUN_IDENTITY, Resumption, find_resumption, keep_warmed_up, run_identity
 from hybridflow.cluster.hosts.checks.facts import checkout_commit, installed_versions
 from hybridflow.cluster.hosts.checks.host_check import check_interpreter, check_open_files
 from hybridflow.cluster.hosts.driver_link import tell_directory
@@ -217,7 +217,7 @@ def prepare(recipe: Recipe) -> Run:
         masks=encoded.masks,
         inputs=input_checksums(recipe),
         sets=encode_sets(recipe, tokenizer),
-        identity=(directory / RUN_IDENTITY).read_text().strip(),
+        identity=run_identity(directory) or "",
         resumption=resumption,
         lock=lock,
     )

@@ -10,11 +10,11 @@ import hashlib
 import hmac
 import os
 import secrets
-import stat
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from engine3d.errors import UserError
+from engine3d.input_files import FileError, read_text
 
 TOKEN = "HYBRIDFLOW_TOKEN"
 """Environment variable with the secret itself; it is taken out of the environment when it has been read."""
@@ -87,13 +87,15 @@ def needed(token: str | None, environment: Mapping[str, str] = os.environ) -> st
 
 def _read(path: Path) -> str:
     try:
-        with path.open() as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-                raise UserError(f"token: {path} has to be a file of this user's that no other can read (chmod 600)")
-            return file.read(_MOST)
-    except (OSError, ValueError) as error:
-        raise UserError(f"token: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+        text = read_text(path, _MOST)
+        status = path.stat()
+    except FileError as error:
+        raise UserError(f"token: {error}") from None
+    except OSError as error:
+        raise UserError(f"token: {path}: {error.strerror}") from None
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise UserError(f"token: {path} has to be a file of this user's that no other can read (chmod 600)")
+    return text
 
 
 def _checked(value: str, where: str) -> str:

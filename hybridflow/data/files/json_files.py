@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine3d.errors import UserError, shortened
-from engine3d.input_files import MOST_DIGITS_OF_DATA, MOST_LINE_BYTES, JsonError, parse_json
+from engine3d.input_files import MOST_DIGITS_OF_DATA, MOST_LINE_BYTES, JsonError, json_kind, parse_json
 from hybridflow.data.files.config import Format
 
 MOST_JSON_BYTES = 1 << 30
@@ -82,7 +82,7 @@ def _rows_of(value: Any, name: str) -> list[Any]:
             )
         return [value]
     if not _are_objects(value) and value != []:
-        raise UserError(f"{name}: a JSON {type(value).__name__}, expected one list of objects, or one object a line")
+        raise UserError(f"{name}: {json_kind(value)}, expected one list of objects, or one object a line")
     return list(value)
 
 

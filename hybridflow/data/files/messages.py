@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine3d.errors import UserError, shortened
-from engine3d.input_files import MOST_DIGITS_OF_DATA, JsonError, parse_json
+from engine3d.input_files import MOST_DIGITS_OF_DATA, JsonError, json_kind, parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = Mapping[str, Any]
@@ -149,7 +149,9 @@ def joined(parts: list[Any], where: str) -> str:
     """The text of a content that is a list of parts. Raises UserError for a part that is no text."""
     texts = []
     for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if not isinstance(part, Mapping):
+            raise UserError(f"{where} has {json_kind(part)} among its parts, expected objects with type and text")
+        kind = part.get("type")
         if kind != "text" or not isinstance(part.get("text"), str):
             raise UserError(f"{where} has a part of type {kind!r}, expected texts alone")
         texts.append(part["text"])

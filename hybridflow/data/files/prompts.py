@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine3d.errors import UserError, shortened
+from engine3d.input_files import MOST_LIST_BYTES, read_json_object
 from hybridflow.data.answers import AnswerCounts, as_answer
 from hybridflow.data.files.chat import ChatTemplate
 from hybridflow.data.files.config import FileSource
@@ -238,7 +238,7 @@ class FilePrompts(Prompts):
     @classmethod
     def read(cls, directory: Path, sources: Sequence[OpenSource]) -> FilePrompts:
         """Those of a directory of the cache."""
-        facts = json.loads((directory / FACTS).read_text())
+        facts = read_json_object(directory / FACTS, MOST_LIST_BYTES)
         spans = SourceSpan.of(sources, facts)
         answers = [AnswerCounts(**each) for each in facts["answers"]]
         sources = [replace(source, whole_answers=each.whole) for source, each in zip(sources, answers, strict=True)]

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from engine3d.errors import UserError, shortened
-from engine3d.input_files import MOST_DIGITS_OF_DATA, MOST_LINE_BYTES, JsonError, open_regular, parse_json
+from engine3d.input_files import MOST_DIGITS_OF_DATA, MOST_LINE_BYTES, JsonError, json_kind, open_regular, parse_json
 from hybridflow.data.files.columns import Columns
 from hybridflow.data.files.messages import from_json
 
@@ -104,7 +104,7 @@ class JsonLines:
         except JsonError as error:
             raise UserError(f"{self.place(number)}: not JSON ({error}), expected one object a line") from None
         if not isinstance(row, dict):
-            raise UserError(f"{self.place(number)}: a JSON {type(row).__name__}, expected an object")
+            raise UserError(f"{self.place(number)}: {json_kind(row)}, expected an object")
         return row
 
     def read(self, begin: int, end: int) -> Sequence[Row]:

@@ -14,6 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from engine3d.errors import UserError, shortened
+from engine3d.input_files import MOST_LIST_BYTES, read_json_object
 from hybridflow.data.config import OverlongPolicy
 from hybridflow.data.files.chat import ChatTemplate, Rendered
 from hybridflow.data.files.config import FilesConfig, FileSource, Learned
@@ -118,7 +119,7 @@ def encode_supervised(
         check_columns(each.settings.model_copy(update={"answer": None}), each.rows)
     limit = _Limit(max_tokens, refuse=policy == "refuse")
     write_once(kept, lambda part: _write(part, opened, template, tokenizer, limit))
-    found = json.loads((kept / FACTS).read_text())
+    found = read_json_object(kept / FACTS, MOST_LIST_BYTES)
     spans = SourceSpan.of(opened, found)
     whole, starts = PackedPrompts.mapped(kept), mapped(kept / _STARTS, np.int64)
     prompts, answers = _Part(whole, starts, after=False), _Part(whole, starts, after=True)

@@ -11,10 +11,11 @@ from typing import Any
 from engine3d.checkpoint.manifest import Manifest, find_checkpoints, read_manifest
 from engine3d.checkpoint.verify import damaged_description
 from engine3d.errors import UserError
+from engine3d.input_files import parse_json
 from engine3d.platform import platform
 from hybridflow.checkpoint.driver_state import DRIVER, RunState
 from hybridflow.checkpoint.manager import software
-from hybridflow.checkpoint.resume import RUN_IDENTITY
+from hybridflow.checkpoint.resume import run_identity
 from hybridflow.config.recipe import Recipe, load_recipe
 from hybridflow.config.replay_recipe import ReplayRecipe
 from hybridflow.config.yaml_loader import parse_override, public_settings
@@ -144,7 +145,7 @@ def _figures(run: Path) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     for line in whole_lines(path):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             if record["phase"] == "train":
                 found[int(record["step"])] = record
         except (ValueError, KeyError, TypeError):
@@ -162,7 +163,7 @@ def _checkpoints(run: Path) -> dict[int, Path]:
 
 def _beginning(run: Path, kept: Recipe, step: int) -> tuple[int, Path | None]:
     """The nearest step before that the replay can begin after, and its checkpoint."""
-    identity = (run / RUN_IDENTITY).read_text().strip() if (run / RUN_IDENTITY).is_file() else ""
+    identity = run_identity(run)
     skipped = []
     for number, directory in _checkpoints(run).items():
         if number >= step:
@@ -222,7 +223,7 @@ def _digests(run: Path) -> dict[int, tuple[str, ...]]:
         for line in whole_lines(path):
             if '"event": "weights"' in line:
                 try:
-                    event = json.loads(line)
+                    event = parse_json(line)
                     found[int(event["step"])] = tuple(map(str, event["digests"]))
                 except (ValueError, KeyError, TypeError):
                     raise UserError(f"{path} holds {line.strip()[:60]!r}, expected an event with its step") from None

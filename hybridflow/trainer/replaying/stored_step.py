@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine3d.errors import UserError, first_line, shortened
-from engine3d.input_files import check_regular
+from engine3d.input_files import check_regular, parse_json
 from hybridflow.batch.sample_batch import SampleBatch
 from hybridflow.batch.sample_table import batch_of
 from hybridflow.config.recipe import Recipe
@@ -46,7 +45,7 @@ class StepFacts:
         try:
             file = pq.ParquetFile(path, memory_map=False)
             schema = file.schema_arrow
-            facts = json.loads((schema.metadata or {})[b"hybridflow"])
+            facts = parse_json((schema.metadata or {})[b"hybridflow"])
             if facts["format"] != FORMAT:
                 raise ValueError(f"its format is {facts['format']}, expected {FORMAT}")
             if len(facts.get("batches", [0])) != 1:

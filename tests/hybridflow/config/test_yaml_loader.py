@@ -196,7 +196,7 @@ def test_a_key_that_stands_twice_is_refused(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line"), [("name: [\n", "2: "), ("- 1\n", "expected keys and values, found list"), ("a:\n\tb: 1", "2: ")]
+    ("text", "line"), [("name: [\n", "2: "), ("- 1\n", "expected keys and values, found a list"), ("a:\n\tb: 1", "2: ")]
 )
 def test_what_is_not_a_mapping_in_yaml_is_refused(recipe: Path, text: str, line: str) -> None:
     (found,) = errors_in(recipe, text)
@@ -245,7 +245,7 @@ def test_a_file_stands_on_its_base(tmp_path: Path) -> None:
 
 def test_bases_that_lead_nowhere(tmp_path: Path) -> None:
     path, other = tmp_path / "a.yaml", tmp_path / "b.yaml"
-    assert errors_in(path, "name: x\nbase: none.yaml\n") == (f"{path}:2: base: there is no file {tmp_path}/none.yaml",)
+    assert errors_in(path, "name: x\nbase: none.yaml\n") == (f"{path}:2: base: {tmp_path}/none.yaml: no such file",)
     assert errors_in(path, "base: 3\n") == (f"{path}:1: base: 3 is no path, expected another YAML file",)
     other.write_text("base: a.yaml\n")
     assert errors_in(path, "base: b.yaml\n") == (f"{other}:1: base: a.yaml has this file as its own base",)

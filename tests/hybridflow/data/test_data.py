@@ -120,7 +120,7 @@ def test_an_answer_is_anything_that_json_has_but_one_to_learn_is_text(tmp_path: 
     ("line", "message"),
     [
         ('{"prompt": "a", "answer"', ":3: not JSON"),
-        ('["a", "b"]', ":3: a JSON list, expected an object with field 'prompt'"),
+        ('["a", "b"]', ":3: a list, expected an object with field 'prompt'"),
         ('{"prompt": "a", "reply": "b"}', ":3: no field 'answer', only 'prompt', 'reply'"),
         ('{"prompt": "", "answer": "b"}', ":3: field 'prompt' is '', expected a non-empty string"),
     ],

@@ -78,7 +78,7 @@ def test_pairs_in_order_with_the_named_fields_as_texts_or_tokens(tmp_path: Path)
         ('{"prompt": "x", "chosen": [1, -2], "rejected": "2"}', "field 'chosen' is [1, -2], expected"),
         ('{"prompt": "x", "chosen": [true], "rejected": "2"}', "field 'chosen' is [True], expected"),
         ('{"prompt": ["user"], "chosen": "1", "rejected": "2"}', "field 'prompt' is ['user'], expected"),
-        ("[1]", "a JSON list, expected an object"),
+        ("[1]", "a list, expected an object"),
         ("{", "not JSON"),
     ],
 )

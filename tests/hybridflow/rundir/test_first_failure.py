@@ -82,9 +82,13 @@ def test_the_cards_of_earlier_starts_are_kept_until_they_are_forgotten(tmp_path:
 
 def test_a_run_that_has_not_failed_and_a_damaged_card(tmp_path: Path) -> None:
     assert read_failure(tmp_path) is None
-    for text in ("{", "[]", json.dumps({"cause": "x"})):
+    for text, reason in (
+        ("{", "not valid JSON: no name in double quotes at column 2"),
+        ("[]", "damaged: expected an object, found a list"),
+        (json.dumps({"cause": "x"}), "damaged: it has no phase"),
+    ):
         (tmp_path / "failure.json").write_text(text)
-        with pytest.raises(UserError, match=rf"{tmp_path}/failure.json is damaged"):
+        with pytest.raises(UserError, match=f"^{tmp_path}/failure.json: {reason}$"):
             read_failure(tmp_path)
 
 

@@ -192,7 +192,10 @@ def test_of_several_templates_the_default(bpe: PreTrainedTokenizerBase) -> None:
             [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
             "message 1 has a part of type 'image', expected texts alone",
         ),
-        ([{"role": "user", "content": ["x"]}], "message 1 has a part of type 'str', expected texts alone"),
+        (
+            [{"role": "user", "content": ["x"]}],
+            "message 1 has a text among its parts, expected objects with type and text",
+        ),
         (
             [{"role": "user", "content": [{"type": "text"}]}],
             "message 1 has a part of type 'text', expected texts alone",

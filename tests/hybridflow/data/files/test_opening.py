@@ -257,11 +257,11 @@ def test_text_in_utf_16_that_is_cut(tmp_path: Path) -> None:
 def test_json_that_cannot_be_read(tmp_path: Path) -> None:
     path, cache = tmp_path / "a.json", tmp_path / "cache"
     for text, message in (
-        ("[1", ": not JSON (Expecting ',' delimiter: line 1 column 3 (char 2))"),
+        ("[1", ": not JSON (no comma at column 3)"),
         ('[{"a": ' + "1" * 5000 + "}]", ": not JSON (a whole number has 5,000 digits, expected at most 4,000)"),
         ("[" * 100_000, ": not JSON (nested more than 64 levels deep)"),
-        ("[1]", ": a JSON list, expected one list of objects, or one object a line"),
-        ("3", ": a JSON int, expected one list of objects, or one object a line"),
+        ("[1]", ": a list, expected one list of objects, or one object a line"),
+        ("3", ": a number, expected one list of objects, or one object a line"),
         ('[{"a": 1, "a": 2}]', ": not JSON ('a' is in an object twice)"),
         ("[]", " holds no rows"),
         ("", ": not JSON (it is empty)"),
